@@ -1,0 +1,261 @@
+"""messages: what controller and actor say to each other over the control channel. Plain frozen data, no I/O.
+
+Requests go controller to actor and carry a `request` number; the actor answers each with exactly one reply bearing the
+same number: the reply type named in the request's docstring, or `Failed`. `protocol` turns messages into frames.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from jaxpp_async.program import ActorId, Aval
+
+ArrayId: TypeAlias = int
+"""Names one array of the mesh; given out by the controller, counting up, never used twice."""
+
+INLINE_BYTES = 16 * 1024
+"""Host values up to this size ride in control frames; larger ones take the data plane."""
+
+
+# ---------------------------------------------------------------- controller to actor
+
+
+@dataclass(frozen=True, slots=True)
+class Configure:
+    """First request: start JAX and the transport. Answer: `Ready`.
+
+    Args:
+        spmd_mesh: (axis name, size) pairs; () is one device.
+        axis_types: `"auto"` or `"explicit"`, one an axis.
+        jax_config: `jax.config` names and plain values to set before JAX makes a backend.
+        cache_dir: JAX's persistent compilation cache, or None.
+        setup: `"module:function"` called before JAX starts, or None.
+        transport: `"ucx"`, `"memory"` or `"nccl"`.
+        epoch: first epoch of the tags.
+    """
+
+    request: int
+    spmd_mesh: tuple[tuple[str, int], ...]
+    axis_types: tuple[str, ...]
+    platform: str
+    jax_config: dict[str, Any]
+    cache_dir: str | None
+    setup: str | None
+    transport: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Connect the transport to these peers (the actor skips itself). Answer: `Done`."""
+
+    request: int
+    epoch: int
+    addresses: dict[ActorId, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Compile what is new of `executables` and keep the program. Answer: `Loaded`.
+
+    Args:
+        program_id: given out by the controller; `Step` names it.
+        program: text of the `ActorProgram`.
+        executables: a content key for each executable index the program uses.
+        blobs: serialized `jax.export.Exported`, by content key; only keys this actor has not been sent before.
+    """
+
+    request: int
+    program_id: int
+    program: str
+    executables: dict[int, str]
+    blobs: dict[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """A host value to keep as `array_id`. `data` is its C-order bytes, or None: it comes over the data plane with
+    sequence number `sequence` of the host channel."""
+
+    array_id: ArrayId
+    aval: Aval
+    data: bytes | None
+    sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Take host values and free arrays, in that order, outside a step. Answer: `Done`, once the values are there."""
+
+    request: int
+    puts: tuple[Put, ...]
+    frees: tuple[ArrayId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Run a loaded program once. Answer: `StepDone`.
+
+    Steps run in the order they arrive, one after the other; the next may be sent before the last is done, and may name
+    outputs of it as inputs. A step of an epoch and number seen before gets the cached answer; any other past one is refused.
+
+    Args:
+        inputs: for each step argument this actor's program binds (the program's `Input.arg`), the array.
+        outputs: for each result this actor's program makes (`Output.result`), the new array's id.
+        puts: host values to take first.
+        frees: arrays to free first.
+        frees_after: arrays to free when the step is done (host arguments).
+    """
+
+    request: int
+    epoch: int
+    step: int
+    program_id: int
+    inputs: dict[int, ArrayId]
+    outputs: dict[int, ArrayId]
+    puts: tuple[Put, ...] = ()
+    frees: tuple[ArrayId, ...] = ()
+    frees_after: tuple[ArrayId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Send arrays to the controller, whole (unsharded). Answer: `Fetched`. Array k travels over the data plane with
+    `sequences[k]` of the host channel unless it is small (`INLINE_BYTES`)."""
+
+    request: int
+    array_ids: tuple[ArrayId, ...]
+    sequences: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Another actor failed: drop every step under way, end all transfers, enter `epoch`. Answer: `Done`."""
+
+    request: int
+    epoch: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """Ask for numbers about the actor. Answer: `Inspected`."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Close the transport and end the process. Answer: `Done`, then end of file."""
+
+    request: int
+
+
+# ---------------------------------------------------------------- actor to controller
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The actor's JAX and transport are up.
+
+    Args:
+        address: the transport's address.
+        devices: one text a device, such as `"cpu:0"`.
+        versions: package name to version, for the mismatch check.
+    """
+
+    request: int
+    address: bytes
+    devices: tuple[str, ...]
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Args: compile_s: seconds spent compiling. temp_bytes: XLA's temporaries by executable index."""
+
+    request: int
+    compile_s: float
+    temp_bytes: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Where one actor's time went in one step, in seconds, and what its buffer table held, in bytes.
+
+    Args:
+        compute_s: executing tasks.
+        wait_s: nothing to execute, because data from another actor or the controller was not there.
+        total_s: from taking up the step to its last instruction.
+        peak_bytes: most bytes the buffer table held (`ActorProgram.uncounted` left out).
+        live_buffers: arrays in the actor's store after the step.
+        runs: (label, start, end) of each `Run`, by the actor's monotonic clock.
+    """
+
+    compute_s: float
+    wait_s: float
+    total_s: float
+    peak_bytes: int
+    live_buffers: int
+    runs: tuple[tuple[str, float, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    request: int
+    step: int
+    stats: StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """One entry an array: (shape, dtype name, bytes or None when it takes the data plane)."""
+
+    request: int
+    arrays: tuple[tuple[tuple[int, ...], str, bytes | None], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """Numbers such as `live_arrays`, `store_arrays`, `file_descriptors`, `compilations`."""
+
+    request: int
+    numbers: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request failed, or (request None) the actor did.
+
+    Args:
+        exception_type: qualified name. traceback: text. instruction: text of the instruction under way.
+    """
+
+    request: int | None
+    exception_type: str
+    message: str
+    traceback: str
+    step: int | None = None
+    instruction: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A line for the controller's `logging`."""
+
+    level: int
+    logger: str
+    message: str
+    step: int | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+Request: TypeAlias = Configure | Connect | Load | Store | Step | Fetch | Abort | Inspect | Shutdown
+Reply: TypeAlias = Done | Ready | Loaded | StepDone | Fetched | Inspected | Failed
+Message: TypeAlias = Request | Reply | Log

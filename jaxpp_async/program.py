@@ -1,0 +1,254 @@
+"""program: the frozen values that compiler, protocol and executor speak. No jax, no I/O.
+
+A step becomes, in this order:
+
+* `Task`s, the entries of a schedule;
+* a `TaskGraph`: every task of every microbatch, placed on its actor, joined by values (single assignment);
+* one `ActorProgram` an actor: a flat instruction stream over integer buffer slots.
+
+An `ActorProgram` prints as text and parses back; the text is also what travels to the actor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+ActorId: TypeAlias = int
+BufferId: TypeAlias = int
+ValueId: TypeAlias = int
+ExecutableId: TypeAlias = int
+Tag: TypeAlias = int
+
+TaskType: TypeAlias = Literal["fwd", "bwd", "bwd_input", "bwd_weight"]
+TASK_TYPES: tuple[TaskType, ...] = ("fwd", "bwd", "bwd_input", "bwd_weight")
+
+SpecEntry: TypeAlias = str | tuple[str, ...] | None
+"""How one array dimension is split: by one mesh axis, by several, or not at all."""
+
+CONTROLLER: ActorId = -1
+"""The controller's id as a peer of the data plane."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Task:
+    """One entry of a schedule.
+
+    Args:
+        i: microbatch index.
+        ty: `"fwd"`, `"bwd"`, or the halves of a split backward, `"bwd_input"` and `"bwd_weight"`.
+        stage: stage index.
+
+    Source: the JaxPP paper, section "Task Scheduling".
+    """
+
+    i: int
+    ty: TaskType
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Aval:
+    """Shape, dtype and sharding of an array inside one actor.
+
+    Args:
+        shape: global shape, in elements.
+        dtype: numpy or ml_dtypes name, such as `"float32"` or `"bfloat16"`. Keys stand here as their `uint32` data.
+        spec: one entry a dimension, as in `jax.sharding.PartitionSpec`; missing trailing entries are None.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: tuple[SpecEntry, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one whole copy (replicas on an actor's devices are not counted)."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+
+_ITEMSIZES = {"bool": 1, "bfloat16": 2, "int2": 1, "int4": 1, "uint2": 1, "uint4": 1}
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element in host memory. Sub-byte types take a byte each, as in numpy."""
+    if dtype in _ITEMSIZES:
+        return _ITEMSIZES[dtype]
+    if dtype.startswith(("float8", "float4", "float6")):
+        return 1
+    bits = "".join(c for c in dtype if c.isdigit())
+    if not bits:
+        raise ValueError(f"unknown dtype {dtype!r}")
+    return int(bits) // 8
+
+
+# ---------------------------------------------------------------- task graph
+
+
+ValueKind: TypeAlias = Literal["input", "temp", "accumulator", "result"]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One array of the step, assigned once.
+
+    Args:
+        aval: shape, dtype and sharding.
+        label: what a user reads in reports, such as `"x@fwd(stage 0, mb 3)"` or `"state['w']"`.
+        kind: `"input"` for a step argument, `"accumulator"` for a partial result carried through the loop,
+            `"result"` for a stacked or concatenated one (it grows with the number of microbatches and is left out of
+            peak bytes), `"temp"` for everything else.
+    """
+
+    aval: Aval
+    label: str
+    kind: ValueKind = "temp"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One run of one executable on one actor.
+
+    Args:
+        label: such as `"fwd(stage 1, mb 3)"`, `"before(0)"`, `"after(1)"`, `"zeros(stage 1)"`.
+        actor: where it runs.
+        executable: index into the step's executables.
+        inputs: values read, in the executable's argument order.
+        outputs: values made, in the executable's result order.
+        donatable: positions in `inputs` which the executable may alias with a result when nothing else needs the
+            value afterwards. Lowering decides per executable and position; see `compiler.lowering`.
+        task: the schedule entry, for nodes of a loop.
+    """
+
+    label: str
+    actor: ActorId
+    executable: ExecutableId
+    inputs: tuple[ValueId, ...]
+    outputs: tuple[ValueId, ...]
+    donatable: tuple[int, ...] = ()
+    task: Task | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInput:
+    """A step argument (flat index `arg`) and every actor that holds it when the step starts."""
+
+    value: ValueId
+    arg: int
+    actors: tuple[ActorId, ...]
+    donated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GraphOutput:
+    """A step result (flat index `result`) and every actor that holds it when the step ends."""
+
+    value: ValueId
+    result: int
+    actors: tuple[ActorId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskGraph:
+    """All tasks of one step, placed.
+
+    `nodes` is in a topological order that, restricted to one actor, is that actor's order of execution. Every value is
+    an input or an output of exactly one node; a value used or returned on another actor than it is made on is
+    transferred there once.
+    """
+
+    num_actors: int
+    values: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+
+
+# ---------------------------------------------------------------- instructions
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """Bind step argument `arg` to `buffer`. A donated argument belongs to the program and is deleted by it."""
+
+    buffer: BufferId
+    arg: int
+    aval: Aval
+    donated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Call a compiled executable. `donated` are positions in `inputs` whose buffers the call consumes."""
+
+    label: str
+    executable: ExecutableId
+    inputs: tuple[BufferId, ...]
+    outputs: tuple[BufferId, ...]
+    donated: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Start a send as soon as the buffer is ready; does not wait. `tag` counts from zero in each program."""
+
+    buffer: BufferId
+    to_actor: ActorId
+    tag: Tag
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Post a receive; the buffer becomes ready when the data is in."""
+
+    buffer: BufferId
+    from_actor: ActorId
+    tag: Tag
+    aval: Aval
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Free the buffer now or, while a send of it is under way, when that send completes."""
+
+    buffer: BufferId
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The buffer becomes step result `result` and leaves the program."""
+
+    buffer: BufferId
+    result: int
+
+
+Instruction: TypeAlias = Input | Run | Send | Recv | Delete | Output
+
+
+@dataclass(frozen=True, slots=True)
+class ActorProgram:
+    """What one actor runs in one step.
+
+    Args:
+        actor: whose program it is.
+        instructions: in order of issue.
+        avals: one a buffer slot (slots count from zero).
+        uncounted: slots left out of peak bytes: step inputs, stacked and concatenated results.
+    """
+
+    actor: ActorId
+    instructions: tuple[Instruction, ...]
+    avals: tuple[Aval, ...]
+    uncounted: frozenset[BufferId] = field(default_factory=frozenset)
+
+    def __str__(self) -> str:
+        from jaxpp_async.program_text import format_program
+
+        return format_program(self)
+
+
+def runs(instructions: Iterable[Instruction]) -> list[Run]:
+    """The `Run`s among `instructions`, in order."""
+    return [i for i in instructions if isinstance(i, Run)]
