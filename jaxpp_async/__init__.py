@@ -1,0 +1,66 @@
+"""jaxpp_async: MPMD pipeline parallelism for JAX, run by async actors.
+
+Names load on first use, so that importing the package does not import JAX (an actor sets its environment first).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_HOMES = {
+    "pipeline_yield": "markers",
+    "accumulate_grads": "markers",
+    "Sum": "reductions",
+    "Max": "reductions",
+    "Min": "reductions",
+    "Mean": "reductions",
+    "Stack": "reductions",
+    "Concat": "reductions",
+    "shard": "sharding",
+    "Task": "program",
+    "GPipe": "schedules",
+    "Std1F1B": "schedules",
+    "Eager1F1B": "schedules",
+    "Interleaved1F1B": "schedules",
+    "LoopedBFS": "schedules",
+    "RemoteMesh": "mesh",
+    "CompiledStep": "step",
+    "RemoteArray": "arrays",
+}
+
+__all__ = [*_HOMES, "errors"]
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from jaxpp_async import errors as errors
+    from jaxpp_async.arrays import RemoteArray as RemoteArray
+    from jaxpp_async.markers import accumulate_grads as accumulate_grads
+    from jaxpp_async.markers import pipeline_yield as pipeline_yield
+    from jaxpp_async.mesh import RemoteMesh as RemoteMesh
+    from jaxpp_async.program import Task as Task
+    from jaxpp_async.reductions import Concat as Concat
+    from jaxpp_async.reductions import Max as Max
+    from jaxpp_async.reductions import Mean as Mean
+    from jaxpp_async.reductions import Min as Min
+    from jaxpp_async.reductions import Stack as Stack
+    from jaxpp_async.reductions import Sum as Sum
+    from jaxpp_async.schedules import Eager1F1B as Eager1F1B
+    from jaxpp_async.schedules import GPipe as GPipe
+    from jaxpp_async.schedules import Interleaved1F1B as Interleaved1F1B
+    from jaxpp_async.schedules import LoopedBFS as LoopedBFS
+    from jaxpp_async.schedules import Std1F1B as Std1F1B
+    from jaxpp_async.sharding import shard as shard
+    from jaxpp_async.step import CompiledStep as CompiledStep
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("jaxpp_async.errors")
+    if name in _HOMES:
+        return getattr(import_module(f"jaxpp_async.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'jaxpp_async' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,189 @@
+"""compiler.ir: a traced step as flat lists of operations over integer values. Plain data, no jax.
+
+The payload that runs an operation is opaque here (`Op.run`), so that partition and placement work on structure alone.
+Value ids count from zero over the whole step, loop bodies included.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from jaxpp_async.program import Aval
+
+
+@dataclass(frozen=True, eq=False)
+class Lit:
+    """A small constant operand."""
+
+    value: Any
+
+
+Ref: TypeAlias = int | Lit
+
+
+@dataclass(frozen=True, slots=True)
+class ValueType:
+    """What travels for one value.
+
+    Args:
+        aval: of the array as it travels; a key array stands as its uint32 data.
+        key_impl: PRNG implementation, for key arrays.
+        weak: JAX's weak type.
+    """
+
+    aval: Aval
+    key_impl: str | None = None
+    weak: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One operation.
+
+    Args:
+        name: of the JAX primitive, or of a step of ours such as `"reduction_end"`.
+        inputs: value ids and constants.
+        outputs: ids of the values it makes; -1 where a result is not used.
+        run: operand arrays to results, under a JAX trace.
+        line: `file:line` of the user.
+        transposed: made by reverse-mode differentiation.
+        params: what partitioning looks at (a marker's name and side).
+    """
+
+    name: str
+    inputs: tuple[Ref, ...]
+    outputs: tuple[int, ...]
+    run: Callable[[Sequence[Any]], Sequence[Any]]
+    line: str
+    transposed: bool = False
+    params: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return tuple(r for r in self.inputs if isinstance(r, int))
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """An accumulate loop. `Flat` is its body: inputs are invariants, one microbatch's leaves, the index."""
+
+    body: Flat
+    invariants: tuple[Ref, ...]
+    batch: tuple[Ref, ...]
+    outputs: tuple[int, ...]
+    reductions: tuple[Any, ...]
+    schedule: Any
+    num_microbatches: int
+    line: str
+
+    @property
+    def inputs(self) -> tuple[Ref, ...]:
+        return self.invariants + self.batch
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return tuple(r for r in self.inputs if isinstance(r, int))
+
+    def body_inputs(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Body ids of the invariants, of the microbatch's leaves, of the index."""
+        n = len(self.invariants)
+        ids = self.body.inputs
+        return ids[:n], ids[n:-1], ids[-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Flat:
+    """A function body: inputs to outputs through `ops`, in program order."""
+
+    inputs: tuple[int, ...]
+    ops: tuple[Op | Loop, ...]
+    outputs: tuple[Ref, ...]
+
+
+class Types:
+    """The type of every value id, growing while a step is compiled."""
+
+    def __init__(self) -> None:
+        self._types: dict[int, ValueType] = {}
+        self._ids = itertools.count()
+
+    def new(self, value_type: ValueType) -> int:
+        value_id = next(self._ids)
+        self._types[value_id] = value_type
+        return value_id
+
+    def __getitem__(self, value_id: int) -> ValueType:
+        return self._types[value_id]
+
+    def items(self) -> Iterable[tuple[int, ValueType]]:
+        return self._types.items()
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A large array the user's function closes over: a hidden step argument, put on the actors once."""
+
+    value: Any
+    value_id: int
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A step function, traced.
+
+    Args:
+        flat: its operations; inputs are the arguments' leaves, then the captured arrays.
+        types: of every value id.
+        arg_names: one a leaf, such as `"state['w']"`.
+        arg_of: the argument number of each leaf.
+        captured: hidden arguments.
+        out_names: one a result leaf.
+    """
+
+    flat: Flat
+    types: Types
+    arg_names: tuple[str, ...]
+    arg_of: tuple[int, ...]
+    captured: tuple[Captured, ...]
+    out_names: tuple[str, ...]
+    in_tree: Any
+    out_tree: Any
+
+
+def used_ids(ops: Iterable[Op | Loop], outputs: Iterable[Ref]) -> set[int]:
+    """Ids that `ops` read or `outputs` return."""
+    used = {r for r in outputs if isinstance(r, int)}
+    for op in ops:
+        used.update(op.reads)
+    return used
+
+
+def format_flat(flat: Flat, types: Types, indent: str = "") -> str:
+    """Readable text of a body, for dumps and golden files."""
+    lines = [f"{indent}inputs {_refs(flat.inputs, types)}"]
+    for op in flat.ops:
+        left = _refs([o for o in op.outputs if o >= 0], types)
+        if isinstance(op, Loop):
+            n = op.num_microbatches
+            lines.append(f"{indent}{left} = loop[{n} microbatches] {_refs(op.inputs, None)} {{")
+            lines.append(format_flat(op.body, types, indent + "  "))
+            lines.append(f"{indent}}} reduce ({', '.join(type(r).__name__ for r in op.reductions)})")
+        else:
+            mark = " '" if op.transposed else ""
+            lines.append(f"{indent}{left} = {op.name} {_refs(op.inputs, None)}{mark}")
+    lines.append(f"{indent}return {_refs(flat.outputs, None)}")
+    return "\n".join(lines)
+
+
+def _refs(refs: Iterable[Ref], types: Types | None) -> str:
+    return " ".join(
+        f"#{r.value!r}"
+        if isinstance(r, Lit)
+        else f"%{r}"
+        if types is None
+        else f"%{r}:{types[r].aval.dtype}[{','.join(map(str, types[r].aval.shape))}]"
+        for r in refs
+    )

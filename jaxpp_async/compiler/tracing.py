@@ -1,0 +1,237 @@
+"""compiler.tracing: a step function and its arguments' types in, a `Traced` step out. Never looks at a value.
+
+Nested `jit`s are inlined, so that stages are cut between equations and not between blocks; what cannot be cut at a
+marker (a scan, a cond) stays one operation and must not contain one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpp_async import jax_compat, markers
+from jaxpp_async.compiler.ir import Captured, Flat, Lit, Loop, Op, Ref, Traced, Types, ValueType
+from jaxpp_async.errors import UnsupportedError
+from jaxpp_async.program import Aval
+
+MARKER, MARKER_SIDE, LOOP = "pipeline_yield", "pipeline_yield_side", "accumulate_grads"
+
+# Constants above this become step arguments: inside an executable they would be copied into every task that uses them.
+CAPTURE_BYTES = 1024
+
+_INLINED = ("jit", "pjit", "closed_call", "core_call")
+_INLINED_AROUND_MARKERS = ("checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+
+
+def value_type(aval: Any) -> ValueType:
+    """The `ValueType` of a JAX aval (sharding is filled in later)."""
+    weak = bool(getattr(aval, "weak_type", False))
+    if jax_compat.is_key_dtype(aval.dtype):
+        return ValueType(Aval(jax_compat.key_data_shape(aval), "uint32"), jax_compat.key_impl(aval.dtype), weak)
+    return ValueType(Aval(tuple(aval.shape), jax_compat.dtype_name(aval.dtype)), None, weak)
+
+
+def trace(
+    fn: Callable, args: Sequence[Any], *, static_argnums: Sequence[int] = (), argument_names: Sequence[str] = ()
+) -> Traced:
+    """Trace `fn` on `args`, whose leaves are `jax.ShapeDtypeStruct`s (static arguments: the values themselves).
+
+    Raises:
+        UnsupportedError: the program has a construct that cannot be pipelined.
+    """
+    dynamic = [i for i in range(len(args)) if i not in static_argnums]
+
+    def flat_fn(*dynamic_args):
+        full = list(args)
+        for position, value in zip(dynamic, dynamic_args, strict=True):
+            full[position] = value
+        return fn(*full)
+
+    dynamic_args = tuple(args[i] for i in dynamic)
+    closed, out_shapes = jax.make_jaxpr(flat_fn, return_shape=True)(*dynamic_args)
+    named, in_tree = jax.tree_util.tree_flatten_with_path(dynamic_args)
+    names, arg_of = [], []
+    for path, _ in named:
+        arg = dynamic[path[0].idx]
+        base = argument_names[arg] if arg < len(argument_names) else f"arg{arg}"
+        names.append(base + jax.tree_util.keystr(path[1:]))
+        arg_of.append(arg)
+    out_named, out_tree = jax.tree_util.tree_flatten_with_path(out_shapes)
+    flattener = _Flattener()
+    flat = flattener.top(closed)
+    return Traced(
+        flat=eliminate_dead(flat),
+        types=flattener.types,
+        arg_names=tuple(names),
+        arg_of=tuple(arg_of),
+        captured=tuple(flattener.captured.values()),
+        out_names=tuple("result" + jax.tree_util.keystr(path) for path, _ in out_named),
+        in_tree=in_tree,
+        out_tree=out_tree,
+    )
+
+
+class _Flattener:
+    """Inlines calls and numbers values."""
+
+    def __init__(self) -> None:
+        self.types = Types()
+        self.captured: dict[int, Captured] = {}  # by id() of the array, which `Captured` keeps alive
+
+    def top(self, closed: Any) -> Flat:
+        jaxpr, consts = jax_compat.open_jaxpr(closed)
+        inputs = [self.types.new(value_type(v.aval)) for v in jaxpr.invars]
+        env: dict[Any, Ref] = dict(zip(jaxpr.invars, inputs, strict=True))
+        ops: list[Op | Loop] = []
+        outputs = self.inline(jaxpr, consts, env, ops, "", False)
+        inputs += [c.value_id for c in self.captured.values()]
+        return Flat(tuple(inputs), tuple(ops), tuple(outputs))
+
+    def inline(
+        self, jaxpr: Any, consts: Sequence[Any], env: dict[Any, Ref], ops: list, line: str, transposed: bool
+    ) -> list[Ref]:
+        """Append `jaxpr`'s equations to `ops`; `env` maps its variables. Returns its results."""
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = self.constant(const)
+
+        def read(atom: Any) -> Ref:
+            return self.constant(atom.val) if isinstance(atom, jax_compat.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            inputs = [read(a) for a in eqn.invars]
+            own = jax_compat.source_line(eqn)
+            where = own if own != "unknown line" else line or own
+            is_transposed = transposed or jax_compat.is_transposed(eqn)
+            results = self.equation(eqn, inputs, ops, where, is_transposed)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def equation(self, eqn: Any, inputs: list[Ref], ops: list, line: str, transposed: bool) -> list[Ref]:
+        name = eqn.primitive.name
+        if name == LOOP:
+            return self.loop(eqn, inputs, ops)
+        inner = jax_compat.inner_jaxpr(eqn)
+        marked = _marks(eqn)
+        if inner is not None and (
+            (name in _INLINED and (marked or not jax_compat.pins_shardings(eqn)))
+            or (name in _INLINED_AROUND_MARKERS and marked)
+        ):
+            jaxpr, consts = jax_compat.open_jaxpr(inner)
+            env = dict(zip(jaxpr.invars, inputs, strict=True))
+            return self.inline(jaxpr, consts, env, ops, line, transposed)
+        if marked:
+            raise UnsupportedError(
+                f"{line}: {' and '.join(sorted(marked))} inside `{name}` cannot be pipelined yet; "
+                "move it out (write the layers as a Python loop)"
+            )
+        if jax_compat.has_effects(eqn):
+            raise UnsupportedError(
+                f"{line}: `{name}` has side effects on the host, which a stage on an actor cannot have; "
+                "return the value from the step and look at it there"
+            )
+        outputs = tuple(
+            -1 if isinstance(v, jax_compat.DropVar) else self.types.new(value_type(v.aval)) for v in eqn.outvars
+        )
+        params = {"side": eqn.params["side"]} if name == MARKER_SIDE else {}
+        if name in (MARKER, MARKER_SIDE):
+            params["name"] = eqn.params["name"]
+        ops.append(
+            Op(name, tuple(inputs), outputs, functools.partial(jax_compat.bind_eqn, eqn), line, transposed, params)
+        )
+        return list(outputs)
+
+    def loop(self, eqn: Any, inputs: list[Ref], ops: list) -> list[Ref]:
+        spec: markers.LoopSpec = eqn.params["spec"]
+        jaxpr, consts = jax_compat.open_jaxpr(spec.body)
+        body_inputs = [self.types.new(value_type(v.aval)) for v in jaxpr.invars]
+        before = len(self.captured)
+        body_ops: list[Op | Loop] = []
+        env: dict[Any, Ref] = dict(zip(jaxpr.invars, body_inputs, strict=True))
+        body_outputs = self.inline(jaxpr, consts, env, body_ops, spec.line, False)
+        if nested := next((op for op in body_ops if isinstance(op, Loop)), None):
+            raise UnsupportedError(f"{nested.line}: accumulate_grads inside another accumulate_grads ({spec.line})")
+        invariants = list(inputs[: spec.num_consts])
+        new = list(self.captured.values())[before:]
+        # Arrays captured inside the body enter it as further invariants.
+        ids = body_inputs[: spec.num_consts] + [c.value_id for c in new] + body_inputs[spec.num_consts :]
+        invariants += [c.value_id for c in new]
+        outputs = tuple(self.types.new(value_type(v.aval)) for v in eqn.outvars)
+        ops.append(
+            Loop(
+                body=Flat(tuple(ids), tuple(body_ops), tuple(body_outputs)),
+                invariants=tuple(invariants),
+                batch=tuple(inputs[spec.num_consts :]),
+                outputs=outputs,
+                reductions=spec.reductions,
+                schedule=spec.schedule,
+                num_microbatches=spec.num_microbatches,
+                line=spec.line,
+            )
+        )
+        return list(outputs)
+
+    def constant(self, value: Any) -> Ref:
+        size = getattr(value, "nbytes", 0)
+        if isinstance(value, jax.Array) and jax_compat.is_key_dtype(value.dtype):
+            return self.capture(value)
+        if size <= CAPTURE_BYTES:
+            return Lit(value)
+        return self.capture(value)
+
+    def capture(self, value: Any) -> int:
+        if id(value) not in self.captured:
+            array = value if isinstance(value, jax.Array) else np.asarray(value)
+            new_id = self.types.new(value_type(jax.typeof(array)))
+            self.captured[id(value)] = Captured(value, new_id)
+        return self.captured[id(value)].value_id
+
+
+def _marks(eqn: Any) -> set[str]:
+    """Markers and loops inside the jaxprs that an equation carries."""
+    found: set[str] = set()
+    for inner in jax_compat.sub_jaxprs(eqn):
+        found |= jax_compat.primitives_inside(inner) & {MARKER, MARKER_SIDE, LOOP}
+    return found - {MARKER_SIDE} or (found and {MARKER})
+
+
+# ---------------------------------------------------------------- dead code
+
+
+def eliminate_dead(flat: Flat) -> Flat:
+    """Drop operations, loop results and loop inputs that nothing needs. Markers stay: they count stages."""
+    needed = {r for r in flat.outputs if isinstance(r, int)}
+    kept: list[Op | Loop] = []
+    for op in reversed(flat.ops):
+        if isinstance(op, Loop):
+            if not any(o in needed for o in op.outputs):
+                continue
+            op = _prune_loop(op, needed)
+        elif op.name != MARKER and not any(o in needed for o in op.outputs):
+            continue
+        kept.append(op)
+        needed.update(op.reads)
+    return Flat(flat.inputs, tuple(reversed(kept)), flat.outputs)
+
+
+def _prune_loop(loop: Loop, needed: set[int]) -> Loop:
+    keep = [i for i, o in enumerate(loop.outputs) if o in needed]
+    body = eliminate_dead(Flat(loop.body.inputs, loop.body.ops, tuple(loop.body.outputs[i] for i in keep)))
+    used = {r for op in body.ops for r in op.reads} | {r for r in body.outputs if isinstance(r, int)}
+    invariants, batch, index = loop.body_inputs()
+    kept_invariants = [i for i, v in enumerate(invariants) if v in used]
+    kept_batch = [i for i, v in enumerate(batch) if v in used]
+    inputs = [invariants[i] for i in kept_invariants] + [batch[i] for i in kept_batch] + [index]
+    return Loop(
+        body=Flat(tuple(inputs), body.ops, body.outputs),
+        invariants=tuple(loop.invariants[i] for i in kept_invariants),
+        batch=tuple(loop.batch[i] for i in kept_batch),
+        outputs=tuple(loop.outputs[i] for i in keep),
+        reductions=tuple(loop.reductions[i] for i in keep),
+        schedule=loop.schedule,
+        num_microbatches=loop.num_microbatches,
+        line=loop.line,
+    )

@@ -1,0 +1,235 @@
+"""jax_compat: the only door to private or moving parts of JAX (`jax._src`, `jax.extend`, interpreter tables).
+
+In: jaxprs, equations, primitives. Out: plain functions whose names stay when JAX moves things. Holds no state of its own.
+Tested with JAX 0.10 and 0.12.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import core as _core
+from jax._src import dtypes as _dtypes
+from jax._src import source_info_util as _source_info
+from jax._src.interpreters import partial_eval as _partial_eval
+from jax.extend import core as _extend
+from jax.interpreters import ad, batching, mlir
+
+Primitive = _extend.Primitive
+ClosedJaxpr = _extend.ClosedJaxpr
+Jaxpr = _extend.Jaxpr
+JaxprEqn = _extend.JaxprEqn
+Literal = _extend.Literal
+ShapedArray = jax.core.ShapedArray
+Zero = ad.Zero
+DropVar = _extend.DropVar
+
+TOKEN_SHAPE, TOKEN_DTYPE = (0,), jnp.int32
+
+_PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+# ---------------------------------------------------------------- primitives
+
+
+def new_primitive(
+    name: str,
+    *,
+    abstract_eval: Callable,
+    reference: Callable,
+    jvp: Callable | None = None,
+    transpose: Callable | None = None,
+    batch: Callable | None = None,
+) -> Any:
+    """A primitive with several results that plain JAX runs as `reference`.
+
+    Args:
+        name: printed in jaxprs.
+        abstract_eval: operand avals and params to result avals.
+        reference: the same computation in plain JAX; used eagerly, under `jit`, and for every rule not given here.
+        jvp: `(primals, tangents, **params) -> (primals_out, tangents_out)`.
+        transpose: `(cotangents, *operands, **params) -> cotangents_in`.
+        batch: `(operands, dims, **params) -> (results, dims_out)`.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(abstract_eval)
+    primitive.def_impl(reference)
+    mlir.register_lowering(primitive, mlir.lower_fun(reference, multiple_results=True))
+    ad.primitive_jvps[primitive] = jvp or _reference_jvp(reference)
+    if transpose:
+        ad.primitive_transposes[primitive] = transpose
+    batching.primitive_batchers[primitive] = batch or _reference_batch(reference)
+    return primitive
+
+
+def _reference_jvp(reference: Callable) -> Callable:
+    def rule(primals, tangents, **params):
+        tangents = [ad.instantiate_zeros(t) for t in tangents]
+        return jax.jvp(lambda *xs: reference(*xs, **params), tuple(primals), tuple(tangents))
+
+    return rule
+
+
+def _reference_batch(reference: Callable) -> Callable:
+    def rule(operands, dims, **params):
+        axes = tuple(None if d is batching.not_mapped else d for d in dims)
+        results = jax.vmap(lambda *xs: reference(*xs, **params), in_axes=axes)(*operands)
+        return results, [0] * len(results)
+
+    return rule
+
+
+def always_save_in_checkpoint(primitive: Any) -> None:
+    """Make `jax.checkpoint` keep `primitive`'s results instead of computing again what led to them."""
+
+    def rule(saveable, unknown_in, instantiated_in, eqn):
+        num_out = len(eqn.outvars)
+        if any(unknown_in):
+            needed = [
+                v
+                for v, instantiated in zip(eqn.invars, instantiated_in, strict=True)
+                if type(v) is _core.Var and not instantiated
+            ]
+            return None, eqn, [True] * num_out, [True] * num_out, needed
+        return eqn, None, [False] * num_out, [False] * num_out, []
+
+    _partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+def float0_zero(aval: Any) -> Any:
+    """The symbolic zero tangent of an integer-typed result."""
+    return Zero(aval.to_tangent_aval())
+
+
+# ---------------------------------------------------------------- dtypes and keys
+
+
+def is_key_dtype(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def key_impl(dtype: Any) -> str:
+    """Name of a key dtype's PRNG implementation, such as `"threefry2x32"`."""
+    return dtype._impl.name
+
+
+def key_data_shape(aval: Any) -> tuple[int, ...]:
+    """Shape of the uint32 data behind a key array."""
+    return tuple(aval.shape) + tuple(aval.dtype._impl.key_shape)
+
+
+def dtype_name(dtype: Any) -> str:
+    return np.dtype(dtype).name
+
+
+def canonical_dtype(dtype: Any) -> Any:
+    """The dtype that JAX uses for host values of `dtype` (64-bit ones become 32-bit unless x64 is on)."""
+    return _dtypes.canonicalize_dtype(dtype)
+
+
+# ---------------------------------------------------------------- equations
+
+
+def is_jit(eqn: Any) -> bool:
+    return eqn.primitive.name in ("jit", "pjit", "closed_call", "core_call")
+
+
+def inner_jaxpr(eqn: Any) -> Any:
+    """The closed jaxpr that a call-like equation runs, or None."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = eqn.params.get(name)
+        if isinstance(inner, ClosedJaxpr):
+            return inner
+        if isinstance(inner, Jaxpr):
+            return ClosedJaxpr(inner, ())
+    return None
+
+
+def pins_shardings(eqn: Any) -> bool:
+    """Whether a `jit` equation carries shardings of its own (it then has to stay whole)."""
+    pinned = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return any(isinstance(s, jax.sharding.Sharding) for s in pinned)
+
+
+def sub_jaxprs(eqn: Any) -> list[Any]:
+    """Every jaxpr among an equation's params (open form)."""
+    return list(_core.jaxprs_in_params(eqn.params))
+
+
+def primitives_inside(jaxpr: Any) -> set[str]:
+    """Names of all primitives in `jaxpr`, at any depth."""
+    found = set()
+    for eqn in jaxpr.eqns:
+        found.add(eqn.primitive.name)
+        for inner in sub_jaxprs(eqn):
+            found |= primitives_inside(inner)
+    return found
+
+
+def bind_eqn(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Run one equation on `args` (tracers or arrays), keeping its source line for errors and profiles."""
+    subfuns, params = eqn.primitive.get_bind_params(eqn.params)
+    name_stack = _source_info.current_name_stack() + eqn.source_info.name_stack
+    with (
+        _source_info.user_context(eqn.source_info.traceback, name_stack=name_stack),
+        eqn.ctx.manager,
+    ):
+        result = eqn.primitive.bind(*subfuns, *args, **params)
+    return list(result) if eqn.primitive.multiple_results else [result]
+
+
+def is_transposed(eqn: Any) -> bool:
+    """Whether JAX's transpose (reverse-mode differentiation) made this equation."""
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
+def has_effects(eqn: Any) -> bool:
+    return bool(eqn.effects)
+
+
+def source_line(eqn: Any) -> str:
+    """`file:line` of the user's code that made `eqn`, or `"unknown line"`."""
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return "unknown line"
+    for frame in _source_info.user_frames(traceback):
+        if not frame.file_name.startswith(_PACKAGE_DIR):
+            return f"{frame.file_name}:{frame.start_line}"
+    return "unknown line"
+
+
+def caller_line() -> str:
+    """`file:line` of the innermost caller outside this package and JAX."""
+    import sys
+
+    frame = sys._getframe(1)
+    jax_dir = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+    while frame is not None:
+        name = os.path.abspath(frame.f_code.co_filename)
+        if not name.startswith((_PACKAGE_DIR, jax_dir)) and "importlib" not in name:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown line"
+
+
+def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
+    """`(jaxpr, consts)` of a closed jaxpr."""
+    return closed.jaxpr, list(closed.consts)
+
+
+def closed_call(closed: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluate a closed jaxpr in plain JAX."""
+    return _extend.jaxpr_as_fun(closed)(*args)
+
+
+def lift_consts(closed: Any) -> tuple[Any, list[Any]]:
+    """A closed jaxpr with its constants turned into leading operands, and those constants."""
+    consts = list(closed.consts)
+    jaxpr = _partial_eval.convert_constvars_jaxpr(closed.jaxpr)
+    return ClosedJaxpr(jaxpr, ()), consts

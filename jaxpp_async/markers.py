@@ -1,0 +1,310 @@
+"""markers: `pipeline_yield` and `accumulate_grads`, as primitives with their rules under plain JAX.
+
+In: the user's values. Out: the same values with marks in the jaxpr that `compiler.partition` reads. Without a mesh
+`pipeline_yield` is the identity and `accumulate_grads` a loop. Never places or schedules anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpp_async import jax_compat
+from jaxpp_async.errors import StageError
+from jaxpp_async.reductions import Reduction, Stack, Sum
+
+# ---------------------------------------------------------------- pipeline_yield
+#
+# marker:       (x, ...) -> (x, ..., token)     ends a stage
+# marker_side:  (token, t, ...) -> (t, ...)     the same boundary for tangents (side="tangent") or cotangents
+#
+# The token is an empty array. It joins the sides of one boundary by dataflow, whatever jit, checkpoint or vmap do to
+# the jaxpr between them: no counter, and a jitted block that is called three times is three boundaries.
+
+
+def _marker_avals(*avals, name):
+    return [*avals, jax_compat.ShapedArray(jax_compat.TOKEN_SHAPE, jax_compat.TOKEN_DTYPE)]
+
+
+def _marker_reference(*values, name):
+    return [*values, jnp.zeros(jax_compat.TOKEN_SHAPE, jax_compat.TOKEN_DTYPE)]
+
+
+def _marker_jvp(primals, tangents, *, name):
+    *outs, token = marker_p.bind(*primals, name=name)
+    known = [i for i, t in enumerate(tangents) if not isinstance(t, jax_compat.Zero)]
+    out_tangents = list(tangents)
+    if known:
+        marked = marker_side_p.bind(token, *[tangents[i] for i in known], side="tangent", name=name)
+        for i, t in zip(known, marked, strict=True):
+            out_tangents[i] = t
+    zero = jax_compat.float0_zero(jax_compat.ShapedArray(jax_compat.TOKEN_SHAPE, jax_compat.TOKEN_DTYPE))
+    return [*outs, token], [*out_tangents, zero]
+
+
+def _marker_batch(operands, dims, *, name):
+    results = marker_p.bind(*operands, name=name)
+    return results, [*dims, None]
+
+
+marker_p = jax_compat.new_primitive(
+    "pipeline_yield", abstract_eval=_marker_avals, reference=_marker_reference, jvp=_marker_jvp, batch=_marker_batch
+)
+jax_compat.always_save_in_checkpoint(marker_p)
+
+
+def _side_jvp(primals, tangents, *, side, name):
+    token, *values = primals
+    outs = marker_side_p.bind(token, *values, side=side, name=name)
+    known = [i for i, t in enumerate(tangents[1:]) if not isinstance(t, jax_compat.Zero)]
+    out_tangents = list(tangents[1:])
+    if known:
+        marked = marker_side_p.bind(token, *[tangents[1 + i] for i in known], side=side, name=name)
+        for i, t in zip(known, marked, strict=True):
+            out_tangents[i] = t
+    return outs, out_tangents
+
+
+def _side_transpose(cotangents, token, *values, side, name):
+    known = [i for i, ct in enumerate(cotangents) if not isinstance(ct, jax_compat.Zero)]
+    results = list(cotangents)
+    if known:
+        other = "cotangent" if side == "tangent" else "tangent"
+        marked = marker_side_p.bind(token, *[cotangents[i] for i in known], side=other, name=name)
+        for i, ct in zip(known, marked, strict=True):
+            results[i] = ct
+    return [None, *results]
+
+
+def _side_batch(operands, dims, *, side, name):
+    token, *values = operands
+    if dims[0] is not None:
+        token = lax.index_in_dim(token, 0, dims[0], keepdims=False)
+    return marker_side_p.bind(token, *values, side=side, name=name), list(dims[1:])
+
+
+marker_side_p = jax_compat.new_primitive(
+    "pipeline_yield_side",
+    abstract_eval=lambda token, *avals, side, name: list(avals),
+    reference=lambda token, *values, side, name: list(values),
+    jvp=_side_jvp,
+    transpose=_side_transpose,
+    batch=_side_batch,
+)
+
+
+def pipeline_yield(tree: Any, *, name: str | None = None) -> Any:
+    """End the current pipeline stage at the floating values in `tree` and open the next.
+
+    n calls along a function make n + 1 stages. What these values depend on belongs to this stage or an earlier one,
+    what depends on them to a later one. Without a mesh this is the identity.
+
+    Args:
+        tree: any pytree; its floating leaves are marked, integer and key leaves pass through.
+        name: shown in reports and errors.
+
+    Returns:
+        `tree`, unchanged in structure, shapes, dtypes and values.
+
+    Raises:
+        StageError: `tree` has no floating leaf.
+
+    Source: the JaxPP paper, section "Stage Marking".
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    marked = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact)]
+    if not marked:
+        raise StageError(
+            f"{jax_compat.caller_line()}: pipeline_yield got no floating value; "
+            "pass the activations that the next stage works on"
+        )
+    *outs, _ = marker_p.bind(*[leaves[i] for i in marked], name=name)
+    for i, out in zip(marked, outs, strict=True):
+        leaves[i] = out
+    return jax.tree.unflatten(treedef, leaves)
+
+
+# ---------------------------------------------------------------- accumulate_grads
+
+
+@dataclass(frozen=True)
+class LoopSpec:
+    """The static part of an accumulate loop, as a parameter of its primitive.
+
+    Operands of the primitive: `num_consts` loop-invariant values, then the batch leaves, each
+    `(num_microbatches, ...)`. Operands of `body`: the invariants, one microbatch's leaves, the microbatch's index (int32).
+
+    Args:
+        body: closed jaxpr without constants.
+        reductions: one for each result of `body`.
+        schedule: a schedule object, or a tuple of tuples of `Task`.
+        line: `file:line` of the `accumulate_grads` call.
+        batch_names: a pytree path for each batch leaf.
+    """
+
+    body: Any
+    num_consts: int
+    num_microbatches: int
+    reductions: tuple[Reduction, ...]
+    schedule: Any
+    line: str
+    batch_names: tuple[str, ...]
+
+    # Two loops are the same parameter only if they are the same object: jaxprs compare by identity, and that is what
+    # JAX's caches need. A user's schedule class may not be hashable at all.
+    def __eq__(self, other):
+        return self is other
+
+    def __hash__(self):
+        return id(self)
+
+
+def _loop_reference(*operands, spec: LoopSpec):
+    """The loop in plain JAX."""
+    consts, batch = operands[: spec.num_consts], operands[spec.num_consts :]
+    outs = [v.aval for v in spec.body.jaxpr.outvars]
+    n = spec.num_microbatches
+    start = [r.start(o.shape, o.dtype, n) if not _is_key(o) else None for r, o in zip(spec.reductions, outs, strict=True)]
+
+    def microbatch(carry, index_and_leaves):
+        index, leaves = index_and_leaves
+        values = jax_compat.closed_call(spec.body, [*consts, *leaves, index])
+        keys = [v for v, o in zip(values, outs, strict=True) if _is_key(o)]
+        carry = [
+            c if _is_key(o) else r.step(c, v, index)
+            for r, c, v, o in zip(spec.reductions, carry, values, outs, strict=True)
+        ]
+        return carry, keys
+
+    carry, keys = lax.scan(microbatch, start, (jnp.arange(n, dtype=jnp.int32), list(batch)))
+    stacked = iter(keys)
+    return [
+        next(stacked) if _is_key(o) else r.end(c, n) for r, c, o in zip(spec.reductions, carry, outs, strict=True)
+    ]
+
+
+def _is_key(aval: Any) -> bool:
+    return jax_compat.is_key_dtype(aval.dtype)
+
+
+def _loop_avals(*avals, spec: LoopSpec):
+    return [
+        jax_compat.ShapedArray(r.shape(v.aval.shape, spec.num_microbatches), v.aval.dtype)
+        for r, v in zip(spec.reductions, spec.body.jaxpr.outvars, strict=True)
+    ]
+
+
+def _loop_eager(*operands, spec: LoopSpec):
+    return jax.jit(lambda *xs: _loop_reference(*xs, spec=spec))(*operands)
+
+
+loop_p = jax_compat.new_primitive("accumulate_grads", abstract_eval=_loop_avals, reference=_loop_reference)
+loop_p.def_impl(_loop_eager)
+
+
+def accumulate_grads(
+    fn: Callable, schedule: Any, *, reduce: Any = None, pass_index: bool = False
+) -> Callable[[Any], Any]:
+    """Run `fn` on every microbatch of a batch under `schedule` and join the results.
+
+    Args:
+        fn: `fn(microbatch)`, or `fn(microbatch, i)` with `pass_index`, `i` an int32 scalar. It may close over the
+            step's values, may contain `pipeline_yield`, and may compute gradients or not.
+        schedule: a schedule such as `Std1F1B(num_stages)`, or one list of `Task`s an actor.
+        reduce: a tree prefix of `fn`'s result made of `Sum() Max() Min() Mean() Stack() Concat(axis)`. Default: the
+            first element of a result tuple is summed, the others are stacked; a result that is no tuple is summed.
+        pass_index: pass the microbatch's index to `fn`.
+
+    Returns:
+        A function of `batch`, a pytree of arrays `(num_microbatches, microbatch_size, ...)`, to `fn`'s result tree
+        with every leaf reduced.
+
+    Raises:
+        StageError: `batch` has no leaves, or they do not share a leading microbatch axis.
+        TypeError: `reduce` does not fit `fn`'s result.
+
+    Source: the JaxPP paper, section "Gradient Accumulation Loop".
+    """
+    line = jax_compat.caller_line()
+
+    def run(batch: Any) -> Any:
+        named, tree = jax.tree_util.tree_flatten_with_path(batch)
+        names = tuple(f"batch{jax.tree_util.keystr(path)}" for path, _ in named)
+        leaves = [leaf for _, leaf in named]
+        avals = [jax.typeof(leaf) for leaf in leaves]
+        num_microbatches = _microbatch_count(names, avals, line)
+
+        def body(*flat):
+            *microbatch, index = flat
+            microbatch = jax.tree.unflatten(tree, microbatch)
+            return fn(microbatch, index) if pass_index else fn(microbatch)
+
+        slices = [jax.eval_shape(lambda x: lax.index_in_dim(x, 0, 0, keepdims=False), leaf) for leaf in leaves]
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        closed, shapes = jax.make_jaxpr(body, return_shape=True)(*slices, index)
+        out_leaves, out_tree = jax.tree.flatten(shapes)
+        reductions = _reductions_for(reduce, shapes, line)
+        _check_reductions(reductions, shapes, out_leaves, line)
+        lifted, consts = jax_compat.lift_consts(closed)
+        spec = LoopSpec(lifted, len(consts), num_microbatches, reductions, _frozen(schedule), line, names)
+        return jax.tree.unflatten(out_tree, loop_p.bind(*consts, *leaves, spec=spec))
+
+    return run
+
+
+def _frozen(schedule: Any) -> Any:
+    if isinstance(schedule, list | tuple):
+        return tuple(tuple(row) if isinstance(row, list | tuple) else row for row in schedule)
+    return schedule
+
+
+def _microbatch_count(names: Sequence[str], avals: Sequence[Any], line: str) -> int:
+    if not avals:
+        raise StageError(f"{line}: accumulate_grads got a batch without arrays; pass leaves (num_microbatches, ...)")
+    for name, aval in zip(names, avals, strict=True):
+        if not aval.shape:
+            raise StageError(
+                f"{line}: {name} is a scalar and has no microbatch axis; every leaf of the batch is "
+                "(num_microbatches, ...); close over values that all microbatches share"
+            )
+    sizes = {name: aval.shape[0] for name, aval in zip(names, avals, strict=True)}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise StageError(f"{line}: the batch's leaves have unequal numbers of microbatches ({listed})")
+    count = avals[0].shape[0]
+    if count < 1:
+        raise StageError(f"{line}: {names[0]} has shape {avals[0].shape}: no microbatches to accumulate")
+    return count
+
+
+def _reductions_for(reduce: Any, shapes: Any, line: str) -> tuple[Reduction, ...]:
+    if reduce is None:
+        # A NamedTuple is one value with named parts (an optimizer's gradient tree), not "gradients and the rest".
+        if type(shapes) is tuple and shapes:
+            reduce = (Sum(), *[Stack()] * (len(shapes) - 1))
+        else:
+            reduce = Sum()
+    flat: list[Reduction] = []
+
+    def spread(reduction, subtree):
+        if not isinstance(reduction, Reduction):
+            raise TypeError(f"{line}: reduce has {reduction!r}; use Sum() Max() Min() Mean() Stack() Concat()")
+        flat.extend([reduction] * len(jax.tree.leaves(subtree)))
+
+    try:
+        jax.tree.map(spread, reduce, shapes, is_leaf=lambda x: isinstance(x, Reduction))
+    except ValueError as error:
+        raise TypeError(f"{line}: reduce is not a tree prefix of the function's result: {error}") from None
+    return tuple(flat)
+
+
+def _check_reductions(reductions: Sequence[Reduction], shapes: Any, leaves: Sequence[Any], line: str) -> None:
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
+    for reduction, path, leaf in zip(reductions, paths, leaves, strict=True):
+        if problem := reduction.check(leaf.dtype, len(leaf.shape)):
+            raise TypeError(f"{line}: result{path}: {problem}")
