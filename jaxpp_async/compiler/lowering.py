@@ -1,0 +1,336 @@
+"""lowering: `TaskGraph` in, one `ActorProgram` an actor out. Never touches a device or a schedule.
+
+Three stages, each a function to a new frozen value; `lower` runs them:
+
+    TaskGraph -insert_transfers-> programs -donate_buffers-> programs -delete_buffers-> programs
+
+What a program looks like afterwards, in order of issue:
+
+* `Input`s by argument, then `Send`s of arguments that live here and are needed elsewhere;
+* for each node: the `Recv`s due here, the `Run`, the `Send`s of what it made, the `Delete`s of what nothing needs now;
+* `Output`s at the end: a step that fails half-way then has no half of its results in the actor's store.
+
+Slots are assigned once and count from zero in order of definition. Tags count from zero over all programs of the step
+in the order of the graph, so between two actors they rise in both programs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from jaxpp_async.program import (
+    ActorId,
+    ActorProgram,
+    BufferId,
+    Delete,
+    ExecutableId,
+    Input,
+    Instruction,
+    Node,
+    Output,
+    Recv,
+    Run,
+    Send,
+    Tag,
+    TaskGraph,
+    ValueId,
+    runs,
+)
+
+Programs = tuple[ActorProgram, ...]
+
+
+def lower(graph: TaskGraph, *, recv_lookahead: int = 2) -> Programs:
+    """One program an actor.
+
+    Args:
+        graph: valid in the sense of `verify.verify_graph`.
+        recv_lookahead: a receive is posted before the run that is `recv_lookahead - 1` runs ahead of its first
+            consumer on that actor. 1 posts right before the consumer; more hides latency and costs memory.
+
+    Returns:
+        Programs of actors 0 to `num_actors - 1`, valid in the sense of `verify.verify_programs`.
+
+    Raises:
+        ValueError: `recv_lookahead` is below one.
+    """
+    programs = insert_transfers(graph, recv_lookahead=recv_lookahead)
+    programs = donate_buffers(graph, programs)
+    return delete_buffers(programs)
+
+
+# ---------------------------------------------------------------- transfers
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One value on its way from the actor that makes or holds it to one that needs it.
+
+    Args:
+        node: index of the node after which it is sent; -1 for a step argument.
+    """
+
+    value: ValueId
+    from_actor: ActorId
+    to_actor: ActorId
+    tag: Tag
+    node: int
+
+
+def _needs(graph: TaskGraph) -> dict[ValueId, dict[ActorId, int]]:
+    """For each value the actors that need it, each with the index of its first consuming node."""
+    needs: dict[ValueId, dict[ActorId, int]] = defaultdict(dict)
+    for index, node in enumerate(graph.nodes):
+        for value in node.inputs:
+            needs[value].setdefault(node.actor, index)
+    for output in graph.outputs:
+        for actor in output.actors:
+            needs[output.value].setdefault(actor, len(graph.nodes))
+    return needs
+
+
+def plan_transfers(graph: TaskGraph) -> tuple[Transfer, ...]:
+    """Every transfer of the step, by tag.
+
+    A value goes to each actor that needs and lacks it exactly once, from the actor that makes it; an argument from the
+    first actor that holds it. What is sent at one point is sent in the order in which it is needed.
+    """
+    needs = _needs(graph)
+    homes: list[tuple[ValueId, tuple[ActorId, ...], int]] = [(i.value, i.actors, -1) for i in graph.inputs]
+    homes += [(v, (node.actor,), index) for index, node in enumerate(graph.nodes) for v in node.outputs]
+    wanted = [
+        (index, first_use, value, actors[0], actor)
+        for value, actors, index in homes
+        for actor, first_use in needs.get(value, {}).items()
+        if actor not in actors
+    ]
+    wanted.sort(key=lambda w: w[:2])
+    return tuple(
+        Transfer(value, from_actor, to_actor, tag, index)
+        for tag, (index, _, value, from_actor, to_actor) in enumerate(wanted)
+    )
+
+
+def _receive_positions(
+    transfers: Sequence[Transfer], first_use: dict[ValueId, int], num_runs: int, lookahead: int
+) -> dict[int, list[Transfer]]:
+    """The run of this actor before which each of its receives is posted; `num_runs` is the end of the program."""
+    # Between two actors receives are posted in the order of the sends (NCCL pairs them by order alone), so a receive
+    # moves up to the earliest one that follows it on its link.
+    link_limit: dict[ActorId, int] = {}
+    positions: dict[int, list[Transfer]] = defaultdict(list)
+    for t in reversed(transfers):
+        own = max(0, first_use.get(t.value, num_runs) - (lookahead - 1))
+        position = link_limit[t.from_actor] = min(own, link_limit.get(t.from_actor, own))
+        positions[position].append(t)
+    for posted in positions.values():
+        posted.reverse()
+    return positions
+
+
+class _Stream:
+    """A program under construction: instructions and the slot of each value."""
+
+    def __init__(self, graph: TaskGraph, actor: ActorId):
+        self.graph, self.actor = graph, actor
+        self.slots: dict[ValueId, BufferId] = {}
+        self.instructions: list[Instruction] = []
+
+    def define(self, value: ValueId) -> BufferId:
+        assert value not in self.slots, f"actor {self.actor}: {self.graph.values[value].label} is made twice"
+        slot = self.slots[value] = len(self.slots)
+        return slot
+
+    def bind(self) -> None:
+        for i in sorted(self.graph.inputs, key=lambda i: i.arg):
+            if self.actor in i.actors:
+                aval = self.graph.values[i.value].aval
+                self.instructions.append(Input(self.define(i.value), i.arg, aval, i.donated))
+
+    def send(self, transfers: Iterable[Transfer]) -> None:
+        self.instructions += [Send(self.slots[t.value], t.to_actor, t.tag) for t in transfers]
+
+    def receive(self, transfers: Iterable[Transfer]) -> None:
+        for t in transfers:
+            aval = self.graph.values[t.value].aval
+            self.instructions.append(Recv(self.define(t.value), t.from_actor, t.tag, aval))
+
+    def run(self, node: Node) -> None:
+        inputs = tuple([self.slots[v] for v in node.inputs])
+        outputs = tuple([self.define(v) for v in node.outputs])
+        self.instructions.append(Run(node.label, node.executable, inputs, outputs))
+
+    def give(self) -> None:
+        for o in sorted(self.graph.outputs, key=lambda o: o.result):
+            if self.actor in o.actors:
+                self.instructions.append(Output(self.slots[o.value], o.result))
+
+    def program(self) -> ActorProgram:
+        values = [self.graph.values[v] for v in self.slots]
+        uncounted = frozenset(slot for slot, v in enumerate(values) if v.kind in ("input", "result"))
+        return ActorProgram(self.actor, tuple(self.instructions), tuple(v.aval for v in values), uncounted)
+
+
+def _stream(graph: TaskGraph, actor: ActorId, nodes: list[tuple[int, Node]], sent, received, lookahead: int):
+    first_use: dict[ValueId, int] = {}
+    for position, (_, node) in enumerate(nodes):
+        for value in node.inputs:
+            first_use.setdefault(value, position)
+    due = _receive_positions(received, first_use, len(nodes), lookahead)
+    sends: dict[int, list[Transfer]] = defaultdict(list)
+    for t in sent:
+        sends[t.node].append(t)
+
+    stream = _Stream(graph, actor)
+    stream.bind()
+    stream.send(sends[-1])
+    for position, (index, node) in enumerate(nodes):
+        stream.receive(due.get(position, ()))
+        stream.run(node)
+        stream.send(sends[index])
+    stream.receive(due.get(len(nodes), ()))
+    stream.give()
+    return stream.program()
+
+
+def insert_transfers(graph: TaskGraph, *, recv_lookahead: int = 2) -> Programs:
+    """Programs that compute and move everything, without donation and deletion.
+
+    Args:
+        graph: valid in the sense of `verify.verify_graph`.
+        recv_lookahead: see `lower`.
+
+    Returns:
+        One program an actor.
+
+    Raises:
+        ValueError: `recv_lookahead` is below one.
+    """
+    if recv_lookahead < 1:
+        raise ValueError(f"recv_lookahead is {recv_lookahead}; it counts runs and is at least 1")
+    nodes, sent, received = (defaultdict(list) for _ in range(3))
+    for index, node in enumerate(graph.nodes):
+        nodes[node.actor].append((index, node))
+    for t in plan_transfers(graph):
+        sent[t.from_actor].append(t)
+        received[t.to_actor].append(t)
+    return tuple(
+        _stream(graph, actor, nodes[actor], sent[actor], received[actor], recv_lookahead)
+        for actor in range(graph.num_actors)
+    )
+
+
+# ---------------------------------------------------------------- donation
+
+
+def reads(instruction: Instruction) -> tuple[BufferId, ...]:
+    """The slots an instruction reads. `Delete` reads nothing."""
+    if isinstance(instruction, Run):
+        return instruction.inputs
+    return (instruction.buffer,) if isinstance(instruction, Send | Output) else ()
+
+
+def _last_reads(instructions: Sequence[Instruction]) -> dict[BufferId, int]:
+    return {b: index for index, i in enumerate(instructions) for b in reads(i)}
+
+
+def _never_donated(instructions: Iterable[Instruction]) -> set[BufferId]:
+    """Slots that are not the program's to overwrite.
+
+    A received one lies in the transport's memory, a sent one may still be on its way, an output leaves the program and
+    an argument that was not donated stays in the store.
+    """
+    return {
+        i.buffer
+        for i in instructions
+        if isinstance(i, Recv | Send | Output) or (isinstance(i, Input) and not i.donated)
+    }
+
+
+def _donations(graph: TaskGraph, program: ActorProgram) -> dict[ExecutableId, tuple[int, ...]]:
+    """The positions that every run of an executable on this actor can donate."""
+    last, kept = _last_reads(program.instructions), _never_donated(program.instructions)
+    nodes = iter([n for n in graph.nodes if n.actor == program.actor])
+    common: dict[ExecutableId, set[int]] = {}
+    for index, run in enumerate(program.instructions):
+        if not isinstance(run, Run):
+            continue
+        donatable, times = next(nodes).donatable, Counter(run.inputs)
+        free = {p for p in donatable if (b := run.inputs[p]) not in kept and last[b] == index and times[b] == 1}
+        # One executable is compiled once an actor, so all its runs donate alike.
+        common[run.executable] = common.get(run.executable, free) & free
+    return {executable: tuple(sorted(positions)) for executable, positions in common.items()}
+
+
+def donate_buffers(graph: TaskGraph, programs: Programs) -> Programs:
+    """Programs whose runs consume the inputs that nothing needs afterwards.
+
+    A position listed in `Node.donatable` is donated when, at every run of that executable on that actor, the buffer is
+    read for the last time, appears once among the inputs, and is none of: received, sent, returned, or an argument
+    that the caller keeps.
+
+    Args:
+        graph: the graph that `programs` came from.
+        programs: what `insert_transfers` made.
+
+    Returns:
+        The same programs with `Run.donated` set.
+    """
+
+    def donate(program: ActorProgram) -> ActorProgram:
+        donations = _donations(graph, program)
+        instructions = tuple(
+            replace(i, donated=donations[i.executable]) if isinstance(i, Run) else i for i in program.instructions
+        )
+        return replace(program, instructions=instructions)
+
+    return tuple(map(donate, programs))
+
+
+# ---------------------------------------------------------------- deletion
+
+
+def _definitions(instruction: Instruction) -> tuple[BufferId, ...]:
+    if isinstance(instruction, Run):
+        return instruction.outputs
+    return (instruction.buffer,) if isinstance(instruction, Input | Recv) else ()
+
+
+def _deletable(program: ActorProgram) -> set[BufferId]:
+    """Slots that the program has to free itself."""
+    instructions = program.instructions
+    left = {i.buffer for i in instructions if isinstance(i, Output) or (isinstance(i, Input) and not i.donated)}
+    left |= {run.inputs[p] for run in runs(instructions) for p in run.donated}
+    return {b for i in instructions for b in _definitions(i)} - left
+
+
+def _with_deletes(program: ActorProgram) -> Iterator[Instruction]:
+    deletable, last = _deletable(program), _last_reads(program.instructions)
+    due: list[BufferId] = []
+    for index, instruction in enumerate(program.instructions):
+        # Sends first: a peer waits for them. Deletes before receives and runs: those take memory.
+        if not isinstance(instruction, Input | Send):
+            yield from map(Delete, due)
+            due.clear()
+        yield instruction
+        for b in dict.fromkeys(reads(instruction) + _definitions(instruction)):
+            if b in deletable and last.get(b, index) == index:
+                due.append(b)
+    yield from map(Delete, due)
+
+
+def delete_buffers(programs: Programs) -> Programs:
+    """Programs that free each buffer right after its last use.
+
+    Donated buffers are gone already; outputs and arguments that the caller keeps are not the program's to free. A sent
+    buffer is deleted behind its send: the executor keeps it until the send completes.
+
+    Args:
+        programs: what `donate_buffers` made.
+
+    Returns:
+        The same programs with `Delete`s.
+    """
+    return tuple(replace(p, instructions=tuple(_with_deletes(p))) for p in programs)
