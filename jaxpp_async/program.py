@@ -48,6 +48,9 @@ class Task:
     ty: TaskType
     stage: int
 
+    def __str__(self) -> str:
+        return f"{self.ty}(stage {self.stage}, mb {self.i})"
+
 
 @dataclass(frozen=True, slots=True)
 class Aval:

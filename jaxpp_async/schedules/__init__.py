@@ -1,0 +1,46 @@
+"""schedules: which task runs where and in which order. In: counts of stages, microbatches and actors. Out: one list of
+`Task`s an actor. No jax, no I/O; nothing here knows what a task computes or how long it takes.
+
+    GPipe, Std1F1B, ...     the built-in schedules (`builtin`)
+    resolve                 a schedule, built-in or the user's own, checked (`check`)
+    global_order, simulate  what follows from the lists (`timing`)
+    format_grid             the lists as text (`grid`)
+"""
+
+from jaxpp_async.program import Task
+from jaxpp_async.schedules.builtin import Eager1F1B, GPipe, Interleaved1F1B, LoopedBFS, Schedule, Std1F1B
+from jaxpp_async.schedules.check import resolve
+from jaxpp_async.schedules.grid import format_grid, format_task
+from jaxpp_async.schedules.timing import (
+    UNIT,
+    Timeline,
+    bubble_fraction,
+    dependencies,
+    global_order,
+    peak_activations,
+    simulate,
+    split_backwards,
+    stage_actors,
+)
+
+__all__ = [
+    "UNIT",
+    "Eager1F1B",
+    "GPipe",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "Schedule",
+    "Std1F1B",
+    "Task",
+    "Timeline",
+    "bubble_fraction",
+    "dependencies",
+    "format_grid",
+    "format_task",
+    "global_order",
+    "peak_activations",
+    "resolve",
+    "simulate",
+    "split_backwards",
+    "stage_actors",
+]

@@ -1,0 +1,259 @@
+"""schedules.builtin: counts of stages, microbatches and actors in, one list of tasks an actor out. Pure order: never
+looks at a program, never validates (`schedules.resolve` does, built-in or not).
+
+Every one but GPipe and LoopedBFS is one pattern: warm-up forwards, then one forward and one backward in turn, then the
+backwards left over. They differ in how many forwards warm an actor up and in which stage each slot takes.
+
+Microbatches run backward in the order 0, 1, 2, ..., also where a paper draws it reversed (GPipe, LoopedBFS): no bubble
+and no memory depends on it, and gradients then accumulate in the order of the plain loop.
+
+Notation below: S stages, A actors, M microbatches. Bubble fractions are for forwards and backwards of one unit of time.
+Activations are counted in (stage, microbatch) pairs whose forward is done and whose backward is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol, runtime_checkable
+
+from jaxpp_async.errors import ScheduleError
+from jaxpp_async.program import Task, TaskType
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """What `accumulate_grads` takes: the order in which each actor runs its tasks.
+
+    A schedule of one's own is best a frozen dataclass: equal schedules then share one traced step.
+    """
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the loop body has: its `pipeline_yield`s plus one."""
+        ...
+
+    def tasks(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
+        """One list of tasks an actor, in order of execution."""
+        ...
+
+
+@dataclass(frozen=True)
+class _BuiltIn:
+    """Args: num_stages: stages of the loop body, one more than its `pipeline_yield`s.
+
+    Raises:
+        ScheduleError: `num_stages` is not a positive int.
+    """
+
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        _check_count(f"{type(self).__name__}(num_stages=...)", self.num_stages)
+
+    def tasks(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
+        """One list of tasks an actor, in order of execution; empty for actors beyond the number of stages.
+
+        Args:
+            num_microbatches: microbatches of one step, at least 1.
+            num_actors: actors of the mesh, at least 1.
+
+        Raises:
+            ScheduleError: a count is not a positive int.
+        """
+        _check_count("num_microbatches", num_microbatches)
+        _check_count("num_actors", num_actors)
+        return self._rows(num_microbatches, num_actors)
+
+    def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
+        raise NotImplementedError
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ScheduleError(f"{name}: expected a positive int, got {value!r}")
+
+
+# ---------------------------------------------------------------- neighbouring stages on one actor
+
+
+@dataclass(frozen=True)
+class GPipe(_BuiltIn):
+    """All forwards, then all backwards. Stage s is on actor s*A//S.
+
+    Several stages on one actor run one after the other for each microbatch, as one longer stage would: only the group's
+    ends talk to other actors, so nothing finer is faster.
+
+    Bubble fraction (A divides S): (A-1)/(M+A-1). Activations on an actor with k stages: k*M.
+
+    Source: Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, 2019,
+    arXiv:1811.06965, figure 2.
+    """
+
+    def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
+        groups = _neighbouring_stages(self.num_stages, num_actors)
+        return [
+            _flat(_forwards(stages, num_microbatches)) + _flat(_backwards(stages, num_microbatches))
+            for stages in groups
+        ]
+
+
+@dataclass(frozen=True)
+class Std1F1B(_BuiltIn):
+    """One forward, one backward (PipeDream-Flush). Stage s is on actor s*A//S; several on one actor run as one longer
+    stage (see `GPipe`).
+
+    Bubble fraction (A divides S): (A-1)/(M+A-1), as GPipe. Activations on actor a with k stages: k*min(M, A-a), however
+    large M is. With S = A stage s holds min(M, S-s).
+
+    Source: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, 2021, arXiv:2006.09503, section 3.2;
+    Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, 2021,
+    arXiv:2104.04473, section 2.2.1.
+    """
+
+    def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
+        return _one_forward_one_backward(self.num_stages, num_microbatches, num_actors, warmup_per_hop=1)
+
+
+@dataclass(frozen=True)
+class Eager1F1B(_BuiltIn):
+    """1F1B that runs forwards further ahead: two warm-up forwards for each actor behind, where `Std1F1B` has one. An
+    activation then arrives one slot before it is needed, which hides the transfer. Placed as `Std1F1B`.
+
+    Bubble fraction (A divides S): (A-1)/(M+A-1). Activations on actor a with k stages: k*min(M, 2*(A-a)-1).
+
+    Source: Zhuang et al., On Optimizing the Communication of Model Parallelism, 2022, arXiv:2211.05322, section 4
+    (eager-1F1B), as in Alpa's overlap-friendly schedule: 2*(A-a)-1 forwards before the first backward.
+    """
+
+    def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
+        return _one_forward_one_backward(self.num_stages, num_microbatches, num_actors, warmup_per_hop=2)
+
+
+def _one_forward_one_backward(
+    num_stages: int, num_microbatches: int, num_actors: int, *, warmup_per_hop: int
+) -> list[list[Task]]:
+    groups = _neighbouring_stages(num_stages, num_actors)
+    rows = []
+    # With more actors than stages some groups are empty: only those with stages lie behind one another.
+    num_behind = sum(1 for stages in groups if stages)
+    for stages in groups:
+        num_behind -= 1 if stages else 0
+        forwards, backwards = _forwards(stages, num_microbatches), _backwards(stages, num_microbatches)
+        rows.append(_alternate(forwards, backwards, num_warmup=warmup_per_hop * num_behind))
+    return rows
+
+
+def _neighbouring_stages(num_stages: int, num_actors: int) -> list[range]:
+    """Each actor's stages when stage s is on actor s*A//S."""
+    bounds = [-(-actor * num_stages // num_actors) for actor in range(num_actors + 1)]
+    return [range(first, end) for first, end in pairwise(bounds)]
+
+
+# ---------------------------------------------------------------- stages dealt round
+
+
+@dataclass(frozen=True)
+class Interleaved1F1B(_BuiltIn):
+    """1F1B in which each actor holds v = S/A stages that lie A apart: stage s is on actor s % A. A microbatch passes
+    every actor v times, and the bubble shrinks by v at the price of v times the transfers.
+
+    Microbatches go in groups: an actor runs a whole group through one of its stages, then through its next. Where A
+    divides M, a group has A microbatches and the order is Megatron's. Otherwise:
+
+    - M > A: M//A groups, as equal as can be, none smaller than A. No bubble is added; larger groups hold more
+      activations.
+    - M < A: one group of M.
+    - S not a multiple of A: the order of the next larger multiple without the stages that do not exist.
+    - S <= A: the order of `Std1F1B`.
+
+    Bubble fraction (A divides S, M >= A): (A-1)/(v*M+A-1). Activations on actor a (A divides S, v > 1, g the size of
+    the largest group): min(v*M, (v-1)*g + 2*(A-1-a) + 1), each of a stage of 1/v the size.
+
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, 2021,
+    arXiv:2104.04473, section 2.2.2 and figure 4; warm-up counts as in Megatron-LM's
+    `forward_backward_pipelining_with_interleaving`, uneven groups after torch.distributed.pipelining's flexible rounds.
+    """
+
+    def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
+        num_used = min(self.num_stages, num_actors)
+        num_loops = -(-self.num_stages // num_used)
+        if num_loops == 1:
+            rows = _one_forward_one_backward(self.num_stages, num_microbatches, num_used, warmup_per_hop=1)
+        else:
+            rows = [self._row(actor, num_used, num_loops, num_microbatches) for actor in range(num_used)]
+        return rows + [[] for _ in range(num_actors - num_used)]
+
+    def _row(self, actor: int, num_actors: int, num_loops: int, num_microbatches: int) -> list[Task]:
+        """One actor's order for groups of one size and whole loops, less the tasks that do not exist. What is left of a
+        valid order is valid: dependencies join tasks of one microbatch, and the stages left out are the last."""
+        group_size, groups = _groups(num_microbatches, num_actors)
+        stages = [loop * num_actors + actor for loop in range(num_loops)]
+
+        def slots(ty: TaskType, stages: list[int]) -> list[list[Task]]:
+            return [
+                [Task(group[position], ty, stage)] if position < len(group) and stage < self.num_stages else []
+                for group in groups
+                for stage in stages
+                for position in range(group_size)
+            ]
+
+        num_warmup = (num_loops - 1) * group_size + 2 * (num_actors - 1 - actor)
+        return _alternate(slots("fwd", stages), slots("bwd", stages[::-1]), num_warmup=num_warmup)
+
+
+def _groups(num_microbatches: int, num_actors: int) -> tuple[int, list[range]]:
+    """The size of the largest group of `Interleaved1F1B`, and the microbatches of each."""
+    num_groups = max(1, num_microbatches // num_actors)
+    bounds = [-(-group * num_microbatches // num_groups) for group in range(num_groups + 1)]
+    groups = [range(first, end) for first, end in pairwise(bounds)]
+    return len(groups[0]), groups
+
+
+@dataclass(frozen=True)
+class LoopedBFS(_BuiltIn):
+    """Breadth-first: an actor runs all microbatches through one of its stages before the next stage. Stage s is on
+    actor s % A. Each stage's weights are used, and its gradient is finished, in one go.
+
+    Bubble fraction (A divides S, v = S/A, M >= A): (A-1)/(v*M+A-1). Activations on an actor with k stages: k*M.
+
+    Source: Lamy-Poirier, Breadth-First Pipeline Parallelism, 2022, arXiv:2211.05953, section 4.
+    """
+
+    def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
+        microbatches = range(num_microbatches)
+        rows = []
+        for actor in range(num_actors):
+            stages = range(actor, self.num_stages, num_actors)
+            forwards = [Task(i, "fwd", stage) for stage in stages for i in microbatches]
+            rows.append(forwards + [Task(i, "bwd", stage) for stage in reversed(stages) for i in microbatches])
+        return rows
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _forwards(stages: range, num_microbatches: int) -> list[list[Task]]:
+    """For each microbatch, its forwards through `stages`."""
+    return [[Task(i, "fwd", stage) for stage in stages] for i in range(num_microbatches)]
+
+
+def _backwards(stages: range, num_microbatches: int) -> list[list[Task]]:
+    """For each microbatch, its backwards through `stages`, last stage first."""
+    return [[Task(i, "bwd", stage) for stage in reversed(stages)] for i in range(num_microbatches)]
+
+
+def _alternate(forwards: Sequence[list[Task]], backwards: Sequence[list[Task]], *, num_warmup: int) -> list[Task]:
+    """`num_warmup` forwards, then a forward and a backward in turn, then the backwards left over."""
+    num_warmup = min(num_warmup, len(forwards))
+    order = _flat(forwards[:num_warmup])
+    for position, backward in enumerate(backwards):
+        if num_warmup + position < len(forwards):
+            order += forwards[num_warmup + position]
+        order += backward
+    return order
+
+
+def _flat(parts: Sequence[list[Task]]) -> list[Task]:
+    return [task for part in parts for task in part]

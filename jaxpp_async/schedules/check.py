@@ -1,0 +1,314 @@
+"""schedules.check: what the user passed as a schedule in; valid, frozen lists of tasks out, or a `ScheduleError` that says
+where, what is wrong and what to do next, and shows the entry. Never repairs a schedule.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from jaxpp_async.errors import ScheduleError
+from jaxpp_async.program import TASK_TYPES, Task
+from jaxpp_async.schedules.grid import Place, format_steps
+from jaxpp_async.schedules.timing import dependencies, find_deadlock, run_ahead, split_backwards
+
+MAX_CYCLE = 12
+"""The most lines that an error gives to a deadlock."""
+
+WHAT_TO_PASS = (
+    "pass an object with num_stages and tasks(num_microbatches, num_actors), such as Std1F1B(num_stages=2), "
+    "or a list with one list of Tasks an actor"
+)
+
+
+def resolve(
+    schedule: Any,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    num_actors: int,
+    where: str = "",
+    forward_only: bool = False,
+) -> tuple[tuple[Task, ...], ...]:
+    """The tasks of each actor, in order of execution, all checked.
+
+    Args:
+        schedule: an object with `num_stages` and `tasks`, or one list (or tuple) of tasks an actor.
+        num_stages: stages of the loop body.
+        num_microbatches: microbatches of the step.
+        num_actors: actors of the mesh.
+        where: the user's source line, such as `"train.py:41"`; errors begin with it.
+        forward_only: the loop takes no gradient: a schedule without any backward is complete.
+
+    Returns:
+        One tuple of tasks an actor. In it every task stands once, a stage's tasks are on one actor, and running the
+        lists in order never deadlocks.
+
+    Raises:
+        ScheduleError: anything else.
+    """
+    sizes = _Sizes(num_stages, num_microbatches, num_actors)
+    check = _Check(where, _name_of(schedule), sizes)
+    entries = _entries(check, schedule)
+    if len(entries) != num_actors:
+        check.fail(
+            f"{_count(len(entries), 'list')} of tasks for {_count(num_actors, 'actor')}",
+            "give every actor of the mesh one list, in order of actors (empty for an actor without a stage)",
+        )
+    rows = _tasks(check, entries)
+    if isinstance(schedule, list | tuple):
+        check.stages(1 + max((task.stage for row in rows for task in row), default=-1))
+    _check_entries(check, rows)
+    places = _check_once(check, rows)
+    _check_stage_actors(check, rows)
+    _check_complete(check, rows, places, forward_only)
+    _check_order(check, rows, places)
+    _check_deadlock(check, rows)
+    return rows
+
+
+# ---------------------------------------------------------------- how errors read
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    num_stages: int
+    num_microbatches: int
+    num_actors: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """Where and what is checked; `fail` and `stages` raise."""
+
+    where: str
+    name: str
+    sizes: _Sizes
+
+    def fail(
+        self,
+        what: str,
+        then: str,
+        rows: Sequence[Sequence[Any]] | None = None,
+        marks: Collection[Place] = (),
+        near: Collection[Place] = (),
+        details: str = "",
+    ) -> NoReturn:
+        """Raise: `what` is wrong, `then` is what to do, and lines of `details`. The grid of `rows` follows, with
+        `marks` in brackets, or what is `near`."""
+        prefix = f"{self.where}: " if self.where else ""
+        grid = "" if rows is None else "\n" + format_steps(rows, marks, near)
+        raise ScheduleError(f"{prefix}{self.name}: {what}; {then}{details}{grid}")
+
+    def stages(self, count: int) -> None:
+        """Fail unless the schedule's number of stages is the loop body's."""
+        expected = self.sizes.num_stages
+        if count != expected:
+            self.fail(
+                f"it has {_count(count, 'stage')} and the loop body {_count(expected, 'stage')} "
+                f"({_count(expected - 1, 'pipeline_yield')})",
+                f"make a schedule of {_count(expected, 'stage')}"
+                + (f" or a loop body with {_count(count - 1, 'pipeline_yield')}" if count > 0 else ""),
+            )
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _name_of(schedule: Any) -> str:
+    if isinstance(schedule, list | tuple):
+        return "the schedule"
+    text = repr(schedule)
+    # The default repr is an address: the class says more. So does it of an object with pages of fields.
+    return text if len(text) <= 60 and not text.startswith("<") else type(schedule).__name__
+
+
+# ---------------------------------------------------------------- from anything to lists of tasks
+
+
+def _entries(check: _Check, schedule: Any) -> Sequence[Sequence[Any]]:
+    """The schedule's lists, of which only the nesting has been checked."""
+    if not isinstance(schedule, list | tuple):
+        schedule = _call(check, schedule)
+    for actor, row in enumerate(schedule):
+        if not isinstance(row, list | tuple):
+            check.fail(f"entry {actor} is {_text(row)}, not a list of Tasks", "give one list of Tasks an actor")
+    return schedule
+
+
+def _call(check: _Check, schedule: Any) -> Sequence[Any]:
+    """What `schedule.tasks` returns."""
+    if isinstance(schedule, type):
+        check.fail(
+            f"{schedule.__name__} is a class, not a schedule",
+            f"write {schedule.__name__}(num_stages={check.sizes.num_stages})",
+        )
+    if not callable(getattr(schedule, "tasks", None)) or not hasattr(schedule, "num_stages"):
+        check.fail(f"this is not a schedule (type {type(schedule).__name__})", WHAT_TO_PASS)
+    if _index(schedule.num_stages) is None:
+        check.fail(f"its num_stages is {_text(schedule.num_stages)}", "make it an int")
+    check.stages(schedule.num_stages)
+    sizes = check.sizes
+    call = f"tasks(num_microbatches={sizes.num_microbatches}, num_actors={sizes.num_actors})"
+    try:
+        tasks = schedule.tasks(sizes.num_microbatches, sizes.num_actors)
+    except Exception as error:  # the user's code: whatever it raises becomes the cause of an error that says where
+        prefix = f"{check.where}: " if check.where else ""
+        raise ScheduleError(f"{prefix}{check.name}: {call} raised {type(error).__name__}: {error}") from error
+    if not isinstance(tasks, list | tuple):
+        check.fail(f"{call} returned {_text(tasks)}", "return a list with one list of Tasks an actor")
+    return tasks
+
+
+def _tasks(check: _Check, entries: Sequence[Sequence[Any]]) -> tuple[tuple[Task, ...], ...]:
+    """The same, of plain tasks with plain ints. Microbatch and stage may still be out of range."""
+    for actor, row in enumerate(entries):
+        for step, entry in enumerate(row):
+            problem = _problem(entry)
+            if problem:
+                check.fail(f"actor {actor}, step {step}: {problem[0]}", problem[1], entries, {(actor, step)})
+    return tuple(tuple(Task(_plain(task.i), task.ty, _plain(task.stage)) for task in row) for row in entries)
+
+
+def _problem(entry: Any) -> tuple[str, str] | None:
+    """What is wrong with one entry by itself, and what to do."""
+    if not isinstance(entry, Task):
+        return f"{_text(entry)} is not a Task", "make every entry Task(i, ty, stage)"
+    if not isinstance(entry.ty, str) or entry.ty not in TASK_TYPES:
+        return f"{_text(entry.ty)} is not a type of task", f"ty is one of {', '.join(map(repr, TASK_TYPES))}"
+    for name, value in (("microbatch", entry.i), ("stage", entry.stage)):
+        if _index(value) is None:
+            return f"the {name} of a {entry.ty} is {_text(value)}", "write Task(i, ty, stage) with ints i and stage"
+    return None
+
+
+def _index(value: Any) -> int | None:
+    """`value` as a plain int (numpy ints count), or None."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return None
+    try:
+        return value.__index__()
+    except TypeError:  # numpy arrays have the method and refuse
+        return None
+
+
+def _plain(value: Any) -> int:
+    return value if type(value) is int else value.__index__()
+
+
+def _text(value: Any) -> str:
+    return f"{reprlib.repr(value)} (type {type(value).__name__})"
+
+
+# ---------------------------------------------------------------- the rules, one function each
+
+
+def _check_entries(check: _Check, rows: Sequence[Sequence[Task]]) -> None:
+    num_stages, num_microbatches = check.sizes.num_stages, check.sizes.num_microbatches
+    for actor, row in enumerate(rows):
+        for step, task in enumerate(row):
+            for name, value, count in (("stage", task.stage, num_stages), ("mb", task.i, num_microbatches)):
+                if not 0 <= value < count:
+                    noun = "stages of the loop body" if name == "stage" else "microbatches of the batch"
+                    check.fail(
+                        f"actor {actor}, step {step}: {task} is out of range",
+                        f"the {noun} are 0 to {count - 1}",
+                        rows,
+                        {(actor, step)},
+                    )
+
+
+def _check_once(check: _Check, rows: Sequence[Sequence[Task]]) -> dict[Task, Place]:
+    """No task twice. Returns where each is."""
+    places: dict[Task, Place] = {}
+    for actor, row in enumerate(rows):
+        for step, task in enumerate(row):
+            first = places.setdefault(task, (actor, step))
+            if first != (actor, step):
+                check.fail(
+                    f"actor {actor}, step {step}: {task} is there twice (first at actor {first[0]}, step {first[1]})",
+                    "run every task once",
+                    rows,
+                    {first, (actor, step)},
+                )
+    return places
+
+
+def _check_stage_actors(check: _Check, rows: Sequence[Sequence[Task]]) -> None:
+    first: dict[int, tuple[Place, Task]] = {}
+    for actor, row in enumerate(rows):
+        for step, task in enumerate(row):
+            place, other = first.setdefault(task.stage, ((actor, step), task))
+            if place[0] != actor:
+                check.fail(
+                    f"stage {task.stage} is on two actors: {other} on actor {place[0]}, step {place[1]}, "
+                    f"and {task} on actor {actor}, step {step}",
+                    "give all tasks of a stage to one actor: its weights are there",
+                    rows,
+                    {place, (actor, step)},
+                )
+
+
+def _check_complete(
+    check: _Check, rows: Sequence[Sequence[Task]], places: dict[Task, Place], forward_only: bool
+) -> None:
+    """Every stage and microbatch has its forward and a whole or a split backward, not both."""
+    no_backward = forward_only and all(task.ty == "fwd" for task in places)
+    missing: list[Task] = []
+    for stage in range(check.sizes.num_stages):
+        for i in range(check.sizes.num_microbatches):
+            forward, whole, *halves = (Task(i, ty, stage) for ty in TASK_TYPES)
+            split = [half for half in halves if half in places]
+            if whole in places and split:
+                check.fail(
+                    f"{whole} and {split[0]} are both there",
+                    "run a stage's backward of a microbatch either whole (bwd) or split (bwd_input and bwd_weight)",
+                    rows,
+                    {places[whole], places[split[0]]},
+                )
+            wanted = [forward] + ([] if no_backward else halves if split else [whole])
+            missing += [task for task in wanted if task not in places]
+    if missing:
+        shown = ", ".join(map(str, missing[:3])) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        lost = missing[0]
+        near = [place for task, place in places.items() if task.stage == lost.stage and task.i in (lost.i, lost.i - 1)]
+        sizes = f"{_count(check.sizes.num_stages, 'stage')} and {check.sizes.num_microbatches} microbatches"
+        check.fail(
+            f"{shown} {'is' if len(missing) == 1 else 'are'} missing",
+            f"a step of {sizes} runs every stage's fwd and bwd (or bwd_input and bwd_weight) of every microbatch",
+            rows,
+            near=near,
+        )
+
+
+def _check_order(check: _Check, rows: Sequence[Sequence[Task]], places: dict[Task, Place]) -> None:
+    """Nothing stands before what it depends on in the same list."""
+    split = split_backwards(rows)
+    for task, (actor, step) in places.items():
+        for need in dependencies(task, check.sizes.num_stages, split):
+            need_actor, need_step = places[need]
+            if need_actor == actor and need_step > step:
+                check.fail(
+                    f"actor {actor}, step {step}: {task} runs before {need} (step {need_step}), which it depends on",
+                    f"move {need} ahead of it",
+                    rows,
+                    {(actor, step), (actor, need_step)},
+                )
+
+
+def _check_deadlock(check: _Check, rows: Sequence[Sequence[Task]]) -> None:
+    waits = find_deadlock(rows, run_ahead(rows))
+    if waits:
+        lines = [f"\n  {wait}" for wait in waits]
+        if len(lines) > MAX_CYCLE:
+            lines[MAX_CYCLE - 1 : -1] = [f"\n  ... and so on over {len(lines) - MAX_CYCLE} more actors"]
+        check.fail(
+            f"it deadlocks: {len(waits)} actors wait for one another",
+            "change the order on one of them:",
+            rows,
+            {(wait.actor, wait.step) for wait in waits},
+            details="".join(lines),
+        )
