@@ -1,0 +1,64 @@
+# One target for each habit. ARGS reaches the program that a target runs: make demo ARGS="--steps 20".
+# PYTHON picks the interpreter that .venv is made with: make setup test PYTHON=/path/to/python3.13
+
+PYTHON ?= python3
+ARGS   ?=
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+# What .venv was installed from. Any change installs again; another interpreter makes .venv anew.
+INTERPRETER := import sys; print(sys.base_prefix, sys.version.split()[0])
+INSTALLED_FROM = "$$($(PYTHON) -c '$(INTERPRETER)') $(CURDIR) $$(cksum < pyproject.toml)"
+
+.PHONY: help setup demo test check fmt golden
+.NOTPARALLEL:
+
+help:
+	@echo "make demo    train a small GPT through a pipeline of two processes (ARGS=--help lists its options)"
+	@echo "make test    run the tests (ARGS goes to pytest)"
+	@echo "make check   lint, format, types, import rules"
+	@echo "make fmt     format the code"
+	@echo "make golden  rewrite the golden texts of tests/golden; read the diff"
+	@echo "make setup   make .venv and install into it; the others do this when needed"
+
+setup:
+	@command -v "$(PYTHON)" >/dev/null || { \
+	  echo "setup: there is no '$(PYTHON)'; name an interpreter: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "setup: $(PYTHON) is $$("$(PYTHON)" -V 2>&1), but Python 3.11 or newer is needed:" \
+	       "make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@if [ "$$(cat $(STAMP) 2>/dev/null)" != $(INSTALLED_FROM) ]; then $(MAKE) --no-print-directory .install; fi
+
+.PHONY: .install
+.install:
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "setup: $(PYTHON) cannot make virtual environments (no ensurepip);" \
+	       "on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@rm -f $(STAMP)
+	@# sys._base_executable: with .venv activated, $(PYTHON) is .venv's own, which --clear would pull from under us.
+	@if [ "$$($(BIN)/python -c '$(INTERPRETER)' 2>/dev/null)" != "$$("$(PYTHON)" -c '$(INTERPRETER)')" ]; then \
+	  base=$$("$(PYTHON)" -c 'import sys; print(sys._base_executable)') && \
+	  echo "setup: making $(VENV) with $$base" && "$$base" -m venv --clear $(VENV); fi
+	@echo "setup: installing into $(VENV) (a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,dev]'
+	@echo $(INSTALLED_FROM) > $(STAMP)
+
+demo: setup
+	@$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+fmt: setup
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+golden: setup
+	$(BIN)/python -m pytest tests/golden --golden $(ARGS)

@@ -1,0 +1,156 @@
+"""options: the command line in, checked `Options` out. Never imports jax, so a mistyped option is answered at once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+INTERLEAVED = ("Interleaved1F1B", "LoopedBFS")
+SCHEDULES = ("GPipe", "Std1F1B", "Eager1F1B", *INTERLEAVED)
+
+
+class OptionError(ValueError):
+    """Options that do not go together. The message names the option and says what to change."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything a run depends on; one field an option, named alike."""
+
+    actors: int = 2
+    stages: int = 0  # 0: one an actor, two under an interleaved schedule.
+    schedule: str = "Std1F1B"
+    microbatches: int = 8
+    batch_size: int = 16
+    steps: int = 400
+    dp: int = 1
+    tp: int = 1
+    layers: int = 4
+    dim: int = 128
+    heads: int = 4
+    seq_len: int = 128
+    tie_embedding: bool = False
+    launcher: str = "local"
+    seed: int = 0
+    data: Path | None = None
+    verify: int = 0
+    dump_passes: Path | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """Stages asked for, or as many as suit the schedule."""
+        return self.stages or self.actors * (2 if self.schedule in INTERLEAVED else 1)
+
+    @property
+    def batch_shape(self) -> tuple[int, int, int]:
+        """(num_microbatches, microbatch_size, seq_len)."""
+        return self.microbatches, self.batch_size // self.microbatches, self.seq_len
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.seq_len
+
+
+_HELP = {
+    "actors": "actors, each a process of its own unless --launcher inline",
+    "stages": "pipeline stages, at least one an actor (default: one an actor, two under an interleaved schedule)",
+    "schedule": f"order of tasks: {', '.join(SCHEDULES)}",
+    "microbatches": "microbatches a step",
+    "batch_size": "sequences a step, over all microbatches",
+    "steps": "optimizer steps",
+    "dp": "data parallel devices inside each actor",
+    "tp": "tensor parallel devices inside each actor",
+    "layers": "transformer blocks",
+    "dim": "width of the model",
+    "heads": "attention heads",
+    "seq_len": "bytes of context",
+    "launcher": "local: one process an actor; inline: all in this process",
+    "seed": "of parameters, batches and the sample",
+    "data": "text file or folder (default: the sources of Python's standard library)",
+    "verify": "also run the first VERIFY steps with plain jax.jit and compare",
+    "dump_passes": "write the text of every compiler pass and each actor's program into this folder",
+}
+_AT_LEAST_ZERO = ("stages", "seed", "verify")
+
+
+def parse_options(argv: Sequence[str] | None = None) -> Options:
+    """Read and check a command line; a mistake ends the process with status 2 and one line that says what to change."""
+    parser = _parser()
+    options = Options(**vars(parser.parse_args(argv)))
+    try:
+        check(options)
+    except OptionError as error:
+        parser.error(str(error))
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train_gpt.py",
+        description="Train a small GPT on bytes of real text, its stages in different processes.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    defaults = Options()
+    for name, text in _HELP.items():
+        flag, default = "--" + name.replace("_", "-"), getattr(defaults, name)
+        if name == "schedule":
+            parser.add_argument(flag, type=_schedule_name, default=default, metavar="NAME", help=text)
+        elif name == "launcher":
+            parser.add_argument(flag, choices=("local", "inline"), default=default, help=text)
+        elif name in ("data", "dump_passes"):
+            metavar = "DIR" if name == "dump_passes" else "PATH"
+            parser.add_argument(flag, type=Path, default=argparse.SUPPRESS, metavar=metavar, help=text)
+        else:
+            least = 0 if name in _AT_LEAST_ZERO else 1
+            shown = argparse.SUPPRESS if name in ("stages", "verify") else default
+            parser.add_argument(flag, type=_whole_number(least), default=shown, metavar="N", help=text)
+    parser.add_argument("--tie-embedding", action="store_true", help="use the embedding as output projection too")
+    return parser
+
+
+def _schedule_name(text: str) -> str:
+    for name in SCHEDULES:
+        if name.lower() == text.lower():
+            return name
+    raise argparse.ArgumentTypeError(f"no schedule {text!r}; there are {', '.join(SCHEDULES)}")
+
+
+def _whole_number(least: int):
+    def parse(text: str) -> int:
+        value = int(text) if text.strip().lstrip("-").isdecimal() else None
+        if value is None or value < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return value
+
+    return parse
+
+
+def check(options: Options) -> None:
+    """What must hold between options, before anything is launched.
+
+    Raises:
+        OptionError: the first thing that does not hold.
+    """
+    o = options
+    rules = [
+        (o.num_stages >= o.actors, f"--stages {o.num_stages} leaves some of {o.actors} --actors without a stage"),
+        (o.layers >= o.num_stages, f"--layers {o.layers} cannot fill {o.num_stages} stages; raise --layers"),
+        (
+            o.batch_size % (o.microbatches * o.dp) == 0,
+            f"--batch-size {o.batch_size} is not a multiple of --microbatches x --dp = {o.microbatches * o.dp}",
+        ),
+        (o.dim % o.heads == 0, f"--dim {o.dim} is not a multiple of --heads {o.heads}"),
+        (o.dim // o.heads % 2 == 0, f"--dim / --heads = {o.dim // o.heads} is odd; rotary positions need pairs"),
+        (o.heads % o.tp == 0, f"--heads {o.heads} is not a multiple of --tp {o.tp}"),
+        (o.verify <= o.steps, f"--verify {o.verify} is more than --steps {o.steps}"),
+        (
+            o.dump_passes is None or not o.dump_passes.exists() or o.dump_passes.is_dir(),
+            f"--dump-passes {o.dump_passes} is a file; name a folder",
+        ),
+    ]
+    for holds, message in rules:
+        if not holds:
+            raise OptionError(message)

@@ -1,0 +1,208 @@
+"""Train a small GPT on real text through a pipeline of actor processes.
+
+    python examples/train_gpt.py --help
+
+In: bytes of text (by default the sources of Python's standard library). Out: progress, a sample of the trained model,
+where the time went, and the validation loss beside what byte and byte-pair frequencies alone achieve.
+
+The model is in `gpt/model.py` and the step functions in `gpt/steps.py`; neither knows about processes. `Pipeline`,
+below, is all it takes to run them on a mesh.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import uvloop
+from gpt import data, report, steps
+from gpt.model import AXIS_RULES, ModelConfig, sample, state_specs
+from gpt.options import Options, parse_options
+from jax.sharding import PartitionSpec
+
+import jaxpp_async as jpp
+
+MAX_VALIDATION_BYTES = 64 * 1024
+SAMPLE_PROMPT, SAMPLE_BYTES = b"def ", 300
+
+
+def main() -> int:
+    options, reporter = parse_options(), report.Reporter()
+    try:
+        corpus = data.load_corpus(options.data)
+        reporter.line(f"text: {corpus.source}, {len(corpus.train):,} bytes to train on")
+        batches = data.train_batches(corpus.train, options.batch_shape, options.seed)
+        max_batches = max(1, MAX_VALIDATION_BYTES // options.tokens_per_step)
+        validation = data.validation_batches(corpus.validation, options.batch_shape, max_batches)
+    except data.DataError as error:
+        print(f"train_gpt.py: error: {error}", file=sys.stderr)
+        return 2
+    try:
+        run(options, reporter, corpus, batches, validation)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run(
+    options: Options,
+    reporter: report.Reporter,
+    corpus: data.Corpus,
+    batches: Iterator[data.Batch],
+    validation: list[data.Batch],
+) -> None:
+    """Train on the mesh; then, with the actors gone and the cores free, compare, sample and sum up."""
+    if options.launcher == "inline":
+        jax.config.update("jax_num_cpu_devices", options.dp * options.tp)  # Inline actors share this process's devices.
+    pipeline = Pipeline(options, reporter)
+    uvloop.run(pipeline.run(batches, validation))
+
+    if options.verify:
+        with reporter.phase(f"{options.verify} steps with plain jax.jit"):
+            difference = pipeline.verify(data.train_batches(corpus.train, options.batch_shape, options.seed))
+        reporter.lines(report.verify_lines(*difference))
+    text = sample(pipeline.params, pipeline.config, SAMPLE_PROMPT, SAMPLE_BYTES, seed=options.seed)
+    reporter.lines(["", "a sample:", report.printable(text), ""])
+    reporter.lines(report.actor_table(pipeline.actor_times, pipeline.train_s))
+    reporter.line(f"{options.steps * options.tokens_per_step / pipeline.train_s:,.0f} tokens/s")
+    bigram, unigram = data.bigram_loss(corpus.train, validation), data.unigram_loss(corpus.train, validation)
+    reporter.line(report.validation_line(pipeline.validation_loss, bigram, unigram))
+
+
+class Pipeline:
+    """One training run on a mesh, and what it brings to the host.
+
+    Attributes:
+        losses: one a step.
+        params: at the end.
+        verified_params: after `--verify` steps.
+        actor_times: where each actor's time went during training.
+        train_s: seconds of training, launch and compilation left out.
+        validation_loss: nats a byte.
+    """
+
+    def __init__(self, options: Options, reporter: report.Reporter):
+        self.options, self.reporter = options, reporter
+        self.config = ModelConfig(
+            num_layers=options.layers,
+            dim=options.dim,
+            num_heads=options.heads,
+            seq_len=options.seq_len,
+            num_stages=options.num_stages,
+            tie_embedding=options.tie_embedding,
+        )
+        optimizer = steps.make_optimizer(options.steps)
+        schedule = getattr(jpp, options.schedule)(num_stages=options.num_stages)
+        self.init = steps.make_init(self.config, optimizer)
+        self.train_step = steps.make_train_step(self.config, optimizer, schedule)
+        self.eval_step = steps.make_eval_step(self.config, schedule)
+        self.key = jax.random.key(options.seed)
+
+        self.losses: list[float] = []
+        self.params: Any = None
+        self.verified_params: Any = None
+        self.actor_times = [report.ActorTime()] * options.actors
+        self.train_s = 0.0
+        self.validation_loss = float("nan")
+
+    async def run(self, batches: Iterator[data.Batch], validation: list[data.Batch]) -> None:
+        """Launch, compile, train, evaluate."""
+        o = self.options
+        kind = "actor processes" if o.launcher == "local" else "inline actors"
+        async with AsyncExitStack() as stack:
+            with self.reporter.phase(f"launching {o.actors} {kind}"):
+                mesh = jpp.RemoteMesh(
+                    o.actors, spmd_mesh={"data": o.dp, "model": o.tp}, axis_rules=AXIS_RULES, launcher=o.launcher
+                )
+                await stack.enter_async_context(mesh)
+            step, state = await self._start(mesh, validation[0])
+            state = await self._train(mesh, step, state, batches)
+            with self.reporter.phase("evaluating"):
+                await self._evaluate(mesh, state["params"], validation)
+
+    async def _start(self, mesh: Any, batch: data.Batch) -> tuple[Any, steps.State]:
+        """Compile the training step, and make the state where that step keeps it."""
+        state_shapes = jax.eval_shape(self.init, self.key)
+        step = mesh.distributed(
+            self.train_step, in_shardings=(state_specs(state_shapes), PartitionSpec(None, "data")), donate_argnums=0
+        )
+        with self.reporter.phase(f"compiling {self.options.num_stages} stages, {self.options.schedule}"):
+            compiled = await step.compile(state_shapes, batch)
+        if self.options.dump_passes:
+            dump_passes(compiled, self.options.dump_passes)
+            self.reporter.line(f"compiler passes are in {self.options.dump_passes}")
+        with self.reporter.phase("making the parameters on the actors"):
+            state = await step.init(0, self.init, self.key)
+        num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state_shapes["params"]))
+        self.reporter.line(f"{num_parameters:,} parameters, {self.options.tokens_per_step:,} bytes of text a step")
+        return step, state
+
+    async def _train(self, mesh: Any, step: Any, state: steps.State, batches: Iterator[data.Batch]) -> steps.State:
+        o = self.options
+        with self.reporter.training(o.steps, o.tokens_per_step) as progress:
+            state = await self._train_steps(mesh, step, state, islice(batches, o.verify), progress)
+            if o.verify:
+                self.verified_params = await mesh.fetch(state["params"])
+            state = await self._train_steps(mesh, step, state, islice(batches, o.steps - o.verify), progress)
+        self.train_s = progress.seconds
+        return state
+
+    async def _train_steps(
+        self, mesh: Any, step: Any, state: steps.State, batches: Iterator[data.Batch], progress: report.TrainingProgress
+    ) -> steps.State:
+        """One step a batch. The next step is under way before the loss of this one is looked at."""
+        pending: tuple[Any, Any] | None = None
+        with progress.clock():
+            for batch in batches:
+                future = await mesh.submit(step, state, batch)
+                state, loss = future.outputs
+                if pending:
+                    await self._finish(mesh, *pending, progress)
+                pending = future, loss
+            if pending:
+                await self._finish(mesh, *pending, progress)
+        return state
+
+    async def _finish(self, mesh: Any, future: Any, loss: Any, progress: report.TrainingProgress) -> None:
+        await future
+        stats = mesh.last_step_stats()
+        self.actor_times = [spent.add(one) for spent, one in zip(self.actor_times, stats, strict=True)]
+        self.losses.append(float(await loss))
+        progress.advance(self.losses[-1])
+
+    async def _evaluate(self, mesh: Any, params: Any, validation: list[data.Batch]) -> None:
+        """The loss of each validation batch, where the parameters are; then the parameters, fetched."""
+        step = mesh.distributed(self.eval_step, in_shardings=(state_specs(params), PartitionSpec(None, "data")))
+        losses = [await (await mesh.run(step, params, batch)) for batch in validation]
+        self.validation_loss = float(np.mean(losses))
+        self.params = await mesh.fetch(params)
+
+    def verify(self, batches: Iterator[data.Batch]) -> tuple[float, float]:
+        """Largest relative differences of losses and of parameters from the same steps under plain `jax.jit`."""
+        num_steps = self.options.verify
+        state = jax.jit(self.init)(self.key)
+        state, losses = steps.run_plain(self.train_step, state, islice(batches, num_steps))
+        loss_differences = [
+            steps.largest_relative_difference(got, want)
+            for got, want in zip(self.losses[:num_steps], losses, strict=True)
+        ]
+        return max(loss_differences), steps.largest_relative_difference(self.verified_params, state["params"])
+
+
+def dump_passes(compiled: Any, folder: Path) -> None:
+    """Write the text of each pass, numbered in order, and the programs that the actors run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts: Sequence[tuple[str, str]] = [*compiled.passes.items(), ("programs", compiled.as_text())]
+    for index, (name, text) in enumerate(texts):
+        (folder / f"{index:02d}_{name}.txt").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
