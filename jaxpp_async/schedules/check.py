@@ -1,5 +1,5 @@
-"""schedules.check: what the user passed as a schedule in; valid, frozen lists of tasks out, or a `ScheduleError` that says
-where, what is wrong and what to do next, and shows the entry. Never repairs a schedule.
+"""schedules.check: what the user passed as a schedule in; valid, frozen lists of tasks out, or a `ScheduleError` that
+says where, what is wrong and what to do next, and shows the entry. Never repairs a schedule.
 """
 
 from __future__ import annotations
@@ -121,6 +121,8 @@ def _count(count: int, noun: str) -> str:
 def _name_of(schedule: Any) -> str:
     if isinstance(schedule, list | tuple):
         return "the schedule"
+    if isinstance(schedule, type):
+        return schedule.__name__
     text = repr(schedule)
     # The default repr is an address: the class says more. So does it of an object with pages of fields.
     return text if len(text) <= 60 and not text.startswith("<") else type(schedule).__name__
@@ -143,7 +145,7 @@ def _call(check: _Check, schedule: Any) -> Sequence[Any]:
     """What `schedule.tasks` returns."""
     if isinstance(schedule, type):
         check.fail(
-            f"{schedule.__name__} is a class, not a schedule",
+            "this is a class, not a schedule",
             f"write {schedule.__name__}(num_stages={check.sizes.num_stages})",
         )
     if not callable(getattr(schedule, "tasks", None)) or not hasattr(schedule, "num_stages"):

@@ -1,0 +1,388 @@
+"""Built-in schedules: published properties as numbers, order as golden text. Wrong schedules: what the error says."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxpp_async.errors import ScheduleError
+from jaxpp_async.program import Task
+from jaxpp_async.schedules import (
+    Eager1F1B,
+    GPipe,
+    Interleaved1F1B,
+    LoopedBFS,
+    Schedule,
+    Std1F1B,
+    bubble_fraction,
+    dependencies,
+    format_grid,
+    format_task,
+    global_order,
+    peak_activations,
+    resolve,
+    simulate,
+    split_backwards,
+    stage_actors,
+)
+
+GOLDEN = Path(__file__).parent / "golden" / "schedules"
+NEIGHBOURING = (GPipe, Std1F1B, Eager1F1B)
+DEALT = (Interleaved1F1B, LoopedBFS)
+BUILT_IN = NEIGHBOURING + DEALT
+UNEVEN = [(s, m, a) for s in (1, 2, 3, 5, 8, 12) for m in (1, 2, 3, 5, 8, 9) for a in (1, 2, 3, 4, 5)]
+
+
+def _resolved(schedule, num_microbatches, num_actors):
+    return resolve(schedule, num_stages=schedule.num_stages, num_microbatches=num_microbatches, num_actors=num_actors)
+
+
+def _parse(text: str) -> list[list[Task]]:
+    """`"0F0 0B0 | 1F0"`: a list an actor, in the notation of the grids."""
+    letters = {"F": "fwd", "B": "bwd", "I": "bwd_input", "W": "bwd_weight"}
+    rows = []
+    for row in text.split("|"):
+        cells = [(cell, next(c for c in cell if c in letters)) for cell in row.split()]
+        rows.append([Task(int(cell.split(c)[1]), letters[c], int(cell.split(c)[0])) for cell, c in cells])
+    return rows
+
+
+# ---------------------------------------------------------------- built-ins
+
+
+@pytest.mark.parametrize("cls", BUILT_IN)
+@pytest.mark.parametrize("actors", [4, 2])
+def test_order_is_golden(cls, actors):
+    stages = 4 if cls in NEIGHBOURING else 8
+    text = format_grid(_resolved(cls(stages), 8, actors)) + "\n"
+    path = GOLDEN / f"{cls.__name__.lower()}_{stages}stages_{actors}actors_8microbatches.txt"
+    if os.environ.get("JAXPP_ASYNC_REWRITE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("cls", BUILT_IN)
+def test_any_sizes_are_valid_and_placed_by_formula(cls):
+    for stages, microbatches, actors in UNEVEN:
+        rows = _resolved(cls(stages), microbatches, actors)
+        assert len(rows) == actors
+        assert sum(map(len, rows)) == 2 * stages * microbatches
+        place = (lambda s: s * actors // stages) if cls in NEIGHBOURING else (lambda s: s % actors)  # noqa: B023
+        assert stage_actors(rows) == tuple(place(s) for s in range(stages))
+
+
+@pytest.mark.parametrize("cls", NEIGHBOURING)
+@pytest.mark.parametrize("per_actor", [1, 2, 3])
+@pytest.mark.parametrize(("m", "a"), [(1, 4), (3, 4), (4, 4), (8, 4), (9, 4), (32, 4), (5, 2), (7, 1)])
+def test_bubble_of_neighbouring_stages(cls, per_actor, m, a):
+    rows = _resolved(cls(per_actor * a), m, a)
+    assert bubble_fraction(rows) == pytest.approx((a - 1) / (m + a - 1))
+    # Also with a backward twice as long as a forward.
+    assert bubble_fraction(rows, {"fwd": 1, "bwd": 2}) == pytest.approx((a - 1) / (m + a - 1))
+
+
+@pytest.mark.parametrize("cls", DEALT)
+@pytest.mark.parametrize("v", [2, 3, 6])
+@pytest.mark.parametrize(("m", "a"), [(4, 4), (5, 4), (7, 4), (8, 4), (9, 4), (11, 4), (32, 4), (5, 2), (11, 3)])
+def test_bubble_of_stages_dealt_round(cls, v, m, a):
+    rows = _resolved(cls(v * a), m, a)
+    assert bubble_fraction(rows) == pytest.approx((a - 1) / (v * m + a - 1))
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 8, 32])
+@pytest.mark.parametrize("k", [1, 3])
+def test_activations_held(m, k):
+    actors = range(4)
+
+    def held(cls):
+        return peak_activations(_resolved(cls(4 * k), m, 4))
+
+    assert held(GPipe) == held(LoopedBFS) == tuple(k * m for _ in actors)
+    assert held(Std1F1B) == tuple(k * min(m, 4 - a) for a in actors)
+    assert held(Eager1F1B) == tuple(k * min(m, 2 * (4 - a) - 1) for a in actors)
+
+
+@pytest.mark.parametrize(
+    ("v", "m", "a", "group"),
+    [(2, 8, 4, 4), (3, 8, 4, 4), (6, 64, 8, 8), (2, 4, 4, 4), (2, 9, 4, 5), (3, 11, 4, 6), (3, 7, 4, 7), (2, 3, 4, 3)],
+)
+def test_activations_held_when_interleaved(v, m, a, group):
+    expected = tuple(min(v * m, (v - 1) * group + 2 * (a - 1 - actor) + 1) for actor in range(a))
+    assert peak_activations(_resolved(Interleaved1F1B(v * a), m, a)) == expected
+
+
+def test_with_a_stage_an_actor_interleaved_is_1f1b():
+    assert Interleaved1F1B(4).tasks(8, 4) == Std1F1B(4).tasks(8, 4)
+    assert Interleaved1F1B(2).tasks(8, 4)[:2] == Std1F1B(2).tasks(8, 2)
+
+
+@pytest.mark.parametrize("cls", BUILT_IN)
+def test_backwards_accumulate_in_order(cls):
+    """Each stage's gradients are summed in the order of the plain loop, so that sums round alike."""
+    for stages, microbatches, actors in UNEVEN:
+        for row in cls(stages).tasks(microbatches, actors):
+            for stage in range(stages):
+                order = [task.i for task in row if task.stage == stage and task.ty == "bwd"]
+                assert order == sorted(order)
+
+
+@pytest.mark.parametrize("cls", BUILT_IN)
+def test_equal_schedules_are_one_key(cls):
+    assert cls(4) == cls(num_stages=4)
+    assert len({cls(4), cls(4), cls(5)}) == 2
+    assert all(cls(4) != other(4) for other in BUILT_IN if other is not cls)
+    assert repr(cls(4)) == f"{cls.__name__}(num_stages=4)"
+    assert pickle.loads(pickle.dumps(cls(4))) == cls(4)
+    assert isinstance(cls(4), Schedule)
+    assert cls(4).tasks(num_microbatches=2, num_actors=2) == cls(4).tasks(2, 2)
+
+
+@pytest.mark.parametrize("num_stages", [0, -1, 2.0, "2", None, True])
+def test_constructor_wants_a_positive_int(num_stages):
+    with pytest.raises(ScheduleError, match=r"Std1F1B\(num_stages=\.\.\.\): expected a positive int, got"):
+        Std1F1B(num_stages)
+
+
+@pytest.mark.parametrize("args", [(0, 2), (2, 0), (2.0, 2), (2, True)])
+def test_tasks_wants_positive_ints(args):
+    with pytest.raises(ScheduleError, match="expected a positive int"):
+        GPipe(2).tasks(*args)
+
+
+def test_large_schedule_resolves_quickly():
+    best = min(_timed(lambda: _resolved(Interleaved1F1B(48), 64, 8)) for _ in range(3))
+    assert best < 0.3
+
+
+def _timed(fn) -> float:
+    start = time.process_time()
+    fn()
+    return time.process_time() - start
+
+
+# ---------------------------------------------------------------- timelines and orders
+
+
+def test_dependencies():
+    split = {(2, 0)}
+    table = {
+        "0F0": "", "2F0": "1F0", "2B0": "2F0", "0B0": "0F0 1B0", "1B0": "1F0 2I0", "1B1": "1F1 2B1",
+        "1I0": "1F0 2I0", "0I0": "0F0 1B0", "2I0": "2F0", "2W0": "2I0", "0W1": "0I1",
+    }  # fmt: skip
+    for task, needs in table.items():
+        assert dependencies(_parse(task)[0][0], 3, split) == tuple(_parse(needs)[0]), task
+
+
+def test_simulate_gives_times():
+    timeline = simulate(_parse("0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1"), {"fwd": 1, "bwd": 2})
+    assert timeline.starts == ((0, 1, 4, 7), (1, 2, 4, 5))
+    assert timeline.ends == ((1, 2, 6, 9), (2, 4, 5, 7))
+    assert timeline.makespan == 9
+    by_task = simulate(_parse("0F0 0B0 | 1F0 1B0"), lambda task: 10 * task.stage + 1)
+    assert by_task.makespan == 1 + 11 + 11 + 1
+
+
+def test_global_order_is_by_time_then_actor():
+    order = global_order(_parse("0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1"))
+    assert [(actor, str(task)) for actor, task in order] == [
+        (0, "fwd(stage 0, mb 0)"),
+        (0, "fwd(stage 0, mb 1)"),
+        (1, "fwd(stage 1, mb 0)"),
+        (1, "bwd(stage 1, mb 0)"),
+        (0, "bwd(stage 0, mb 0)"),
+        (1, "fwd(stage 1, mb 1)"),
+        (1, "bwd(stage 1, mb 1)"),
+        (0, "bwd(stage 0, mb 1)"),
+    ]
+
+
+def test_split_backwards():
+    rows = _parse("0F0 0F1 0I0 0B1 0W0 | 1F0 1I0 1F1 1B1 1W0")
+    assert resolve(rows, num_stages=2, num_microbatches=2, num_actors=2) == tuple(map(tuple, rows))
+    assert split_backwards(rows) == {(0, 0), (1, 0)}
+    # The activations are held until the weights' half is done.
+    assert peak_activations(rows) == (2, 2)
+    assert peak_activations(_parse("0F0 0I0 0F1 0W0 0I1 0W1")) == (2,)
+
+
+def test_grid():
+    assert format_grid(_parse("0F0 0I0 0W0 | 1F0 1B0 | ")) == (
+        "time     0    1    2    3    4\n"
+        "actor 0  0F0  .    .    0I0  0W0\n"
+        "actor 1  .    1F0  1B0  .    .\n"
+        "actor 2  .    .    .    .    ."
+    )
+    assert format_task(Task(3, "bwd_weight", 1)) == "bwd_weight(stage 1, mb 3)"
+
+
+def test_simulate_names_the_cycle():
+    with pytest.raises(ScheduleError, match="deadlocks:\n  actor 0, step 0"):
+        simulate(_parse("2F0 0F0 | 1F0"))
+
+
+# ---------------------------------------------------------------- what resolve takes
+
+
+GOOD = "0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1"
+SIZES = {"num_stages": 2, "num_microbatches": 2, "num_actors": 2}
+
+
+@dataclass(frozen=True)
+class Own:
+    """A user's schedule: returns whatever it was made with."""
+
+    rows: object
+    num_stages: object = 2
+
+    def tasks(self, num_microbatches, num_actors):
+        return self.rows() if callable(self.rows) else self.rows
+
+
+def test_lists_tuples_and_objects_resolve_alike():
+    rows = _parse(GOOD)
+    frozen = tuple(map(tuple, rows))
+    for schedule in (rows, frozen, Own(rows), Own(frozen), Own(rows, np.int64(2))):
+        assert resolve(schedule, **SIZES) == frozen
+    ints = [[Task(np.int32(t.i), t.ty, np.int64(t.stage)) for t in row] for row in rows]
+    resolved = resolve(ints, **SIZES)
+    assert resolved == frozen
+    assert all(type(t.i) is int and type(t.stage) is int for row in resolved for t in row)
+
+
+def test_forward_only():
+    rows = _parse("0F0 0F1 | 1F0 1F1")
+    assert resolve(rows, **SIZES, forward_only=True) == tuple(map(tuple, rows))
+    assert resolve(_parse(GOOD), **SIZES, forward_only=True)
+    with pytest.raises(ScheduleError, match=r"bwd\(stage 0, mb 0\), .* and 1 more are missing"):
+        resolve(rows, **SIZES)
+    with pytest.raises(ScheduleError, match=r"bwd\(stage 0, mb 1\) is missing"):
+        resolve(_parse("0F0 0F1 0B0 | 1F0 1B0 1F1 1B1"), **SIZES, forward_only=True)
+
+
+def _raise():
+    raise RuntimeError("no luck")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (3, "3: this is not a schedule (type int); pass an object with num_stages and tasks("),
+        ("F0 B0", "'F0 B0': this is not a schedule (type str)"),
+        (None, "None: this is not a schedule (type NoneType)"),
+        (Std1F1B, "Std1F1B: this is a class, not a schedule; write Std1F1B(num_stages=2)"),
+        (object(), "object: this is not a schedule (type object)"),
+        (Own([], "2"), "its num_stages is '2' (type str); make it an int"),
+        (Own([], 2.0), "its num_stages is 2.0 (type float); make it an int"),
+        (Own([], np.ones(2)), "its num_stages is array([1., 1.]) (type ndarray)"),
+        (Own(None), "tasks(num_microbatches=2, num_actors=2) returned None (type NoneType); return a list"),
+        (Own("ab"), "returned 'ab' (type str)"),
+        (Own({0: []}), "returned {0: []} (type dict)"),
+        (Own(_raise), "tasks(num_microbatches=2, num_actors=2) raised RuntimeError: no luck"),
+        (Own([[], 5]), "entry 1 is 5 (type int), not a list of Tasks; give one list of Tasks an actor"),
+        ([Task(0, "fwd", 0)], "the schedule: entry 0 is Task(i=0, ty='fwd', stage=0) (type Task), not a list of Tasks"),
+        ([], "0 lists of tasks for 2 actors"),
+        (Std1F1B(2).tasks(2, 1), "1 list of tasks for 2 actors; give every actor of the mesh one list"),
+        (Std1F1B(2).tasks(2, 3), "3 lists of tasks for 2 actors"),
+        (
+            Std1F1B(3),
+            "Std1F1B(num_stages=3): it has 3 stages and the loop body 2 stages (1 pipeline_yield); "
+            "make a schedule of 2 stages or a loop body with 2 pipeline_yields",
+        ),
+        (Std1F1B(1), "it has 1 stage and the loop body 2 stages (1 pipeline_yield)"),
+        (Std1F1B(3).tasks(2, 2), "the schedule: it has 3 stages and the loop body 2 stages"),
+        (Std1F1B(1).tasks(2, 2), "the schedule: it has 1 stage and the loop body 2 stages"),
+        ([[], []], "the schedule: it has 0 stages and the loop body 2 stages (1 pipeline_yield); make a schedule of 2"),
+        ([["fwd"], []], "actor 0, step 0: 'fwd' (type str) is not a Task; make every entry Task(i, ty, stage)"),
+        ([[(0, "fwd", 0)], []], "actor 0, step 0: (0, 'fwd', 0) (type tuple) is not a Task"),
+        ([[], [Task(0, "forward", 0)]], "step 0: 'forward' (type str) is not a type of task; ty is one of 'fwd'"),
+        ([[], [Task(0, ["fwd"], 0)]], "actor 1, step 0: ['fwd'] (type list) is not a type of task"),
+        ([[Task("0", "fwd", 0)], []], "actor 0, step 0: the microbatch of a fwd is '0' (type str)"),
+        ([[Task(0, "fwd", 0.5)], []], "actor 0, step 0: the stage of a fwd is 0.5 (type float)"),
+        ([[Task(True, "fwd", 0)], []], "actor 0, step 0: the microbatch of a fwd is True (type bool)"),
+    ],
+)  # fmt: skip
+def test_not_a_schedule(schedule, message):
+    with pytest.raises(ScheduleError) as caught:
+        resolve(schedule, **SIZES, where="train.py:41")
+    assert str(caught.value).startswith("train.py:41: ")
+    assert message in str(caught.value)
+
+
+def test_error_of_the_users_code_is_the_cause():
+    with pytest.raises(ScheduleError) as caught:
+        resolve(Own(_raise), **SIZES)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+# Lists, the marked entries, what the message holds.
+WRONG = [
+    ("0F0 0F2 0B0 0B1 | 1F0 1B0 1F1 1B1", "0F2", "actor 0, step 1: fwd(stage 0, mb 2) is out of range;"),
+    ("0F0 0F2 0B0 0B1 | 1F0 1B0 1F1 1B1", "0F2", "the microbatches of the batch are 0 to 1"),
+    ("0F0 0F-1 0B0 0B1 | 1F0 1B0 1F1 1B1", "0F-1", "fwd(stage 0, mb -1) is out of range"),
+    ("-1F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1", "-1F0", "is out of range; the stages of the loop body are 0 to 1"),
+    ("0F0 0F1 0F0 0B0 0B1 | 1F0 1B0 1F1 1B1", "0F0 0F0", "actor 0, step 2: fwd(stage 0, mb 0) is there twice"),
+    ("0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1 0F1", "0F1 0F1", "mb 1) is there twice (first at actor 0, step 1); run every"),
+    ("0F0 0F1 0B0 | 1F0 1B0 1F1 1B1 0B1", "0F0 0B1", "stage 0 is on two actors: fwd(stage 0, mb 0) on actor 0"),
+    ("0F0 0F1 0B0 | 1F0 1B0 1F1 1B1 0B1", "0F0 0B1", "and bwd(stage 0, mb 1) on actor 1, step 4; give all tasks of"),
+    ("0F0 0F1 0B0 0B1 | 1F0 1F1 1B1", "", "bwd(stage 1, mb 0) is missing; a step of 2 stages and 2 microbatches"),
+    ("0F0 0B0 | 1F0 1B0", "", "fwd(stage 0, mb 1), bwd(stage 0, mb 1), fwd(stage 1, mb 1) and 1 more are missing"),
+    ("0F0 0F1 0I0 0B1 | 1F0 1B0 1F1 1B1", "", "bwd_weight(stage 0, mb 0) is missing"),
+    ("0F0 0F1 0B0 0B1 | 1F0 1W0 1F1 1B1", "", "bwd_input(stage 1, mb 0) is missing"),
+    ("0F0 0F1 0B0 0W0 0B1 | 1F0 1B0 1F1 1B1", "0B0 0W0", "bwd(stage 0, mb 0) and bwd_weight(stage 0, mb 0) are both"),
+    ("0F0 0F1 0B0 0B1 | 1B0 1F0 1F1 1B1", "1B0 1F0", "actor 1, step 0: bwd(stage 1, mb 0) runs before fwd(stage 1,"),
+    ("0F0 0F1 0B0 0B1 | 1B0 1F0 1F1 1B1", "1B0 1F0", "(step 1), which it depends on; move fwd(stage 1, mb 0) ahead"),
+    ("0F0 0F1 0W0 0I0 0B1 | 1F0 1B0 1F1 1B1", "0W0 0I0", "bwd_weight(stage 0, mb 0) runs before bwd_input(stage 0,"),
+    ("1F0 0F0 0F1 1F1 1B0 0B0 1B1 0B1 | ", "1F0 0F0", "fwd(stage 1, mb 0) runs before fwd(stage 0, mb 0)"),
+    ("0F0 1F0 0F1 1F1 0B0 1B0 1B1 0B1 | ", "0B0 1B0", "bwd(stage 0, mb 0) runs before bwd(stage 1, mb 0)"),
+    (
+        "0F0 0B0 0F1 0B1 | 1F0 1F1 1B0 1B1",
+        "0B0 1F1",
+        """it deadlocks: 2 actors wait for one another; change the order on one of them:
+  actor 0, step 1: bwd(stage 0, mb 0) waits for bwd(stage 1, mb 0) on actor 1, step 2, \
+which comes after fwd(stage 1, mb 1)
+  actor 1, step 1: fwd(stage 1, mb 1) waits for fwd(stage 0, mb 1) on actor 0, step 2, \
+which comes after bwd(stage 0, mb 0)
+""",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "marked", "message"), WRONG)
+def test_wrong_order(text, marked, message):
+    with pytest.raises(ScheduleError) as caught:
+        resolve(_parse(text), **SIZES, where="train.py:41")
+    error = str(caught.value)
+    assert error.startswith("train.py:41: the schedule: ")
+    assert message in error
+    grid = error[error.index("\nstep ") :]
+    assert sorted(part.split("]")[0] for part in grid.split("[")[1:]) == sorted(marked.split())
+    assert "\nactor 0 " in grid
+    assert "\nactor 1" in grid
+
+
+def test_error_of_a_large_schedule_fits_a_screen():
+    rows = Std1F1B(200).tasks(300, 100)
+    rows[70].insert(900, rows[70][20])
+    with pytest.raises(ScheduleError) as caught:
+        resolve(rows, num_stages=200, num_microbatches=300, num_actors=100)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("the schedule: actor 70, step 900: fwd(stage 140, mb 10) is there twice")
+    assert len(lines) <= 12
+    assert max(map(len, lines)) <= 200
+    assert sum(line.count("[140F10]") for line in lines if line.startswith("actor 70")) == 2
+    assert lines[-1] == "(part of 100 actors x 1201 steps)"
+
+
+def test_long_cycle_is_cut():
+    rows = Interleaved1F1B(60).tasks(30, 30)
+    rows[29].insert(0, rows[29].pop(30))
+    with pytest.raises(ScheduleError, match="30 actors wait for one another") as caught:
+        resolve(rows, num_stages=60, num_microbatches=30, num_actors=30)
+    assert "and so on over" in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 24
