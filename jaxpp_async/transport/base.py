@@ -11,16 +11,17 @@ from typing import Any, Protocol, TypeAlias
 Peer: TypeAlias = int
 """An actor's id, or `program.CONTROLLER`."""
 
-EPOCH_BITS, CHANNEL_BITS, SEQUENCE_BITS = 16, 24, 24
+EPOCH_BITS, SENDER_BITS, CHANNEL_BITS, SEQUENCE_BITS = 16, 16, 8, 24
 
 PROGRAM_CHANNEL, HOST_CHANNEL = 1, 2
 """Channels: transfers of a program; values between controller and actors."""
 
 
 def make_tag(epoch: int, channel: int, sequence: int) -> int:
-    """Pack a 64-bit tag: epoch 16, channel 24, sequence 24 bits.
+    """Pack a 64-bit tag: epoch 16, sender 16 (left zero), channel 8, sequence 24 bits.
 
-    `epoch` changes at every restart and abort, so that a late message of an old life never matches.
+    `epoch` changes at every restart and abort, so that a late message of an old life never matches. The sender's bits
+    belong to the transport: a medium that matches by tag alone (UCX) tells its peers apart with them.
 
     Raises:
         ValueError: a part does not fit its bits.
@@ -32,7 +33,19 @@ def make_tag(epoch: int, channel: int, sequence: int) -> int:
     ):
         if not 0 <= part < 1 << bits:
             raise ValueError(f"{name} {part} does not fit {bits} bits of a tag")
-    return epoch << (CHANNEL_BITS + SEQUENCE_BITS) | channel << SEQUENCE_BITS | sequence
+    return epoch << EPOCH_SHIFT | channel << SEQUENCE_BITS | sequence
+
+
+SENDER_SHIFT = CHANNEL_BITS + SEQUENCE_BITS
+EPOCH_SHIFT = SENDER_BITS + SENDER_SHIFT
+MISPLACED_TAG_BITS = ~((1 << EPOCH_SHIFT + EPOCH_BITS) - 1) | ((1 << SENDER_BITS) - 1) << SENDER_SHIFT
+"""Bits that no tag of `make_tag` has (all of them in a negative number)."""
+
+
+def check_tag(tag: int) -> None:
+    """Raises ValueError for a tag that `make_tag` cannot have made."""
+    if tag & MISPLACED_TAG_BITS:
+        raise ValueError(f"tag {tag:#x} has bits outside epoch, channel and sequence; make it with make_tag")
 
 
 class Transport(Protocol):
@@ -40,7 +53,9 @@ class Transport(Protocol):
 
     Every method is called on the loop's thread. Buffers are C-contiguous numpy arrays (or device arrays with
     `__cuda_array_interface__` where the transport can take them); a receive's must be writable. A buffer belongs to
-    the transport until its future is done, also after the future was cancelled.
+    the transport until the transfer has ended, also after its future was cancelled: a cancelled receive stays posted
+    and takes its message, and only `abort` and `aclose` end it early. A misused call (a read-only or strided buffer, a
+    malformed tag) raises ValueError at once; everything that happens later is raised on the future.
 
     Messages of one (peer, tag) pair arrive in the order they were sent and match receives in the order they were
     posted. A completed send means "the buffer may be reused", not "delivered".
@@ -52,14 +67,21 @@ class Transport(Protocol):
         ...
 
     async def connect(self, peer: Peer, address: bytes) -> None:
-        """Make `peer` reachable. Both sides connect before either sends."""
+        """Make `peer` reachable. Both sides connect before either sends.
+
+        Raises:
+            ValueError: `peer` is this transport itself, or is connected already.
+            ProtocolError: `address` is not one of this kind of transport's.
+            TransferError: the medium could not make the link, or the transport has closed.
+        """
         ...
 
     def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
         """Start sending the whole of `buffer`.
 
         Raises (on the future):
-            TransferError: the link failed. ProtocolError: the receiver expected another size.
+            TransferError: the link failed or was aborted. ProtocolError: the receiver expected another size, where
+                the medium tells the sender so (UCX does not: there only the receive fails).
         """
         ...
 
@@ -75,7 +97,10 @@ class Transport(Protocol):
         """End every open transfer with `peer` (with all peers: None) with `TransferError`, and forget the peer.
 
         When it returns, no buffer of those transfers belongs to the transport any more. `connect` works again
-        afterwards.
+        afterwards, with a new epoch in every tag.
+
+        Raises:
+            TransferError: the medium still holds buffers after 5 s. Leave the process; do not reuse the buffers.
         """
         ...
 

@@ -1,0 +1,262 @@
+"""memory: transfers between transports of one process and one event loop, through an object instead of a network.
+
+Deterministic: what is sent without a delay arrives at once, in the order of the calls. Like UCX it completes a small
+send at once and a larger one only when its receive is matched, and never touches a buffer that the receiver has not
+posted. Tests set delays and faults on the `MemoryNetwork`. It never starts a thread and keeps no module state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from jaxpp_async.errors import ProtocolError, TransferError
+from jaxpp_async.transport.base import Peer, check_tag
+from jaxpp_async.transport.buffers import byte_view
+
+Rule: TypeAlias = Callable[[Peer, Peer, int, int], float]
+"""(from, to, tag, size in bytes) to a delay in seconds."""
+
+Choice: TypeAlias = Callable[[Peer, Peer, int, int], bool]
+"""(from, to, tag, size in bytes) to yes or no."""
+
+
+class MemoryNetwork:
+    """The medium that joins `MemoryTransport`s; tests may set its attributes at any time.
+
+    Attributes:
+        eager_bytes: sends up to this size complete at once, larger ones when matched; None: all complete at once.
+        delay: how long a message is under way; order within a (peer, tag) pair holds all the same. None: no time.
+        drop: which messages vanish: an eager send completes, a larger one stays open. None: none.
+    """
+
+    def __init__(self, *, eager_bytes: int | None = 8192, delay: Rule | None = None, drop: Choice | None = None):
+        self.eager_bytes, self.delay, self.drop = eager_bytes, delay, drop
+        self._transports: dict[bytes, MemoryTransport] = {}
+        self._num_addresses = 0
+
+    def fail_link(self, one: Peer, other: Peer) -> None:
+        """End every transfer between the two with `TransferError`, and later ones until both abort and connect anew."""
+        for transport in self._transports.values():
+            for here, there in ((one, other), (other, one)):
+                if transport.peer_id == here:
+                    transport.fail_link(there, "link lost (injected)")
+
+    def join(self, transport: MemoryTransport) -> bytes:
+        """Give `transport` an address, never given before."""
+        self._num_addresses += 1
+        address = b"memory:%d:%d" % (transport.peer_id, self._num_addresses)
+        self._transports[address] = transport
+        return address
+
+    def leave(self, address: bytes) -> None:
+        """Forget an address."""
+        self._transports.pop(address, None)
+
+    def find(self, address: bytes) -> MemoryTransport | None:
+        """The transport at `address`, if it is open."""
+        return self._transports.get(address)
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """An open send or receive."""
+
+    bytes: np.ndarray
+    future: asyncio.Future[None]
+    what: str
+
+    def finish(self) -> None:
+        if not self.future.done():
+            self.future.set_result(None)
+
+    def fail(self, error: Exception, *, seen: bool = False) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+            if seen:
+                self.future.exception()  # a failed link ends many transfers, most of which nobody awaits
+
+
+@dataclass(slots=True, eq=False)
+class _Message:
+    """A message on its way or arrived: its own copy of the bytes or, for a large one, the sender's open transfer."""
+
+    bytes: np.ndarray
+    sending: _Transfer | None
+    arrived: bool = False
+    withdrawn: bool = False
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What one (peer, tag) pair has at the receiver, in order of the calls."""
+
+    messages: deque[_Message] = field(default_factory=deque)
+    receives: deque[_Transfer] = field(default_factory=deque)
+
+
+@dataclass(slots=True)
+class _Link:
+    """A connected peer, and our open sends to it."""
+
+    remote: MemoryTransport
+    failure: str | None = None
+    sends: dict[_Transfer, _Message] = field(default_factory=dict)
+
+
+class MemoryTransport:
+    """The `Transport` contract within one process, on the running event loop.
+
+    Args:
+        network: the medium, shared with the peers.
+        peer_id: this side's id.
+    """
+
+    def __init__(self, network: MemoryNetwork, peer_id: Peer):
+        self.peer_id = peer_id
+        self._network = network
+        self._loop = asyncio.get_running_loop()
+        self._links: dict[Peer, _Link] = {}
+        self._streams: dict[tuple[Peer, int], _Stream] = {}
+        self._closed = False
+        self._address = network.join(self)
+
+    @property
+    def address(self) -> bytes:
+        return self._address
+
+    async def connect(self, peer: Peer, address: bytes) -> None:
+        if self._closed:
+            raise TransferError(f"peer {self.peer_id}: the transport has closed")
+        if peer == self.peer_id:
+            raise ValueError(f"peer {peer} cannot connect to itself")
+        if peer in self._links:
+            raise ValueError(f"peer {peer} is connected already; abort it before connecting anew")
+        if not address.startswith(b"memory:%d:" % peer):
+            raise ProtocolError(f"{len(address)} bytes are no memory address of peer {peer}")
+        remote = self._network.find(address)
+        if remote is None:
+            raise TransferError(f"peer {self.peer_id} cannot reach peer {peer}: nobody is at {address.decode()}")
+        if remote._loop is not self._loop:
+            raise TransferError(f"peers {self.peer_id} and {peer} run on two event loops; use transport 'ucx'")
+        self._links[peer] = _Link(remote)
+
+    def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
+        view = byte_view(buffer, writable=False)
+        check_tag(tag)
+        transfer = self._transfer(view, f"transfer from peer {self.peer_id} to peer {peer}, tag {tag:#x}")
+        link = self._usable_link(peer, transfer)
+        if link is not None:
+            if link.remote._closed:
+                transfer.fail(TransferError(f"{transfer.what} failed: the peer has closed"), seen=True)
+            else:
+                self._post_message(link, transfer, peer, tag)
+        return transfer.future
+
+    def recv(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
+        view = byte_view(buffer, writable=True)
+        check_tag(tag)
+        transfer = self._transfer(view, f"transfer from peer {peer} to peer {self.peer_id}, tag {tag:#x}")
+        link = self._usable_link(peer, transfer)
+        if link is not None:
+            self._streams.setdefault((peer, tag), _Stream()).receives.append(transfer)
+            self._match((peer, tag))
+        return transfer.future
+
+    async def abort(self, peer: Peer | None = None) -> None:
+        for other in [p for p in self._links if peer is None or p == peer]:
+            self._end_transfers(other, self._links[other].failure or "aborted")
+            del self._links[other]
+
+    async def aclose(self) -> None:
+        self._closed = True
+        await self.abort()
+        self._network.leave(self._address)
+
+    def fail_link(self, peer: Peer, cause: str) -> None:
+        """End the transfers with `peer` as if the medium had lost it. For tests, through `MemoryNetwork.fail_link`."""
+        if peer in self._links:
+            self._links[peer].failure = cause
+            self._end_transfers(peer, cause)
+
+    def _end_transfers(self, peer: Peer, cause: str) -> None:
+        for transfer, message in self._links[peer].sends.items():
+            message.withdrawn = True
+            transfer.fail(TransferError(f"{transfer.what} failed: {cause}"), seen=True)
+        self._links[peer].sends.clear()
+        for key in [key for key in self._streams if key[0] == peer]:
+            # Messages that came without a receive go with their epoch.
+            for transfer in self._streams.pop(key).receives:
+                transfer.fail(TransferError(f"{transfer.what} failed: {cause}"), seen=True)
+
+    # ------------------------------------------------------------ sending
+
+    def _transfer(self, view: np.ndarray, what: str) -> _Transfer:
+        return _Transfer(view, self._loop.create_future(), what)
+
+    def _usable_link(self, peer: Peer, transfer: _Transfer) -> _Link | None:
+        link = self._links.get(peer)
+        if link is not None and link.failure is None:
+            return link
+        why = "the transport has closed" if self._closed else "not connected; call connect first"
+        transfer.fail(TransferError(f"{transfer.what} failed: {(link and link.failure) or why}"), seen=True)
+        return None
+
+    def _post_message(self, link: _Link, transfer: _Transfer, peer: Peer, tag: int) -> None:
+        network, size_bytes = self._network, transfer.bytes.size
+        eager = network.eager_bytes is None or size_bytes <= network.eager_bytes
+        message = _Message(transfer.bytes.copy(), None) if eager else _Message(transfer.bytes, transfer)
+        if eager:
+            transfer.finish()
+        else:
+            link.sends[transfer] = message
+        where = (self.peer_id, peer, tag, size_bytes)
+        if network.drop is not None and network.drop(*where):
+            return
+        delay_s = network.delay(*where) if network.delay is not None else 0.0
+        link.remote._accept((self.peer_id, tag), message, delay_s)
+
+    # ------------------------------------------------------------ receiving
+
+    def _accept(self, key: tuple[Peer, int], message: _Message, delay_s: float) -> None:
+        """Give the message its place in the order now; it can be received `delay_s` later."""
+        self._streams.setdefault(key, _Stream()).messages.append(message)
+        if delay_s > 0:
+            self._loop.call_later(delay_s, self._arrive, key, message)
+        else:
+            self._arrive(key, message)
+
+    def _arrive(self, key: tuple[Peer, int], message: _Message) -> None:
+        message.arrived = True
+        self._match(key)
+
+    def _match(self, key: tuple[Peer, int]) -> None:
+        stream = self._streams.get(key)
+        if stream is None:
+            return
+        messages, receives = stream.messages, stream.receives
+        while messages and (messages[0].withdrawn or (messages[0].arrived and receives)):
+            message = messages.popleft()
+            if not message.withdrawn:
+                self._deliver(key[0], message, receives.popleft())
+        if not messages and not receives:
+            del self._streams[key]
+
+    def _deliver(self, sender: Peer, message: _Message, receive: _Transfer) -> None:
+        expected, got = receive.bytes.size, message.bytes.size
+        if expected == got:
+            receive.bytes[:] = message.bytes
+            receive.finish()
+        else:
+            receive.fail(ProtocolError(f"{receive.what}: expected {expected} bytes, got {got}"))
+        if message.sending is not None:
+            self._links[sender].remote._sent(self.peer_id, message.sending)
+
+    def _sent(self, peer: Peer, transfer: _Transfer) -> None:
+        self._links[peer].sends.pop(transfer, None)
+        transfer.finish()

@@ -1,0 +1,185 @@
+"""ucp: UCX's C functions for tagged messages, as Python callables. No asyncio, no policy.
+
+ucxx makes the context, the workers and the endpoints; this module posts on their raw handles. The reason is the size of
+what arrived: UCX reports it, ucxx drops it, and without it a short message is stale data that looks like success.
+(It is faster as well: about 1 us a message less than ucxx's request objects.)
+
+Only functions and structures of UCX's public header `ucp/api/ucp.h` are used, whose layout is fixed since UCX 1.10.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+STATUS_OK = 0
+STATUS_TRUNCATED = -9
+STATUS_CANCELED = -16
+_STATUS_LAST = -100
+
+_FIELD_CALLBACK, _FIELD_USER_DATA, _FIELD_FLAGS, _FIELD_RECV_INFO = 1 << 1, 1 << 2, 1 << 4, 1 << 7
+_CLOSE_FORCE = 1
+_FULL_MASK = (1 << 64) - 1
+
+
+class _RecvInfo(ctypes.Structure):
+    _fields_ = (("sender_tag", ctypes.c_uint64), ("length", ctypes.c_size_t))
+
+
+class _Param(ctypes.Structure):
+    """`ucp_request_param_t`."""
+
+    _fields_ = (
+        ("op_attr_mask", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("request", ctypes.c_void_p),
+        ("callback", ctypes.c_void_p),
+        ("datatype", ctypes.c_uint64),
+        ("user_data", ctypes.c_void_p),
+        ("reply_buffer", ctypes.c_void_p),
+        ("memory_type", ctypes.c_int),
+        ("recv_info", ctypes.c_void_p),
+        ("memh", ctypes.c_void_p),
+    )
+
+
+# ucs_status_t is a packed enum: one signed byte.
+_SendCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int8, ctypes.c_void_p)
+_RecvCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int8, ctypes.c_void_p, ctypes.c_void_p)
+
+
+class Posted(NamedTuple):
+    """What posting an operation gave.
+
+    Args:
+        request: UCX's handle, to be passed to `cancel` and at the end to `free`; 0 if the operation ended at once.
+        status: how it ended, where `request` is 0.
+        length: bytes that arrived, where a receive ended at once.
+    """
+
+    request: int
+    status: int = STATUS_OK
+    length: int = 0
+
+
+class TagPort:
+    """Posts tagged messages on one worker and notes their completions.
+
+    Args:
+        worker: the worker's raw handle, which must outlive this object's use.
+
+    Attributes:
+        completed: `(identity, status, length)` of every operation that ended since the owner last emptied it; filled
+            while the worker progresses. `length` is 0 for sends.
+    """
+
+    def __init__(self, worker: int):
+        self._worker = worker
+        self._ucp, self._ucs = _loaded("libucp.so.0"), _loaded("libucs.so.0")
+        _declare(self._ucp, self._ucs)
+        self._tag_send, self._tag_recv = self._ucp.ucp_tag_send_nbx, self._ucp.ucp_tag_recv_nbx
+        self.free: Callable[[int], None] = self._ucp.ucp_request_free
+        self.completed: list[tuple[int, int, int]] = []
+        # Kept for as long as UCX may call them.
+        self._callbacks = _completion_callbacks(self.completed)
+        send_callback, recv_callback = (ctypes.cast(c, ctypes.c_void_p).value for c in self._callbacks)
+        # UCX reads a parameter block only during the call, so one of each kind serves all calls.
+        self._info = _RecvInfo()
+        self._send_param = _Param(op_attr_mask=_FIELD_CALLBACK | _FIELD_USER_DATA, callback=send_callback)
+        self._recv_param = _Param(
+            op_attr_mask=_FIELD_CALLBACK | _FIELD_USER_DATA | _FIELD_RECV_INFO,
+            callback=recv_callback,
+            recv_info=ctypes.addressof(self._info),
+        )
+        self._send_param_at = ctypes.addressof(self._send_param)
+        self._recv_param_at = ctypes.addressof(self._recv_param)
+
+    def send(self, endpoint: int, address: int, size_bytes: int, tag: int, identity: int) -> Posted:
+        """Post a send. `identity` (from 1) names it in `completed`, where it appears unless it ended at once."""
+        self._send_param.user_data = identity
+        result = self._tag_send(endpoint, address, size_bytes, tag, self._send_param_at)
+        if result == 0:
+            return _SENT
+        return Posted(0, result) if _STATUS_LAST <= result < 0 else Posted(result)
+
+    def recv(self, address: int, size_bytes: int, tag: int, identity: int) -> Posted:
+        """Post a receive of a message with exactly this tag."""
+        self._recv_param.user_data = identity
+        result = self._tag_recv(self._worker, address, size_bytes, tag, _FULL_MASK, self._recv_param_at)
+        return self._received(result)
+
+    def discard_unexpected(self, tag: int, mask: int, identity: int) -> Posted | None:
+        """Take one message that came without a receive and matches `tag` under `mask`, and throw it away.
+
+        Returns:
+            None if there is no such message.
+        """
+        message = self._ucp.ucp_tag_probe_nb(self._worker, tag, mask, 1, ctypes.byref(self._info))
+        if not message:
+            return None
+        self._recv_param.user_data = identity
+        # Into no bytes at all: UCX then drops an eager message and releases the sender of a large one.
+        return self._received(self._ucp.ucp_tag_msg_recv_nbx(self._worker, None, 0, message, self._recv_param_at))
+
+    def _received(self, result: int) -> Posted:
+        if result == 0:
+            return Posted(0, STATUS_OK, self._info.length)
+        if _STATUS_LAST <= result < 0:
+            return Posted(0, result, self._info.length)
+        return Posted(result)
+
+    def cancel(self, request: int) -> None:
+        """Ask UCX to give up a receive. Only an unmatched one is given up; it then appears in `completed`."""
+        self._ucp.ucp_request_cancel(self._worker, request)
+
+    def close_endpoint(self, endpoint: int) -> None:
+        """Force-close an endpoint that has failed and that ucxx therefore no longer closes. Does not wait."""
+        param = _Param(op_attr_mask=_FIELD_FLAGS, flags=_CLOSE_FORCE)
+        result = self._ucp.ucp_ep_close_nbx(endpoint, ctypes.byref(param))
+        if not _STATUS_LAST <= result <= 0:
+            self.free(result)
+
+    def status_text(self, status: int) -> str:
+        """UCX's own words for a status."""
+        return self._ucs.ucs_status_string(status).decode()
+
+
+_SENT = Posted(0)
+
+
+def _completion_callbacks(completed: list[tuple[int, int, int]]):
+    """Callbacks that only note what ended: they run inside UCX, where nothing may be posted."""
+    length_at = ctypes.c_size_t.from_address
+    offset = _RecvInfo.length.offset
+
+    @_SendCallback
+    def sent(_request, status, identity):
+        completed.append((identity, status, 0))
+
+    @_RecvCallback
+    def received(_request, status, info, identity):
+        completed.append((identity, status, length_at(info + offset).value))
+
+    return sent, received
+
+
+def _loaded(name: str) -> ctypes.CDLL:
+    """The library that ucxx has loaded already, and never another copy of it."""
+    return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+
+
+def _declare(ucp: ctypes.CDLL, ucs: ctypes.CDLL) -> None:
+    pointer, size, tag, result = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_ssize_t
+    for function, returns, arguments in (
+        (ucp.ucp_tag_send_nbx, result, (pointer, pointer, size, tag, pointer)),
+        (ucp.ucp_tag_recv_nbx, result, (pointer, pointer, size, tag, tag, pointer)),
+        (ucp.ucp_tag_probe_nb, pointer, (pointer, tag, tag, ctypes.c_int, pointer)),
+        (ucp.ucp_tag_msg_recv_nbx, result, (pointer, pointer, size, pointer, pointer)),
+        (ucp.ucp_request_cancel, None, (pointer, pointer)),
+        (ucp.ucp_request_free, None, (pointer,)),
+        (ucp.ucp_ep_close_nbx, result, (pointer, pointer)),
+        (ucs.ucs_status_string, ctypes.c_char_p, (ctypes.c_int8,)),
+    ):
+        function.restype, function.argtypes = returns, arguments

@@ -1,0 +1,401 @@
+"""ucx: buffers and tags in, futures of the running loop out, over UCX. The only importer of ucxx.
+
+UCX is driven on the event loop's own descriptor: progress until nothing is left, arm, sleep in the loop. No thread, no
+polling, no copy. Every endpoint has error handling on, so that a large send can be ended; `abort` force-closes the
+endpoint and progresses until UCX has let go of every buffer.
+
+It never frees or reuses a buffer that UCX may still touch, never trusts the size of what arrives, and never takes an
+address that was damaged on the way (one garbage byte in a worker address ends the process inside UCX).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import zlib
+from typing import Any
+
+from jaxpp_async.errors import InstallError, ProtocolError, TransferError
+from jaxpp_async.transport.base import EPOCH_SHIFT, MISPLACED_TAG_BITS, SENDER_BITS, SENDER_SHIFT, Peer, check_tag
+from jaxpp_async.transport.buffers import locate
+from jaxpp_async.transport.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED, Posted, TagPort
+
+RELEASE_TIMEOUT_S = 5.0
+"""How long `abort` waits for UCX to let go of the buffers; force-closing has taken under 1 ms."""
+
+_ADDRESS_MAGIC = b"UCX1"
+_ADDRESS_HEADER_BYTES = len(_ADDRESS_MAGIC) + 4
+_ADDRESS_MIN_BYTES, _ADDRESS_MAX_BYTES = 16, 1 << 16
+
+_STEPS_PER_ROUND, _ROUNDS_PER_CALLBACK = 256, 4
+"""Bounds on one callback's progress, so that a flood of messages does not starve the loop's other work."""
+
+_ENVIRONMENT = {
+    "UCX_MM_ERROR_HANDLING": "y",  # else error handling drops shared memory, which is four times faster than TCP
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+}
+
+
+class _ProcessContext:
+    """The process's UCX context, made by the first transport and destroyed with the last."""
+
+    def __init__(self) -> None:
+        self._context: Any = None
+        self._num_users = 0
+        self._pid = 0
+
+    def acquire(self) -> tuple[Any, Any]:
+        """Returns ucxx's low-level module and the context; pair with `release`."""
+        ucxx = _import_ucxx()
+        if self._context is None:
+            features = (ucxx.Feature.TAG, ucxx.Feature.WAKEUP)
+            self._context, self._pid = ucxx.UCXContext({}, feature_flags=features), os.getpid()
+        if self._pid != os.getpid():
+            raise TransferError("this process was forked after UCX started; start actors with spawn or exec instead")
+        self._num_users += 1
+        return ucxx, self._context
+
+    def release(self) -> None:
+        self._num_users -= 1
+        if self._num_users == 0:
+            self._context = None
+
+
+# The one piece of process-wide state: UCX wants a single context in a process (each registers memory and opens devices
+# of its own), and transports of one process cannot know of each other.
+_process_context = _ProcessContext()
+
+
+def _import_ucxx() -> Any:
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ucxx._lib.libucxx as libucxx  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise InstallError(
+            f"transport 'ucx' needs the package ucxx, which does not import here ({error}); "
+            "install it with: pip install 'jaxpp-async[cpu]'  (with GPUs: 'jaxpp-async[cuda13]' or '[cuda12]')"
+        ) from error
+    return libucxx
+
+
+class _Link:
+    """One connected peer: its endpoint, and why it ended if it did."""
+
+    __slots__ = ("endpoint", "epoch", "failure", "handle", "peer", "sender_bits")
+
+    def __init__(self, peer: Peer, endpoint: Any):
+        self.peer, self.endpoint = peer, endpoint
+        self.handle: int = endpoint.handle
+        self.sender_bits = _sender_bits(peer)
+        self.epoch: int | None = None  # of its transfers
+        self.failure: str | None = None
+
+
+class _Transfer:
+    """An operation that UCX has not finished. Holds the buffer: UCX itself keeps no reference."""
+
+    __slots__ = ("buffer", "future", "link", "request", "size_bytes", "tag")
+
+    def __init__(self, link: _Link | None, request: int, buffer: Any, size_bytes: int, tag: int, future: Any):
+        self.link, self.request, self.buffer, self.tag = link, request, buffer, tag
+        self.size_bytes = size_bytes  # expected, or _SENDING
+        self.future: asyncio.Future[None] | None = future
+
+
+_SENDING = -1
+
+
+class UCXTransport:
+    """The `Transport` contract over UCX, on the running event loop (asyncio's own or uvloop).
+
+    Args:
+        peer_id: this side's id, from -1 (the controller) to 65534; peers name it in `send` and `recv`.
+
+    Raises:
+        InstallError: ucxx is not installed.
+    """
+
+    def __init__(self, peer_id: Peer):
+        self._sender_bits = _sender_bits(peer_id)
+        self.peer_id = peer_id
+        self._loop = asyncio.get_running_loop()
+        self._ucxx, context = _process_context.acquire()
+        self._worker: Any = self._ucxx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
+        self._worker.init_blocking_progress_mode()
+        self._port = TagPort(self._worker.handle)
+        self._address = pack_address(self._worker.address.tobytes())
+        self._links: dict[Peer, _Link] = {}
+        self._open: dict[int, _Transfer] = {}
+        self._identities = itertools.count(1)
+        self._failed: list[_Link] = []
+        self._past_epochs: dict[Peer, int] = {}
+        self._kicked = False
+        self._closing: asyncio.Task[None] | None = None
+        self._descriptor: int = self._worker.epoll_file_descriptor
+        self._loop.add_reader(self._descriptor, self._progress)
+
+    def __repr__(self) -> str:
+        return f"<UCXTransport of peer {self.peer_id}: {len(self._links)} links, {len(self._open)} open transfers>"
+
+    @property
+    def address(self) -> bytes:
+        return self._address
+
+    async def connect(self, peer: Peer, address: bytes) -> None:
+        if self._closing:
+            raise TransferError(f"peer {self.peer_id}: the transport has closed")
+        if peer == self.peer_id:
+            raise ValueError(f"peer {peer} cannot connect to itself")
+        if peer in self._links:
+            raise ValueError(f"peer {peer} is connected already; abort it before connecting anew")
+        target = unpack_address(address)
+        if peer in self._past_epochs:
+            self._discard_unexpected(_sender_bits(peer), self._past_epochs.pop(peer))
+        try:
+            endpoint = self._worker.create_endpoint_from_worker_address(
+                self._ucxx.UCXAddress.create_from_buffer(target), True
+            )
+        except self._ucxx.UCXError as error:
+            raise TransferError(f"peer {self.peer_id} cannot reach peer {peer}: {error}") from error
+        link = _Link(peer, endpoint)
+        # Runs inside UCX's progress: only note it, _progress acts on it.
+        failed = self._failed
+        endpoint.set_close_callback(lambda: failed.append(link))
+        self._links[peer] = link
+        self._kick()
+
+    def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
+        address, size_bytes = locate(buffer, writable=False)
+        if tag & MISPLACED_TAG_BITS:
+            check_tag(tag)
+        future = self._loop.create_future()
+        link = self._links.get(peer)
+        if link is None or link.failure is not None:
+            return self._refused(future, peer, link)
+        link.epoch = tag >> EPOCH_SHIFT
+        identity = next(self._identities)
+        posted = self._port.send(link.handle, address, size_bytes, tag | self._sender_bits, identity)
+        transfer = _Transfer(link, posted.request, buffer, _SENDING, tag, future)
+        return self._track(transfer, identity, posted)
+
+    def recv(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
+        address, size_bytes = locate(buffer, writable=True)
+        if tag & MISPLACED_TAG_BITS:
+            check_tag(tag)
+        future = self._loop.create_future()
+        link = self._links.get(peer)
+        if link is None or link.failure is not None:
+            return self._refused(future, peer, link)
+        link.epoch = tag >> EPOCH_SHIFT
+        identity = next(self._identities)
+        posted = self._port.recv(address, size_bytes, tag | link.sender_bits, identity)
+        transfer = _Transfer(link, posted.request, buffer, size_bytes, tag, future)
+        return self._track(transfer, identity, posted)
+
+    async def abort(self, peer: Peer | None = None) -> None:
+        for link in [link for link in self._links.values() if peer is None or link.peer == peer]:
+            del self._links[link.peer]
+            if link.epoch is not None:
+                self._past_epochs[link.peer] = link.epoch
+            self._close_link(link)
+        await self._wait_released(peer)
+
+    async def aclose(self) -> None:
+        if self._closing is None:
+            # A task of its own, so that a cancelled await still gives everything back.
+            self._closing = self._loop.create_task(self._close(), name=f"close UCX transport of peer {self.peer_id}")
+        await asyncio.shield(self._closing)
+
+    # ------------------------------------------------------------ progress
+
+    def _kick(self) -> None:
+        # UCX asks for progress after anything was posted, before the descriptor may be trusted again.
+        if not self._kicked:
+            self._kicked = True
+            self._loop.call_soon(self._progress)
+
+    def _progress(self) -> None:
+        """Let UCX work until it has nothing left and the descriptor is armed, or until it is others' turn."""
+        self._kicked = False
+        worker = self._worker
+        if worker is None:
+            return
+        try:
+            for _ in range(_ROUNDS_PER_CALLBACK):
+                num_steps = 0
+                while num_steps < _STEPS_PER_ROUND and worker.progress_once():
+                    num_steps += 1
+                self._deliver()
+                if num_steps < _STEPS_PER_ROUND and worker.arm():
+                    return
+        except self._ucxx.UCXError as error:
+            self._loop.remove_reader(self._descriptor)
+            for link in self._links.values():
+                self._fail_link(link, f"UCX makes no progress any more: {error}")
+            self._deliver()
+            return
+        self._kick()
+
+    def _deliver(self) -> None:
+        if self._failed:
+            failed = [link for link in self._failed if self._links.get(link.peer) is link]
+            self._failed.clear()
+            for link in failed:
+                self._fail_link(link, self._endpoint_error(link))
+        completed = self._port.completed
+        if not completed:
+            return
+        for identity, status, length in completed:
+            transfer = self._open.pop(identity)
+            self._port.free(transfer.request)
+            self._finish(transfer, status, length)
+        completed.clear()
+
+    def _track(self, transfer: _Transfer, identity: int, posted: Posted) -> asyncio.Future[None]:
+        if posted.request:
+            self._open[identity] = transfer
+        else:
+            self._finish(transfer, posted.status, posted.length)
+        self._kick()
+        assert transfer.future is not None
+        return transfer.future
+
+    def _finish(self, transfer: _Transfer, status: int, length: int) -> None:
+        future = transfer.future
+        if future is None or future.done():  # a discarded message, or a cancelled await
+            return
+        expected = transfer.size_bytes
+        if status == STATUS_OK and (expected == _SENDING or length == expected):
+            future.set_result(None)
+        elif status in (STATUS_OK, STATUS_TRUNCATED):
+            future.set_exception(ProtocolError(f"{self._describe(transfer)}: expected {expected} bytes, got {length}"))
+        else:
+            self._fail(future, f"{self._describe(transfer)} failed: {self._cause(transfer, status)}")
+
+    def _describe(self, transfer: _Transfer) -> str:
+        assert transfer.link is not None
+        ours, theirs = self.peer_id, transfer.link.peer
+        way = f"{ours} to peer {theirs}" if transfer.size_bytes == _SENDING else f"{theirs} to peer {ours}"
+        return f"transfer from peer {way}, tag {transfer.tag:#x}"
+
+    def _cause(self, transfer: _Transfer, status: int) -> str:
+        link = transfer.link
+        if link is not None and link.failure is not None:
+            return link.failure
+        return self._port.status_text(status) if status != STATUS_CANCELED else "UCX canceled it"
+
+    def _refused(self, future: asyncio.Future[None], peer: Peer, link: _Link | None) -> asyncio.Future[None]:
+        why = "the transport has closed" if self._closing else "not connected; call connect first"
+        self._fail(future, f"peer {self.peer_id}, link to peer {peer}: {(link and link.failure) or why}")
+        return future
+
+    @staticmethod
+    def _fail(future: asyncio.Future[None], message: str) -> None:
+        future.set_exception(TransferError(message))
+        future.exception()  # marks it as seen: a failed link ends many transfers, most of which nobody awaits
+
+    # ------------------------------------------------------------ ending
+
+    def _fail_link(self, link: _Link, cause: str) -> None:
+        """UCX reported the peer lost: end what it cannot end itself, the receives it has not matched."""
+        link.failure = f"link lost ({cause})"
+        self._cancel_receives(link)
+
+    def _endpoint_error(self, link: _Link) -> str:
+        try:
+            link.endpoint.raise_on_error()
+        except self._ucxx.UCXError as error:
+            return str(error)
+        return "closed"
+
+    def _close_link(self, link: _Link) -> None:
+        endpoint, link.endpoint = link.endpoint, None
+        endpoint.remove_close_callback()
+        link.failure = link.failure or "aborted"
+        self._cancel_receives(link)
+        if endpoint.alive:
+            endpoint.close_blocking()
+        else:
+            # It has failed: closed for ucxx, which will do no more, but not for UCX.
+            self._port.close_endpoint(link.handle)
+
+    def _cancel_receives(self, link: _Link) -> None:
+        ended = {identity for identity, _, _ in self._port.completed}
+        for identity, transfer in self._open.items():
+            if transfer.link is link and transfer.size_bytes != _SENDING and identity not in ended:
+                self._port.cancel(transfer.request)
+
+    async def _wait_released(self, peer: Peer | None) -> None:
+        deadline_s = self._loop.time() + RELEASE_TIMEOUT_S
+        epochs = {p: e for p, e in self._past_epochs.items() if peer is None or p == peer}
+        for sender, epoch in epochs.items():
+            self._discard_unexpected(_sender_bits(sender), epoch)
+        while True:
+            self._progress()
+            held = [t for t in self._open.values() if self._is_ending(t, peer)]
+            if not held:
+                return
+            if self._loop.time() > deadline_s:
+                raise TransferError(
+                    f"{self._describe(held[0])}: UCX still holds {len(held)} buffers {RELEASE_TIMEOUT_S:.0f} s after "
+                    "the abort; this process has to end"
+                )
+            await asyncio.sleep(0.0005)
+
+    def _is_ending(self, transfer: _Transfer, peer: Peer | None) -> bool:
+        link = transfer.link
+        if link is None or (peer is not None and link.peer != peer):
+            return False
+        return self._links.get(link.peer) is not link
+
+    def _discard_unexpected(self, sender_bits: int, epoch: int) -> None:
+        """Free what a past epoch of a peer left in UCX's queue of unexpected messages."""
+        if self._worker is None:
+            return
+        tag = epoch << EPOCH_SHIFT | sender_bits
+        mask = ((1 << 64) - 1) >> EPOCH_SHIFT << EPOCH_SHIFT | ((1 << SENDER_BITS) - 1) << SENDER_SHIFT
+        while posted := self._port.discard_unexpected(tag, mask, identity := next(self._identities)):
+            if posted.request:
+                self._open[identity] = _Transfer(None, posted.request, None, 0, tag, None)
+
+    async def _close(self) -> None:
+        await self.abort()
+        self._loop.remove_reader(self._descriptor)
+        self._worker = None
+        self._failed.clear()
+        # uvloop gives up its handle of the descriptor in its next pass.
+        await asyncio.sleep(0)
+        _process_context.release()
+
+
+def _sender_bits(peer: Peer) -> int:
+    """A peer's id, at its place in the tag on the wire."""
+    if not -1 <= peer < (1 << SENDER_BITS) - 1:
+        raise ValueError(f"peer id {peer} is not between -1 and {(1 << SENDER_BITS) - 2}")
+    return (peer + 1) << SENDER_SHIFT
+
+
+def pack_address(worker_address: bytes) -> bytes:
+    """A UCX worker address with what `unpack_address` checks."""
+    return _ADDRESS_MAGIC + zlib.crc32(worker_address).to_bytes(4, "little") + worker_address
+
+
+def unpack_address(address: bytes) -> bytes:
+    """The UCX worker address in `address`.
+
+    The check finds damage, not malice: addresses have to come from authenticated frames.
+
+    Raises:
+        ProtocolError: not an address that `pack_address` made.
+    """
+    data = bytes(address)
+    header, worker_address = data[:_ADDRESS_HEADER_BYTES], data[_ADDRESS_HEADER_BYTES:]
+    if not header.startswith(_ADDRESS_MAGIC):
+        raise ProtocolError(f"{len(data)} bytes are no UCX address; do both sides use transport 'ucx'?")
+    if not _ADDRESS_MIN_BYTES <= len(worker_address) <= _ADDRESS_MAX_BYTES:
+        raise ProtocolError(f"a UCX address of {len(worker_address)} bytes is not plausible")
+    if zlib.crc32(worker_address).to_bytes(4, "little") != header[len(_ADDRESS_MAGIC) :]:
+        raise ProtocolError(f"a UCX address of {len(worker_address)} bytes is damaged (checksum)")
+    return worker_address
