@@ -79,9 +79,10 @@ def verify_graph(graph: TaskGraph) -> None:
         _require(o.value in made, f"result {o.result} is value {o.value}, which nothing makes")
         _require(all(a in actors for a in o.actors), f"result {o.result} lives on actors {o.actors}")
         _require(len(set(o.actors)) == len(o.actors), f"result {o.result} names an actor twice: {o.actors}")
-    for what, numbers in (("argument", [i.arg for i in graph.inputs]), ("result", [o.result for o in graph.outputs])):
-        twice = [n for n, times in Counter(numbers).items() if times > 1]
-        _require(not twice, f"{what} {twice[0] if twice else ''} appears twice")
+    # A scalar that every actor computes for itself is one result made of several values, one an actor.
+    results = [f"result {o.result} on actor {a}" for o in graph.outputs for a in o.actors]
+    for name, times in Counter([f"argument {i.arg}" for i in graph.inputs] + results).items():
+        _require(times == 1, f"{name} appears twice")
 
 
 # ---------------------------------------------------------------- one program
