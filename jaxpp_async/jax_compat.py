@@ -174,13 +174,13 @@ def primitives_inside(jaxpr: Any) -> set[str]:
 
 def bind_eqn(eqn: Any, args: Sequence[Any]) -> list[Any]:
     """Run one equation on `args` (tracers or arrays), keeping its source line for errors and profiles."""
-    subfuns, params = eqn.primitive.get_bind_params(eqn.params)
+    params = eqn.primitive.get_bind_params(eqn.params)
     name_stack = _source_info.current_name_stack() + eqn.source_info.name_stack
     with (
         _source_info.user_context(eqn.source_info.traceback, name_stack=name_stack),
         eqn.ctx.manager,
     ):
-        result = eqn.primitive.bind(*subfuns, *args, **params)
+        result = eqn.primitive.bind(*args, **params)
     return list(result) if eqn.primitive.multiple_results else [result]
 
 
@@ -233,3 +233,49 @@ def lift_consts(closed: Any) -> tuple[Any, list[Any]]:
     consts = list(closed.consts)
     jaxpr = _partial_eval.convert_constvars_jaxpr(closed.jaxpr)
     return ClosedJaxpr(jaxpr, ()), consts
+
+
+# ---------------------------------------------------------------- lowering
+
+
+def unspecified() -> Any:
+    """What `jax.jit` takes for "infer this sharding"."""
+    from jax._src.sharding_impls import UNSPECIFIED
+
+    return UNSPECIFIED
+
+
+def propagated_specs(jitted: Any, avals: Sequence[Any], platform: str) -> tuple[list[tuple], list[tuple]]:
+    """Shardings that XLA's propagation (Shardy) gives the arguments and results of a jitted function.
+
+    Runs without devices: the function is lowered on the abstract mesh in context.
+
+    Returns:
+        For each argument and each result a `PartitionSpec`-like tuple, an entry a dimension.
+    """
+    from jaxlib.mlir import passmanager
+
+    module = jitted.trace(*avals).lower(lowering_platforms=(platform,)).compiler_ir()
+    with module.context:
+        passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
+    main = next(op for op in module.body.operations if "main" in str(getattr(op, "name", "")))
+    ranks = [len(t.shape) for t in main.type.inputs], [len(t.shape) for t in main.type.results]
+    return (
+        [_spec_of(attrs, rank) for attrs, rank in zip(main.attributes["arg_attrs"], ranks[0], strict=True)],
+        [_spec_of(attrs, rank) for attrs, rank in zip(main.attributes["res_attrs"], ranks[1], strict=True)],
+    )
+
+
+def _spec_of(attrs: Any, rank: int) -> tuple:
+    from jaxlib.mlir.dialects import sdy
+
+    found = {a.name: a.attr for a in attrs}.get("sdy.sharding")
+    if found is None:
+        return (None,) * rank
+    spec = []
+    for dimension in sdy.TensorShardingAttr(found).dimension_shardings:
+        axes = [sdy.AxisRefAttr(a) for a in sdy.DimensionShardingAttr(dimension).axes]
+        # Half an axis has no name in a PartitionSpec; such a dimension stays whole at the boundary.
+        names = tuple(a.name for a in axes if a.sub_axis_info is None)
+        spec.append(None if not names or len(names) < len(axes) else names[0] if len(names) == 1 else names)
+    return tuple(spec)

@@ -169,7 +169,9 @@ def _loop_reference(*operands, spec: LoopSpec):
     consts, batch = operands[: spec.num_consts], operands[spec.num_consts :]
     outs = [v.aval for v in spec.body.jaxpr.outvars]
     n = spec.num_microbatches
-    start = [r.start(o.shape, o.dtype, n) if not _is_key(o) else None for r, o in zip(spec.reductions, outs, strict=True)]
+    start = [
+        r.start(o.shape, o.dtype, n) if not _is_key(o) else None for r, o in zip(spec.reductions, outs, strict=True)
+    ]
 
     def microbatch(carry, index_and_leaves):
         index, leaves = index_and_leaves
@@ -183,9 +185,7 @@ def _loop_reference(*operands, spec: LoopSpec):
 
     carry, keys = lax.scan(microbatch, start, (jnp.arange(n, dtype=jnp.int32), list(batch)))
     stacked = iter(keys)
-    return [
-        next(stacked) if _is_key(o) else r.end(c, n) for r, c, o in zip(spec.reductions, carry, outs, strict=True)
-    ]
+    return [next(stacked) if _is_key(o) else r.end(c, n) for r, c, o in zip(spec.reductions, carry, outs, strict=True)]
 
 
 def _is_key(aval: Any) -> bool:

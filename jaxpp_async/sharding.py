@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 from jaxpp_async import jax_compat
 from jaxpp_async.errors import ShardingError
 
-
 _rules: ContextVar[Mapping[str, Any] | None] = ContextVar("axis_rules", default=None)
 
 

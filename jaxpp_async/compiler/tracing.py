@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxpp_async import jax_compat, markers
-from jaxpp_async.compiler.ir import Captured, Flat, Lit, Loop, Op, Ref, Traced, Types, ValueType
+from jaxpp_async.compiler.ir import Captured, Flat, Lit, Loop, Op, Ref, Traced, Types, ValueType, used_ids
 from jaxpp_async.errors import UnsupportedError
 from jaxpp_async.program import Aval
 
@@ -24,7 +24,14 @@ MARKER, MARKER_SIDE, LOOP = "pipeline_yield", "pipeline_yield_side", "accumulate
 CAPTURE_BYTES = 1024
 
 _INLINED = ("jit", "pjit", "closed_call", "core_call")
-_INLINED_AROUND_MARKERS = ("checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+_INLINED_AROUND_MARKERS = (
+    "checkpoint",
+    "remat",
+    "remat2",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+)
 
 
 def value_type(aval: Any) -> ValueType:
@@ -148,17 +155,16 @@ class _Flattener:
         spec: markers.LoopSpec = eqn.params["spec"]
         jaxpr, consts = jax_compat.open_jaxpr(spec.body)
         body_inputs = [self.types.new(value_type(v.aval)) for v in jaxpr.invars]
-        before = len(self.captured)
         body_ops: list[Op | Loop] = []
         env: dict[Any, Ref] = dict(zip(jaxpr.invars, body_inputs, strict=True))
         body_outputs = self.inline(jaxpr, consts, env, body_ops, spec.line, False)
         if nested := next((op for op in body_ops if isinstance(op, Loop)), None):
             raise UnsupportedError(f"{nested.line}: accumulate_grads inside another accumulate_grads ({spec.line})")
-        invariants = list(inputs[: spec.num_consts])
-        new = list(self.captured.values())[before:]
-        # Arrays captured inside the body enter it as further invariants.
-        ids = body_inputs[: spec.num_consts] + [c.value_id for c in new] + body_inputs[spec.num_consts :]
-        invariants += [c.value_id for c in new]
+        # Arrays captured inside the body enter it as further invariants, under their own ids.
+        used = used_ids(body_ops, body_outputs)
+        inside = [c.value_id for c in self.captured.values() if c.value_id in used]
+        ids = body_inputs[: spec.num_consts] + inside + body_inputs[spec.num_consts :]
+        invariants = [*inputs[: spec.num_consts], *inside]
         outputs = tuple(self.types.new(value_type(v.aval)) for v in eqn.outvars)
         ops.append(
             Loop(
@@ -192,10 +198,10 @@ class _Flattener:
 
 def _marks(eqn: Any) -> set[str]:
     """Markers and loops inside the jaxprs that an equation carries."""
-    found: set[str] = set()
+    names: set[str] = set()
     for inner in jax_compat.sub_jaxprs(eqn):
-        found |= jax_compat.primitives_inside(inner) & {MARKER, MARKER_SIDE, LOOP}
-    return found - {MARKER_SIDE} or (found and {MARKER})
+        names |= jax_compat.primitives_inside(inner)
+    return {MARKER if n == MARKER_SIDE else n for n in names & {MARKER, MARKER_SIDE, LOOP}}
 
 
 # ---------------------------------------------------------------- dead code
@@ -220,7 +226,7 @@ def eliminate_dead(flat: Flat) -> Flat:
 def _prune_loop(loop: Loop, needed: set[int]) -> Loop:
     keep = [i for i, o in enumerate(loop.outputs) if o in needed]
     body = eliminate_dead(Flat(loop.body.inputs, loop.body.ops, tuple(loop.body.outputs[i] for i in keep)))
-    used = {r for op in body.ops for r in op.reads} | {r for r in body.outputs if isinstance(r, int)}
+    used = used_ids(body.ops, body.outputs)
     invariants, batch, index = loop.body_inputs()
     kept_invariants = [i for i, v in enumerate(invariants) if v in used]
     kept_batch = [i for i, v in enumerate(batch) if v in used]

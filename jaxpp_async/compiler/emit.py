@@ -1,0 +1,129 @@
+"""compiler.emit: recipes in, serialized StableHLO with pinned shardings out. Runs nothing.
+
+Every executable takes and returns flat lists of arrays. PRNG keys stand as their data at the boundary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import export, lax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from jaxpp_async import sharding
+from jaxpp_async.compiler.graph import Recipe
+from jaxpp_async.compiler.ir import Lit, Op, Ref, Types, ValueType
+from jaxpp_async.program import SpecEntry
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """One executable: a key that depends on nothing but its content, and its bytes."""
+
+    key: str
+    blob: bytes
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """What executables are lowered for.
+
+    Args:
+        mesh: the actors' mesh, abstract; None for actors of one device.
+        platform: `"cpu"` or `"cuda"`.
+        axis_rules: logical to mesh axis names, for `shard`.
+    """
+
+    mesh: AbstractMesh | None
+    platform: str
+    axis_rules: Mapping[str, Any]
+
+
+def emit(recipe: Recipe, types: Types, specs: Mapping[int, tuple[SpecEntry, ...]], target: Target) -> Emitted:
+    """Lower one recipe."""
+    inputs = [types[v] for v in recipe.inputs]
+    avals = [jax.ShapeDtypeStruct(t.aval.shape, jnp.dtype(t.aval.dtype)) for t in inputs]
+    fn = recipe_function(recipe, types)
+    # One name for every stage: identical stages become identical bytes, and so one executable.
+    fn.__name__ = recipe.name.rstrip("0123456789")
+    options: dict[str, Any] = {}
+    if target.mesh is not None:
+        options["in_shardings"] = tuple(_named(target.mesh, specs.get(v, ())) for v in recipe.inputs)
+        options["out_shardings"] = [
+            _named(target.mesh, specs.get(v, ()) if isinstance(v, int) else ()) for v in recipe.outputs
+        ]
+    with lowering_context(target):
+        jitted = jax.jit(fn, keep_unused=True, **options)
+        exported = export.export(jitted, platforms=[target.platform])(*avals)
+    blob = bytes(exported.serialize())
+    return Emitted(hashlib.sha256(blob).hexdigest()[:32], blob, recipe.name)
+
+
+def lowering_context(target: Target) -> Any:
+    """Context in which steps are traced and tasks lowered: the mesh for bare `PartitionSpec`s, the rules for `shard`."""
+    import contextlib
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(sharding.axis_rules(target.axis_rules if target.mesh is not None else {}))
+    if target.mesh is not None:
+        stack.enter_context(jax.sharding.use_abstract_mesh(target.mesh))
+    return stack
+
+
+def _named(mesh: AbstractMesh, spec: Sequence[SpecEntry]) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def recipe_function(recipe: Recipe, types: Types) -> Callable[..., list[Any]]:
+    """The recipe as a function of its inputs."""
+
+    def run(*args: Any) -> list[Any]:
+        env: dict[int, Any] = {v: lit.value for v, lit in recipe.literals.items()}
+        env.update((v, wrap(types[v], x)) for v, x in zip(recipe.inputs, args, strict=True))
+        index = env[recipe.index] if recipe.index is not None else None
+        for whole, part in recipe.slices:
+            env[part] = lax.dynamic_index_in_dim(read(env, whole), index, 0, keepdims=False)
+        for start in recipe.starts:
+            dtype = jnp.dtype(start.aval.dtype)
+            env[start.result] = start.reduction.start(start.aval.shape, dtype, start.num_microbatches)
+        run_ops(recipe.ops, env)
+        for a in recipe.accumulates:
+            old = unwrap(types[a.accumulator], env[a.accumulator])
+            value = jnp.asarray(read(env, a.value))
+            env[a.result] = a.reduction.step(old, _key_data(value), index)
+        return [
+            unwrap(types[r], jnp.asarray(env[r])) if isinstance(r, int) else jnp.asarray(r.value)
+            for r in recipe.outputs
+        ]
+
+    return run
+
+
+def run_ops(ops: Sequence[Op], env: dict[int, Any]) -> None:
+    """Run operations under a JAX trace, reading and writing `env`."""
+    for op in ops:
+        results = op.run([read(env, r) for r in op.inputs])
+        env.update((o, x) for o, x in zip(op.outputs, results, strict=True) if o >= 0)
+
+
+def read(env: Mapping[int, Any], ref: Ref) -> Any:
+    return ref.value if isinstance(ref, Lit) else env[ref]
+
+
+def wrap(value_type: ValueType, x: Any) -> Any:
+    """Key data back to keys."""
+    return jax.random.wrap_key_data(x, impl=value_type.key_impl) if value_type.key_impl else x
+
+
+def unwrap(value_type: ValueType, x: Any) -> Any:
+    return _key_data(x)
+
+
+def _key_data(x: Any) -> Any:
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x

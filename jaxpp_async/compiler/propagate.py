@@ -1,0 +1,105 @@
+"""compiler.propagate: shardings for every value that crosses a task boundary, inferred without devices.
+
+The whole step, with each loop's body once, is lowered on an abstract mesh with every boundary value as a result; Shardy's
+propagation fills in the rest. In: a placed step and the user's shardings. Out: a spec for each value id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpp_async import jax_compat
+from jaxpp_async.compiler import emit
+from jaxpp_async.compiler.graph import PlacedStep
+from jaxpp_async.compiler.ir import Loop, Op, Traced
+from jaxpp_async.program import SpecEntry
+
+Spec = tuple[SpecEntry, ...]
+
+
+def propagate(
+    traced: Traced,
+    placed: PlacedStep,
+    target: emit.Target,
+    in_specs: Sequence[Spec | None],
+    out_specs: Sequence[Spec | None],
+    continues: Mapping[int, int],
+) -> dict[int, Spec]:
+    """Specs by value id.
+
+    Args:
+        in_specs: the user's, one an argument leaf; None is inferred.
+        out_specs: the user's, one a result leaf.
+        continues: result leaf to the argument leaf whose sharding it keeps.
+    """
+    if target.mesh is None:
+        return {}
+    boundary = sorted(_boundary_ids(placed) - set(traced.flat.inputs))
+    mesh = target.mesh
+    named = [*in_specs, *[None] * (len(traced.flat.inputs) - len(in_specs))]
+    shardings = tuple(jax_compat.unspecified() if s is None else NamedSharding(mesh, PartitionSpec(*s)) for s in named)
+    avals = [
+        jax.ShapeDtypeStruct(t.aval.shape, jnp.dtype(t.aval.dtype))
+        for t in (placed.types[v] for v in traced.flat.inputs)
+    ]
+    with emit.lowering_context(target):
+        step = jax.jit(_whole_step(traced, placed, boundary), in_shardings=shardings, keep_unused=True)
+        arg_specs, result_specs = jax_compat.propagated_specs(step, avals, target.platform)
+    specs = dict(zip(boundary, result_specs, strict=True))
+    specs.update(zip(traced.flat.inputs, arg_specs, strict=True))
+    for result, arg in continues.items():
+        specs[placed.output_ids[result]] = specs[traced.flat.inputs[arg]]
+    for result, spec in enumerate(out_specs):
+        if spec is not None:
+            specs[placed.output_ids[result]] = spec
+    specs.update((inside, specs[final]) for inside, final in placed.same_sharding.items() if final in specs)
+    return specs
+
+
+def _boundary_ids(placed: PlacedStep) -> set[int]:
+    ids = {v for r in placed.recipes for v in (*r.inputs, *r.outputs) if isinstance(v, int)}
+    ids |= set(placed.value_ids)
+    return ids - set(placed.same_sharding) - _index_ids(placed)
+
+
+def _index_ids(placed: PlacedStep) -> set[int]:
+    """Microbatch indices: inside loop bodies, and as the step's hidden arguments."""
+    hidden = {placed.value_ids[i.value] for i in placed.graph.inputs[len(placed.graph.inputs) - placed.num_indices :]}
+    return hidden | {s.staged.loop.body_inputs()[2] for s in placed.loops.values()}
+
+
+def _whole_step(traced: Traced, placed: PlacedStep, boundary: Sequence[int]) -> Any:
+    types = placed.types
+    loops = {id(item): position for position, item in enumerate(traced.flat.ops) if isinstance(item, Loop)}
+
+    def run(*args: Any) -> list[Any]:
+        env = {v: emit.wrap(types[v], x) for v, x in zip(traced.flat.inputs, args, strict=True)}
+        for item in placed.placement.items:
+            if isinstance(item, Op):
+                emit.run_ops([item], env)
+            else:
+                _run_loop_once(item, placed.parts[loops[id(item)]], placed.loops[loops[id(item)]].staged, env)
+        return [emit.unwrap(types[v], jnp.asarray(env[v])) for v in boundary]
+
+    return run
+
+
+def _run_loop_once(loop: Loop, finals: Sequence[Sequence[int]], staged: Any, env: dict[int, Any]) -> None:
+    invariants, batch, index = loop.body_inputs()
+    for v, ref in zip(invariants, loop.invariants, strict=True):
+        env[v] = emit.read(env, ref)
+    for v, ref in zip(batch, loop.batch, strict=True):
+        env[v] = lax.index_in_dim(emit.read(env, ref), 0, 0, keepdims=False)
+    env[index] = jnp.int32(0)
+    emit.run_ops([op for op in loop.body.ops if isinstance(op, Op)], env)
+    for ids, parts, reduction in zip(finals, staged.outputs, loop.reductions, strict=True):
+        for final, part in zip(ids, parts, strict=True):
+            value = emit._key_data(jnp.asarray(emit.read(env, part.value)))
+            start = reduction.start(value.shape, value.dtype, loop.num_microbatches)
+            env[final] = reduction.step(start, value, env[index])
