@@ -1,0 +1,372 @@
+"""actor: requests in, replies out; the asyncio shell around executor, devices, store and transport.
+
+Knows nothing of frames or sockets: whoever owns the control channel calls `handle` with each message, in order, and
+carries what `send` is given. A request's failure is a `Failed` reply, never an exception here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import traceback
+from collections import OrderedDict, deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxpp_async.actors import messages as m
+from jaxpp_async.actors.compute import ComputeThread
+from jaxpp_async.actors.devices import INLINE_DEVICES, Devices, package_versions, start_devices
+from jaxpp_async.actors.executables import Executables
+from jaxpp_async.actors.host_values import HostValues
+from jaxpp_async.actors.loading import load_program
+from jaxpp_async.actors.plan import BindInput, ExecutionPlan, KeepOutput
+from jaxpp_async.actors.receive_pool import ReceivePool
+from jaxpp_async.actors.shards import Layouts
+from jaxpp_async.actors.step_run import LoadedProgram, Machine, StepFailure, StepRun
+from jaxpp_async.actors.store import Entry, Store
+from jaxpp_async.errors import MeshError, ProtocolError, StepAbortedError
+from jaxpp_async.program import ActorId
+from jaxpp_async.transport.base import Transport
+
+REPLIES_KEPT = 16
+"""How many steps' replies are kept for requests that come twice."""
+
+StepKey = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What `Configure` makes."""
+
+    executables: Executables
+    host_values: HostValues
+    machine: Machine
+
+
+class Actor:
+    """One actor.
+
+    Args:
+        actor_id: its id, also as a peer of the transport.
+        make_transport: transport name to transport.
+        send: takes replies; called on the event loop.
+        inline: the actor shares the controller's process and its JAX.
+    """
+
+    def __init__(
+        self,
+        actor_id: ActorId,
+        *,
+        make_transport: Callable[[str], Transport],
+        send: Callable[[m.Message], None],
+        inline: bool = False,
+    ):
+        self.actor_id = actor_id
+        self._make_transport, self._send, self._inline = make_transport, send, inline
+        self._workers = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix=f"jaxpp-actor-{actor_id}")
+        self._parts_or_none: _Parts | None = None
+        self._store = Store()
+        self._programs: dict[int, LoadedProgram] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._epoch = 0
+        self._last_step = -1
+        self._broken: str | None = None
+        self._queue: deque[StepRun] = deque()
+        self._current: StepRun | None = None
+        self._replies: OrderedDict[StepKey, m.StepDone | m.Failed] = OrderedDict()
+        self._under_way: dict[StepKey, list[int]] = {}
+        self._closed = False
+
+    async def handle(self, message: m.Message) -> None:
+        """Take up one request. Returns before long work is done; that replies later."""
+        request = getattr(message, "request", None)
+        try:
+            self._take_up(message)
+        except Exception as error:  # a request that cannot be taken up fails; the actor goes on
+            self._send(failed(request, error, step=getattr(message, "step", None)))
+
+    async def aclose(self) -> None:
+        """End every task and transfer, the transport and the threads. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        this = asyncio.current_task()
+        others = [task for task in self._tasks if task is not this]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        self._queue.clear()
+        if self._current is not None:
+            self._current.ended = True
+        if self._parts_or_none is not None:
+            await self._parts_or_none.machine.transport.aclose()
+            await self._parts_or_none.machine.compute.aclose()
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._store.forget_all()
+        self._programs.clear()
+
+    # ------------------------------------------------------------ requests
+
+    def _take_up(self, message: m.Message) -> None:
+        match message:
+            case m.Configure():
+                self._answer("configure", message.request, self._configure(message))
+            case m.Connect():
+                self._answer("connect", message.request, self._connect(message))
+            case m.Load():
+                self._answer("load", message.request, self._load(message))
+            case m.Store():
+                entries = self._parts.host_values.take(message.puts, self._epoch)
+                self._free(message.frees)
+                self._answer("store", message.request, _all_there(message.request, entries))
+            case m.Step():
+                self._step(message)
+            case m.Fetch():
+                looks = self._parts.host_values.look_at(message)
+                self._answer("fetch", message.request, self._parts.host_values.fetch(message, looks, self._epoch))
+            case m.Abort():
+                self._abort(message)
+            case m.Inspect():
+                self._send(m.Inspected(message.request, self._numbers()))
+            case m.Shutdown():
+                self._answer("shutdown", message.request, self._shutdown(message))
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is not a request", actor=self.actor_id)
+
+    async def _configure(self, message: m.Configure) -> m.Ready:
+        if self._parts_or_none is not None:
+            raise ProtocolError("the actor is configured already", actor=self.actor_id)
+        loop = asyncio.get_running_loop()
+        start = partial(start_devices, message, inline=self._inline)
+        devices: Devices = await loop.run_in_executor(self._workers, start)
+        transport = self._make_transport(message.transport)
+        layouts = Layouts(devices)
+        shared = self._inline and len(devices.devices) > 1
+        machine = Machine(
+            transport=transport,
+            compute=ComputeThread(f"jaxpp-actor-{self.actor_id}-compute", loop),
+            pool=ReceivePool(layouts),
+            layouts=layouts,
+            device_lock=INLINE_DEVICES if shared else None,
+        )
+        self._epoch = message.epoch
+        self._parts_or_none = _Parts(
+            executables=Executables(devices, self._workers),
+            host_values=HostValues(self._store, layouts, transport, self._workers, self._spawn),
+            machine=machine,
+        )
+        names = tuple(f"{device.platform}:{device.id}" for device in devices.devices)
+        return m.Ready(message.request, transport.address, names, package_versions())
+
+    async def _connect(self, message: m.Connect) -> m.Done:
+        transport = self._parts.machine.transport
+        self._epoch = message.epoch
+        peers = {peer: address for peer, address in message.addresses.items() if peer != self.actor_id}
+        await asyncio.gather(*(transport.connect(peer, address) for peer, address in peers.items()))
+        return m.Done(message.request)
+
+    async def _load(self, message: m.Load) -> m.Loaded:
+        machine = self._parts.machine
+        program, reply = await load_program(
+            message, self._parts.executables, machine.layouts, machine.pool, self._workers
+        )
+        self._programs[message.program_id] = program
+        return reply
+
+    async def _shutdown(self, message: m.Shutdown) -> m.Done:
+        await self.aclose()
+        return m.Done(message.request)
+
+    # ------------------------------------------------------------ steps
+
+    def _step(self, message: m.Step) -> None:
+        key = (message.epoch, message.step)
+        if key in self._replies:
+            self._send(replace(self._replies[key], request=message.request))
+            return
+        if key in self._under_way:
+            self._under_way[key].append(message.request)
+            return
+        self._refuse_wrong(message)
+        self._last_step = message.step
+        self._under_way[key] = [message.request]
+        try:
+            run = self._prepare(message)
+        except Exception as error:  # the step cannot start: that is its outcome
+            self._conclude(message, failed(message.request, error, step=message.step))
+            return
+        self._queue.append(run)
+        self._next_step()
+
+    def _refuse_wrong(self, message: m.Step) -> None:
+        where: dict[str, Any] = {"actor": self.actor_id, "step": message.step}
+        if message.epoch != self._epoch:
+            raise ProtocolError(
+                f"step {message.step} is of epoch {message.epoch}, the actor is in {self._epoch}", **where
+            )
+        if message.step <= self._last_step:
+            raise ProtocolError(
+                f"step {message.step} comes after step {self._last_step} and its reply is no longer kept", **where
+            )
+        if self._broken is not None:
+            raise StepAbortedError(f"not started: {self._broken}", **where)
+
+    def _prepare(self, message: m.Step) -> StepRun:
+        """Take hold of everything the step names, as things stand now: later requests may free it."""
+        parts = self._parts
+        self._free(message.frees)
+        parts.host_values.take(message.puts, message.epoch)
+        if message.program_id not in self._programs:
+            raise ProtocolError(f"program {message.program_id} is not loaded", actor=self.actor_id, step=message.step)
+        program = self._programs[message.program_id]
+        bound, donated = self._bind(program.plan, message)
+        for array_id in donated:
+            self._store.remove(array_id)
+        results: dict[int, Entry] = {}
+        for command in program.plan.commands:
+            if isinstance(command, KeepOutput) and command.result in message.outputs:
+                aval = program.plan.avals[command.buffer]
+                results[command.result] = self._store.expect(message.outputs[command.result], aval)
+        return StepRun(message, program, parts.machine, bound, results, self._step_ended)
+
+    def _bind(self, plan: ExecutionPlan, message: m.Step) -> tuple[dict[int, Entry], list[int]]:
+        bound: dict[int, Entry] = {}
+        donated: list[int] = []
+        for command in plan.commands:
+            if not isinstance(command, BindInput):
+                continue
+            if command.arg not in message.inputs:
+                raise ProtocolError(f"step argument {command.arg} names no array", actor=self.actor_id)
+            array_id = message.inputs[command.arg]
+            entry = bound[command.arg] = self._store.get(array_id)
+            wanted = plan.avals[command.buffer]
+            if entry.aval != wanted and not self._parts.machine.layouts.same(entry.aval, wanted):
+                raise ProtocolError(
+                    f"step argument {command.arg} is {entry.aval}, the program takes {wanted}", actor=self.actor_id
+                )
+            if command.donated:
+                donated.append(array_id)
+        return bound, donated
+
+    def _next_step(self) -> None:
+        while self._current is None and self._queue and self._broken is None:
+            self._current = self._queue.popleft()
+            self._current.start()
+
+    def _step_ended(self, run: StepRun, end: m.StepStats | StepFailure) -> None:
+        message = run.message
+        if isinstance(end, StepFailure):
+            # Transfers stay open until the controller's Abort: ending them here would fail the peers' steps with
+            # transfer errors that could reach the controller before their cause.
+            self._broken = self._broken or f"step {message.step} failed on actor {self.actor_id}"
+            reply = failed(message.request, end.error, step=message.step, instruction=end.instruction)
+        else:
+            self._free(message.frees_after)
+            reply = m.StepDone(message.request, message.step, replace(end, live_buffers=len(self._store)))
+        if run is self._current:
+            self._current = None
+        self._conclude(message, reply)
+        # A step of nothing but local instructions can end inside `start`; the loop there goes on with the next.
+        asyncio.get_running_loop().call_soon(self._next_step)
+
+    def _conclude(self, message: m.Step, reply: m.StepDone | m.Failed) -> None:
+        key = (message.epoch, message.step)
+        self._replies[key] = reply
+        while len(self._replies) > REPLIES_KEPT:
+            self._replies.popitem(last=False)
+        for request in self._under_way.pop(key, ()):
+            self._send(replace(reply, request=request))
+
+    def _abort(self, message: m.Abort) -> None:
+        self._broken = f"aborted: {message.cause}"
+        dropped = [self._current] if self._current is not None else []
+        dropped += self._queue
+        self._queue.clear()
+        cause = StepAbortedError(self._broken, actor=self.actor_id)
+        for run in dropped:
+            run.fail(cause)
+        self._store.fail_pending(cause)
+        self._epoch, self._last_step = message.epoch, -1
+        self._answer("abort", message.request, self._end_transfers(message))
+
+    async def _end_transfers(self, message: m.Abort) -> m.Done:
+        if self._parts_or_none is not None:
+            await self._parts_or_none.machine.transport.abort()
+        self._broken = None
+        return m.Done(message.request)
+
+    # ------------------------------------------------------------ the rest
+
+    @property
+    def _parts(self) -> _Parts:
+        if self._parts_or_none is None:
+            raise MeshError(f"actor {self.actor_id} is not configured")
+        return self._parts_or_none
+
+    def _free(self, array_ids: tuple[m.ArrayId, ...]) -> None:
+        for array_id in array_ids:
+            self._store.remove(array_id)
+
+    def _numbers(self) -> dict[str, int]:
+        parts, executor = self._parts, self._current.executor if self._current else None
+        return {
+            "live_arrays": len(jax.live_arrays()),
+            "store_arrays": len(self._store),
+            "table_bytes": executor.table_bytes if executor else 0,
+            "pending_bytes": executor.pending_bytes if executor else 0,
+            "free_receive_buffers": parts.machine.pool.free_buffers,
+            "file_descriptors": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
+            "compilations": parts.executables.compilations,
+            "tasks": len(self._tasks),
+        }
+
+    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=f"actor {self.actor_id}: {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _answer(self, name: str, request: int, work: Coroutine[Any, Any, m.Reply]) -> None:
+        self._spawn(name, self._reply(request, work))
+
+    async def _reply(self, request: int, work: Coroutine[Any, Any, m.Reply]) -> None:
+        try:
+            reply = await work
+        except Exception as error:  # a request's failure is its reply
+            reply = failed(request, error)
+        self._send(reply)
+
+
+async def _all_there(request: int, entries: list[Entry]) -> m.Done:
+    there = asyncio.get_running_loop().create_future()
+    left = len(entries)
+
+    def one_done(_: Entry) -> None:
+        nonlocal left
+        left -= 1
+        if not left and not there.done():
+            there.set_result(None)
+
+    for entry in entries:
+        entry.when_done(one_done)
+    if entries:
+        await there
+    for entry in entries:
+        if entry.error is not None:
+            raise entry.error
+    return m.Done(request)
+
+
+def failed(
+    request: int | None, error: BaseException, *, step: int | None = None, instruction: str | None = None
+) -> m.Failed:
+    """An exception as a reply: names and text only, nothing that has to be unpickled."""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    text = "".join(traceback.format_exception(error))
+    return m.Failed(request, name, str(error), text, step, instruction)

@@ -1,0 +1,146 @@
+"""devices: a Configure in, JAX started and the actor's mesh of devices out. Never touches arrays.
+
+In an actor process JAX is this package's to configure. Inline, the process and its JAX belong to the user: nothing is
+set there, and the actors share its devices.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import math
+import os
+import threading
+from functools import lru_cache
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxpp_async.actors.messages import Configure
+from jaxpp_async.errors import InstallError, MeshError
+from jaxpp_async.program import Aval
+
+ONE_DEVICE_AXIS = "device"
+"""Axis name of the mesh of an actor with no `spmd_mesh`."""
+
+_AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+_PACKAGES = ("jaxpp-async", "jax", "jaxlib", "numpy", "ml_dtypes")
+
+INLINE_DEVICES = threading.Lock()
+"""Held while an inline actor executes over several devices: XLA's CPU collectives of two executables at once can
+occupy each other's threads for ever, and a process has one set of devices however many actors share it."""
+
+
+class Devices:
+    """The devices of one actor as a JAX mesh.
+
+    Args:
+        mesh: the actor's mesh, also for one device.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self.devices: tuple[Any, ...] = tuple(mesh.devices.flat)
+        self.sharding_of = lru_cache(maxsize=None)(self._sharding_of)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether arrays lie in host memory."""
+        return self.devices[0].platform == "cpu"
+
+    def _sharding_of(self, aval: Aval) -> NamedSharding:
+        """The sharding that `aval.spec` means on this mesh."""
+        return NamedSharding(self.mesh, PartitionSpec(*aval.spec))
+
+
+def start_devices(configure: Configure, *, inline: bool) -> Devices:
+    """Configure and start JAX, and lay the actor's devices out as a mesh.
+
+    Args:
+        configure: what the controller asks for.
+        inline: the actor shares the controller's process, whose JAX is left as it is.
+
+    Raises:
+        MeshError: the process has fewer devices than `spmd_mesh` needs.
+        InstallError: the setup hook's module is missing.
+        ValueError: a setup hook that is not `"module:function"`, or an axis type that does not exist.
+    """
+    if not inline:
+        _configure_jax(configure)
+    if configure.setup:
+        _run_setup(configure.setup)
+    return Devices(_make_mesh(configure))
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The numpy dtype of this name, those of ml_dtypes (bfloat16, float8, int4) included."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def package_versions() -> dict[str, str]:
+    """Versions that controller and actors must agree on."""
+    found: dict[str, str] = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # run from a source tree
+            found[name] = ""
+    return found
+
+
+def _configure_jax(configure: Configure) -> None:
+    settings = {
+        # Executables run on the actor's compute thread; handing over to XLA's own too costs as much as a small task.
+        "jax_cpu_enable_async_dispatch": False,
+        **configure.jax_config,
+    }
+    if configure.platform == "cpu":
+        settings["jax_num_cpu_devices"] = math.prod(size for _, size in configure.spmd_mesh)
+        settings["jax_platforms"] = "cpu"
+    elif configure.platform:
+        settings["jax_platforms"] = f"{configure.platform},cpu"
+    if configure.cache_dir:
+        os.makedirs(configure.cache_dir, exist_ok=True)
+        settings["jax_compilation_cache_dir"] = configure.cache_dir
+        settings["jax_persistent_cache_min_compile_time_secs"] = 0.0
+        settings["jax_persistent_cache_min_entry_size_bytes"] = -1
+    for name, value in settings.items():
+        jax.config.update(name, value)
+
+
+def _run_setup(setup: str) -> None:
+    module_name, separator, function_name = setup.partition(":")
+    if not separator or not module_name or not function_name:
+        raise ValueError(f"setup={setup!r} is not of the form 'module:function'")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise InstallError(
+            f"setup={setup!r}: the actor cannot import {error.name!r}; install it there or add its folder to PYTHONPATH"
+        ) from error
+    getattr(module, function_name)()
+
+
+def _make_mesh(configure: Configure) -> Mesh:
+    axes = configure.spmd_mesh or ((ONE_DEVICE_AXIS, 1),)
+    kinds = configure.axis_types or ("auto",) * len(axes)
+    unknown = [kind for kind in kinds if kind not in _AXIS_TYPES]
+    if unknown or len(kinds) != len(axes):
+        raise ValueError(f"axis_types {kinds} for the axes {axes}: give 'auto' or 'explicit' for each axis")
+    shape = tuple(size for _, size in axes)
+    needed = math.prod(shape)
+    devices = jax.local_devices(backend=configure.platform or None)
+    if len(devices) < needed:
+        raise MeshError(
+            f"spmd_mesh {dict(axes)} needs {needed} devices, this process has {len(devices)} of platform "
+            f"{devices[0].platform!r}; on CPU, call "
+            f"jax.config.update('jax_num_cpu_devices', {needed}) before JAX's first use"
+        )
+    return Mesh(
+        np.array(devices[:needed]).reshape(shape),
+        tuple(name for name, _ in axes),
+        axis_types=tuple(_AXIS_TYPES[kind] for kind in kinds),
+    )

@@ -1,0 +1,113 @@
+"""receive_pool: avals in, memory to receive into and the arrays that lie in it out. No I/O.
+
+Making a JAX array costs as much as a small task, so it is made once for each receive buffer and not once for each
+message: the array aliases the memory that the transport writes. Nobody but the executor knows when no one reads the
+array any more; it is the executor's `Drop` that gives a buffer back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from jaxpp_async.actors.shards import Layout, Layouts, aligned_bytes, buffer_addresses, place, private
+from jaxpp_async.program import Aval
+
+
+class ReceiveBuffer:
+    """Memory for one array.
+
+    Attributes:
+        layout: how the array lies on the devices.
+        memory: a flat uint8 array for each distinct shard.
+        array: the array that aliases `memory`, or None where the devices cannot (then each message is copied).
+    """
+
+    __slots__ = ("array", "layout", "memory")
+
+    def __init__(self, layout: Layout, memory: tuple[np.ndarray, ...], array: jax.Array | None):
+        self.layout, self.memory, self.array = layout, memory, array
+
+    def received(self, *, private_copy: bool) -> jax.Array:
+        """The array, now that the data is in.
+
+        Args:
+            private_copy: it is to share no memory with this buffer.
+        """
+        if private_copy or self.array is None:
+            return _copied(self)
+        return self.array
+
+
+class ReceivePool:
+    """Receive buffers by aval, reused from step to step.
+
+    At most as many free ones of an aval are kept as `reserve` asked for.
+    """
+
+    def __init__(self, layouts: Layouts):
+        self._layouts = layouts
+        self._free: dict[Aval, list[ReceiveBuffer]] = {}
+        self._most: Counter[Aval] = Counter()
+
+    def reserve(self, counts: Mapping[Aval, int]) -> None:
+        """Allocate so many buffers of each aval, unless they are there."""
+        for aval, count in counts.items():
+            self._most[aval] = max(self._most[aval], count)
+            free = self._free.setdefault(aval, [])
+            while len(free) < count:
+                free.append(self._make(aval))
+
+    def take(self, aval: Aval) -> ReceiveBuffer:
+        """A buffer that nobody uses."""
+        free = self._free.get(aval)
+        return free.pop() if free else self._make(aval)
+
+    def give(self, buffer: ReceiveBuffer) -> None:
+        """Take a buffer back; the caller uses neither its memory nor its array any more."""
+        free = self._free.setdefault(buffer.layout.aval, [])
+        if len(free) < self._most[buffer.layout.aval]:
+            free.append(buffer)
+
+    @property
+    def free_buffers(self) -> int:
+        """How many buffers lie ready."""
+        return sum(len(buffers) for buffers in self._free.values())
+
+    def _make(self, aval: Aval) -> ReceiveBuffer:
+        layout = self._layouts.of(aval)
+        memory = tuple(aligned_bytes(int(np.prod(s.shape)) * layout.dtype.itemsize) for s in layout.shards)
+        array = _alias(layout, memory, self._layouts) if self._layouts.devices.is_cpu else None
+        return ReceiveBuffer(layout, memory, array)
+
+
+def _alias(layout: Layout, memory: tuple[np.ndarray, ...], layouts: Layouts) -> jax.Array | None:
+    """An array whose shards lie in `memory`, replicas in the same; None if JAX made a copy of any."""
+    devices = layouts.devices.devices
+    parts: list[jax.Array] = [None] * len(devices)  # type: ignore[list-item]
+    for shard, part in zip(layout.shards, memory, strict=True):
+        host = part.view(layout.dtype).reshape(shard.shape)
+        for position in shard.positions:
+            parts[position] = jax.device_put(host, devices[position])
+    array = jax.make_array_from_single_device_arrays(layout.aval.shape, layout.sharding, parts)
+    array.block_until_ready()
+    starts = [0] * len(devices)
+    for shard, part in zip(layout.shards, memory, strict=True):
+        for position in shard.positions:
+            starts[position] = part.ctypes.data
+    if array.nbytes and buffer_addresses(array) != starts:
+        return None
+    return array
+
+
+def _copied(buffer: ReceiveBuffer) -> jax.Array:
+    layout = buffer.layout
+    if len(layout.shards) == 1:
+        return place(buffer.memory[0].view(layout.dtype).reshape(layout.aval.shape), layout)
+    whole = np.empty(layout.aval.shape, layout.dtype)
+    for shard, part in zip(layout.shards, buffer.memory, strict=True):
+        whole[shard.index] = part.view(layout.dtype).reshape(shard.shape)
+    return private(jax.device_put(whole, layout.sharding), [whole])

@@ -1,0 +1,166 @@
+"""shards: how an array lies on an actor's devices, as seen by transfers. Arrays in, host views out and back; no I/O.
+
+Replicas are sent once: a transfer is one message for each distinct shard, in the order in which the mesh's devices
+first hold them. Sender and receiver have meshes of one shape and the same `Aval`, so both derive the same list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxpp_async.actors.devices import Devices, numpy_dtype
+from jaxpp_async.program import Aval, Tag
+
+ALIGNMENT = 64
+"""Host memory aligned like this becomes a CPU device buffer without a copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One distinct part of an array.
+
+    Args:
+        index: which part of the global array.
+        shape: its shape.
+        positions: the devices that hold it, as positions in the mesh's flat order.
+    """
+
+    index: tuple[slice, ...]
+    shape: tuple[int, ...]
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """An aval on an actor's devices: its distinct shards in transfer order."""
+
+    aval: Aval
+    dtype: np.dtype
+    sharding: NamedSharding
+    shards: tuple[Shard, ...]
+
+
+class Layouts:
+    """Layouts of avals on these devices, worked out once each."""
+
+    def __init__(self, devices: Devices):
+        self.devices = devices
+        self.of = lru_cache(maxsize=None)(self._layout)
+
+    def same(self, one: Aval, other: Aval) -> bool:
+        """Whether arrays of both lie alike, though their specs may be written differently."""
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return False
+        return self.of(one).sharding.is_equivalent_to(self.of(other).sharding, len(one.shape))
+
+    def _layout(self, aval: Aval) -> Layout:
+        """The layout of `aval`.
+
+        Raises:
+            ValueError: the spec does not divide the shape, or names an axis that the mesh does not have.
+        """
+        sharding = self.devices.sharding_of(aval)
+        shape = sharding.shard_shape(aval.shape)
+        where = sharding.devices_indices_map(aval.shape)
+        holders: dict[tuple, list[int]] = {}
+        indices: dict[tuple, tuple[slice, ...]] = {}
+        for position, device in enumerate(self.devices.devices):
+            index = where[device]
+            key = tuple((part.start, part.stop) for part in index)
+            indices.setdefault(key, index)
+            holders.setdefault(key, []).append(position)
+        shards = tuple(Shard(indices[key], shape, tuple(positions)) for key, positions in holders.items())
+        return Layout(aval, numpy_dtype(aval.dtype), sharding, shards)
+
+
+def transfer_sequence(tag: Tag, shard_index: int, num_devices: int) -> int:
+    """The sequence part of a wire tag: shard `shard_index` of a program's transfer `tag`. An array has at most as many
+    distinct shards as the actor has devices, so no two messages of a program share a number."""
+    return tag * num_devices + shard_index
+
+
+def send_views(array: jax.Array, layout: Layout) -> list[np.ndarray]:
+    """The bytes of each distinct shard, without copying where the array lies in host memory."""
+    return [
+        host_bytes(np.asarray(array.addressable_data(shard.positions[0] if len(layout.shards) > 1 else 0)))
+        for shard in layout.shards
+    ]
+
+
+def host_bytes(array: np.ndarray) -> np.ndarray:
+    """The array's C-order bytes as a flat uint8 array: a view where it is contiguous. What travels has no dtype, since
+    buffer protocols know neither bfloat16 nor float8."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def fetch_pieces(array: jax.Array, layout: Layout) -> list[np.ndarray]:
+    """Each distinct shard on the host. While these are held, JAX does not reuse the array's memory."""
+    if len(layout.shards) == 1:
+        return [np.asarray(array.addressable_data(0))]
+    return [np.asarray(array.addressable_data(shard.positions[0])) for shard in layout.shards]
+
+
+def join_pieces(pieces: Sequence[np.ndarray], layout: Layout) -> np.ndarray:
+    """The whole array from `fetch_pieces`. (`numpy.asarray` of a sharded array would cache the result in the array.)"""
+    if len(pieces) == 1:
+        return pieces[0]
+    whole = np.empty(layout.aval.shape, layout.dtype)
+    for piece, shard in zip(pieces, layout.shards, strict=True):
+        whole[shard.index] = piece
+    return whole
+
+
+def place(host: np.ndarray, layout: Layout) -> jax.Array:
+    """A host array on the devices, sharing no memory with `host`, so that it may be donated and `host` reused.
+
+    Raises:
+        ValueError: JAX would change the dtype (a 64-bit value without `jax_enable_x64`).
+    """
+    array = jax.device_put(host, layout.sharding)
+    if array.dtype != layout.dtype:
+        raise ValueError(
+            f"a {layout.dtype} value became {array.dtype}: jax_enable_x64 differs between controller and actor"
+        )
+    return private(array, [host])
+
+
+def private(array: jax.Array, memory: Sequence[np.ndarray]) -> jax.Array:
+    """`array` itself if it lies outside all of `memory`, else a copy."""
+    array.block_until_ready()
+    if not any(_lies_in(array, part) for part in memory):
+        return array
+    copy = duplicate(array)
+    copy.block_until_ready()
+    return copy
+
+
+def duplicate(array: jax.Array) -> jax.Array:
+    """A copy with the same sharding."""
+    return jax.device_put(array, array.sharding, may_alias=False)
+
+
+def aligned_bytes(size_bytes: int) -> np.ndarray:
+    """A flat uint8 array whose memory starts at a multiple of `ALIGNMENT`."""
+    memory = np.empty(size_bytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size_bytes]
+
+
+def buffer_addresses(array: jax.Array) -> list[int]:
+    """Where each device's part lies."""
+    parts: Any = array.addressable_shards
+    return [part.data.unsafe_buffer_pointer() for part in parts]
+
+
+def _lies_in(array: jax.Array, memory: np.ndarray) -> bool:
+    if not memory.nbytes:
+        return False
+    start = memory.ctypes.data
+    return any(start <= address < start + memory.nbytes for address in buffer_addresses(array))
