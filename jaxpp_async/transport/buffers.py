@@ -33,7 +33,7 @@ def locate(buffer: Any, *, writable: bool) -> tuple[int, int]:
     Raises:
         ValueError: neither of the two, not C-contiguous, or read-only though `writable` is asked.
     """
-    if type(buffer) is np.ndarray:
+    if type(buffer) is np.ndarray and not buffer.dtype.hasobject:
         try:
             # A third of the cost of __array_interface__; takes only contiguous, writable arrays of plain dtypes.
             return ctypes.addressof(_Start.from_buffer(buffer)), buffer.nbytes  # pyright: ignore[reportArgumentType]

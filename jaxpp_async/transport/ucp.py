@@ -19,7 +19,7 @@ STATUS_TRUNCATED = -9
 STATUS_CANCELED = -16
 _STATUS_LAST = -100
 
-_FIELD_CALLBACK, _FIELD_USER_DATA, _FIELD_FLAGS, _FIELD_RECV_INFO = 1 << 1, 1 << 2, 1 << 4, 1 << 7
+_FIELD_CALLBACK, _FIELD_USER_DATA, _FIELD_FLAGS, _NO_IMMEDIATE = 1 << 1, 1 << 2, 1 << 4, 1 << 16
 _CLOSE_FORCE = 1
 _FULL_MASK = (1 << 64) - 1
 
@@ -56,12 +56,10 @@ class Posted(NamedTuple):
     Args:
         request: UCX's handle, to be passed to `cancel` and at the end to `free`; 0 if the operation ended at once.
         status: how it ended, where `request` is 0.
-        length: bytes that arrived, where a receive ended at once.
     """
 
     request: int
     status: int = STATUS_OK
-    length: int = 0
 
 
 class TagPort:
@@ -86,12 +84,10 @@ class TagPort:
         self._callbacks = _completion_callbacks(self.completed)
         send_callback, recv_callback = (ctypes.cast(c, ctypes.c_void_p).value for c in self._callbacks)
         # UCX reads a parameter block only during the call, so one of each kind serves all calls.
-        self._info = _RecvInfo()
         self._send_param = _Param(op_attr_mask=_FIELD_CALLBACK | _FIELD_USER_DATA, callback=send_callback)
+        # Receives never end at once: UCX tells only the callback how long a truncated message was.
         self._recv_param = _Param(
-            op_attr_mask=_FIELD_CALLBACK | _FIELD_USER_DATA | _FIELD_RECV_INFO,
-            callback=recv_callback,
-            recv_info=ctypes.addressof(self._info),
+            op_attr_mask=_FIELD_CALLBACK | _FIELD_USER_DATA | _NO_IMMEDIATE, callback=recv_callback
         )
         self._send_param_at = ctypes.addressof(self._send_param)
         self._recv_param_at = ctypes.addressof(self._recv_param)
@@ -99,16 +95,12 @@ class TagPort:
     def send(self, endpoint: int, address: int, size_bytes: int, tag: int, identity: int) -> Posted:
         """Post a send. `identity` (from 1) names it in `completed`, where it appears unless it ended at once."""
         self._send_param.user_data = identity
-        result = self._tag_send(endpoint, address, size_bytes, tag, self._send_param_at)
-        if result == 0:
-            return _SENT
-        return Posted(0, result) if _STATUS_LAST <= result < 0 else Posted(result)
+        return _posted(self._tag_send(endpoint, address, size_bytes, tag, self._send_param_at))
 
     def recv(self, address: int, size_bytes: int, tag: int, identity: int) -> Posted:
         """Post a receive of a message with exactly this tag."""
         self._recv_param.user_data = identity
-        result = self._tag_recv(self._worker, address, size_bytes, tag, _FULL_MASK, self._recv_param_at)
-        return self._received(result)
+        return _posted(self._tag_recv(self._worker, address, size_bytes, tag, _FULL_MASK, self._recv_param_at))
 
     def discard_unexpected(self, tag: int, mask: int, identity: int) -> Posted | None:
         """Take one message that came without a receive and matches `tag` under `mask`, and throw it away.
@@ -116,19 +108,12 @@ class TagPort:
         Returns:
             None if there is no such message.
         """
-        message = self._ucp.ucp_tag_probe_nb(self._worker, tag, mask, 1, ctypes.byref(self._info))
+        message = self._ucp.ucp_tag_probe_nb(self._worker, tag, mask, 1, ctypes.byref(_RecvInfo()))
         if not message:
             return None
         self._recv_param.user_data = identity
         # Into no bytes at all: UCX then drops an eager message and releases the sender of a large one.
-        return self._received(self._ucp.ucp_tag_msg_recv_nbx(self._worker, None, 0, message, self._recv_param_at))
-
-    def _received(self, result: int) -> Posted:
-        if result == 0:
-            return Posted(0, STATUS_OK, self._info.length)
-        if _STATUS_LAST <= result < 0:
-            return Posted(0, result, self._info.length)
-        return Posted(result)
+        return _posted(self._ucp.ucp_tag_msg_recv_nbx(self._worker, None, 0, message, self._recv_param_at))
 
     def cancel(self, request: int) -> None:
         """Ask UCX to give up a receive. Only an unmatched one is given up; it then appears in `completed`."""
@@ -146,7 +131,14 @@ class TagPort:
         return self._ucs.ucs_status_string(status).decode()
 
 
-_SENT = Posted(0)
+_ENDED = Posted(0)
+
+
+def _posted(result: int) -> Posted:
+    """UCX returns null for done, a small negative number for an error, and else a pointer."""
+    if result == 0:
+        return _ENDED
+    return Posted(0, result) if _STATUS_LAST <= result < 0 else Posted(result)
 
 
 def _completion_callbacks(completed: list[tuple[int, int, int]]):

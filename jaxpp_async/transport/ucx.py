@@ -257,7 +257,7 @@ class UCXTransport:
         if posted.request:
             self._open[identity] = transfer
         else:
-            self._finish(transfer, posted.status, posted.length)
+            self._finish(transfer, posted.status, 0)
         self._kick()
         assert transfer.future is not None
         return transfer.future
