@@ -195,7 +195,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Start a send as soon as the buffer is ready; does not wait. `tag` counts from zero in each program."""
+    """Start a send as soon as the buffer is ready; does not wait. Tags count from zero over all programs of the step."""
 
     buffer: BufferId
     to_actor: ActorId
@@ -221,7 +221,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The buffer becomes step result `result` and leaves the program."""
+    """The buffer becomes step result `result` and leaves the program; only another `Output` may name it afterwards."""
 
     buffer: BufferId
     result: int
