@@ -195,7 +195,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Start a send as soon as the buffer is ready; does not wait. Tags count from zero over all programs of the step."""
+    """Start a send as soon as the buffer is ready; never waits. Tags count from zero over all programs of a step."""
 
     buffer: BufferId
     to_actor: ActorId
