@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
-from transport_conformance import TransportConformance
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
-from jaxpp_async.transport.ucx import UCXTransport
+import numpy as np
+import pytest
+import uvloop
+from transport_conformance import LARGE, TransportConformance, data, join, tag, transfer, within
+
+from jaxpp_async.errors import InstallError, ProtocolError, TransferError
+from jaxpp_async.transport.ucx import UCXTransport, pack_address, unpack_address
 
 pytest.importorskip("ucxx", reason="UCX tests need the package ucxx")
 
@@ -25,3 +37,254 @@ async def make_transport():
 
 class TestUCXConformance(TransportConformance):
     """All of it, on UCX."""
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system
+
+
+# ---------------------------------------------------------------- one process
+
+
+async def open_use_close() -> None:
+    a, b = UCXTransport(0), UCXTransport(1)
+    await join(a, b)
+    await transfer(a, b, LARGE, 1)
+    open_transfers = [a.send(data(LARGE, 1), 1, tag(2)), b.recv(np.zeros(8), 0, tag(3))]
+    await asyncio.sleep(0)
+    await within(a.aclose(), b.aclose())
+    assert all(f.done() for f in open_transfers)
+
+
+async def test_close_gives_back_every_descriptor():
+    await open_use_close()  # libraries open some of their own at first use
+    before = num_descriptors()
+    for _ in range(4):
+        await open_use_close()
+        gc.collect()
+        assert num_descriptors() == before
+
+
+def test_works_on_uvloop_and_on_asyncio_in_turn():
+    async def rounds():
+        await open_use_close()
+        a, b = UCXTransport(0), UCXTransport(1)
+        await join(a, b)
+        for epoch in (1, 2):
+            for size in (0, 8, 65537, LARGE):
+                await transfer(a, b, size, size, epoch)
+            await within(a.abort(), b.abort())
+            await join(a, b)
+        await within(a.aclose(), b.aclose())
+
+    for run in (uvloop.run, asyncio.run, uvloop.run):
+        run(rounds())
+
+
+async def test_waiting_costs_no_cpu(make_transport):
+    a, b = await make_transport(0), await make_transport(1)
+    await join(a, b)
+    await transfer(a, b, LARGE, 1)
+    waiting = [b.recv(np.zeros(8), 0, tag(2)), a.send(data(LARGE, 1), 1, tag(3))]
+    await asyncio.sleep(0.05)
+    before = cpu_seconds()
+    await asyncio.sleep(0.5)
+    assert cpu_seconds() - before < 0.1
+    assert not any(f.done() for f in waiting)
+
+
+async def test_many_messages_without_receives_do_not_starve_the_loop(make_transport):
+    a, b = await make_transport(0), await make_transport(1)
+    await join(a, b)
+    await transfer(a, b, 8, 0)
+    sends = [a.send(data(8000, i), 1, tag(i)) for i in range(1, 2000)]
+    loop = asyncio.get_running_loop()
+    slowest_s = 0.0
+    while not all(f.done() for f in sends):
+        start_s = loop.time()
+        await asyncio.sleep(0)
+        slowest_s = max(slowest_s, loop.time() - start_s)
+    assert slowest_s < 0.5
+
+
+@pytest.mark.parametrize(
+    ("damaged", "why"),
+    [
+        (b"", "0 bytes are no UCX address"),
+        (b"memory:1:1", "no UCX address"),
+        (pack_address(b""), "not plausible"),
+        (pack_address(b"\0" * (1 << 17)), "not plausible"),
+        (pack_address(b"\0" * 200)[:-1], "damaged"),
+        (pack_address(b"\0" * 200)[:-1] + b"\1", "damaged"),
+    ],
+)
+async def test_damaged_addresses_never_reach_ucx(make_transport, damaged, why):
+    with pytest.raises(ProtocolError, match=why):
+        await (await make_transport(0)).connect(1, damaged)
+
+
+def test_addresses_round_trip():
+    assert unpack_address(pack_address(b"\1" * 217)) == b"\1" * 217
+
+
+@pytest.mark.parametrize("peer_id", [-2, 65535])
+async def test_peer_ids_that_do_not_fit_a_tag_are_refused(peer_id):
+    with pytest.raises(ValueError, match="not between -1 and 65534"):
+        UCXTransport(peer_id)
+
+
+async def test_without_ucxx_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ucxx._lib.libucxx", None)
+    with pytest.raises(InstallError, match=r"pip install 'jaxpp-async\[cpu\]'"):
+        UCXTransport(0)
+
+
+# ---------------------------------------------------------------- two processes
+
+PEER = """
+import asyncio, sys
+import numpy as np
+from jaxpp_async.transport.ucx import UCXTransport
+from transport_conformance import LARGE, data, tag
+
+async def main():
+    transport = UCXTransport(1)
+    print(transport.address.hex(), flush=True)
+    ask = lambda: asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+    await transport.connect(0, bytes.fromhex(await ask()))
+    pending = []
+    while words := (await ask()).split():
+        number, sizes = int(words[1]), [int(w) for w in words[2:]]
+        if words[0] == "echo":
+            for size in sizes:
+                got = np.zeros(size, np.uint8)
+                await transport.recv(got, 0, tag(number))
+                await transport.send(got, 0, tag(number))
+        elif words[0] == "send":
+            pending.append(transport.send(data(sizes[0], number), 0, tag(number)))
+        print("done", flush=True)
+    await transport.aclose()
+
+if sys.argv[1] == "uvloop":
+    import uvloop
+    uvloop.run(main())
+else:
+    asyncio.run(main())
+"""
+
+
+class PeerProcess:
+    """Peer 1, in a process of its own that does what it reads."""
+
+    def __init__(self, loop_name: str):
+        here = Path(__file__).parent
+        path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PEER, loop_name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+
+    async def read(self) -> str:
+        assert self.process.stdout is not None
+        async with asyncio.timeout(30):
+            return (await asyncio.to_thread(self.process.stdout.readline)).strip()
+
+    def write(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@contextlib.asynccontextmanager
+async def peer_of(transport: UCXTransport, loop_name: str = "uvloop"):
+    """A process connected to `transport` as peer 1."""
+    peer = PeerProcess(loop_name)
+    try:
+        address = bytes.fromhex(await peer.read())
+        await transport.connect(1, address)
+        peer.write(transport.address.hex())
+        yield peer
+    finally:
+        peer.kill()
+        assert peer.process.stdin is not None and peer.process.stdout is not None
+        peer.process.stdin.close()
+        peer.process.stdout.close()
+
+
+@pytest.mark.parametrize("loop_name", ["uvloop", "asyncio"])
+async def test_two_processes(make_transport, loop_name):
+    transport = await make_transport(0)
+    async with peer_of(transport, loop_name) as peer:
+        sizes = [0, 1, 8, 4095, 65537, 5 << 20]
+        peer.write(f"echo 4 {' '.join(map(str, sizes))}")
+        for size in sizes:
+            sent, got = data(size, size), np.zeros(size, np.uint8)
+            await within(transport.recv(got, 1, tag(4)), transport.send(sent, 1, tag(4)))
+            assert np.array_equal(sent, got)
+        assert await peer.read() == "done"
+        peer.write("")
+        assert await asyncio.to_thread(peer.process.wait, 10) == 0
+
+
+async def test_wrong_size_from_another_process(make_transport):
+    transport = await make_transport(0)
+    async with peer_of(transport) as peer:
+        for number, (size, expected) in enumerate([(8, 16), (16, 8), (LARGE, 8), (8, LARGE), (LARGE, LARGE // 2)]):
+            receive = transport.recv(np.zeros(expected, np.uint8), 1, tag(number))
+            peer.write(f"send {number} {size}")
+            with pytest.raises(ProtocolError, match=f"expected {expected} bytes, got {size}"):
+                await within(receive)
+
+
+async def test_abort_ends_everything_after_the_peer_was_killed(make_transport):
+    transport = await make_transport(0)
+    descriptors = []
+    for _ in range(3):
+        async with peer_of(transport) as peer:
+            peer.write("echo 1 8")
+            got = np.zeros(8, np.uint8)
+            await within(transport.send(data(8, 1), 1, tag(1)), transport.recv(got, 1, tag(1)))
+            held = [
+                transport.recv(np.zeros(8), 1, tag(2)),  # what UCX alone would keep for ever
+                transport.recv(np.zeros(LARGE), 1, tag(3)),
+                transport.send(data(LARGE, 1), 1, tag(4)),
+            ]
+            await asyncio.sleep(0.01)
+            assert not any(f.done() for f in held)
+            peer.kill()
+            async with asyncio.timeout(3):
+                await transport.abort(1)
+            assert all(isinstance(f.exception(), TransferError) for f in held)
+        descriptors.append(num_descriptors())
+    assert descriptors[0] == descriptors[-1]
+
+
+async def test_a_peer_killed_in_the_middle_of_a_large_transfer(make_transport):
+    transport = await make_transport(0)
+    size = 64 << 20
+    async with peer_of(transport) as peer:
+        peer.write(f"send 1 {size}")
+        assert await peer.read() == "done"
+        receive = transport.recv(np.zeros(size, np.uint8), 1, tag(1))
+        await asyncio.sleep(0)
+        peer.kill()
+        async with asyncio.timeout(3):
+            await transport.abort(1)
+        assert receive.done()
+    async with peer_of(transport) as peer:
+        peer.write(f"echo 2 {LARGE}")
+        sent, got = data(LARGE, 1), np.zeros(LARGE, np.uint8)
+        await within(transport.send(sent, 1, tag(2)), transport.recv(got, 1, tag(2)))
+        assert np.array_equal(sent, got)
