@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib.util
 import os
 import signal
 import subprocess
@@ -19,7 +20,8 @@ from transport_conformance import LARGE, TransportConformance, data, join, tag, 
 from jaxpp_async.errors import InstallError, ProtocolError, TransferError
 from jaxpp_async.transport.ucx import UCXTransport, pack_address, unpack_address
 
-pytest.importorskip("ucxx", reason="UCX tests need the package ucxx")
+if importlib.util.find_spec("ucxx") is None:  # importing it here would be before the transport sets UCX's environment
+    pytest.skip("UCX tests need the package ucxx", allow_module_level=True)
 
 
 @pytest.fixture
@@ -110,6 +112,26 @@ async def test_many_messages_without_receives_do_not_starve_the_loop(make_transp
         await asyncio.sleep(0)
         slowest_s = max(slowest_s, loop.time() - start_s)
     assert slowest_s < 0.5
+
+
+async def test_an_error_in_progress_fails_the_futures_and_not_the_loop(make_transport, monkeypatch):
+    a, b = await make_transport(0), await make_transport(1)
+    await join(a, b)
+    await transfer(a, b, LARGE, 1)
+    held = [a.recv(np.zeros(8), 1, tag(2)), a.send(data(LARGE, 1), 1, tag(3))]
+    await asyncio.sleep(0.01)
+
+    class BrokenWorker:
+        def progress_once(self):
+            raise a._ucxx.UCXIOError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(a, "_worker", BrokenWorker())
+        a._progress()
+    for future in (*held, a.send(data(8, 1), 1, tag(4))):
+        with pytest.raises(TransferError, match="no progress any more: injected"):
+            await within(future)
+    await within(a.aclose())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""transport: moves buffers between actors. Imports nothing; take `memory` or `ucx`, both keep `base.Transport`."""

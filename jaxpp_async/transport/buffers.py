@@ -39,8 +39,8 @@ def locate(buffer: Any, *, writable: bool) -> tuple[int, int]:
             return ctypes.addressof(_Start.from_buffer(buffer)), buffer.nbytes  # pyright: ignore[reportArgumentType]
         except (TypeError, ValueError, BufferError):
             pass
-    elif hasattr(buffer, "__cuda_array_interface__"):
-        return _locate_on_device(buffer.__cuda_array_interface__, writable)
+    elif (interface := getattr(buffer, "__cuda_array_interface__", None)) is not None:
+        return _locate_on_device(interface, writable)
     _check_array(buffer, writable)
     return buffer.__array_interface__["data"][0], buffer.nbytes
 

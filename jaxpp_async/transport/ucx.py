@@ -231,12 +231,18 @@ class UCXTransport:
                 if num_steps < _STEPS_PER_ROUND and worker.arm():
                     return
         except self._ucxx.UCXError as error:
-            self._loop.remove_reader(self._descriptor)
-            for link in self._links.values():
-                self._fail_link(link, f"UCX makes no progress any more: {error}")
-            self._deliver()
+            self._stop(f"UCX makes no progress any more: {error}")
             return
         self._kick()
+
+    def _stop(self, cause: str) -> None:
+        """The worker is broken: fail every future now. The buffers stay held, for UCX did not say that it is done."""
+        self._loop.remove_reader(self._descriptor)
+        for link in self._links.values():
+            self._fail_link(link, cause)
+        self._deliver()
+        for transfer in self._open.values():
+            self._finish(transfer, STATUS_CANCELED, 0)
 
     def _deliver(self) -> None:
         if self._failed:
