@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import warnings
 from contextlib import asynccontextmanager
 
@@ -572,6 +573,46 @@ async def test_sharded_arrays_travel(spec, kind):
             assert reply.stats.peak_bytes == 2 * aval.size_bytes
         pool = h.actors[1]._parts.machine.pool
         assert all(b.array is not None for buffers in pool._free.values() for b in buffers)
+
+
+async def test_sharded_pipeline_with_collectives_under_random_delays():
+    """Three actors over four shared devices: replicas are sent once, and messages overtake each other."""
+    rng, n = random.Random(0), 4
+    network = MemoryNetwork(delay=lambda *_: rng.random() * 0.002)
+    spec, whole = ("data", "model"), Aval((), "float32")
+    aval = Aval((8, 4), "float32", spec)
+    mesh = AbstractMesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    code = blob(lambda x: (x * 2, x.sum()), aval, mesh=mesh, in_specs=[spec], out_specs=[spec, ()])
+    first, second, third = [Input(0, 0, aval)], [], []
+    for k in range(n):
+        a, b = 1 + 2 * k, 2 + 2 * k
+        first += [Run("f", 0, (0,), (a, b)), Send(a, 1, k), Send(b, 2, n + k), Delete(a), Delete(b)]
+        a, b, c = 3 * k, 3 * k + 1, 3 * k + 2
+        second += [Recv(a, 0, k, aval), Run("f", 0, (a,), (b, c)), Send(b, 2, k), Delete(a), Delete(b), Delete(c)]
+        a, b, c, d = range(4 * k, 4 * k + 4)
+        third += [Recv(a, 1, k, aval), Recv(b, 0, n + k, whole), Run("f", 0, (a,), (c, d)), Delete(a)]
+        third += [Output(b, 3 * k), Output(c, 3 * k + 1), Output(d, 3 * k + 2)]
+    async with harness(3, network=network, spmd_mesh=AXES, axis_types=("auto", "auto")) as h:
+        await h.load(0, first, [aval] + [aval, whole] * n, [code])
+        await h.load(1, second, [aval, aval, whole] * n, [code])
+        await h.load(2, third, [aval, whole, aval, whole] * n, [code])
+        for number in range(5):
+            value = np.random.default_rng(number).normal(size=(8, 4)).astype(np.float32)
+            await h.put(0, number, value, spec)
+            ids = {k: 1000 + 100 * number + k for k in range(3 * n)}
+            fields = {"epoch": 1, "step": number, "program_id": 0}
+            replies = [
+                await h.start(2, m.Step, inputs={}, outputs=ids, **fields),
+                await h.start(1, m.Step, inputs={}, outputs={}, **fields),
+                await h.start(0, m.Step, inputs={0: number}, outputs={}, **fields),
+            ]
+            replies = await asyncio.wait_for(asyncio.gather(*replies), TIMEOUT_S)
+            assert all(isinstance(reply, m.StepDone) for reply in replies), replies
+            found = await h.fetch(2, *ids.values())
+            for k in range(n):
+                np.testing.assert_allclose(found[3 * k], value.sum(), rtol=1e-5, atol=1e-5)
+                np.testing.assert_array_equal(found[3 * k + 1], value * 8)
+                np.testing.assert_allclose(found[3 * k + 2], value.sum() * 4, rtol=1e-5, atol=1e-5)
 
 
 async def test_unusable_donation_does_not_warn():

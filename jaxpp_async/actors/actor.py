@@ -24,7 +24,7 @@ from jaxpp_async.actors.devices import INLINE_DEVICES, Devices, package_versions
 from jaxpp_async.actors.executables import Executables
 from jaxpp_async.actors.host_values import HostValues
 from jaxpp_async.actors.loading import load_program
-from jaxpp_async.actors.plan import BindInput, ExecutionPlan, KeepOutput
+from jaxpp_async.actors.plan import ExecutionPlan
 from jaxpp_async.actors.receive_pool import ReceivePool
 from jaxpp_async.actors.shards import Layouts
 from jaxpp_async.actors.step_run import LoadedProgram, Machine, StepFailure, StepRun
@@ -228,8 +228,8 @@ class Actor:
         for array_id in donated:
             self._store.remove(array_id)
         results: dict[int, Entry] = {}
-        for command in program.plan.commands:
-            if isinstance(command, KeepOutput) and command.result in message.outputs:
+        for command in program.plan.keeps:
+            if command.result in message.outputs:
                 aval = program.plan.avals[command.buffer]
                 results[command.result] = self._store.expect(message.outputs[command.result], aval)
         return StepRun(message, program, parts.machine, bound, results, self._step_ended)
@@ -237,9 +237,7 @@ class Actor:
     def _bind(self, plan: ExecutionPlan, message: m.Step) -> tuple[dict[int, Entry], list[int]]:
         bound: dict[int, Entry] = {}
         donated: list[int] = []
-        for command in plan.commands:
-            if not isinstance(command, BindInput):
-                continue
+        for command in plan.binds:
             if command.arg not in message.inputs:
                 raise ProtocolError(f"step argument {command.arg} names no array", actor=self.actor_id)
             array_id = message.inputs[command.arg]

@@ -99,6 +99,8 @@ class ExecutionPlan:
         next_run: for each `Run` instruction, the next one, or None where that one must not be issued before the
             instructions between the two are done.
         max_receives: for each aval, the most receive buffers that the program holds at once.
+        binds: the commands that bind step arguments.
+        keeps: the commands that make step results.
     """
 
     program: ActorProgram
@@ -107,6 +109,8 @@ class ExecutionPlan:
     counted: tuple[bool, ...]
     next_run: dict[int, int | None]
     max_receives: dict[Aval, int]
+    binds: tuple[BindInput, ...]
+    keeps: tuple[KeepOutput, ...]
 
     def text(self, instruction: int) -> str:
         """The instruction as a user reads it, with its position."""
@@ -146,6 +150,8 @@ class _Planner:
             counted=tuple(self.counted),
             next_run=_next_runs(commands),
             max_receives=_max_receives(commands),
+            binds=tuple(c for c in commands if isinstance(c, BindInput)),
+            keeps=tuple(c for c in commands if isinstance(c, KeepOutput)),
         )
 
     def _command(self, instruction: Instruction) -> Command:

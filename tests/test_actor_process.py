@@ -1,0 +1,77 @@
+"""What an actor does to a JAX that is its own, seen from a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+SCRIPT = """
+import asyncio, json, os, sys
+import numpy as np
+sys.path.insert(0, sys.argv[1])
+from jaxpp_async.actors import messages as m
+from jaxpp_async.actors.actor import Actor
+from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
+
+async def main():
+    replies = asyncio.Queue()
+    network = MemoryNetwork()
+    actor = Actor(0, make_transport=lambda name: MemoryTransport(network, 0), send=replies.put_nowait)
+    await actor.handle(m.Configure(
+        request=1, spmd_mesh=(("data", 2), ("model", 2)), axis_types=("auto", "auto"), platform="cpu",
+        jax_config={"jax_enable_x64": True}, cache_dir=sys.argv[1] + "/cache", setup="hook:prepare",
+        transport="memory", epoch=1))
+    ready = await replies.get()
+    assert isinstance(ready, m.Ready), ready.traceback
+
+    import jax
+    from jax import export
+    from jaxpp_async.program import ActorProgram, Aval, Input, Output, Run
+    aval = Aval((4,), "float64", ("data",))
+    spec = jax.sharding.NamedSharding(actor._parts.machine.layouts.devices.mesh, jax.sharding.PartitionSpec("data"))
+    double = jax.jit(lambda x: (x * 2,), in_shardings=spec, out_shardings=spec)
+    blob = bytes(export.export(double)(jax.ShapeDtypeStruct((4,), "float64")).serialize())
+    program = ActorProgram(0, (Input(0, 0, aval), Run("f", 0, (0,), (1,)), Output(1, 0)), (aval, aval))
+    await actor.handle(m.Load(2, 0, str(program), {0: "f"}, {"f": blob}))
+    loaded = await replies.get()
+    assert isinstance(loaded, m.Loaded), loaded.traceback
+    put = m.Put(1, aval, np.arange(4.0).tobytes())
+    await actor.handle(m.Step(3, 1, 0, 0, {0: 1}, {0: 2}, puts=(put,), frees_after=(1,)))
+    done = await replies.get()
+    await actor.handle(m.Fetch(4, (2,), (1,)))
+    fetched = await replies.get()
+    await actor.handle(m.Shutdown(5))
+    assert isinstance(await replies.get(), m.Done)
+    print(json.dumps({
+        "devices": ready.devices, "versions": sorted(ready.versions), "live_buffers": done.stats.live_buffers,
+        "values": np.frombuffer(fetched.arrays[0][2]).tolist(), "cached": len(os.listdir(sys.argv[1] + "/cache")),
+        "hook": os.environ.get("HOOK"),
+    }))
+
+asyncio.run(main())
+"""
+
+HOOK = """
+import os
+from jax._src import xla_bridge
+def prepare():
+    os.environ["HOOK"] = "before JAX" if not xla_bridge.backends_are_initialized() else "too late"
+"""
+
+
+def test_an_actor_process_configures_its_own_jax(tmp_path):
+    (tmp_path / "hook.py").write_text(HOOK)
+    out = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert out.returncode == 0, out.stderr
+    found = json.loads(out.stdout)
+    assert found.pop("cached") > 0, "small executables are not in the compilation cache"
+    assert found == {
+        "devices": ["cpu:0", "cpu:1", "cpu:2", "cpu:3"],
+        "versions": ["jax", "jaxlib", "jaxpp-async", "ml_dtypes", "numpy"],
+        "live_buffers": 1,
+        "values": [0.0, 2.0, 4.0, 6.0],
+        "hook": "before JAX",
+    }
