@@ -1,0 +1,128 @@
+"""The entry of an actor process: `python -m jaxpp_async.actors`, started by a launcher and by nobody else.
+
+Stdin brings one line of JSON (configuration and secret), then a byte every few seconds. JAX is not imported before the
+CPU affinity is set: its thread pools are sized by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import json
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+
+from jaxpp_async.actors.lifeline import ExitCode, die_with_parent, leave, watch_stdin
+from jaxpp_async.errors import HandshakeError
+
+_MAX_LINE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """The first line of stdin; `LocalLauncher._first_line` writes it."""
+
+    actor_id: int
+    incarnation: int
+    secret: bytes
+    controller: tuple[str, int]
+    parent_pid: int | None
+    cores: tuple[int, ...]
+    lease_s: float
+    actor: str
+    max_frame_bytes: int
+
+
+def main() -> None:
+    """Run one actor to its end; the exit status is an `ExitCode`."""
+    faulthandler.enable()  # a crash in native code prints where, and the controller shows it
+    try:
+        config = _parse(_read_line(0))
+    except (ValueError, KeyError, TypeError) as error:
+        # Never the line itself: it holds the secret.
+        print(
+            f"python -m jaxpp_async.actors is started by a mesh, not by hand ({type(error).__name__})", file=sys.stderr
+        )
+        leave(ExitCode.CONFIG)
+        return
+    if config.parent_pid is not None:
+        die_with_parent(config.parent_pid)
+    watch_stdin(_take_stdin(), config.lease_s, leave)
+    if config.cores:
+        os.sched_setaffinity(0, config.cores)
+    leave(_run(config))
+
+
+def _run(config: _Config) -> ExitCode:
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve_and_leave(config))
+
+
+async def _serve_and_leave(config: _Config) -> ExitCode:
+    """Serve, then end the process from inside the loop: closing a loop waits for its threads, which JAX may hold."""
+    try:
+        code = await _serve(config)
+    except HandshakeError as error:
+        print(error, file=sys.stderr)
+        code = ExitCode.REFUSED
+    except OSError as error:
+        print(f"lost the controller at {config.controller}: {error}", file=sys.stderr)
+        code = ExitCode.CONNECTION_LOST
+    except BaseException:  # the last frame of the process: whatever it is, it is printed and becomes the exit status
+        traceback.print_exc()
+        code = ExitCode.CRASH
+    leave(code)
+    return code
+
+
+async def _serve(config: _Config) -> ExitCode:
+    from jaxpp_async.actors.connection import connect_tcp
+    from jaxpp_async.actors.inline import load_actor_class
+    from jaxpp_async.actors.launch import make_process_transport
+    from jaxpp_async.actors.protocol import Identity
+    from jaxpp_async.actors.serve import serve
+
+    return await serve(
+        Identity(config.actor_id, config.incarnation),
+        config.secret,
+        connect=lambda connection: connect_tcp(connection, *config.controller),
+        # Imported after the handshake: importing JAX takes longer than a handshake may.
+        make_actor=lambda actor_id, **seams: load_actor_class(config.actor)(actor_id, **seams),  # noqa: PLW0108
+        make_transport=lambda kind: make_process_transport(kind, config.actor_id),
+        max_frame_bytes=config.max_frame_bytes,
+    )
+
+
+def _read_line(descriptor: int) -> bytes:
+    line = bytearray()
+    while b"\n" not in line:
+        data = os.read(descriptor, 4096)
+        if not data or len(line) > _MAX_LINE_BYTES:
+            raise ValueError("no configuration on stdin")
+        line += data
+    return bytes(line.partition(b"\n")[0])
+
+
+def _parse(line: bytes) -> _Config:
+    values = json.loads(line)
+    values["secret"] = bytes.fromhex(values["secret"])
+    values["controller"] = tuple(values["controller"])
+    values["cores"] = tuple(values["cores"])
+    return _Config(**values)
+
+
+def _take_stdin() -> int:
+    """Move the lifeline away from descriptor 0, so that no child and no `input()` reads from it."""
+    lifeline = os.dup(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return lifeline
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""bringup: from a launcher to connected, configured actors. Used once by `Controller.start`.
+
+All actors come up in parallel; the first that fails ends the launch, and the caller stops what has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from typing import Any, TypeVar
+
+from jaxpp_async.actors.connection import Connection
+from jaxpp_async.actors.failure import ActorInfo, describe_end, launch_error, remote_error
+from jaxpp_async.actors.gate import Gate
+from jaxpp_async.actors.launch import ActorHandle, Launcher, LaunchSpec
+from jaxpp_async.actors.messages import Configure, Ready
+from jaxpp_async.actors.protocol import Identity
+from jaxpp_async.actors.rpc import ActorLink
+from jaxpp_async.errors import ActorError, HandshakeError, LaunchError, RemoteError
+
+_LOG = logging.getLogger("jaxpp_async")
+_VERSIONED = ("jax", "jaxlib")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ActorConfig:
+    """What every actor of a mesh is configured with; see `messages.Configure`."""
+
+    spmd_mesh: tuple[tuple[str, int], ...] = ()
+    axis_types: tuple[str, ...] = ()
+    platform: str = "cpu"
+    jax_config: Mapping[str, Any] = field(default_factory=dict)
+    cache_dir: str | None = None
+    setup: str | None = None
+    transport: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class Bringup:
+    """Starts one mesh's actors.
+
+    Args:
+        launcher: starts them. gate: lets them in.
+        timeout_s: until every actor is ready.
+        say: told what is going on.
+
+    Attributes:
+        handles: every actor started so far, for whoever has to stop them.
+    """
+
+    def __init__(self, launcher: Launcher, gate: Gate, *, timeout_s: float, say: Callable[[str], None]):
+        self._launcher, self._gate, self._timeout_s, self._say = launcher, gate, timeout_s, say
+        self.handles: dict[int, ActorHandle] = {}
+
+    async def start_actor(self, spec: LaunchSpec) -> ActorLink:
+        """Start one actor and wait for its connection.
+
+        Raises:
+            LaunchError: it did not start, died, or did not connect in time. HandshakeError: it runs another version.
+        """
+        arrival = self._gate.expect(Identity(spec.actor_id, spec.incarnation))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                handle = self.handles[spec.actor_id] = await self._launcher.start(spec, self._gate.adopt)
+                connection = await self._unless_dead(spec.actor_id, arrival)
+        except OSError as error:
+            if isinstance(error, TimeoutError):
+                raise self._late(spec.actor_id, "did not connect") from None
+            raise launch_error(spec.actor_id, f"could not be started: {error}") from error
+        return make_link(spec.actor_id, handle, connection)
+
+    async def configure(self, link: ActorLink, message: Configure) -> None:
+        """Start JAX and the transport on one actor.
+
+        Raises:
+            LaunchError: it failed, died or took too long. HandshakeError: its JAX is another version.
+        """
+        actor_id = link.info.id
+        task = asyncio.get_running_loop().create_task(link.call(message, Ready), name=f"configure actor {actor_id}")
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                ready: Ready = await self._unless_dead(actor_id, task)
+        except TimeoutError:
+            raise self._late(actor_id, "connected but did not start JAX and the transport") from None
+        except RemoteError as error:
+            raise LaunchError(f"could not start JAX and the transport on {error}", **_where(link)) from error
+        finally:
+            task.cancel()
+        check_library_versions(link.info, ready.versions)
+        link.info = replace(link.info, devices=ready.devices, state="ready")
+        link.address = ready.address
+        self._say(f"{link.info} is ready: {', '.join(ready.devices)}")
+
+    async def _unless_dead(self, actor_id: int, wanted: asyncio.Future[T]) -> T:
+        """Wait for `wanted`, or raise if the actor dies first."""
+        handle = self.handles[actor_id]
+        dead = asyncio.get_running_loop().create_task(handle.wait_dead(), name=f"watch the start of actor {actor_id}")
+        try:
+            await asyncio.wait([wanted, dead], return_when=asyncio.FIRST_COMPLETED)
+            if dead.done() and not (wanted.done() and not wanted.cancelled() and wanted.exception() is None):
+                if wanted.done() and isinstance(wanted.exception(), HandshakeError):
+                    return wanted.result()  # why it died
+                death = dead.result()
+                raise launch_error(actor_id, f"{describe_end(death.returncode)} before it was ready", death.output_tail)
+            return await wanted
+        finally:
+            dead.cancel()
+
+    def _late(self, actor_id: int, what: str) -> ActorError:
+        handle = self.handles.get(actor_id)
+        tail = handle.output_tail() if handle is not None else ()
+        return launch_error(actor_id, f"{what} within {self._timeout_s:g} s", tail)
+
+
+def make_link(actor_id: int, handle: ActorHandle, connection: Connection) -> ActorLink:
+    """The controller's end of an actor that has just connected."""
+    link = ActorLink(ActorInfo(actor_id, handle.host, handle.pid, (), "starting"), handle, connection)
+    connection.on_message = lambda message: _on_message(link, message)
+    connection.on_closed = lambda error: _lose(link, error)
+    return link
+
+
+def _on_message(link: ActorLink, message: Any) -> None:
+    failed = link.settle(message)
+    if failed is not None:  # the actor itself failed: whatever was asked of it gets the reason
+        for waiter in link.waiters.values():
+            waiter.fail(remote_error(link.info, failed))
+
+
+def _lose(link: ActorLink, error: Exception | None) -> None:
+    for waiter in link.waiters.values():
+        waiter.fail(launch_error(link.info.id, f"closed its control connection before it was ready: {error}"))
+
+
+def check_library_versions(actor: ActorInfo, versions: Mapping[str, str]) -> None:
+    """Raises:
+    HandshakeError: an actor runs another JAX than the controller, which exports programs for its own.
+    """
+    for name in _VERSIONED:
+        theirs = versions.get(name)
+        ours = metadata.version(name) if theirs is not None else None
+        if theirs != ours:
+            raise HandshakeError(
+                f"{actor} runs {name} {theirs}, the controller {ours}; install the same version on both",
+                actor=actor.id,
+                host=actor.host,
+                pid=actor.pid,
+            )
+
+
+async def all_of(coroutines: Mapping[int, Coroutine[Any, Any, T]], what: str) -> dict[int, T]:
+    """Run one coroutine an actor at once. The first error ends the others and is raised as it is."""
+    loop = asyncio.get_running_loop()
+    tasks = {actor: loop.create_task(c, name=f"{what}, actor {actor}") for actor, c in coroutines.items()}
+    if not tasks:
+        return {}
+    try:
+        done, _ = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        return {actor: task.result() for actor, task in tasks.items()}
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+def _where(link: ActorLink) -> dict[str, Any]:
+    return {"actor": link.info.id, "host": link.info.host, "pid": link.info.pid}

@@ -1,0 +1,627 @@
+"""controller: owns the actors of one mesh: starts them, loads programs, runs steps, gathers failures, stops everything.
+Programs and numpy arrays in, step statistics and numpy arrays out. No jax.
+
+The first failure wins: it ends every pending call, the other actors are told to abort, and the mesh is closed.
+Everything runs on one event loop; only `free` may be called from other threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+from collections import defaultdict, deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+import jaxpp_async
+from jaxpp_async.actors.bringup import ActorConfig, Bringup, all_of
+from jaxpp_async.actors.failure import ActorInfo, abandoned, died_error, is_consequence, lost_error, remote_error
+from jaxpp_async.actors.gate import Gate
+from jaxpp_async.actors.handshake import SECRET_BYTES
+from jaxpp_async.actors.host_data import HostValue, from_bytes, prepare_put
+from jaxpp_async.actors.launch import ActorHandle, Launcher, LaunchSpec
+from jaxpp_async.actors.messages import (
+    INLINE_BYTES,
+    Abort,
+    ArrayId,
+    Configure,
+    Connect,
+    Done,
+    Fetch,
+    Fetched,
+    Inspect,
+    Inspected,
+    Load,
+    Loaded,
+    Put,
+    Shutdown,
+    Step,
+    Store,
+)
+from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
+from jaxpp_async.actors.rpc import ActorLink, Call, StepHandle, Waiter
+from jaxpp_async.errors import ActorError, MeshClosedError, ProtocolError, StepAbortedError, TransferError
+from jaxpp_async.program import CONTROLLER, ActorId, ActorProgram, Aval
+from jaxpp_async.transport.base import HOST_CHANNEL, Transport, make_tag
+
+_LOG = logging.getLogger("jaxpp_async")
+
+LAUNCH_TIMEOUT_S = 120.0
+GRACE_S = 1.0
+"""How long a failure that looks like a consequence waits for its cause to be noticed."""
+
+SHUTDOWN_S, TERMINATE_S, KILL_S = 4.0, 1.5, 1.5
+"""What actors may take to end when asked, when signalled, and to be reaped when killed."""
+
+
+class Controller:
+    """The one owner of a mesh's actors. Made by `Controller.start`.
+
+    Attributes:
+        cause: the failure that ended the mesh, or None.
+    """
+
+    def __init__(self, launcher: Launcher, say: Callable[[str], None]):
+        loop = asyncio.get_running_loop()
+        self.cause: ActorError | None = None
+        self._loop, self._launcher, self._say = loop, launcher, say
+        self._links: dict[ActorId, ActorLink] = {}
+        self._handles: dict[ActorId, ActorHandle] = {}
+        self._gate: Gate | None = None
+        self._transport: Transport | None = None
+        self._epoch = 0
+        self._requests, self._steps = itertools.count(), itertools.count()
+        self._arrays, self._programs = itertools.count(), itertools.count()
+        self._actors_of: dict[int, tuple[ActorId, ...]] = {}
+        self._frees: deque[tuple[ActorId, ArrayId]] = deque()  # appended to by any thread, also inside a collection
+        self._under_way: dict[int, StepHandle] = {}
+        self._broken: asyncio.Future[None] = loop.create_future()
+        self._cause_raised = False
+        self._suspicion: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closing: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------ start
+
+    @classmethod
+    async def start(
+        cls,
+        num_actors: int,
+        launcher: Launcher,
+        config: ActorConfig | None = None,
+        *,
+        launch_timeout_s: float = LAUNCH_TIMEOUT_S,
+        max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+        make_transport: Callable[[str], Transport] | None = None,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> Controller:
+        """Start actors and connect everyone with everyone.
+
+        Args:
+            num_actors: how many, at least 1.
+            launcher: starts them; belongs to the controller from here on.
+            config: how each is set up.
+            launch_timeout_s: how long all of it may take.
+            max_frame_bytes: the longest control frame.
+            make_transport: the controller's own end of the data plane; default: the launcher's.
+            on_progress: called with a line of text at each stage of launching and loading.
+
+        Raises:
+            LaunchError: an actor did not come up; has the end of its output.
+            HandshakeError: an actor runs other versions.
+        """
+        self = cls(launcher, on_progress or (lambda text: None))
+        try:
+            await self._start(num_actors, config or ActorConfig(), launch_timeout_s, max_frame_bytes, make_transport)
+        except BaseException as error:  # also a cancellation: whatever it is, nothing that was started may be left
+            if isinstance(error, ActorError):
+                self._cause_raised, self.cause = True, error
+            await self._kill_everything()
+            raise
+        return self
+
+    async def _start(
+        self,
+        num_actors: int,
+        config: ActorConfig,
+        timeout_s: float,
+        max_frame_bytes: int,
+        make_transport: Callable[[str], Transport] | None,
+    ) -> None:
+        launcher, secret = self._launcher, secrets.token_bytes(SECRET_BYTES)
+        gate = Gate(secret, version=jaxpp_async.__version__, max_frame_bytes=max_frame_bytes)
+        self._gate = gate
+        address = await gate.listen(launcher.listen_host) if launcher.listen_host is not None else None
+        bringup = Bringup(launcher, gate, timeout_s=timeout_s, say=self._tell)
+        self._handles = bringup.handles
+        self._tell(f"starting {num_actors} actor{'s' if num_actors != 1 else ''}")
+        kind = config.transport or launcher.transports[0]
+
+        async def bring_up(actor_id: ActorId) -> ActorLink:
+            spec = LaunchSpec(actor_id, num_actors, 0, secret, address, config.platform, config.env, max_frame_bytes)
+            link = self._links[actor_id] = await bringup.start_actor(spec)
+            await bringup.configure(link, self._configure(config, kind))
+            return link
+
+        links = await all_of({i: bring_up(i) for i in range(num_actors)}, "start")
+        for link in links.values():
+            self._supervise(link)
+        self._transport = (make_transport or launcher.make_transport)(kind)
+        addresses = {i: link.address for i, link in links.items()} | {CONTROLLER: self._transport.address}
+        for actor_id in links:
+            await self._transport.connect(actor_id, addresses[actor_id])
+        await self._call_all(lambda i: Connect(self._request(), self._epoch, addresses), Done, "connect")
+
+    def _configure(self, config: ActorConfig, kind: str) -> Configure:
+        return Configure(
+            request=self._request(),
+            spmd_mesh=config.spmd_mesh,
+            axis_types=config.axis_types,
+            platform=config.platform,
+            jax_config=dict(config.jax_config),
+            cache_dir=config.cache_dir,
+            setup=config.setup,
+            transport=kind,
+            epoch=self._epoch,
+        )
+
+    def _supervise(self, link: ActorLink) -> None:
+        """From here on a death, a lost connection or a failure of this actor is the mesh's."""
+        link.connection.on_message = lambda message: self._on_message(link, message)
+        link.connection.on_closed = lambda error: self._on_lost(link, error)
+        self._own(self._watch(link), f"watch actor {link.info.id}")
+        if not link.connection.is_open:
+            self._on_lost(link, None)
+
+    # ------------------------------------------------------------ what a mesh asks
+
+    @property
+    def actors(self) -> tuple[ActorInfo, ...]:
+        """Where each actor is and how it does, in order of id."""
+        return tuple(link.info for _, link in sorted(self._links.items()))
+
+    @property
+    def is_closed(self) -> bool:
+        """The mesh has failed, or was closed."""
+        return self.cause is not None or self._closing is not None
+
+    def new_array_id(self) -> ArrayId:
+        """An id that no array of this mesh has had."""
+        return next(self._arrays)
+
+    def new_program_id(self) -> int:
+        """An id that no program of this mesh has had."""
+        return next(self._programs)
+
+    async def load(
+        self,
+        program_id: int,
+        programs: Mapping[ActorId, ActorProgram],
+        executables: Mapping[ActorId, Mapping[int, str]],
+        blobs: Mapping[str, bytes],
+    ) -> dict[ActorId, Loaded]:
+        """Compile one program on every actor that has a part in it. There is no deadline, but a death ends it.
+
+        Args:
+            program_id: from `new_program_id`.
+            programs: each actor's part.
+            executables: for each actor, the content key of each executable index that its part uses.
+            blobs: serialized executables by content key. Each goes to each actor at most once.
+
+        Raises:
+            RemoteError: an executable does not compile; the mesh goes on. ActorError: the mesh failed.
+        """
+        self._check_usable()
+
+        async def load_one(link: ActorLink) -> Loaded:
+            keys = dict(executables.get(link.info.id, {}))
+            new = set(keys.values()) - link.known_blobs
+            text = str(programs[link.info.id])
+            message = Load(self._request(), program_id, text, keys, {key: blobs[key] for key in sorted(new)})
+            link.known_blobs |= new
+            try:
+                return await link.call(message, Loaded)
+            except ActorError:
+                link.known_blobs -= new  # what the actor kept of them is unknown: send them again
+                raise
+
+        self._tell(f"compiling on {len(programs)} actor{'s' if len(programs) != 1 else ''}")
+        loaded = await all_of({i: load_one(self._links[i]) for i in sorted(programs)}, "load")
+        self._actors_of[program_id] = tuple(sorted(programs))
+        return loaded
+
+    def start_step(
+        self,
+        program_id: int,
+        inputs: Mapping[ActorId, Mapping[int, ArrayId]],
+        outputs: Mapping[ActorId, Mapping[int, ArrayId]],
+        *,
+        puts: Mapping[ActorId, Sequence[HostValue]] | None = None,
+        frees_after: Mapping[ActorId, Sequence[ArrayId]] | None = None,
+    ) -> StepHandle:
+        """Send one frame to each actor of a loaded program. Does not wait; steps run in the order of these calls.
+
+        Args:
+            program_id: which program.
+            inputs: for each actor, the array of each step argument that its part binds.
+            outputs: for each actor, the new array of each result that its part makes.
+            puts: host values that go to each actor first; must not change before the handle's `wait_sent`.
+            frees_after: arrays to free on each actor when the step is done.
+
+        Raises:
+            MeshClosedError: the mesh is closed or has failed.
+        """
+        self._check_usable()
+        actors = self._actors_of[program_id]
+        handle = StepHandle(next(self._steps), program_id, actors)
+        frees = self._take_frees()
+        sends: list[asyncio.Future[None]] = []
+        messages: list[tuple[ActorLink, Step, list[tuple[int, np.ndarray[Any, Any]]]]] = []
+        for actor in actors:
+            link = self._links[actor]
+            small, large = self._prepare_puts(link, (puts or {}).get(actor, ()))
+            message = Step(
+                request=self._request(),
+                epoch=self._epoch,
+                step=handle.step,
+                program_id=program_id,
+                inputs=dict(inputs.get(actor, {})),
+                outputs=dict(outputs.get(actor, {})),
+                puts=small,
+                frees=frees.pop(actor, ()),
+                frees_after=tuple((frees_after or {}).get(actor, ())),
+            )
+            messages.append((link, message, large))
+        self._under_way[handle.step] = handle
+        handle.future.add_done_callback(lambda _: self._under_way.pop(handle.step, None))
+        for link, message, large in messages:
+            link.request(message, handle)
+            sends += self._send_values(link, large)
+        for actor, array_ids in frees.items():  # actors without a part in this step
+            self._frees.extend((actor, array_id) for array_id in array_ids)
+        handle.sends = tuple(sends)
+        return handle
+
+    async def put(self, values: Mapping[ActorId, Sequence[HostValue]]) -> None:
+        """Keep host values on actors, outside a step. Returns when they are there.
+
+        Raises:
+            ActorError: an actor or the mesh failed.
+        """
+        self._check_usable()
+        frees = self._take_frees()
+
+        async def put_one(link: ActorLink) -> None:
+            actor = link.info.id
+            small, large = self._prepare_puts(link, values.get(actor, ()))
+            call = Call(Done)
+            link.request(Store(self._request(), small, frees.get(actor, ())), call)
+            self._send_values(link, large)
+            await link.connection.drain()
+            await call.future
+
+        actors = sorted(set(values) | set(frees))
+        await all_of({actor: put_one(self._links[actor]) for actor in actors}, "put")
+
+    async def fetch(self, wanted: Sequence[tuple[ActorId, ArrayId, Aval]]) -> list[np.ndarray[Any, Any]]:
+        """Bring whole arrays to the controller.
+
+        Args:
+            wanted: actor, array and its aval, one an array; keys come as their `uint32` data.
+
+        Raises:
+            RemoteError: an actor does not have the array; the mesh goes on. ActorError: the mesh failed.
+        """
+        self._check_usable()
+        self._send_frees()
+        by_actor: dict[ActorId, list[int]] = defaultdict(list)
+        for position, (actor, _, _) in enumerate(wanted):
+            by_actor[actor].append(position)
+        fetches = {
+            actor: self._fetch_from(self._links[actor], [wanted[p][1:] for p in positions])
+            for actor, positions in by_actor.items()
+        }
+        results: list[Any] = [None] * len(wanted)
+        for actor, arrays in (await all_of(fetches, "fetch")).items():
+            for position, array in zip(by_actor[actor], arrays, strict=True):
+                results[position] = array
+        return results
+
+    def free(self, actor: ActorId, array_id: ArrayId) -> None:
+        """Free an array with the next request to its actor. Any thread may call this, also in a collection."""
+        self._frees.append((actor, array_id))
+
+    async def inspect(self) -> dict[ActorId, dict[str, int]]:
+        """Each actor's numbers, such as `live_arrays` and `file_descriptors`; pending frees are sent before.
+
+        Raises:
+            ActorError: an actor or the mesh failed.
+        """
+        self._check_usable()
+        self._send_frees()
+        replies = await self._call_all(lambda i: Inspect(self._request()), Inspected, "inspect")
+        return {actor: reply.numbers for actor, reply in replies.items()}
+
+    # ------------------------------------------------------------ requests and host values
+
+    def _request(self) -> int:
+        return next(self._requests)
+
+    async def _call_all(self, make: Callable[[ActorId], Any], expected: type, what: str) -> dict[ActorId, Any]:
+        calls = {i: link.call(make(i), expected) for i, link in sorted(self._links.items())}
+        return await all_of(calls, what)
+
+    def _take_frees(self) -> dict[ActorId, tuple[ArrayId, ...]]:
+        frees: dict[ActorId, list[ArrayId]] = defaultdict(list)
+        with contextlib.suppress(IndexError):  # emptied; other threads may append meanwhile
+            while True:
+                actor, array_id = self._frees.popleft()
+                frees[actor].append(array_id)
+        return {actor: tuple(array_ids) for actor, array_ids in frees.items()}
+
+    def _send_frees(self) -> None:
+        for actor, array_ids in self._take_frees().items():
+            self._links[actor].request(Store(self._request(), (), array_ids), Call(Done, awaited=False))
+
+    def _prepare_puts(
+        self, link: ActorLink, values: Iterable[HostValue]
+    ) -> tuple[tuple[Put, ...], list[tuple[int, np.ndarray[Any, Any]]]]:
+        puts, large = [], []
+        for value in values:
+            sequence = link.next_sequence() if value.value.nbytes > INLINE_BYTES else 0
+            put, data = prepare_put(value, sequence)
+            puts.append(put)
+            if data is not None:
+                large.append((sequence, data))
+        return tuple(puts), large
+
+    def _send_values(
+        self, link: ActorLink, values: Iterable[tuple[int, np.ndarray[Any, Any]]]
+    ) -> list[asyncio.Future[None]]:
+        assert self._transport is not None
+        sends = []
+        for sequence, data in values:
+            send = self._transport.send(data, link.info.id, make_tag(self._epoch, HOST_CHANNEL, sequence))
+            send.add_done_callback(lambda done: self._on_transfer_done(link, done))
+            sends.append(send)
+        return sends
+
+    async def _fetch_from(self, link: ActorLink, wanted: Sequence[tuple[ArrayId, Aval]]) -> list[np.ndarray[Any, Any]]:
+        assert self._transport is not None
+        sequences = tuple(link.next_sequence() for _ in wanted)
+        arriving: dict[int, tuple[np.ndarray[Any, Any], asyncio.Future[None]]] = {}
+        for position, (_, aval) in enumerate(wanted):
+            if aval.size_bytes > INLINE_BYTES:
+                buffer = np.empty(aval.size_bytes, np.uint8)
+                tag = make_tag(self._epoch, HOST_CHANNEL, sequences[position])
+                receive = self._transport.recv(buffer, link.info.id, tag)
+                receive.add_done_callback(lambda done: self._on_transfer_done(link, done))
+                arriving[position] = (buffer, receive)
+        try:
+            request = Fetch(self._request(), tuple(array_id for array_id, _ in wanted), sequences)
+            fetched: Fetched = await link.call(request, Fetched)
+        except ActorError:
+            for _, receive in arriving.values():
+                receive.cancel()  # nothing will be sent
+            raise
+        # A cancelled await ends here: the receives go on, and the transport keeps their buffers until they are done.
+        if arriving:
+            receives = asyncio.gather(*(receive for _, receive in arriving.values()), return_exceptions=True)
+            await asyncio.wait([asyncio.shield(receives), self._broken], return_when=asyncio.FIRST_COMPLETED)
+            self._check_received(receives)
+        return [self._read_fetched(link, entry, arriving.get(k)) for k, entry in enumerate(fetched.arrays)]
+
+    def _check_received(self, receives: asyncio.Future[list[Any]]) -> None:
+        if self._broken.done():
+            self._check_usable()
+        for error in receives.result():
+            if isinstance(error, BaseException):
+                raise error
+
+    def _read_fetched(
+        self,
+        link: ActorLink,
+        entry: tuple[tuple[int, ...], str, bytes | None],
+        arrived: tuple[np.ndarray[Any, Any], asyncio.Future[None]] | None,
+    ) -> np.ndarray[Any, Any]:
+        shape, dtype, data = entry
+        if (data is None) != (arrived is not None):
+            raise ProtocolError(f"{link.info} sent {dtype}{list(shape)} by another way than its size calls for")
+        return from_bytes(data if arrived is None else arrived[0], shape, dtype)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------ failures
+
+    def _on_message(self, link: ActorLink, message: Any) -> None:
+        try:
+            failed = link.settle(message)
+        except ProtocolError as error:
+            self._fail(error)
+            return
+        if failed is not None:
+            error = remote_error(link.info, failed)
+            self._suspect(error) if is_consequence(failed) else self._fail(error)
+
+    async def _watch(self, link: ActorLink) -> None:
+        death = await link.handle.wait_dead()
+        self._fail(died_error(link.info, death, self._step_of(link)), dead=link)
+
+    def _on_lost(self, link: ActorLink, error: Exception | None) -> None:
+        """The connection ended; if the process did as well, its death says more."""
+        lost = lost_error(link.info, error, link.handle.output_tail(), self._step_of(link))
+        self._suspect(lost)
+
+    def _on_transfer_done(self, link: ActorLink, transfer: asyncio.Future[None]) -> None:
+        """A failed transfer of the controller's own: a hint that its actor may be dead."""
+        error = None if transfer.cancelled() else transfer.exception()
+        if error is not None:
+            text = f"a transfer between the controller and {link.info} failed: {error}"
+            self._suspect(TransferError(text, actor=link.info.id, host=link.info.host, pid=link.info.pid))
+
+    def _suspect(self, error: ActorError) -> None:
+        """Take `error` as the cause unless a better one is noticed within `GRACE_S`."""
+        if self._suspicion is None and not self.is_closed:
+            self._suspicion = self._loop.call_later(GRACE_S, self._fail, error)
+
+    def _step_of(self, link: ActorLink) -> int | None:
+        """The step that this actor is running: the oldest that it has not finished."""
+        return next((s for s, h in self._under_way.items() if h.waits_for(link.info.id)), None)
+
+    def _fail(self, error: ActorError, *, dead: ActorLink | None = None) -> None:
+        """End the mesh because of `error`, unless it has ended already: the first cause wins."""
+        if self.is_closed:
+            return
+        self.cause = error
+        if self._suspicion is not None:
+            self._suspicion.cancel()
+        _LOG.debug("the mesh failed: %s", error)
+        for link in self._links.values():
+            failed = dead is link or link.info.id == error.actor
+            link.info = replace(link.info, state="failed" if failed else "closed")
+        self._fail_waiters(error)
+        self._broken.set_result(None)
+        self._own(self._abort_others(error, dead), "abort after a failure")
+
+    def _fail_waiters(self, error: ActorError) -> None:
+        """The step under way and every call get `error`; steps behind it are aborted because of it."""
+        waiters: dict[int, Waiter] = {id(w): w for link in self._links.values() for w in link.waiters.values()}
+        first = error.step if error.step is not None else min(self._under_way, default=None)
+        for waiter in waiters.values():
+            if isinstance(waiter, StepHandle) and waiter.step != first:
+                text = f"step {waiter.step} was aborted: {str(error).splitlines()[0]}"
+                waiter.fail(abandoned(error, text, StepAbortedError, step=waiter.step))
+            else:
+                self._cause_raised |= waiter.is_awaited
+                waiter.fail(error)
+        for link in self._links.values():
+            link.waiters.clear()
+
+    async def _abort_others(self, error: ActorError, dead: ActorLink | None) -> None:
+        """Tell the living to drop everything; replies are of no interest any more."""
+        self._epoch += 1
+        for link in self._links.values():
+            if link is not dead and link.connection.is_open:
+                link.connection.on_message = _ignore
+                link.connection.send(Abort(self._request(), self._epoch, str(error)))
+        if self._transport is not None:
+            await self._transport.abort()
+
+    def _check_usable(self) -> None:
+        """Raises:
+        MeshClosedError: closed or failed. A cause that nobody has seen yet is raised itself, once.
+        """
+        if self.cause is not None:
+            if not self._cause_raised:
+                self._cause_raised = True
+                raise self.cause
+            summary = str(self.cause).splitlines()[0]
+            raise abandoned(self.cause, f"the mesh has failed: {summary}", MeshClosedError)
+        if self._closing is not None:
+            raise MeshClosedError("the mesh is closed; start a new one")
+
+    # ------------------------------------------------------------ end
+
+    async def aclose(self) -> None:
+        """Stop every actor and give everything back; ends within about ten seconds, whatever the actors do.
+
+        Steps under way fail with `MeshClosedError`. A failure that ended the mesh is not raised again. A second call
+        waits for the first. When it is cancelled, actors are killed at once.
+        """
+        if self._closing is None:
+            self._closing = self._loop.create_task(self._close(), name="close the mesh")
+        try:
+            await asyncio.shield(self._closing)
+        except asyncio.CancelledError:
+            for handle in self._handles.values():
+                handle.kill()
+            raise
+
+    async def _close(self) -> None:
+        for link in self._links.values():
+            for waiter in tuple(link.waiters.values()):
+                waiter.fail(MeshClosedError("the mesh was closed while this was under way"))
+            link.waiters.clear()
+            link.connection.on_message = _ignore
+            link.connection.on_closed = None
+            link.connection.send(Shutdown(self._request()))
+        if not self._broken.done():
+            self._broken.set_result(None)
+        if not await self._all_dead(SHUTDOWN_S):
+            for handle in self._handles.values():
+                handle.terminate()
+            if not await self._all_dead(TERMINATE_S):
+                _LOG.warning("actors did not end when asked to; killing them")
+        await self._kill_everything()
+
+    async def _kill_everything(self) -> None:
+        """The end of the end, also of a launch that failed."""
+        for handle in self._handles.values():
+            handle.kill()
+        if not await self._all_dead(KILL_S):
+            _LOG.warning("an actor's process could not be reaped")
+        if self._suspicion is not None:
+            self._suspicion.cancel()
+        for link in self._links.values():
+            link.connection.on_message = _ignore
+            link.connection.on_closed = None
+            link.connection.abort()
+            link.info = replace(link.info, state="closed")
+        if self._gate is not None:
+            await self._gate.aclose()
+        await _bounded(self._close_transport(), KILL_S, "the data plane did not close in time")
+        await _bounded(self._launcher.aclose(), KILL_S, "the launcher did not close in time")
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _close_transport(self) -> None:
+        if self._transport is not None:
+            await self._transport.aclose()
+
+    async def _all_dead(self, timeout_s: float) -> bool:
+        waits = [
+            self._loop.create_task(handle.wait_dead(), name=f"wait for the end of actor {actor}")
+            for actor, handle in self._handles.items()
+        ]
+        if not waits:
+            return True
+        _, pending = await asyncio.wait(waits, timeout=timeout_s)
+        for wait in pending:
+            wait.cancel()
+        return not pending
+
+    # ------------------------------------------------------------ small things
+
+    def _own(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        """Run a task until its end or the controller's; a bug in it is logged, not lost."""
+        task = self._loop.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._disown)
+
+    def _disown(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.error("%s failed", task.get_name(), exc_info=error)
+
+    def _tell(self, text: str) -> None:
+        _LOG.info("%s", text)
+        self._say(text)
+
+
+def _ignore(message: Any) -> None:
+    """A reply that came after the end."""
+
+
+async def _bounded(work: Coroutine[Any, Any, None], timeout_s: float, complaint: str) -> None:
+    """Wait for `work`, but not for ever, and go on whatever it raises: the end must be reached."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await work
+    except Exception as error:  # closing goes on, and this is said
+        _LOG.warning("%s: %r", complaint, error)

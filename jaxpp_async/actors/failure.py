@@ -1,0 +1,110 @@
+"""failure: what is known of a failure in, the error a user reads out. Pure functions; no I/O, no clock."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpp_async.actors.lifeline import EXIT_REASONS
+from jaxpp_async.actors.messages import Failed
+from jaxpp_async.actors.warden import Death
+from jaxpp_async.errors import ActorDiedError, ActorError, LaunchError, RemoteError
+
+_CONSEQUENCES = ("TransferError", "StepAbortedError", "CancelledError")
+"""Remote exceptions that usually follow from another actor's death, which may be noticed a moment later."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorInfo:
+    """Where an actor is.
+
+    Args:
+        state: `"starting"`, `"ready"`, `"failed"` or `"closed"`.
+        devices: one text a device, such as `"cpu:0"`.
+    """
+
+    id: int
+    host: str
+    pid: int
+    devices: tuple[str, ...]
+    state: str
+
+    def __str__(self) -> str:
+        return f"actor {self.id} (host {self.host}, pid {self.pid})"
+
+
+def is_consequence(failed: Failed) -> bool:
+    """Whether another failure probably stands behind this one."""
+    return failed.exception_type.rpartition(".")[2] in _CONSEQUENCES
+
+
+def remote_error(actor: ActorInfo, failed: Failed) -> RemoteError:
+    """The error for a request that failed on an actor."""
+    where = str(actor)
+    if failed.step is not None:
+        where += f", step {failed.step}"
+    if failed.instruction is not None:
+        where += f", {failed.instruction}"
+    text = f"{where}: {failed.exception_type}: {failed.message}"
+    if failed.traceback:
+        text += f"\n\nTraceback on the actor:\n{failed.traceback.rstrip()}"
+    return RemoteError(
+        text,
+        exception_type=failed.exception_type,
+        remote_traceback=failed.traceback,
+        step=failed.step,
+        instruction=failed.instruction,
+        **_place(actor),
+    )
+
+
+def died_error(actor: ActorInfo, death: Death, step: int | None) -> ActorDiedError:
+    """The error for an actor whose process ended."""
+    during = f" during step {step}" if step is not None else ""
+    text = f"{actor} {describe_end(death.returncode)}{during}{describe_tail(death.output_tail)}"
+    return ActorDiedError(text, step=step, **_place(actor))
+
+
+def lost_error(actor: ActorInfo, error: Exception | None, tail: Sequence[str], step: int | None) -> ActorDiedError:
+    """The error for an actor whose control connection ended though its process did not."""
+    why = f": {error}" if error is not None else ""
+    text = f"{actor} closed its control connection though its process still runs{why}{describe_tail(tail)}"
+    return ActorDiedError(text, step=step, **_place(actor))
+
+
+def launch_error(actor_id: int, what: str, tail: Sequence[str] = ()) -> LaunchError:
+    """The error for an actor that did not come up."""
+    return LaunchError(f"actor {actor_id} {what}{describe_tail(tail)}", actor=actor_id)
+
+
+def describe_end(returncode: int) -> str:
+    """Such as `"was killed by SIGKILL"` or `"exited with code 3"`."""
+    if returncode < 0:
+        try:
+            name = signal.Signals(-returncode).name
+        except ValueError:
+            name = f"signal {-returncode}"
+        hint = " (possibly out of memory)" if name == "SIGKILL" else ""
+        return f"was killed by {name}{hint}"
+    reason = EXIT_REASONS.get(returncode)
+    return f"exited with code {returncode}" + (f" ({reason})" if reason else "")
+
+
+def describe_tail(tail: Sequence[str]) -> str:
+    """The end of an actor's output, as lines to append to a message."""
+    if not tail:
+        return ""
+    return "\nThe end of its output:\n" + "\n".join(f"  {line}" for line in tail)
+
+
+def abandoned(error: ActorError, message: str, cls: type[ActorError], **where: Any) -> ActorError:
+    """An error of `cls` that hangs below `error`, its cause."""
+    result = cls(message, **where)
+    result.__cause__ = error
+    return result
+
+
+def _place(actor: ActorInfo) -> dict[str, Any]:
+    return {"actor": actor.id, "host": actor.host, "pid": actor.pid}

@@ -1,0 +1,109 @@
+"""handshake: proofs and keys from a shared secret, as pure functions over bytes. Never prints or stores the secret.
+
+The actor says hello with a nonce; the controller answers with its own nonce and its proof; the actor proves itself.
+Both proofs and both keys are HMAC-SHA256, under the secret, of a label and of everything said before (both nonces,
+roles, actor id, incarnation, versions): a proof is good for one conversation, one role and one actor only, so it can
+be neither replayed nor reflected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from jaxpp_async.actors.codec import pack
+from jaxpp_async.errors import HandshakeError
+
+Role: TypeAlias = Literal["actor", "controller"]
+
+MAGIC = b"jpp1"
+"""Opens every handshake message. Changes only if the handshake itself does, not with the package's version."""
+
+SECRET_BYTES = NONCE_BYTES = PROOF_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Actor to controller, first."""
+
+    role: str
+    actor_id: int
+    incarnation: int
+    version: str
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Challenge:
+    """Controller to actor: its nonce and its proof."""
+
+    role: str
+    version: str
+    nonce: bytes
+    proof: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Actor to controller, last."""
+
+    proof: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What an authenticated conversation is signed with, one key a direction."""
+
+    to_actor: bytes
+    to_controller: bytes
+
+
+def transcript(hello: Hello, role: str, version: str, nonce: bytes) -> bytes:
+    """A digest of all that both sides said before the first proof."""
+    return hashlib.sha256(MAGIC + pack((hello, role, version, nonce))).digest()
+
+
+def prove(secret: bytes, role: Role, said: bytes) -> bytes:
+    """The proof of `role` for one conversation."""
+    return _mac(secret, f"{role} proof", said)
+
+
+def check_proof(secret: bytes, role: Role, said: bytes, proof: bytes) -> None:
+    """Raises:
+    HandshakeError: the peer does not know the secret, or proved another conversation or role.
+    """
+    if not hmac.compare_digest(prove(secret, role, said), proof):
+        raise HandshakeError(f"a peer claimed to be the {role} but does not know this mesh's secret; refused")
+
+
+def derive_keys(secret: bytes, said: bytes) -> Keys:
+    """Both directions' keys."""
+    return Keys(_mac(secret, "key to actor", said), _mac(secret, "key to controller", said))
+
+
+def check_greeting(role: str, expected: Role, nonce: bytes) -> None:
+    """Raises:
+    HandshakeError: a reflected or malformed greeting.
+    """
+    if role != expected:
+        raise HandshakeError(f"expected a greeting of the {expected}, got one of role {role[:20]!r} (reflected?)")
+    if len(nonce) != NONCE_BYTES:
+        raise HandshakeError(f"a greeting's nonce has {len(nonce)} bytes instead of {NONCE_BYTES}")
+
+
+def check_versions(actor_id: int, actor: str, controller: str) -> None:
+    """Raises:
+    HandshakeError: actor and controller run different versions of this package.
+    """
+    if actor != controller:
+        raise HandshakeError(
+            f"actor {actor_id} runs jaxpp-async {actor[:40]}, the controller {controller[:40]}; "
+            "install the same version on both",
+            actor=actor_id,
+        )
+
+
+def _mac(secret: bytes, label: str, said: bytes) -> bytes:
+    return hmac.digest(secret, b"jaxpp-async " + label.encode() + b"\0" + said, "sha256")

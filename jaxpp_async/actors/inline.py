@@ -1,0 +1,111 @@
+"""inline: actors inside this process, for notebooks and debugging. Same controller, protocol and actor as in many
+processes; only the socket (a pair) and the data plane (memory) differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from jaxpp_async.actors.connection import attach_socket
+from jaxpp_async.actors.launch import DEFAULT_ACTOR, ActorHandle, LaunchSpec
+from jaxpp_async.actors.lifeline import ExitCode
+from jaxpp_async.actors.protocol import Identity
+from jaxpp_async.actors.serve import MakeActor, serve
+from jaxpp_async.actors.warden import Death
+from jaxpp_async.errors import MeshError
+from jaxpp_async.program import CONTROLLER
+from jaxpp_async.transport.base import Transport
+
+
+class InlineLauncher:
+    """Actors as asyncio tasks on the controller's loop.
+
+    Args:
+        actor: `module:name` of the actor class, for tests of the control plane.
+        make_transport: (kind, peer id) to a transport, for tests; default: one memory network for the mesh.
+    """
+
+    listen_host = None
+    transports = ("memory",)
+
+    def __init__(self, *, actor: str = DEFAULT_ACTOR, make_transport: Callable[[str, int], Transport] | None = None):
+        self._actor = actor
+        self._make_transport = make_transport or self._memory_transport
+        self._network: Any = None
+        self._handles: list[_InlineHandle] = []
+
+    def make_transport(self, kind: str) -> Transport:
+        """The controller's end of the memory network."""
+        return self._make_transport(kind, CONTROLLER)
+
+    async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
+        """Start the actor's task; see `Launcher.start`."""
+        here, there = socket.socketpair()
+        adopt(here)
+        make_actor = load_actor_class(self._actor)
+        serving = serve(
+            Identity(spec.actor_id, spec.incarnation),
+            spec.secret,
+            connect=lambda connection: attach_socket(connection, there),
+            make_actor=make_actor,
+            make_transport=lambda kind: self._make_transport(kind, spec.actor_id),
+            max_frame_bytes=spec.max_frame_bytes,
+        )
+        task = asyncio.get_running_loop().create_task(serving, name=f"inline actor {spec.actor_id}")
+        handle = _InlineHandle(task)
+        self._handles.append(handle)
+        return handle
+
+    async def aclose(self) -> None:
+        """See `Launcher.aclose`."""
+        handles, self._handles, self._network = self._handles, [], None
+        for handle in handles:
+            handle.kill()
+        for handle in handles:
+            await handle.wait_dead()
+
+    def _memory_transport(self, kind: str, peer_id: int) -> Transport:
+        if kind != "memory":
+            raise MeshError(f'transport {kind!r} does not work inline: use "memory", or launcher="local"')
+        from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
+
+        if self._network is None:
+            self._network = MemoryNetwork()
+        return MemoryTransport(self._network, peer_id)
+
+
+class _InlineHandle:
+    """An `ActorHandle` on a task. `kill` cancels it: there is no process to signal."""
+
+    def __init__(self, task: asyncio.Task[ExitCode]):
+        self._task, self.host, self.pid = task, socket.gethostname(), os.getpid()
+
+    async def wait_dead(self) -> Death:
+        await asyncio.wait([self._task])
+        if self._task.cancelled():
+            return Death(-9, ())
+        error = self._task.exception()
+        if error is not None:
+            return Death(ExitCode.CRASH, tuple("".join(traceback.format_exception(error)).splitlines()[-50:]))
+        return Death(int(self._task.result()), ())
+
+    def terminate(self) -> None:
+        self._task.cancel()
+
+    def kill(self) -> None:
+        self._task.cancel()
+
+    def output_tail(self) -> tuple[str, ...]:
+        return ()
+
+
+def load_actor_class(name: str) -> MakeActor:
+    """The class that `module:name` names."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)

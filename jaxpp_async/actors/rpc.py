@@ -1,0 +1,196 @@
+"""rpc: requests out, each one's reply back to whoever waits for it. The controller's view of its actors.
+
+No asyncio task and no extra trip through the loop a request: a step's replies settle its handle directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Generator, Sequence
+from typing import Any, Protocol
+
+from jaxpp_async.actors.connection import Connection
+from jaxpp_async.actors.failure import ActorInfo, remote_error
+from jaxpp_async.actors.launch import ActorHandle
+from jaxpp_async.actors.messages import Failed, Log, Request, StepDone, StepStats
+from jaxpp_async.errors import ProtocolError
+
+
+class Waiter(Protocol):
+    """Waits for replies."""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Somebody will see its error."""
+        ...
+
+    def on_reply(self, link: ActorLink, reply: Any) -> None:
+        """The one reply of `link`'s actor, never `Failed`."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """No reply will come."""
+        ...
+
+
+class Call:
+    """A request to one actor.
+
+    Args:
+        expected: the reply's type.
+        awaited: False for a request made in passing.
+
+    Attributes:
+        future: the reply. A cancelled future leaves the request running on the actor.
+    """
+
+    def __init__(self, expected: type, *, awaited: bool = True):
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.future.add_done_callback(_retrieve)
+        self._expected, self._awaited = expected, awaited
+
+    @property
+    def is_awaited(self) -> bool:
+        return self._awaited and not self.future.done()
+
+    def on_reply(self, link: ActorLink, reply: Any) -> None:
+        if self.future.done():
+            return
+        if isinstance(reply, self._expected):
+            self.future.set_result(reply)
+        else:
+            self.future.set_exception(
+                ProtocolError(f"{link.info} answered with {type(reply).__name__}, expected {self._expected.__name__}")
+            )
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class StepHandle:
+    """One step under way.
+
+    Awaiting it waits until every actor has finished the step and gives each actor's `StepStats`, or raises the step's
+    error. A cancelled await leaves the step running: it may be awaited again.
+
+    Attributes:
+        step: the step's number, counted from 0 over the mesh's life.
+        program_id: what it runs.
+        sends: the transfers of its host values, one future each.
+    """
+
+    def __init__(self, step: int, program_id: int, actors: Sequence[int]):
+        self.step, self.program_id = step, program_id
+        self._waiting = set(actors)
+        self._stats: dict[int, StepStats] = {}
+        self._future: asyncio.Future[dict[int, StepStats]] = asyncio.get_running_loop().create_future()
+        self._future.add_done_callback(_retrieve)
+        self.sends: tuple[asyncio.Future[None], ...] = ()
+
+    def __await__(self) -> Generator[Any, None, dict[int, StepStats]]:
+        return asyncio.shield(self._future).__await__()
+
+    @property
+    def is_awaited(self) -> bool:
+        return not self._future.done()
+
+    async def wait_sent(self) -> None:
+        """Wait until its host values have left, or could not: their arrays may then be changed again."""
+        if self.sends:
+            await asyncio.wait(self.sends)
+
+    @property
+    def done(self) -> bool:
+        """It has finished or failed."""
+        return self._future.done()
+
+    @property
+    def future(self) -> asyncio.Future[dict[int, StepStats]]:
+        """For callbacks; awaiting the handle itself is safe against cancellation, awaiting this is not."""
+        return self._future
+
+    def waits_for(self, actor_id: int) -> bool:
+        """Whether this actor has not finished the step yet."""
+        return actor_id in self._waiting
+
+    def on_reply(self, link: ActorLink, reply: Any) -> None:
+        if not isinstance(reply, StepDone) or reply.step != self.step:
+            raise ProtocolError(
+                f"{link.info} answered step {self.step} with {type(reply).__name__}", actor=link.info.id
+            )
+        self._stats[link.info.id] = reply.stats
+        self._waiting.discard(link.info.id)
+        if not self._waiting and not self._future.done():
+            self._future.set_result(self._stats)
+
+    def fail(self, error: Exception) -> None:
+        if not self._future.done():
+            self._future.set_exception(error)
+
+
+class ActorLink:
+    """The controller's end of one actor: its process, its connection, and who waits for which reply.
+
+    Attributes:
+        info: where the actor is and how it does.
+        known_blobs: content keys that the actor has been sent.
+        waiters: by request number.
+    """
+
+    def __init__(self, info: ActorInfo, handle: ActorHandle, connection: Connection):
+        self.info, self.handle, self.connection = info, handle, connection
+        self.waiters: dict[int, Waiter] = {}
+        self.known_blobs: set[str] = set()
+        self.address = b""
+        self._num_transfers = 0
+
+    def request(self, message: Request, waiter: Waiter) -> None:
+        """Send now; the reply goes to `waiter`."""
+        self.connection.send(message)
+        self.waiters[message.request] = waiter
+
+    async def call(self, message: Request, expected: type) -> Any:
+        """Send, wait until it has left, and wait for the reply.
+
+        Raises:
+            RemoteError: the request failed on the actor. ActorError: the mesh failed meanwhile.
+        """
+        call = Call(expected)
+        self.request(message, call)
+        await self.connection.drain()
+        return await call.future
+
+    def settle(self, reply: Any) -> Failed | None:
+        """Give a reply to its waiter; gives back a failure that concerns more than one waiter: a step's or the actor's.
+
+        Raises:
+            ProtocolError: nobody waits for it.
+        """
+        if type(reply) is Failed:
+            waiter = self.waiters.get(reply.request) if reply.request is not None else None
+            if reply.request is None or not isinstance(waiter, Call):
+                return reply  # the waiter stays: the mesh's failure will reach it
+            del self.waiters[reply.request]
+            waiter.fail(remote_error(self.info, reply))
+            return None
+        if type(reply) is Log:
+            logging.getLogger(reply.logger).log(reply.level, "[actor %d] %s", self.info.id, reply.message)
+            return None
+        waiter = self.waiters.pop(reply.request, None)
+        if waiter is None:
+            raise ProtocolError(f"{self.info} answered request {reply.request}, which nobody made", actor=self.info.id)
+        waiter.on_reply(self, reply)
+        return None
+
+    def next_sequence(self) -> int:
+        """A number for one transfer of the host channel between controller and this actor."""
+        self._num_transfers = (self._num_transfers + 1) % (1 << 24)
+        return self._num_transfers
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Mark a future's exception as seen: nobody is obliged to await it."""
+    if not future.cancelled():
+        future.exception()
