@@ -1,15 +1,16 @@
 # One target for each habit. ARGS reaches the program that a target runs: make demo ARGS="--steps 20".
 # PYTHON picks the interpreter that .venv is made with: make setup test PYTHON=/path/to/python3.13
+# Without it .venv stays with the one it has.
 
-PYTHON ?= python3
-ARGS   ?=
 VENV   := .venv
+PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python3)
+ARGS   ?=
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 # What .venv was installed from. Any change installs again; another interpreter makes .venv anew.
 INTERPRETER := import sys; print(sys.base_prefix, sys.version.split()[0])
-INSTALLED_FROM = "$$($(PYTHON) -c '$(INTERPRETER)') $(CURDIR) $$(cksum < pyproject.toml)"
+INSTALLED_FROM = "$$("$(PYTHON)" -c '$(INTERPRETER)') $(CURDIR) $$(cksum < pyproject.toml)"
 
 .PHONY: help setup demo test check fmt golden
 .NOTPARALLEL:

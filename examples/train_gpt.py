@@ -21,12 +21,12 @@ from typing import Any
 import jax
 import numpy as np
 import uvloop
-from gpt import data, report, steps
-from gpt.model import AXIS_RULES, ModelConfig, sample, state_specs
-from gpt.options import Options, parse_options
 from jax.sharding import PartitionSpec
 
 import jaxpp_async as jpp
+from gpt import data, report, steps
+from gpt.model import AXIS_RULES, ModelConfig, sample, state_specs
+from gpt.options import Options, parse_options
 
 MAX_VALIDATION_BYTES = 64 * 1024
 SAMPLE_PROMPT, SAMPLE_BYTES = b"def ", 300
