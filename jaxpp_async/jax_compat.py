@@ -1,11 +1,12 @@
 """jax_compat: the only door to private or moving parts of JAX (`jax._src`, `jax.extend`, interpreter tables).
 
-In: jaxprs, equations, primitives. Out: plain functions whose names stay when JAX moves things. Holds no state of its own.
+In: jaxprs, equations, primitives. Out: plain functions whose names stay when JAX moves things. Holds no state.
 Tested with JAX 0.10 and 0.12.
 """
 
 from __future__ import annotations
 
+import enum
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -279,3 +280,37 @@ def _spec_of(attrs: Any, rank: int) -> tuple:
         names = tuple(a.name for a in axes if a.sub_axis_info is None)
         spec.append(None if not names or len(names) < len(axes) else names[0] if len(names) == 1 else names)
     return tuple(spec)
+
+
+# ---------------------------------------------------------------- configuration
+
+# What changes the meaning or the values of a program that is traced here and runs on an actor.
+_COPIED_CONFIG = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_enable_custom_prng",
+    "jax_threefry_partitionable",
+    "jax_debug_nans",
+    "jax_debug_infs",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_softmax_custom_jvp",
+    "jax_disable_most_optimizations",
+    "jax_optimization_level",
+    "jax_memory_fitting_level",
+    "jax_exec_time_optimization_effort",
+    "jax_memory_fitting_effort",
+)
+
+
+def copied_config() -> dict[str, Any]:
+    """`jax.config` names and plain values that actors need to compute the same as this process."""
+    found = {}
+    for name in _COPIED_CONFIG:
+        value = getattr(jax.config, name, None)
+        if isinstance(value, enum.Enum):
+            found[name] = value.value if isinstance(value.value, str) else value.name
+        else:
+            found[name] = value
+    return {name: value for name, value in found.items() if value is not None}

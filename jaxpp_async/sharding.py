@@ -1,9 +1,12 @@
-"""sharding: logical axis names on values. In: an array and names. Out: the array with a mark that the compiler turns into a
-sharding constraint through the mesh's `axis_rules`. Without a mesh it is the identity.
+"""sharding: logical axis names on values, and the user's shardings as plain specs.
+
+`shard` marks an array; lowering for a mesh turns the mark into a constraint through `axis_rules`. Without a mesh it is
+the identity. `leaf_specs` reads `in_shardings` and `out_shardings`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -99,3 +102,78 @@ def resolve(names: Sequence[str | None], axis_rules: Mapping[str, Any]) -> tuple
         used.update(free)
         spec.append(None if not free else free[0] if len(free) == 1 else free)
     return tuple(spec)
+
+
+Spec = tuple[Any, ...]
+"""One entry a dimension, as in `PartitionSpec`: a mesh axis, several, or None."""
+
+
+def _is_spec(x: Any) -> bool:
+    if x is None or isinstance(x, PartitionSpec | jax.sharding.NamedSharding):
+        return True
+    names = isinstance(x, tuple) and all(e is None or isinstance(e, str) for e in x)
+    return names and any(isinstance(e, str) for e in x)
+
+
+def leaf_specs(
+    prefix: Any,
+    tree: Any,
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    axes: Mapping[str, int],
+    rules: Mapping[str, Any],
+    what: str,
+) -> list[Spec | None]:
+    """The spec of every leaf, from a tree prefix of `PartitionSpec`s, `NamedSharding`s, logical names and Nones.
+
+    Args:
+        prefix: what the user gave.
+        tree: the tree it is a prefix of.
+        names: what to call each leaf in errors.
+        shapes: of each leaf.
+        axes: mesh axis to size.
+        rules: logical name to mesh axis.
+        what: `"in_shardings"` or `"out_shardings"`.
+
+    Raises:
+        ShardingError: no prefix of the tree; an unknown axis; a dimension that an axis does not divide.
+    """
+    found: list[Any] = []
+    try:
+        jax.tree.map(
+            lambda spec, subtree: found.extend([spec] * len(jax.tree.leaves(subtree))), prefix, tree, is_leaf=_is_spec
+        )
+    except (ValueError, TypeError) as error:
+        raise ShardingError(f"{what} is not a tree prefix of what it describes: {error}") from None
+    return [
+        _plain_spec(spec, name, shape, axes, rules, what)
+        for spec, name, shape in zip(found, names, shapes, strict=True)
+    ]
+
+
+def _plain_spec(
+    spec: Any, name: str, shape: tuple[int, ...], axes: Mapping[str, int], rules: Mapping[str, Any], what: str
+) -> Spec | None:
+    if spec is None:
+        return None
+    if not _is_spec(spec):
+        raise ShardingError(f"{what} of {name}: {spec!r} is no PartitionSpec, NamedSharding, tuple of names or None")
+    plain = isinstance(spec, tuple) and not isinstance(spec, PartitionSpec)
+    entries = resolve(spec, rules) if plain else tuple(getattr(spec, "spec", spec))
+    if len(entries) > len(shape):
+        raise ShardingError(f"{what} of {name}: {spec} has {len(entries)} entries for an array of shape {shape}")
+    for dimension, entry in enumerate(entries):
+        used = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        for axis in used:
+            if axis not in axes:
+                raise ShardingError(
+                    f"{what} of {name} names the axis {axis!r}, but the mesh has {sorted(axes) or 'no axes'}; "
+                    "give spmd_mesh that axis or correct the sharding"
+                )
+        size = math.prod(axes[a] for a in used)
+        if shape[dimension] % size:
+            raise ShardingError(
+                f"{what} of {name}: dimension {dimension} of shape {shape} is not divisible by {size} ({entry!r})"
+            )
+    return entries

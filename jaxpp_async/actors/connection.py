@@ -11,7 +11,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from jaxpp_async.actors.messages import Log, Message
 from jaxpp_async.actors.protocol import HANDSHAKE_TIMEOUT_S, Wire
@@ -111,8 +111,7 @@ class Connection(asyncio.Protocol):
     # ------------------------------------------------------------ for asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
         transport.set_write_buffer_limits(high=DRAIN_ABOVE_BYTES)
         _tune(transport.get_extra_info("socket"))
         self._send_greeting()

@@ -5,6 +5,7 @@ processes; only the socket (a pair) and the data plane (memory) differ.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import socket
 import traceback
@@ -48,7 +49,8 @@ class InlineLauncher:
         """Start the actor's task; see `Launcher.start`."""
         here, there = socket.socketpair()
         adopt(here)
-        make_actor = load_actor_class(self._actor)
+        # It shares this process's JAX: no configuration of its own, and other actors on the same devices.
+        make_actor = functools.partial(load_actor_class(self._actor), inline=True)
         serving = serve(
             Identity(spec.actor_id, spec.incarnation),
             spec.secret,

@@ -45,8 +45,22 @@ class Target:
     axis_rules: Mapping[str, Any]
 
 
-def emit(recipe: Recipe, types: Types, specs: Mapping[int, tuple[SpecEntry, ...]], target: Target) -> Emitted:
-    """Lower one recipe."""
+def emit(
+    recipe: Recipe,
+    types: Types,
+    specs: Mapping[int, tuple[SpecEntry, ...]],
+    target: Target,
+    *,
+    out_specs: Sequence[tuple[SpecEntry, ...]] | None = None,
+) -> Emitted:
+    """Lower one recipe.
+
+    Args:
+        specs: sharding of each value id; missing ones are replicated.
+        out_specs: of the results, where they differ from the values' own.
+    """
+    if out_specs is None:
+        out_specs = [specs.get(v, ()) if isinstance(v, int) else () for v in recipe.outputs]
     inputs = [types[v] for v in recipe.inputs]
     avals = [jax.ShapeDtypeStruct(t.aval.shape, jnp.dtype(t.aval.dtype)) for t in inputs]
     fn = recipe_function(recipe, types)
@@ -55,9 +69,7 @@ def emit(recipe: Recipe, types: Types, specs: Mapping[int, tuple[SpecEntry, ...]
     options: dict[str, Any] = {}
     if target.mesh is not None:
         options["in_shardings"] = tuple(_named(target.mesh, specs.get(v, ())) for v in recipe.inputs)
-        options["out_shardings"] = [
-            _named(target.mesh, specs.get(v, ()) if isinstance(v, int) else ()) for v in recipe.outputs
-        ]
+        options["out_shardings"] = [_named(target.mesh, spec) for spec in out_specs]
     with lowering_context(target):
         jitted = jax.jit(fn, keep_unused=True, **options)
         exported = export.export(jitted, platforms=[target.platform])(*avals)

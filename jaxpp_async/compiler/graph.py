@@ -118,6 +118,7 @@ def build(
     num_actors: int,
     continues: dict[int, int],
     donated: Sequence[bool],
+    result_homes: dict[int, Actors] | None = None,
 ) -> PlacedStep:
     """Place a traced step.
 
@@ -127,8 +128,9 @@ def build(
         num_actors: of the mesh.
         continues: result leaf to the argument leaf it continues.
         donated: one an argument leaf.
+        result_homes: actors that must hold a result leaf in the end; others follow from the program.
     """
-    return _Builder(traced, loops, num_actors, continues, donated).build()
+    return _Builder(traced, loops, num_actors, continues, donated, result_homes or {}).build()
 
 
 def _task_inputs(task_ops: Sequence[Op], accumulated: Sequence[Ref]) -> list[int]:
@@ -146,7 +148,9 @@ class _Builder:
         num_actors: int,
         continues: dict[int, int],
         donated: Sequence[bool],
+        result_homes: dict[int, Actors],
     ) -> None:
+        self.result_homes = result_homes
         self.traced, self.types, self.num_actors = traced, traced.types, num_actors
         self.continues, self.donated = continues, donated
         self.recipes: list[Recipe] = []
@@ -210,7 +214,14 @@ class _Builder:
                 ref = made
             outputs.append(ref)
         step = OuterStep(
-            self.traced.flat.inputs, tuple(items), tuple(outputs), needs, makes, self.continues, self.num_actors
+            inputs=self.traced.flat.inputs,
+            items=tuple(items),
+            outputs=tuple(outputs),
+            loop_needs=needs,
+            loop_makes=makes,
+            continues=self.continues,
+            num_actors=self.num_actors,
+            result_homes=self.result_homes,
         )
         self.outer = step
         return step

@@ -38,6 +38,7 @@ class StepRequest:
         donated: argument numbers.
         in_specs, out_specs: given a traced step, the user's spec (or None) for each argument and each result leaf.
         schedule: replaces the schedule of every loop; None keeps what the step says.
+        result_homes: actors that must hold a result leaf in the end, by leaf.
     """
 
     fn: Callable
@@ -50,6 +51,7 @@ class StepRequest:
     num_actors: int
     target: Target
     schedule: Any = None
+    result_homes: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +96,14 @@ def compile_step(request: StepRequest) -> Compiled:
     texts["schedule"] = "\n".join(schedules.format_grid(s.tasks) for s in loops.values())
     continues = continued_arguments(traced)
     donated = [arg in request.donated for arg in traced.arg_of]
-    placed = build(traced, loops, num_actors=request.num_actors, continues=continues, donated=donated)
+    placed = build(
+        traced,
+        loops,
+        num_actors=request.num_actors,
+        continues=continues,
+        donated=donated,
+        result_homes=dict(request.result_homes),
+    )
     verify.verify_graph(placed.graph)
     texts["place"] = _format_graph(placed)
     specs = propagate(traced, placed, request.target, request.in_specs(traced), request.out_specs(traced), continues)

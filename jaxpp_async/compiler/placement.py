@@ -34,6 +34,7 @@ class OuterStep:
         loop_needs: for each loop (by position in `items`) the actors that need each outer value it reads.
         loop_makes: for each loop, the outer values it makes and their actor.
         continues: result position to the input position it continues (a state's old and new leaf).
+        result_homes: where results have to be, for those that the caller says; others follow from the program.
     """
 
     inputs: tuple[int, ...]
@@ -43,6 +44,7 @@ class OuterStep:
     loop_makes: dict[int, dict[int, ActorId]]
     continues: dict[int, int]
     num_actors: int
+    result_homes: dict[int, Actors] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,7 +220,7 @@ class _Placer:
             assert not isinstance(ref, Lit), "constant results are made by an operation"
             continued = self.step.continues.get(k)
             home = set(self.homes.get(self.step.inputs[continued], ())) if continued is not None else set()
-            home = home or self._where(ref) or {0}
+            home = set(self.step.result_homes.get(k, ())) or home or self._where(ref) or {0}
             self._need(ref, home)
             if continued is not None:
                 self._need(self.step.inputs[continued], home)
@@ -260,6 +262,7 @@ def _regroup(draft: _Placer) -> OuterStep | None:
         loop_makes={renumbered[i]: makes for i, makes in step.loop_makes.items()},
         continues=step.continues,
         num_actors=step.num_actors,
+        result_homes=step.result_homes,
     )
 
 

@@ -1,0 +1,134 @@
+"""arrays: `RemoteArray`, the user's handle of an array that lives on actors. Holds no data; only what is fetched comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxpp_async.compiler.ir import ValueType
+from jaxpp_async.errors import ArrayError
+from jaxpp_async.program import ActorId, Aval, SpecEntry
+
+
+class Owner(Protocol):
+    """What an array needs of its mesh."""
+
+    async def fetch(self, tree: Any) -> Any: ...
+
+    def release(self, array: RemoteArray) -> None:
+        """Free the array on its actors with the next message there; any thread."""
+        ...
+
+    def sharding_of(self, aval: Aval) -> jax.sharding.NamedSharding: ...
+
+
+LIVE, DONATED, DELETED, FAILED = "live", "donated", "deleted", "failed"
+
+
+class RemoteArray:
+    """An array on one or more actors of a mesh (each of them holds all of it, sharded over its devices).
+
+    Made by `mesh.run`, `mesh.put` and `step.init`. `await array` fetches it as numpy (a PRNG key as a JAX key array).
+    When the last reference goes, its buffers are freed with the next message to its actors.
+
+    Attributes:
+        shape: global shape.
+        dtype: as JAX has it; key arrays have a key dtype.
+        actors: ids of the actors that hold it; empty while it waits on the controller for its first use.
+    """
+
+    __slots__ = ("_actors", "_host", "_id", "_owner", "_state", "_type", "_why", "weak_type")
+
+    def __init__(
+        self,
+        owner: Owner,
+        array_id: int,
+        value_type: ValueType,
+        actors: tuple[ActorId, ...],
+        *,
+        host: np.ndarray | None = None,
+    ):
+        self._owner, self._id, self._type, self._actors, self._host = owner, array_id, value_type, actors, host
+        self._state, self._why = LIVE, ""
+        self.weak_type = value_type.weak
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self._type.aval.shape
+        return shape if self._type.key_impl is None else shape[: len(shape) - self._key_ndim()]
+
+    def _key_ndim(self) -> int:
+        return len(jax.random.key_data(jax.random.key(0, impl=self._type.key_impl)).shape)
+
+    @property
+    def dtype(self) -> Any:
+        if self._type.key_impl is not None:
+            return jax.random.key(0, impl=self._type.key_impl).dtype
+        return np.dtype(jax.numpy.dtype(self._type.aval.dtype))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self._type.aval.size_bytes
+
+    @property
+    def actors(self) -> tuple[ActorId, ...]:
+        return self._actors
+
+    @property
+    def sharding(self) -> jax.sharding.NamedSharding:
+        """Its sharding over one actor's devices."""
+        return self._owner.sharding_of(self._type.aval)
+
+    @property
+    def spec(self) -> tuple[SpecEntry, ...]:
+        return self._type.aval.spec
+
+    def is_deleted(self) -> bool:
+        """Whether it was donated to a step, deleted, or lost to a failure."""
+        return self._state != LIVE
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._owner.fetch(self).__await__()
+
+    async def delete(self) -> None:
+        """Free its buffers. Deleting twice does nothing."""
+        if self._state == LIVE:
+            self.retire(DELETED, "it was deleted")
+            self._owner.release(self)
+
+    def retire(self, state: str, why: str) -> None:
+        """Mark it unusable (for the mesh)."""
+        self._state, self._why, self._host = state, why, None
+
+    def check_usable(self, name: str, owner: Owner) -> None:
+        """Raise `ArrayError` unless it may be used on `owner` now; `name` is what the user called it."""
+        if self._owner is not owner:
+            raise ArrayError(
+                f"{name} is a RemoteArray of another mesh; fetch it there (`await mesh.fetch(...)`) and pass the numpy value"
+            )
+        if self._state != LIVE:
+            raise ArrayError(f"{name} cannot be used: {self._why}")
+
+    def __repr__(self) -> str:
+        where = f"actors={list(self._actors)}" if self._actors else "on the controller"
+        state = "" if self._state == LIVE else f", {self._state}"
+        return f"RemoteArray({self.dtype}{list(self.shape)}, {where}{state})"
+
+    def __del__(self) -> None:
+        # Any thread may run this, also while the interpreter ends: `release` only appends to a list.
+        if getattr(self, "_state", None) == LIVE and self._actors:
+            self._owner.release(self)
+
+
+def is_remote(leaf: Any) -> bool:
+    return isinstance(leaf, RemoteArray)
+
+

@@ -1,0 +1,177 @@
+"""mesh_options: what a user passes to `RemoteMesh`, checked and turned into what the controller takes. Starts nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from jaxpp_async import jax_compat
+from jaxpp_async.actors.bringup import ActorConfig
+from jaxpp_async.actors.inline import InlineLauncher
+from jaxpp_async.actors.launch import LocalLauncher
+from jaxpp_async.compiler.emit import Target
+from jaxpp_async.errors import MeshError, ShardingError
+from jaxpp_async.program import Aval
+
+DEFAULT_CACHE = "default"
+
+_AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def refuse_unbuilt(hosts: Any, processes_per_actor: Any, max_restarts: int) -> None:
+    """Raises:
+    MeshError: an option of `api.md` that is not there yet. Better an error than a silent local run.
+    """
+    asked = {
+        "hosts": hosts is not None,
+        "processes_per_actor": processes_per_actor not in (None, 1),
+        "max_restarts": max_restarts != 0,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise MeshError(f"RemoteMesh({name}=...) is not there yet in this version; leave it out")
+
+
+def actor_count(num_actors: Any) -> int:
+    """The number of actors, from an int or a tuple of one."""
+    count = num_actors[0] if isinstance(num_actors, tuple) and len(num_actors) == 1 else num_actors
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise MeshError(f"RemoteMesh needs a number of actors of at least 1, an int or a tuple of one; got {num_actors!r}")
+    return count
+
+
+def axes(spmd_mesh: Any) -> dict[str, int]:
+    """Axis name to size."""
+    if isinstance(spmd_mesh, Mapping):
+        found = dict(spmd_mesh)
+    else:
+        sizes = tuple(spmd_mesh)
+        if len(sizes) > 2:
+            raise MeshError(f"spmd_mesh {sizes} has {len(sizes)} sizes without names; pass a mapping of names to sizes")
+        found = dict(zip(("data", "model"), sizes, strict=False))
+    for name, size in found.items():
+        if not isinstance(name, str) or not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise MeshError(f"spmd_mesh has {name!r}: {size!r}; an axis is a name and a size of at least 1")
+    return found
+
+
+def axis_types(given: Any, mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
+    """`"auto"` or `"explicit"`, one an axis."""
+    by_name = dict(given) if isinstance(given, Mapping) else dict(zip(mesh_axes, given, strict=False))
+    for name, kind in by_name.items():
+        if name not in mesh_axes:
+            raise MeshError(f"axis_types names the axis {name!r}, but spmd_mesh has {sorted(mesh_axes)}")
+        if kind not in _AXIS_TYPES:
+            raise MeshError(f"axis_types[{name!r}] is {kind!r}; it is 'auto' or 'explicit'")
+    return tuple(by_name.get(name, "auto") for name in mesh_axes)
+
+
+def checked_rules(rules: Mapping[str, Any], mesh_axes: Mapping[str, int]) -> dict[str, Any]:
+    """Raises:
+    ShardingError: a rule names an axis that the mesh does not have.
+    """
+    for name, entry in rules.items():
+        for axis in (entry,) if isinstance(entry, str) else entry or ():
+            if axis not in mesh_axes:
+                raise ShardingError(
+                    f"axis_rules[{name!r}] names the axis {axis!r}, but spmd_mesh has {sorted(mesh_axes) or 'no axes'}"
+                )
+    return dict(rules)
+
+
+def make_launcher(launcher: Any) -> tuple[Any, bool]:
+    """A launcher, and whether its actors live in this process."""
+    if launcher in (None, "local"):
+        return LocalLauncher(), False
+    if launcher == "inline":
+        return InlineLauncher(), True
+    if isinstance(launcher, str):
+        raise MeshError(f"launcher {launcher!r} is not there in this version; use 'local', 'inline' or a Launcher object")
+    return launcher, launcher.listen_host is None
+
+
+def transport(given: str | None, inline: bool) -> str:
+    """The data plane's name."""
+    allowed = ("memory",) if inline else ("ucx",)
+    chosen = given or allowed[0]
+    if chosen not in allowed:
+        where = "inside one process" if inline else "between processes"
+        raise MeshError(f"transport {chosen!r} does not work {where}; leave it out or use {allowed[0]!r}")
+    return chosen
+
+
+def platform(given: str | None) -> str:
+    """The actors' platform."""
+    if given not in (None, "cpu", "cuda"):
+        raise MeshError(f"platform is {given!r}; it is 'cpu' or 'cuda'")
+    return given or "cpu"
+
+
+def cache_dir(given: str | None) -> str | None:
+    """Folder of the compilation cache. One a host: a home shared by several would mix CPU types."""
+    if given != DEFAULT_CACHE:
+        return given
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(root, "jaxpp_async", socket.gethostname(), f"jax-{jax.__version__}")
+
+
+def actor_config(
+    *,
+    spmd_mesh: Mapping[str, int],
+    axis_types: Sequence[str],
+    platform: str,
+    setup: str | None,
+    env: Mapping[str, str],
+    cache_dir: str | None,
+    transport: str,
+    inline: bool,
+) -> ActorConfig:
+    """What every actor is configured with."""
+    if inline:
+        _check_local_devices(spmd_mesh)
+    return ActorConfig(
+        spmd_mesh=tuple(spmd_mesh.items()),
+        axis_types=tuple(axis_types),
+        platform=platform,
+        jax_config={} if inline else jax_compat.copied_config(),
+        cache_dir=None if inline else cache_dir,
+        setup=setup,
+        transport=transport,
+        env=dict(env),
+    )
+
+
+def _check_local_devices(spmd_mesh: Mapping[str, int]) -> None:
+    needed = 1
+    for size in spmd_mesh.values():
+        needed *= size
+    present = jax.local_device_count()
+    if needed > present:
+        raise MeshError(
+            f"spmd_mesh {dict(spmd_mesh)} needs {needed} devices, but this process has {present}; inline actors share "
+            f"them: set `jax.config.update('jax_num_cpu_devices', {needed})` before JAX is first used, or use "
+            "launcher='local'"
+        )
+
+
+def target(
+    spmd_mesh: Mapping[str, int], kinds: Sequence[str], rules: Mapping[str, Any], platform: str
+) -> Target:
+    """What the compiler lowers for. A mesh of one device needs no shardings at all."""
+    mesh = None
+    if spmd_mesh:
+        mesh = AbstractMesh(
+            tuple(spmd_mesh.values()), tuple(spmd_mesh), axis_types=tuple(_AXIS_TYPES[k] for k in kinds)
+        )
+    return Target(mesh, platform, dict(rules))
+
+
+def named_sharding(target: Target, spmd_mesh: Mapping[str, int], aval: Aval) -> NamedSharding:
+    """An array's sharding over one actor's devices."""
+    mesh = target.mesh or AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
+    return NamedSharding(mesh, PartitionSpec(*aval.spec))

@@ -1,0 +1,271 @@
+"""step: a user's function on a mesh. Finds the compiled form that fits the arguments, or makes it. Runs nothing.
+
+`DistributedStep` is what `mesh.distributed` returns; `CompiledStep` is one compiled form of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxpp_async import jax_compat, report, sharding
+from jaxpp_async.arrays import RemoteArray
+from jaxpp_async.compiler.ir import Traced, ValueType
+from jaxpp_async.compiler.passes import Compiled, StepRequest, compile_step
+from jaxpp_async.compiler.tracing import value_type
+from jaxpp_async.errors import MeshError
+from jaxpp_async.program import ActorId
+
+if TYPE_CHECKING:
+    from jaxpp_async.mesh import RemoteMesh
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """An argument or result leaf of a compiled step: its type and the actors that hold it."""
+
+    name: str
+    type: ValueType
+    actors: tuple[ActorId, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledStep:
+    """One compiled form of a step: for one set of shapes, dtypes, static values and shardings.
+
+    Attributes:
+        passes: pass name to text, in the order the passes ran.
+    """
+
+    compiled: Compiled
+    program_id: int
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    donated: tuple[bool, ...]
+    compile_s: dict[ActorId, float]
+    temp_bytes: dict[ActorId, dict[int, int]]
+    hidden_values: tuple[Any, ...]
+    hidden: list[RemoteArray] = field(default_factory=list)
+
+    @property
+    def passes(self) -> Mapping[str, str]:
+        return self.compiled.passes
+
+    def as_text(self) -> str:
+        """Each actor's instruction stream."""
+        return "\n\n".join(str(p) for p in self.compiled.programs)
+
+    def report(self) -> report.Report:
+        """What it does and what it costs: tasks, transfers, bytes, peaks, placements. Prints as text."""
+        return report.make(self.compiled, self.temp_bytes, self.compile_s)
+
+    def argument_slots(self, argnum: int) -> list[Slot]:
+        """The slots of one argument's leaves."""
+        return [s for s, arg in zip(self.inputs, self.compiled.traced.arg_of, strict=False) if arg == argnum]
+
+
+@dataclass(frozen=True)
+class _Options:
+    in_shardings: Any
+    out_shardings: Any
+    donate_argnums: tuple[int, ...]
+    static_argnums: tuple[int, ...]
+    schedule: Any = None
+
+
+class DistributedStep:
+    """A step function bound to a mesh; made by `mesh.distributed`.
+
+    `await step(*args)` is `await mesh.run(step, *args)`.
+    """
+
+    def __init__(self, mesh: RemoteMesh, fn: Callable, options: _Options):
+        self.mesh, self.fn, self._options = mesh, fn, options
+        self._compiled: dict[Any, CompiledStep] = {}
+        self._latest: CompiledStep | None = None
+        self.__name__ = getattr(fn, "__name__", "step")
+        try:
+            self._names = tuple(inspect.signature(fn).parameters)
+        except (TypeError, ValueError):  # builtins and the like have no signature; positions serve as names
+            self._names = ()
+
+    def __call__(self, *args: Any) -> _Call:
+        return _Call(self, args)
+
+    def with_schedule(self, schedule: Any) -> DistributedStep:
+        """The same step under another schedule of as many stages. No task is compiled again."""
+        return DistributedStep(self.mesh, self.fn, replace(self._options, schedule=schedule))
+
+    async def compile(self, *args: Any) -> CompiledStep:
+        """Trace the step and compile it on every actor, without running it.
+
+        Args:
+            args: as for a run; `jax.ShapeDtypeStruct`s stand for arrays as well.
+
+        Raises:
+            UnsupportedError, StageError, ScheduleError, ShardingError: before any actor is asked.
+        """
+        return await self.mesh._compile(self, args)
+
+    async def init(self, argnum: int, fn: Callable, *args: Any) -> Any:
+        """Make argument `argnum` of this step by running `fn(*args)` on the actors, each making only its leaves.
+
+        The step must have been compiled: `await step.compile(jax.eval_shape(fn, *args), batch)` tells it where each
+        leaf lives. The numbers equal `jax.jit(fn)(*args)`.
+
+        Returns:
+            `fn`'s tree of `RemoteArray`s.
+        """
+        return await self.mesh._init(self, argnum, fn, args)
+
+    def latest(self, what: str) -> CompiledStep:
+        """The last compiled form."""
+        if self._latest is None:
+            raise MeshError(
+                f"{what} needs to know where step {self.__name__!r} keeps each leaf; compile it first, for example "
+                f"`await step.compile(jax.eval_shape(init_fn, key), batch)`"
+            )
+        return self._latest
+
+    def leaves(self, args: Sequence[Any]) -> list[Any]:
+        """Flat values of the dynamic arguments."""
+        return jax.tree.leaves(tuple(a for i, a in enumerate(args) if i not in self._options.static_argnums))
+
+    def signature(self, args: Sequence[Any]) -> Any:
+        """What a compiled form depends on."""
+        self._check_count(args)
+        static = tuple(args[i] for i in self._options.static_argnums)
+        dynamic = tuple(a for i, a in enumerate(args) if i not in self._options.static_argnums)
+        leaves, treedef = jax.tree.flatten(dynamic)
+        config = tuple(sorted(jax_compat.copied_config().items()))
+        return treedef, tuple(_leaf_type(x) for x in leaves), static, config
+
+    def _check_count(self, args: Sequence[Any]) -> None:
+        for argnums, what in (
+            (self._options.static_argnums, "static_argnums"),
+            (self._options.donate_argnums, "donate_argnums"),
+        ):
+            if argnums and max(argnums) >= len(args):
+                raise ValueError(
+                    f"step {self.__name__!r} got {len(args)} arguments, but {what} names argument {max(argnums)}"
+                )
+
+    def request(self, args: Sequence[Any]) -> StepRequest:
+        """The compiler's input for these arguments."""
+        static = self._options.static_argnums
+        shapes = [a if i in static else jax.tree.map(_shape_struct, a) for i, a in enumerate(args)]
+        dynamic = tuple(a for i, a in enumerate(shapes) if i not in static)
+        mesh, options = self.mesh, self._options
+
+        def in_specs(traced: Traced) -> list:
+            prefix = options.in_shardings
+            if isinstance(prefix, tuple) and not isinstance(prefix, jax.sharding.PartitionSpec) and static:
+                prefix = tuple(p for i, p in enumerate(prefix) if i not in static)
+            shapes_of = [traced.types[v].aval.shape for v in traced.flat.inputs[: len(traced.arg_names)]]
+            return self._specs(prefix, dynamic, traced.arg_names, shapes_of, "in_shardings")
+
+        def out_specs(traced: Traced) -> list:
+            tree = jax.tree.unflatten(traced.out_tree, list(range(len(traced.out_names))))
+            shapes_of = [
+                traced.types[r].aval.shape if isinstance(r, int) else np.shape(r.value) for r in traced.flat.outputs
+            ]
+            return self._specs(options.out_shardings, tree, traced.out_names, shapes_of, "out_shardings")
+
+        return StepRequest(
+            fn=self.fn,
+            args=shapes,
+            argument_names=self._names,
+            static_argnums=static,
+            donated=options.donate_argnums,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            num_actors=mesh.num_actors,
+            target=mesh._target,
+            schedule=options.schedule,
+        )
+
+    def _specs(self, prefix: Any, tree: Any, names: Sequence[str], shapes: Sequence[Any], what: str) -> list:
+        if prefix is None:
+            return [None] * len(names)
+        mesh = self.mesh
+        return sharding.leaf_specs(
+            prefix, tree, names, shapes, axes=mesh.spmd_mesh, rules=mesh.axis_rules, what=what
+        )
+
+
+class _Call:
+    """What calling a step returns: awaitable."""
+
+    def __init__(self, step: DistributedStep, args: tuple[Any, ...]):
+        self._step, self._args = step, args
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._step.mesh.run(self._step, *self._args).__await__()
+
+
+def slots(compiled: Compiled) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+    """Input slots (arguments, captured arrays, microbatch indices) and result slots of a compiled step."""
+    graph, types, ids = compiled.placed.graph, compiled.traced.types, compiled.placed.value_ids
+    inputs = tuple(
+        Slot(
+            graph.values[i.value].label,
+            replace(types[ids[i.value]], aval=graph.values[i.value].aval),
+            i.actors,
+        )
+        for i in sorted(graph.inputs, key=lambda i: i.arg)
+    )
+    found: dict[int, Slot] = {}
+    for o in graph.outputs:
+        old = found[o.result].actors if o.result in found else ()
+        value = replace(types[ids[o.value]], aval=graph.values[o.value].aval)
+        found[o.result] = Slot(compiled.traced.out_names[o.result], value, tuple(sorted({*old, *o.actors})))
+    return inputs, tuple(found[k] for k in range(len(found)))
+
+
+def hidden_values(compiled: Compiled) -> tuple[Any, ...]:
+    """Host values of the hidden arguments."""
+    return (
+        *(c.value for c in compiled.traced.captured),
+        *(np.asarray(i, np.int32) for i in range(compiled.placed.num_indices)),
+    )
+
+
+def compile_request(request: StepRequest) -> tuple[Compiled, float]:
+    """Run the compiler; also returns the seconds it took."""
+    start = time.perf_counter()
+    return compile_step(request), time.perf_counter() - start
+
+
+def _shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, RemoteArray):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    aval = jax.typeof(leaf) if isinstance(leaf, jax.Array) else _host_aval(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _host_aval(leaf: Any) -> Any:
+    if isinstance(leaf, bool | int | float | complex):
+        return jax.typeof(leaf)
+    array = np.asarray(leaf)
+    if array.dtype == object:
+        raise TypeError(f"a step argument is {type(leaf).__name__}, which is no array; make it static or leave it out")
+    return jax_compat.ShapedArray(array.shape, jax_compat.canonical_dtype(array.dtype))
+
+
+def _leaf_type(leaf: Any) -> tuple:
+    struct = _shape_struct(leaf)
+    return struct.shape, str(struct.dtype), struct.weak_type
+
+
+def struct_type(leaf: Any) -> ValueType:
+    """The type of a host value or array, as it travels."""
+    struct = _shape_struct(leaf)
+    return value_type(jax_compat.ShapedArray(struct.shape, struct.dtype, weak_type=struct.weak_type))
