@@ -23,6 +23,7 @@ from jaxpp_async.errors import ActorError, HandshakeError, LaunchError, RemoteEr
 
 _LOG = logging.getLogger("jaxpp_async")
 _VERSIONED = ("jax", "jaxlib")
+_LAST_WORDS_S = 0.3
 
 T = TypeVar("T")
 
@@ -102,9 +103,12 @@ class Bringup:
         dead = asyncio.get_running_loop().create_task(handle.wait_dead(), name=f"watch the start of actor {actor_id}")
         try:
             await asyncio.wait([wanted, dead], return_when=asyncio.FIRST_COMPLETED)
-            if dead.done() and not (wanted.done() and not wanted.cancelled() and wanted.exception() is None):
-                if wanted.done() and isinstance(wanted.exception(), HandshakeError):
-                    return wanted.result()  # why it died
+            # What it said and its death come by different ways: the other one may be a moment behind.
+            if not wanted.done():
+                await asyncio.wait([wanted], timeout=_LAST_WORDS_S)
+            elif not wanted.cancelled() and isinstance(wanted.exception(), LaunchError):
+                await asyncio.wait([dead], timeout=_LAST_WORDS_S)
+            if dead.done() and not _has_answer(wanted):
                 death = dead.result()
                 raise launch_error(actor_id, f"{describe_end(death.returncode)} before it was ready", death.output_tail)
             return await wanted
@@ -123,6 +127,11 @@ def make_link(actor_id: int, handle: ActorHandle, connection: Connection) -> Act
     connection.on_message = lambda message: _on_message(link, message)
     connection.on_closed = lambda error: _lose(link, error)
     return link
+
+
+def _has_answer(wanted: asyncio.Future[Any]) -> bool:
+    """It succeeded, or failed for a reason of its own: not because the actor went away."""
+    return wanted.done() and not wanted.cancelled() and not isinstance(wanted.exception(), LaunchError)
 
 
 def _on_message(link: ActorLink, message: Any) -> None:

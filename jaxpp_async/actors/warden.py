@@ -114,6 +114,8 @@ class Warden:
         spawned: concurrent.futures.Future[Process] = concurrent.futures.Future()
 
         def spawn() -> None:
+            if not spawned.set_running_or_notify_cancel():
+                return
             try:
                 spawned.set_result(self._spawn(command, env, first_line, forward))
             except OSError as error:

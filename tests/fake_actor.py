@@ -1,0 +1,120 @@
+"""A stand-in for `actors.actor.Actor` that the tests of the control plane steer through the program's text. No JAX.
+
+`Load.program` says what a step does, e.g. `"done"`, `"hang"`, `"raise"`; host values are kept as bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from jaxpp_async.actors import messages as m
+
+STATS = m.StepStats(0.5, 0.25, 1.0, 4096, 3, (("fwd(stage 0, mb 0)", 0.0, 0.5),))
+
+
+class NullTransport:
+    """A data plane on which nothing travels."""
+
+    address = b"null"
+
+    async def connect(self, peer: int, address: bytes) -> None: ...
+    async def abort(self, peer: int | None = None) -> None: ...
+    async def aclose(self) -> None: ...
+
+    def send(self, buffer: Any, peer: int, tag: int) -> Any:
+        raise AssertionError("the fake actor takes inline values only")
+
+    recv = send
+
+
+class FakeActor:
+    def __init__(
+        self, actor_id: int, *, make_transport: Callable[[str], Any], send: Callable[[Any], None], inline=False
+    ):
+        self._id, self._send = actor_id, send
+        self._programs: dict[int, str] = {}
+        self._blobs: dict[str, bytes] = {}
+        self._arrays: dict[int, m.Put] = {}
+        self._steps: list[m.Step] = []
+        self._aborted = False
+
+    async def handle(self, message: Any) -> None:
+        try:
+            await getattr(self, f"_on_{type(message).__name__.lower()}")(message)
+        except Exception as error:
+            step = message.step if isinstance(message, m.Step) else None
+            text = traceback.format_exc()
+            self._send(
+                m.Failed(message.request, type(error).__name__, str(error), text, step, "run fwd(stage 1, mb 3)")
+            )
+
+    async def aclose(self) -> None:
+        if "stubborn" in self._programs.values():
+            await asyncio.sleep(60)
+
+    async def _on_configure(self, message: m.Configure) -> None:
+        if message.setup == "raise":
+            raise RuntimeError("no such setup")
+        if message.setup == "exit":
+            print("about to leave", flush=True)
+            os._exit(7)
+        if message.setup == "silent":
+            return
+        versions = {"jax": "0.0.1"} if message.setup == "old jax" else {}
+        self._send(m.Log(20, "jaxpp_async.actor", "configured"))
+        self._send(m.Ready(message.request, b"null", ("fake:0",), versions))
+
+    async def _on_connect(self, message: m.Connect) -> None:
+        self._send(m.Done(message.request))
+
+    async def _on_load(self, message: m.Load) -> None:
+        if message.program == "bad":
+            raise ValueError("cannot compile")
+        self._programs[message.program_id] = message.program
+        self._blobs |= message.blobs
+        self._send(m.Loaded(message.request, 0.1, {0: len(message.blobs)}))
+
+    async def _on_store(self, message: m.Store) -> None:
+        self._keep(message.puts, message.frees)
+        self._send(m.Done(message.request))
+
+    async def _on_step(self, message: m.Step) -> None:
+        self._keep(message.puts, message.frees)
+        self._steps.append(message)
+        what = self._programs[message.program_id]
+        mine = what if ":" not in what else dict(p.split(":") for p in what.split()).get(str(self._id), "done")
+        if mine == "raise":
+            raise ValueError("boom")
+        if mine == "transfer":
+            raise type("TransferError", (Exception,), {})("the link is down")
+        if mine == "exit":
+            print("last words", file=sys.stderr, flush=True)
+            os._exit(3)
+        if mine != "hang":
+            self._send(m.StepDone(message.request, message.step, STATS))
+
+    async def _on_fetch(self, message: m.Fetch) -> None:
+        arrays = [self._arrays[i] for i in message.array_ids]
+        self._send(m.Fetched(message.request, tuple((p.aval.shape, p.aval.dtype, p.data) for p in arrays)))
+
+    async def _on_abort(self, message: m.Abort) -> None:
+        self._aborted = True
+        print(f"aborted: {message.cause.splitlines()[0]}", flush=True)
+        self._send(m.Done(message.request))
+
+    async def _on_inspect(self, message: m.Inspect) -> None:
+        numbers = {"arrays": len(self._arrays), "blobs": len(self._blobs), "steps": len(self._steps)}
+        numbers["cores"] = len(os.sched_getaffinity(0))
+        numbers["secrets"] = sum(len(v) == 64 and v.isalnum() for v in os.environ.values())
+        self._send(m.Inspected(message.request, numbers))
+
+    def _keep(self, puts: tuple[m.Put, ...], frees: tuple[int, ...]) -> None:
+        for put in puts:
+            self._arrays[put.array_id] = put
+        for array_id in frees:
+            del self._arrays[array_id]

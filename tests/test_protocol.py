@@ -1,0 +1,343 @@
+"""The protocol without sockets: what round-trips, what is refused, and what that costs."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tracemalloc
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgpack
+import pytest
+
+from jaxpp_async.actors import codec
+from jaxpp_async.actors import messages as m
+from jaxpp_async.actors.protocol import MAX_HANDSHAKE_BYTES, TO_ACTOR, TO_CONTROLLER, Identity, Wire
+from jaxpp_async.errors import HandshakeError, ProtocolError
+from jaxpp_async.program import Aval
+
+SECRET = bytes(range(32))
+AVAL = Aval((4, 2), "bfloat16", ("data", None, ("data", "model")))
+STATS = m.StepStats(0.5, 0.25, 1.0, 4096, 3, (("fwd(stage 0, mb 0)", 0.0, 0.5),))
+
+REQUESTS = [
+    m.Configure(0, (("data", 2),), ("auto",), "cpu", {"jax_enable_x64": True, "x": None}, None, "m:f", "ucx", 0),
+    m.Connect(1, 0, {-1: b"\0address", 0: b"", 7: b"a"}),
+    m.Load(2, 5, "program text \N{GREEK SMALL LETTER PI}", {0: "key"}, {"key": b"\xff" * 1000}),
+    m.Store(3, (m.Put(1, AVAL, b"x" * 16), m.Put(2, Aval((), "int32"), None, 9)), (3, 4)),
+    m.Step(4, 1, 2**40, 5, {0: 1, 3: 2}, {0: 9}, (m.Put(1, AVAL, b""),), (1,), (2, 3)),
+    m.Fetch(5, (1, 2), (0, 1)),
+    m.Abort(6, 2, "because"),
+    m.Inspect(7),
+    m.Shutdown(8),
+]
+REPLIES = [
+    m.Done(0),
+    m.Ready(1, b"address", ("cpu:0", "cpu:1"), {"jax": "0.10"}),
+    m.Loaded(2, 1.5, {0: 100}),
+    m.StepDone(3, 8, STATS),
+    m.Fetched(4, (((2, 3), "float32", b"data"), ((), "int32", None))),
+    m.Inspected(5, {"live_arrays": 3}),
+    m.Failed(None, "ValueError", "boom", "Traceback", None, "run x"),
+    m.Log(20, "jaxpp_async", "hello", 3, {"a": (1, "b", {"c": None})}),
+]
+
+
+def pair(actor: dict[str, Any] | None = None, controller: dict[str, Any] | None = None) -> tuple[Wire, Wire]:
+    """An actor's wire and a controller's, not yet greeted."""
+    left = {"secret": SECRET, "version": "1", "identity": Identity(3, 1), **(actor or {})}
+    right = {"secret": SECRET, "version": "1", **(controller or {})}
+    return Wire("actor", **left), Wire("controller", **right)
+
+
+def greet(actor: Wire, controller: Wire) -> tuple[Wire, Wire]:
+    controller.feed(actor.take_outgoing())
+    actor.feed(controller.take_outgoing())
+    controller.feed(actor.take_outgoing())
+    return actor, controller
+
+
+def frame(wire: Wire, message: Any) -> bytes:
+    return b"".join(wire.encode(message))
+
+
+# ---------------------------------------------------------------- messages
+
+
+@pytest.mark.parametrize("message", REQUESTS + REPLIES, ids=lambda message: type(message).__name__)
+def test_every_message_round_trips_exactly(message):
+    actor, controller = greet(*pair())
+    sender, receiver = (controller, actor) if message in REQUESTS else (actor, controller)
+    assert receiver.feed(frame(sender, message)) == [message]
+
+
+def test_every_message_is_tried_above():
+    assert {type(x).__name__ for x in REQUESTS} == set(TO_ACTOR)
+    assert {type(x).__name__ for x in REPLIES} == set(TO_CONTROLLER)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (7, "not a message"),
+        ([], "not a message"),
+        ([1, 2], "not a message"),
+        (["Nonsense", 1], "unknown message 'Nonsense'"),
+        (["Done", 1], "unknown message 'Done'"),  # a reply, where requests are expected
+        (["Inspect"], r"Inspect: expected 1 fields \(request\), got 0 fields"),
+        (["Inspect", 1, 2], "got 2 fields"),
+        (["Inspect", "1"], "Inspect.request: expected int, got str"),
+        (["Inspect", True], "Inspect.request: expected int, got bool"),
+        (["Inspect", 1.0], "expected int, got float"),
+        (["Inspect", None], "expected int, got NoneType"),
+        (["Abort", 1, 2, b"cause"], "Abort.cause: expected str, got bytes"),
+        (["Connect", 1, 2, {"a": b""}], "Connect.addresses: expected int, got str"),
+        (["Connect", 1, 2, [b""]], "Connect.addresses: expected a map, got tuple"),
+        (["Fetch", 1, [1, "2"], [1]], "Fetch.array_ids: expected int, got str"),
+        (["Store", 1, [[1, [[2], "float32"], None, 0]], []], "Store.puts.aval: expected 3 fields"),
+        (["Store", 1, [[1, [[2], "f", [1]], None, 0]], []], "Store.puts.aval.spec: expected .* got int"),
+        (["Configure", 0, [["a"]], [], "cpu", {}, None, None, "ucx", 0], "Configure.spmd_mesh: expected an array of 2"),
+        (["Configure", 0, [], [], "cpu", {"a": msgpack.ExtType(4, b"x")}, None, None, "ucx", 0], "a plain value"),
+        (["Configure", 0, [], [], "cpu", {}, 5, None, "ucx", 0], "Configure.cache_dir: expected str or NoneType"),
+    ],
+)
+def test_bad_messages_are_refused_by_name(values, said):
+    with pytest.raises(ProtocolError, match=said):
+        codec.decode(msgpack.packb(values), TO_ACTOR)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93", b"\x81\x90\x01", b"\xa2\xff\xff", b"\x91" * 5000])
+def test_bytes_that_are_not_msgpack_are_refused(data):
+    with pytest.raises(ProtocolError):
+        codec.decode(data, TO_ACTOR)
+
+
+def test_literals_and_nested_dataclasses():
+    @dataclass(frozen=True)
+    class Choice:
+        kind: Literal["a", "b"]
+        inner: Aval | None
+        parts: tuple[tuple[int, str], ...]
+        seconds: float
+
+    globals()["Choice"] = Choice  # type hints of a local class are looked up in its module
+    for value in (Choice("a", AVAL, ((1, "x"), (2, "y")), 0.5), Choice("b", None, (), 2.0)):
+        assert codec.decode_as(Choice, codec.pack(value)) == value
+    with pytest.raises(ProtocolError, match="one of"):
+        codec.decode_as(Choice, msgpack.packb(["c", None, [], 0.0]))
+    assert codec.decode_as(Choice, msgpack.packb(["a", None, [], 3])) == Choice("a", None, (), 3.0)
+
+
+def test_our_own_mistakes_are_type_errors():
+    with pytest.raises(TypeError, match=r"cannot carry a builtins.object"):
+        codec.encode(m.Abort(object(), 0, ""))  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- handshake
+
+
+def test_handshake_opens_both_sides():
+    actor, controller = greet(*pair())
+    assert actor.state == controller.state == "open"
+    assert controller.identity == Identity(3, 1)
+
+
+def test_handshake_in_single_bytes():
+    actor, controller = pair()
+    for _ in range(3):
+        for sender, receiver in ((actor, controller), (controller, actor)):
+            for byte in sender.take_outgoing():
+                receiver.feed(bytes([byte]))
+    assert actor.state == controller.state == "open"
+
+
+def test_wrong_secret_is_refused_by_both():
+    actor, controller = pair(controller={"secret": b"\1" * 32})
+    controller.feed(actor.take_outgoing())
+    with pytest.raises(HandshakeError, match="does not know this mesh's secret") as error:
+        actor.feed(controller.take_outgoing())
+    assert SECRET.hex() not in str(error.value) and repr(SECRET) not in str(error.value)
+    assert actor.state == "failed"
+
+
+def test_an_actor_without_the_secret_is_refused():
+    actor, controller = pair(actor={"secret": b"\1" * 32})
+    controller.feed(actor.take_outgoing())
+    controller.take_outgoing()
+    forged = codec.pack([b"\0" * 32])
+    with pytest.raises(HandshakeError, match="claimed to be the actor"):
+        controller.feed(b"jpp1" + len(forged).to_bytes(2, "big") + forged)
+    assert controller.identity is None and controller.state == "failed"
+
+
+def test_reflected_greetings_are_refused():
+    actor, controller = pair()
+    hello = actor.take_outgoing()
+    with pytest.raises(HandshakeError):
+        actor.feed(hello)
+    controller.feed(hello)
+    challenge = controller.take_outgoing()
+    with pytest.raises(HandshakeError):
+        controller.feed(challenge)
+
+
+def test_a_replayed_handshake_is_refused():
+    actor, controller = pair()
+    hello = actor.take_outgoing()
+    controller.feed(hello)
+    actor.feed(controller.take_outgoing())
+    proof = actor.take_outgoing()
+    controller.feed(proof)
+    assert controller.state == "open"
+    _, later = pair()  # a new nonce
+    later.feed(hello)
+    with pytest.raises(HandshakeError, match="secret"):
+        later.feed(proof)
+
+
+def test_a_proof_is_for_one_actor_only():
+    actor, controller = pair()
+    hello = bytearray(actor.take_outgoing())
+    other = pair(actor={"identity": Identity(4, 1), "nonce": actor._nonce})[0].take_outgoing()
+    controller.feed(other)
+    with pytest.raises(HandshakeError):
+        actor.feed(controller.take_outgoing())  # the controller proved a conversation with actor 4
+    assert bytes(hello) != other
+
+
+def test_version_mismatch_is_said_to_both_in_plain_words():
+    actor, controller = pair(actor={"version": "0.2.0"}, controller={"version": "0.1.0"})
+    controller.feed(actor.take_outgoing())
+    said = "actor 3 runs jaxpp-async 0.2.0, the controller 0.1.0; install the same version"
+    with pytest.raises(HandshakeError, match=said):
+        actor.feed(controller.take_outgoing())
+    with pytest.raises(HandshakeError, match=said):
+        controller.feed(actor.take_outgoing())
+    assert controller.identity == Identity(3, 1)  # proved, so that the launch of actor 3 can name it
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"GET / HTTP/1.1\r\n", "does not speak"),
+        (b"j", None),
+        (b"jx", "does not speak"),
+        (b"jpp1\xff\xff", f"at most {MAX_HANDSHAKE_BYTES}"),
+        (b"jpp1\x00\x01\xc0", "bad greeting"),
+        (b"jpp1\x00\x00", "bad greeting"),
+    ],
+)
+def test_strangers_are_refused_early(data, said):
+    _, controller = pair()
+    if said is None:
+        assert controller.feed(data) == []
+        return
+    with pytest.raises(HandshakeError, match=said):
+        controller.feed(data)
+    with pytest.raises(ProtocolError, match="already failed"):
+        controller.feed(b"x")
+
+
+def test_secrets_have_32_bytes():
+    with pytest.raises(ValueError, match="32 bytes"):
+        Wire("controller", b"short", version="1")
+
+
+# ---------------------------------------------------------------- frames
+
+
+def test_frames_arrive_in_any_pieces():
+    actor, controller = greet(*pair())
+    data = b"".join(frame(controller, request) for request in REQUESTS)
+    rng = random.Random(0)
+    received, start = [], 0
+    while start < len(data):
+        end = start + rng.randint(1, 40)
+        received += actor.feed(data[start:end])
+        start = end
+    assert received == REQUESTS
+
+
+def test_a_large_frame_in_pieces_takes_linear_time_and_memory():
+    actor, controller = greet(*pair())
+    message = m.Load(0, 0, "", {}, {"a": b"z" * (8 << 20)})
+    pieces = controller.encode(message)
+    assert len(pieces) == 3  # the payload is not copied to join it with its header
+    data = b"".join(pieces)
+    tracemalloc.start()
+    try:
+        received = [x for i in range(0, len(data), 1 << 14) for x in actor.feed(data[i : i + (1 << 14)])]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert received == [message]
+    assert peak < 4 * len(data)
+
+
+def test_replayed_and_reflected_and_reordered_frames_are_refused():
+    for attack in ("replayed", "reflected", "reordered", "other conversation"):
+        actor, controller = greet(*pair())
+        first, second = frame(controller, REQUESTS[7]), frame(controller, REQUESTS[8])
+        with pytest.raises(ProtocolError):
+            if attack == "replayed":
+                actor.feed(first)
+                actor.feed(first)
+            elif attack == "reflected":
+                controller.feed(first)
+            elif attack == "reordered":
+                actor.feed(second)
+            else:
+                greet(*pair())[0].feed(first)
+
+
+def test_frames_longer_than_allowed_are_refused_by_both():
+    actor, controller = greet(*pair(actor={"max_frame_bytes": 100}))
+    with pytest.raises(ProtocolError, match="at most 100 are allowed"):
+        actor.feed(frame(controller, m.Abort(0, 0, "x" * 200))[:40])  # the payload is not waited for
+    actor, controller = greet(*pair(controller={"max_frame_bytes": 100}))
+    with pytest.raises(ProtocolError, match=r"Abort takes .* a frame at most 100"):
+        controller.encode(m.Abort(0, 0, "x" * 200))
+    assert actor.feed(frame(controller, m.Inspect(1))) == [m.Inspect(1)]  # and the conversation goes on
+
+
+def test_nothing_is_sent_before_the_handshake():
+    _, controller = pair()
+    with pytest.raises(ProtocolError, match="greeting, not open"):
+        controller.encode(m.Inspect(0))
+
+
+def test_2000_mutated_frames_are_refused_and_leave_no_memory():
+    rng = random.Random(1)
+    actor, controller = greet(*pair())
+    good = [frame(controller, request) for request in REQUESTS[:5]]
+    hello = pair()[0].take_outgoing()
+    keys = actor._receive_key
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for trial in range(2000):
+            index = rng.randrange(len(good))
+            data = bytearray(good[index])
+            for _ in range(rng.randint(1, 3)):
+                data[rng.randrange(len(data))] ^= rng.randint(1, 255)
+            if trial % 10 == 0:
+                data[:8] = (2**63).to_bytes(8, "big")
+            if bytes(data) == good[index]:
+                continue
+            wire = pair()[0]
+            wire.take_outgoing()
+            wire.state, wire._receive_key, wire._num_received = "open", keys, index
+            with pytest.raises(ProtocolError):
+                wire.feed(bytes(data))
+            assert not wire._buffer and wire.state == "failed"
+            greeting = bytearray(hello)
+            greeting[rng.randrange(6)] ^= rng.randint(1, 255)
+            stranger = pair()[1]
+            with contextlib.suppress(HandshakeError):
+                assert stranger.feed(bytes(greeting)) == [] and len(stranger._buffer) <= MAX_HANDSHAKE_BYTES
+            assert stranger.identity is None
+        after, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 1 << 20 and peak - before < 16 << 20
