@@ -141,6 +141,11 @@ class RemoteMesh:
             await self._controller.aclose()
 
     @property
+    def is_closed(self) -> bool:
+        """Whether it has closed or failed: nothing can be run on it any more."""
+        return self._controller is not None and self._controller.is_closed
+
+    @property
     def actors(self) -> tuple[ActorInfo, ...]:
         """One entry an actor: `id host pid devices state`."""
         return tuple(self._running().actors)

@@ -1,0 +1,81 @@
+"""testing: a pytest plugin for asyncio integration tests of pipelined steps. Loaded by pytest itself once installed.
+
+    async def test_trains(remote_mesh):
+        mesh = await remote_mesh(2, launcher="inline")
+        step = mesh.distributed(train_step)
+        state, losses = await mesh.run(step, state, batch)
+        assert_close(await losses, expected)
+
+Meshes are shared by the session: starting actors and compiling is what costs. They live on one event loop, so tests that
+use them run on the session's: set `asyncio_default_test_loop_scope = "session"`, or mark them
+`@pytest.mark.asyncio(loop_scope="session")`. Needs pytest-asyncio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import pytest_asyncio
+
+if TYPE_CHECKING:
+    from jaxpp_async.mesh import RemoteMesh
+
+GetMesh: TypeAlias = "Callable[..., Awaitable[RemoteMesh]]"
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def remote_mesh() -> AsyncIterator[GetMesh]:
+    """`await remote_mesh(num_actors, **options)`: a mesh with these options, shared by the session and closed at its end.
+
+    Options are those of `RemoteMesh`. A mesh that has failed or closed is replaced by a new one.
+    """
+    meshes: dict[Any, RemoteMesh] = {}
+
+    async def get(num_actors: int, **options: Any) -> RemoteMesh:
+        from jaxpp_async.mesh import RemoteMesh
+
+        key = (num_actors, repr(sorted(options.items())))
+        if key not in meshes or meshes[key].is_closed:
+            meshes[key] = await RemoteMesh(num_actors, **options).__aenter__()
+        return meshes[key]
+
+    yield get
+    for mesh in meshes.values():
+        await mesh.aclose()
+
+
+def assert_close(actual: Any, expected: Any, *, rtol: float = 1e-5, atol: float | None = None) -> None:
+    """Compare two trees of arrays leaf by leaf; the error names the leaf.
+
+    Args:
+        actual, expected: trees of the same structure (`await mesh.fetch(tree)` for remote ones).
+        rtol: of each leaf's largest magnitude, so that a value near zero in a large leaf is not held to its own size.
+        atol: added to it; default: none.
+
+    Raises:
+        AssertionError: structures, shapes, dtypes or values differ.
+    """
+    import jax
+    import numpy as np
+
+    named, tree = jax.tree_util.tree_flatten_with_path(expected)
+    leaves, actual_tree = jax.tree.flatten(actual)
+    if tree != actual_tree:
+        raise AssertionError(f"trees differ: {actual_tree} and {tree}")
+    for (path, want), got in zip(named, leaves, strict=True):
+        name = jax.tree_util.keystr(path) or "value"
+        if hasattr(want, "dtype") and jax.numpy.issubdtype(want.dtype, jax.dtypes.prng_key):
+            got, want = jax.random.key_data(got), jax.random.key_data(want)
+        got, want = np.asarray(got), np.asarray(want)
+        if got.shape != want.shape or got.dtype != want.dtype:
+            raise AssertionError(f"{name}: {got.dtype}{got.shape}, expected {want.dtype}{want.shape}")
+        if not got.size:
+            continue
+        wide = np.complex128 if np.iscomplexobj(want) else np.float64
+        difference = np.abs(got.astype(wide) - want.astype(wide))
+        bound = rtol * np.abs(want.astype(wide)).max() + (atol or 0.0)
+        both_nan = np.isnan(got.astype(wide)) & np.isnan(want.astype(wide))
+        worst = np.where(both_nan | (got == want), 0.0, difference).max()
+        if not worst <= bound:
+            raise AssertionError(f"{name}: differs by {worst:.3g}, allowed {bound:.3g}")
