@@ -122,6 +122,8 @@ class Warden:
                 spawned.set_exception(error)
 
         self._do(spawn)
+        if self._finished.done():
+            self._run_commands()
         return spawned
 
     def close(self) -> concurrent.futures.Future[None]:
@@ -161,10 +163,14 @@ class Warden:
         os.close(self._wake_read)
         os.close(self._wake_write)
         self._finished.set_result(None)
+        self._run_commands()  # those that came too late are refused
 
     def _on_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
+        self._run_commands()
+
+    def _run_commands(self) -> None:
         while True:
             try:
                 command = self._commands.get_nowait()
