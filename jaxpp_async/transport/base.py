@@ -97,7 +97,8 @@ class Transport(Protocol):
         """End every open transfer with `peer` (with all peers: None) with `TransferError`, and forget the peer.
 
         When it returns, no buffer of those transfers belongs to the transport any more. `connect` works again
-        afterwards, with a new epoch in every tag.
+        afterwards, with a new epoch in every tag. After a peer's death, close and make a new transport instead: a
+        process that is killed may leave what it shared with this one (UCX's shared-memory queues) beyond repair.
 
         Raises:
             TransferError: the medium still holds buffers after 5 s. Leave the process; do not reuse the buffers.

@@ -6,6 +6,10 @@ endpoint and progresses until UCX has let go of every buffer.
 
 It never frees or reuses a buffer that UCX may still touch, never trusts the size of what arrives, and never takes an
 address that was damaged on the way (one garbage byte in a worker address ends the process inside UCX).
+
+After a peer was killed, `abort` and close this transport and make a new one, with a new address: a process that dies
+while it writes into our shared-memory queue leaves a slot that UCX waits on for ever, so that this worker would never
+receive from anyone again (seen in one of about five kills in the middle of a transfer).
 """
 
 from __future__ import annotations
@@ -30,6 +34,9 @@ _ADDRESS_MIN_BYTES, _ADDRESS_MAX_BYTES = 16, 1 << 16
 
 _STEPS_PER_ROUND, _ROUNDS_PER_CALLBACK = 256, 4
 """Bounds on one callback's progress, so that a flood of messages does not starve the loop's other work."""
+
+_STALL_DELAY_S = 0.002
+"""How long to leave a worker alone that says it has something to do and then does nothing (a peer died: see above)."""
 
 _ENVIRONMENT = {
     "UCX_MM_ERROR_HANDLING": "y",  # else error handling drops shared memory, which is four times faster than TCP
@@ -131,7 +138,7 @@ class UCXTransport:
         self._identities = itertools.count(1)
         self._failed: list[_Link] = []
         self._past_epochs: dict[Peer, int] = {}
-        self._kicked = False
+        self._kicked = self._stalled = False
         self._closing: asyncio.Task[None] | None = None
         self._descriptor: int = self._worker.epoll_file_descriptor
         self._loop.add_reader(self._descriptor, self._progress)
@@ -223,17 +230,35 @@ class UCXTransport:
         if worker is None:
             return
         try:
+            idle = True
             for _ in range(_ROUNDS_PER_CALLBACK):
                 num_steps = 0
                 while num_steps < _STEPS_PER_ROUND and worker.progress_once():
                     num_steps += 1
+                idle = idle and num_steps == 0
                 self._deliver()
                 if num_steps < _STEPS_PER_ROUND and worker.arm():
                     return
         except self._ucxx.UCXError as error:
             self._stop(f"UCX makes no progress any more: {error}")
             return
-        self._kick()
+        if not idle:
+            self._kick()
+        else:
+            self._stall()
+
+    def _stall(self) -> None:
+        """Look again in a while, and not at the descriptor, which may stay readable all the time."""
+        if not self._stalled:
+            self._stalled = True
+            self._loop.remove_reader(self._descriptor)
+            self._loop.call_later(_STALL_DELAY_S, self._resume)
+
+    def _resume(self) -> None:
+        self._stalled = False
+        if self._worker is not None and self._closing is None:
+            self._loop.add_reader(self._descriptor, self._progress)
+            self._progress()
 
     def _stop(self, cause: str) -> None:
         """The worker is broken: fail every future now. The buffers stay held, for UCX did not say that it is done."""
