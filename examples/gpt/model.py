@@ -151,6 +151,8 @@ def sample(
 ) -> bytes:
     """Continue `prompt` by `num_bytes` bytes, with plain `jax.jit` on this process's device."""
 
+    params = jax.tree.map(jnp.asarray, params)
+
     @jax.jit
     def next_byte(window: jax.Array, last: int, key: jax.Array) -> jax.Array:
         logits = forward(params, window[None], config)[0, last]

@@ -94,4 +94,5 @@ def largest_relative_difference(tree: Any, expected: Any) -> float:
         got, want = np.asarray(leaf, np.float64), np.asarray(expected_leaf, np.float64)
         return float(np.max(np.abs(got - want)) / max(np.max(np.abs(want)), np.finfo(np.float32).tiny))
 
-    return max(jax.tree.leaves(jax.tree.map(difference, tree, expected)))
+    # numpy's max, unlike Python's, lets a NaN through.
+    return float(np.max(jax.tree.leaves(jax.tree.map(difference, tree, expected))))
