@@ -406,6 +406,37 @@ async def test_a_silent_peer_is_dropped(monkeypatch):
     await gate.aclose()
 
 
+# ---------------------------------------------------------------- with the real actor
+
+
+@pytest.mark.parametrize("launcher", [LocalLauncher, InlineLauncher])
+async def test_large_values_take_the_data_plane(launcher):
+    arrays = [np.arange(300_000, dtype=np.float32).reshape(3, -1), np.arange(5, dtype=np.int32)]
+    avals = [Aval(a.shape, str(a.dtype)) for a in arrays]
+    controller = await Controller.start(2, launcher())
+    try:
+        ids = [[controller.new_array_id() for _ in arrays] for _ in range(2)]
+        await controller.put(
+            {a: [HostValue(i, v, x) for i, v, x in zip(ids[a], avals, arrays, strict=True)] for a in (0, 1)}
+        )
+        wanted = [(a, i, v) for a in (0, 1) for i, v in zip(ids[a], avals, strict=True)]
+        for got, expected in zip(await controller.fetch(wanted), arrays * 2, strict=True):
+            np.testing.assert_array_equal(got, expected)
+        with pytest.raises(RemoteError):
+            await controller.fetch([(1, 10**6, avals[0])])  # its receive is taken back
+        np.testing.assert_array_equal((await controller.fetch(wanted[2:3]))[0], arrays[0])
+        if launcher is LocalLauncher:
+            os.kill(controller.actors[1].pid, signal.SIGSTOP)
+            fetching = asyncio.create_task(controller.fetch(wanted))
+            await asyncio.sleep(0)
+            os.kill(controller.actors[1].pid, signal.SIGKILL)
+            async with asyncio.timeout(3):
+                with pytest.raises(ActorDiedError, match="actor 1"):
+                    await fetching
+    finally:
+        await controller.aclose()
+
+
 def test_the_controller_imports_no_jax():
     import subprocess
     import sys

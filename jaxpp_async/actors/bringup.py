@@ -41,6 +41,20 @@ class ActorConfig:
     transport: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
 
+    def message(self, request: int, transport: str, epoch: int) -> Configure:
+        """The request that carries it."""
+        return Configure(
+            request=request,
+            spmd_mesh=self.spmd_mesh,
+            axis_types=self.axis_types,
+            platform=self.platform,
+            jax_config=dict(self.jax_config),
+            cache_dir=self.cache_dir,
+            setup=self.setup,
+            transport=transport,
+            epoch=epoch,
+        )
+
 
 class Bringup:
     """Starts one mesh's actors.

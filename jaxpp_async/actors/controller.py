@@ -8,12 +8,11 @@ Everything runs on one event loop; only `free` may be called from other threads.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import secrets
-from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,34 +20,31 @@ import numpy as np
 
 import jaxpp_async
 from jaxpp_async.actors.bringup import ActorConfig, Bringup, all_of
+from jaxpp_async.actors.ending import bounded, wait_all_dead
 from jaxpp_async.actors.failure import ActorInfo, abandoned, died_error, is_consequence, lost_error, remote_error
+from jaxpp_async.actors.frees import FreeList
 from jaxpp_async.actors.gate import Gate
 from jaxpp_async.actors.handshake import SECRET_BYTES
-from jaxpp_async.actors.host_data import HostValue, from_bytes, prepare_put
+from jaxpp_async.actors.host_data import HostPlane, HostValue
 from jaxpp_async.actors.launch import ActorHandle, Launcher, LaunchSpec
 from jaxpp_async.actors.messages import (
-    INLINE_BYTES,
     Abort,
     ArrayId,
-    Configure,
     Connect,
     Done,
-    Fetch,
-    Fetched,
     Inspect,
     Inspected,
     Load,
     Loaded,
-    Put,
     Shutdown,
     Step,
     Store,
 )
 from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
-from jaxpp_async.actors.rpc import ActorLink, Call, StepHandle, Waiter
-from jaxpp_async.errors import ActorError, MeshClosedError, ProtocolError, StepAbortedError, TransferError
+from jaxpp_async.actors.rpc import ActorLink, Call, StepHandle, fail_waiters
+from jaxpp_async.errors import ActorError, MeshClosedError, ProtocolError, TransferError
 from jaxpp_async.program import CONTROLLER, ActorId, ActorProgram, Aval
-from jaxpp_async.transport.base import HOST_CHANNEL, Transport, make_tag
+from jaxpp_async.transport.base import Transport
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -74,12 +70,12 @@ class Controller:
         self._links: dict[ActorId, ActorLink] = {}
         self._handles: dict[ActorId, ActorHandle] = {}
         self._gate: Gate | None = None
-        self._transport: Transport | None = None
+        self._plane: HostPlane | None = None
         self._epoch = 0
         self._requests, self._steps = itertools.count(), itertools.count()
         self._arrays, self._programs = itertools.count(), itertools.count()
         self._actors_of: dict[int, tuple[ActorId, ...]] = {}
-        self._frees: deque[tuple[ActorId, ArrayId]] = deque()  # appended to by any thread, also inside a collection
+        self._frees = FreeList()
         self._under_way: dict[int, StepHandle] = {}
         self._broken: asyncio.Future[None] = loop.create_future()
         self._cause_raised = False
@@ -146,30 +142,18 @@ class Controller:
         async def bring_up(actor_id: ActorId) -> ActorLink:
             spec = LaunchSpec(actor_id, num_actors, 0, secret, address, config.platform, config.env, max_frame_bytes)
             link = self._links[actor_id] = await bringup.start_actor(spec)
-            await bringup.configure(link, self._configure(config, kind))
+            await bringup.configure(link, config.message(self._request(), kind, self._epoch))
             return link
 
         links = await all_of({i: bring_up(i) for i in range(num_actors)}, "start")
         for link in links.values():
             self._supervise(link)
-        self._transport = (make_transport or launcher.make_transport)(kind)
-        addresses = {i: link.address for i, link in links.items()} | {CONTROLLER: self._transport.address}
+        transport = (make_transport or launcher.make_transport)(kind)
+        self._plane = HostPlane(transport, self._epoch, self._suspect)
+        addresses = {i: link.address for i, link in links.items()} | {CONTROLLER: transport.address}
         for actor_id in links:
-            await self._transport.connect(actor_id, addresses[actor_id])
+            await transport.connect(actor_id, addresses[actor_id])
         await self._call_all(lambda i: Connect(self._request(), self._epoch, addresses), Done, "connect")
-
-    def _configure(self, config: ActorConfig, kind: str) -> Configure:
-        return Configure(
-            request=self._request(),
-            spmd_mesh=config.spmd_mesh,
-            axis_types=config.axis_types,
-            platform=config.platform,
-            jax_config=dict(config.jax_config),
-            cache_dir=config.cache_dir,
-            setup=config.setup,
-            transport=kind,
-            epoch=self._epoch,
-        )
 
     def _supervise(self, link: ActorLink) -> None:
         """From here on a death, a lost connection or a failure of this actor is the mesh's."""
@@ -260,12 +244,12 @@ class Controller:
         self._check_usable()
         actors = self._actors_of[program_id]
         handle = StepHandle(next(self._steps), program_id, actors)
-        frees = self._take_frees()
+        frees = self._frees.take()
         sends: list[asyncio.Future[None]] = []
         messages: list[tuple[ActorLink, Step, list[tuple[int, np.ndarray[Any, Any]]]]] = []
         for actor in actors:
             link = self._links[actor]
-            small, large = self._prepare_puts(link, (puts or {}).get(actor, ()))
+            small, large = self._host.prepare(link, (puts or {}).get(actor, ()))
             message = Step(
                 request=self._request(),
                 epoch=self._epoch,
@@ -282,9 +266,8 @@ class Controller:
         handle.future.add_done_callback(lambda _: self._under_way.pop(handle.step, None))
         for link, message, large in messages:
             link.request(message, handle)
-            sends += self._send_values(link, large)
-        for actor, array_ids in frees.items():  # actors without a part in this step
-            self._frees.extend((actor, array_id) for array_id in array_ids)
+            sends += self._host.send(link, large)
+        self._frees.give_back(frees)  # of actors without a part in this step
         handle.sends = tuple(sends)
         return handle
 
@@ -295,14 +278,14 @@ class Controller:
             ActorError: an actor or the mesh failed.
         """
         self._check_usable()
-        frees = self._take_frees()
+        frees = self._frees.take()
 
         async def put_one(link: ActorLink) -> None:
             actor = link.info.id
-            small, large = self._prepare_puts(link, values.get(actor, ()))
+            small, large = self._host.prepare(link, values.get(actor, ()))
             call = Call(Done)
             link.request(Store(self._request(), small, frees.get(actor, ())), call)
-            self._send_values(link, large)
+            self._host.send(link, large)
             await link.connection.drain()
             await call.future
 
@@ -335,7 +318,7 @@ class Controller:
 
     def free(self, actor: ActorId, array_id: ArrayId) -> None:
         """Free an array with the next request to its actor. Any thread may call this, also in a collection."""
-        self._frees.append((actor, array_id))
+        self._frees.add(actor, array_id)
 
     async def inspect(self) -> dict[ActorId, dict[str, int]]:
         """Each actor's numbers, such as `live_arrays` and `file_descriptors`; pending frees are sent before.
@@ -357,83 +340,23 @@ class Controller:
         calls = {i: link.call(make(i), expected) for i, link in sorted(self._links.items())}
         return await all_of(calls, what)
 
-    def _take_frees(self) -> dict[ActorId, tuple[ArrayId, ...]]:
-        frees: dict[ActorId, list[ArrayId]] = defaultdict(list)
-        with contextlib.suppress(IndexError):  # emptied; other threads may append meanwhile
-            while True:
-                actor, array_id = self._frees.popleft()
-                frees[actor].append(array_id)
-        return {actor: tuple(array_ids) for actor, array_ids in frees.items()}
-
     def _send_frees(self) -> None:
-        for actor, array_ids in self._take_frees().items():
+        for actor, array_ids in self._frees.take().items():
             self._links[actor].request(Store(self._request(), (), array_ids), Call(Done, awaited=False))
 
-    def _prepare_puts(
-        self, link: ActorLink, values: Iterable[HostValue]
-    ) -> tuple[tuple[Put, ...], list[tuple[int, np.ndarray[Any, Any]]]]:
-        puts, large = [], []
-        for value in values:
-            sequence = link.next_sequence() if value.value.nbytes > INLINE_BYTES else 0
-            put, data = prepare_put(value, sequence)
-            puts.append(put)
-            if data is not None:
-                large.append((sequence, data))
-        return tuple(puts), large
-
-    def _send_values(
-        self, link: ActorLink, values: Iterable[tuple[int, np.ndarray[Any, Any]]]
-    ) -> list[asyncio.Future[None]]:
-        assert self._transport is not None
-        sends = []
-        for sequence, data in values:
-            send = self._transport.send(data, link.info.id, make_tag(self._epoch, HOST_CHANNEL, sequence))
-            send.add_done_callback(lambda done: self._on_transfer_done(link, done))
-            sends.append(send)
-        return sends
+    @property
+    def _host(self) -> HostPlane:
+        assert self._plane is not None  # connected by `start`
+        return self._plane
 
     async def _fetch_from(self, link: ActorLink, wanted: Sequence[tuple[ArrayId, Aval]]) -> list[np.ndarray[Any, Any]]:
-        assert self._transport is not None
-        sequences = tuple(link.next_sequence() for _ in wanted)
-        arriving: dict[int, tuple[np.ndarray[Any, Any], asyncio.Future[None]]] = {}
-        for position, (_, aval) in enumerate(wanted):
-            if aval.size_bytes > INLINE_BYTES:
-                buffer = np.empty(aval.size_bytes, np.uint8)
-                tag = make_tag(self._epoch, HOST_CHANNEL, sequences[position])
-                receive = self._transport.recv(buffer, link.info.id, tag)
-                receive.add_done_callback(lambda done: self._on_transfer_done(link, done))
-                arriving[position] = (buffer, receive)
         try:
-            request = Fetch(self._request(), tuple(array_id for array_id, _ in wanted), sequences)
-            fetched: Fetched = await link.call(request, Fetched)
-        except ActorError:
-            for _, receive in arriving.values():
-                receive.cancel()  # nothing will be sent
-            raise
-        # A cancelled await ends here: the receives go on, and the transport keeps their buffers until they are done.
-        if arriving:
-            receives = asyncio.gather(*(receive for _, receive in arriving.values()), return_exceptions=True)
-            await asyncio.wait([asyncio.shield(receives), self._broken], return_when=asyncio.FIRST_COMPLETED)
-            self._check_received(receives)
-        return [self._read_fetched(link, entry, arriving.get(k)) for k, entry in enumerate(fetched.arrays)]
-
-    def _check_received(self, receives: asyncio.Future[list[Any]]) -> None:
-        if self._broken.done():
+            return await self._host.fetch(link, self._request(), wanted, self._broken)
+        except TransferError:
+            # Why the transfer failed is known to the mesh, now or when the suspicion is over.
+            await asyncio.wait([self._broken])
             self._check_usable()
-        for error in receives.result():
-            if isinstance(error, BaseException):
-                raise error
-
-    def _read_fetched(
-        self,
-        link: ActorLink,
-        entry: tuple[tuple[int, ...], str, bytes | None],
-        arrived: tuple[np.ndarray[Any, Any], asyncio.Future[None]] | None,
-    ) -> np.ndarray[Any, Any]:
-        shape, dtype, data = entry
-        if (data is None) != (arrived is not None):
-            raise ProtocolError(f"{link.info} sent {dtype}{list(shape)} by another way than its size calls for")
-        return from_bytes(data if arrived is None else arrived[0], shape, dtype)  # type: ignore[arg-type]
+            raise
 
     # ------------------------------------------------------------ failures
 
@@ -456,13 +379,6 @@ class Controller:
         lost = lost_error(link.info, error, link.handle.output_tail(), self._step_of(link))
         self._suspect(lost)
 
-    def _on_transfer_done(self, link: ActorLink, transfer: asyncio.Future[None]) -> None:
-        """A failed transfer of the controller's own: a hint that its actor may be dead."""
-        error = None if transfer.cancelled() else transfer.exception()
-        if error is not None:
-            text = f"a transfer between the controller and {link.info} failed: {error}"
-            self._suspect(TransferError(text, actor=link.info.id, host=link.info.host, pid=link.info.pid))
-
     def _suspect(self, error: ActorError) -> None:
         """Take `error` as the cause unless a better one is noticed within `GRACE_S`."""
         if self._suspicion is None and not self.is_closed:
@@ -483,23 +399,10 @@ class Controller:
         for link in self._links.values():
             failed = dead is link or link.info.id == error.actor
             link.info = replace(link.info, state="failed" if failed else "closed")
-        self._fail_waiters(error)
+        step = error.step if error.step is not None else min(self._under_way, default=None)
+        self._cause_raised |= fail_waiters(self._links.values(), error, step)
         self._broken.set_result(None)
         self._own(self._abort_others(error, dead), "abort after a failure")
-
-    def _fail_waiters(self, error: ActorError) -> None:
-        """The step under way and every call get `error`; steps behind it are aborted because of it."""
-        waiters: dict[int, Waiter] = {id(w): w for link in self._links.values() for w in link.waiters.values()}
-        first = error.step if error.step is not None else min(self._under_way, default=None)
-        for waiter in waiters.values():
-            if isinstance(waiter, StepHandle) and waiter.step != first:
-                text = f"step {waiter.step} was aborted: {str(error).splitlines()[0]}"
-                waiter.fail(abandoned(error, text, StepAbortedError, step=waiter.step))
-            else:
-                self._cause_raised |= waiter.is_awaited
-                waiter.fail(error)
-        for link in self._links.values():
-            link.waiters.clear()
 
     async def _abort_others(self, error: ActorError, dead: ActorLink | None) -> None:
         """Tell the living to drop everything; replies are of no interest any more."""
@@ -508,8 +411,9 @@ class Controller:
             if link is not dead and link.connection.is_open:
                 link.connection.on_message = _ignore
                 link.connection.send(Abort(self._request(), self._epoch, str(error)))
-        if self._transport is not None:
-            await self._transport.abort()
+        if self._plane is not None:
+            self._plane.epoch = self._epoch
+            await self._plane.transport.abort()
 
     def _check_usable(self) -> None:
         """Raises:
@@ -551,10 +455,10 @@ class Controller:
             link.connection.send(Shutdown(self._request()))
         if not self._broken.done():
             self._broken.set_result(None)
-        if not await self._all_dead(SHUTDOWN_S):
+        if not await wait_all_dead(self._handles, SHUTDOWN_S):
             for handle in self._handles.values():
                 handle.terminate()
-            if not await self._all_dead(TERMINATE_S):
+            if not await wait_all_dead(self._handles, TERMINATE_S):
                 _LOG.warning("actors did not end when asked to; killing them")
         await self._kill_everything()
 
@@ -562,7 +466,7 @@ class Controller:
         """The end of the end, also of a launch that failed."""
         for handle in self._handles.values():
             handle.kill()
-        if not await self._all_dead(KILL_S):
+        if not await wait_all_dead(self._handles, KILL_S):
             _LOG.warning("an actor's process could not be reaped")
         if self._suspicion is not None:
             self._suspicion.cancel()
@@ -573,28 +477,13 @@ class Controller:
             link.info = replace(link.info, state="closed")
         if self._gate is not None:
             await self._gate.aclose()
-        await _bounded(self._close_transport(), KILL_S, "the data plane did not close in time")
-        await _bounded(self._launcher.aclose(), KILL_S, "the launcher did not close in time")
+        if self._plane is not None:
+            await bounded(self._plane.transport.aclose(), KILL_S, "the data plane did not close in time")
+        await bounded(self._launcher.aclose(), KILL_S, "the launcher did not close in time")
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _close_transport(self) -> None:
-        if self._transport is not None:
-            await self._transport.aclose()
-
-    async def _all_dead(self, timeout_s: float) -> bool:
-        waits = [
-            self._loop.create_task(handle.wait_dead(), name=f"wait for the end of actor {actor}")
-            for actor, handle in self._handles.items()
-        ]
-        if not waits:
-            return True
-        _, pending = await asyncio.wait(waits, timeout=timeout_s)
-        for wait in pending:
-            wait.cancel()
-        return not pending
 
     # ------------------------------------------------------------ small things
 
@@ -616,12 +505,3 @@ class Controller:
 
 def _ignore(message: Any) -> None:
     """A reply that came after the end."""
-
-
-async def _bounded(work: Coroutine[Any, Any, None], timeout_s: float, complaint: str) -> None:
-    """Wait for `work`, but not for ever, and go on whatever it raises: the end must be reached."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await work
-    except Exception as error:  # closing goes on, and this is said
-        _LOG.warning("%s: %r", complaint, error)

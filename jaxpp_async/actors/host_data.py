@@ -1,19 +1,26 @@
-"""host_data: host values to `Put`s and transfers, and fetched bytes back to numpy. No jax.
+"""host_data: the controller's end of the data plane: numpy arrays to actors, and back. No jax.
 
 Small values ride in control frames; larger ones take the data plane, where the controller is a peer like any actor.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 
-from jaxpp_async.actors.messages import INLINE_BYTES, ArrayId, Put
-from jaxpp_async.errors import ProtocolError
+from jaxpp_async.actors.messages import INLINE_BYTES, ArrayId, Fetch, Fetched, Put
+from jaxpp_async.actors.rpc import ActorLink
+from jaxpp_async.errors import ActorError, ProtocolError, TransferError
 from jaxpp_async.program import Aval
+from jaxpp_async.transport.base import HOST_CHANNEL, Transport, make_tag
+
+Sending: TypeAlias = tuple[int, np.ndarray[Any, Any]]
+"""Sequence number and bytes of one value for the data plane."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,6 +30,106 @@ class HostValue:
     array_id: ArrayId
     aval: Aval
     value: np.ndarray[Any, Any]
+
+
+class HostPlane:
+    """Moves host values between the controller and its actors.
+
+    Args:
+        transport: the controller's own end; belongs to this from here on.
+        on_error: called with what went wrong in a transfer: a hint that its actor may be dead.
+
+    Attributes:
+        epoch: of the tags.
+    """
+
+    def __init__(self, transport: Transport, epoch: int, on_error: Callable[[TransferError], None]):
+        self.transport, self.epoch, self._on_error = transport, epoch, on_error
+
+    def prepare(self, link: ActorLink, values: Iterable[HostValue]) -> tuple[tuple[Put, ...], list[Sending]]:
+        """The `Put`s for some values, and what `send` must send once they are on their way.
+
+        Raises:
+            ProtocolError: a value has another size than its aval says.
+        """
+        puts, sendings = [], []
+        for value in values:
+            sequence = link.next_sequence() if value.value.nbytes > INLINE_BYTES else 0
+            put, data = prepare_put(value, sequence)
+            puts.append(put)
+            if data is not None:
+                sendings.append((sequence, data))
+        return tuple(puts), sendings
+
+    def send(self, link: ActorLink, sendings: Iterable[Sending]) -> list[asyncio.Future[None]]:
+        """Start sending; the arrays must not change until the futures are done."""
+        return [
+            self._watched(link, self.transport.send(data, link.info.id, self._tag(sequence)))
+            for sequence, data in sendings
+        ]
+
+    async def fetch(
+        self, link: ActorLink, request: int, wanted: Sequence[tuple[ArrayId, Aval]], broken: asyncio.Future[None]
+    ) -> list[np.ndarray[Any, Any]]:
+        """Bring arrays from one actor.
+
+        Args:
+            request: number of the request. wanted: array and its aval. broken: done when the mesh has failed.
+
+        Raises:
+            RemoteError: the actor does not have an array. ActorError: a transfer or the mesh failed.
+        """
+        sequences = tuple(link.next_sequence() for _ in wanted)
+        arriving: dict[int, tuple[np.ndarray[Any, Any], asyncio.Future[None]]] = {}
+        for position, (_, aval) in enumerate(wanted):
+            if aval.size_bytes > INLINE_BYTES:
+                buffer = np.empty(aval.size_bytes, np.uint8)
+                receive = self.transport.recv(buffer, link.info.id, self._tag(sequences[position]))
+                arriving[position] = (buffer, self._watched(link, receive))
+        try:
+            message = Fetch(request, tuple(array_id for array_id, _ in wanted), sequences)
+            fetched: Fetched = await link.call(message, Fetched)
+        except ActorError:
+            for _, receive in arriving.values():
+                receive.cancel()  # nothing will be sent
+            raise
+        # When cancelled here, the receives go on: the transport keeps their buffers until they are done.
+        receives = [receive for _, receive in arriving.values()]
+        while pending := [receive for receive in receives if not receive.done()]:
+            await asyncio.wait([*pending, broken], return_when=asyncio.FIRST_COMPLETED)
+            if broken.done():
+                raise TransferError(f"the mesh failed while {link.info} was sending arrays", actor=link.info.id)
+        for receive in receives:
+            receive.result()
+        if len(fetched.arrays) != len(wanted):
+            raise ProtocolError(f"{link.info} sent {len(fetched.arrays)} arrays, asked for {len(wanted)}")
+        return [_read(link, entry, arriving.get(k)) for k, entry in enumerate(fetched.arrays)]
+
+    def _tag(self, sequence: int) -> int:
+        return make_tag(self.epoch, HOST_CHANNEL, sequence)
+
+    def _watched(self, link: ActorLink, transfer: asyncio.Future[None]) -> asyncio.Future[None]:
+        def on_done(done: asyncio.Future[None]) -> None:
+            error = None if done.cancelled() else done.exception()
+            if error is not None:
+                text = f"a transfer between the controller and {link.info} failed: {error}"
+                self._on_error(TransferError(text, actor=link.info.id, host=link.info.host, pid=link.info.pid))
+
+        transfer.add_done_callback(on_done)
+        return transfer
+
+
+def _read(
+    link: ActorLink,
+    entry: tuple[tuple[int, ...], str, bytes | None],
+    arrived: tuple[np.ndarray[Any, Any], asyncio.Future[None]] | None,
+) -> np.ndarray[Any, Any]:
+    shape, dtype, data = entry
+    if arrived is not None and data is None:
+        return from_bytes(arrived[0], shape, dtype)
+    if arrived is None and data is not None:
+        return from_bytes(data, shape, dtype)
+    raise ProtocolError(f"{link.info} sent {dtype}{list(shape)} by another way than its size calls for")
 
 
 def prepare_put(host: HostValue, sequence: int) -> tuple[Put, np.ndarray[Any, Any] | None]:

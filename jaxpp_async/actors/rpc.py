@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Protocol
 
 from jaxpp_async.actors.connection import Connection
-from jaxpp_async.actors.failure import ActorInfo, remote_error
+from jaxpp_async.actors.failure import ActorInfo, abandoned, remote_error
 from jaxpp_async.actors.launch import ActorHandle
 from jaxpp_async.actors.messages import Failed, Log, Request, StepDone, StepStats
-from jaxpp_async.errors import ProtocolError
+from jaxpp_async.errors import ActorError, ProtocolError, StepAbortedError
 
 
 class Waiter(Protocol):
@@ -188,6 +188,29 @@ class ActorLink:
         """A number for one transfer of the host channel between controller and this actor."""
         self._num_transfers = (self._num_transfers + 1) % (1 << 24)
         return self._num_transfers
+
+
+def fail_waiters(links: Iterable[ActorLink], error: ActorError, step: int | None) -> bool:
+    """End everything that waits, because of `error`.
+
+    Calls and the step under way (number `step`) get the error itself; steps behind it are aborted because of it.
+
+    Returns:
+        Whether somebody will see the error.
+    """
+    links = tuple(links)
+    waiters = {id(waiter): waiter for link in links for waiter in link.waiters.values()}
+    seen = False
+    for waiter in waiters.values():
+        if isinstance(waiter, StepHandle) and waiter.step != step:
+            text = f"step {waiter.step} was aborted: {str(error).splitlines()[0]}"
+            waiter.fail(abandoned(error, text, StepAbortedError, step=waiter.step))
+        else:
+            seen |= waiter.is_awaited
+            waiter.fail(error)
+    for link in links:
+        link.waiters.clear()
+    return seen
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:

@@ -41,7 +41,12 @@ class MakeActor(Protocol):
     """`Actor` itself, in form."""
 
     def __call__(
-        self, actor_id: int, *, make_transport: Callable[[str], Transport], send: Callable[[Message], None]
+        self,
+        actor_id: int,
+        *,
+        make_transport: Callable[[str], Transport],
+        send: Callable[[Message], None],
+        inline: bool = False,
     ) -> ActorLike: ...
 
 
