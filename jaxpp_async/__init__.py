@@ -29,7 +29,27 @@ _HOMES = {
     "RemoteArray": "arrays",
 }
 
-__all__ = [*_HOMES, "errors"]
+__all__ = (
+    "CompiledStep",
+    "Concat",
+    "Eager1F1B",
+    "GPipe",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "Max",
+    "Mean",
+    "Min",
+    "RemoteArray",
+    "RemoteMesh",
+    "Stack",
+    "Std1F1B",
+    "Sum",
+    "Task",
+    "accumulate_grads",
+    "errors",
+    "pipeline_yield",
+    "shard",
+)
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:

@@ -1,4 +1,5 @@
-"""arrays: `RemoteArray`, the user's handle of an array that lives on actors. Holds no data; only what is fetched comes here.
+"""arrays: `RemoteArray`, the user's handle of an array that lives on actors. Holds no data; only what is fetched comes
+here.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ class RemoteArray:
         """Raise `ArrayError` unless it may be used on `owner` now; `name` is what the user called it."""
         if self._owner is not owner:
             raise ArrayError(
-                f"{name} is a RemoteArray of another mesh; fetch it there (`await mesh.fetch(...)`) and pass the numpy value"
+                f"{name} is a RemoteArray of another mesh; fetch it there (`await mesh.fetch(...)`) and pass the numpy "
+                "value"
             )
         if self._state != LIVE:
             raise ArrayError(f"{name} cannot be used: {self._why}")
@@ -130,5 +132,3 @@ class RemoteArray:
 
 def is_remote(leaf: Any) -> bool:
     return isinstance(leaf, RemoteArray)
-
-

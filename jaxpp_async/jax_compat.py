@@ -26,7 +26,7 @@ ClosedJaxpr = _extend.ClosedJaxpr
 Jaxpr = _extend.Jaxpr
 JaxprEqn = _extend.JaxprEqn
 Literal = _extend.Literal
-ShapedArray = jax.core.ShapedArray
+ShapedArray = _core.ShapedArray
 Zero = ad.Zero
 DropVar = _extend.DropVar
 
@@ -79,7 +79,7 @@ def _reference_jvp(reference: Callable) -> Callable:
 
 def _reference_batch(reference: Callable) -> Callable:
     def rule(operands, dims, **params):
-        axes = tuple(None if d is batching.not_mapped else d for d in dims)
+        axes = tuple(dims)  # None where an operand has no batch dimension, as vmap takes it
         results = jax.vmap(lambda *xs: reference(*xs, **params), in_axes=axes)(*operands)
         return results, [0] * len(results)
 
@@ -241,9 +241,9 @@ def lift_consts(closed: Any) -> tuple[Any, list[Any]]:
 
 def unspecified() -> Any:
     """What `jax.jit` takes for "infer this sharding"."""
-    from jax._src.sharding_impls import UNSPECIFIED
+    from jax._src import named_sharding
 
-    return UNSPECIFIED
+    return named_sharding.UNSPECIFIED
 
 
 def propagated_specs(jitted: Any, avals: Sequence[Any], platform: str) -> tuple[list[tuple], list[tuple]]:

@@ -137,7 +137,7 @@ class LoopSpec:
     """The static part of an accumulate loop, as a parameter of its primitive.
 
     Operands of the primitive: `num_consts` loop-invariant values, then the batch leaves, each
-    `(num_microbatches, ...)`. Operands of `body`: the invariants, one microbatch's leaves, the microbatch's index (int32).
+    `(num_microbatches, ...)`. Operands of `body`: the invariants, one microbatch's leaves, its index (int32).
 
     Args:
         body: closed jaxpr without constants.
@@ -169,8 +169,9 @@ def _loop_reference(*operands, spec: LoopSpec):
     consts, batch = operands[: spec.num_consts], operands[spec.num_consts :]
     outs = [v.aval for v in spec.body.jaxpr.outvars]
     n = spec.num_microbatches
-    start = [
-        r.start(o.shape, o.dtype, n) if not _is_key(o) else None for r, o in zip(spec.reductions, outs, strict=True)
+    # Keys can only be stacked, which the scan itself does.
+    start: list[Any] = [
+        None if _is_key(o) else r.start(o.shape, o.dtype, n) for r, o in zip(spec.reductions, outs, strict=True)
     ]
 
     def microbatch(carry, index_and_leaves):
@@ -285,10 +286,8 @@ def _microbatch_count(names: Sequence[str], avals: Sequence[Any], line: str) -> 
 def _reductions_for(reduce: Any, shapes: Any, line: str) -> tuple[Reduction, ...]:
     if reduce is None:
         # A NamedTuple is one value with named parts (an optimizer's gradient tree), not "gradients and the rest".
-        if type(shapes) is tuple and shapes:
-            reduce = (Sum(), *[Stack()] * (len(shapes) - 1))
-        else:
-            reduce = Sum()
+        several = type(shapes) is tuple and len(shapes) > 0
+        reduce = (Sum(), *[Stack()] * (len(shapes) - 1)) if several else Sum()
     flat: list[Reduction] = []
 
     def spread(reduction, subtree):

@@ -78,15 +78,15 @@ class RemoteMesh:
         self,
         num_actors: int | tuple[int],
         *,
-        spmd_mesh: Mapping[str, int] | tuple[int, ...] = {},  # noqa: B006 - read, never written
-        axis_types: Mapping[str, str] | Sequence[str] = {},  # noqa: B006
-        axis_rules: Mapping[str, Any] = {},  # noqa: B006
+        spmd_mesh: Mapping[str, int] | tuple[int, ...] = {},
+        axis_types: Mapping[str, str] | Sequence[str] = {},
+        axis_rules: Mapping[str, Any] = {},
         hosts: Any = None,
         launcher: Any = None,
         transport: str | None = None,
         platform: str | None = None,
         setup: str | None = None,
-        env: Mapping[str, str] = {},  # noqa: B006
+        env: Mapping[str, str] = {},
         processes_per_actor: int | None = None,
         max_restarts: int = 0,
         max_inflight: int = 2,
@@ -112,9 +112,7 @@ class RemoteMesh:
         )
         if max_inflight < 1:
             raise MeshError(f"max_inflight is {max_inflight}; at least one step has to be under way")
-        self._target = mesh_options.target(
-            self.spmd_mesh, self._axis_types, self.axis_rules, self._config.platform
-        )
+        self._target = mesh_options.target(self.spmd_mesh, self._axis_types, self.axis_rules, self._config.platform)
         self._max_inflight, self._launch_timeout_s = max_inflight, launch_timeout_s
         self._controller: Controller | None = None
         self._admission = asyncio.Semaphore(max_inflight)
@@ -167,7 +165,7 @@ class RemoteMesh:
         static_argnums: int | Sequence[int] = (),
         name: str | None = None,
     ) -> DistributedStep:
-        """A step for this mesh. Traced and compiled at its first run for each new set of shapes, dtypes and static values.
+        """A step for this mesh, traced and compiled at its first run for each set of shapes, dtypes and static values.
 
         Args:
             fn: an ordinary step function; with `accumulate_grads` in it, its loops are pipelined.
@@ -195,7 +193,8 @@ class RemoteMesh:
             `fn`'s result tree, of `RemoteArray`s.
 
         Raises:
-            ActorError: an actor died or its code failed. Errors of `step.compile` and `ArrayError`: before any actor runs.
+            ActorError: an actor died or its code failed.
+            ArrayError, and the errors of `step.compile`: before any actor runs.
         """
         return await (await self.submit(step, *args))
 
@@ -262,7 +261,9 @@ class RemoteMesh:
         controller = self._running()
         program_id = controller.new_program_id()
         parts = {p.actor: p for p in programs if p.instructions}
-        keys = {a: {r.executable: executables[r.executable].key for r in runs(p.instructions)} for a, p in parts.items()}
+        keys = {
+            a: {r.executable: executables[r.executable].key for r in runs(p.instructions)} for a, p in parts.items()
+        }
         blobs = {e.key: e.blob for e in executables}
         return program_id, await controller.load(program_id, parts, keys, blobs)
 
@@ -345,9 +346,7 @@ class RemoteMesh:
         for k, array in enumerate(results):
             for a in array.actors:
                 outputs[a][k] = array._id
-        handle = self._running().start_step(
-            compiled.program_id, inputs, outputs, puts=puts, frees_after=after
-        )
+        handle = self._running().start_step(compiled.program_id, inputs, outputs, puts=puts, frees_after=after)
         self._retire_donated(step, compiled, leaves)
         handle.future.add_done_callback(lambda future: self._finished(future, results))
         return StepFuture(jax.tree.unflatten(compiled.compiled.traced.out_tree, results), handle)
@@ -381,8 +380,9 @@ class RemoteMesh:
 
     def _finished(self, future: asyncio.Future, results: Sequence[RemoteArray]) -> None:
         self._admission.release()
-        if future.cancelled() or (error := future.exception()) is not None:
-            why = "its step was cancelled" if future.cancelled() else f"its step failed: {error}"
+        error = None if future.cancelled() else future.exception()
+        if future.cancelled() or error is not None:
+            why = f"its step failed: {error or 'cancelled'}"
             for array in results:
                 if array._state == LIVE:
                     array.retire(FAILED, why)
@@ -418,7 +418,8 @@ class RemoteMesh:
         hosts = [_host_array(x).copy() for x in leaves]
         if like is None:
             arrays = [
-                RemoteArray(self, self._running().new_array_id(), t, (), host=h) for t, h in zip(types, hosts, strict=True)
+                RemoteArray(self, self._running().new_array_id(), t, (), host=h)
+                for t, h in zip(types, hosts, strict=True)
             ]
             return jax.tree.unflatten(treedef, arrays)
         places = self._places(like, len(leaves))
@@ -512,7 +513,7 @@ def _checked_out_specs(traced: Any, slots: Sequence[Slot], name: str) -> list:
         what = (
             f"it makes {len(made)} leaves, the argument has {len(wanted)}"
             if differ is None
-            else f"leaf {traced.out_names[differ]} is {made[differ]}, the argument's {slots[differ].name} is {wanted[differ]}"
+            else f"{traced.out_names[differ]} is {made[differ]}, but {slots[differ].name} is {wanted[differ]}"
         )
         raise ArrayError(f"step.init: {name} does not make what the step takes: {what}")
     return [s.type.aval.spec for s in slots]
@@ -541,7 +542,9 @@ def _host_array(leaf: Any) -> np.ndarray:
 
 
 def _as_user_sees(array: np.ndarray, value_type: ValueType) -> Any:
-    return jax.random.wrap_key_data(array, impl=value_type.key_impl) if value_type.key_impl else array
+    if value_type.key_impl is None:
+        return array
+    return jax.random.wrap_key_data(jax.numpy.asarray(array), impl=value_type.key_impl)
 
 
 __all__ = ["Compiled", "RemoteMesh", "StepFuture"]

@@ -1,4 +1,7 @@
-"""mesh_options: what a user passes to `RemoteMesh`, checked and turned into what the controller takes. Starts nothing."""
+"""mesh_options: what a user passes to `RemoteMesh`, checked and turned into what the controller takes.
+
+Starts nothing.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +44,16 @@ def actor_count(num_actors: Any) -> int:
     """The number of actors, from an int or a tuple of one."""
     count = num_actors[0] if isinstance(num_actors, tuple) and len(num_actors) == 1 else num_actors
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise MeshError(f"RemoteMesh needs a number of actors of at least 1, an int or a tuple of one; got {num_actors!r}")
+        raise MeshError(f"num_actors is an int of at least 1 or a tuple of one such int; got {num_actors!r}")
     return count
 
 
 def axes(spmd_mesh: Any) -> dict[str, int]:
     """Axis name to size."""
-    if isinstance(spmd_mesh, Mapping):
-        found = dict(spmd_mesh)
-    else:
-        sizes = tuple(spmd_mesh)
-        if len(sizes) > 2:
-            raise MeshError(f"spmd_mesh {sizes} has {len(sizes)} sizes without names; pass a mapping of names to sizes")
-        found = dict(zip(("data", "model"), sizes, strict=False))
+    names = ("data", "model")
+    if not isinstance(spmd_mesh, Mapping) and len(spmd_mesh) > len(names):
+        raise MeshError(f"spmd_mesh {spmd_mesh} has {len(spmd_mesh)} sizes without names; pass a mapping name to size")
+    found: dict[str, int] = dict(spmd_mesh if isinstance(spmd_mesh, Mapping) else zip(names, spmd_mesh, strict=False))
     for name, size in found.items():
         if not isinstance(name, str) or not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise MeshError(f"spmd_mesh has {name!r}: {size!r}; an axis is a name and a size of at least 1")
@@ -91,7 +91,7 @@ def make_launcher(launcher: Any) -> tuple[Any, bool]:
     if launcher == "inline":
         return InlineLauncher(), True
     if isinstance(launcher, str):
-        raise MeshError(f"launcher {launcher!r} is not there in this version; use 'local', 'inline' or a Launcher object")
+        raise MeshError(f"launcher {launcher!r} is not there in this version; use 'local', 'inline' or a Launcher")
     return launcher, launcher.listen_host is None
 
 
@@ -159,9 +159,7 @@ def _check_local_devices(spmd_mesh: Mapping[str, int]) -> None:
         )
 
 
-def target(
-    spmd_mesh: Mapping[str, int], kinds: Sequence[str], rules: Mapping[str, Any], platform: str
-) -> Target:
+def target(spmd_mesh: Mapping[str, int], kinds: Sequence[str], rules: Mapping[str, Any], platform: str) -> Target:
     """What the compiler lowers for. A mesh of one device needs no shardings at all."""
     mesh = None
     if spmd_mesh:

@@ -1,4 +1,4 @@
-"""reductions: how `accumulate_grads` joins the microbatches' results. Each operator knows its start, its step and its end.
+"""reductions: how `accumulate_grads` joins the microbatches' results. Each operator knows its start, step and end.
 
 The same methods serve plain JAX and the pipeline's tasks, so both compute the same thing. Accumulators are arrays; an
 operator keeps no state.

@@ -1,4 +1,7 @@
-"""report: what a compiled step does and costs. In: the compiler's result. Out: plain numbers that print as text. Measures nothing."""
+"""report: what a compiled step does and costs. In: the compiler's result. Out: plain numbers that print as text.
+
+Measures nothing.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,9 @@ class Report:
         return "\n".join(lines)
 
 
-def make(compiled: Compiled, temp_bytes: Mapping[ActorId, Mapping[int, int]], compile_s: Mapping[ActorId, float]) -> Report:
+def make(
+    compiled: Compiled, temp_bytes: Mapping[ActorId, Mapping[int, int]], compile_s: Mapping[ActorId, float]
+) -> Report:
     """The report of a compiled step."""
     return Report(
         actors=tuple(_actor_line(compiled, a, temp_bytes.get(a, {}), compile_s.get(a, 0.0)) for a in _actors(compiled)),
@@ -112,7 +117,9 @@ def _actor_line(compiled: Compiled, actor: ActorId, temp_bytes: Mapping[int, int
 def _transfers(compiled: Compiled) -> tuple[TransferLine, ...]:
     """Transfers grouped by what they carry: the task that makes it and the value, over all microbatches."""
     graph = compiled.placed.graph
-    maker = {v: (n.label if n.task is None else f"{n.task.ty}(stage {n.task.stage})") for n in graph.nodes for v in n.outputs}
+    maker = {
+        v: (n.label if n.task is None else f"{n.task.ty}(stage {n.task.stage})") for n in graph.nodes for v in n.outputs
+    }
     holders = {i.value: set(i.actors) for i in graph.inputs} | {v: {n.actor} for n in graph.nodes for v in n.outputs}
     uses: dict[int, set[ActorId]] = defaultdict(set)
     for n in graph.nodes:

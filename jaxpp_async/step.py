@@ -194,9 +194,7 @@ class DistributedStep:
         if prefix is None:
             return [None] * len(names)
         mesh = self.mesh
-        return sharding.leaf_specs(
-            prefix, tree, names, shapes, axes=mesh.spmd_mesh, rules=mesh.axis_rules, what=what
-        )
+        return sharding.leaf_specs(prefix, tree, names, shapes, axes=mesh.spmd_mesh, rules=mesh.axis_rules, what=what)
 
 
 class _Call:

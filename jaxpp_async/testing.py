@@ -6,8 +6,8 @@
         state, losses = await mesh.run(step, state, batch)
         assert_close(await losses, expected)
 
-Meshes are shared by the session: starting actors and compiling is what costs. They live on one event loop, so tests that
-use them run on the session's: set `asyncio_default_test_loop_scope = "session"`, or mark them
+Meshes are shared by the session: starting actors and compiling is what costs. They live on one event loop, so tests
+that use them run on the session's: set `asyncio_default_test_loop_scope = "session"`, or mark them
 `@pytest.mark.asyncio(loop_scope="session")`. Needs pytest-asyncio.
 """
 
@@ -26,7 +26,7 @@ GetMesh: TypeAlias = "Callable[..., Awaitable[RemoteMesh]]"
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def remote_mesh() -> AsyncIterator[GetMesh]:
-    """`await remote_mesh(num_actors, **options)`: a mesh with these options, shared by the session and closed at its end.
+    """`await remote_mesh(num_actors, **options)`: a mesh that the session shares and closes at its end.
 
     Options are those of `RemoteMesh`. A mesh that has failed or closed is replaced by a new one.
     """
@@ -63,11 +63,14 @@ def assert_close(actual: Any, expected: Any, *, rtol: float = 1e-5, atol: float 
     leaves, actual_tree = jax.tree.flatten(actual)
     if tree != actual_tree:
         raise AssertionError(f"trees differ: {actual_tree} and {tree}")
-    for (path, want), got in zip(named, leaves, strict=True):
+
+    def plain(x: Any) -> np.ndarray:
+        is_key = hasattr(x, "dtype") and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x)
+
+    for (path, expected_leaf), actual_leaf in zip(named, leaves, strict=True):
         name = jax.tree_util.keystr(path) or "value"
-        if hasattr(want, "dtype") and jax.numpy.issubdtype(want.dtype, jax.dtypes.prng_key):
-            got, want = jax.random.key_data(got), jax.random.key_data(want)
-        got, want = np.asarray(got), np.asarray(want)
+        got, want = plain(actual_leaf), plain(expected_leaf)
         if got.shape != want.shape or got.dtype != want.dtype:
             raise AssertionError(f"{name}: {got.dtype}{got.shape}, expected {want.dtype}{want.shape}")
         if not got.size:

@@ -98,7 +98,8 @@ class Step:
     """Run a loaded program once. Answer: `StepDone`.
 
     Steps run in the order they arrive, one after the other; the next may be sent before the last is done, and may name
-    outputs of it as inputs. A step of an epoch and number seen before gets the cached answer; any other past one is refused.
+    outputs of it as inputs. A step of an epoch and number seen before gets the cached answer; any other past one is
+    refused.
 
     Args:
         inputs: for each step argument this actor's program binds (the program's `Input.arg`), the array.

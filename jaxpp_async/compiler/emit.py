@@ -5,6 +5,7 @@ Every executable takes and returns flat lists of arrays. PRNG keys stand as thei
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,9 +79,7 @@ def emit(
 
 
 def lowering_context(target: Target) -> Any:
-    """Context in which steps are traced and tasks lowered: the mesh for bare `PartitionSpec`s, the rules for `shard`."""
-    import contextlib
-
+    """For tracing steps and lowering tasks: the mesh for bare `PartitionSpec`s, the rules for `shard`."""
     stack = contextlib.ExitStack()
     stack.enter_context(sharding.axis_rules(target.axis_rules if target.mesh is not None else {}))
     if target.mesh is not None:

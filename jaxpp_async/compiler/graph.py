@@ -1,7 +1,7 @@
 """compiler.graph: a traced step and its cut loops in, a `TaskGraph` and the recipe of each executable out. No jax.
 
-A recipe says which operations one executable runs, on which values; `compiler.emit` turns it into StableHLO. Node inputs and
-recipe inputs agree position by position.
+A recipe says which operations one executable runs, on which values; `compiler.emit` turns it into StableHLO. Node
+inputs and recipe inputs agree position by position.
 """
 
 from __future__ import annotations
@@ -208,11 +208,11 @@ class _Builder:
             items += after
         outputs = []
         for ref in self.traced.flat.outputs:
-            if isinstance(ref, Lit):
-                made = self.types.new(_literal_type(ref, self.types))
-                items.append(Op("constant", (ref,), (made,), lambda xs: xs, "constant result"))
-                ref = made
-            outputs.append(ref)
+            if isinstance(ref, int):
+                outputs.append(ref)
+                continue
+            outputs.append(self.types.new(_literal_type(ref, self.types)))
+            items.append(Op("constant", (ref,), (outputs[-1],), lambda xs: xs, "constant result"))
         step = OuterStep(
             inputs=self.traced.flat.inputs,
             items=tuple(items),

@@ -1,7 +1,8 @@
-"""compiler.partition: a loop's flat body in, its stages' forward and backward tasks out. No jax, no schedule, no actors.
+"""compiler.partition: a loop's flat body in, its stages' forward and backward tasks out. No jax, no schedule.
 
 Every operation goes to exactly one task, except light ones that depend on no computed value: those are repeated
-wherever they are used, because computing them again is cheaper than keeping or sending them. `DESIGN.md` 2 has the rules.
+wherever they are used, because computing them again is cheaper than keeping or sending them. `DESIGN.md` 2 has the
+rules.
 
 Source: the JaxPP paper, sections "Stage Marking", "Placement Inference" and "Weight Sharing".
 """
@@ -24,7 +25,74 @@ TaskKey: TypeAlias = tuple[TaskType, int]
 # Layout changes, casts, elementwise arithmetic and constants. Products, reductions, random bits and control flow are
 # not here: computing those twice costs more than a buffer.
 LIGHT = frozenset(
-    ["abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "concatenate", "convert_element_type", "copy", "copy_p", "cos", "cumsum", "div", "eq", "exp", "expand_dims", "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pad", "pow", "random_fold_in", "random_split", "random_unwrap", "random_wrap", "random_seed", "reduce_precision", "rem", "reshape", "rev", "round", "rsqrt", "select_n", "sign", "sin", "slice", "split", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tan", "tanh", "transpose", "xor", "sharding_constraint", "shard", "shift_left", "shift_right_logical", "full"]
+    [
+        "abs",
+        "add",
+        "add_any",
+        "and",
+        "broadcast_in_dim",
+        "ceil",
+        "clamp",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "cos",
+        "cumsum",
+        "div",
+        "eq",
+        "exp",
+        "expand_dims",
+        "floor",
+        "ge",
+        "gt",
+        "integer_pow",
+        "iota",
+        "is_finite",
+        "le",
+        "log",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "not",
+        "or",
+        "pad",
+        "pow",
+        "random_fold_in",
+        "random_split",
+        "random_unwrap",
+        "random_wrap",
+        "random_seed",
+        "reduce_precision",
+        "rem",
+        "reshape",
+        "rev",
+        "round",
+        "rsqrt",
+        "select_n",
+        "sign",
+        "sin",
+        "slice",
+        "split",
+        "sqrt",
+        "square",
+        "squeeze",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "transpose",
+        "xor",
+        "sharding_constraint",
+        "shard",
+        "shift_left",
+        "shift_right_logical",
+        "full",
+    ]
 )
 
 
@@ -150,8 +218,8 @@ class _Partition:
                 kind = FORWARD
             if i in ancestors and kind == BACKWARD:
                 raise StageError(
-                    f"{op.line}: stage {ancestors[i]} needs `{op.name}`, which depends on the backward pass of the same "
-                    "microbatch; a stage may use only what earlier stages made"
+                    f"{op.line}: stage {ancestors[i]} needs `{op.name}`, which depends on the backward pass of the "
+                    "same microbatch; a stage may use only what earlier stages made"
                 )
             self.kind[i] = kind
             if kind == BACKWARD:
@@ -176,7 +244,7 @@ class _Partition:
     # ---- stages of forward operations
 
     def place_forward(self) -> None:
-        """The earliest stage whose marker needs the operation; else the latest of its operands; else its first user's."""
+        """The earliest stage whose marker needs it; else the latest of its operands; else its first user's."""
         for i, op in enumerate(self.ops):
             if op.name == MARKER:
                 self.stage[i] = self.marker_index[i] + 1
@@ -287,7 +355,7 @@ class _Partition:
         return ("bwd" if self.kind[p] == BACKWARD else "fwd", stage)
 
     def output_parts(self, index: int) -> tuple[OutputPart, ...]:
-        """The parts of one result. A sum of several stages' values is accumulated in each stage and added at the end."""
+        """The parts of one result: a sum of several stages' values is accumulated in each and added at the end."""
         value = self.resolve(self.body.outputs[index])
         if not self.loop.reductions[index].commutes_with_add:
             return (self._part(value),)

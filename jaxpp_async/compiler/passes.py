@@ -1,4 +1,4 @@
-"""compiler.passes: THE list of passes, from a step function to one program an actor. Runs each, checks its result, keeps its text.
+"""compiler.passes: THE list of passes, from a step function to one program an actor. Runs, checks and prints each.
 
 trace       step function          -> flat operations with markers and loops
 partition   each loop's body       -> forward and backward tasks
@@ -43,7 +43,7 @@ class StepRequest:
 
     fn: Callable
     args: Sequence[Any]
-    argument_names: Sequence[str]
+    argument_names: tuple[str, ...]
     static_argnums: tuple[int, ...]
     donated: tuple[int, ...]
     in_specs: Callable[[Traced], Sequence[Spec | None]]

@@ -1,7 +1,8 @@
 """compiler.placement: where everything outside the loops runs, and where arguments and results live. No jax.
 
-In: a traced step and the actors that each loop's values need. Out: for each outer operation its actors and level, for each input
-its home, for each result its homes. `DESIGN.md` 4 has the rules. A choice between equals always goes to the lowest actor.
+In: a traced step and the actors that each loop's values need. Out: for each outer operation its actors and level, for
+each input its home, for each result its homes. `DESIGN.md` 4 has the rules. A choice between equals always goes to the
+lowest actor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Actors: TypeAlias = frozenset[ActorId]
 # Below this a value says nothing about where its user should run: moving it costs less than a wrong choice.
 SMALL_BYTES = 64
 
-# Sums and the like over values of several actors are regrouped: each actor joins its own, then the partial results meet.
+# Sums and the like over values of several actors are regrouped: each actor joins its own, then the parts meet.
 ASSOCIATIVE = frozenset(("add", "add_any", "mul", "max", "min", "and", "or"))
 
 
@@ -91,8 +92,9 @@ def place(step: OuterStep, types: Types) -> Placement:
 
 
 class _Placer:
-    """Working state: `bound` operations depend on a loop's results and run on one actor; `free` ones run on every actor
-    that needs them."""
+    """Working state. `bound` operations depend on a loop's results and run on one actor; `free` ones run on every actor
+    that needs them.
+    """
 
     def __init__(self, step: OuterStep, types: Types) -> None:
         self.step, self.types = step, types
@@ -119,7 +121,7 @@ class _Placer:
         return ops
 
     def _owned_ops(self) -> set[int]:
-        """Free operations that make a floating result of the step: computed once, then sent, so that copies are equal."""
+        """Free operations that make a floating result: computed once, then sent, so that copies are equal."""
         made = {self.producer[r] for r in self.step.outputs if isinstance(r, int) and r in self.producer}
         return {
             i
@@ -331,8 +333,10 @@ def _grouped(draft: _Placer, root: int, leaves: list[int]) -> list[Op]:
 
 
 def _levels(p: _Placer) -> tuple[dict[tuple[int, ActorId], int], dict[int, int], int]:
-    """Group operations by how many times data has to cross actors first: as late as possible, since an early result is a
-    buffer to keep."""
+    """Group operations by how many times data has to cross actors first.
+
+    Each runs as late as possible, since an early result is a buffer to keep.
+    """
     early, loops = _earliest(p)
     depth = max([*early.values(), *(n + 1 for n in loops.values())], default=0)
     late: dict[tuple[int, ActorId], int] = {}

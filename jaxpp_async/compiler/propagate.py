@@ -1,7 +1,7 @@
 """compiler.propagate: shardings for every value that crosses a task boundary, inferred without devices.
 
-The whole step, with each loop's body once, is lowered on an abstract mesh with every boundary value as a result; Shardy's
-propagation fills in the rest. In: a placed step and the user's shardings. Out: a spec for each value id.
+The whole step, with each loop's body once, is lowered on an abstract mesh with every boundary value as a result;
+Shardy's propagation fills in the rest. In: a placed step and the user's shardings. Out: a spec for each value id.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def value_type(aval: Any) -> ValueType:
 
 
 def trace(
-    fn: Callable, args: Sequence[Any], *, static_argnums: Sequence[int] = (), argument_names: Sequence[str] = ()
+    fn: Callable, args: Sequence[Any], *, static_argnums: Sequence[int] = (), argument_names: tuple[str, ...] = ()
 ) -> Traced:
     """Trace `fn` on `args`, whose leaves are `jax.ShapeDtypeStruct`s (static arguments: the values themselves).
 
@@ -212,14 +212,11 @@ def eliminate_dead(flat: Flat) -> Flat:
     needed = {r for r in flat.outputs if isinstance(r, int)}
     kept: list[Op | Loop] = []
     for op in reversed(flat.ops):
-        if isinstance(op, Loop):
-            if not any(o in needed for o in op.outputs):
-                continue
-            op = _prune_loop(op, needed)
-        elif op.name != MARKER and not any(o in needed for o in op.outputs):
+        wanted = any(o in needed for o in op.outputs)
+        if not wanted and not (isinstance(op, Op) and op.name == MARKER):
             continue
-        kept.append(op)
-        needed.update(op.reads)
+        kept.append(_prune_loop(op, needed) if isinstance(op, Loop) else op)
+        needed.update(kept[-1].reads)
     return Flat(flat.inputs, tuple(reversed(kept)), flat.outputs)
 
 

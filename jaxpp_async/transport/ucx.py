@@ -35,8 +35,9 @@ _ADDRESS_MIN_BYTES, _ADDRESS_MAX_BYTES = 16, 1 << 16
 _STEPS_PER_ROUND, _ROUNDS_PER_CALLBACK = 256, 4
 """Bounds on one callback's progress, so that a flood of messages does not starve the loop's other work."""
 
-_STALL_DELAY_S = 0.002
-"""How long to leave a worker alone that says it has something to do and then does nothing (a peer died: see above)."""
+_STALL_AFTER_S, _STALL_DELAY_S = 0.05, 0.002
+"""A worker that will not be armed and yet does nothing is common for microseconds (a peer is writing into our queue) and
+lasts for ever where that peer died (see above): after the first time it is looked at only every second time."""
 
 _ENVIRONMENT = {
     "UCX_MM_ERROR_HANDLING": "y",  # else error handling drops shared memory, which is four times faster than TCP
@@ -139,6 +140,7 @@ class UCXTransport:
         self._failed: list[_Link] = []
         self._past_epochs: dict[Peer, int] = {}
         self._kicked = self._stalled = False
+        self._idle_since_s: float | None = None
         self._closing: asyncio.Task[None] | None = None
         self._descriptor: int = self._worker.epoll_file_descriptor
         self._loop.add_reader(self._descriptor, self._progress)
@@ -238,14 +240,19 @@ class UCXTransport:
                 idle = idle and num_steps == 0
                 self._deliver()
                 if num_steps < _STEPS_PER_ROUND and worker.arm():
+                    self._idle_since_s = None
                     return
         except self._ucxx.UCXError as error:
             self._stop(f"UCX makes no progress any more: {error}")
             return
         if not idle:
-            self._kick()
-        else:
+            self._idle_since_s = None
+        elif self._idle_since_s is None:
+            self._idle_since_s = self._loop.time()
+        elif self._loop.time() - self._idle_since_s > _STALL_AFTER_S:
             self._stall()
+            return
+        self._kick()
 
     def _stall(self) -> None:
         """Look again in a while, and not at the descriptor, which may stay readable all the time."""
