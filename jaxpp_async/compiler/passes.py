@@ -5,8 +5,12 @@ partition   each loop's body       -> forward and backward tasks
 schedule    each loop's schedule   -> tasks in order, an actor a row
 place       all of it              -> task graph on actors, and a recipe an executable
 shard       task graph             -> the same, with a sharding for every value
-lower       task graph             -> programs: transfers, donation, deletion
+transfer    task graph             -> programs, an actor each: inputs, runs, sends, receives, outputs
+donate      programs               -> the same, runs reusing the buffers that nothing needs afterwards
+delete      programs               -> the same, every other buffer freed right after its last use
 emit        recipes                -> serialized StableHLO
+
+`plan` runs all but the last, which takes longest and changes no decision; `compile_step` runs them all.
 """
 
 from __future__ import annotations
@@ -75,8 +79,36 @@ class Compiled:
     continues: Mapping[int, int]
 
 
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Everything decided, nothing lowered: the result of all passes but `emit`. Fields as in `Compiled`.
+
+    Args:
+        specs: a sharding for each value id.
+    """
+
+    traced: Traced
+    placed: PlacedStep
+    specs: Mapping[int, Spec]
+    programs: tuple[ActorProgram, ...]
+    passes: Mapping[str, str]
+    continues: Mapping[int, int]
+
+
 def compile_step(request: StepRequest) -> Compiled:
     """Run all passes.
+
+    Raises:
+        UnsupportedError, StageError, ScheduleError, ShardingError: see `errors`.
+    """
+    done = plan(request)
+    executables = tuple(emit(r, done.traced.types, done.specs, request.target) for r in done.placed.recipes)
+    texts = {**done.passes, "emit": _format_executables(executables)}
+    return Compiled(done.traced, done.placed, done.programs, executables, texts, done.continues)
+
+
+def plan(request: StepRequest) -> Plan:
+    """Run every pass but `emit`, checking what each leaves.
 
     Raises:
         UnsupportedError, StageError, ScheduleError, ShardingError: see `errors`.
@@ -95,26 +127,36 @@ def compile_step(request: StepRequest) -> Compiled:
     loops = {i: _scheduled(s, request) for i, s in staged.items()}
     texts["schedule"] = "\n".join(schedules.format_grid(s.tasks) for s in loops.values())
     continues = continued_arguments(traced)
-    donated = [arg in request.donated for arg in traced.arg_of]
     placed = build(
         traced,
         loops,
         num_actors=request.num_actors,
         continues=continues,
-        donated=donated,
+        donated=[arg in request.donated for arg in traced.arg_of],
         result_homes=dict(request.result_homes),
     )
     verify.verify_graph(placed.graph)
     texts["place"] = _format_graph(placed)
     specs = propagate(traced, placed, request.target, request.in_specs(traced), request.out_specs(traced), continues)
     placed = dataclasses.replace(placed, graph=_with_specs(placed, specs))
+    verify.verify_graph(placed.graph)
     texts["shard"] = _format_specs(placed)
-    programs = tuple(lowering.lower(placed.graph))
+    programs = _lowered(placed.graph, texts)
+    return Plan(traced, placed, specs, programs, texts, continues)
+
+
+def _lowered(graph: TaskGraph, texts: dict[str, str]) -> lowering.Programs:
+    """The three passes from a graph to programs. Only the last leaves none of its buffers behind."""
+    programs = lowering.insert_transfers(graph)
+    verify.verify_programs(programs, complete=False)
+    texts["transfer"] = _format_programs(programs)
+    programs = lowering.donate_buffers(graph, programs)
+    verify.verify_programs(programs, complete=False)
+    texts["donate"] = _format_programs(programs)
+    programs = lowering.delete_buffers(programs)
     verify.verify_programs(programs)
-    texts["lower"] = "\n\n".join(str(p) for p in programs)
-    executables = tuple(emit(r, traced.types, specs, request.target) for r in placed.recipes)
-    texts["emit"] = "\n".join(f"exe {i} {e.name} {len(e.blob)} bytes" for i, e in enumerate(executables))
-    return Compiled(traced, placed, programs, executables, texts, continues)
+    texts["delete"] = _format_programs(programs)
+    return programs
 
 
 def continued_arguments(traced: Traced) -> dict[int, int]:
@@ -194,6 +236,14 @@ def _trimmed(spec: Spec) -> Spec:
 
 
 # ---------------------------------------------------------------- texts
+
+
+def _format_programs(programs: Sequence[ActorProgram]) -> str:
+    return "\n\n".join(str(p) for p in programs)
+
+
+def _format_executables(executables: Sequence[Emitted]) -> str:
+    return "\n".join(f"exe {i} {e.name} {len(e.blob)} bytes" for i, e in enumerate(executables))
 
 
 def _format_staged(staged: StagedLoop) -> str:
