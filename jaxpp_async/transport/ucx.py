@@ -36,8 +36,8 @@ _STEPS_PER_ROUND, _ROUNDS_PER_CALLBACK = 256, 4
 """Bounds on one callback's progress, so that a flood of messages does not starve the loop's other work."""
 
 _STALL_AFTER_S, _STALL_DELAY_S = 0.05, 0.002
-"""A worker that will not be armed and yet does nothing is common for microseconds (a peer is writing into our queue) and
-lasts for ever where that peer died (see above): after the first time it is looked at only every second time."""
+"""A worker that cannot be armed and yet does nothing is common for microseconds (a peer is writing into our queue), but
+lasts for ever where that peer died (see above): past the first time, look only as often as the second one says."""
 
 _ENVIRONMENT = {
     "UCX_MM_ERROR_HANDLING": "y",  # else error handling drops shared memory, which is four times faster than TCP
