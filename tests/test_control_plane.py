@@ -330,7 +330,7 @@ async def test_stubborn_and_stopped_actors_are_killed(monkeypatch):
 async def test_launches_that_fail_say_why(setup, error, said, caplog):
     async with nothing_left(caplog):
         with pytest.raises(error, match=f"(?s){said}"):
-            async with mesh(setup=setup, launch_timeout_s=1 if setup == "silent" else 30):
+            async with mesh(1, setup=setup, launch_timeout_s=1 if setup == "silent" else 30):
                 pass
 
 
@@ -340,17 +340,17 @@ async def test_an_interpreter_that_cannot_start(caplog, tmp_path):
     broken.chmod(0o755)
     async with nothing_left(caplog):
         with pytest.raises(LaunchError, match=r"(?s)exited with code 1.*no module named jaxpp"):
-            async with mesh(launcher=local_launcher(python=str(broken))):
+            async with mesh(1, launcher=local_launcher(python=str(broken))):
                 pass
         with pytest.raises(LaunchError, match=r"could not be started: .*No such file"):
-            async with mesh(launcher=local_launcher(python=str(tmp_path / "absent"))):
+            async with mesh(1, launcher=local_launcher(python=str(tmp_path / "absent"))):
                 pass
 
 
 async def test_a_cancelled_launch_leaves_nothing(caplog):
     async with nothing_left(caplog):
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.3), mesh(setup="silent"):
+            async with asyncio.timeout(0.3), mesh(1, setup="silent"):
                 pass
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -69,7 +70,10 @@ class Driver:
         line = self.popen.stdout.readline()
         if not line:
             raise AssertionError(self.popen.communicate()[1])
-        self.actors = [psutil.Process(int(pid)) for pid in line.split()]
+        self.actors: list[psutil.Process] = []
+        for pid in line.split():
+            with contextlib.suppress(psutil.NoSuchProcess):  # gone already, with a driver that ends at once
+                self.actors.append(psutil.Process(int(pid)))
 
     def actors_gone_within(self, timeout_s: float) -> bool:
         """Whether all actors end in time (they may remain as zombies where no init reaps them)."""
