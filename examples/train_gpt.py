@@ -65,7 +65,7 @@ def run(
     uvloop.run(pipeline.run(batches, validation))
 
     if options.verify:
-        with reporter.phase(f"{options.verify} steps with plain jax.jit"):
+        with reporter.spinner(f"{options.verify} steps with plain jax.jit"):
             difference = pipeline.verify(data.train_batches(corpus.train, options.batch_shape, options.seed))
         reporter.lines(report.verify_lines(*difference))
     text = sample(pipeline.params, pipeline.config, SAMPLE_PROMPT, SAMPLE_BYTES, seed=options.seed)

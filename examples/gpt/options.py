@@ -24,7 +24,7 @@ class Options:
     schedule: str = "Std1F1B"
     microbatches: int = 8
     batch_size: int = 16
-    steps: int = 400
+    steps: int = 300
     dp: int = 1
     tp: int = 1
     layers: int = 4

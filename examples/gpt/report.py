@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +33,17 @@ class Reporter:
     def phase(self, doing: str) -> Iterator[None]:
         """Say what is going on, then how long it took."""
         start = time.monotonic()
-        if self._console.is_terminal:
-            with self._console.status(doing):
-                yield
-        else:
+        if not self._console.is_terminal:
             self.line(f"{doing} ...")
+        with self.spinner(doing):
             yield
         self.line(f"{doing}: {time.monotonic() - start:.1f} s")
+
+    @contextmanager
+    def spinner(self, doing: str) -> Iterator[None]:
+        """In a terminal, say what is going on for as long as it lasts; leaves no line behind."""
+        with self._console.status(doing) if self._console.is_terminal else nullcontext():
+            yield
 
     @contextmanager
     def training(self, num_steps: int, tokens_per_step: int) -> Iterator[TrainingProgress]:
