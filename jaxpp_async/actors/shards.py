@@ -155,6 +155,9 @@ def aligned_bytes(size_bytes: int) -> np.ndarray:
 
 def buffer_addresses(array: jax.Array) -> list[int]:
     """Where each device's part lies."""
+    if len(array.sharding.device_set) == 1:
+        # Asking for the parts would make a second array of the same memory and keep it as long as this one.
+        return [array.unsafe_buffer_pointer()]
     parts: Any = array.addressable_shards
     return [part.data.unsafe_buffer_pointer() for part in parts]
 
