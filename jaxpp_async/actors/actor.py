@@ -26,7 +26,7 @@ from jaxpp_async.actors.host_values import HostValues
 from jaxpp_async.actors.loading import load_program
 from jaxpp_async.actors.plan import ExecutionPlan
 from jaxpp_async.actors.receive_pool import ReceivePool
-from jaxpp_async.actors.shards import Layouts
+from jaxpp_async.actors.shards import Layouts, memory_held
 from jaxpp_async.actors.step_run import LoadedProgram, Machine, StepFailure, StepRun
 from jaxpp_async.actors.store import Entry, Store
 from jaxpp_async.errors import MeshError, ProtocolError, StepAbortedError
@@ -312,12 +312,16 @@ class Actor:
 
     def _numbers(self) -> dict[str, int]:
         parts, executor = self._parts, self._current.executor if self._current else None
+        live_arrays, live_bytes = memory_held(jax.live_arrays())
         return {
-            "live_arrays": len(jax.live_arrays()),
+            "live_arrays": live_arrays,
+            "live_bytes": live_bytes,
             "store_arrays": len(self._store),
+            "store_bytes": self._store.size_bytes,
             "table_bytes": executor.table_bytes if executor else 0,
             "pending_bytes": executor.pending_bytes if executor else 0,
             "free_receive_buffers": parts.machine.pool.free_buffers,
+            "free_receive_bytes": parts.machine.pool.free_bytes,
             "file_descriptors": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
             "compilations": parts.executables.compilations,
             "tasks": len(self._tasks),

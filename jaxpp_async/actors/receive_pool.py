@@ -77,6 +77,11 @@ class ReceivePool:
         """How many buffers lie ready."""
         return sum(len(buffers) for buffers in self._free.values())
 
+    @property
+    def free_bytes(self) -> int:
+        """Their bytes."""
+        return sum(aval.size_bytes * len(buffers) for aval, buffers in self._free.items())
+
     def _make(self, aval: Aval) -> ReceiveBuffer:
         layout = self._layouts.of(aval)
         memory = tuple(aligned_bytes(int(np.prod(s.shape)) * layout.dtype.itemsize) for s in layout.shards)

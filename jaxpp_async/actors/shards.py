@@ -6,7 +6,8 @@ first hold them. Sender and receiver have meshes of one shape and the same `Aval
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -160,6 +161,23 @@ def buffer_addresses(array: jax.Array) -> list[int]:
         return [array.unsafe_buffer_pointer()]
     parts: Any = array.addressable_shards
     return [part.data.unsafe_buffer_pointer() for part in parts]
+
+
+def memory_held(arrays: Iterable[jax.Array]) -> tuple[int, int]:
+    """How many of these arrays have memory of their own, and its bytes, replicas counted once.
+
+    `jax.live_arrays` also lists the views of one device's part that JAX keeps inside an array once somebody has asked
+    for it; they hold nothing.
+    """
+    whole: dict[tuple[int, ...], int] = {}
+    for array in arrays:
+        with contextlib.suppress(RuntimeError):  # a run has just consumed it
+            if array.nbytes:
+                addresses = tuple(buffer_addresses(array))
+                whole[addresses] = max(array.nbytes, whole.get(addresses, 0))
+    parts = {address for addresses in whole if len(addresses) > 1 for address in addresses}
+    held = [size for addresses, size in whole.items() if len(addresses) > 1 or addresses[0] not in parts]
+    return len(held), sum(held)
 
 
 def _lies_in(array: jax.Array, memory: np.ndarray) -> bool:

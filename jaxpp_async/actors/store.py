@@ -97,6 +97,11 @@ class Store:
         """Forget every array."""
         self._entries.clear()
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the arrays that are there."""
+        return sum(entry.aval.size_bytes for entry in self._entries.values() if entry.array is not None)
+
     def __len__(self) -> int:
         """How many arrays are there, those on their way left out."""
         return sum(entry.array is not None for entry in self._entries.values())
