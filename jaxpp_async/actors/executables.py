@@ -117,8 +117,10 @@ def compile_blob(blob: bytes, donated: tuple[int, ...], devices: Devices) -> Exe
         raise ValueError(f"exported for {exported.nr_devices} devices, the actor has {len(devices.devices)}")
     inputs = _signatures(exported.in_avals, _input_shardings(exported, devices))
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in inputs]
+    # Results' shardings too: an executable without arguments has nothing else that names the actor's devices.
+    results = jax.tree.unflatten(exported.out_tree, exported.out_shardings_jax(devices.mesh))
     with _without_donation_warnings():
-        lowered = jax.jit(exported.call, donate_argnums=donated).lower(*arguments)
+        lowered = jax.jit(exported.call, donate_argnums=donated, out_shardings=results).lower(*arguments)
     compiled = lowered.compile()
     analysis = compiled.memory_analysis()
     return Executable(
