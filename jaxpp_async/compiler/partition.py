@@ -290,16 +290,27 @@ class _Partition:
             limit = self._limit(cotangents, placed)
             if limit is None:
                 continue
-            common = set(range(limit + 1))
-            for r in op.reads:
-                if self._kind_of(r) != BACKWARD:
-                    common &= homes.get(self._root(r), common)
-            self.stage[i] = max(common, default=limit)
-        # What a checkpoint computes again from roots alone belongs to whoever uses it first.
+            self.stage[i] = max(self._common_homes(op, homes, limit), default=limit)
+        # What comes from roots alone (a checkpoint computes it again, or the cotangent is a constant, as a sum's is)
+        # belongs to whoever uses it first.
         for i in reversed(range(len(self.ops))):
             if self.kind[i] == BACKWARD and self.stage[i] is None:
-                users = [self.stage[u] for o in self.ops[i].outputs for u in self._users(o)]
-                self.stage[i] = max((s for s in users if s is not None), default=0)
+                users = [self._wanted_by(u) for o in self.ops[i].outputs for u in self._users(o)]
+                held = self._common_homes(self.ops[i], homes, self.num_stages - 1)
+                self.stage[i] = max((s for s in users if s is not None), default=max(held, default=0))
+
+    def _common_homes(self, op: Op, homes: dict[int, set[int]], limit: int) -> set[int]:
+        """Stages up to `limit` whose forward holds every operand of `op` that is no cotangent."""
+        common = set(range(limit + 1))
+        for r in op.reads:
+            if self._kind_of(r) != BACKWARD:
+                common &= homes.get(self._root(r), common)
+        return common
+
+    def _wanted_by(self, user: int) -> int | None:
+        """The stage whose backward hands a value to `user`: a cotangent marker takes it from the stage behind it."""
+        stage = self.stage[user]
+        return stage + 1 if stage is not None and self.ops[user].name == MARKER_SIDE else stage
 
     def _limit(self, cotangents: list[int], placed: list[int]) -> int | None:
         """The last stage whose backward may hold an operation, by its operands; None when they do not say."""

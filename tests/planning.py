@@ -1,0 +1,72 @@
+"""Compile steps without actors: what the compiler's tests build on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+
+from jaxpp_async import mesh_options
+from jaxpp_async.compiler.ir import Loop
+from jaxpp_async.compiler.partition import StagedLoop, cross_task_values, partition
+from jaxpp_async.compiler.passes import Plan, plan
+from jaxpp_async.program import Send
+from jaxpp_async.step import DistributedStep, _Options
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def plan_step(
+    fn: Any,
+    *args: Any,
+    actors: int = 2,
+    spmd_mesh: dict[str, int] | None = None,
+    axis_rules: dict[str, Any] | None = None,
+    in_shardings: Any = None,
+    donate: tuple[int, ...] = (),
+    schedule: Any = None,
+) -> Plan:
+    """All passes but emission, for a mesh that nobody started."""
+    axes, rules = spmd_mesh or {}, axis_rules or {}
+    target = mesh_options.target(axes, ["auto"] * len(axes), rules, "cpu")
+    mesh = SimpleNamespace(num_actors=actors, spmd_mesh=axes, axis_rules=rules, _target=target)
+    step = DistributedStep(mesh, fn, _Options(in_shardings, None, donate, (), schedule))  # pyright: ignore
+    return plan(step.request(args))
+
+
+def staged(fn: Any, *args: Any) -> StagedLoop:
+    """The one loop of a step, cut."""
+    from jaxpp_async.compiler.tracing import trace
+
+    traced = trace(fn, args)
+    (loop,) = [op for op in traced.flat.ops if isinstance(op, Loop)]
+    return partition(loop)
+
+
+def heavy(cut: StagedLoop) -> dict[str, list[str]]:
+    """Names of the operations of each task that cost something, such as `{"fwd0": ["dot_general"]}`."""
+    costly = ("dot_general", "tanh", "sin", "exp", "reduce_sum", "reduce_max", "gather", "scatter-add", "sort")
+    return {f"{ty}{stage}": [op.name for op in t.ops if op.name in costly] for (ty, stage), t in cut.tasks.items()}
+
+
+def taken(cut: StagedLoop, types: Any = None) -> dict[str, set[str]]:
+    """For each task, the tasks that it takes values from."""
+    maker = {v: key for key, (_, makes) in cross_task_values(cut).items() for v in makes}
+    found: dict[str, set[str]] = defaultdict(set)
+    for (ty, stage), (takes, _) in cross_task_values(cut).items():
+        found[f"{ty}{stage}"] |= {"{}{}".format(*maker[v]) for v in takes}
+    return dict(found)
+
+
+def sent(done: Plan) -> list[tuple[int, int, tuple[int, ...]]]:
+    """(from, to, shape) of every transfer, in each sender's order."""
+    return [
+        (p.actor, i.to_actor, p.avals[i.buffer].shape)
+        for p in done.programs
+        for i in p.instructions
+        if isinstance(i, Send)
+    ]
