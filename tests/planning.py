@@ -49,7 +49,18 @@ def staged(fn: Any, *args: Any) -> StagedLoop:
 
 def heavy(cut: StagedLoop) -> dict[str, list[str]]:
     """Names of the operations of each task that cost something, such as `{"fwd0": ["dot_general"]}`."""
-    costly = ("dot_general", "tanh", "sin", "exp", "reduce_sum", "reduce_max", "gather", "scatter-add", "sort")
+    costly = (
+        "checkpoint",
+        "dot_general",
+        "tanh",
+        "sin",
+        "exp",
+        "reduce_sum",
+        "reduce_max",
+        "gather",
+        "scatter-add",
+        "sort",
+    )
     return {f"{ty}{stage}": [op.name for op in t.ops if op.name in costly] for (ty, stage), t in cut.tasks.items()}
 
 

@@ -257,7 +257,12 @@ class _Partition:
         for i in reversed(range(len(self.ops))):
             if self.kind[i] == FORWARD and self.stage[i] is None:
                 users = [self.stage[u] for o in self.ops[i].outputs for u in self._users(o)]
-                self.stage[i] = min((s for s in users if s is not None), default=0)
+                self.stage[i] = min((s for s in users if s is not None), default=None)
+        # What only the backward uses is made beside its operands.
+        for i, op in enumerate(self.ops):
+            if self.kind[i] == FORWARD and self.stage[i] is None:
+                operands = [self.stage[p] for p in self._producers(op)]
+                self.stage[i] = max((s for s in operands if s is not None), default=0)
 
     def _producers(self, op: Op) -> Iterable[int]:
         for r in op.reads:
