@@ -50,7 +50,7 @@ def staged(fn: Any, *args: Any) -> StagedLoop:
 def heavy(cut: StagedLoop) -> dict[str, list[str]]:
     """Names of the operations of each task that cost something, such as `{"fwd0": ["dot_general"]}`."""
     costly = (
-        "checkpoint",
+        "remat2",
         "dot_general",
         "tanh",
         "sin",
