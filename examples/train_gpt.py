@@ -172,8 +172,7 @@ class Pipeline:
 
     async def _finish(self, mesh: Any, future: Any, loss: Any, progress: report.TrainingProgress) -> None:
         await future
-        stats = mesh.last_step_stats()
-        self.actor_times = [spent.add(one) for spent, one in zip(self.actor_times, stats, strict=True)]
+        self.actor_times = [spent.add(one) for spent, one in zip(self.actor_times, future.stats, strict=True)]
         self.losses.append(float(await loss))
         progress.advance(self.losses[-1])
 

@@ -50,6 +50,18 @@ class StepFuture:
         """Whether the step has finished or failed."""
         return self._handle.done
 
+    @property
+    def stats(self) -> list[StepStats]:
+        """Where each actor's time went in this step, and what its buffers held.
+
+        Raises:
+            MeshError: it has not finished.
+        """
+        future = self._handle.future
+        if not future.done() or future.cancelled() or future.exception() is not None:
+            raise MeshError("a step has stats once it has finished; await it first")
+        return [stats for _, stats in sorted(future.result().items())]
+
 
 class RemoteMesh:
     """A group of actors, each a group of devices that run one SPMD program; an async context manager that owns them.

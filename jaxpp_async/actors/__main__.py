@@ -33,6 +33,7 @@ class _Config:
     lease_s: float
     actor: str
     max_frame_bytes: int
+    progress_page: int | None = None
 
 
 def main() -> None:
@@ -83,15 +84,19 @@ async def _serve(config: _Config) -> ExitCode:
     from jaxpp_async.actors.connection import connect_tcp
     from jaxpp_async.actors.inline import load_actor_class
     from jaxpp_async.actors.launch import make_process_transport
+    from jaxpp_async.actors.progress import ProgressPage, no_progress
     from jaxpp_async.actors.protocol import Identity
     from jaxpp_async.actors.serve import serve
 
+    note_progress = no_progress if config.progress_page is None else ProgressPage(config.progress_page).note
     return await serve(
         Identity(config.actor_id, config.incarnation),
         config.secret,
         connect=lambda connection: connect_tcp(connection, *config.controller),
         # Imported after the handshake: importing JAX takes longer than a handshake may.
-        make_actor=lambda actor_id, **seams: load_actor_class(config.actor)(actor_id, **seams),  # noqa: PLW0108
+        make_actor=lambda actor_id, **seams: load_actor_class(config.actor)(
+            actor_id, note_progress=note_progress, **seams
+        ),
         make_transport=lambda kind: make_process_transport(kind, config.actor_id),
         max_frame_bytes=config.max_frame_bytes,
     )

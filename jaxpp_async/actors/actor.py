@@ -25,6 +25,7 @@ from jaxpp_async.actors.executables import Executables
 from jaxpp_async.actors.host_values import HostValues
 from jaxpp_async.actors.loading import load_program
 from jaxpp_async.actors.plan import ExecutionPlan
+from jaxpp_async.actors.progress import NoteProgress, no_progress
 from jaxpp_async.actors.receive_pool import ReceivePool
 from jaxpp_async.actors.shards import Layouts, memory_held
 from jaxpp_async.actors.step_run import LoadedProgram, Machine, StepFailure, StepRun
@@ -56,6 +57,7 @@ class Actor:
         make_transport: transport name to transport.
         send: takes replies; called on the event loop.
         inline: the actor shares the controller's process and its JAX.
+        note_progress: told of every instruction.
     """
 
     def __init__(
@@ -65,9 +67,11 @@ class Actor:
         make_transport: Callable[[str], Transport],
         send: Callable[[m.Message], None],
         inline: bool = False,
+        note_progress: NoteProgress = no_progress,
     ):
         self.actor_id = actor_id
         self._make_transport, self._send, self._inline = make_transport, send, inline
+        self._note_progress = note_progress
         self._workers = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix=f"jaxpp-actor-{actor_id}")
         self._parts_or_none: _Parts | None = None
         self._store = Store()
@@ -153,6 +157,7 @@ class Actor:
             pool=ReceivePool(layouts),
             layouts=layouts,
             device_lock=INLINE_DEVICES if shared else None,
+            note_progress=self._note_progress,
         )
         self._epoch = message.epoch
         self._parts_or_none = _Parts(

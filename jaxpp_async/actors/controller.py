@@ -44,6 +44,7 @@ from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.actors.rpc import ActorLink, Call, StepHandle, fail_waiters
 from jaxpp_async.errors import ActorError, MeshClosedError, ProtocolError, TransferError
 from jaxpp_async.program import CONTROLLER, ActorId, ActorProgram, Aval
+from jaxpp_async.program_text import format_instruction
 from jaxpp_async.transport.base import Transport
 
 _LOG = logging.getLogger("jaxpp_async")
@@ -75,6 +76,7 @@ class Controller:
         self._requests, self._steps = itertools.count(), itertools.count()
         self._arrays, self._programs = itertools.count(), itertools.count()
         self._actors_of: dict[int, tuple[ActorId, ...]] = {}
+        self._parts: dict[tuple[int, ActorId], ActorProgram] = {}
         self._frees = FreeList()
         self._under_way: dict[int, StepHandle] = {}
         self._broken: asyncio.Future[None] = loop.create_future()
@@ -218,6 +220,7 @@ class Controller:
         self._tell(f"compiling on {len(programs)} actor{'s' if len(programs) != 1 else ''}")
         loaded = await all_of({i: load_one(self._links[i]) for i in sorted(programs)}, "load")
         self._actors_of[program_id] = tuple(sorted(programs))
+        self._parts |= {(program_id, actor): part for actor, part in programs.items()}
         return loaded
 
     def start_step(
@@ -372,7 +375,8 @@ class Controller:
 
     async def _watch(self, link: ActorLink) -> None:
         death = await link.handle.wait_dead()
-        self._fail(died_error(link.info, death, self._step_of(link)), dead=link)
+        step = self._step_of(link)
+        self._fail(died_error(link.info, death, step, self._instruction_of(link, step)), dead=link)
 
     def _on_lost(self, link: ActorLink, error: Exception | None) -> None:
         """The connection ended; if the process did as well, its death says more."""
@@ -383,6 +387,17 @@ class Controller:
         """Take `error` as the cause unless a better one is noticed within `GRACE_S`."""
         if self._suspicion is None and not self.is_closed:
             self._suspicion = self._loop.call_later(GRACE_S, self._fail, error)
+
+    def _instruction_of(self, link: ActorLink, step: int | None) -> str | None:
+        """Text of the instruction that a dead actor was at in `step`, if it left word."""
+        at = link.handle.progress()
+        if at is None or at.step != step or (at.program_id, link.info.id) not in self._parts:
+            return None
+        instructions = self._parts[at.program_id, link.info.id].instructions
+        if not 0 <= at.instruction < len(instructions):
+            return None
+        text = format_instruction(instructions[at.instruction])
+        return f"{text} (waiting for data)" if at.waiting else text
 
     def _step_of(self, link: ActorLink) -> int | None:
         """The step that this actor is running: the oldest that it has not finished."""

@@ -109,6 +109,11 @@ class Executor:
         """Nothing executes, because a run waits for buffers."""
         return self._running is None and self._candidate is not None
 
+    @property
+    def at(self) -> int:
+        """Index of the instruction under way."""
+        return self._at
+
     def position(self) -> str:
         """The instruction under way, as text, with what it waits for."""
         if self._at >= len(self.plan.commands):

@@ -60,11 +60,17 @@ def remote_error(actor: ActorInfo, failed: Failed) -> RemoteError:
     )
 
 
-def died_error(actor: ActorInfo, death: Death, step: int | None) -> ActorDiedError:
-    """The error for an actor whose process ended."""
+def died_error(actor: ActorInfo, death: Death, step: int | None, instruction: str | None = None) -> ActorDiedError:
+    """The error for an actor whose process ended.
+
+    Args:
+        step: the step that it was running, or None.
+        instruction: text of the instruction it was at in that step, where that is known.
+    """
     during = f" during step {step}" if step is not None else ""
-    text = f"{actor} {describe_end(death.returncode)}{during}{describe_tail(death.output_tail)}"
-    return ActorDiedError(text, step=step, **_place(actor))
+    at = f", at {instruction}" if instruction is not None else ""
+    text = f"{actor} {describe_end(death.returncode)}{during}{at}{describe_tail(death.output_tail)}"
+    return ActorDiedError(text, step=step, instruction=instruction, **_place(actor))
 
 
 def lost_error(actor: ActorInfo, error: Exception | None, tail: Sequence[str], step: int | None) -> ActorDiedError:

@@ -16,8 +16,9 @@ from typing import Any
 from jaxpp_async.actors.connection import attach_socket
 from jaxpp_async.actors.launch import DEFAULT_ACTOR, ActorHandle, LaunchSpec
 from jaxpp_async.actors.lifeline import ExitCode
+from jaxpp_async.actors.progress import Position
 from jaxpp_async.actors.protocol import Identity
-from jaxpp_async.actors.serve import MakeActor, serve
+from jaxpp_async.actors.serve import ActorLike, serve
 from jaxpp_async.actors.warden import Death
 from jaxpp_async.errors import MeshError
 from jaxpp_async.program import CONTROLLER
@@ -103,11 +104,14 @@ class _InlineHandle:
     def kill(self) -> None:
         self._task.cancel()
 
+    def progress(self) -> Position | None:
+        return None
+
     def output_tail(self) -> tuple[str, ...]:
         return ()
 
 
-def load_actor_class(name: str) -> MakeActor:
+def load_actor_class(name: str) -> Callable[..., ActorLike]:
     """The class that `module:name` names."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from jaxpp_async.actors.lifeline import BEAT_S, LEASE_S
+from jaxpp_async.actors.progress import Position, ProgressPage, make_page
 from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.actors.warden import Death, Process, Warden
 from jaxpp_async.errors import MeshError
@@ -77,6 +78,10 @@ class ActorHandle(Protocol):
 
     def output_tail(self) -> tuple[str, ...]:
         """The last lines that it printed."""
+        ...
+
+    def progress(self) -> Position | None:
+        """Where it was last in its program, also after its death; None if that is not known."""
         ...
 
 
@@ -151,13 +156,20 @@ class LocalLauncher:
         if self._warden is None:
             self._warden = Warden(self._beat_s)
         prefix = f"[actor {spec.actor_id}] "
-        spawned = self._warden.spawn(
-            [self._python, "-m", "jaxpp_async.actors"],
-            self._environment(spec),
-            self._first_line(spec),
-            lambda line: self._forward(prefix + line),
-        )
-        return _LocalHandle(await asyncio.wrap_future(spawned))
+        page = make_page()
+        try:
+            spawned = self._warden.spawn(
+                [self._python, "-m", "jaxpp_async.actors"],
+                self._environment(spec),
+                self._first_line(spec, page),
+                lambda line: self._forward(prefix + line),
+                descriptors=(page,),
+            )
+            process = await asyncio.wrap_future(spawned)
+        except BaseException:
+            os.close(page)
+            raise
+        return _LocalHandle(process, ProgressPage(page))
 
     async def aclose(self) -> None:
         """See `Launcher.aclose`."""
@@ -165,7 +177,7 @@ class LocalLauncher:
         if warden is not None:
             await asyncio.wrap_future(warden.close())
 
-    def _first_line(self, spec: LaunchSpec) -> bytes:
+    def _first_line(self, spec: LaunchSpec, progress_page: int | None = None) -> bytes:
         """Configuration and secret, as one line of JSON: stdin is the one channel that no other user can read."""
         assert spec.controller is not None
         cores = sorted(os.sched_getaffinity(0)) if self._pin_cores else []
@@ -179,6 +191,7 @@ class LocalLauncher:
             "lease_s": self._lease_s,
             "actor": self._actor,
             "max_frame_bytes": spec.max_frame_bytes,
+            "progress_page": progress_page,
         }
         return json.dumps(config).encode() + b"\n"
 
@@ -193,8 +206,9 @@ class LocalLauncher:
 class _LocalHandle:
     """An `ActorHandle` on a process of the warden."""
 
-    def __init__(self, process: Process):
+    def __init__(self, process: Process, page: ProgressPage):
         self._process, self.host, self.pid = process, socket.gethostname(), process.pid
+        self.progress = page.read
         self._dead = asyncio.wrap_future(process.dead)
 
     async def wait_dead(self) -> Death:

@@ -176,7 +176,7 @@ def memory_held(arrays: Iterable[jax.Array]) -> tuple[int, int]:
                 addresses = tuple(buffer_addresses(array))
                 whole[addresses] = max(array.nbytes, whole.get(addresses, 0))
     parts = {address for addresses in whole if len(addresses) > 1 for address in addresses}
-    held = [size for addresses, size in whole.items() if len(addresses) > 1 or addresses[0] not in parts]
+    held = [size for addresses, size in whole.items() if len(addresses) > 1 or not parts.issuperset(addresses)]
     return len(held), sum(held)
 
 

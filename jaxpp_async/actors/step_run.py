@@ -32,6 +32,7 @@ from jaxpp_async.actors.plan import (
     PostRecv,
     StartSend,
 )
+from jaxpp_async.actors.progress import NoteProgress, no_progress
 from jaxpp_async.actors.receive_pool import ReceiveBuffer, ReceivePool
 from jaxpp_async.actors.shards import Layouts, duplicate, send_views, transfer_sequence
 from jaxpp_async.actors.store import Entry
@@ -56,6 +57,7 @@ class Machine:
 
     Args:
         device_lock: held while executing, where several actors share the devices.
+        note_progress: told of every instruction that is taken up or waited at.
     """
 
     transport: Transport
@@ -63,6 +65,7 @@ class Machine:
     pool: ReceivePool
     layouts: Layouts
     device_lock: threading.Lock | None = None
+    note_progress: NoteProgress = no_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +257,7 @@ class StepRun:
         """Runs on the compute thread."""
         if self.ended:
             return _nothing
+        self._note(command.instruction, waiting=False)
         arrays = self._arrays
         lock: AbstractContextManager = self._machine.device_lock or nullcontext()
         try:
@@ -279,6 +283,9 @@ class StepRun:
         self._computed_s += end_s - start_s
         self._obey(self.executor.ran(command.instruction, nbytes))
 
+    def _note(self, instruction: int, *, waiting: bool) -> None:
+        self._machine.note_progress(self.message.step, self.message.program_id, instruction, waiting)
+
     def _watch_starvation(self) -> None:
         starved = not self.ended and self.executor.starved
         if starved == (self._starved_since is not None):
@@ -286,6 +293,7 @@ class StepRun:
         now = time.monotonic()
         if self._starved_since is None:
             self._starved_since = now
+            self._note(self.executor.at, waiting=True)
         else:
             self._waited_s += now - self._starved_since
             self._starved_since = None

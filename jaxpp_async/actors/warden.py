@@ -102,7 +102,13 @@ class Warden:
         atexit.register(self._at_exit)
 
     def spawn(
-        self, command: Sequence[str], env: Mapping[str, str], first_line: bytes, forward: Callable[[str], None]
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        first_line: bytes,
+        forward: Callable[[str], None],
+        *,
+        descriptors: Sequence[int] = (),
     ) -> concurrent.futures.Future[Process]:
         """Start a process in a session of its own and write `first_line` to its stdin.
 
@@ -110,6 +116,7 @@ class Warden:
             command: the argument vector. env: its whole environment.
             first_line: configuration and secret, one line.
             forward: called on the warden's thread with each line of its stdout and stderr.
+            descriptors: that it inherits, under the same numbers.
         """
         spawned: concurrent.futures.Future[Process] = concurrent.futures.Future()
 
@@ -117,7 +124,7 @@ class Warden:
             if not spawned.set_running_or_notify_cancel():
                 return
             try:
-                spawned.set_result(self._spawn(command, env, first_line, forward))
+                spawned.set_result(self._spawn(command, env, first_line, forward, descriptors))
             except OSError as error:
                 spawned.set_exception(error)
 
@@ -184,7 +191,12 @@ class Warden:
             process.signal_group(signal.SIGKILL)
 
     def _spawn(
-        self, command: Sequence[str], env: Mapping[str, str], first_line: bytes, forward: Callable[[str], None]
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        first_line: bytes,
+        forward: Callable[[str], None],
+        descriptors: Sequence[int],
     ) -> Process:
         if self._closing:
             raise OSError("the mesh is closing")
@@ -194,6 +206,7 @@ class Warden:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=dict(env),
+            pass_fds=descriptors,
             start_new_session=True,  # Ctrl-C reaches the driver alone, and the group can be killed as a whole
             bufsize=0,
         )

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from jaxpp_async.program import Aval
 
 
@@ -180,10 +182,17 @@ def format_flat(flat: Flat, types: Types, indent: str = "") -> str:
 
 def _refs(refs: Iterable[Ref], types: Types | None) -> str:
     return " ".join(
-        f"#{r.value!r}"
+        _literal(r.value)
         if isinstance(r, Lit)
         else f"%{r}"
         if types is None
         else f"%{r}:{types[r].aval.dtype}[{','.join(map(str, types[r].aval.shape))}]"
         for r in refs
     )
+
+
+def _literal(value: Any) -> str:
+    """A constant as text that does not depend on which array class JAX keeps it in."""
+    array = np.asarray(value)
+    content = array.tolist() if array.size <= 8 else "..."
+    return f"#{content}:{array.dtype.name}" + (f"[{','.join(map(str, array.shape))}]" if array.ndim else "")
