@@ -146,6 +146,7 @@ class LocalLauncher:
         self._forward = forward or _print_to_stderr
         self._beat_s, self._lease_s = beat_s, lease_s
         self._warden: Warden | None = None
+        self._pages: list[ProgressPage] = []
 
     def make_transport(self, kind: str) -> Transport:
         """The controller's UCX end."""
@@ -169,13 +170,17 @@ class LocalLauncher:
         except BaseException:
             os.close(page)
             raise
-        return _LocalHandle(process, ProgressPage(page))
+        self._pages.append(ProgressPage(page))
+        return _LocalHandle(process, self._pages[-1])
 
     async def aclose(self) -> None:
         """See `Launcher.aclose`."""
         warden, self._warden = self._warden, None
         if warden is not None:
             await asyncio.wrap_future(warden.close())
+        for page in self._pages:
+            page.close()
+        self._pages.clear()
 
     def _first_line(self, spec: LaunchSpec, progress_page: int | None = None) -> bytes:
         """Configuration and secret, as one line of JSON: stdin is the one channel that no other user can read."""

@@ -48,9 +48,15 @@ class ProgressPage:
         _LAYOUT.pack_into(self._page, 0, True, step, program_id, instruction, waiting)
 
     def read(self) -> Position | None:
-        """Where it was last; None before its first instruction."""
+        """Where it was last; None before its first instruction, and once closed."""
+        if self._page.closed:
+            return None
         written, *position = _LAYOUT.unpack_from(self._page)
         return Position(*position) if written else None
+
+    def close(self) -> None:
+        """Give the page back. A second call does nothing."""
+        self._page.close()
 
 
 def no_progress(step: int, program_id: int, instruction: int, waiting: bool) -> None:
