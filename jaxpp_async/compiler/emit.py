@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import export, lax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from jaxpp_async import sharding
+from jaxpp_async import jax_compat, sharding
 from jaxpp_async.compiler.graph import Recipe
 from jaxpp_async.compiler.ir import Lit, Op, Ref, Types, ValueType
 from jaxpp_async.program import SpecEntry
@@ -71,7 +71,7 @@ def emit(
     if target.mesh is not None:
         options["in_shardings"] = tuple(_named(target.mesh, specs.get(v, ())) for v in recipe.inputs)
         options["out_shardings"] = [_named(target.mesh, spec) for spec in out_specs]
-    with lowering_context(target):
+    with lowering_context(target), jax_compat.innermost_locations():
         jitted = jax.jit(fn, keep_unused=True, **options)
         exported = export.export(jitted, platforms=[target.platform])(*avals)
     blob = bytes(exported.serialize())
