@@ -220,6 +220,25 @@ def caller_line() -> str:
     return "unknown line"
 
 
+def error_line(error: BaseException) -> str:
+    """`file:line` of the innermost frame of an error's traceback outside this package and JAX."""
+    jax_dir = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+    found, frame = "unknown line", error.__traceback__
+    while frame is not None:
+        name = os.path.abspath(frame.tb_frame.f_code.co_filename)
+        if not name.startswith((_PACKAGE_DIR, jax_dir)):
+            found = f"{name}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    return found
+
+
+def is_unknown_axis_error(error: BaseException) -> bool:
+    """Whether JAX complains of a `PartitionSpec` that names an axis which the mesh in context does not have."""
+    # By its text: the type is a plain ValueError or RuntimeError, and JAX removes its own frames from the traceback.
+    text = str(error)
+    return ("Resource axis" in text and "not found in mesh" in text) or "requires a non-empty mesh in context" in text
+
+
 def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
     """`(jaxpr, consts)` of a closed jaxpr."""
     return closed.jaxpr, list(closed.consts)

@@ -276,10 +276,15 @@ def _microbatch_count(names: Sequence[str], avals: Sequence[Any], line: str) -> 
     sizes = {name: aval.shape[0] for name, aval in zip(names, avals, strict=True)}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise StageError(f"{line}: the batch's leaves have unequal numbers of microbatches ({listed})")
+        raise StageError(
+            f"{line}: the batch's leaves have unequal numbers of microbatches ({listed}); every leaf is "
+            "(num_microbatches, ...); close over values that all microbatches share"
+        )
     count = avals[0].shape[0]
     if count < 1:
-        raise StageError(f"{line}: {names[0]} has shape {avals[0].shape}: no microbatches to accumulate")
+        raise StageError(
+            f"{line}: {names[0]} has shape {avals[0].shape}: no microbatches to accumulate; pass at least one"
+        )
     return count
 
 
@@ -298,8 +303,14 @@ def _reductions_for(reduce: Any, shapes: Any, line: str) -> tuple[Reduction, ...
     try:
         jax.tree.map(spread, reduce, shapes, is_leaf=lambda x: isinstance(x, Reduction))
     except ValueError as error:
-        raise TypeError(f"{line}: reduce is not a tree prefix of the function's result: {error}") from None
+        raise TypeError(
+            f"{line}: reduce is not a tree prefix of the function's result {_tree_text(shapes)}: {error}"
+        ) from None
     return tuple(flat)
+
+
+def _tree_text(shapes: Any) -> str:
+    return str(jax.tree.structure(shapes)).removeprefix("PyTreeDef(").removesuffix(")")
 
 
 def _check_reductions(reductions: Sequence[Reduction], shapes: Any, leaves: Sequence[Any], line: str) -> None:

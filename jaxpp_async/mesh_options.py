@@ -51,6 +51,8 @@ def actor_count(num_actors: Any) -> int:
 def axes(spmd_mesh: Any) -> dict[str, int]:
     """Axis name to size."""
     names = ("data", "model")
+    if not isinstance(spmd_mesh, Mapping | tuple | list):
+        raise MeshError(f"spmd_mesh is {spmd_mesh!r}; it is a mapping of axis name to size, or a tuple of sizes")
     if not isinstance(spmd_mesh, Mapping) and len(spmd_mesh) > len(names):
         raise MeshError(f"spmd_mesh {spmd_mesh} has {len(spmd_mesh)} sizes without names; pass a mapping name to size")
     found: dict[str, int] = dict(spmd_mesh if isinstance(spmd_mesh, Mapping) else zip(names, spmd_mesh, strict=False))
@@ -76,6 +78,8 @@ def checked_rules(rules: Mapping[str, Any], mesh_axes: Mapping[str, int]) -> dic
     ShardingError: a rule names an axis that the mesh does not have.
     """
     for name, entry in rules.items():
+        if not (entry is None or isinstance(entry, str | tuple | list)):
+            raise ShardingError(f"axis_rules[{name!r}] is {entry!r}; it is a mesh axis, several in a tuple, or None")
         for axis in (entry,) if isinstance(entry, str) else entry or ():
             if axis not in mesh_axes:
                 raise ShardingError(
@@ -90,7 +94,7 @@ def make_launcher(launcher: Any) -> tuple[Any, bool]:
         return LocalLauncher(), False
     if launcher == "inline":
         return InlineLauncher(), True
-    if isinstance(launcher, str):
+    if isinstance(launcher, str) or not hasattr(launcher, "listen_host"):
         raise MeshError(f"launcher {launcher!r} is not there in this version; use 'local', 'inline' or a Launcher")
     return launcher, launcher.listen_host is None
 
@@ -132,6 +136,11 @@ def actor_config(
     inline: bool,
 ) -> ActorConfig:
     """What every actor is configured with."""
+    if setup is not None and ":" not in setup:
+        raise MeshError(f"setup is {setup!r}; name a function as 'module:function'")
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise MeshError(f"env has {name!r}: {value!r}; environment variables are strings")
     if inline:
         _check_local_devices(spmd_mesh)
     return ActorConfig(

@@ -217,9 +217,11 @@ class _Partition:
             else:
                 kind = FORWARD
             if i in ancestors and kind == BACKWARD:
+                what = "the gradient of pipeline_yield" if op.name == MARKER_SIDE else f"`{op.name}`"
                 raise StageError(
-                    f"{op.line}: stage {ancestors[i]} needs `{op.name}`, which depends on the backward pass of the "
-                    "same microbatch; a stage may use only what earlier stages made"
+                    f"{op.line}: stage {ancestors[i]} needs {what}, which depends on the backward pass of a later "
+                    "stage in the same microbatch; a stage may use only what earlier stages made: take this gradient "
+                    "without a pipeline_yield inside, or use it behind the last one"
                 )
             self.kind[i] = kind
             if kind == BACKWARD:

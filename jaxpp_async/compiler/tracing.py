@@ -15,13 +15,15 @@ import numpy as np
 
 from jaxpp_async import jax_compat, markers
 from jaxpp_async.compiler.ir import Captured, Flat, Lit, Loop, Op, Ref, Traced, Types, ValueType, used_ids
-from jaxpp_async.errors import UnsupportedError
+from jaxpp_async.errors import ShardingError, UnsupportedError
 from jaxpp_async.program import Aval
 
 MARKER, MARKER_SIDE, LOOP = "pipeline_yield", "pipeline_yield_side", "accumulate_grads"
 
 # Constants above this become step arguments: inside an executable they would be copied into every task that uses them.
 CAPTURE_BYTES = 1024
+
+_CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print")
 
 _INLINED = ("jit", "pjit", "closed_call", "core_call")
 _INLINED_AROUND_MARKERS = (
@@ -52,6 +54,8 @@ def trace(
     """
     dynamic = [i for i in range(len(args)) if i not in static_argnums]
 
+    # Wrapped: JAX's own errors then name the user's function and its arguments.
+    @functools.wraps(fn)
     def flat_fn(*dynamic_args):
         full = list(args)
         for position, value in zip(dynamic, dynamic_args, strict=True):
@@ -59,7 +63,7 @@ def trace(
         return fn(*full)
 
     dynamic_args = tuple(args[i] for i in dynamic)
-    closed, out_shapes = jax.make_jaxpr(flat_fn, return_shape=True)(*dynamic_args)
+    closed, out_shapes = _traced(flat_fn, dynamic_args)
     named, in_tree = jax.tree_util.tree_flatten_with_path(dynamic_args)
     names, arg_of = [], []
     for path, _ in named:
@@ -80,6 +84,21 @@ def trace(
         in_tree=in_tree,
         out_tree=out_tree,
     )
+
+
+def _traced(fn: Callable, args: Sequence[Any]) -> tuple[Any, Any]:
+    """The user's own errors pass as they are, with the user's traceback."""
+    try:
+        return jax.make_jaxpr(fn, return_shape=True)(*args)
+    except (ValueError, RuntimeError) as error:
+        if not jax_compat.is_unknown_axis_error(error):
+            raise
+        axes = list(jax.sharding.get_abstract_mesh().shape)
+        advice = "give spmd_mesh that axis or correct the constraint" if axes else "give RemoteMesh an spmd_mesh"
+        raise ShardingError(
+            f"{jax_compat.error_line(error)}: a sharding in the step does not fit the mesh, whose axes are "
+            f"{axes or 'none'}: {error}; {advice}"
+        ) from error
 
 
 class _Flattener:
@@ -133,13 +152,9 @@ class _Flattener:
         if marked:
             raise UnsupportedError(
                 f"{line}: {' and '.join(sorted(marked))} inside `{name}` cannot be pipelined yet; "
-                "move it out (write the layers as a Python loop)"
+                "move it out (write the loop or the choice in Python)"
             )
-        if jax_compat.has_effects(eqn):
-            raise UnsupportedError(
-                f"{line}: `{name}` has side effects on the host, which a stage on an actor cannot have; "
-                "return the value from the step and look at it there"
-            )
+        self.refuse_host(eqn, name, line)
         outputs = tuple(
             -1 if isinstance(v, jax_compat.DropVar) else self.types.new(value_type(v.aval)) for v in eqn.outvars
         )
@@ -151,6 +166,18 @@ class _Flattener:
         )
         return list(outputs)
 
+    def refuse_host(self, eqn: Any, name: str, line: str) -> None:
+        """Host code does not travel to the actors."""
+        inside = {n for inner in jax_compat.sub_jaxprs(eqn) for n in jax_compat.primitives_inside(inner)}
+        callback = next((n for n in (name, *sorted(inside)) if n in _CALLBACKS), None)
+        if callback is None and not jax_compat.has_effects(eqn):
+            return
+        where = f" (inside `{name}`)" if callback not in (None, name) else ""
+        raise UnsupportedError(
+            f"{line}: `{callback or name}`{where} runs Python on the host, or has side effects there, which a task on "
+            "an actor cannot; return the value from the step and use it there"
+        )
+
     def loop(self, eqn: Any, inputs: list[Ref], ops: list) -> list[Ref]:
         spec: markers.LoopSpec = eqn.params["spec"]
         jaxpr, consts = jax_compat.open_jaxpr(spec.body)
@@ -159,7 +186,10 @@ class _Flattener:
         env: dict[Any, Ref] = dict(zip(jaxpr.invars, body_inputs, strict=True))
         body_outputs = self.inline(jaxpr, consts, env, body_ops, spec.line, False)
         if nested := next((op for op in body_ops if isinstance(op, Loop)), None):
-            raise UnsupportedError(f"{nested.line}: accumulate_grads inside another accumulate_grads ({spec.line})")
+            raise UnsupportedError(
+                f"{nested.line}: accumulate_grads inside another accumulate_grads ({spec.line}) cannot be pipelined; "
+                "write the inner one as a Python loop"
+            )
         # Arrays captured inside the body enter it as further invariants, under their own ids.
         used = used_ids(body_ops, body_outputs)
         inside = [c.value_id for c in self.captured.values() if c.value_id in used]
