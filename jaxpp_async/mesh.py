@@ -249,6 +249,8 @@ class RemoteMesh:
                 if found is None:
                     found = await self._load(step.request(args), step)
                     step._compiled[signature] = found
+                    # From the second step on a state may have lost the weak types that it began with.
+                    step._compiled[steps.settled_signature(signature, found.compiled.settled)] = found
         step._latest = found
         return found
 

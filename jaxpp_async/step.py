@@ -207,6 +207,13 @@ class _Call:
         return self._step.mesh.run(self._step, *self._args).__await__()
 
 
+def settled_signature(signature: Any, settled: frozenset[int]) -> Any:
+    """The signature with these leaves not weakly typed."""
+    treedef, types, static, config = signature
+    strong = tuple((s, d, weak and k not in settled) for k, (s, d, weak) in enumerate(types))
+    return treedef, strong, static, config
+
+
 def slots(compiled: Compiled) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
     """Input slots (arguments, captured arrays, microbatch indices) and result slots of a compiled step."""
     graph, types, ids = compiled.placed.graph, compiled.traced.types, compiled.placed.value_ids

@@ -16,6 +16,7 @@ emit        recipes                -> serialized StableHLO
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from jaxpp_async.compiler.ir import Loop, Traced, format_flat
 from jaxpp_async.compiler.partition import StagedLoop, partition
 from jaxpp_async.compiler.propagate import Spec, propagate
 from jaxpp_async.compiler.tracing import trace
+from jaxpp_async.compiler.weak import trace_settled
 from jaxpp_async.program import ActorProgram, TaskGraph
 
 
@@ -69,6 +71,7 @@ class Compiled:
         executables: one a recipe.
         passes: pass name to text.
         continues: result leaf to the argument leaf it continues.
+        settled: argument leaves that it takes weakly typed as well as strongly typed.
     """
 
     traced: Traced
@@ -77,6 +80,7 @@ class Compiled:
     executables: tuple[Emitted, ...]
     passes: Mapping[str, str]
     continues: Mapping[int, int]
+    settled: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +97,7 @@ class Plan:
     programs: tuple[ActorProgram, ...]
     passes: Mapping[str, str]
     continues: Mapping[int, int]
+    settled: frozenset[int] = frozenset()
 
 
 def compile_step(request: StepRequest) -> Compiled:
@@ -104,7 +109,7 @@ def compile_step(request: StepRequest) -> Compiled:
     done = plan(request)
     executables = tuple(emit(r, done.traced.types, done.specs, request.target) for r in done.placed.recipes)
     texts = {**done.passes, "emit": _format_executables(executables)}
-    return Compiled(done.traced, done.placed, done.programs, executables, texts, done.continues)
+    return Compiled(done.traced, done.placed, done.programs, executables, texts, done.continues, done.settled)
 
 
 def plan(request: StepRequest) -> Plan:
@@ -115,11 +120,13 @@ def plan(request: StepRequest) -> Plan:
     """
     texts: dict[str, str] = {}
     with lowering_context(request.target):
-        traced = trace(
-            request.fn,
+        traced, settled = trace_settled(
+            functools.partial(
+                trace, request.fn, static_argnums=request.static_argnums, argument_names=request.argument_names
+            ),
             request.args,
-            static_argnums=request.static_argnums,
-            argument_names=request.argument_names,
+            request.static_argnums,
+            continued_arguments,
         )
     texts["trace"] = format_flat(traced.flat, traced.types)
     staged = {i: partition(item) for i, item in enumerate(traced.flat.ops) if isinstance(item, Loop)}
@@ -142,7 +149,7 @@ def plan(request: StepRequest) -> Plan:
     verify.verify_graph(placed.graph)
     texts["shard"] = _format_specs(placed)
     programs = _lowered(placed.graph, texts)
-    return Plan(traced, placed, specs, programs, texts, continues)
+    return Plan(traced, placed, specs, programs, texts, continues, settled)
 
 
 def _lowered(graph: TaskGraph, texts: dict[str, str]) -> lowering.Programs:
