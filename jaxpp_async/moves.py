@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from jaxpp_async.compiler import lowering, verify
 from jaxpp_async.compiler.emit import Emitted, Target, emit
-from jaxpp_async.compiler.graph import Recipe
 from jaxpp_async.compiler.ir import Types, ValueType
+from jaxpp_async.compiler.recipes import Recipe
 from jaxpp_async.program import ActorId, ActorProgram, GraphInput, GraphOutput, Node, SpecEntry, TaskGraph, Value
 
 

@@ -24,6 +24,8 @@ class Reduction:
     """Whether the result has an entry for every microbatch."""
     commutes_with_add = False
     """Whether a sum of values may be accumulated as separate sums."""
+    has_end = False
+    """Whether `end` changes the accumulator."""
 
     def shape(self, shape: tuple[int, ...], num_microbatches: int) -> tuple[int, ...]:
         """Shape of the accumulator for results of `shape`."""
@@ -69,6 +71,8 @@ class Sum(Reduction):
 @dataclass(frozen=True)
 class Mean(Sum):
     """The mean over microbatches of floating values."""
+
+    has_end = True
 
     def end(self, accumulator, num_microbatches):
         return accumulator / jnp.asarray(num_microbatches, accumulator.dtype)

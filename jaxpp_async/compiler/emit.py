@@ -17,8 +17,8 @@ from jax import export, lax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxpp_async import jax_compat, sharding
-from jaxpp_async.compiler.graph import Recipe
 from jaxpp_async.compiler.ir import Lit, Op, Ref, Types, ValueType
+from jaxpp_async.compiler.recipes import Recipe
 from jaxpp_async.program import SpecEntry
 
 

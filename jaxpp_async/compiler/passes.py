@@ -24,11 +24,13 @@ from typing import Any
 from jaxpp_async import schedules
 from jaxpp_async.compiler import lowering, verify
 from jaxpp_async.compiler.emit import Emitted, Target, emit, lowering_context
-from jaxpp_async.compiler.graph import PlacedStep, Recipe, ScheduledLoop, build
+from jaxpp_async.compiler.graph import PlacedStep, build
 from jaxpp_async.compiler.ir import Loop, Traced, format_flat
 from jaxpp_async.compiler.partition import StagedLoop, partition
 from jaxpp_async.compiler.propagate import Spec, propagate
+from jaxpp_async.compiler.recipes import Recipe
 from jaxpp_async.compiler.tracing import trace
+from jaxpp_async.compiler.unroll import ScheduledLoop
 from jaxpp_async.compiler.weak import trace_settled
 from jaxpp_async.program import ActorProgram, TaskGraph
 
