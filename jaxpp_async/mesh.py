@@ -128,7 +128,7 @@ class RemoteMesh:
         self._max_inflight, self._launch_timeout_s = max_inflight, launch_timeout_s
         self._controller: Controller | None = None
         self._admission = asyncio.Semaphore(max_inflight)
-        self._compile_lock = asyncio.Lock()
+        self._compile_lock, self._start_lock = asyncio.Lock(), asyncio.Lock()
         self._move_programs: dict[moves.Move, int] = {}
         self._last_stats: dict[ActorId, StepStats] = {}
 
@@ -188,10 +188,17 @@ class RemoteMesh:
                 never touched.
             static_argnums: hashable arguments that are part of the program.
         """
+        if not callable(fn):
+            raise TypeError(f"mesh.distributed takes a step function; got {fn!r}")
         step = DistributedStep(
             self,
             fn,
-            steps._Options(in_shardings, out_shardings, _argnums(donate_argnums), _argnums(static_argnums)),
+            steps._Options(
+                in_shardings,
+                out_shardings,
+                _argnums("donate_argnums", donate_argnums),
+                _argnums("static_argnums", static_argnums),
+            ),
         )
         step.__name__ = name or step.__name__
         return step
@@ -215,15 +222,7 @@ class RemoteMesh:
         self._check_step(step)
         compiled = await self._compile(step, args)
         leaves = step.leaves(args)
-        self._check_leaves(leaves, compiled)
-        await self._admission.acquire()
-        try:
-            await self._place_hidden(compiled)
-            await self._move_in(leaves, compiled)
-            future = self._start(step, compiled, leaves)
-        except BaseException:
-            self._admission.release()
-            raise
+        future = await self._admit(step, compiled, leaves)
         # The step's host values may change again once they have left.
         await future._handle.wait_sent()
         return future
@@ -235,7 +234,8 @@ class RemoteMesh:
     def _check_step(self, step: DistributedStep) -> None:
         self._running()
         if not isinstance(step, DistributedStep) or step.mesh is not self:
-            raise MeshError(f"{step!r} is no step of this mesh; make it with `mesh.distributed(fn)`")
+            what = "a step of another mesh" if isinstance(step, DistributedStep) else "no step of this mesh"
+            raise MeshError(f"{step!r} is {what}; make one with `mesh.distributed(fn)`")
 
     # ---------------------------------------------------------------- compiling
 
@@ -343,6 +343,21 @@ class RemoteMesh:
         await self._running().start_step(self._move_programs[move], inputs, outputs)
 
     # ---------------------------------------------------------------- running
+
+    async def _admit(self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]) -> StepFuture:
+        """Wait for a place among the steps under way, bring the arguments where they belong, and start the step."""
+        self._check_leaves(leaves, compiled)
+        await self._admission.acquire()
+        try:
+            # One at a time: two steps that start together must not both move the same array.
+            async with self._start_lock:
+                self._check_leaves(leaves, compiled)  # another step may have been given them meanwhile
+                await self._place_hidden(compiled)
+                await self._move_in(leaves, compiled)
+                return self._start(step, compiled, leaves)
+        except BaseException:
+            self._admission.release()
+            raise
 
     def _start(self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]) -> StepFuture:
         """Send the step to its actors; from here on nothing is awaited until it has left."""
@@ -506,17 +521,7 @@ class RemoteMesh:
             out_specs=lambda traced: _checked_out_specs(traced, slots, names),
         )
         compiled = await self._load(request, maker)
-        leaves = maker.leaves(args)
-        self._check_leaves(leaves, compiled)
-        await self._admission.acquire()
-        try:
-            await self._place_hidden(compiled)
-            await self._move_in(leaves, compiled)
-            future = self._start(maker, compiled, leaves)
-        except BaseException:
-            self._admission.release()
-            raise
-        return await future
+        return await (await self._admit(maker, compiled, maker.leaves(args)))
 
 
 def _checked_out_specs(traced: Any, slots: Sequence[Slot], name: str) -> list:
@@ -540,8 +545,11 @@ def _out_type(traced: Any, ref: Any) -> tuple:
     return tuple(np.shape(ref.value)), str(np.asarray(ref.value).dtype)
 
 
-def _argnums(value: int | Sequence[int]) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)
+def _argnums(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
+    found = (value,) if isinstance(value, int) else tuple(value)
+    if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in found):
+        raise ValueError(f"{name} is {value!r}; give positions of arguments, counted from 0")
+    return found
 
 
 def _host_array(leaf: Any) -> np.ndarray:
