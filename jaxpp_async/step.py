@@ -85,8 +85,9 @@ class DistributedStep:
     `await step(*args)` is `await mesh.run(step, *args)`.
     """
 
-    def __init__(self, mesh: RemoteMesh, fn: Callable, options: _Options):
+    def __init__(self, mesh: RemoteMesh, fn: Callable, options: _Options, *, line: str | None = None):
         self.mesh, self.fn, self._options = mesh, fn, options
+        self._line = line or jax_compat.caller_line()  # of `mesh.distributed`, for errors in shardings
         self._compiled: dict[Any, CompiledStep] = {}
         self._latest: CompiledStep | None = None
         self.__name__ = getattr(fn, "__name__", "step")
@@ -95,12 +96,15 @@ class DistributedStep:
         except (TypeError, ValueError):  # builtins and the like have no signature; positions serve as names
             self._names = ()
 
+    def __repr__(self) -> str:
+        return f"<DistributedStep {self.__name__!r}>"
+
     def __call__(self, *args: Any) -> _Call:
         return _Call(self, args)
 
     def with_schedule(self, schedule: Any) -> DistributedStep:
         """The same step under another schedule of as many stages. No task is compiled again."""
-        return DistributedStep(self.mesh, self.fn, replace(self._options, schedule=schedule))
+        return DistributedStep(self.mesh, self.fn, replace(self._options, schedule=schedule), line=self._line)
 
     async def compile(self, *args: Any) -> CompiledStep:
         """Trace the step and compile it on every actor, without running it.
@@ -141,10 +145,40 @@ class DistributedStep:
         """What a compiled form depends on."""
         self._check_count(args)
         static = tuple(args[i] for i in self._options.static_argnums)
+        self._check_hashable(static)
         dynamic = tuple(a for i, a in enumerate(args) if i not in self._options.static_argnums)
         leaves, treedef = jax.tree.flatten(dynamic)
         config = tuple(sorted(jax_compat.copied_config().items()))
-        return treedef, tuple(_leaf_type(x) for x in leaves), static, config
+        try:
+            types = tuple(_leaf_type(x) for x in leaves)
+        except TypeError:
+            self._name_bad_leaf(dynamic)
+            raise
+        return treedef, types, static, config
+
+    def _check_hashable(self, static: Sequence[Any]) -> None:
+        for argnum, value in zip(self._options.static_argnums, static, strict=True):
+            try:
+                hash(value)
+            except TypeError:
+                raise TypeError(
+                    f"step {self.__name__!r}: argument {self._name(argnum)} is static and a {type(value).__name__}, "
+                    "which has no hash; pass a hashable value, such as a tuple"
+                ) from None
+
+    def _name(self, argnum: int) -> str:
+        return self._names[argnum] if argnum < len(self._names) else f"arg{argnum}"
+
+    def _name_bad_leaf(self, dynamic: Sequence[Any]) -> None:
+        """Raise a TypeError that says which leaf is no array."""
+        count = len(dynamic) + len(self._options.static_argnums)
+        argnums = [i for i in range(count) if i not in self._options.static_argnums]
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tuple(dynamic))[0]:
+            try:
+                _leaf_type(leaf)
+            except TypeError as error:
+                name = self._name(argnums[path[0].idx]) + jax.tree_util.keystr(path[1:])
+                raise TypeError(f"step {self.__name__!r}: {name} {error}") from None
 
     def _check_count(self, args: Sequence[Any]) -> None:
         for argnums, what in (
@@ -193,7 +227,7 @@ class DistributedStep:
     def _specs(self, prefix: Any, tree: Any, names: Sequence[str], shapes: Sequence[Any], what: str) -> list:
         if prefix is None:
             return [None] * len(names)
-        mesh = self.mesh
+        mesh, what = self.mesh, f"{self._line}: {what}"
         return sharding.leaf_specs(prefix, tree, names, shapes, axes=mesh.spmd_mesh, rules=mesh.axis_rules, what=what)
 
 
@@ -260,8 +294,11 @@ def _host_aval(leaf: Any) -> Any:
     if isinstance(leaf, bool | int | float | complex):
         return jax.typeof(leaf)
     array = np.asarray(leaf)
-    if array.dtype == object:
-        raise TypeError(f"a step argument is {type(leaf).__name__}, which is no array; make it static or leave it out")
+    if array.dtype.kind in "OUSMm":
+        raise TypeError(
+            f"is a {type(leaf).__name__} of dtype {array.dtype}, which JAX cannot compute with; make the argument "
+            "static or leave it out"
+        )
     return jax_compat.ShapedArray(array.shape, jax_compat.canonical_dtype(array.dtype))
 
 

@@ -1,0 +1,598 @@
+"""Every mistake a user can make, and what the error says: where, what, and what to do next.
+
+Each is raised before anything reaches an actor, and leaves the mesh as it was: a good step runs after it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxpp_async as jpp
+from jaxpp_async import Task
+from jaxpp_async.errors import ArrayError, MeshClosedError, MeshError, ScheduleError, ShardingError, StageError
+from jaxpp_async.errors import UnsupportedError as Unsupported
+
+W = np.eye(4, dtype=np.float32)
+X = np.ones((4, 2, 4), np.float32)
+
+
+def loss_fn(ws, x):
+    return jnp.sum(jnp.square(jpp.pipeline_yield(jnp.tanh(x @ ws[0])) @ ws[1]))
+
+
+def step_of(loss=loss_fn, schedule: Any = None, **options):
+    def step(ws, batch):
+        def of_one(x):
+            value, grads = jax.value_and_grad(loss)(ws, x)
+            return grads, value
+
+        grads, losses = jpp.accumulate_grads(of_one, schedule or jpp.GPipe(2), **options)(batch)
+        return jax.tree.map(lambda w, g: w - g, ws, grads), losses
+
+    return step
+
+
+def loop_over(fn, num_stages=2, **options):
+    """A step that only runs `fn(ws, microbatch)` over the batch."""
+
+    def step(ws, batch):
+        return jpp.accumulate_grads(lambda mb: fn(ws, mb), jpp.GPipe(num_stages), **options)(batch)
+
+    return step
+
+
+LOOP_LINE = (step_of, "jpp.accumulate_grads(")
+OTHER_LOOP_LINE = (loop_over, "jpp.accumulate_grads(")
+
+
+def line_of(where: tuple[Callable, str]) -> str:
+    """`file:line` of the line of a function that has this text."""
+    fn, text = where
+    lines, first = inspect.getsourcelines(fn)
+    (found,) = [first + k for k, line in enumerate(lines) if text in line]
+    return f"{inspect.getsourcefile(fn)}:{found}"
+
+
+@dataclass
+class Case:
+    """A step, its arguments, and what its error must say.
+
+    Args:
+        says: pieces of the message, as regular expressions, in order.
+        at: a function and the text of one of its lines: the user's line, with which the message begins.
+        mesh: `"plain"`, or `"data"` for actors of two devices.
+    """
+
+    step: Any
+    error: type[Exception]
+    says: list[str]
+    at: tuple[Callable, str] | None = None
+    args: tuple[Any, ...] = ([W, W], X)
+    options: Any = None
+    mesh: str = "plain"
+
+
+def check(error: BaseException, case: Case) -> None:
+    assert isinstance(error, case.error)
+    message = str(error)
+    if case.at is not None:
+        assert message.startswith(line_of(case.at) + ":"), message
+    assert re.search(".*".join(case.says), message, re.DOTALL), message
+
+
+@pytest.fixture
+async def meshes(remote_mesh):
+    return {
+        "plain": await remote_mesh(2, launcher="inline"),
+        "data": await remote_mesh(2, launcher="inline", spmd_mesh={"data": 2}),
+    }
+
+
+GOOD = step_of()
+
+
+class Untouched:
+    """Within this context nothing may be loaded on an actor or run there; after it, a good step runs."""
+
+    good_steps: dict[Any, Any] = {}  # noqa: RUF012  # one a mesh, compiled once for all tests
+
+    def __init__(self, mesh, monkeypatch):
+        self.mesh, self.monkeypatch = mesh, monkeypatch
+
+    async def __aenter__(self):
+        def refuse(*args, **options):
+            raise AssertionError("the error came too late: an actor was asked")
+
+        for name in ("load", "start_step", "put"):
+            self.monkeypatch.setattr(self.mesh._controller, name, refuse)
+
+    async def __aexit__(self, *exc):
+        self.monkeypatch.undo()
+        step = self.good_steps.setdefault(self.mesh, self.mesh.distributed(GOOD))
+        _, losses = await self.mesh.run(step, [W, W], X)
+        assert np.isfinite(await losses).all()
+
+
+# ---------------------------------------------------------------- the loop's batch and results
+
+BATCHES = {
+    "no microbatch axis": Case(
+        GOOD, StageError, ["batch is a scalar and has no microbatch axis", r"every leaf .* is \(num_microbatches, "],
+        LOOP_LINE, ([W, W], np.float32(3)),
+    ),
+    "one leaf without": Case(
+        loop_over(lambda ws, mb: mb["x"].sum(), 1), StageError, [r"batch\['n'\] is a scalar", "close over values"],
+        OTHER_LOOP_LINE, ([W], {"x": X, "n": 3}),
+    ),
+    "unequal leading sizes": Case(
+        loop_over(lambda ws, mb: mb["x"].sum() + mb["y"].sum(), 1), StageError,
+        ["unequal numbers of microbatches", r"batch\['x'\]: 4, batch\['y'\]: 2", "close over"],
+        OTHER_LOOP_LINE, ([W], {"x": X, "y": X[:2]}),
+    ),
+    "no leaves": Case(
+        loop_over(lambda ws, mb: ws[0].sum(), 1), StageError, ["without arrays", r"pass leaves \(num_microb"],
+        OTHER_LOOP_LINE, ([W], {}),
+    ),
+    "no microbatches": Case(
+        GOOD, StageError, [r"batch has shape \(0, 2, 4\)", "at least one"], LOOP_LINE, ([W, W], X[:0])
+    ),
+    "reduce of another tree": Case(
+        step_of(reduce=(jpp.Sum(), jpp.Sum(), jpp.Sum())), TypeError,
+        ["reduce is not a tree prefix", r"\(\[\*, \*\], \*\)", "length 3"], LOOP_LINE,
+    ),
+    "reduce that is no operator": Case(
+        step_of(reduce=(sum, jpp.Stack())), TypeError, ["reduce has <built-in function sum>", r"use Sum\(\)"], LOOP_LINE
+    ),
+    "mean of integers": Case(
+        loop_over(lambda ws, x: x.astype(int), 1, reduce=jpp.Mean()), TypeError,
+        ["result: ", "not int32", r"cast first, or use Sum\(\)"], OTHER_LOOP_LINE,
+    ),
+    "sum of booleans": Case(
+        loop_over(lambda ws, x: {"a": x > 0}, 1), TypeError, [r"result\['a'\]", "cast to int32"], OTHER_LOOP_LINE
+    ),
+    "concat of scalars": Case(
+        loop_over(lambda ws, x: x.sum(), 1, reduce=jpp.Concat()), TypeError, [r"Concat\(axis=0\)", r"use Stack\(\)"],
+        OTHER_LOOP_LINE,
+    ),
+}  # fmt: skip
+
+# ---------------------------------------------------------------- schedules
+
+
+def both(i, stage):
+    return [Task(i, "fwd", stage), Task(i, "bwd", stage)]
+
+
+ONE = ([W, W], X[:1])
+TWO = ([W, W], X[:2])
+
+SCHEDULES = {
+    "too many stages": Case(
+        step_of(schedule=jpp.GPipe(3)), ScheduleError,
+        [r"GPipe\(num_stages=3\)", r"3 stages and the loop body 2 stages \(1 pipeline_yield\)", "make a schedule of 2"],
+        LOOP_LINE,
+    ),
+    "too few stages": Case(
+        step_of(schedule=jpp.Std1F1B(1)), ScheduleError, ["1 stage and the loop body 2 stages", "make a schedule of 2"],
+        LOOP_LINE,
+    ),
+    "a task twice": Case(
+        step_of(schedule=[both(0, 0) + both(0, 0), both(0, 1)]), ScheduleError,
+        [r"actor 0, step 2: fwd\(stage 0, mb 0\) is there twice \(first at actor 0, step 0\)", "run every task once",
+         r"\[0F0\]"],
+        LOOP_LINE, ONE,
+    ),
+    "a task missing": Case(
+        step_of(schedule=[both(0, 0), [Task(0, "fwd", 1)]]), ScheduleError,
+        [r"bwd\(stage 1, mb 0\) is missing", "every stage's fwd and bwd", "actor 1  1F0"], LOOP_LINE, ONE,
+    ),
+    "a task too early": Case(
+        step_of(schedule=[both(0, 0)[::-1], both(0, 1)]), ScheduleError,
+        [r"actor 0, step 0: bwd\(stage 0, mb 0\) runs before fwd\(stage 0, mb 0\) \(step 1\)", "move .* ahead of it",
+         r"\[0B0\]  \[0F0\]"],
+        LOOP_LINE, ONE,
+    ),
+    "a deadlock": Case(
+        step_of(schedule=[both(0, 0) + both(1, 0), both(1, 1) + both(0, 1)]), ScheduleError,
+        ["it deadlocks: 2 actors wait for one another", "change the order",
+         r"actor 0, step 1: bwd\(stage 0, mb 0\) waits for bwd\(stage 1, mb 0\) on actor 1",
+         r"actor 1, step 0: fwd\(stage 1, mb 1\) waits for fwd\(stage 0, mb 1\) on actor 0", r"\[0B0\]"],
+        LOOP_LINE, TWO,
+    ),
+    "a list for another mesh": Case(
+        step_of(schedule=[both(0, 0) + both(0, 1)]), ScheduleError,
+        ["1 list of tasks for 2 actors", "give every actor"], LOOP_LINE, ONE,
+    ),
+    "a microbatch too many": Case(
+        step_of(schedule=[both(0, 0) + both(1, 0), both(0, 1) + both(1, 1)]), ScheduleError,
+        [r"fwd\(stage 0, mb 1\) is out of range", "0 to 0"], LOOP_LINE, ONE,
+    ),
+    "no schedule": Case(
+        step_of(schedule=3), ScheduleError, ["this is not a schedule", r"such as Std1F1B\(num_stages=2\)"], LOOP_LINE
+    ),
+    "its class": Case(
+        step_of(schedule=jpp.Std1F1B), ScheduleError, ["a class, not a schedule", r"write Std1F1B\(num_stages=2\)"],
+        LOOP_LINE,
+    ),
+}  # fmt: skip
+
+# ---------------------------------------------------------------- programs that cannot be pipelined
+
+
+def later_stage(ws, x):
+    grad = jax.grad(lambda w: jnp.sum(jpp.pipeline_yield(jnp.tanh(x @ w)) @ ws[1]))(ws[0])  # made by stage 1's backward
+    return jnp.sum(jpp.pipeline_yield(x @ grad) @ ws[1])
+
+
+def yield_in_scan(ws, x):
+    def layer(x, w):
+        return jpp.pipeline_yield(jnp.tanh(x @ w)), None
+
+    return jnp.sum(jax.lax.scan(layer, x, jnp.stack(ws))[0])
+
+
+def yield_in_cond(ws, x):
+    def yes(x):
+        return jpp.pipeline_yield(x @ ws[0])
+
+    return jnp.sum(jax.lax.cond(x[0, 0] > 0, yes, lambda x: x, x) @ ws[1])
+
+
+def yield_in_while(ws, x):
+    def body(carry):
+        return carry[0] + 1, jpp.pipeline_yield(carry[1] @ ws[0])
+
+    return jnp.sum(jax.lax.while_loop(lambda carry: carry[0] < 3, body, (0, x))[1])
+
+
+def loop_in_scan(ws, batch):
+    def outer(ws, _):
+        return jpp.accumulate_grads(lambda x: jax.tree.map(lambda w: w * x.sum(), ws), jpp.GPipe(1))(batch), None
+
+    return jax.lax.scan(outer, ws, None, length=2)[0]
+
+
+def loop_in_loop(ws, x):
+    return jpp.accumulate_grads(lambda row: jnp.sum(row @ ws[0]), jpp.GPipe(1))(x)
+
+
+def prints(ws, x):
+    jax.debug.print("{}", x[0, 0])
+    return loss_fn(ws, x)
+
+
+def calls_back(ws, x):
+    x = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    return loss_fn(ws, x)
+
+
+def calls_back_in_a_scan(ws, x):
+    def body(x, _):
+        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x), None
+
+    return loss_fn(ws, jax.lax.scan(body, x, None, length=2)[0])
+
+
+def prints_outside(ws, batch):
+    jax.debug.print("{}", batch[0, 0, 0])
+    return GOOD(ws, batch)
+
+
+PROGRAMS = {
+    "a later stage's value": Case(
+        step_of(later_stage, jpp.GPipe(3)), StageError,
+        ["stage 1 needs the gradient of pipeline_yield", "backward pass of a later stage", "take this gradient"],
+        (later_stage, "made by stage 1"),
+    ),
+    "pipeline_yield in a scan": Case(
+        step_of(yield_in_scan), Unsupported, ["pipeline_yield inside `scan`", "move it out"],
+        (yield_in_scan, "jax.lax.scan("),
+    ),
+    "pipeline_yield in a cond": Case(
+        step_of(yield_in_cond), Unsupported, ["pipeline_yield inside `cond`", "in Python"],
+        (yield_in_cond, "jax.lax.cond("),
+    ),
+    "pipeline_yield in a while": Case(
+        loop_over(yield_in_while), Unsupported, ["pipeline_yield inside `while`", "in Python"],
+        (yield_in_while, "jax.lax.while_loop("),
+    ),
+    "accumulate_grads in a scan": Case(
+        loop_in_scan, Unsupported, ["accumulate_grads inside `scan`", "in Python"], (loop_in_scan, "jax.lax.scan(")
+    ),
+    "accumulate_grads in itself": Case(
+        loop_over(loop_in_loop), Unsupported, ["inside another accumulate_grads", "inner one as a Python loop"],
+        (loop_in_loop, "jpp.accumulate_grads("),
+    ),
+    "a print": Case(
+        step_of(prints), Unsupported, ["`debug_", "on the host", "return the value from the step"],
+        (prints, "jax.debug.print"),
+    ),
+    "a print outside the loop": Case(
+        prints_outside, Unsupported, ["`debug_", "return the value"], (prints_outside, "jax.debug.print")
+    ),
+    "a callback": Case(
+        loop_over(calls_back), Unsupported, ["`pure_callback` runs Python on the host"],
+        (calls_back, "jax.pure_callback("),
+    ),
+    "a callback in a scan": Case(
+        loop_over(calls_back_in_a_scan), Unsupported, [r"`pure_callback` \(inside `scan`\)"],
+        (calls_back_in_a_scan, "jax.lax.scan("),
+    ),
+}  # fmt: skip
+
+# ---------------------------------------------------------------- shardings
+
+
+def constrained(ws, x):
+    x = jax.lax.with_sharding_constraint(x, P("model"))
+    return loss_fn(ws, x)
+
+
+def shard_too_long(ws, x):
+    x = jpp.shard(x, ("batch", None, "mlp"))
+    return loss_fn(ws, x)
+
+
+async def run_case(mesh, case):
+    return await mesh.run(mesh.distributed(case.step, **(case.options or {})), *case.args)
+
+
+DISTRIBUTED_LINE = (run_case, "mesh.distributed(")
+
+SHARDINGS = {
+    "in_shardings with an unknown axis": Case(
+        GOOD, ShardingError, [r"in_shardings of ws\[0\] names the axis 'model'", r"the mesh has \['data'\]", "correct"],
+        DISTRIBUTED_LINE, options={"in_shardings": (P("model"), None)}, mesh="data",
+    ),
+    "out_shardings with an unknown axis": Case(
+        GOOD, ShardingError, [r"out_shardings of result\[0\]\[1\] names the axis 'model'", "give spmd_mesh that axis"],
+        DISTRIBUTED_LINE, options={"out_shardings": ([None, P("model")], None)}, mesh="data",
+    ),
+    "in_shardings on a mesh without axes": Case(
+        GOOD, ShardingError, [r"in_shardings of ws\[0\]", "the mesh has no axes"],
+        DISTRIBUTED_LINE, options={"in_shardings": (P("data"), None)},
+    ),
+    "in_shardings of another tree": Case(
+        GOOD, ShardingError, ["in_shardings is not a tree prefix", "length 3"],
+        DISTRIBUTED_LINE, options={"in_shardings": (None, P("data"), None)}, mesh="data",
+    ),
+    "in_shardings of junk": Case(
+        GOOD, ShardingError, [r"in_shardings of ws\[0\]: 3 is no PartitionSpec"],
+        DISTRIBUTED_LINE, options={"in_shardings": (3, None)}, mesh="data",
+    ),
+    "in_shardings that do not divide": Case(
+        GOOD, ShardingError, [r"in_shardings of batch: dimension 0 of shape \(3, 2, 4\) is not divisible by 2"],
+        DISTRIBUTED_LINE, ([W, W], X[:3]), options={"in_shardings": (None, P("data"))}, mesh="data",
+    ),
+    "in_shardings of too many dimensions": Case(
+        GOOD, ShardingError, [r"in_shardings of ws\[0\]", r"3 entries for an array of shape \(4, 4\)"],
+        DISTRIBUTED_LINE, options={"in_shardings": (P(None, None, "data"), None)}, mesh="data",
+    ),
+    "a constraint with an unknown axis": Case(
+        step_of(constrained), ShardingError, [r"axes are \['data'\]", "model", "give spmd_mesh that axis"],
+        (constrained, "with_sharding_constraint("), mesh="data",
+    ),
+    "a constraint on a mesh without axes": Case(
+        step_of(constrained), ShardingError, ["axes are none", "give RemoteMesh an spmd_mesh"],
+        (constrained, "with_sharding_constraint("),
+    ),
+    "shard with too many names": Case(
+        step_of(shard_too_long), ShardingError, ["3 names", "2 dimensions"], (shard_too_long, "jpp.shard("), mesh="data"
+    ),
+}  # fmt: skip
+
+# ---------------------------------------------------------------- arguments
+
+
+ARGUMENTS = {
+    "a ShapeDtypeStruct": Case(
+        GOOD, ArrayError, [r"ws\[1\] is a ShapeDtypeStruct, which has no values", "pass an array"],
+        args=([W, jax.ShapeDtypeStruct((4, 4), "float32")], X),
+    ),
+    "text": Case(GOOD, TypeError, [r"step 'step': ws\[1\] is a str", "make the argument static"], args=([W, "w"], X)),
+    "an array of objects": Case(
+        GOOD, TypeError, [r"'step': ws\[0\] is a ndarray of dtype object", "static or leave"],
+        args=([np.array([None, 1]), W], X),
+    ),
+    "too few": Case(GOOD, TypeError, ["missing 1 required positional argument: 'batch'"], args=([W, W],)),
+    "too many": Case(GOOD, TypeError, ["takes 2 positional arguments but 3 were given"], args=([W, W], X, X)),
+    "a static one without a hash": Case(
+        lambda config, x: x, TypeError, ["argument config is static and a list", "hashable"], args=([1], X),
+        options={"static_argnums": 0},
+    ),
+    "donating one that is not there": Case(
+        GOOD, ValueError, ["'step' got 2 arguments, but donate_argnums names argument 5"],
+        options={"donate_argnums": 5},
+    ),
+    "counting from the end": Case(
+        GOOD, ValueError, ["donate_argnums is -1", "counted from 0"], options={"donate_argnums": -1}
+    ),
+    "a step that is no function": Case(3, TypeError, ["mesh.distributed takes a step function; got 3"]),
+}  # fmt: skip
+
+
+ALL = {**BATCHES, **SCHEDULES, **PROGRAMS, **SHARDINGS, **ARGUMENTS}
+
+
+@pytest.mark.parametrize("name", ALL)
+async def test_error_says(name, meshes, monkeypatch):
+    case = ALL[name]
+    mesh = meshes[case.mesh]
+    async with Untouched(mesh, monkeypatch):
+        if name == "a ShapeDtypeStruct":
+            monkeypatch.undo()  # it stands for an array while a step is compiled; only a run needs values
+        with pytest.raises(case.error) as caught:
+            await run_case(mesh, case)
+    check(caught.value, case)
+
+
+def broken_model(ws, x):
+    return x @ jnp.ones((3, 3))  # shapes that do not fit
+
+
+async def test_the_users_own_error_keeps_its_type_and_its_line(meshes, monkeypatch):
+    async with Untouched(meshes["plain"], monkeypatch):
+        with pytest.raises(TypeError, match="contracting dimensions") as caught:
+            await run_case(meshes["plain"], Case(step_of(broken_model), TypeError, []))
+    frames = [f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(caught.value.__traceback__)]
+    assert line_of((broken_model, "jnp.ones((3, 3))")) in frames
+
+
+async def test_branching_on_a_value_names_the_users_function_and_argument(meshes, monkeypatch):
+    def branches(ws, batch):
+        return ws if batch[0, 0, 0] > 0 else batch
+
+    async with Untouched(meshes["plain"], monkeypatch):
+        with pytest.raises(jax.errors.TracerBoolConversionError, match=r"(?s)branches at .*test_user_errors.*batch"):
+            await run_case(meshes["plain"], Case(branches, TypeError, []))
+
+
+# ---------------------------------------------------------------- remote arrays
+
+
+async def test_arrays_that_cannot_be_used(meshes, monkeypatch):
+    mesh, other = meshes["plain"], meshes["data"]
+    keeps, donates = mesh.distributed(GOOD), mesh.distributed(GOOD, donate_argnums=0)
+    state = await mesh.put([W, W])
+    foreign = await other.put([W, W])
+    gone = await mesh.put(W)
+    await gone.delete()
+    await gone.delete()  # twice does nothing
+    fresh = await mesh.put(W)
+    await mesh.run(keeps, [fresh, W], X)
+    await mesh.run(donates, state, X)
+    assert state[0].is_deleted() and gone.is_deleted() and not fresh.is_deleted()
+    cases = [
+        (keeps, (foreign, X), [r"ws\[0\] is a RemoteArray of another mesh", "fetch it there"]),
+        (keeps, (state, X), [r"ws\[0\] cannot be used: it was donated to step 'step'", "use the step's result"]),
+        (donates, (state, X), ["it was donated to step 'step'"]),
+        (keeps, ([W, gone], X), [r"ws\[1\] cannot be used: it was deleted"]),
+        (donates, ([fresh, fresh], X), [r"ws\[0\] is donated and passed twice", "pass a copy"]),
+    ]
+    for step, args, says in cases:
+        async with Untouched(mesh, monkeypatch):
+            with pytest.raises(ArrayError) as caught:
+                await mesh.run(step, *args)
+        check(caught.value, Case(step, ArrayError, says))
+    for awaitable in (lambda: mesh.fetch({"a": state[0]}), lambda: mesh.fetch([state[0], fresh])):
+        with pytest.raises(ArrayError, match="it was donated to step 'step'"):
+            await awaitable()
+    with pytest.raises(ArrayError, match="the array cannot be used: it was deleted"):
+        await gone
+    with pytest.raises(ArrayError, match="another mesh"):
+        await mesh.fetch(foreign)
+
+
+async def test_put_says_what_like_has_to_be(meshes):
+    mesh = meshes["plain"]
+    step = mesh.distributed(GOOD)
+    with pytest.raises(
+        MeshError, match=r"mesh.put.* needs to know where step 'step' keeps each leaf; compile it first"
+    ):
+        await mesh.put([W, W], like=(step, 0))
+    await step.compile([W, W], X)
+    with pytest.raises(ArrayError, match="the values have 1 leaves, like has 2"):
+        await mesh.put([W], like=(step, 0))
+    with pytest.raises(ArrayError, match="neither"):
+        await mesh.put([W], like=[W])
+
+
+async def test_init_says_what_is_wrong(meshes):
+    mesh = meshes["plain"]
+    step = mesh.distributed(GOOD)
+    with pytest.raises(
+        MeshError, match=r"step.init needs .* step 'step' .*compile it first, for example `await step.c"
+    ):
+        await step.init(0, lambda: [jnp.eye(4), jnp.eye(4)])
+    await step.compile([W, W], X)
+    with pytest.raises(ArrayError, match=r"it makes 1 leaves, the argument has 2"):
+        await step.init(0, lambda: [jnp.eye(4)])
+    with pytest.raises(ArrayError, match=r"result\[1\] is .*8.*, but ws\[1\] is .*4"):
+        await step.init(0, lambda: [jnp.eye(4), jnp.eye(8)])
+
+
+# ---------------------------------------------------------------- the mesh itself
+
+
+OPTIONS = [
+    ({"num_actors": 0}, MeshError, "num_actors is an int of at least 1 .* got 0"),
+    ({"num_actors": "2"}, MeshError, "got '2'"),
+    ({"num_actors": (2, 2)}, MeshError, r"got \(2, 2\)"),
+    ({"num_actors": True}, MeshError, "got True"),
+    ({"spmd_mesh": {"data": 0}}, MeshError, "spmd_mesh has 'data': 0; an axis is a name and a size of at least 1"),
+    ({"spmd_mesh": (1, 2, 3)}, MeshError, "3 sizes without names; pass a mapping"),
+    ({"spmd_mesh": 3}, MeshError, "spmd_mesh is 3; it is a mapping"),
+    (
+        {"spmd_mesh": {"data": 64}, "launcher": "inline"},
+        MeshError,
+        r"needs 64 devices, but this process has \d+; .*jax_num_cpu_devices', 64\).* or use launcher='local'",
+    ),
+    ({"launcher": "kubernetes"}, MeshError, "'kubernetes' .* use 'local', 'inline' or a Launcher"),
+    ({"launcher": 3}, MeshError, "launcher 3 .* use 'local', 'inline' or a Launcher"),
+    ({"transport": "tcp"}, MeshError, "'tcp' does not work between processes; .* 'ucx'"),
+    ({"transport": "ucx", "launcher": "inline"}, MeshError, "'ucx' does not work inside one process; .* 'memory'"),
+    ({"platform": "tpu"}, MeshError, "platform is 'tpu'; it is 'cpu' or 'cuda'"),
+    ({"axis_rules": {"batch": "data"}}, ShardingError, r"axis_rules\['batch'\] names the axis 'data'.* no axes"),
+    (
+        {"axis_rules": {"batch": ("data", "model")}, "spmd_mesh": {"data": 1}},
+        ShardingError,
+        r"names the axis 'model', but spmd_mesh has \['data'\]",
+    ),
+    ({"axis_rules": {"batch": 3}}, ShardingError, r"axis_rules\['batch'\] is 3; it is a mesh axis"),
+    ({"axis_types": {"x": "auto"}}, MeshError, "axis_types names the axis 'x'"),
+    (
+        {"axis_types": {"data": "manual"}, "spmd_mesh": {"data": 1}},
+        MeshError,
+        r"axis_types\['data'\] is 'manual'; it is 'auto' or 'explicit'",
+    ),
+    ({"max_inflight": 0}, MeshError, "max_inflight is 0; at least one"),
+    ({"setup": "nocolon"}, MeshError, "setup is 'nocolon'; name a function as 'module:function'"),
+    ({"env": {"A": 1}}, MeshError, "env has 'A': 1; environment variables are strings"),
+    ({"hosts": ["a"]}, MeshError, r"hosts=\.\.\.\) is not there yet"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "says"), OPTIONS, ids=[repr(o[0]) for o in OPTIONS])
+def test_options_of_a_mesh(options, error, says):
+    with pytest.raises(error, match=says):
+        jpp.RemoteMesh(**{"num_actors": 2, **options})
+
+
+async def test_steps_and_functions_of_elsewhere(meshes, monkeypatch):
+    mesh, other = meshes["plain"], meshes["data"]
+    async with Untouched(mesh, monkeypatch):
+        with pytest.raises(
+            MeshError, match=r"<DistributedStep 'step'> is a step of another mesh; make one with `mesh.d"
+        ):
+            await mesh.run(other.distributed(GOOD), [W, W], X)
+        with pytest.raises(MeshError, match=r"is no step of this mesh; make one with `mesh.distributed\(fn\)`"):
+            await mesh.run(GOOD, [W, W], X)
+
+
+async def test_a_mesh_before_it_starts_and_after_it_closes():
+    mesh = jpp.RemoteMesh(1, launcher="inline")
+    step = mesh.distributed(loop_over(loss_fn, 2))
+    for use in (lambda: mesh.run(step, [W, W], X), lambda: mesh.put(W), lambda: step.compile([W, W], X)):
+        with pytest.raises(MeshError, match=r"has not started; use it inside `async with RemoteMesh"):
+            await use()
+    with pytest.raises(MeshError, match="has not started"):
+        _ = mesh.actors
+    await mesh.aclose()  # nothing to close
+    async with mesh:
+        pass
+    for use in (lambda: mesh.run(step, [W, W], X), lambda: step.compile([W, W], X)):
+        with pytest.raises(MeshClosedError, match="the mesh is closed; start a new one"):
+            await use()
+    with pytest.raises(MeshError, match="has been entered before; make a new RemoteMesh"):
+        await mesh.__aenter__()
