@@ -1,0 +1,77 @@
+"""Faults inside real actors: `RemoteMesh(setup="faults:install", env=faults.at(...))`. The first run of that label in
+that step or a later one goes wrong, inside the actor's own way of calling an executable."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+HERE = os.path.dirname(__file__)
+
+
+def at(step: int, label: str, what: str) -> dict[str, str]:
+    """Environment of actors in which `label` does `what` (see `FAULTS`) in step `step`."""
+    path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return {"PYTHONPATH": path, "JAXPP_TEST_FAULT": json.dumps([step, label, what])}
+
+
+def install() -> None:
+    """Runs in the actor."""
+    from jaxpp_async.actors.step_run import StepRun
+
+    step, label, what = json.loads(os.environ["JAXPP_TEST_FAULT"])
+    original = StepRun._compute
+
+    def compute(self: Any, command: Any) -> Any:
+        if self.message.step >= step and self._program.plan.program.instructions[command.instruction].label == label:
+            calls = {**self._program.calls, command.instruction: FAULTS[what]}
+            self._program = replace(self._program, calls=calls)
+        return original(self, command)
+
+    StepRun._compute = compute  # type: ignore[method-assign]
+    if what == "die while sending":
+        StepRun._send = _send_and_die(StepRun._send)  # type: ignore[method-assign]
+
+
+def refuse() -> None:
+    """What a launch hook that fails looks like."""
+    raise RuntimeError("this hook refuses")
+
+
+def _raise(*arrays: Any) -> Any:
+    raise ValueError("this executable fails")
+
+
+def _exit(*arrays: Any) -> Any:
+    print("last words", file=sys.stderr, flush=True)
+    os._exit(3)
+
+
+def _crash(*arrays: Any) -> Any:
+    ctypes.string_at(0)
+
+
+def _hang(*arrays: Any) -> Any:
+    print("hanging", flush=True)
+    time.sleep(60)
+
+
+def _send_and_die(original: Any) -> Any:
+    def send(self: Any, command: Any) -> None:
+        original(self, command)
+        size = self._program.plan.avals[command.buffer].size_bytes
+        if size >= 1 << 20:
+            # A moment later: 64 MiB take longer than that.
+            threading.Timer(0.003, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    return send
+
+
+FAULTS = {"raise": _raise, "exit": _exit, "crash": _crash, "hang": _hang, "die while sending": None}

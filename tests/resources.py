@@ -1,0 +1,53 @@
+"""What a process holds, for tests that nothing is left over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import psutil
+import pytest
+
+
+def held() -> dict[str, Any]:
+    """Children, descriptors, threads of this package (those of pools come as they are needed), and asyncio tasks."""
+    gc.collect()
+    process = psutil.Process()
+    return {
+        "children": sorted(p.pid for p in process.children(recursive=True)),
+        "descriptors": process.num_fds(),
+        "threads": sorted(t.name for t in threading.enumerate() if re.fullmatch(r"jaxpp.*[^_0-9]", t.name)),
+        "tasks": len(asyncio.all_tasks()),
+    }
+
+
+def shared_memory() -> set[str]:
+    """Entries of /dev/shm."""
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+async def no_new_shared_memory(before: set[str], timeout_s: float = 5.0) -> None:
+    """Others on this machine may be starting: what is there for a moment is not what this process left behind."""
+    deadline = time.monotonic() + timeout_s
+    while left := shared_memory() - before:
+        assert time.monotonic() < deadline, f"left in /dev/shm: {left}"
+        await asyncio.sleep(0.05)
+
+
+@contextlib.asynccontextmanager
+async def nothing_left(caplog: pytest.LogCaptureFixture) -> AsyncIterator[None]:
+    """Checks that all that `held` names is as before, /dev/shm too, and that asyncio had nothing to complain of."""
+    before, files = held(), shared_memory()
+    yield
+    after = held()
+    assert after == before, {name: (before[name], after[name]) for name in after if before[name] != after[name]}
+    await no_new_shared_memory(files)
+    assert [r.getMessage() for r in caplog.records if r.name == "asyncio" and r.levelno > logging.INFO] == []
