@@ -29,6 +29,11 @@ def held() -> dict[str, Any]:
     }
 
 
+def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """What has changed: (before, after) by name."""
+    return {n: (before.get(n), after.get(n)) for n in before | after if before.get(n) != after.get(n)}
+
+
 def shared_memory() -> set[str]:
     """Entries of /dev/shm."""
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
@@ -47,7 +52,6 @@ async def nothing_left(caplog: pytest.LogCaptureFixture) -> AsyncIterator[None]:
     """Checks that all that `held` names is as before, /dev/shm too, and that asyncio had nothing to complain of."""
     before, files = held(), shared_memory()
     yield
-    after = held()
-    assert after == before, {name: (before[name], after[name]) for name in after if before[name] != after[name]}
+    assert differences(before, held()) == {}
     await no_new_shared_memory(files)
     assert [r.getMessage() for r in caplog.records if r.name == "asyncio" and r.levelno > logging.INFO] == []
