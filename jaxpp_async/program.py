@@ -79,7 +79,7 @@ def itemsize(dtype: str) -> int:
     """Bytes of one element in host memory. Sub-byte types take a byte each, as in numpy."""
     if dtype in _ITEMSIZES:
         return _ITEMSIZES[dtype]
-    if dtype.startswith(("float8", "float4", "float6")):
+    if dtype.startswith(("float8_", "float4_", "float6_")):  # with the underscore: float64 is none of them
         return 1
     bits = "".join(c for c in dtype if c.isdigit())
     if not bits:

@@ -130,7 +130,7 @@ def adamw_step(model):
         grads = jax.tree.map(lambda g: g / NUM_MICROBATCHES, grads)
         updates, opt = optimizer.update(grads, state["opt"], state["params"])
         state = {"params": optax.apply_updates(state["params"], updates), "opt": opt, "step": state["step"] + 1}
-        return state, {"losses": losses, "norm": optax.global_norm(grads), "lr": schedule(state["step"])}
+        return state, {"losses": losses, "norm": optax.tree_utils.tree_norm(grads), "lr": schedule(state["step"])}
 
     return init, step
 
