@@ -105,13 +105,10 @@ def recipe_function(recipe: Recipe, types: Types) -> Callable[..., list[Any]]:
             env[start.result] = start.reduction.start(start.aval.shape, dtype, start.num_microbatches)
         run_ops(recipe.ops, env)
         for a in recipe.accumulates:
-            old = unwrap(types[a.accumulator], env[a.accumulator])
+            old = unwrap(env[a.accumulator])
             value = jnp.asarray(read(env, a.value))
-            env[a.result] = a.reduction.step(old, _key_data(value), index)
-        return [
-            unwrap(types[r], jnp.asarray(env[r])) if isinstance(r, int) else jnp.asarray(r.value)
-            for r in recipe.outputs
-        ]
+            env[a.result] = a.reduction.step(old, unwrap(value), index)
+        return [unwrap(jnp.asarray(env[r])) if isinstance(r, int) else jnp.asarray(r.value) for r in recipe.outputs]
 
     return run
 
@@ -124,6 +121,7 @@ def run_ops(ops: Sequence[Op], env: dict[int, Any]) -> None:
 
 
 def read(env: Mapping[int, Any], ref: Ref) -> Any:
+    """An operand's array."""
     return ref.value if isinstance(ref, Lit) else env[ref]
 
 
@@ -132,9 +130,6 @@ def wrap(value_type: ValueType, x: Any) -> Any:
     return jax.random.wrap_key_data(x, impl=value_type.key_impl) if value_type.key_impl else x
 
 
-def unwrap(value_type: ValueType, x: Any) -> Any:
-    return _key_data(x)
-
-
-def _key_data(x: Any) -> Any:
-    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+def unwrap(x: Any) -> Any:
+    """Keys to key data; anything else as it is."""
+    return jax.random.key_data(x) if jax_compat.is_key_dtype(x.dtype) else x

@@ -85,7 +85,7 @@ def _whole_step(traced: Traced, placed: PlacedStep, boundary: Sequence[int]) -> 
                 emit.run_ops([item], env)
             else:
                 _run_loop_once(item, placed.parts[loops[id(item)]], placed.loops[loops[id(item)]].staged, env)
-        return [emit.unwrap(types[v], jnp.asarray(env[v])) for v in boundary]
+        return [emit.unwrap(jnp.asarray(env[v])) for v in boundary]
 
     return run
 
@@ -100,6 +100,6 @@ def _run_loop_once(loop: Loop, finals: Sequence[Sequence[int]], staged: Any, env
     emit.run_ops([op for op in loop.body.ops if isinstance(op, Op)], env)
     for ids, parts, reduction in zip(finals, staged.outputs, loop.reductions, strict=True):
         for final, part in zip(ids, parts, strict=True):
-            value = emit._key_data(jnp.asarray(emit.read(env, part.value)))
+            value = emit.unwrap(jnp.asarray(emit.read(env, part.value)))
             start = reduction.start(value.shape, value.dtype, loop.num_microbatches)
             env[final] = reduction.step(start, value, env[index])
