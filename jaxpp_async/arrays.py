@@ -5,7 +5,7 @@ here.
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import jax
 import numpy as np
@@ -92,6 +92,21 @@ class RemoteArray:
     def spec(self) -> tuple[SpecEntry, ...]:
         return self._type.aval.spec
 
+    @property
+    def array_id(self) -> int:
+        """Under which id its actors have it (for the mesh)."""
+        return self._id
+
+    @property
+    def value_type(self) -> ValueType:
+        """Its type and sharding as it travels (for the mesh)."""
+        return self._type
+
+    @property
+    def host(self) -> np.ndarray | None:
+        """Its value while it waits on the controller for its first use (for the mesh)."""
+        return self._host
+
     def is_deleted(self) -> bool:
         """Whether it was donated to a step, deleted, or lost to a failure."""
         return self._state != LIVE
@@ -104,6 +119,19 @@ class RemoteArray:
         if self._state == LIVE:
             self.retire(DELETED, "it was deleted")
             self._owner.release(self)
+
+    def relocate(
+        self, actors: tuple[ActorId, ...], *, array_id: int | None = None, value_type: ValueType | None = None
+    ) -> None:
+        """From here on it is what lies on `actors`, and nothing on the controller (for the mesh).
+
+        Args:
+            array_id: its new id there; None: as before.
+            value_type: its new type, which may differ in sharding; None: as before.
+        """
+        self._actors, self._host = actors, None
+        self._id = self._id if array_id is None else array_id
+        self._type = value_type or self._type
 
     def retire(self, state: str, why: str) -> None:
         """Mark it unusable (for the mesh)."""
@@ -130,5 +158,6 @@ class RemoteArray:
             self._owner.release(self)
 
 
-def is_remote(leaf: Any) -> bool:
+def is_remote(leaf: Any) -> TypeGuard[RemoteArray]:
+    """Whether a leaf of a user's tree is a `RemoteArray`."""
     return isinstance(leaf, RemoteArray)

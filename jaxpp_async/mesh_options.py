@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType
 
 from jaxpp_async import jax_compat
 from jaxpp_async.actors.bringup import ActorConfig
@@ -19,7 +19,6 @@ from jaxpp_async.actors.inline import InlineLauncher
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.errors import MeshError, ShardingError
-from jaxpp_async.program import Aval
 
 DEFAULT_CACHE = "default"
 
@@ -176,9 +175,3 @@ def target(spmd_mesh: Mapping[str, int], kinds: Sequence[str], rules: Mapping[st
             tuple(spmd_mesh.values()), tuple(spmd_mesh), axis_types=tuple(_AXIS_TYPES[k] for k in kinds)
         )
     return Target(mesh, platform, dict(rules))
-
-
-def named_sharding(target: Target, spmd_mesh: Mapping[str, int], aval: Aval) -> NamedSharding:
-    """An array's sharding over one actor's devices."""
-    mesh = target.mesh or AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
-    return NamedSharding(mesh, PartitionSpec(*aval.spec))

@@ -6,24 +6,21 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from jaxpp_async import jax_compat, report, sharding
 from jaxpp_async.arrays import RemoteArray
+from jaxpp_async.compiler.emit import Target
 from jaxpp_async.compiler.ir import Traced, ValueType
-from jaxpp_async.compiler.passes import Compiled, StepRequest, compile_step
-from jaxpp_async.compiler.tracing import value_type
+from jaxpp_async.compiler.passes import Compiled, StepRequest
 from jaxpp_async.errors import MeshError
+from jaxpp_async.leaves import leaf_type, shape_struct
 from jaxpp_async.program import ActorId
-
-if TYPE_CHECKING:
-    from jaxpp_async.mesh import RemoteMesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +34,18 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class CompiledStep:
-    """One compiled form of a step: for one set of shapes, dtypes, static values and shardings.
+    """One compiled form of a step: for one set of shapes, dtypes, static values and shardings. Loaded on every actor.
 
     Attributes:
-        passes: pass name to text, in the order the passes ran.
+        compiled: what the compiler made.
+        program_id: under which the actors have it.
+        inputs: its argument leaves, then its hidden arguments (captured arrays, microbatch indices).
+        outputs: its result leaves.
+        donated: for each argument leaf, whether the step reuses its buffers.
+        compile_s: what compiling took, by actor.
+        temp_bytes: XLA's temporaries of each executable, by actor.
+        hidden_values: host values of the hidden arguments.
+        hidden: the same on the actors; empty until the first run.
     """
 
     compiled: Compiled
@@ -55,6 +60,7 @@ class CompiledStep:
 
     @property
     def passes(self) -> Mapping[str, str]:
+        """Pass name to text, in the order the passes ran."""
         return self.compiled.passes
 
     def as_text(self) -> str:
@@ -70,8 +76,36 @@ class CompiledStep:
         return [s for s, arg in zip(self.inputs, self.compiled.traced.arg_of, strict=False) if arg == argnum]
 
 
+class Runner(Protocol):
+    """What a step needs of its mesh."""
+
+    @property
+    def num_actors(self) -> int: ...
+
+    @property
+    def target(self) -> Target: ...
+
+    async def run(self, step: DistributedStep, args: Sequence[Any]) -> Any:
+        """See `RemoteMesh.run`."""
+        ...
+
+    async def compile(self, step: DistributedStep, args: Sequence[Any]) -> CompiledStep:
+        """See `DistributedStep.compile`."""
+        ...
+
+    async def init(self, step: DistributedStep, argnum: int, fn: Callable, args: Sequence[Any]) -> Any:
+        """See `DistributedStep.init`."""
+        ...
+
+
 @dataclass(frozen=True)
-class _Options:
+class StepOptions:
+    """How a function becomes a step: the arguments of `RemoteMesh.distributed`.
+
+    Args:
+        schedule: replaces the one in the function; None: that one.
+    """
+
     in_shardings: Any
     out_shardings: Any
     donate_argnums: tuple[int, ...]
@@ -85,8 +119,8 @@ class DistributedStep:
     `await step(*args)` is `await mesh.run(step, *args)`.
     """
 
-    def __init__(self, mesh: RemoteMesh, fn: Callable, options: _Options, *, line: str | None = None):
-        self.mesh, self.fn, self._options = mesh, fn, options
+    def __init__(self, runner: Runner, fn: Callable, options: StepOptions, *, line: str | None = None):
+        self.runner, self.fn, self._options = runner, fn, options
         self._line = line or jax_compat.caller_line()  # of `mesh.distributed`, for errors in shardings
         self._compiled: dict[Any, CompiledStep] = {}
         self._latest: CompiledStep | None = None
@@ -104,7 +138,7 @@ class DistributedStep:
 
     def with_schedule(self, schedule: Any) -> DistributedStep:
         """The same step under another schedule of as many stages. No task is compiled again."""
-        return DistributedStep(self.mesh, self.fn, replace(self._options, schedule=schedule), line=self._line)
+        return DistributedStep(self.runner, self.fn, replace(self._options, schedule=schedule), line=self._line)
 
     async def compile(self, *args: Any) -> CompiledStep:
         """Trace the step and compile it on every actor, without running it.
@@ -115,7 +149,7 @@ class DistributedStep:
         Raises:
             UnsupportedError, StageError, ScheduleError, ShardingError: before any actor is asked.
         """
-        return await self.mesh._compile(self, args)
+        return await self.runner.compile(self, args)
 
     async def init(self, argnum: int, fn: Callable, *args: Any) -> Any:
         """Make argument `argnum` of this step by running `fn(*args)` on the actors, each making only its leaves.
@@ -126,7 +160,19 @@ class DistributedStep:
         Returns:
             `fn`'s tree of `RemoteArray`s.
         """
-        return await self.mesh._init(self, argnum, fn, args)
+        return await self.runner.init(self, argnum, fn, args)
+
+    def find(self, signature: Any) -> CompiledStep | None:
+        """The compiled form for this signature, which `latest` gives from here on; None if there is none yet."""
+        found = self._compiled.get(signature)
+        self._latest = found or self._latest
+        return found
+
+    def keep(self, signature: Any, compiled: CompiledStep) -> None:
+        """Enter a compiled form, for `find` and `latest`."""
+        self._compiled[signature] = self._latest = compiled
+        # From the second step on a state may have lost the weak types that it began with.
+        self._compiled[_settled(signature, compiled.compiled.settled)] = compiled
 
     def latest(self, what: str) -> CompiledStep:
         """The last compiled form."""
@@ -150,7 +196,7 @@ class DistributedStep:
         leaves, treedef = jax.tree.flatten(dynamic)
         config = tuple(sorted(jax_compat.copied_config().items()))
         try:
-            types = tuple(_leaf_type(x) for x in leaves)
+            types = tuple(leaf_type(x) for x in leaves)
         except TypeError:
             self._name_bad_leaf(dynamic)
             raise
@@ -175,7 +221,7 @@ class DistributedStep:
         argnums = [i for i in range(count) if i not in self._options.static_argnums]
         for path, leaf in jax.tree_util.tree_flatten_with_path(tuple(dynamic))[0]:
             try:
-                _leaf_type(leaf)
+                leaf_type(leaf)
             except TypeError as error:
                 name = self._name(argnums[path[0].idx]) + jax.tree_util.keystr(path[1:])
                 raise TypeError(f"step {self.__name__!r}: {name} {error}") from None
@@ -193,9 +239,9 @@ class DistributedStep:
     def request(self, args: Sequence[Any]) -> StepRequest:
         """The compiler's input for these arguments."""
         static = self._options.static_argnums
-        shapes = [a if i in static else jax.tree.map(_shape_struct, a) for i, a in enumerate(args)]
+        shapes = [a if i in static else jax.tree.map(shape_struct, a) for i, a in enumerate(args)]
         dynamic = tuple(a for i, a in enumerate(shapes) if i not in static)
-        mesh, options = self.mesh, self._options
+        runner, options = self.runner, self._options
 
         def in_specs(traced: Traced) -> list:
             prefix = options.in_shardings
@@ -219,16 +265,16 @@ class DistributedStep:
             donated=options.donate_argnums,
             in_specs=in_specs,
             out_specs=out_specs,
-            num_actors=mesh.num_actors,
-            target=mesh._target,
+            num_actors=runner.num_actors,
+            target=runner.target,
             schedule=options.schedule,
         )
 
     def _specs(self, prefix: Any, tree: Any, names: Sequence[str], shapes: Sequence[Any], what: str) -> list:
         if prefix is None:
             return [None] * len(names)
-        mesh, what = self.mesh, f"{self._line}: {what}"
-        return sharding.leaf_specs(prefix, tree, names, shapes, axes=mesh.spmd_mesh, rules=mesh.axis_rules, what=what)
+        target, what = self.runner.target, f"{self._line}: {what}"
+        return sharding.leaf_specs(prefix, tree, names, shapes, axes=target.axes, rules=target.axis_rules, what=what)
 
 
 class _Call:
@@ -238,10 +284,10 @@ class _Call:
         self._step, self._args = step, args
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return self._step.mesh.run(self._step, *self._args).__await__()
+        return self._step.runner.run(self._step, self._args).__await__()
 
 
-def settled_signature(signature: Any, settled: frozenset[int]) -> Any:
+def _settled(signature: Any, settled: frozenset[int]) -> Any:
     """The signature with these leaves not weakly typed."""
     treedef, types, static, config = signature
     strong = tuple((s, d, weak and k not in settled) for k, (s, d, weak) in enumerate(types))
@@ -273,41 +319,3 @@ def hidden_values(compiled: Compiled) -> tuple[Any, ...]:
         *(c.value for c in compiled.traced.captured),
         *(np.asarray(i, np.int32) for i in range(compiled.placed.num_indices)),
     )
-
-
-def compile_request(request: StepRequest) -> tuple[Compiled, float]:
-    """Run the compiler; also returns the seconds it took."""
-    start = time.perf_counter()
-    return compile_step(request), time.perf_counter() - start
-
-
-def _shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(leaf, RemoteArray):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    aval = jax.typeof(leaf) if isinstance(leaf, jax.Array) else _host_aval(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-
-
-def _host_aval(leaf: Any) -> Any:
-    if isinstance(leaf, bool | int | float | complex):
-        return jax.typeof(leaf)
-    array = np.asarray(leaf)
-    if array.dtype.kind in "OUSMm":
-        raise TypeError(
-            f"is a {type(leaf).__name__} of dtype {array.dtype}, which JAX cannot compute with; make the argument "
-            "static or leave it out"
-        )
-    return jax_compat.ShapedArray(array.shape, jax_compat.canonical_dtype(array.dtype))
-
-
-def _leaf_type(leaf: Any) -> tuple:
-    struct = _shape_struct(leaf)
-    return struct.shape, str(struct.dtype), struct.weak_type
-
-
-def struct_type(leaf: Any) -> ValueType:
-    """The type of a host value or array, as it travels."""
-    struct = _shape_struct(leaf)
-    return value_type(jax_compat.ShapedArray(struct.shape, struct.dtype, weak_type=struct.weak_type))

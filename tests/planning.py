@@ -13,7 +13,7 @@ from jaxpp_async.compiler.ir import Loop
 from jaxpp_async.compiler.partition import StagedLoop, cross_task_values, partition
 from jaxpp_async.compiler.passes import Plan, plan
 from jaxpp_async.program import Send
-from jaxpp_async.step import DistributedStep, _Options
+from jaxpp_async.step import DistributedStep, StepOptions
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -33,8 +33,8 @@ def plan_step(
     """All passes but emission, for a mesh that nobody started."""
     axes, rules = spmd_mesh or {}, axis_rules or {}
     target = mesh_options.target(axes, ["auto"] * len(axes), rules, "cpu")
-    mesh = SimpleNamespace(num_actors=actors, spmd_mesh=axes, axis_rules=rules, _target=target)
-    step = DistributedStep(mesh, fn, _Options(in_shardings, None, donate, (), schedule))  # pyright: ignore
+    runner = SimpleNamespace(num_actors=actors, target=target)
+    step = DistributedStep(runner, fn, StepOptions(in_shardings, None, donate, (), schedule))  # pyright: ignore
     return plan(step.request(args))
 
 

@@ -45,6 +45,11 @@ class Target:
     platform: str
     axis_rules: Mapping[str, Any]
 
+    @property
+    def axes(self) -> dict[str, int]:
+        """Mesh axis name to size; empty for actors of one device."""
+        return dict(self.mesh.shape) if self.mesh is not None else {}
+
 
 def emit(
     recipe: Recipe,
