@@ -45,6 +45,15 @@ def refuse() -> None:
     raise RuntimeError("this hook refuses")
 
 
+def report_compilations() -> None:
+    """No fault: prints what JAX's compilation cache does, an event a line."""
+    from jax import monitoring
+
+    monitoring.register_event_listener(
+        lambda event, **_: print(event, flush=True) if "/compilation_cache/" in event else None
+    )
+
+
 def _raise(*arrays: Any) -> Any:
     raise ValueError("this executable fails")
 

@@ -1,0 +1,51 @@
+"""The compilation cache: what actors of one mesh have compiled, those of the next load, small ones too."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from pathlib import Path
+
+import faults
+import jax
+import numpy as np
+from models import grads_step, mlp
+
+import jaxpp_async as jpp
+from jaxpp_async.actors.launch import LocalLauncher
+
+MODEL = mlp(2)
+
+
+async def losses_of_one_step(cache: Path) -> tuple[np.ndarray, Counter[str], int]:
+    """On a new mesh: the losses, how often each event of the cache happened, and how many executables there were."""
+    events: Counter[str] = Counter()
+    launcher = LocalLauncher(forward=lambda line: events.update([line.rpartition("/")[2]]))
+    options = {"setup": "faults:report_compilations", "env": {"PYTHONPATH": faults.HERE}}
+    async with jpp.RemoteMesh(2, launcher=launcher, compilation_cache=str(cache), **options) as mesh:
+        step = mesh.distributed(grads_step(MODEL, jpp.Std1F1B(2)), donate_argnums=0)
+        _, _, losses = await mesh.run(step, MODEL.init(jax.random.key(0)), MODEL.batch(0, 4))
+        numbers = await mesh._running().inspect()
+        return await losses, events, sum(n["compilations"] for n in numbers.values())
+
+
+async def test_a_second_mesh_compiles_nothing(tmp_path):
+    cache = tmp_path / "new" / "folder"
+    first, events, executables = await losses_of_one_step(cache)
+    files = sorted(os.listdir(cache))
+    assert events["cache_misses"] >= executables > 4
+    second, events, _ = await losses_of_one_step(cache)
+    assert events["cache_misses"] == 0
+    assert events["cache_hits"] == events["compile_requests_use_cache"] >= executables
+    assert sorted(f for f in os.listdir(cache) if not f.endswith("-atime")) == [
+        f for f in files if not f.endswith("-atime")
+    ]
+    np.testing.assert_array_equal(first, second)
+
+
+def test_the_default_is_a_folder_of_this_host_in_the_users_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = Path(str(jpp.RemoteMesh(1)._config.cache_dir))
+    assert tmp_path in folder.parents and socket.gethostname() in folder.parts and jax.__version__ in folder.name
+    assert jpp.RemoteMesh(1, compilation_cache=None)._config.cache_dir is None
