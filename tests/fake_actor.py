@@ -33,9 +33,7 @@ class NullTransport:
 
 
 class FakeActor:
-    def __init__(
-        self, actor_id: int, *, make_transport: Callable[[str], Any], send: Callable[[Any], None], **_: Any
-    ):
+    def __init__(self, actor_id: int, *, make_transport: Callable[[str], Any], send: Callable[[Any], None], **_: Any):
         self._id, self._send = actor_id, send
         self._programs: dict[int, str] = {}
         self._blobs: dict[str, bytes] = {}

@@ -75,7 +75,7 @@ async def test_submit_hands_on_outputs_before_they_exist(remote_mesh):
     state, futures = params, []
     for _ in range(6):
         futures.append(await mesh.submit(step, state, batch))
-        state, losses = futures[-1].outputs
+        state, _ = futures[-1].outputs
     got = await futures[-1]
     assert got is futures[-1].outputs and all(f.done() for f in futures)
     assert_close(await mesh.fetch(got), (want, want_losses))

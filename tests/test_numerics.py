@@ -73,7 +73,7 @@ async def check_five_steps(mesh, name, kind):
     params, found = model.init(jax.random.key(0)), []
     for seed in range(NUM_STEPS):
         params, grads, losses = await mesh.run(step, params, model.batch(seed, NUM_MICROBATCHES))
-        found.append((await mesh.fetch((grads, losses))))
+        found.append(await mesh.fetch((grads, losses)))
     for (grads, losses), (_, plain_grads, plain_losses) in zip(found, expected(name), strict=True):
         assert_close(losses, plain_losses)
         assert_close(grads, plain_grads)

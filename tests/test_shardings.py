@@ -1,0 +1,298 @@
+"""Data and tensor parallelism inside actors: the numbers, and that arrays are really split."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxpp_async as jpp
+from jaxpp_async.actors.devices import Devices
+from jaxpp_async.actors.executables import compile_blob
+from jaxpp_async.testing import assert_close
+
+DIM, HIDDEN, OUT, ROWS = 8, 12, 4, 6
+RULES = {"batch": "data", "mlp": "model"}
+LAYOUTS = [{"data": 2}, {"model": 2}, {"data": 2, "model": 2}]
+BOTH = LAYOUTS[-1]
+
+SPECS = {"act": ("data", None), "hidden": ("data", "model")}
+NAMES = {"act": ("batch", None), "hidden": ("batch", "mlp")}
+
+
+def make_step(constrain=lambda x, what: x):
+    """Two stages of a residual block, a head in the second; (parameters, batch) to (parameters, gradients, losses)."""
+
+    def loss(params, mb):
+        x = constrain(mb["x"], "act")
+        for i, block in enumerate(params["blocks"]):
+            h = constrain(jax.nn.relu(x @ block["up"]), "hidden")
+            x = constrain(x + h @ block["down"], "act")
+            if i == 0:
+                x = jpp.pipeline_yield(x)
+        return jnp.mean((x @ params["head"] - mb["y"]) ** 2)
+
+    def train_step(params, batch):
+        def microbatch_grads(mb):
+            value, grads = jax.value_and_grad(loss)(params, mb)
+            return grads, value
+
+        grads, losses = jpp.accumulate_grads(microbatch_grads, jpp.Std1F1B(2))(batch)
+        return jax.tree.map(lambda p, g: p - 0.05 * g, params, grads), grads, losses
+
+    return train_step
+
+
+def make_params(key):
+    keys = jax.random.split(key, 5)
+    blocks = [
+        {"up": jax.random.normal(a, (DIM, HIDDEN)) * 0.3, "down": jax.random.normal(b, (HIDDEN, DIM)) * 0.3}
+        for a, b in (keys[:2], keys[2:4])
+    ]
+    return {"blocks": blocks, "head": jax.random.normal(keys[4], (DIM, OUT)) * 0.3}
+
+
+def make_batch():
+    rng = np.random.default_rng(0)
+    return {
+        "x": rng.normal(size=(4, ROWS, DIM)).astype(np.float32),
+        "y": rng.normal(size=(4, ROWS, OUT)).astype(np.float32),
+    }
+
+
+def limited(entries, axes):
+    """A spec with the axes that there are."""
+    return P(*(e if e in axes else None for e in entries))
+
+
+def constraint(axes):
+    return lambda x, what: jax.lax.with_sharding_constraint(x, limited(SPECS[what], axes))
+
+
+def in_shardings(kind, axes):
+    """The same shardings written in three ways, as tree prefixes."""
+    if kind == "names":
+        return ({"blocks": {"up": (None, "mlp"), "down": ("mlp", None)}, "head": None}, (None, "batch"))
+
+    def spec(*entries):
+        found = limited(entries, axes)
+        mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
+        return NamedSharding(mesh, found) if kind == "NamedSharding" else found
+
+    return ({"blocks": {"up": spec(None, "model"), "down": spec("model", None)}, "head": spec()}, spec(None, "data"))
+
+
+def spread(shardings):
+    """`blocks` is a list: a prefix has to name its entries."""
+    params, batch = shardings
+    return ({**params, "blocks": [params["blocks"]] * 2}, batch)
+
+
+VARIANTS = {
+    "with_sharding_constraint": lambda axes: (make_step(constraint(axes)), None),
+    "shard": lambda axes: (make_step(lambda x, what: jpp.shard(x, NAMES[what])), None),
+    "PartitionSpec": lambda axes: (make_step(), spread(in_shardings("PartitionSpec", axes))),
+    "NamedSharding": lambda axes: (make_step(), spread(in_shardings("NamedSharding", axes))),
+    "names": lambda axes: (make_step(), spread(in_shardings("names", axes))),
+}
+CASES = [(BOTH, v) for v in VARIANTS] + [(axes, v) for axes in LAYOUTS[:2] for v in ("shard", "PartitionSpec")]
+
+
+async def get_mesh(remote_mesh, axes, launcher="inline"):
+    rules = {name: axis for name, axis in RULES.items() if axis in axes}
+    return await remote_mesh(2, launcher=launcher, spmd_mesh=axes, axis_rules=rules)
+
+
+def held(shape, axes):
+    """How the live arrays of a shape are split on the devices of inline actors, which are those of this process."""
+    arrays = [a for a in jax.live_arrays() if a.shape == shape and isinstance(a.sharding, NamedSharding)]
+    return {a.addressable_data(0).shape for a in arrays if dict(a.sharding.mesh.shape) == axes}
+
+
+def devices_of(mesh):
+    shape, names = tuple(mesh.spmd_mesh.values()), tuple(mesh.spmd_mesh)
+    count = int(np.prod(shape))
+    return Devices(jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape(shape), names))
+
+
+def hlo_of(mesh, compiled, name):
+    """The compiled text of one task."""
+    (blob,) = {e.blob for e in compiled.compiled.executables if e.name == name}
+    return compile_blob(blob, (), devices_of(mesh)).call.as_text()
+
+
+@pytest.mark.parametrize("axes, variant", CASES, ids=[f"{v}-{'x'.join(a)}" for a, v in CASES])
+async def test_equals_jit(remote_mesh, axes, variant):
+    mesh = await get_mesh(remote_mesh, axes)
+    fn, shardings = VARIANTS[variant](axes)
+    step = mesh.distributed(fn, in_shardings=shardings, donate_argnums=0)
+    params = plain = make_params(jax.random.key(0))
+    for _ in range(3):
+        params, grads, losses = await mesh.run(step, params, make_batch())
+        plain, plain_grads, plain_losses = jax.jit(make_step())(plain, make_batch())
+        assert_close(await mesh.fetch((grads, losses)), (plain_grads, plain_losses))
+    assert_close(await mesh.fetch(params), plain)
+    up = limited((None, "model"), axes)
+    for block in params["blocks"]:
+        assert block["up"].sharding.is_equivalent_to(NamedSharding(block["up"].sharding.mesh, up), 2)
+    # On the devices, too: weights, gradients and their accumulators are split over "model" and nothing else.
+    assert held((DIM, HIDDEN), axes) == {(DIM, HIDDEN // axes.get("model", 1))}
+    assert held((HIDDEN, DIM), axes) == {(HIDDEN // axes.get("model", 1), DIM)}
+
+
+@pytest.mark.parametrize("axes", LAYOUTS[1:], ids="x".join)
+async def test_equals_jit_across_processes(remote_mesh, axes):
+    mesh = await get_mesh(remote_mesh, axes, "local")
+    step = mesh.distributed(make_step(lambda x, what: jpp.shard(x, NAMES[what])), donate_argnums=0)
+    params = plain = make_params(jax.random.key(0))
+    for _ in range(2):
+        params, grads, losses = await mesh.run(step, params, make_batch())
+        plain, plain_grads, plain_losses = jax.jit(make_step())(plain, make_batch())
+        assert_close(await mesh.fetch((params, grads, losses)), (plain, plain_grads, plain_losses))
+    assert params["blocks"][1]["up"].spec == ((None, "model"))
+    assert all(len(a.devices) == np.prod(list(axes.values())) for a in mesh.actors)
+
+
+async def test_every_boundary_value_is_pinned_split(remote_mesh):
+    """Nothing that depends on the batch is silently whole on every device."""
+    mesh = await get_mesh(remote_mesh, BOTH)
+    fn, shardings = VARIANTS["PartitionSpec"](BOTH)
+    compiled = await mesh.distributed(fn, in_shardings=shardings).compile(make_params(jax.random.key(0)), make_batch())
+    specs = {v.aval.shape: set() for v in compiled.compiled.placed.graph.values}
+    for value in compiled.compiled.placed.graph.values:
+        specs[value.aval.shape].add(value.aval.spec)
+    assert specs[4, ROWS, DIM] == specs[4, ROWS, OUT] == {(None, "data")}  # the batch
+    assert specs[ROWS, DIM] == {("data",)}  # activations and cotangents between stages
+    assert specs[ROWS, HIDDEN] == {("data", "model")}  # what the backward keeps
+    assert specs[DIM, HIDDEN] == {(None, "model")} and specs[HIDDEN, DIM] == {("model",)}
+    places = {p.name: p.type for p in compiled.report().inputs}
+    assert "'model'" in places["params['blocks'][0]['up']"] and "'data'" in places["batch['x']"]
+
+
+async def test_tasks_have_the_collectives_that_their_shardings_ask_for(remote_mesh):
+    mesh = await get_mesh(remote_mesh, BOTH)
+    fn, shardings = VARIANTS["PartitionSpec"](BOTH)
+    compiled = await mesh.distributed(fn, in_shardings=shardings).compile(make_params(jax.random.key(0)), make_batch())
+    forward, backward = hlo_of(mesh, compiled, "fwd0"), hlo_of(mesh, compiled, "bwd0")
+    # Over "model" after the row-split matrix; over "data" for gradients. Never a gather: everything fits as it lies.
+    assert "all-reduce" in forward and "all-reduce" in backward
+    assert "all-gather" not in forward and "all-gather" not in backward
+    # One device's part of microbatch and hidden units, and never the whole.
+    assert f"f32[{ROWS // 2},{HIDDEN // 2}]" in forward and f"f32[{ROWS},{HIDDEN}]" not in forward
+
+
+async def test_out_shardings(remote_mesh):
+    mesh = await get_mesh(remote_mesh, BOTH)
+
+    def fn(x):
+        return {"split": x * 2, "named": x + 1, "whole": x - 1, "free": x.sum()}
+
+    out_shardings = {"split": P("model", "data"), "named": ("mlp", None), "whole": P(), "free": None}
+    step = mesh.distributed(fn, in_shardings=P("data"), out_shardings=out_shardings)
+    x = np.arange(48, dtype=np.float32).reshape(12, 4)
+    out = await step(x)
+    assert_close(await mesh.fetch(out), jax.jit(fn)(x))
+    assert {name: a.spec for name, a in out.items()} == {
+        "split": ("model", "data"),
+        "named": ("model",),
+        "whole": (),
+        "free": (),
+    }
+    assert out["split"].sharding.shard_shape(out["split"].shape) == (6, 2)
+    assert out["whole"].sharding.is_fully_replicated
+    assert {(6, 2), (12, 4)} <= held((12, 4), BOTH)
+
+
+async def test_an_array_split_another_way_is_split_anew_and_reported(remote_mesh, caplog):
+    mesh = await get_mesh(remote_mesh, BOTH)
+    rows = mesh.distributed(lambda x: x + 1, out_shardings=P("data"))
+    columns = mesh.distributed(lambda x: (x * 2, x.sum()), in_shardings=P(None, "model"), donate_argnums=0)
+    x = np.arange(40, dtype=np.float32).reshape(10, 4)
+    between = await rows(x)
+    assert between.spec == ("data",)
+    with caplog.at_level(logging.INFO, logger="jaxpp_async"):
+        y, total = await columns(between)
+    assert "resharding x from ('data',) to (None, 'model')" in caplog.text
+    assert y.spec == (None, "model") and between.is_deleted()
+    assert_close(await mesh.fetch((y, total)), ((x + 1) * 2, (x + 1).sum()))
+
+
+async def test_put_like_a_split_argument(remote_mesh):
+    mesh = await get_mesh(remote_mesh, BOTH)
+    fn, shardings = VARIANTS["PartitionSpec"](BOTH)
+    step, params = mesh.distributed(fn, in_shardings=shardings), make_params(jax.random.key(0))
+    await step.compile(params, make_batch())
+    placed = await mesh.put(params, like=(step, 0))
+    assert placed["blocks"][0]["up"].spec == (None, "model") and placed["blocks"][1]["down"].spec == ("model",)
+    assert_close(await mesh.fetch(placed), params)
+    got = await step(placed, make_batch())
+    assert_close(await mesh.fetch(got), jax.jit(make_step())(params, make_batch()))
+
+
+async def test_init_and_optimizer_state_follow_their_parameters(remote_mesh):
+    mesh = await get_mesh(remote_mesh, BOTH)
+    sgd = make_step(lambda x, what: jpp.shard(x, NAMES[what]))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+    def init(key):
+        params = make_params(key)
+        return {"params": params, "opt": optimizer.init(params)}
+
+    def fn(state, batch):
+        _, grads, losses = sgd(state["params"], batch)
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, losses
+
+    step = mesh.distributed(fn, donate_argnums=0)
+    key = jax.random.key(1)
+    await step.compile(jax.eval_shape(init, key), make_batch())
+    state, plain = await step.init(0, init, key), jax.jit(init)(key)
+    assert_close(await mesh.fetch(state), plain, rtol=1e-6)
+    for _ in range(3):
+        state, losses = await step(state, make_batch())
+        plain, plain_losses = jax.jit(fn)(plain, make_batch())
+        assert_close(await losses, plain_losses)
+    adam = state["opt"][1][0]
+    for tree in (state["params"], adam.mu, adam.nu):
+        assert [b["up"].spec for b in tree["blocks"]] == [(None, "model")] * 2
+        assert [b["down"].spec for b in tree["blocks"]] == [("model",)] * 2
+        assert [b["up"].actors for b in tree["blocks"]] == [(0,), (1,)]
+
+
+async def test_a_boundary_that_devices_do_not_divide(remote_mesh):
+    """Propagation may want to split five columns over two devices; the boundary then has to lie whole."""
+    mesh = await get_mesh(remote_mesh, BOTH)
+
+    def fn(w, batch):
+        def loss(w, x):
+            h = jpp.pipeline_yield(jnp.tanh(x @ w)[:, :5])
+            return jnp.sum(h.reshape(-1) ** 2)
+
+        return jpp.accumulate_grads(lambda x: jax.value_and_grad(loss)(w, x)[::-1], jpp.GPipe(2))(batch)
+
+    w = jax.random.normal(jax.random.key(0), (DIM, HIDDEN))
+    step = mesh.distributed(fn, in_shardings=(P(None, "model"), P(None, "data")))
+    got = await step(w, make_batch()["x"])
+    assert_close(await mesh.fetch(got), jax.jit(fn)(w, make_batch()["x"]))
+
+
+async def test_keys_integers_and_scalars_on_a_split_mesh(remote_mesh):
+    mesh = await get_mesh(remote_mesh, BOTH)
+
+    def fn(key, count, batch):
+        def noisy(x, i):
+            x = jpp.shard(x, ("batch", "mlp"))
+            x, n = jpp.pipeline_yield((x, jnp.sum(x > 0)))
+            noise = jax.random.normal(jax.random.fold_in(key, i), x.shape)
+            return jnp.sum(x * noise), n, jax.random.fold_in(key, i)
+
+        return jpp.accumulate_grads(noisy, jpp.GPipe(2), pass_index=True)(batch), count + 1
+
+    args = (jax.random.key(2), 3, make_batch()["x"])
+    assert_close(await mesh.fetch(await mesh.run(mesh.distributed(fn), *args)), jax.jit(fn)(*args))
