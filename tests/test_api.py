@@ -81,6 +81,31 @@ async def test_submit_hands_on_outputs_before_they_exist(remote_mesh):
     assert_close(await mesh.fetch(got), (want, want_losses))
 
 
+async def test_outputs_under_way_are_fetched_deleted_and_dropped(remote_mesh):
+    mesh = await inline(remote_mesh)
+    params, batch = problem()
+    step = mesh.distributed(sgd())
+    want = jax.jit(sgd())(params, batch)
+    await step(params, batch)
+    gc.collect()
+    before = await numbers(mesh, "store_arrays")
+    future = await mesh.submit(step, params, batch)
+    assert_close(await future.outputs[1], want[1])  # fetching waits for the value alone
+    await future
+    future = await mesh.submit(step, params, batch)
+    await asyncio.gather(*(x.delete() for x in jax.tree.leaves(future.outputs)))
+    await future
+    future = await mesh.submit(step, params, batch)
+    batch["x"][:] = np.nan  # it has left: changing it now changes nothing
+    losses, future = future.outputs[1], None
+    gc.collect()
+    assert_close(await losses, want[1])
+    del losses
+    await step(params, batch)  # steps end in order: the one before is over as well
+    gc.collect()
+    assert await numbers(mesh, "store_arrays") == before
+
+
 async def test_max_inflight_holds_back(remote_mesh):
     params, batch = problem(1)
     async with jpp.RemoteMesh(2, launcher="inline", max_inflight=2) as mesh:
@@ -105,7 +130,10 @@ async def test_init_makes_each_leaf_where_it_lives(remote_mesh):
     model = models.gpt(num_stages=2, layers=2, tied=True)
 
     def init(key, scale):
-        return jax.tree.map(lambda x: x * scale, model.init(key))
+        leaves, tree = jax.tree.flatten(jax.eval_shape(model.init, key))
+        made = [jnp.sin(jnp.arange(x.size) * 0.1 * (i + 1)).reshape(x.shape) * scale for i, x in enumerate(leaves)]
+        params = jax.tree.unflatten(tree, made)
+        return {**params, "embed": jax.random.normal(key, params["embed"].shape) * scale}
 
     args = (jax.random.key(3), 0.5)
     step = mesh.distributed(models.grads_step(model, jpp.GPipe(2)), donate_argnums=0)

@@ -209,6 +209,22 @@ async def test_out_shardings(remote_mesh):
     assert {(6, 2), (12, 4)} <= held((12, 4), BOTH)
 
 
+async def test_one_value_asked_for_in_several_shardings(remote_mesh):
+    mesh = await get_mesh(remote_mesh, BOTH)
+
+    def fn(x):
+        y = x * 2
+        return x, y, y, x + 1
+
+    step = mesh.distributed(fn, in_shardings=P("data"), out_shardings=(P("model"), P("data"), P(None, "model"), None))
+    x = np.arange(32, dtype=np.float32).reshape(8, 4)
+    out = await step(x)
+    assert_close(await mesh.fetch(out), jax.jit(fn)(x))
+    assert [a.spec for a in out] == [("model",), ("data",), (None, "model"), ("data",)]
+    places = {p.name: p.type for p in (await step.compile(x)).report().inputs}
+    assert "('data',)" in places["x"]
+
+
 async def test_an_array_split_another_way_is_split_anew_and_reported(remote_mesh, caplog):
     mesh = await get_mesh(remote_mesh, BOTH)
     rows = mesh.distributed(lambda x: x + 1, out_shardings=P("data"))

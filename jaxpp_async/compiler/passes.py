@@ -29,7 +29,7 @@ from jaxpp_async.compiler.ir import Loop, Traced, format_flat
 from jaxpp_async.compiler.partition import StagedLoop, partition
 from jaxpp_async.compiler.propagate import Spec, propagate
 from jaxpp_async.compiler.recipes import Recipe
-from jaxpp_async.compiler.tracing import trace
+from jaxpp_async.compiler.tracing import separate_results, trace
 from jaxpp_async.compiler.unroll import ScheduledLoop
 from jaxpp_async.compiler.weak import trace_settled
 from jaxpp_async.program import ActorProgram, TaskGraph
@@ -130,6 +130,8 @@ def plan(request: StepRequest) -> Plan:
             request.static_argnums,
             continued_arguments,
         )
+    in_specs, out_specs = request.in_specs(traced), request.out_specs(traced)
+    traced = separate_results(traced, in_specs, out_specs)
     texts["trace"] = format_flat(traced.flat, traced.types)
     staged = {i: partition(item) for i, item in enumerate(traced.flat.ops) if isinstance(item, Loop)}
     texts["partition"] = "\n".join(_format_staged(s) for s in staged.values())
@@ -146,7 +148,7 @@ def plan(request: StepRequest) -> Plan:
     )
     verify.verify_graph(placed.graph)
     texts["place"] = _format_graph(placed)
-    specs = propagate(traced, placed, request.target, request.in_specs(traced), request.out_specs(traced), continues)
+    specs = propagate(traced, placed, request.target, in_specs, out_specs, continues)
     placed = dataclasses.replace(placed, graph=_with_specs(placed, specs))
     verify.verify_graph(placed.graph)
     texts["shard"] = _format_specs(placed)
