@@ -49,9 +49,11 @@ def report_compilations() -> None:
     """No fault: prints what JAX's compilation cache does, an event a line."""
     from jax import monitoring
 
-    monitoring.register_event_listener(
-        lambda event, **_: print(event, flush=True) if "/compilation_cache/" in event else None
-    )
+    def report(event: str, **_: Any) -> None:
+        if "/compilation_cache/" in event:
+            os.write(1, f"{event}\n".encode())  # whole lines, also from several threads at once
+
+    monitoring.register_event_listener(report)
 
 
 def _raise(*arrays: Any) -> Any:
