@@ -24,6 +24,7 @@ from jaxpp_async.actors.devices import INLINE_DEVICES, Devices, package_versions
 from jaxpp_async.actors.executables import Executables
 from jaxpp_async.actors.host_values import HostValues
 from jaxpp_async.actors.loading import load_program
+from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.plan import ExecutionPlan
 from jaxpp_async.actors.progress import NoteProgress, no_progress
 from jaxpp_async.actors.receive_pool import ReceivePool
@@ -76,7 +77,7 @@ class Actor:
         self._parts_or_none: _Parts | None = None
         self._store = Store()
         self._programs: dict[int, LoadedProgram] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
         self._epoch = 0
         self._last_step = -1
         self._broken: str | None = None
@@ -99,11 +100,7 @@ class Actor:
         if self._closed:
             return
         self._closed = True
-        this = asyncio.current_task()
-        others = [task for task in self._tasks if task is not this]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await self._tasks.aclose()
         self._queue.clear()
         if self._current is not None:
             self._current.ended = True
@@ -333,10 +330,7 @@ class Actor:
         }
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, name=f"actor {self.actor_id}: {name}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return self._tasks.start(f"actor {self.actor_id}: {name}", work)
 
     def _answer(self, name: str, request: int, work: Coroutine[Any, Any, m.Reply]) -> None:
         self._spawn(name, self._reply(request, work))

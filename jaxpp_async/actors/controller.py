@@ -12,7 +12,7 @@ import itertools
 import logging
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,11 +40,12 @@ from jaxpp_async.actors.messages import (
     Step,
     Store,
 )
+from jaxpp_async.actors.owned_tasks import OwnedTasks
+from jaxpp_async.actors.programs import Programs
 from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.actors.rpc import ActorLink, Call, StepHandle, fail_waiters
 from jaxpp_async.errors import ActorError, MeshClosedError, ProtocolError, TransferError
 from jaxpp_async.program import CONTROLLER, ActorId, ActorProgram, Aval
-from jaxpp_async.program_text import format_instruction
 from jaxpp_async.transport.base import Transport
 
 _LOG = logging.getLogger("jaxpp_async")
@@ -74,15 +75,13 @@ class Controller:
         self._plane: HostPlane | None = None
         self._epoch = 0
         self._requests, self._steps = itertools.count(), itertools.count()
-        self._arrays, self._programs = itertools.count(), itertools.count()
-        self._actors_of: dict[int, tuple[ActorId, ...]] = {}
-        self._parts: dict[tuple[int, ActorId], ActorProgram] = {}
+        self._arrays, self._programs = itertools.count(), Programs()
         self._frees = FreeList()
         self._under_way: dict[int, StepHandle] = {}
         self._broken: asyncio.Future[None] = loop.create_future()
         self._cause_raised = False
         self._suspicion: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = OwnedTasks()
         self._closing: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------ start
@@ -161,7 +160,7 @@ class Controller:
         """From here on a death, a lost connection or a failure of this actor is the mesh's."""
         link.connection.on_message = lambda message: self._on_message(link, message)
         link.connection.on_closed = lambda error: self._on_lost(link, error)
-        self._own(self._watch(link), f"watch actor {link.info.id}")
+        self._tasks.start(f"watch actor {link.info.id}", self._watch(link))
         if not link.connection.is_open:
             self._on_lost(link, None)
 
@@ -183,7 +182,7 @@ class Controller:
 
     def new_program_id(self) -> int:
         """An id that no program of this mesh has had."""
-        return next(self._programs)
+        return self._programs.new_id()
 
     async def load(
         self,
@@ -219,8 +218,7 @@ class Controller:
 
         self._tell(f"compiling on {len(programs)} actor{'s' if len(programs) != 1 else ''}")
         loaded = await all_of({i: load_one(self._links[i]) for i in sorted(programs)}, "load")
-        self._actors_of[program_id] = tuple(sorted(programs))
-        self._parts |= {(program_id, actor): part for actor, part in programs.items()}
+        self._programs.add(program_id, programs)
         return loaded
 
     def start_step(
@@ -245,7 +243,7 @@ class Controller:
             MeshClosedError: the mesh is closed or has failed.
         """
         self._check_usable()
-        actors = self._actors_of[program_id]
+        actors = self._programs.actors_of(program_id)
         handle = StepHandle(next(self._steps), program_id, actors)
         frees = self._frees.take()
         sends: list[asyncio.Future[None]] = []
@@ -391,13 +389,7 @@ class Controller:
     def _instruction_of(self, link: ActorLink, step: int | None) -> str | None:
         """Text of the instruction that a dead actor was at in `step`, if it left word."""
         at = link.handle.progress()
-        if at is None or at.step != step or (at.program_id, link.info.id) not in self._parts:
-            return None
-        instructions = self._parts[at.program_id, link.info.id].instructions
-        if not 0 <= at.instruction < len(instructions):
-            return None
-        text = format_instruction(instructions[at.instruction])
-        return f"{text} (waiting for data)" if at.waiting else text
+        return self._programs.instruction_at(link.info.id, at) if at is not None and at.step == step else None
 
     def _step_of(self, link: ActorLink) -> int | None:
         """The step that this actor is running: the oldest that it has not finished."""
@@ -417,7 +409,7 @@ class Controller:
         step = error.step if error.step is not None else min(self._under_way, default=None)
         self._cause_raised |= fail_waiters(self._links.values(), error, step)
         self._broken.set_result(None)
-        self._own(self._abort_others(error, dead), "abort after a failure")
+        self._tasks.start("abort after a failure", self._abort_others(error, dead))
 
     async def _abort_others(self, error: ActorError, dead: ActorLink | None) -> None:
         """Tell the living to drop everything; replies are of no interest any more."""
@@ -495,23 +487,9 @@ class Controller:
         if self._plane is not None:
             await bounded(self._plane.transport.aclose(), KILL_S, "the data plane did not close in time")
         await bounded(self._launcher.aclose(), KILL_S, "the launcher did not close in time")
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.aclose()
 
     # ------------------------------------------------------------ small things
-
-    def _own(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
-        """Run a task until its end or the controller's; a bug in it is logged, not lost."""
-        task = self._loop.create_task(coroutine, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._disown)
-
-    def _disown(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _LOG.error("%s failed", task.get_name(), exc_info=error)
 
     def _tell(self, text: str) -> None:
         _LOG.info("%s", text)

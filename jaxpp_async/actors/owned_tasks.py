@@ -1,0 +1,39 @@
+"""owned_tasks: asyncio tasks with a name and an owner, who ends them all. Knows nothing of what they do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+_LOG = logging.getLogger("jaxpp_async")
+
+
+class OwnedTasks:
+    """The asyncio tasks of one owner. A bug in one of them is logged, not lost."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` until its end or the owner's."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+        return task
+
+    async def aclose(self) -> None:
+        """Cancel all but the one that calls this, and wait for their end. Errors of theirs are logged, not raised."""
+        others = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.error("%s failed", task.get_name(), exc_info=error)
