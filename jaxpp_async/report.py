@@ -32,7 +32,7 @@ class ActorLine:
     Args:
         tasks: executions by kind, such as `{"fwd": 8, "bwd": 8}`.
         sent_bytes, received_bytes: in one step, host values not counted.
-        peak_bytes: most that its buffer table holds (see `docs`); known before anything runs.
+        peak_bytes: most that its buffer table holds (see `docs/memory.md`); known before anything runs.
         temp_bytes: XLA's own largest temporary, known after compiling.
     """
 

@@ -1,4 +1,4 @@
-"""step: a user's function on a mesh. Finds the compiled form that fits the arguments, or makes it. Runs nothing.
+"""step: a user's function on a mesh: its options, signature and compiled forms. Makes the compiler's request; runs nothing.
 
 `DistributedStep` is what `mesh.distributed` returns; `CompiledStep` is one compiled form of it.
 """
