@@ -1,4 +1,4 @@
-"""step: a user's function on a mesh: its options, signature and compiled forms. Makes the compiler's request; runs nothing.
+"""step: a user's function on a mesh: its options, signature and compiled forms. Asks the compiler; runs nothing.
 
 `DistributedStep` is what `mesh.distributed` returns; `CompiledStep` is one compiled form of it.
 """
