@@ -189,6 +189,7 @@ class StepRunner:
 
     def _check_leaves(self, leaves: Sequence[Any], compiled: CompiledStep) -> None:
         donated: dict[int, str] = {}
+        seen: dict[int, Slot] = {}
         for leaf, slot, gives in zip(leaves, compiled.inputs, compiled.donated, strict=False):
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 raise ArrayError(f"{slot.name} is a ShapeDtypeStruct, which has no values; pass an array")
@@ -199,6 +200,12 @@ class StepRunner:
                 raise ArrayError(f"{slot.name} is donated and passed twice in one call; donate it once or pass a copy")
             if gives:
                 donated[id(leaf)] = slot.name
+            first = seen.setdefault(id(leaf), slot)
+            if first.type.aval.spec != slot.type.aval.spec:
+                raise ArrayError(
+                    f"{first.name} and {slot.name} are one array, but their shardings differ ({first.type.aval.spec} "
+                    f"and {slot.type.aval.spec}); pass a copy"
+                )
 
     async def _place_hidden(self, compiled: CompiledStep) -> None:
         """Captured arrays and microbatch indices go to the actors once, before the first run."""
@@ -224,26 +231,30 @@ class StepRunner:
     async def _move(self, leaf: RemoteArray, to: tuple[ActorId, ...], slot: Slot) -> None:
         move = moves.Move(replace(leaf.value_type, weak=False), leaf.actors[0], to, leaf.spec)
         _LOG.info("moving %s (%d bytes) from actor %d to %s", slot.name, leaf.nbytes, leaf.actors[0], list(to))
-        await self._run_move(move, leaf, leaf.array_id)
+        handle = await self._start_move(move, leaf, leaf.array_id, slot)
+        # Before anything is awaited: a cancelled or deleted one must know its copies.
         leaf.relocate(tuple(sorted({*leaf.actors, *to})))
+        await handle
 
     async def _reshard(self, leaf: RemoteArray, slot: Slot) -> None:
         """Give an array another sharding. The handle then stands for the new copies; the old ones are freed."""
         move = moves.Move(replace(leaf.value_type, weak=False), leaf.actors[0], slot.actors, slot.type.aval.spec)
         _LOG.info("resharding %s from %s to %s", slot.name, leaf.spec, slot.type.aval.spec)
         new_id = self._controller().new_array_id()
-        await self._run_move(move, leaf, new_id)
+        handle = await self._start_move(move, leaf, new_id, slot)
         self._values.release(leaf)
         resharded = replace(leaf.value_type, aval=replace(leaf.value_type.aval, spec=slot.type.aval.spec))
         leaf.relocate(slot.actors, array_id=new_id, value_type=resharded)
+        await handle
 
-    async def _run_move(self, move: moves.Move, leaf: RemoteArray, result_id: int) -> None:
+    async def _start_move(self, move: moves.Move, leaf: RemoteArray, result_id: int, slot: Slot) -> StepHandle:
         if move not in self._move_programs:
             program = moves.build(move, self.num_actors, self.target)
             self._move_programs[move], _ = await self._load_programs(program.programs, program.executables)
+        leaf.check_usable(slot.name, self._values)  # the user may have deleted it meanwhile
         inputs = {move.source: {0: leaf.array_id}}
         outputs = {a: {0: result_id} for a in move.to}
-        await self._controller().start_step(self._move_programs[move], inputs, outputs)
+        return self._controller().start_step(self._move_programs[move], inputs, outputs)
 
     # ---------------------------------------------------------------- running
 
@@ -257,6 +268,7 @@ class StepRunner:
                 self._check_leaves(leaves, compiled)  # another step may have been given them meanwhile
                 await self._place_hidden(compiled)
                 await self._move_in(leaves, compiled)
+                self._check_leaves(leaves, compiled)  # the user may have deleted one meanwhile
                 return self._start(step, compiled, leaves)
         except BaseException:
             self._admission.release()
@@ -280,27 +292,33 @@ class StepRunner:
     def _bind(self, compiled: CompiledStep, leaves: Sequence[Any]) -> _Arguments:
         """Find an array for every argument; host values get one, and go with the step."""
         actors = range(self.num_actors)
+        # One that lies here may be several arguments, on different actors.
+        homes: dict[int, set[ActorId]] = {}
+        for leaf, slot in zip(leaves, compiled.inputs, strict=False):
+            if is_remote(leaf):
+                homes.setdefault(leaf.array_id, set()).update(slot.actors)
         found = _Arguments({a: {} for a in actors}, {a: [] for a in actors}, {a: [] for a in actors})
         for arg, (leaf, slot) in enumerate(zip([*leaves, *compiled.hidden], compiled.inputs, strict=True)):
             donated = arg < len(compiled.donated) and compiled.donated[arg]
-            array_id = self._bind_one(leaf, slot, donated, found)
+            home = homes[leaf.array_id] if arg < len(leaves) and is_remote(leaf) else slot.actors
+            array_id = self._bind_one(leaf, slot, tuple(sorted(home)), donated, found)
             for a in slot.actors:
                 found.array_ids[a][arg] = array_id
         return found
 
-    def _bind_one(self, leaf: Any, slot: Slot, donated: bool, found: _Arguments) -> int:
-        """The id under which an argument's actors find it; host values are added to `found`."""
+    def _bind_one(self, leaf: Any, slot: Slot, home: tuple[ActorId, ...], donated: bool, found: _Arguments) -> int:
+        """The id under which the actors in `home` find an argument; host values are added to `found`."""
         if is_remote(leaf):
             array_id, host = leaf.array_id, leaf.host
             if host is None:
                 return array_id
-            leaf.relocate(slot.actors, value_type=replace(slot.type, weak=leaf.weak_type))
+            leaf.relocate(home, value_type=replace(slot.type, weak=leaf.weak_type))
         else:
             array_id, host = self._controller().new_array_id(), host_array(leaf)
             if not donated:
-                for a in slot.actors:
+                for a in home:
                     found.frees_after[a].append(array_id)
-        for a in slot.actors:
+        for a in home:
             found.puts[a].append(HostValue(array_id, slot.type.aval, host))
         return array_id
 

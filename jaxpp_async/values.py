@@ -88,7 +88,7 @@ class RemoteValues:
                 continue
             leaf.check_usable(f"array {k} of the tree" if len(values) > 1 else "the array", self)
             if leaf.host is not None:
-                values[k] = leaves.as_user_sees(leaf.host, leaf.value_type)
+                values[k] = leaves.as_user_sees(leaf.host.copy(), leaf.value_type)  # users may write to it
             else:
                 remote[k] = leaf
         if remote:

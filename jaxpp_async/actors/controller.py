@@ -25,7 +25,7 @@ from jaxpp_async.actors.failure import ActorInfo, abandoned, died_error, is_cons
 from jaxpp_async.actors.frees import FreeList
 from jaxpp_async.actors.gate import Gate
 from jaxpp_async.actors.handshake import SECRET_BYTES
-from jaxpp_async.actors.host_data import HostPlane, HostValue
+from jaxpp_async.actors.host_data import FinishFetch, HostPlane, HostValue
 from jaxpp_async.actors.launch import ActorHandle, Launcher, LaunchSpec
 from jaxpp_async.actors.messages import (
     Abort,
@@ -308,7 +308,9 @@ class Controller:
         for position, (actor, _, _) in enumerate(wanted):
             by_actor[actor].append(position)
         fetches = {
-            actor: self._fetch_from(self._links[actor], [wanted[p][1:] for p in positions])
+            actor: self._fetched(
+                self._host.fetch(self._links[actor], self._request(), [wanted[p][1:] for p in positions], self._broken)
+            )
             for actor, positions in by_actor.items()
         }
         results: list[Any] = [None] * len(wanted)
@@ -350,9 +352,9 @@ class Controller:
         assert self._plane is not None  # connected by `start`
         return self._plane
 
-    async def _fetch_from(self, link: ActorLink, wanted: Sequence[tuple[ArrayId, Aval]]) -> list[np.ndarray[Any, Any]]:
+    async def _fetched(self, finish: FinishFetch) -> list[np.ndarray[Any, Any]]:
         try:
-            return await self._host.fetch(link, self._request(), wanted, self._broken)
+            return await finish()
         except TransferError:
             # Why the transfer failed is known to the mesh, now or when the suspicion is over.
             await asyncio.wait([self._broken])

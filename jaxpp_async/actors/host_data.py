@@ -6,21 +6,28 @@ Small values ride in control frames; larger ones take the data plane, where the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 
 from jaxpp_async.actors.messages import INLINE_BYTES, ArrayId, Fetch, Fetched, Put
-from jaxpp_async.actors.rpc import ActorLink
+from jaxpp_async.actors.rpc import ActorLink, Call
 from jaxpp_async.errors import ActorError, ProtocolError, TransferError
 from jaxpp_async.program import Aval
 from jaxpp_async.transport.base import HOST_CHANNEL, Transport, make_tag
 
 Sending: TypeAlias = tuple[int, np.ndarray[Any, Any]]
 """Sequence number and bytes of one value for the data plane."""
+
+FinishFetch: TypeAlias = Callable[[], Coroutine[Any, Any, list[np.ndarray[Any, Any]]]]
+"""Waits for the arrays of a fetch that has been asked for."""
+
+Arriving: TypeAlias = dict[int, tuple[np.ndarray[Any, Any], asyncio.Future[None]]]
+"""By position in a fetch: memory and receive of a value that comes over the data plane."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,10 +75,10 @@ class HostPlane:
             for sequence, data in sendings
         ]
 
-    async def fetch(
+    def fetch(
         self, link: ActorLink, request: int, wanted: Sequence[tuple[ArrayId, Aval]], broken: asyncio.Future[None]
-    ) -> list[np.ndarray[Any, Any]]:
-        """Bring arrays from one actor.
+    ) -> FinishFetch:
+        """Bring arrays from one actor. The request leaves with the call, ahead of any later step that is given them.
 
         Args:
             request: number of the request. wanted: array and its aval. broken: done when the mesh has failed.
@@ -80,15 +87,22 @@ class HostPlane:
             RemoteError: the actor does not have an array. ActorError: a transfer or the mesh failed.
         """
         sequences = tuple(link.next_sequence() for _ in wanted)
-        arriving: dict[int, tuple[np.ndarray[Any, Any], asyncio.Future[None]]] = {}
+        arriving: Arriving = {}
         for position, (_, aval) in enumerate(wanted):
             if aval.size_bytes > INLINE_BYTES:
                 buffer = np.empty(aval.size_bytes, np.uint8)
                 receive = self.transport.recv(buffer, link.info.id, self._tag(sequences[position]))
                 arriving[position] = (buffer, self._watched(link, receive))
+        call = Call(Fetched)
+        link.request(Fetch(request, tuple(array_id for array_id, _ in wanted), sequences), call)
+        return partial(self._fetched, link, len(wanted), call, arriving, broken)
+
+    async def _fetched(
+        self, link: ActorLink, count: int, call: Call, arriving: Arriving, broken: asyncio.Future[None]
+    ) -> list[np.ndarray[Any, Any]]:
         try:
-            message = Fetch(request, tuple(array_id for array_id, _ in wanted), sequences)
-            fetched: Fetched = await link.call(message, Fetched)
+            await link.connection.drain()
+            fetched: Fetched = await call.future
         except ActorError:
             for _, receive in arriving.values():
                 receive.cancel()  # nothing will be sent
@@ -101,8 +115,8 @@ class HostPlane:
                 raise TransferError(f"the mesh failed while {link.info} was sending arrays", actor=link.info.id)
         for receive in receives:
             receive.result()
-        if len(fetched.arrays) != len(wanted):
-            raise ProtocolError(f"{link.info} sent {len(fetched.arrays)} arrays, asked for {len(wanted)}")
+        if len(fetched.arrays) != count:
+            raise ProtocolError(f"{link.info} sent {len(fetched.arrays)} arrays, asked for {count}")
         return [_read(link, entry, arriving.get(k)) for k, entry in enumerate(fetched.arrays)]
 
     def _tag(self, sequence: int) -> int:

@@ -9,7 +9,7 @@ Source: the JaxPP paper, sections "Stage Marking", "Placement Inference" and "We
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -169,6 +169,7 @@ class _Partition:
         self.kind: list[str] = [FORWARD] * len(self.ops)
         self.stage: list[int | None] = [None] * len(self.ops)
         self.dropped: set[int] = set()
+        self.num_uses = self._count_uses()
 
     def _aliases(self) -> dict[int, Ref]:
         """Results of markers to the values they mark."""
@@ -179,6 +180,11 @@ class _Partition:
             elif op.name == MARKER_SIDE:
                 alias.update(zip(op.outputs, op.inputs[1:], strict=True))
         return alias
+
+    def _count_uses(self) -> Counter[int]:
+        """How often each value is read or returned, under its own name or behind markers."""
+        reads = [r for op in self.ops if op.name not in (MARKER, MARKER_SIDE) for r in op.reads]
+        return Counter(self._root(r) for r in [*reads, *self.body.outputs] if isinstance(r, int))
 
     def resolve(self, ref: Ref) -> Ref:
         while isinstance(ref, int) and ref in self.alias:
@@ -206,6 +212,12 @@ class _Partition:
         backward: set[int] = set()
         for i, op in enumerate(self.ops):
             reads = op.reads
+            if op.name == MARKER_SIDE and op.params["side"] == "tangent" and any(r in backward for r in reads):
+                raise StageError(
+                    f"{op.line}: the gradient of a gradient that goes through this pipeline_yield needs its stages "
+                    "forward again, behind the backward pass of the same microbatch; take the inner gradient without a "
+                    "pipeline_yield inside"
+                )
             if op.name == MARKER or (op.name == MARKER_SIDE and op.params["side"] == "tangent"):
                 kind = MARK
             elif op.name == MARKER_SIDE or any(r in backward for r in reads):
@@ -396,8 +408,7 @@ class _Partition:
         if p is None or self.ops[p].name not in ("add_any", "add"):
             return [value]
         op = self.ops[p]
-        times_returned = sum(self.resolve(o) == value for o in self.body.outputs)
-        if any(isinstance(r, Lit) for r in op.inputs) or times_returned + len(self.users.get(op.outputs[0], ())) != 1:
+        if any(isinstance(r, Lit) for r in op.inputs) or self.num_uses[self._root(op.outputs[0])] != 1:
             return [value]
         return [leaf for r in op.inputs for leaf in self._addends(self.resolve(r))]
 

@@ -227,6 +227,7 @@ def _scheduled(staged: StagedLoop, request: StepRequest) -> ScheduledLoop:
         where=staged.loop.line,
         forward_only=not any(ty == "bwd" for ty, _ in staged.tasks),
     )
+    tasks = schedules.join_backwards(tasks)  # stages have one backward task each
     return ScheduledLoop(staged, tasks, schedules.stage_actors(tasks))
 
 

@@ -270,7 +270,8 @@ def _regroup(draft: _Placer) -> OuterStep | None:
 
 def _trees(draft: _Placer) -> dict[int, tuple[set[int], list[int]]]:
     """Maximal trees of one associative operation over small bound values that live on several actors."""
-    returned = {r for r in draft.step.outputs if isinstance(r, int)}
+    kept = {r for r in draft.step.outputs if isinstance(r, int)}
+    kept.update(v for needs in draft.step.loop_needs.values() for v in needs)
     inside: set[int] = set()
     found = {}
     for i in reversed(sorted(draft.bound)):
@@ -288,7 +289,7 @@ def _trees(draft: _Placer) -> dict[int, tuple[set[int], list[int]]]:
                 and child.name == op.name
                 and p in draft.bound
                 and len(draft.users[v]) == 1
-                and v not in returned
+                and v not in kept
                 and _regroupable(draft, child)
             ):
                 members.add(p)
