@@ -333,7 +333,8 @@ class Actor:
         return self._tasks.start(f"actor {self.actor_id}: {name}", work)
 
     def _answer(self, name: str, request: int, work: Coroutine[Any, Any, m.Reply]) -> None:
-        self._spawn(name, self._reply(request, work))
+        task = self._spawn(name, self._reply(request, work))
+        task.add_done_callback(lambda _: work.close())  # not begun if the actor closes at once: Python would warn
 
     async def _reply(self, request: int, work: Coroutine[Any, Any, m.Reply]) -> None:
         try:
