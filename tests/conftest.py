@@ -1,9 +1,19 @@
-"""Settings for the whole suite: virtual CPU devices, before anything starts JAX; `--golden` rewrites golden files."""
+"""Settings for the whole suite, before anything starts JAX; `--golden` rewrites golden files."""
+
+import pathlib
+import socket
 
 import jax
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
+
+# Compiling is what the suite costs: meshes, plain JAX and later runs share their executables. One folder a host, since
+# an executable fits the CPU that it was made for.
+_CACHE = pathlib.Path(__file__).parents[1] / ".cache" / socket.gethostname() / f"jax-{jax.__version__}"
+jax.config.update("jax_compilation_cache_dir", str(_CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_addoption(parser):
