@@ -25,7 +25,7 @@ async def losses_of_one_step(cache: Path) -> tuple[np.ndarray, Counter[str], int
     options = {"setup": "faults:report_compilations", "env": {"PYTHONPATH": faults.HERE}}
     async with jpp.RemoteMesh(2, launcher=launcher, compilation_cache=str(cache), **options) as mesh:
         step = mesh.distributed(grads_step(MODEL, jpp.Std1F1B(2)), donate_argnums=0)
-        _, _, losses = await mesh.run(step, MODEL.init(jax.random.key(0)), MODEL.batch(0, 4))
+        _, _, losses = await mesh.run(step, MODEL.init(0), MODEL.batch(0, 4))
         numbers = await mesh._running().inspect()
         return await losses, events, sum(n["compilations"] for n in numbers.values())
 

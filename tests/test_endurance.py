@@ -49,7 +49,7 @@ def resident(mesh: jpp.RemoteMesh) -> np.ndarray:
 async def test_200_steps_leave_nothing_behind(remote_mesh, launcher):
     mesh = await remote_mesh(2, launcher=launcher)
     step = mesh.distributed(STEP, donate_argnums=0)
-    state, batch = MODEL.init(jax.random.key(0)), MODEL.batch(0, 4)
+    state, batch = MODEL.init(0), MODEL.batch(0, 4)
     batch["x"] = np.resize(batch["x"], (4, 512, 8))  # larger than what rides in control frames
     batch["y"] = np.resize(batch["y"], (4, 512, 3))
     early: dict[str, Any] = {}
@@ -71,7 +71,7 @@ async def test_200_steps_leave_nothing_behind(remote_mesh, launcher):
 async def test_two_steps_in_flight_with_fetches_leave_nothing_behind(remote_mesh, launcher):
     mesh = await remote_mesh(2, launcher=launcher)
     step = mesh.distributed(STEP, donate_argnums=0)
-    state, batch = MODEL.init(jax.random.key(0)), MODEL.batch(0, 4)
+    state, batch = MODEL.init(0), MODEL.batch(0, 4)
     early: dict[str, Any] = {}
     for number in range(1, 41):
         future = await mesh.submit(step, state, batch)
@@ -99,7 +99,7 @@ async def test_arrays_are_freed_wherever_the_last_reference_goes(remote_mesh):
     mesh = await remote_mesh(2)
     step = mesh.distributed(STEP)
     batch = MODEL.batch(0, 4)
-    params, _, _ = await mesh.run(step, MODEL.init(jax.random.key(0)), batch)
+    params, _, _ = await mesh.run(step, MODEL.init(0), batch)
     before = await everything(mesh)
 
     kept = [await mesh.run(step, params, batch) for _ in range(3)]

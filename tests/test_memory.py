@@ -34,8 +34,9 @@ def sine_chain(num_stages: int, *, tied: bool = False) -> Model:
                 x = jpp.pipeline_yield(x)
         return jnp.sum(x * mb["y"])
 
-    def init(key):
-        return [jax.random.normal(k, (WIDTH, WIDTH)) for k in jax.random.split(key, 1 if tied else num_stages)]
+    def init(seed):
+        keys = jax.random.split(jax.random.key(seed), 1 if tied else num_stages)
+        return [jax.random.normal(k, (WIDTH, WIDTH)) for k in keys]
 
     def batch(seed, num_microbatches):
         x, y = np.random.default_rng(seed).normal(size=(2, num_microbatches, ROWS, WIDTH)).astype(np.float32)
@@ -47,7 +48,7 @@ def sine_chain(num_stages: int, *, tied: bool = False) -> Model:
 async def peaks(mesh, model: Model, schedule, num_microbatches: int) -> tuple[list[int], list[int]]:
     """Planned and measured peak bytes of one step, an actor each."""
     step = mesh.distributed(grads_step(model, schedule), donate_argnums=0)
-    params, batch = model.init(jax.random.key(0)), model.batch(0, num_microbatches)
+    params, batch = model.init(0), model.batch(0, num_microbatches)
     report = (await step.compile(params, batch)).report()
     await mesh.run(step, params, batch)
     return [a.peak_bytes for a in report.actors], [s.peak_bytes for s in mesh.last_step_stats()]
@@ -135,7 +136,7 @@ def held_in_table(run: step_run.StepRun) -> int:
 async def test_before_every_run_the_table_is_what_jax_holds(remote_mesh, monkeypatch, schedule):
     mesh, model = await remote_mesh(1, launcher="inline"), sine_chain(3)
     step = mesh.distributed(grads_step(model, schedule), donate_argnums=0)
-    params, batch = model.init(jax.random.key(0)), model.batch(0, 4)
+    params, batch = model.init(0), model.batch(0, 4)
     compiled = await step.compile(params, batch)
     state = (await mesh.run(step, params, batch))[0]
     batch = await mesh.put(batch, like=(step, 1))
@@ -159,7 +160,7 @@ async def test_before_every_run_the_table_is_what_jax_holds(remote_mesh, monkeyp
 async def test_between_steps_actors_hold_the_store_and_receive_buffers_alone(remote_mesh):
     mesh, model = await remote_mesh(2), mlp(2)
     step = mesh.distributed(grads_step(model, jpp.Std1F1B(2)), donate_argnums=0)
-    state, batch = model.init(jax.random.key(0)), model.batch(0, 4)
+    state, batch = model.init(0), model.batch(0, 4)
     for _ in range(3):
         state, grads, losses = await mesh.run(step, state, batch)
         await losses
@@ -189,7 +190,7 @@ def test_memory_is_counted_once_however_many_arrays_show_it():
 async def test_donated_state_and_accumulators_stay_where_they_are(remote_mesh, monkeypatch):
     mesh, model = await remote_mesh(2, launcher="inline"), sine_chain(2)
     step = mesh.distributed(grads_step(model, jpp.Std1F1B(2)), donate_argnums=0)
-    state, batch = model.init(jax.random.key(0)), model.batch(0, 4)
+    state, batch = model.init(0), model.batch(0, 4)
     state = (await mesh.run(step, state, batch))[0]
     moved: list[str] = []
     in_place: dict[str, int] = {}

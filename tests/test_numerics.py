@@ -59,7 +59,7 @@ def expected(name):
         models.grads_step(model, jpp.GPipe(model.num_stages)),
         compiler_options={"xla_allow_excess_precision": False},
     )
-    params, found = model.init(jax.random.key(0)), []
+    params, found = model.init(0), []
     for seed in range(NUM_STEPS):
         found.append(step(params, model.batch(seed, NUM_MICROBATCHES)))
         params = found[-1][0]
@@ -70,7 +70,7 @@ async def check_five_steps(mesh, name, kind):
     model = model_named(name)
     schedule = schedule_for(kind, model.num_stages, mesh.num_actors)
     step = mesh.distributed(models.grads_step(model, schedule), donate_argnums=0)
-    params, found = model.init(jax.random.key(0)), []
+    params, found = model.init(0), []
     for seed in range(NUM_STEPS):
         params, grads, losses = await mesh.run(step, params, model.batch(seed, NUM_MICROBATCHES))
         found.append(await mesh.fetch((grads, losses)))
@@ -81,11 +81,16 @@ async def check_five_steps(mesh, name, kind):
 
 
 INLINE = [
-    *[(n, "mlp", kind) for n in (1, 2, 3, 4) for kind in SCHEDULES],
+    *[(n, "mlp", kind) for n in (2, 4) for kind in SCHEDULES],
+    *[(3, "mlp", kind) for kind in (jpp.Std1F1B, jpp.Interleaved1F1B, Backwards)],
+    *[(1, "mlp", kind) for kind in (jpp.Std1F1B, jpp.LoopedBFS)],
     *[(2, name, kind) for name in ("gpt", "uneven") for kind in SCHEDULES],
-    *[(n, "uneven", kind) for n in (1, 3, 4) for kind in (jpp.Std1F1B, Backwards)],
-    *[(n, "gpt", kind) for n in (1,) for kind in (jpp.Std1F1B, Backwards)],
-    *[(n, "gpt4", kind) for n in (3, 4) for kind in (jpp.Std1F1B, jpp.Eager1F1B, jpp.Interleaved1F1B)],
+    (1, "gpt", Backwards),
+    (3, "gpt4", jpp.Interleaved1F1B),
+    (4, "gpt4", jpp.Eager1F1B),
+    (1, "uneven", jpp.GPipe),
+    (3, "uneven", jpp.Std1F1B),
+    (4, "uneven", Backwards),
 ]
 
 
@@ -117,8 +122,8 @@ def adamw_step(model):
     schedule = optax.warmup_cosine_decay_schedule(1e-3, 5e-3, 2, 10)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(schedule, weight_decay=0.01))
 
-    def init(key):
-        params = model.init(key)
+    def init(seed):
+        params = model.init(seed)
         return {"params": params, "opt": optimizer.init(params), "step": 0}
 
     def step(state, batch):
@@ -135,13 +140,13 @@ def adamw_step(model):
     return init, step
 
 
-@pytest.mark.parametrize("num_actors, launcher", [(2, "inline"), (1, "inline"), (2, "local")])
+@pytest.mark.parametrize("num_actors, launcher", [(2, "inline"), (2, "local")])
 async def test_adamw_with_clipping_and_tied_embedding(remote_mesh, num_actors, launcher):
     mesh = await remote_mesh(num_actors, launcher=launcher)
     model = models.gpt(num_stages=2, layers=2, tied=True)
     init, fn = adamw_step(model)
     step, plain_step = mesh.distributed(fn, donate_argnums=0), jax.jit(fn)
-    state = plain = init(jax.random.key(1))
+    state = plain = init(1)
     for seed in range(NUM_STEPS):
         batch = model.batch(seed, NUM_MICROBATCHES)
         plain, plain_metrics = plain_step(plain, batch)
