@@ -5,14 +5,8 @@ import socket
 
 import jax
 
-from jaxpp_async import mesh_options
-
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
-# As in actor processes: inline actors and references compile the same small programs over and over.
-jax.config.update("jax_compilation_cache_dir", mesh_options.cache_dir(mesh_options.DEFAULT_CACHE))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # Compiling is what the suite costs: meshes, plain JAX and later runs share their executables. One folder a host, since
 # an executable fits the CPU that it was made for.

@@ -55,6 +55,32 @@ async def same_as_jit(mesh, fn, *args, **options):
     return got
 
 
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "actual, expected, message",
+    [
+        ([1.0, 2.0], [1.0, 2.00001], None),
+        ([1.0, 2.0], [1.0, 2.0001], "value: differs by 0.0001"),
+        ([1e-9, 2.0], [0.0, 2.0], None),
+        ([NAN, 1.0, INF], [NAN, 1.0, INF], None),
+        ([NAN, 1.0], [NAN, 1.1], "differs by 0.1"),
+        ([1.0, 1.0], [INF, 1.0], "differs by inf"),
+        ([-INF, 1.0], [INF, 1.0], "differs by inf"),
+        ([NAN, 1.0], [1.0, 1.0], "differs by nan"),
+        ([INF, 1.0], [INF, 1.1], "differs by 0.1"),
+        ([1.0], [1.0, 1.0], r"float64\(1,\), expected float64\(2,\)"),
+    ],
+)
+def test_assert_close(actual, expected, message):
+    if message is None:
+        assert_close(np.array(actual), np.array(expected))
+        return
+    with pytest.raises(AssertionError, match=message):
+        assert_close(np.array(actual), np.array(expected))
+
+
 # ---------------------------------------------------------------- run, submit, await
 
 

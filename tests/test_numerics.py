@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import models
+import numpy as np
 import optax
 import pytest
 
@@ -177,3 +178,128 @@ async def test_a_gradient_that_no_stage_needs_stays_zero(remote_mesh):
     params = {"used": jnp.ones((3, 2)), "unused": jnp.ones((4,), jnp.bfloat16)}
     batch = jnp.arange(12.0).reshape(2, 2, 3)
     assert_close(await mesh.fetch(await mesh.run(mesh.distributed(fn), params, batch)), jax.jit(fn)(params, batch))
+
+
+# ---------------------------------------------------------------- what people write
+
+
+def trained(loss, schedule=None, after=None):
+    """(weights, batch, *more) to `after(gradients, losses, weights, *more)`."""
+
+    def step(weights, batch, *more):
+        def grads_of(mb):
+            value, grads = jax.value_and_grad(loss)(weights, mb)
+            return grads, value
+
+        grads, losses = jpp.accumulate_grads(grads_of, schedule or jpp.Std1F1B(2))(batch)
+        return (grads, losses) if after is None else (after(grads, weights, *more), losses)
+
+    return step
+
+
+def two_stages(w, x):
+    return jnp.sum(jpp.pipeline_yield(jnp.sin(x @ w[0])) @ w[1])
+
+
+def skipping(w, x):
+    return jnp.sum((jpp.pipeline_yield(jnp.sin(x @ w[0])) @ w[1] + x @ w[2]) ** 2)
+
+
+def with_auxiliary_loss(w, x):
+    h = jnp.sin(x @ w[0])
+    return jnp.sum(jpp.pipeline_yield(h) @ w[1]) + jnp.mean(h**2)
+
+
+def shared_by_three_stages(w, x):
+    for k, cut in ((0, True), (0, True), (1, True), (0, False)):
+        x = jnp.sin(x @ w[k])
+        x = jpp.pipeline_yield(x) if cut else x
+    return jnp.sum(x)
+
+
+@jax.custom_vjp
+def clipped(x):
+    return jnp.sin(x)
+
+
+clipped.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (jnp.clip(g * jnp.cos(x), -0.1, 0.1),))
+
+
+def dropout_step(w, batch, key):
+    def grads_of(mb, i):
+        def loss(w):
+            keys = jax.random.split(jax.random.fold_in(key, i))
+            h = jnp.sin(mb @ w[0])
+            h = jpp.pipeline_yield(h * jax.random.bernoulli(keys[0], 0.5, h.shape)) @ w[1]
+            return jnp.sum((h * jax.random.bernoulli(keys[1], 0.5, h.shape)) ** 2)
+
+        return jax.grad(loss)(w)
+
+    return jpp.accumulate_grads(grads_of, jpp.Std1F1B(2), pass_index=True)(batch), jax.random.split(key)[0]
+
+
+def unscaled(grads, weights, scale):
+    """Loss scaling: nothing is updated, and the scale falls, unless every gradient is finite."""
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
+    new = jax.tree.map(lambda p, g: jnp.where(finite, p - 0.1 * g / scale, p), weights, grads)
+    return new, jnp.where(finite, scale * 2, scale / 2)
+
+
+def every_other_step(grads, weights, count):
+    updated = jax.tree.map(lambda p, g: p - g, weights, grads)
+    return jax.lax.cond(count % 2 == 0, lambda: updated, lambda: weights), count + 1
+
+
+def hessian_times_vector(w, batch):
+    def product(mb):
+        def gradient(first):
+            return jax.grad(lambda x: jnp.sum(jpp.pipeline_yield(jnp.sin(mb @ x)) @ w[1] ** 2))(first)
+
+        return jax.jvp(gradient, (w[0],), (w[2],))[1]
+
+    return jpp.accumulate_grads(product, jpp.GPipe(2))(batch)
+
+
+def updated_by(optimizer):
+    def after(grads, weights, state):
+        updates, state = optimizer.update(grads, state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    return trained(two_stages, after=after), optimizer.init
+
+
+def scanned(w, x):
+    x = jax.lax.scan(lambda c, m: (jnp.tanh(c @ m), None), x, jnp.stack(w[:2]))[0]
+    return jnp.sum(jpp.pipeline_yield(x) @ w[2])
+
+
+PROGRAMS = {
+    "skip connection": (trained(skipping),),
+    "auxiliary loss": (trained(with_auxiliary_loss),),
+    "weight of three stages": (trained(shared_by_three_stages, jpp.Interleaved1F1B(4)),),
+    "checkpoint": (trained(jax.checkpoint(two_stages)),),
+    "vmap": (trained(lambda w, x: jnp.sum(jax.vmap(lambda row: two_stages(w, row[None]))(x))),),
+    "scan in a stage": (trained(scanned),),
+    "custom gradient": (trained(lambda w, x: jnp.sum(clipped(jpp.pipeline_yield(clipped(x @ w[0])) @ w[1]))),),
+    "dropout": (dropout_step, lambda w: jax.random.key(4)),
+    "dropout, old key": (dropout_step, lambda w: jax.random.PRNGKey(4)),
+    "loss scaling": (trained(two_stages, after=unscaled), lambda w: np.float32(8)),
+    "overflow": (trained(two_stages, after=unscaled), lambda w: np.float32(np.nan)),
+    "conditional update": (trained(two_stages, after=every_other_step), lambda w: 1),
+    "Hessian": (hessian_times_vector,),
+    "computed batch": (lambda w, x: trained(two_stages)(w, x * 2 + w[0][0]),),
+    "momentum": updated_by(optax.sgd(0.1, momentum=0.9)),
+    "accumulating optimizer": updated_by(optax.MultiSteps(optax.sgd(0.1), 2)),
+    "trust ratio": updated_by(optax.lamb(1e-3)),
+    "noise": updated_by(optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1))),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+async def test_programs(remote_mesh, name):
+    mesh = await remote_mesh(2, launcher="inline")
+    fn, *make_more = PROGRAMS[name]
+    rng = np.random.default_rng(0)
+    weights = [rng.normal(size=(4, 4)).astype(np.float32) / 2 for _ in range(3)]
+    args = (weights, rng.normal(size=(4, 3, 4)).astype(np.float32), *(make(weights) for make in make_more))
+    assert_close(await mesh.fetch(await mesh.run(mesh.distributed(fn), *args)), jax.jit(fn)(*args))
