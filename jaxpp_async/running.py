@@ -270,7 +270,7 @@ class StepRunner:
                 await self._move_in(leaves, compiled)
                 self._check_leaves(leaves, compiled)  # the user may have deleted one meanwhile
                 return self._start(step, compiled, leaves)
-        except BaseException:
+        except BaseException:  # also a cancellation: the place goes to the next step
             self._admission.release()
             raise
 

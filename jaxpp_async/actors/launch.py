@@ -167,7 +167,7 @@ class LocalLauncher:
                 descriptors=(page,),
             )
             process = await asyncio.wrap_future(spawned)
-        except BaseException:
+        except BaseException:  # also a cancellation: the descriptor is nobody else's
             os.close(page)
             raise
         self._pages.append(ProgressPage(page))

@@ -92,12 +92,12 @@ class ReceivePool:
 def _alias(layout: Layout, memory: tuple[np.ndarray, ...], layouts: Layouts) -> jax.Array | None:
     """An array whose shards lie in `memory`, replicas in the same; None if JAX made a copy of any."""
     devices = layouts.devices.devices
-    parts: list[jax.Array] = [None] * len(devices)  # type: ignore[list-item]
+    parts: dict[int, jax.Array] = {}
     for shard, part in zip(layout.shards, memory, strict=True):
         host = part.view(layout.dtype).reshape(shard.shape)
         for position in shard.positions:
             parts[position] = jax.device_put(host, devices[position])
-    array = jax.make_array_from_single_device_arrays(layout.aval.shape, layout.sharding, parts)
+    array = jax.make_array_from_single_device_arrays(layout.aval.shape, layout.sharding, [parts[k] for k in sorted(parts)])
     array.block_until_ready()
     starts = [0] * len(devices)
     for shard, part in zip(layout.shards, memory, strict=True):

@@ -210,7 +210,7 @@ def verify_program(program: ActorProgram, *, complete: bool = True) -> None:
     donations: dict[ExecutableId, tuple[int, ...]] = {}
     for walk.index, walk.instruction in enumerate(program.instructions):
         instruction = walk.instruction
-        _STEPS[type(instruction)](walk, instruction)  # type: ignore[arg-type]
+        _STEPS[type(instruction)](walk, instruction)
         if isinstance(instruction, Run):
             first = donations.setdefault(instruction.executable, instruction.donated)
             if first != instruction.donated:
