@@ -97,7 +97,9 @@ def _alias(layout: Layout, memory: tuple[np.ndarray, ...], layouts: Layouts) -> 
         host = part.view(layout.dtype).reshape(shard.shape)
         for position in shard.positions:
             parts[position] = jax.device_put(host, devices[position])
-    array = jax.make_array_from_single_device_arrays(layout.aval.shape, layout.sharding, [parts[k] for k in sorted(parts)])
+    array = jax.make_array_from_single_device_arrays(
+        layout.aval.shape, layout.sharding, [parts[k] for k in sorted(parts)]
+    )
     array.block_until_ready()
     starts = [0] * len(devices)
     for shard, part in zip(layout.shards, memory, strict=True):
