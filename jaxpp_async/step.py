@@ -58,6 +58,10 @@ class CompiledStep:
     hidden_values: tuple[Any, ...]
     hidden: list[RemoteArray] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        graph = self.compiled.placed.graph
+        return f"<CompiledStep: {graph.num_actors} actors, {len(graph.nodes)} tasks; .report(), .as_text(), .passes>"
+
     @property
     def passes(self) -> Mapping[str, str]:
         """Pass name to text, in the order the passes ran."""
