@@ -20,7 +20,7 @@ import numpy as np
 
 import jaxpp_async
 from jaxpp_async.actors.bringup import ActorConfig, Bringup, all_of
-from jaxpp_async.actors.ending import bounded, wait_all_dead
+from jaxpp_async.actors.ending import bounded, ignore_late_reply, wait_all_dead
 from jaxpp_async.actors.failure import ActorInfo, abandoned, died_error, is_consequence, lost_error, remote_error
 from jaxpp_async.actors.frees import FreeList
 from jaxpp_async.actors.gate import Gate
@@ -418,7 +418,7 @@ class Controller:
         self._epoch += 1
         for link in self._links.values():
             if link is not dead and link.connection.is_open:
-                link.connection.on_message = _ignore
+                link.connection.on_message = ignore_late_reply
                 link.connection.send(Abort(self._request(), self._epoch, str(error)))
         if self._plane is not None:
             self._plane.epoch = self._epoch
@@ -459,7 +459,7 @@ class Controller:
             for waiter in tuple(link.waiters.values()):
                 waiter.fail(MeshClosedError("the mesh was closed while this was under way"))
             link.waiters.clear()
-            link.connection.on_message = _ignore
+            link.connection.on_message = ignore_late_reply
             link.connection.on_closed = None
             link.connection.send(Shutdown(self._request()))
         if not self._broken.done():
@@ -480,7 +480,7 @@ class Controller:
         if self._suspicion is not None:
             self._suspicion.cancel()
         for link in self._links.values():
-            link.connection.on_message = _ignore
+            link.connection.on_message = ignore_late_reply
             link.connection.on_closed = None
             link.connection.abort()
             link.info = replace(link.info, state="closed")
@@ -496,7 +496,3 @@ class Controller:
     def _tell(self, text: str) -> None:
         _LOG.info("%s", text)
         self._say(text)
-
-
-def _ignore(message: Any) -> None:
-    """A reply that came after the end."""

@@ -37,3 +37,7 @@ async def bounded(work: Coroutine[Any, Any, None], timeout_s: float, complaint: 
             await work
     except Exception as error:  # closing goes on, and this is said
         _LOG.warning("%s: %r", complaint, error)
+
+
+def ignore_late_reply(message: Any) -> None:
+    """What a connection does with a reply that came after the end."""

@@ -133,7 +133,7 @@ class Wire:
         self._buffer += data
         try:
             return self._parse()
-        except BaseException:
+        except BaseException:  # whatever it is, the stream is out of step from here: nothing of it may be trusted
             self.state = "failed"
             self._buffer = bytearray()
             self._send_key = self._receive_key = b""
