@@ -53,6 +53,9 @@ class Op:
         line: `file:line` of the user.
         transposed: made by reverse-mode differentiation.
         params: what partitioning looks at (a marker's name and side).
+        expand: for an operation that wraps others (a checkpoint): those, over new value ids, and its results.
+        split: for one that can be cut in two (a scan): positions of the results that are wanted first to the operation
+            that makes them, with whatever the other needs of it, and the operation that makes the rest.
     """
 
     name: str
@@ -62,6 +65,8 @@ class Op:
     line: str
     transposed: bool = False
     params: dict[str, Any] = field(default_factory=dict)
+    expand: Callable[[], tuple[tuple[Op, ...], tuple[Ref, ...]]] | None = None
+    split: Callable[[frozenset[int]], tuple[Op, Op] | None] | None = None
 
     @property
     def reads(self) -> tuple[int, ...]:
