@@ -56,6 +56,7 @@ class Op:
         expand: for an operation that wraps others (a checkpoint): those, over new value ids, and its results.
         split: for one that can be cut in two (a scan): positions of the results that are wanted first to the operation
             that makes them, with whatever the other needs of it, and the operation that makes the rest.
+        branches: for a `cond` outside the loops, what it chooses from.
     """
 
     name: str
@@ -67,10 +68,26 @@ class Op:
     params: dict[str, Any] = field(default_factory=dict)
     expand: Callable[[], tuple[tuple[Op, ...], tuple[Ref, ...]]] | None = None
     split: Callable[[frozenset[int]], tuple[Op, Op] | None] | None = None
+    branches: Branches | None = None
 
     @property
     def reads(self) -> tuple[int, ...]:
         return tuple(r for r in self.inputs if isinstance(r, int))
+
+
+@dataclass(frozen=True, eq=False)
+class Branches:
+    """What a `cond` chooses from; its first operand is the position of the branch, the others are the branches' inputs.
+
+    Args:
+        bodies: one a branch, each over value ids of its own.
+        choose: the payload of a `cond` of these bodies, which may be others than those above: reduced, reordered.
+        select: the payload of an operation that takes the position and a value a branch, and returns that branch's.
+    """
+
+    bodies: tuple[Flat, ...]
+    choose: Callable[[Sequence[Flat]], Callable[[Sequence[Any]], Sequence[Any]]]
+    select: Callable[[Sequence[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True, eq=False)
