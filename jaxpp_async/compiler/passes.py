@@ -19,7 +19,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxpp_async import schedules
 from jaxpp_async.compiler import lowering, verify
@@ -28,11 +28,20 @@ from jaxpp_async.compiler.graph import PlacedStep, build
 from jaxpp_async.compiler.ir import Loop, Traced, format_flat
 from jaxpp_async.compiler.partition import StagedLoop, partition
 from jaxpp_async.compiler.propagate import Spec, propagate
-from jaxpp_async.compiler.recipes import Recipe
+from jaxpp_async.compiler.texts import (
+    Texts,
+    format_executables,
+    format_graph,
+    format_programs,
+    format_specs,
+    format_staged,
+)
 from jaxpp_async.compiler.tracing import separate_results, trace
 from jaxpp_async.compiler.unroll import ScheduledLoop
 from jaxpp_async.compiler.weak import trace_settled
 from jaxpp_async.program import ActorProgram, TaskGraph
+
+Passed: TypeAlias = Callable[[str], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +89,7 @@ class Compiled:
     placed: PlacedStep
     programs: tuple[ActorProgram, ...]
     executables: tuple[Emitted, ...]
-    passes: Mapping[str, str]
+    passes: Texts
     continues: Mapping[int, int]
     settled: frozenset[int] = frozenset()
 
@@ -97,30 +106,40 @@ class Plan:
     placed: PlacedStep
     specs: Mapping[int, Spec]
     programs: tuple[ActorProgram, ...]
-    passes: Mapping[str, str]
+    passes: Texts
     continues: Mapping[int, int]
     settled: frozenset[int] = frozenset()
 
 
-def compile_step(request: StepRequest) -> Compiled:
+def _unobserved(_: str) -> None:
+    """Nobody listens for the end of a pass."""
+
+
+def compile_step(request: StepRequest, passed: Passed = _unobserved) -> Compiled:
     """Run all passes.
+
+    Args:
+        passed: called with a pass's name when it and its checks are done; for timing.
 
     Raises:
         UnsupportedError, StageError, ScheduleError, ShardingError: see `errors`.
     """
-    done = plan(request)
+    done = plan(request, passed)
     executables = tuple(emit(r, done.traced.types, done.specs, request.target) for r in done.placed.recipes)
-    texts = {**done.passes, "emit": _format_executables(executables)}
+    passed("emit")
+    texts = done.passes.with_text("emit", functools.partial(format_executables, executables))
     return Compiled(done.traced, done.placed, done.programs, executables, texts, done.continues, done.settled)
 
 
-def plan(request: StepRequest) -> Plan:
+def plan(request: StepRequest, passed: Passed = _unobserved) -> Plan:
     """Run every pass but `emit`, checking what each leaves.
+
+    Args:
+        passed: as in `compile_step`.
 
     Raises:
         UnsupportedError, StageError, ScheduleError, ShardingError: see `errors`.
     """
-    texts: dict[str, str] = {}
     with lowering_context(request.target):
         traced, settled = trace_settled(
             functools.partial(
@@ -132,11 +151,11 @@ def plan(request: StepRequest) -> Plan:
         )
     in_specs, out_specs = request.in_specs(traced), request.out_specs(traced)
     traced = separate_results(traced, in_specs, out_specs)
-    texts["trace"] = format_flat(traced.flat, traced.types)
+    passed("trace")
     staged = {i: partition(item) for i, item in enumerate(traced.flat.ops) if isinstance(item, Loop)}
-    texts["partition"] = "\n".join(_format_staged(s) for s in staged.values())
+    passed("partition")
     loops = {i: _scheduled(s, request) for i, s in staged.items()}
-    texts["schedule"] = "\n".join(schedules.format_grid(s.tasks) for s in loops.values())
+    passed("schedule")
     continues = continued_arguments(traced)
     placed = build(
         traced,
@@ -147,27 +166,51 @@ def plan(request: StepRequest) -> Plan:
         result_homes=dict(request.result_homes),
     )
     verify.verify_graph(placed.graph)
-    texts["place"] = _format_graph(placed)
+    passed("place")
     specs = propagate(traced, placed, request.target, in_specs, out_specs, continues)
     placed = dataclasses.replace(placed, graph=_with_specs(placed, specs))
     verify.verify_graph(placed.graph)
-    texts["shard"] = _format_specs(placed)
-    programs = _lowered(placed.graph, texts)
+    passed("shard")
+    programs = _lowered(placed.graph, passed)
+    texts = _texts(traced, staged, loops, placed, programs)
     return Plan(traced, placed, specs, programs, texts, continues, settled)
 
 
-def _lowered(graph: TaskGraph, texts: dict[str, str]) -> lowering.Programs:
+def _lowered(graph: TaskGraph, passed: Passed) -> lowering.Programs:
     """The three passes from a graph to programs. Only the last leaves none of its buffers behind."""
     programs = lowering.insert_transfers(graph)
     verify.verify_programs(programs, complete=False)
-    texts["transfer"] = _format_programs(programs)
+    passed("transfer")
     programs = lowering.donate_buffers(graph, programs)
     verify.verify_programs(programs, complete=False)
-    texts["donate"] = _format_programs(programs)
+    passed("donate")
     programs = lowering.delete_buffers(programs)
     verify.verify_programs(programs)
-    texts["delete"] = _format_programs(programs)
+    passed("delete")
     return programs
+
+
+def _texts(
+    traced: Traced,
+    staged: Mapping[int, StagedLoop],
+    loops: Mapping[int, ScheduledLoop],
+    placed: PlacedStep,
+    programs: lowering.Programs,
+) -> Texts:
+    """Texts of all passes but `emit`. The programs between are made again rather than kept."""
+    graph = placed.graph
+    return Texts(
+        {
+            "trace": lambda: format_flat(traced.flat, traced.types),
+            "partition": lambda: "\n".join(map(format_staged, staged.values())),
+            "schedule": lambda: "\n".join(schedules.format_grid(s.tasks) for s in loops.values()),
+            "place": lambda: format_graph(placed),
+            "shard": lambda: format_specs(placed),
+            "transfer": lambda: format_programs(lowering.insert_transfers(graph)),
+            "donate": lambda: format_programs(lowering.donate_buffers(graph, lowering.insert_transfers(graph))),
+            "delete": lambda: format_programs(programs),
+        }
+    )
 
 
 def continued_arguments(traced: Traced) -> dict[int, int]:
@@ -245,55 +288,3 @@ def _trimmed(spec: Spec) -> Spec:
     while spec and spec[-1] is None:
         spec = spec[:-1]
     return spec
-
-
-# ---------------------------------------------------------------- texts
-
-
-def _format_programs(programs: Sequence[ActorProgram]) -> str:
-    return "\n\n".join(str(p) for p in programs)
-
-
-def _format_executables(executables: Sequence[Emitted]) -> str:
-    return "\n".join(f"exe {i} {e.name} {len(e.blob)} bytes" for i, e in enumerate(executables))
-
-
-def _format_staged(staged: StagedLoop) -> str:
-    lines = [f"loop at {staged.num_stages} stages, {staged.loop.num_microbatches} microbatches"]
-    for (ty, stage), task in staged.tasks.items():
-        lines.append(f"{ty} stage {stage}")
-        lines += [f"  {' '.join(f'%{o}' for o in op.outputs)} = {op.name} {_refs(op)}" for op in task.ops]
-    for k, parts in enumerate(staged.outputs):
-        joined = " + ".join(f"{_ref(p.value)} of {p.task[0]} stage {p.task[1]}" for p in parts)
-        lines.append(f"result {k}: {type(staged.loop.reductions[k]).__name__} {joined}")
-    return "\n".join(lines)
-
-
-def _refs(op: Any) -> str:
-    return " ".join(_ref(r) for r in op.inputs)
-
-
-def _ref(ref: Any) -> str:
-    return f"%{ref}" if isinstance(ref, int) else "const"
-
-
-def _format_graph(placed: PlacedStep) -> str:
-    graph = placed.graph
-    lines = [f"in  v{i.value} {graph.values[i.value].label} on {list(i.actors)}" for i in graph.inputs]
-    for n in graph.nodes:
-        ins, outs = " ".join(f"v{v}" for v in n.inputs), " ".join(f"v{v}" for v in n.outputs)
-        lines.append(f"actor {n.actor}: {n.label} exe {n.executable} ({ins}) -> ({outs})")
-    lines += [f"out {o.result} v{o.value} on {list(o.actors)}" for o in graph.outputs]
-    return "\n".join(lines + [_format_recipe(i, r) for i, r in enumerate(placed.recipes)])
-
-
-def _format_recipe(index: int, recipe: Recipe) -> str:
-    ins, outs = " ".join(f"%{v}" for v in recipe.inputs), " ".join(_ref(v) for v in recipe.outputs)
-    return f"exe {index} {recipe.name} ({ins}) -> ({outs}) ops {len(recipe.ops)}"
-
-
-def _format_specs(placed: PlacedStep) -> str:
-    return "\n".join(
-        f"v{i} {value.label} {value.aval.dtype}{list(value.aval.shape)} {value.aval.spec or 'replicated'}"
-        for i, value in enumerate(placed.graph.values)
-    )
