@@ -159,6 +159,15 @@ def pins_shardings(eqn: Any) -> bool:
     return any(isinstance(s, jax.sharding.Sharding) for s in pinned)
 
 
+def pinned_shardings(eqn: Any) -> tuple[list[Any], list[Any]]:
+    """The sharding, or None, that a call-like equation itself gives to each operand and result."""
+    found = []
+    for name, atoms in (("in_shardings", eqn.invars), ("out_shardings", eqn.outvars)):
+        pins = eqn.params.get(name, (None,) * len(atoms))
+        found.append([s if isinstance(s, jax.sharding.Sharding) else None for s in pins])
+    return found[0], found[1]
+
+
 def sub_jaxprs(eqn: Any) -> list[Any]:
     """Every jaxpr among an equation's params (open form)."""
     return list(_core.jaxprs_in_params(eqn.params))

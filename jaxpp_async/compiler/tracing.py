@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxpp_async import jax_compat, markers
+from jaxpp_async.compiler import choices
 from jaxpp_async.compiler.ir import Captured, Flat, Lit, Loop, Op, Ref, Traced, Types, ValueType, used_ids
 from jaxpp_async.errors import ShardingError, UnsupportedError
 from jaxpp_async.program import Aval
@@ -36,6 +37,10 @@ _INLINED_AROUND_MARKERS = (
     "custom_vjp_call",
     "custom_vjp_call_jaxpr",
 )
+
+
+# Nothing is differentiated any more where they stand, so the rule they carry has had its effect.
+_INLINED_OUTSIDE = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 def value_type(aval: Any) -> ValueType:
@@ -109,6 +114,7 @@ class _Flattener:
     def __init__(self) -> None:
         self.types = Types()
         self.captured: dict[int, Captured] = {}  # by id() of the array, which `Captured` keeps alive
+        self.in_loop = False
 
     def top(self, closed: Any) -> Flat:
         jaxpr, consts = jax_compat.open_jaxpr(closed)
@@ -141,12 +147,16 @@ class _Flattener:
     def equation(self, eqn: Any, inputs: list[Ref], ops: list, line: str, transposed: bool) -> list[Ref]:
         name = eqn.primitive.name
         if name == LOOP:
-            return self.loop(eqn, inputs, ops)
+            self.in_loop = True
+            results = self.loop(eqn, inputs, ops)
+            self.in_loop = False
+            return results
         inner = jax_compat.inner_jaxpr(eqn)
         marked = _marks(eqn)
         if inner is not None and (
             (name in _INLINED and (marked or not jax_compat.pins_shardings(eqn)))
             or (name in _INLINED_AROUND_MARKERS and marked)
+            or (name in _INLINED_OUTSIDE and not self.in_loop)
         ):
             jaxpr, consts = jax_compat.open_jaxpr(inner)
             env = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -163,10 +173,44 @@ class _Flattener:
         params = {"side": eqn.params["side"]} if name == MARKER_SIDE else {}
         if name in (MARKER, MARKER_SIDE):
             params["name"] = eqn.params["name"]
-        ops.append(
-            Op(name, tuple(inputs), outputs, functools.partial(jax_compat.bind_eqn, eqn), line, transposed, params)
-        )
+        run = functools.partial(jax_compat.bind_eqn, eqn)
+        op = Op(name, tuple(inputs), outputs, run, line, transposed, params)
+        ops.append(op if self.in_loop else self.opened(op, eqn))
         return list(outputs)
+
+    def opened(self, op: Op, eqn: Any) -> Op:
+        """An operation outside the loops, with what is inside it: placement takes it apart where it joins actors."""
+        if op.name == "cond":
+            # All constants of a branch become its inputs, so that the operation can be made anew of a part of them.
+            bodies = [self.body(b, op.line) for b in eqn.params["branches"]]
+            return dataclasses.replace(op, branches=choices.branches(bodies, self.types))
+        if op.name in _INLINED or op.name in ("checkpoint", "remat", "remat2"):
+            inner: list[Any] = []
+            jaxpr, consts = jax_compat.open_jaxpr(jax_compat.inner_jaxpr(eqn))
+            pins = jax_compat.pinned_shardings(eqn)
+            inputs = [self.pinned(r, pin, inner, op.line) for r, pin in zip(op.inputs, pins[0], strict=True)]
+            results = self.inline(
+                jaxpr, consts, dict(zip(jaxpr.invars, inputs, strict=True)), inner, op.line, op.transposed
+            )
+            results = [self.pinned(r, pin, inner, op.line) for r, pin in zip(results, pins[1], strict=True)]
+            return dataclasses.replace(op, expand=lambda: (tuple(inner), tuple(results)))
+        return op
+
+    def body(self, closed: Any, line: str) -> Flat:
+        """A branch as flat operations, over value ids of its own."""
+        jaxpr, consts = jax_compat.open_jaxpr(closed)
+        inputs = [self.types.new(value_type(v.aval)) for v in jaxpr.invars]
+        ops: list[Op | Loop] = []
+        outputs = self.inline(jaxpr, consts, dict(zip(jaxpr.invars, inputs, strict=True)), ops, line, False)
+        return Flat(tuple(inputs), tuple(ops), tuple(outputs))
+
+    def pinned(self, ref: Ref, sharding: Any, ops: list, line: str) -> Ref:
+        """`ref` with a sharding that the user gave to a nested `jit`."""
+        if sharding is None or not isinstance(ref, int):
+            return ref
+        out = self.types.new(self.types[ref])
+        ops.append(Op("sharding_constraint", (ref,), (out,), functools.partial(_constrain, sharding), line))
+        return out
 
     def refuse_host(self, eqn: Any, name: str, line: str) -> None:
         """Host code does not travel to the actors."""
@@ -226,6 +270,10 @@ class _Flattener:
             new_id = self.types.new(value_type(jax.typeof(array)))
             self.captured[id(value)] = Captured(value, new_id)
         return self.captured[id(value)].value_id
+
+
+def _constrain(sharding: Any, xs: Sequence[Any]) -> list[Any]:
+    return [jax.lax.with_sharding_constraint(xs[0], sharding)]
 
 
 def _marks(eqn: Any) -> set[str]:
