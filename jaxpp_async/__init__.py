@@ -24,6 +24,10 @@ _HOMES = {
     "Eager1F1B": "schedules",
     "Interleaved1F1B": "schedules",
     "LoopedBFS": "schedules",
+    "ZeroBubbleH1": "schedules",
+    "ZeroBubbleH2": "schedules",
+    "ZeroBubbleV": "schedules",
+    "DualPipeV": "schedules",
     "RemoteMesh": "mesh",
     "CompiledStep": "step",
     "RemoteArray": "arrays",
@@ -32,6 +36,7 @@ _HOMES = {
 __all__ = (
     "CompiledStep",
     "Concat",
+    "DualPipeV",
     "Eager1F1B",
     "GPipe",
     "Interleaved1F1B",
@@ -45,6 +50,9 @@ __all__ = (
     "Std1F1B",
     "Sum",
     "Task",
+    "ZeroBubbleH1",
+    "ZeroBubbleH2",
+    "ZeroBubbleV",
     "accumulate_grads",
     "errors",
     "pipeline_yield",
@@ -65,11 +73,15 @@ if TYPE_CHECKING:
     from jaxpp_async.reductions import Min as Min
     from jaxpp_async.reductions import Stack as Stack
     from jaxpp_async.reductions import Sum as Sum
+    from jaxpp_async.schedules import DualPipeV as DualPipeV
     from jaxpp_async.schedules import Eager1F1B as Eager1F1B
     from jaxpp_async.schedules import GPipe as GPipe
     from jaxpp_async.schedules import Interleaved1F1B as Interleaved1F1B
     from jaxpp_async.schedules import LoopedBFS as LoopedBFS
     from jaxpp_async.schedules import Std1F1B as Std1F1B
+    from jaxpp_async.schedules import ZeroBubbleH1 as ZeroBubbleH1
+    from jaxpp_async.schedules import ZeroBubbleH2 as ZeroBubbleH2
+    from jaxpp_async.schedules import ZeroBubbleV as ZeroBubbleV
     from jaxpp_async.sharding import shard as shard
     from jaxpp_async.step import CompiledStep as CompiledStep
 

@@ -8,7 +8,8 @@
 """
 
 from jaxpp_async.program import Task
-from jaxpp_async.schedules.builtin import Eager1F1B, GPipe, Interleaved1F1B, LoopedBFS, Schedule, Std1F1B
+from jaxpp_async.schedules.base import Schedule
+from jaxpp_async.schedules.builtin import Eager1F1B, GPipe, Interleaved1F1B, LoopedBFS, Std1F1B
 from jaxpp_async.schedules.check import resolve
 from jaxpp_async.schedules.grid import format_grid, format_task
 from jaxpp_async.schedules.timing import (
@@ -23,9 +24,12 @@ from jaxpp_async.schedules.timing import (
     split_backwards,
     stage_actors,
 )
+from jaxpp_async.schedules.v_shaped import DualPipeV, ZeroBubbleV
+from jaxpp_async.schedules.zero_bubble import ZeroBubbleH1, ZeroBubbleH2
 
 __all__ = [
     "UNIT",
+    "DualPipeV",
     "Eager1F1B",
     "GPipe",
     "Interleaved1F1B",
@@ -34,6 +38,9 @@ __all__ = [
     "Std1F1B",
     "Task",
     "Timeline",
+    "ZeroBubbleH1",
+    "ZeroBubbleH2",
+    "ZeroBubbleV",
     "bubble_fraction",
     "dependencies",
     "format_grid",

@@ -1,5 +1,5 @@
-"""schedules.builtin: counts of stages, microbatches and actors in, one list of tasks an actor out. Pure order: never
-looks at a program, never validates (`schedules.resolve` does, built-in or not).
+"""schedules.builtin: the schedules with whole backwards. Counts of stages, microbatches and actors in, one list of
+tasks an actor out. Pure order: never looks at a program, never validates (`schedules.resolve` does, built-in or not).
 
 Every one but GPipe and LoopedBFS is one pattern: warm-up forwards, then one forward and one backward in turn, then the
 backwards left over. They differ in how many forwards warm an actor up and in which stage each slot takes.
@@ -16,70 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
 
-from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program import Task, TaskType
-
-
-@runtime_checkable
-class Schedule(Protocol):
-    """What `accumulate_grads` takes: the order in which each actor runs its tasks.
-
-    A schedule of one's own is best a frozen dataclass: equal schedules then share one traced step.
-    """
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages the loop body has: its `pipeline_yield`s plus one."""
-        ...
-
-    def tasks(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
-        """One list of tasks an actor, in order of execution."""
-        ...
-
-
-@dataclass(frozen=True)
-class _BuiltIn:
-    """Args: num_stages: stages of the loop body, one more than its `pipeline_yield`s.
-
-    Raises:
-        ScheduleError: `num_stages` is not a positive int.
-    """
-
-    num_stages: int
-
-    def __post_init__(self) -> None:
-        _check_count(f"{type(self).__name__}(num_stages=...)", self.num_stages)
-
-    def tasks(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
-        """One list of tasks an actor, in order of execution; empty for actors beyond the number of stages.
-
-        Args:
-            num_microbatches: microbatches of one step, at least 1.
-            num_actors: actors of the mesh, at least 1.
-
-        Raises:
-            ScheduleError: a count is not a positive int.
-        """
-        _check_count("num_microbatches", num_microbatches)
-        _check_count("num_actors", num_actors)
-        return self._rows(num_microbatches, num_actors)
-
-    def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
-        raise NotImplementedError
-
-
-def _check_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ScheduleError(f"{name}: expected a positive int, got {value!r}")
-
+from jaxpp_async.schedules.base import BuiltIn, flat, neighbouring_stages, through
 
 # ---------------------------------------------------------------- neighbouring stages on one actor
 
 
 @dataclass(frozen=True)
-class GPipe(_BuiltIn):
+class GPipe(BuiltIn):
     """All forwards, then all backwards. Stage s is on actor s*A//S.
 
     Several stages on one actor run one after the other for each microbatch, as one longer stage would: only the group's
@@ -92,15 +37,14 @@ class GPipe(_BuiltIn):
     """
 
     def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
-        groups = _neighbouring_stages(self.num_stages, num_actors)
+        groups = neighbouring_stages(self.num_stages, num_actors)
         return [
-            _flat(_forwards(stages, num_microbatches)) + _flat(_backwards(stages, num_microbatches))
-            for stages in groups
+            flat(through(stages, ty, i) for ty in ("fwd", "bwd") for i in range(num_microbatches)) for stages in groups
         ]
 
 
 @dataclass(frozen=True)
-class Std1F1B(_BuiltIn):
+class Std1F1B(BuiltIn):
     """One forward, one backward (PipeDream-Flush). Stage s is on actor s*A//S; several on one actor run as one longer
     stage (see `GPipe`).
 
@@ -117,7 +61,7 @@ class Std1F1B(_BuiltIn):
 
 
 @dataclass(frozen=True)
-class Eager1F1B(_BuiltIn):
+class Eager1F1B(BuiltIn):
     """1F1B that runs forwards further ahead: two warm-up forwards for each actor behind, where `Std1F1B` has one. An
     activation then arrives one slot before it is needed, which hides the transfer. Placed as `Std1F1B`.
 
@@ -134,28 +78,22 @@ class Eager1F1B(_BuiltIn):
 def _one_forward_one_backward(
     num_stages: int, num_microbatches: int, num_actors: int, *, warmup_per_hop: int
 ) -> list[list[Task]]:
-    groups = _neighbouring_stages(num_stages, num_actors)
+    groups = neighbouring_stages(num_stages, num_actors)
     rows = []
     # With more actors than stages some groups are empty: only those with stages lie behind one another.
     num_behind = sum(1 for stages in groups if stages)
     for stages in groups:
         num_behind -= 1 if stages else 0
-        forwards, backwards = _forwards(stages, num_microbatches), _backwards(stages, num_microbatches)
+        forwards, backwards = ([through(stages, ty, i) for i in range(num_microbatches)] for ty in ("fwd", "bwd"))
         rows.append(_alternate(forwards, backwards, num_warmup=warmup_per_hop * num_behind))
     return rows
-
-
-def _neighbouring_stages(num_stages: int, num_actors: int) -> list[range]:
-    """Each actor's stages when stage s is on actor s*A//S."""
-    bounds = [-(-actor * num_stages // num_actors) for actor in range(num_actors + 1)]
-    return [range(first, end) for first, end in pairwise(bounds)]
 
 
 # ---------------------------------------------------------------- stages dealt round
 
 
 @dataclass(frozen=True)
-class Interleaved1F1B(_BuiltIn):
+class Interleaved1F1B(BuiltIn):
     """1F1B in which each actor holds v = S/A stages that lie A apart: stage s is on actor s % A. A microbatch passes
     every actor v times, and the bubble shrinks by v at the price of v times the transfers.
 
@@ -212,7 +150,7 @@ def _groups(num_microbatches: int, num_actors: int) -> tuple[int, list[range]]:
 
 
 @dataclass(frozen=True)
-class LoopedBFS(_BuiltIn):
+class LoopedBFS(BuiltIn):
     """Breadth-first: an actor runs all microbatches through one of its stages before the next stage. Stage s is on
     actor s % A. Each stage's weights are used, and its gradient is finished, in one go.
 
@@ -234,26 +172,12 @@ class LoopedBFS(_BuiltIn):
 # ---------------------------------------------------------------- parts
 
 
-def _forwards(stages: range, num_microbatches: int) -> list[list[Task]]:
-    """For each microbatch, its forwards through `stages`."""
-    return [[Task(i, "fwd", stage) for stage in stages] for i in range(num_microbatches)]
-
-
-def _backwards(stages: range, num_microbatches: int) -> list[list[Task]]:
-    """For each microbatch, its backwards through `stages`, last stage first."""
-    return [[Task(i, "bwd", stage) for stage in reversed(stages)] for i in range(num_microbatches)]
-
-
 def _alternate(forwards: Sequence[list[Task]], backwards: Sequence[list[Task]], *, num_warmup: int) -> list[Task]:
     """`num_warmup` forwards, then a forward and a backward in turn, then the backwards left over."""
     num_warmup = min(num_warmup, len(forwards))
-    order = _flat(forwards[:num_warmup])
+    order = flat(forwards[:num_warmup])
     for position, backward in enumerate(backwards):
         if num_warmup + position < len(forwards):
             order += forwards[num_warmup + position]
         order += backward
     return order
-
-
-def _flat(parts: Sequence[list[Task]]) -> list[Task]:
-    return [task for part in parts for task in part]
