@@ -29,12 +29,13 @@ def plan_step(
     in_shardings: Any = None,
     donate: tuple[int, ...] = (),
     schedule: Any = None,
+    static: tuple[int, ...] = (),
 ) -> Plan:
     """All passes but emission, for a mesh that nobody started."""
     axes, rules = spmd_mesh or {}, axis_rules or {}
     target = mesh_options.target(axes, ["auto"] * len(axes), rules, "cpu")
     runner = SimpleNamespace(num_actors=actors, target=target)
-    step = DistributedStep(runner, fn, StepOptions(in_shardings, None, donate, (), schedule))  # pyright: ignore
+    step = DistributedStep(runner, fn, StepOptions(in_shardings, None, donate, static, schedule))  # pyright: ignore
     return plan(step.request(args))
 
 
