@@ -45,7 +45,7 @@ def staged(fn: Any, *args: Any) -> StagedLoop:
 
     traced = trace(fn, args)
     (loop,) = [op for op in traced.flat.ops if isinstance(op, Loop)]
-    return partition(loop)
+    return partition(loop, traced.types)
 
 
 def heavy(cut: StagedLoop) -> dict[str, list[str]]:

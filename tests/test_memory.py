@@ -103,8 +103,9 @@ def gpipe_peaks(num_stages: int, num_microbatches: int) -> list[int]:
 def one_f_one_b_peaks(num_stages: int) -> list[int]:
     """As GPipe, with the residuals of `num_stages - stage` microbatches; the last stage receives one input ahead."""
     transfers = [2 * ACTIVATION] + [3 * ACTIVATION] * (num_stages - 2) + [2 * ACTIVATION]
-    held = range(num_stages, 0, -1)
-    return [n * r + WEIGHT + t for n, r, t in zip(held, residuals(num_stages), transfers, strict=True)]
+    held = [n * r for n, r in zip(range(num_stages, 0, -1), residuals(num_stages), strict=True)]
+    held[-1] = ACTIVATION  # its forward and backward are one executable: only its input is held
+    return [h + WEIGHT + t for h, t in zip(held, transfers, strict=True)]
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 4), (3, 4), (3, 8)])
@@ -208,6 +209,6 @@ async def test_donated_state_and_accumulators_stay_where_they_are(remote_mesh, m
     monkeypatch.setattr(step_run.StepRun, "_compute", compute)
     state = (await mesh.run(step, state, batch))[0]
     assert not moved
-    assert in_place["bwd"] == 2 * 4, "each stage's gradient accumulates in place, for each microbatch"
-    assert in_place["fwd"] == 4, "so do the losses"
+    assert in_place["bwd"] == 4, "the first stage's gradient accumulates in place, for each microbatch"
+    assert in_place["fwd_bwd"] == 2 * 4, "so do the last stage's gradient and the losses"
     assert in_place["outer"] == 2, "an updated weight takes the place of the old one"

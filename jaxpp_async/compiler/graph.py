@@ -5,16 +5,19 @@ Puts together what `placement` decides for the outside of the loops and what `un
 
 from __future__ import annotations
 
-import operator
+import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpp_async.compiler.ir import Loop, Op, Traced, Types, ValueType
+from jaxpp_async.compiler.ir import Loop, Op, Ref, Traced, Types, ValueType
+from jaxpp_async.compiler.partition import OutputPart
 from jaxpp_async.compiler.placement import Actors, OuterStep, Placement, place
 from jaxpp_async.compiler.recipes import Recipe, literal_type, outside_reads
-from jaxpp_async.compiler.unroll import Draft, ScheduledLoop, needs_index, unroll
+from jaxpp_async.compiler.tails import Tail
+from jaxpp_async.compiler.unroll import Draft, needs_index, unroll
+from jaxpp_async.compiler.variants import ScheduledLoop
 from jaxpp_async.program import ActorId, Aval, GraphInput, GraphOutput, Node, TaskGraph, ValueId
 
 
@@ -153,11 +156,10 @@ class _Builder:
         invariants, batch, _ = loop.body_inputs()
         outer = dict(zip((*invariants, *batch), loop.inputs, strict=True))
         needs: dict[int, set[ActorId]] = defaultdict(set)
-        for key, task in staged.tasks.items():
-            accumulated = [p.value for parts in staged.outputs for p in parts if p.task == key]
-            for r in outside_reads(task.ops, accumulated):
+        for variant, actor in scheduled.on_actors():
+            for r in staged.reads(variant.task):
                 if isinstance(ref := outer.get(r), int):
-                    needs[ref].add(scheduled.stage_actors[key[1]])
+                    needs[ref].add(actor)
         return {v: frozenset(a) for v, a in needs.items()}
 
     def _loop_results(self, position: int) -> tuple[dict[int, ActorId], list[Op]]:
@@ -167,23 +169,44 @@ class _Builder:
         made: dict[int, ActorId] = {}
         after: list[Op] = []
         self.parts[position] = []
-        for parts, reduction, result in zip(scheduled.staged.outputs, loop.reductions, loop.outputs, strict=True):
-            ends = reduction.has_end
-            result_type = self.types[result]
-            ids = [result if len(parts) == 1 and not ends else self.types.new(result_type) for _ in parts]
-            for part_id, part in zip(ids, parts, strict=True):
-                made[part_id] = scheduled.stage_actors[part.task[1]]
-            total = ids[0]
-            for k, part_id in enumerate(ids[1:], 2):
-                out = result if k == len(ids) and not ends else self.types.new(result_type)
-                after.append(Op("add_partial", (total, part_id), (out,), _add, loop.line))
-                total = out
-            if ends:
-                after.append(
-                    Op("reduction_end", (total,), (result,), _Ender(reduction, loop.num_microbatches), loop.line)
-                )
+        staged = scheduled.staged
+        body = dict(zip(loop.body.inputs, loop.inputs, strict=False))
+        for parts, tail, reduction, result in zip(
+            staged.outputs, staged.tails, loop.reductions, loop.outputs, strict=True
+        ):
+            ids = (
+                [self._total(p, result) for p in parts]
+                if tail is not None
+                else [self.types.new(self.types[result]) if reduction.has_end else result]
+            )
+            made.update((i, scheduled.stage_actors[p.task[1]]) for i, p in zip(ids, parts, strict=True))
             self.parts[position].append(ids)
+            whole = ids[0]
+            if tail is not None:
+                names: dict[Ref, Ref] = {**body, **{p.value: i for p, i in zip(parts, ids, strict=True)}}
+                whole = result if not reduction.has_end else self.types.new(self.types[result])
+                names[tail.value] = whole
+                after += self._renamed(tail, names)
+            if reduction.has_end:
+                ender = _Ender(reduction, loop.num_microbatches)
+                after.append(Op("reduction_end", (whole,), (result,), ender, loop.line))
         return made, after
+
+    def _total(self, part: OutputPart, result: int) -> int:
+        """A new id for a part's total."""
+        value_type = self.types[part.value if isinstance(part.value, int) else result]
+        return self.types.new(dataclasses.replace(value_type, weak=self.types[result].weak))
+
+    def _renamed(self, tail: Tail, names: dict[Ref, Ref]) -> list[Op]:
+        """A tail's operations, over ids outside the loop."""
+        ops = []
+        for op in tail.ops:
+            for o in op.outputs:
+                if o not in names:
+                    names[o] = self.types.new(self.types[o])
+            inputs = tuple(names[r] if isinstance(r, int) else r for r in op.inputs)
+            ops.append(dataclasses.replace(op, inputs=inputs, outputs=tuple(names[o] for o in op.outputs)))
+        return ops
 
     # ---- inputs and outputs
 
@@ -206,9 +229,9 @@ class _Builder:
         users: set[ActorId] = set()
         count = 0
         for scheduled in self.loops.values():
-            for key in scheduled.staged.tasks:
-                if needs_index(scheduled.staged, key):
-                    users.add(scheduled.stage_actors[key[1]])
+            for variant, actor in scheduled.on_actors():
+                if needs_index(scheduled.staged, variant.task):
+                    users.add(actor)
                     count = max(count, scheduled.staged.loop.num_microbatches)
         found = []
         for i in range(count):
@@ -324,7 +347,3 @@ class _Ender:
 
     def __call__(self, xs: Sequence[Any]) -> list[Any]:
         return [self.reduction.end(xs[0], self.num_microbatches)]
-
-
-def _add(xs: Sequence[Any]) -> list[Any]:
-    return [operator.add(*xs)]

@@ -6,22 +6,12 @@ Every microbatch of a task runs the same recipe; accumulators go from one to the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from jaxpp_async import schedules
 from jaxpp_async.compiler.ir import Lit, Ref, Types
-from jaxpp_async.compiler.partition import StagedLoop, TaskKey, cross_task_values
-from jaxpp_async.compiler.recipes import Accumulate, Recipe, Start, literal_type, outside_reads
+from jaxpp_async.compiler.partition import OutputPart, StagedLoop, StageTask, TaskKey
+from jaxpp_async.compiler.recipes import Accumulate, Recipe, Start, literal_type
+from jaxpp_async.compiler.variants import ScheduledLoop
 from jaxpp_async.program import ActorId, Node, Task, Value, ValueId, ValueKind
-
-
-@dataclass(frozen=True, eq=False)
-class ScheduledLoop:
-    """A cut loop with its resolved schedule: tasks in order, an actor a row, and each stage's actor."""
-
-    staged: StagedLoop
-    tasks: tuple[tuple[Task, ...], ...]
-    stage_actors: tuple[ActorId, ...]
 
 
 @dataclass(eq=False)
@@ -60,17 +50,11 @@ class Draft:
         return next(self.where[ir_id, a] for a in range(self.num_actors) if (ir_id, a) in self.where)
 
 
-def needs_index(staged: StagedLoop, key: TaskKey) -> bool:
+def needs_index(staged: StagedLoop, task: StageTask) -> bool:
     """Whether a task takes its microbatch's index: to cut a batch leaf, to write a row, or because the user asked."""
     _, batch, index = staged.loop.body_inputs()
-    accumulated = [
-        (p.value, r)
-        for parts, r in zip(staged.outputs, staged.loop.reductions, strict=True)
-        for p in parts
-        if p.task == key
-    ]
-    reads = set(outside_reads(staged.tasks[key].ops, [v for v, _ in accumulated]))
-    return index in reads or bool(reads & set(batch)) or any(r.grows for _, r in accumulated)
+    reads = set(staged.reads(task))
+    return index in reads or bool(reads & set(batch)) or any(staged.loop.reductions[k].grows for k, _ in task.adds)
 
 
 def unroll(draft: Draft, scheduled: ScheduledLoop, finals: list[list[int]]) -> None:
@@ -82,8 +66,8 @@ def unroll(draft: Draft, scheduled: ScheduledLoop, finals: list[list[int]]) -> N
         finals: for each result of the loop, the ids of its parts' last accumulators.
     """
     unroller = _Unroller(draft, scheduled, finals)
-    for actor, task in schedules.global_order(scheduled.tasks):
-        unroller.add(actor, task)
+    for actor, task, key in scheduled.order:
+        unroller.add(actor, task, key)
     unroller.finish()
 
 
@@ -91,41 +75,44 @@ class _Unroller:
     def __init__(self, draft: Draft, scheduled: ScheduledLoop, finals: list[list[int]]) -> None:
         self.draft, self.scheduled, self.staged = draft, scheduled, scheduled.staged
         self.loop = self.staged.loop
-        self.cross = cross_task_values(self.staged)
         invariants, batch, self.index = self.loop.body_inputs()
         self.outer = dict(zip((*invariants, *batch), self.loop.inputs, strict=True))
         self.batch = set(batch)
         self.made: dict[tuple[int, int], ValueId] = {}  # (body id, microbatch) to value
         self.recipes: dict[TaskKey, int] = {}
-        self.accumulators: dict[TaskKey, list[tuple[int, ValueId]]] = {}  # (final IR id, current value)
+        self.accumulators: dict[int, ValueId] = {}  # final IR id to its current value
+        self.started: set[TaskKey] = set()
         self.finals = finals
 
-    def add(self, actor: ActorId, task: Task) -> None:
-        key = (task.ty, task.stage)
-        if key not in self.staged.tasks:
-            return
+    def add(self, actor: ActorId, task: Task, key: TaskKey) -> None:
+        variant = self.scheduled.variants[key]
+        adds = variant.task.adds
+        for whole in dict.fromkeys(self._part(add).task for add in adds):
+            if whole not in self.started:
+                self._start(actor, whole)
         if key not in self.recipes:
-            self._start(actor, key)
             self.recipes[key] = self._recipe(key)
         recipe = self.draft.recipes[self.recipes[key]]
-        accumulators = self.accumulators[key]
-        num_acc = len(accumulators)
-        inputs = [self._input(v, actor, task.i) for v in recipe.inputs[: len(recipe.inputs) - num_acc]]
-        donatable = tuple(range(len(inputs), len(inputs) + num_acc))
-        inputs += [value for _, value in accumulators]
+        inputs = [self._input(v, actor, task.i) for v in recipe.inputs[: len(recipe.inputs) - len(adds)]]
+        donatable = tuple(range(len(inputs), len(inputs) + len(adds)))
+        inputs += [self.accumulators[self._final(add)] for add in adds]
+        label = f"{key[0]}(stage {task.stage}, mb {task.i})"
         outputs = []
-        for ref in recipe.outputs[: len(recipe.outputs) - num_acc]:
-            assert isinstance(ref, int)
-            self.made[ref, task.i] = self.draft.value(ref, f"%{ref}@{task.ty}(stage {task.stage}, mb {task.i})")
-            outputs.append(self.made[ref, task.i])
-        updated = []
-        for final, old in accumulators:
-            value = self.draft.value(final, self.draft.values[old].label, self.draft.values[old].kind)
-            updated.append((final, value))
-        self.accumulators[key] = updated
-        outputs += [value for _, value in updated]
-        label = f"{task.ty}(stage {task.stage}, mb {task.i})"
+        for v in variant.makes:
+            self.made[v, task.i] = self.draft.value(v, f"%{v}@{label}")
+            outputs.append(self.made[v, task.i])
+        for add in adds:
+            final = self._final(add)
+            old = self.draft.values[self.accumulators[final]]
+            self.accumulators[final] = self.draft.value(final, old.label, old.kind)
+            outputs.append(self.accumulators[final])
         self.draft.nodes.append(Node(label, actor, self.recipes[key], tuple(inputs), tuple(outputs), donatable, task))
+
+    def _part(self, add: tuple[int, int]) -> OutputPart:
+        return self.staged.outputs[add[0]][add[1]]
+
+    def _final(self, add: tuple[int, int]) -> int:
+        return self.finals[add[0]][add[1]]
 
     def _input(self, ir_id: int, actor: ActorId, microbatch: int) -> ValueId:
         if ir_id == self.index:
@@ -136,44 +123,29 @@ class _Unroller:
         assert isinstance(ref, int)
         return self.draft.read(ref, actor)
 
-    def _accumulated(self, key: TaskKey) -> list[tuple[int, Ref, Any]]:
-        """(final IR id, value, reduction) of the results that a task adds to."""
-        return [
-            (final, part.value, reduction)
-            for ids, parts, reduction in zip(self.finals, self.staged.outputs, self.loop.reductions, strict=True)
-            for final, part in zip(ids, parts, strict=True)
-            if part.task == key
-        ]
-
-    def _start(self, actor: ActorId, key: TaskKey) -> None:
-        """The accumulators of one task, made on its actor just before they are first needed."""
-        found = self._accumulated(key)
-        self.accumulators[key] = []
-        if not found:
-            return
+    def _start(self, actor: ActorId, whole: TaskKey) -> None:
+        """The accumulators of one whole task, made on its actor just before they are first needed."""
+        self.started.add(whole)
         starts = []
-        types = self.draft.types
         outputs = []
-        for final, value, reduction in found:
-            aval = types[value].aval if isinstance(value, int) else literal_type(value).aval
+        for add in self.staged.tasks[whole].adds:
+            value, final, reduction = self._part(add).value, self._final(add), self.loop.reductions[add[0]]
+            aval = self.draft.types[value].aval if isinstance(value, int) else literal_type(value).aval
             starts.append(Start(aval, reduction, self.loop.num_microbatches, final))
             kind: ValueKind = "result" if reduction.grows else "accumulator"
             outputs.append(self.draft.value(final, f"accumulator of %{final}", kind))
-            self.accumulators[key].append((final, outputs[-1]))
-        recipe = len(self.draft.recipes)
-        self.draft.recipes.append(
-            Recipe(f"start_{key[0]}{key[1]}", (), tuple(s.result for s in starts), starts=tuple(starts))
-        )
-        self.draft.nodes.append(Node(f"start({key[0]}, stage {key[1]})", actor, recipe, (), tuple(outputs)))
+            self.accumulators[final] = outputs[-1]
+        name, results = f"start_{whole[0]}{whole[1]}", tuple(s.result for s in starts)
+        self.draft.recipes.append(Recipe(name, (), results, starts=tuple(starts)))
+        label = f"start({whole[0]}, stage {whole[1]})"
+        self.draft.nodes.append(Node(label, actor, len(self.draft.recipes) - 1, (), tuple(outputs)))
 
     def _recipe(self, key: TaskKey) -> int:
-        task = self.staged.tasks[key]
-        accumulated = self._accumulated(key)
-        reads = outside_reads(task.ops, [v for _, v, _ in accumulated])
+        variant = self.scheduled.variants[key]
         literals: dict[int, Lit] = {}
         slices: list[tuple[Ref, int]] = []
         inputs: list[int] = []
-        for r in reads:
+        for r in self.staged.reads(variant.task):
             ref = self.outer.get(r)
             if r in self.batch:
                 assert ref is not None
@@ -184,21 +156,16 @@ class _Unroller:
                 literals[r] = ref
             else:
                 inputs.append(r)
-        indexed = needs_index(self.staged, key)
+        indexed = needs_index(self.staged, variant.task)
         if indexed and self.index not in inputs:
             inputs.append(self.index)
-        types = self.draft.types
-        accumulates = []
-        for final, value, reduction in accumulated:
-            old, new = types.new(types[final]), types.new(types[final])
-            self.draft.same_sharding |= {old: final, new: final}
-            accumulates.append(Accumulate(old, value, reduction, new))
+        accumulates = [self._accumulate(add) for add in variant.task.adds]
         self.draft.recipes.append(
             Recipe(
                 name=f"{key[0]}{key[1]}",
                 inputs=(*inputs, *(a.accumulator for a in accumulates)),
-                outputs=(*self.cross[key][1], *(a.result for a in accumulates)),
-                ops=task.ops,
+                outputs=(*variant.makes, *(a.result for a in accumulates)),
+                ops=variant.task.ops,
                 slices=tuple(slices),
                 index=self.index if indexed else None,
                 literals=literals,
@@ -207,8 +174,15 @@ class _Unroller:
         )
         return len(self.draft.recipes) - 1
 
+    def _accumulate(self, add: tuple[int, int]) -> Accumulate:
+        final, types = self._final(add), self.draft.types
+        old, new = types.new(types[final]), types.new(types[final])
+        self.draft.same_sharding |= {old: final, new: final}
+        return Accumulate(old, self._part(add).value, self.loop.reductions[add[0]], new)
+
     def finish(self) -> None:
         """Final accumulators become the loop's results on their actors."""
-        for key, accumulators in self.accumulators.items():
-            for final, value in accumulators:
-                self.draft.where[final, self.scheduled.stage_actors[key[1]]] = value
+        for whole in self.started:
+            for add in self.staged.tasks[whole].adds:
+                final = self._final(add)
+                self.draft.where[final, self.scheduled.stage_actors[whole[1]]] = self.accumulators[final]

@@ -1,0 +1,343 @@
+"""compiler.stages: a loop's flat body in, a stage and a direction for each operation out. No jax, no schedule.
+
+Forward, backward, or light: what is light depends on no computed value and is repeated wherever it is used, because
+computing it again is cheaper than keeping or sending it. `DESIGN.md` 2 has the rules.
+
+Source: the JaxPP paper, sections "Stage Marking" and "Placement Inference".
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from jaxpp_async.compiler.ir import Loop, Op, Ref
+from jaxpp_async.errors import StageError, UnsupportedError
+
+MARKER, MARKER_SIDE = "pipeline_yield", "pipeline_yield_side"
+
+TaskKey: TypeAlias = tuple[str, int]
+"""Kind and stage: `("fwd", 0)`, `("bwd", 2)`."""
+
+# Layout changes, casts, elementwise arithmetic and constants. Products, reductions, random bits and control flow are
+# not here: computing those twice costs more than a buffer.
+LIGHT = frozenset(
+    [
+        "abs",
+        "add",
+        "add_any",
+        "and",
+        "broadcast_in_dim",
+        "ceil",
+        "clamp",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "cos",
+        "cumsum",
+        "div",
+        "eq",
+        "exp",
+        "expand_dims",
+        "floor",
+        "ge",
+        "gt",
+        "integer_pow",
+        "iota",
+        "is_finite",
+        "le",
+        "log",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "not",
+        "or",
+        "pad",
+        "pow",
+        "random_fold_in",
+        "random_split",
+        "random_unwrap",
+        "random_wrap",
+        "random_seed",
+        "reduce_precision",
+        "rem",
+        "reshape",
+        "rev",
+        "round",
+        "rsqrt",
+        "select_n",
+        "sign",
+        "sin",
+        "slice",
+        "split",
+        "sqrt",
+        "square",
+        "squeeze",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "transpose",
+        "xor",
+        "sharding_constraint",
+        "shard",
+        "shift_left",
+        "shift_right_logical",
+        "full",
+    ]
+)
+
+
+FORWARD, BACKWARD, LIGHTWEIGHT, MARK = "forward", "backward", "light", "mark"
+
+
+class Stages:
+    """A stage for each operation of a loop's body. Operations are named by their position in the body.
+
+    Args:
+        loop: the loop.
+
+    Raises:
+        StageError: a stage needs a value of a later stage of the same microbatch.
+        UnsupportedError: a cotangent marker's forward side cannot be found.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.body = loop, loop.body
+        self.ops: list[Op] = [op for op in loop.body.ops if isinstance(op, Op)]
+        self.producer = {o: i for i, op in enumerate(self.ops) for o in op.outputs if o >= 0}
+        self.users: dict[int, list[int]] = defaultdict(list)
+        for i, op in enumerate(self.ops):
+            for r in op.reads:
+                self.users[r].append(i)
+        markers = [i for i, op in enumerate(self.ops) if op.name == MARKER]
+        self.marker_index = {i: k for k, i in enumerate(markers)}
+        self.markers = markers
+        self.num_stages = len(markers) + 1
+        self.stage_names = tuple(self.ops[i].params.get("name") for i in markers)
+        self.alias = self._aliases()
+        self.kind: list[str] = [FORWARD] * len(self.ops)
+        self.stage: list[int | None] = [None] * len(self.ops)
+        self.num_uses = self._count_uses()
+        self._classify()
+        self._place_forward()
+        self._place_backward()
+
+    def _aliases(self) -> dict[int, Ref]:
+        """Results of markers to the values they mark."""
+        alias: dict[int, Ref] = {}
+        for op in self.ops:
+            if op.name == MARKER:
+                alias.update(zip(op.outputs[:-1], op.inputs, strict=True))
+            elif op.name == MARKER_SIDE:
+                alias.update(zip(op.outputs, op.inputs[1:], strict=True))
+        return alias
+
+    def _count_uses(self) -> Counter[int]:
+        """How often each value is read or returned, under its own name or behind markers."""
+        reads = [r for op in self.ops if op.name not in (MARKER, MARKER_SIDE) for r in op.reads]
+        return Counter(self.root(r) for r in [*reads, *self.body.outputs] if isinstance(r, int))
+
+    def resolve(self, ref: Ref) -> Ref:
+        while isinstance(ref, int) and ref in self.alias:
+            ref = self.alias[ref]
+        return ref
+
+    def _token_marker(self, position: int) -> int:
+        """The stage boundary that a side marker belongs to."""
+        op = self.ops[position]
+        token = op.inputs[0]
+        source = self.producer.get(token) if isinstance(token, int) else None
+        if source is None or source not in self.marker_index:
+            raise UnsupportedError(
+                f"{op.line}: the gradient of pipeline_yield was separated from its forward side (by a scan or a custom "
+                "rule); move the pipeline_yield out of it"
+            )
+        return self.marker_index[source]
+
+    # ---- forward, backward or light
+
+    def _classify(self) -> None:
+        """Tell forward, backward and light operations apart."""
+        ancestors = self._marker_ancestors()
+        computed: set[int] = set()  # values that are neither roots nor light
+        backward: set[int] = set()
+        for i, op in enumerate(self.ops):
+            reads = op.reads
+            if op.name == MARKER_SIDE and op.params["side"] == "tangent" and any(r in backward for r in reads):
+                raise StageError(
+                    f"{op.line}: the gradient of a gradient that goes through this pipeline_yield needs its stages "
+                    "forward again, behind the backward pass of the same microbatch; take the inner gradient without a "
+                    "pipeline_yield inside"
+                )
+            if op.name == MARKER or (op.name == MARKER_SIDE and op.params["side"] == "tangent"):
+                kind = MARK
+            elif op.name == MARKER_SIDE or any(r in backward for r in reads):
+                kind = BACKWARD
+            elif op.name in LIGHT and not any(r in computed for r in reads):
+                kind = LIGHTWEIGHT
+            elif op.transposed and i not in ancestors:
+                kind = BACKWARD
+            else:
+                kind = FORWARD
+            if i in ancestors and kind == BACKWARD:
+                what = "the gradient of pipeline_yield" if op.name == MARKER_SIDE else f"`{op.name}`"
+                raise StageError(
+                    f"{op.line}: stage {ancestors[i]} needs {what}, which depends on the backward pass of a later "
+                    "stage in the same microbatch; a stage may use only what earlier stages made: take this gradient "
+                    "without a pipeline_yield inside, or use it behind the last one"
+                )
+            self.kind[i] = kind
+            if kind == BACKWARD:
+                backward.update(op.outputs)
+            if kind != LIGHTWEIGHT:
+                computed.update(op.outputs)
+
+    def _marker_ancestors(self) -> dict[int, int]:
+        """Operations that some marker depends on, with the first such marker's stage."""
+        found: dict[int, int] = {}
+        for k, position in enumerate(self.markers):
+            stack = list(self.ops[position].reads)
+            while stack:
+                i = self.producer.get(stack.pop())
+                if i is None or i in found or i in self.marker_index:
+                    continue
+                found[i] = k
+                stack.extend(self.ops[i].reads)
+        self._ancestors = found
+        return found
+
+    # ---- stages of forward operations
+
+    def _place_forward(self) -> None:
+        """The earliest stage whose marker needs it; else the latest of its operands; else its first user's."""
+        for i, op in enumerate(self.ops):
+            if op.name == MARKER:
+                self.stage[i] = self.marker_index[i] + 1
+            elif self.kind[i] == MARK:
+                self.stage[i] = self._token_marker(i) + 1
+            elif self.kind[i] == FORWARD:
+                operands = [self.stage[p] for p in self._producers(op) if self.stage[p] is not None]
+                latest = max((s for s in operands if s is not None), default=None)
+                self.stage[i] = self._ancestors.get(i, latest)
+        for i in reversed(range(len(self.ops))):
+            if self.kind[i] == FORWARD and self.stage[i] is None:
+                users = [self.stage[u] for o in self.ops[i].outputs for u in self._users(o)]
+                self.stage[i] = min((s for s in users if s is not None), default=None)
+        # What only the backward uses is made beside its operands.
+        for i, op in enumerate(self.ops):
+            if self.kind[i] == FORWARD and self.stage[i] is None:
+                operands = [self.stage[p] for p in self._producers(op)]
+                self.stage[i] = max((s for s in operands if s is not None), default=0)
+
+    def _producers(self, op: Op) -> Iterable[int]:
+        for r in op.reads:
+            if (p := self.producer.get(r)) is not None and self.kind[p] != LIGHTWEIGHT:
+                yield p
+
+    def _users(self, value: int) -> list[int]:
+        """Who uses a value, looking through light operations."""
+        found = []
+        for u in self.users.get(value, ()):
+            if self.kind[u] == LIGHTWEIGHT:
+                found += [v for o in self.ops[u].outputs for v in self._users(o)]
+            else:
+                found.append(u)
+        return found
+
+    # ---- stages of backward operations
+
+    def _place_backward(self) -> None:
+        """The latest stage, not later than its cotangents', that already holds its other operands."""
+        homes = self.homes()
+        for i, op in enumerate(self.ops):
+            if self.kind[i] != BACKWARD:
+                continue
+            if op.name == MARKER_SIDE:
+                self.stage[i] = self._token_marker(i)
+                continue
+            placed = [r for r in op.reads if self._stage_of(r) is not None]
+            cotangents = [r for r in placed if self._kind_of(r) == BACKWARD]
+            limit = self._limit(cotangents, placed)
+            if limit is None:
+                continue
+            self.stage[i] = max(self._common_homes(op, homes, limit), default=limit)
+        # What comes from roots alone (a checkpoint computes it again, or the cotangent is a constant, as a sum's is)
+        # belongs to whoever uses it first.
+        for i in reversed(range(len(self.ops))):
+            if self.kind[i] == BACKWARD and self.stage[i] is None:
+                users = [self._wanted_by(u) for o in self.ops[i].outputs for u in self._users(o)]
+                held = self._common_homes(self.ops[i], homes, self.num_stages - 1)
+                self.stage[i] = max((s for s in users if s is not None), default=max(held, default=0))
+
+    def _common_homes(self, op: Op, homes: dict[int, set[int]], limit: int) -> set[int]:
+        """Stages up to `limit` whose forward holds every operand of `op` that is no cotangent."""
+        common = set(range(limit + 1))
+        for r in op.reads:
+            if self._kind_of(r) != BACKWARD:
+                common &= homes.get(self.root(r), common)
+        return common
+
+    def _wanted_by(self, user: int) -> int | None:
+        """The stage whose backward hands a value to `user`: a cotangent marker takes it from the stage behind it."""
+        stage = self.stage[user]
+        return stage + 1 if stage is not None and self.ops[user].name == MARKER_SIDE else stage
+
+    def _limit(self, cotangents: list[int], placed: list[int]) -> int | None:
+        """The last stage whose backward may hold an operation, by its operands; None when they do not say."""
+        if cotangents:
+            return min(s for r in cotangents if (s := self._stage_of(r)) is not None)
+        return max((s for r in placed if (s := self._stage_of(r)) is not None), default=None)
+
+    def _kind_of(self, value: int) -> str | None:
+        p = self.producer.get(value)
+        return None if p is None else FORWARD if self.kind[p] == MARK else self.kind[p]
+
+    def _stage_of(self, value: int) -> int | None:
+        p = self.producer.get(value)
+        return None if p is None else self.stage[p]
+
+    def root(self, value: int) -> int:
+        """The value behind markers."""
+        resolved = self.resolve(value)
+        return resolved if isinstance(resolved, int) else value
+
+    def homes(self) -> dict[int, set[int]]:
+        """Stages that hold a value in the forward pass: where it is made and where it is used."""
+        homes: dict[int, set[int]] = defaultdict(set)
+        for i, op in enumerate(self.ops):
+            if self.kind[i] != FORWARD:
+                continue
+            stage = self.stage[i]
+            if stage is None:
+                continue
+            for o in op.outputs:
+                homes[o].add(stage)
+            for r in op.reads:
+                self._add_home(homes, r, stage)
+        return homes
+
+    def _add_home(self, homes: dict[int, set[int]], value: int, stage: int) -> None:
+        root = self.root(value)
+        homes[root].add(stage)
+        p = self.producer.get(root)
+        if p is not None and self.kind[p] == LIGHTWEIGHT:
+            for r in self.ops[p].reads:
+                self._add_home(homes, r, stage)
+
+    # ---- what came of it
+
+    def task_of(self, value: Ref) -> TaskKey | None:
+        """The task that makes a value; None for roots, constants and light values."""
+        p = self.producer.get(value) if isinstance(value, int) else None
+        if p is None or self.kind[p] == LIGHTWEIGHT:
+            return None
+        stage = self.stage[p]
+        assert stage is not None
+        return ("bwd" if self.kind[p] == BACKWARD else "fwd", stage)
