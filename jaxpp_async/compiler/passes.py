@@ -37,7 +37,7 @@ from jaxpp_async.compiler.texts import (
     format_staged,
 )
 from jaxpp_async.compiler.tracing import separate_results, trace
-from jaxpp_async.compiler.unroll import ScheduledLoop
+from jaxpp_async.compiler.variants import ScheduledLoop, schedule_loop
 from jaxpp_async.compiler.weak import trace_settled
 from jaxpp_async.program import ActorProgram, TaskGraph
 
@@ -152,7 +152,7 @@ def plan(request: StepRequest, passed: Passed = _unobserved) -> Plan:
     in_specs, out_specs = request.in_specs(traced), request.out_specs(traced)
     traced = separate_results(traced, in_specs, out_specs)
     passed("trace")
-    staged = {i: partition(item) for i, item in enumerate(traced.flat.ops) if isinstance(item, Loop)}
+    staged = {i: partition(item, traced.types) for i, item in enumerate(traced.flat.ops) if isinstance(item, Loop)}
     passed("partition")
     loops = {i: _scheduled(s, request) for i, s in staged.items()}
     passed("schedule")
@@ -270,8 +270,7 @@ def _scheduled(staged: StagedLoop, request: StepRequest) -> ScheduledLoop:
         where=staged.loop.line,
         forward_only=not any(ty == "bwd" for ty, _ in staged.tasks),
     )
-    tasks = schedules.join_backwards(tasks)  # stages have one backward task each
-    return ScheduledLoop(staged, tasks, schedules.stage_actors(tasks))
+    return schedule_loop(staged, tasks)
 
 
 def _with_specs(placed: PlacedStep, specs: Mapping[int, Spec]) -> TaskGraph:
