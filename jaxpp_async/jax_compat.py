@@ -47,6 +47,7 @@ def new_primitive(
     jvp: Callable | None = None,
     transpose: Callable | None = None,
     batch: Callable | None = None,
+    effects: Callable | None = None,
 ) -> Any:
     """A primitive with several results that plain JAX runs as `reference`.
 
@@ -57,10 +58,14 @@ def new_primitive(
         jvp: `(primals, tangents, **params) -> (primals_out, tangents_out)`.
         transpose: `(cotangents, *operands, **params) -> cotangents_in`.
         batch: `(operands, dims, **params) -> (results, dims_out)`.
+        effects: `(**params) ->` JAX effects of what is inside.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
-    primitive.def_abstract_eval(abstract_eval)
+    if effects is None:
+        primitive.def_abstract_eval(abstract_eval)
+    else:
+        primitive.def_effectful_abstract_eval(lambda *avals, **ps: (abstract_eval(*avals, **ps), effects(**ps)))
     primitive.def_impl(reference)
     mlir.register_lowering(primitive, mlir.lower_fun(reference, multiple_results=True))
     ad.primitive_jvps[primitive] = jvp or _reference_jvp(reference)
@@ -193,6 +198,26 @@ def bind_eqn(eqn: Any, args: Sequence[Any]) -> list[Any]:
     ):
         result = eqn.primitive.bind(*args, **params)
     return list(result) if eqn.primitive.multiple_results else [result]
+
+
+def call_host(eqn: Any, operands: Sequence[Any]) -> None:
+    """Call the host code of a `jax.debug.print` or `jax.debug.callback` equation, as JAX itself would."""
+    eqn.primitive.impl(*operands, **eqn.params)
+
+
+def with_inner(eqn: Any, fn: Callable) -> tuple[Any, list[Any]]:
+    """A checkpoint's equation with `fn` inside, whose results are the equation's and possibly more.
+
+    Returns:
+        The equation, and constants that it takes before its operands.
+    """
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
+    lifted, consts = lift_consts(jax.make_jaxpr(fn)(*avals))
+    more = [_core.Var(a) for a in lifted.out_avals[len(eqn.outvars) :]]
+    params = {**eqn.params, "jaxpr": lifted.jaxpr}
+    invars = [*(Literal(c, jax.typeof(c)) for c in consts), *eqn.invars]
+    outvars = [*eqn.outvars, *more]
+    return eqn.replace(params=params, invars=invars, outvars=outvars, effects=lifted.effects), consts
 
 
 def is_transposed(eqn: Any) -> bool:

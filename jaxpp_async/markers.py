@@ -204,7 +204,12 @@ def _loop_eager(*operands, spec: LoopSpec):
     return jax.jit(lambda *xs: _loop_reference(*xs, spec=spec))(*operands)
 
 
-loop_p = jax_compat.new_primitive("accumulate_grads", abstract_eval=_loop_avals, reference=_loop_reference)
+loop_p = jax_compat.new_primitive(
+    "accumulate_grads",
+    abstract_eval=_loop_avals,
+    reference=_loop_reference,
+    effects=lambda spec: spec.body.effects,  # else plain JAX knows nothing of prints inside
+)
 loop_p.def_impl(_loop_eager)
 
 

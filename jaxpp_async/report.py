@@ -143,7 +143,7 @@ def _places(compiled: Compiled, which: str) -> tuple[PlaceLine, ...]:
     for e in entries:
         index = getattr(e, "arg" if which == "inputs" else "result")
         aval = graph.values[e.value].aval
-        label = graph.values[e.value].label if which == "inputs" else compiled.traced.out_names[index]
+        label = graph.values[e.value].label if which == "inputs" else compiled.traced.result_name(index)
         old = found[index].actors if index in found else ()
         spec = f" {aval.spec}" if aval.spec else ""
         found[index] = PlaceLine(label, f"{aval.dtype}{list(aval.shape)}{spec}", tuple(sorted({*old, *e.actors})))

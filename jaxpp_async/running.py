@@ -26,6 +26,7 @@ from jaxpp_async.compiler.ir import Traced
 from jaxpp_async.compiler.passes import StepRequest, compile_step
 from jaxpp_async.errors import ArrayError, MeshError
 from jaxpp_async.leaves import host_array
+from jaxpp_async.printing import Printer
 from jaxpp_async.program import ActorId, ActorProgram, runs
 from jaxpp_async.step import CompiledStep, DistributedStep, Slot, StepOptions, hidden_values, slots
 from jaxpp_async.values import RemoteValues
@@ -42,16 +43,18 @@ class StepFuture:
     Awaiting it waits until every actor has finished the step, and raises its error.
     """
 
-    def __init__(self, outputs: Any, handle: StepHandle):
-        self.outputs, self._handle = outputs, handle
+    def __init__(self, outputs: Any, handle: StepHandle, printing: asyncio.Task[None] | None = None):
+        self.outputs, self._handle, self._printing = outputs, handle, printing
 
     def __await__(self) -> Generator[Any, None, Any]:
         yield from self._handle.__await__()
+        if self._printing is not None:
+            yield from asyncio.shield(self._printing).__await__()
         return self.outputs
 
     def done(self) -> bool:
-        """Whether the step has finished or failed."""
-        return self._handle.done
+        """Whether the step has finished and printed what it prints, or failed."""
+        return self._handle.done and (self._printing is None or self._printing.done())
 
     @property
     def stats(self) -> list[StepStats]:
@@ -114,6 +117,7 @@ class StepRunner:
         self._admission = asyncio.Semaphore(max_inflight)
         self._compile_lock, self._start_lock = asyncio.Lock(), asyncio.Lock()
         self._move_programs: dict[moves.Move, int] = {}
+        self._printer = Printer(values)
 
     async def run(self, step: DistributedStep, args: Sequence[Any]) -> Any:
         """See `RemoteMesh.run`."""
@@ -287,7 +291,10 @@ class StepRunner:
         )
         self._retire_donated(step, compiled, leaves)
         handle.future.add_done_callback(lambda future: self._finished(future, results))
-        return StepFuture(jax.tree.unflatten(compiled.compiled.traced.out_tree, results), handle)
+        traced = compiled.compiled.traced
+        count = len(traced.out_names)
+        printing = self._printer.start(traced, results[count:], handle) if traced.prints else None
+        return StepFuture(jax.tree.unflatten(traced.out_tree, results[:count]), handle, printing)
 
     def _bind(self, compiled: CompiledStep, leaves: Sequence[Any]) -> _Arguments:
         """Find an array for every argument; host values get one, and go with the step."""
@@ -350,7 +357,7 @@ def _by_actor(stats: Mapping[ActorId, StepStats]) -> list[StepStats]:
 
 def _checked_out_specs(traced: Traced, wanted: Sequence[Slot], name: str) -> list:
     """The specs of `wanted`, if the traced function makes just that."""
-    made = [_out_type(traced, ref) for ref in traced.flat.outputs]
+    made = [_out_type(traced, ref) for ref in traced.flat.outputs[: len(traced.out_names)]]
     types = [(s.type.aval.shape, s.type.aval.dtype) for s in wanted]
     if made != types:
         differ = next((k for k, (a, b) in enumerate(zip(made, types, strict=False)) if a != b), None)

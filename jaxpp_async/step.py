@@ -40,7 +40,7 @@ class CompiledStep:
         compiled: what the compiler made.
         program_id: under which the actors have it.
         inputs: its argument leaves, then its hidden arguments (captured arrays, microbatch indices).
-        outputs: its result leaves.
+        outputs: its result leaves, then what its prints show.
         donated: for each argument leaf, whether the step reuses its buffers.
         compile_s: what compiling took, by actor.
         temp_bytes: XLA's temporaries of each executable, by actor.
@@ -256,9 +256,8 @@ class DistributedStep:
 
         def out_specs(traced: Traced) -> list:
             tree = jax.tree.unflatten(traced.out_tree, list(range(len(traced.out_names))))
-            shapes_of = [
-                traced.types[r].aval.shape if isinstance(r, int) else np.shape(r.value) for r in traced.flat.outputs
-            ]
+            results = traced.flat.outputs[: len(traced.out_names)]
+            shapes_of = [traced.types[r].aval.shape if isinstance(r, int) else np.shape(r.value) for r in results]
             return self._specs(options.out_shardings, tree, traced.out_names, shapes_of, "out_shardings")
 
         return StepRequest(
@@ -313,7 +312,10 @@ def slots(compiled: Compiled) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
     for o in graph.outputs:
         old = found[o.result].actors if o.result in found else ()
         value = replace(types[ids[o.value]], aval=graph.values[o.value].aval)
-        found[o.result] = Slot(compiled.traced.out_names[o.result], value, tuple(sorted({*old, *o.actors})))
+        if o.result >= len(compiled.traced.out_names):
+            value = replace(value, key_impl=None)  # host code gets keys as their data, as under `jax.jit`
+        actors = tuple(sorted({*old, *o.actors}))
+        found[o.result] = Slot(compiled.traced.result_name(o.result), value, actors)
     return inputs, tuple(found[k] for k in range(len(found)))
 
 

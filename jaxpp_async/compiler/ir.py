@@ -154,6 +154,42 @@ class Captured:
     value_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Where an operand of a print comes from.
+
+    Args:
+        ref: a value of the step outside its loops, or a constant; None: the microbatch's index.
+        per_microbatch: `ref` has an entry for each microbatch.
+    """
+
+    ref: Ref | None
+    per_microbatch: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Print:
+    """Host code (`jax.debug.print`, `jax.debug.callback`) that the controller calls once the step is over.
+
+    Args:
+        call: operands to nothing.
+        operands: in the order of `call`'s.
+        line: `file:line` of the user.
+    """
+
+    call: Callable[[Sequence[Any]], None]
+    operands: tuple[Shown, ...]
+    line: str
+
+
+@dataclass(frozen=True, eq=False)
+class LoopPrints:
+    """The prints of a loop's body, in program order; called microbatch by microbatch."""
+
+    prints: tuple[Print, ...]
+    num_microbatches: int
+
+
 @dataclass(frozen=True, eq=False)
 class Traced:
     """A step function, traced.
@@ -165,6 +201,8 @@ class Traced:
         arg_of: the argument number of each leaf.
         captured: hidden arguments.
         out_names: one a result leaf.
+        prints: host code to call when the step is over, in program order. The values it shows are hidden results:
+            `flat.outputs` has them behind the result leaves.
     """
 
     flat: Flat
@@ -175,6 +213,16 @@ class Traced:
     out_names: tuple[str, ...]
     in_tree: Any
     out_tree: Any
+    prints: tuple[Print | LoopPrints, ...] = ()
+
+    @property
+    def shown(self) -> tuple[Ref, ...]:
+        """The hidden results."""
+        return self.flat.outputs[len(self.out_names) :]
+
+    def result_name(self, result: int) -> str:
+        """What reports and errors call a result, hidden ones too."""
+        return self.out_names[result] if result < len(self.out_names) else "a printed value"
 
 
 def used_ids(ops: Iterable[Op | Loop], outputs: Iterable[Ref]) -> set[int]:

@@ -16,10 +16,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxpp_async import jax_compat, markers
-from jaxpp_async.compiler import choices
-from jaxpp_async.compiler.ir import Captured, Flat, Lit, Loop, Op, Ref, Traced, Types, ValueType, used_ids
+from jaxpp_async.compiler import choices, prints
+from jaxpp_async.compiler.ir import Captured, Flat, Lit, Loop, Op, Print, Ref, Shown, Traced, Types, ValueType, used_ids
 from jaxpp_async.errors import ShardingError, UnsupportedError
 from jaxpp_async.program import Aval
+from jaxpp_async.reductions import Stack
 
 MARKER, MARKER_SIDE, LOOP = "pipeline_yield", "pipeline_yield_side", "accumulate_grads"
 
@@ -90,6 +91,7 @@ def trace(
         out_names=tuple("result" + jax.tree_util.keystr(path) for path, _ in out_named),
         in_tree=in_tree,
         out_tree=out_tree,
+        prints=tuple(flattener.prints),
     )
 
 
@@ -114,6 +116,7 @@ class _Flattener:
     def __init__(self) -> None:
         self.types = Types()
         self.captured: dict[int, Captured] = {}  # by id() of the array, which `Captured` keeps alive
+        self.prints: list[Any] = []  # of the body that is being inlined
         self.in_loop = False
 
     def top(self, closed: Any) -> Flat:
@@ -123,7 +126,7 @@ class _Flattener:
         ops: list[Op | Loop] = []
         outputs = self.inline(jaxpr, consts, env, ops, "", False)
         inputs += [c.value_id for c in self.captured.values()]
-        return Flat(tuple(inputs), tuple(ops), tuple(outputs))
+        return Flat(tuple(inputs), tuple(ops), (*outputs, *prints.hidden_results(self.prints)))
 
     def inline(
         self, jaxpr: Any, consts: Sequence[Any], env: dict[Any, Ref], ops: list, line: str, transposed: bool
@@ -151,11 +154,17 @@ class _Flattener:
             results = self.loop(eqn, inputs, ops)
             self.in_loop = False
             return results
+        if name in prints.PRINTS:
+            self.prints.append(prints.print_of(eqn, inputs, line))
+            return []
         inner = jax_compat.inner_jaxpr(eqn)
         marked = _marks(eqn)
+        if prints.can_lift(eqn) and not marked:
+            return self.lifted(eqn, inputs, ops, line, transposed)
         if inner is not None and (
             (name in _INLINED and (marked or not jax_compat.pins_shardings(eqn)))
             or (name in _INLINED_AROUND_MARKERS and marked)
+            or prints.can_inline(eqn)
             or (name in _INLINED_OUTSIDE and not self.in_loop)
         ):
             jaxpr, consts = jax_compat.open_jaxpr(inner)
@@ -166,7 +175,7 @@ class _Flattener:
                 f"{line}: {' and '.join(sorted(marked))} inside `{name}` cannot be pipelined yet; "
                 "move it out (write the loop or the choice in Python)"
             )
-        self.refuse_host(eqn, name, line)
+        self.refuse_host(eqn, name, line, ops)
         outputs = tuple(
             -1 if isinstance(v, jax_compat.DropVar) else self.types.new(value_type(v.aval)) for v in eqn.outvars
         )
@@ -212,16 +221,33 @@ class _Flattener:
         ops.append(Op("sharding_constraint", (ref,), (out,), functools.partial(_constrain, sharding), line))
         return out
 
-    def refuse_host(self, eqn: Any, name: str, line: str) -> None:
+    def lifted(self, eqn: Any, inputs: list[Ref], ops: list, line: str, transposed: bool) -> list[Ref]:
+        """A checkpoint, and then the prints inside it: what they show becomes results of the checkpoint."""
+        alone, consts, inside = prints.lift(eqn)
+        results = self.equation(alone, [*map(self.constant, consts), *inputs], ops, line, transposed)
+        for inner, operands in inside:
+            refs = [results[o] if isinstance(o, int) else self.constant(o.val) for o in operands]
+            self.prints.append(prints.print_of(inner, refs, jax_compat.source_line(inner)))
+        return results[: len(eqn.outvars)]
+
+    def refuse_host(self, eqn: Any, name: str, line: str, ops: list) -> None:
         """Host code does not travel to the actors."""
         inside = {n for inner in jax_compat.sub_jaxprs(eqn) for n in jax_compat.primitives_inside(inner)}
-        callback = next((n for n in (name, *sorted(inside)) if n in _CALLBACKS), None)
-        if callback is None and not jax_compat.has_effects(eqn):
+        found = next((n for n in (name, *sorted(inside)) if n in _CALLBACKS), None)
+        if found is None and not jax_compat.has_effects(eqn):
             return
-        where = f" (inside `{name}`)" if callback not in (None, name) else ""
+        where = f" in stage {sum(isinstance(op, Op) and op.name == MARKER for op in ops)}" if self.in_loop else ""
+        if found in prints.PRINTS:
+            raise UnsupportedError(
+                f"{line}: `{found}` inside `{name}`{where}: prints are made by the controller from results of the "
+                f"step, and a print in a `{name}` has none; print before or after it, return the values from its body "
+                "and print them there, or write it as Python code"
+            )
+        around = f" (inside `{name}`)" if found not in (None, name) else ""
         raise UnsupportedError(
-            f"{line}: `{callback or name}`{where} runs Python on the host, or has side effects there, which a task on "
-            "an actor cannot; return the value from the step and use it there"
+            f"{line}: `{found or name}`{around}{where} runs Python on the host, or has side effects there, which a "
+            "task on an actor cannot; return the value from the step and use it there, or show it with "
+            "`jax.debug.print` or `jax.debug.callback`"
         )
 
     def loop(self, eqn: Any, inputs: list[Ref], ops: list) -> list[Ref]:
@@ -230,12 +256,16 @@ class _Flattener:
         body_inputs = [self.types.new(value_type(v.aval)) for v in jaxpr.invars]
         body_ops: list[Op | Loop] = []
         env: dict[Any, Ref] = dict(zip(jaxpr.invars, body_inputs, strict=True))
+        outer_prints, self.prints = self.prints, []
         body_outputs = self.inline(jaxpr, consts, env, body_ops, spec.line, False)
+        body_prints, self.prints = self.prints, outer_prints
         if nested := next((op for op in body_ops if isinstance(op, Loop)), None):
             raise UnsupportedError(
                 f"{nested.line}: accumulate_grads inside another accumulate_grads ({spec.line}) cannot be pipelined; "
                 "write the inner one as a Python loop"
             )
+        stacked = self.loop_prints(body_prints, body_inputs, inputs, spec)
+        body_outputs += stacked
         # Arrays captured inside the body enter it as further invariants, under their own ids.
         used = used_ids(body_ops, body_outputs)
         inside = [c.value_id for c in self.captured.values() if c.value_id in used]
@@ -247,14 +277,28 @@ class _Flattener:
                 body=Flat(tuple(ids), tuple(body_ops), tuple(body_outputs)),
                 invariants=tuple(invariants),
                 batch=tuple(inputs[spec.num_consts :]),
-                outputs=outputs,
-                reductions=spec.reductions,
+                outputs=(*outputs, *stacked.values()),
+                reductions=(*spec.reductions, *[Stack()] * len(stacked)),
                 schedule=spec.schedule,
                 num_microbatches=spec.num_microbatches,
                 line=spec.line,
             )
         )
         return list(outputs)
+
+    def loop_prints(
+        self, inside: Sequence[Print], body_inputs: Sequence[int], inputs: Sequence[Ref], spec: markers.LoopSpec
+    ) -> dict[int, int]:
+        """Keep a loop's prints. Returns the values it has to stack for them: id in the body to id outside."""
+        if not inside:
+            return {}
+        n = spec.num_consts
+        outside = [Shown(r, per_microbatch=k >= n) for k, r in enumerate(inputs)]
+        known = dict(zip(body_inputs, [*outside, Shown(None)], strict=True))
+        known.update((c.value_id, Shown(c.value_id)) for c in self.captured.values())
+        found, stacked = prints.shown_outside(inside, known, self.types, spec.num_microbatches)
+        self.prints.append(found)
+        return stacked
 
     def constant(self, value: Any) -> Ref:
         size = getattr(value, "nbytes", 0)
