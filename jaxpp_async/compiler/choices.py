@@ -15,14 +15,15 @@ from jaxpp_async.compiler.emit import read, run_ops
 from jaxpp_async.compiler.ir import Branches, Flat, Lit, Op, Ref, Types
 
 
-def branches(bodies: Sequence[Flat], types: Types) -> Branches:
+def branches(bodies: Sequence[Flat], types: Types, *, ends: bool) -> Branches:
     """The branches of a `cond`, for passes that split it.
 
     Args:
         bodies: one a branch, with the same results.
         types: of every value id, also of those that bodies get later.
+        ends: no branch has a `while`.
     """
-    return Branches(tuple(bodies), lambda chosen: _chooser(chosen, types), _select)
+    return Branches(tuple(bodies), lambda chosen: _chooser(chosen, types), _select, ends)
 
 
 def _chooser(bodies: Sequence[Flat], types: Types) -> Callable[[Sequence[Any]], Sequence[Any]]:

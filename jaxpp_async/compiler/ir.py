@@ -83,11 +83,13 @@ class Branches:
         bodies: one a branch, each over value ids of its own.
         choose: the payload of a `cond` of these bodies, which may be others than those above: reduced, reordered.
         select: the payload of an operation that takes the position and a value a branch, and returns that branch's.
+        ends: no branch has a `while`, which may never end on values that it was not meant for.
     """
 
     bodies: tuple[Flat, ...]
     choose: Callable[[Sequence[Flat]], Callable[[Sequence[Any]], Sequence[Any]]]
     select: Callable[[Sequence[Any]], Sequence[Any]]
+    ends: bool = True
 
 
 @dataclass(frozen=True, eq=False)

@@ -190,9 +190,14 @@ class _Flattener:
     def opened(self, op: Op, eqn: Any) -> Op:
         """An operation outside the loops, with what is inside it: placement takes it apart where it joins actors."""
         if op.name == "cond":
-            # All constants of a branch become its inputs, so that the operation can be made anew of a part of them.
             bodies = [self.body(b, op.line) for b in eqn.params["branches"]]
-            return dataclasses.replace(op, branches=choices.branches(bodies, self.types))
+            used = {r for b in bodies for r in used_ids(b.ops, b.outputs)}
+            inside = tuple(c.value_id for c in self.captured.values() if c.value_id in used)
+            bodies = [Flat((*b.inputs, *inside), b.ops, b.outputs) for b in bodies]
+            ends = not any("while" in jax_compat.primitives_inside(inner) for inner in jax_compat.sub_jaxprs(eqn))
+            branches = choices.branches(bodies, self.types, ends=ends)
+            inputs = (*op.inputs, *inside)
+            return dataclasses.replace(op, inputs=inputs, run=branches.choose(bodies), branches=branches)
         if op.name in _INLINED or op.name in ("checkpoint", "remat", "remat2"):
             inner: list[Any] = []
             jaxpr, consts = jax_compat.open_jaxpr(jax_compat.inner_jaxpr(eqn))

@@ -1,0 +1,112 @@
+"""compiler.levels: in which task outside the loops each placed operation runs. In: operations with their actors. Out: a
+level for each, a level ending where data has to cross actors. No jax.
+
+One pass up and one down, linear in operations and their operands.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxpp_async.compiler.ir import Op
+from jaxpp_async.compiler.outer import OuterStep
+from jaxpp_async.program import ActorId
+
+
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """Levels count from 0.
+
+    Args:
+        of_ops: (position, actor) to level.
+        of_loops: position to level.
+        depth: how many levels there are.
+    """
+
+    of_ops: dict[tuple[int, ActorId], int]
+    of_loops: dict[int, int]
+    depth: int
+
+
+def levels(
+    step: OuterStep, actors: Mapping[int, set[ActorId]], producer: Mapping[int, int], users: Mapping[int, list[int]]
+) -> Levels:
+    """Group operations by how many times data has to cross actors first.
+
+    Each runs as late as possible, since an early result is a buffer to keep.
+
+    Args:
+        actors: of each operation, by position.
+        producer: value id to the position of the operation that makes it.
+        users: value id to the positions of the operations that read it.
+    """
+    early, loops = _earliest(step, actors, producer)
+    last = max([*early.values(), *(n + 1 for n in loops.values())], default=0)
+    return Levels(_latest(step, actors, users, loops, last), loops, last + 1)
+
+
+def _earliest(
+    step: OuterStep, actors: Mapping[int, set[ActorId]], producer: Mapping[int, int]
+) -> tuple[dict[tuple[int, ActorId], int], dict[int, int]]:
+    early: dict[tuple[int, ActorId], int] = {}
+    loops: dict[int, int] = {}
+    made_in: dict[int, int] = {}
+    last_loop = -1
+
+    def available(value: int, actor: ActorId) -> int:
+        """The first level at which an operation on `actor` can read `value`."""
+        if value in made_in:
+            return made_in[value] + 1
+        i = producer.get(value)
+        if i is None:
+            return 0
+        return early[i, actor] if actor in actors[i] else early[i, min(actors[i])] + 1
+
+    for i, op in enumerate(step.items):
+        if isinstance(op, Op):
+            for a in sorted(actors[i]):
+                early[i, a] = max([available(r, a) for r in op.reads], default=0)
+            continue
+        before = [
+            # An operation's result enters the loop one level after the operation, on any actor.
+            max((available(v, a) for a in needing), default=0) + (1 if v in producer else 0)
+            for v, needing in step.loop_needs[i].items()
+        ]
+        loops[i] = last_loop = max([last_loop + 1, *before])
+        for v in step.loop_makes[i]:
+            made_in[v] = last_loop
+    return early, loops
+
+
+def _latest(
+    step: OuterStep,
+    actors: Mapping[int, set[ActorId]],
+    users: Mapping[int, list[int]],
+    loops: Mapping[int, int],
+    last: int,
+) -> dict[tuple[int, ActorId], int]:
+    late: dict[tuple[int, ActorId], int] = {}
+    in_loops: dict[int, dict[ActorId, int]] = defaultdict(dict)  # the latest level for each actor of a loop
+    for i, needs in step.loop_needs.items():
+        for value, needing in needs.items():
+            for a in needing:
+                in_loops[value][a] = min(in_loops[value].get(a, last), loops[i] - 1)
+    for i in reversed(range(len(step.items))):
+        op = step.items[i]
+        if not isinstance(op, Op):
+            continue
+        limits = dict.fromkeys(actors[i], last)
+        # One actor gives to those that do not compute it themselves.
+        giver = min(actors[i], default=0)
+        for o in op.outputs:
+            for u in users.get(o, ()):
+                for b in actors[u]:
+                    a, limit = (b, late[u, b]) if b in limits else (giver, late[u, b] - 1)
+                    limits[a] = min(limits[a], limit)
+            for b, limit in in_loops.get(o, {}).items():
+                a = b if b in limits else giver
+                limits[a] = min(limits[a], limit)
+        late.update(((i, a), limit) for a, limit in limits.items())
+    return late
