@@ -5,14 +5,15 @@ says where, what is wrong and what to do next, and shows the entry. Never repair
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice, product
 from typing import Any, NoReturn
 
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program import TASK_TYPES, Task
 from jaxpp_async.schedules.grid import Place, format_steps
-from jaxpp_async.schedules.timing import dependencies, find_deadlock, run_ahead, split_backwards
+from jaxpp_async.schedules.timing import Timeline, dependencies, find_deadlock, run_ahead, split_backwards
 
 MAX_CYCLE = 12
 """The most lines that an error gives to a deadlock."""
@@ -59,13 +60,12 @@ def resolve(
         )
     rows = _tasks(check, entries)
     if isinstance(schedule, list | tuple):
-        check.stages(1 + max((task.stage for row in rows for task in row), default=-1))
+        _check_num_stages(check, rows)
     _check_entries(check, rows)
     places = _check_once(check, rows)
     _check_stage_actors(check, rows)
     _check_complete(check, rows, places, forward_only)
     _check_order(check, rows, places)
-    _check_deadlock(check, rows)
     return rows
 
 
@@ -77,6 +77,11 @@ class _Sizes:
     num_stages: int
     num_microbatches: int
     num_actors: int
+
+    @property
+    def pairs(self) -> Iterable[tuple[int, int]]:
+        """Every (stage, microbatch)."""
+        return product(range(self.num_stages), range(self.num_microbatches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +107,8 @@ class _Check:
         grid = "" if rows is None else "\n" + format_steps(rows, marks, near)
         raise ScheduleError(f"{prefix}{self.name}: {what}; {then}{details}{grid}")
 
-    def stages(self, count: int) -> None:
-        """Fail unless the schedule's number of stages is the loop body's."""
+    def stages(self, count: int, rows: Sequence[Sequence[Any]] | None = None, marks: Collection[Place] = ()) -> None:
+        """Fail unless the schedule's number of stages is the loop body's. `rows` and `marks` as `fail`."""
         expected = self.sizes.num_stages
         if count != expected:
             self.fail(
@@ -111,6 +116,8 @@ class _Check:
                 f"({_count(expected - 1, 'pipeline_yield')})",
                 f"make a schedule of {_count(expected, 'stage')}"
                 + (f" or a loop body with {_count(count - 1, 'pipeline_yield')}" if count > 0 else ""),
+                rows,
+                marks,
             )
 
 
@@ -169,10 +176,21 @@ def _tasks(check: _Check, entries: Sequence[Sequence[Any]]) -> tuple[tuple[Task,
     """The same, of plain tasks with plain ints. Microbatch and stage may still be out of range."""
     for actor, row in enumerate(entries):
         for step, entry in enumerate(row):
-            problem = _problem(entry)
+            problem = None if _is_plain(entry) else _problem(entry)
             if problem:
                 check.fail(f"actor {actor}, step {step}: {problem[0]}", problem[1], entries, {(actor, step)})
-    return tuple(tuple(Task(_plain(task.i), task.ty, _plain(task.stage)) for task in row) for row in entries)
+    return tuple(tuple(entry if _is_plain(entry) else _plain(entry) for entry in row) for row in entries)
+
+
+def _is_plain(entry: Any) -> bool:
+    """Whether `entry` is a task of plain ints: nearly always, and quickly told."""
+    if type(entry) is not Task or type(entry.ty) is not str:
+        return False
+    return type(entry.i) is type(entry.stage) is int and entry.ty in TASK_TYPES
+
+
+def _plain(task: Task) -> Task:
+    return Task(task.i.__index__(), task.ty, task.stage.__index__())
 
 
 def _problem(entry: Any) -> tuple[str, str] | None:
@@ -197,15 +215,21 @@ def _index(value: Any) -> int | None:
         return None
 
 
-def _plain(value: Any) -> int:
-    return value if type(value) is int else value.__index__()
-
-
 def _text(value: Any) -> str:
     return f"{reprlib.repr(value)} (type {type(value).__name__})"
 
 
 # ---------------------------------------------------------------- the rules, one function each
+
+
+def _check_num_stages(check: _Check, rows: Sequence[Sequence[Task]]) -> None:
+    """A list's stages are those of its tasks. Too many: its first task of a stage that is not there is marked."""
+    count = 1 + max((task.stage for row in rows for task in row), default=-1)
+    beyond = (
+        (a, s) for a, row in enumerate(rows) for s, task in enumerate(row) if task.stage >= check.sizes.num_stages
+    )
+    marks = set(islice(beyond, 1))
+    check.stages(count, rows if marks else None, marks)
 
 
 def _check_entries(check: _Check, rows: Sequence[Sequence[Task]]) -> None:
@@ -259,20 +283,25 @@ def _check_complete(
 ) -> None:
     """Every stage and microbatch has its forward and a whole or a split backward, not both."""
     no_backward = forward_only and all(task.ty == "fwd" for task in places)
+    complete = [{"fwd"}] if no_backward else [{"fwd", "bwd"}, {"fwd", "bwd_input", "bwd_weight"}]
+    there: dict[tuple[int, int], set[str]] = {pair: set() for pair in check.sizes.pairs}
+    for task in places:
+        there[task.stage, task.i].add(task.ty)
     missing: list[Task] = []
-    for stage in range(check.sizes.num_stages):
-        for i in range(check.sizes.num_microbatches):
-            forward, whole, *halves = (Task(i, ty, stage) for ty in TASK_TYPES)
-            split = [half for half in halves if half in places]
-            if whole in places and split:
-                check.fail(
-                    f"{whole} and {split[0]} are both there",
-                    "run a stage's backward of a microbatch either whole (bwd) or split (bwd_input and bwd_weight)",
-                    rows,
-                    {places[whole], places[split[0]]},
-                )
-            wanted = [forward] + ([] if no_backward else halves if split else [whole])
-            missing += [task for task in wanted if task not in places]
+    for (stage, i), types in there.items():
+        if types in complete:
+            continue
+        forward, whole, *halves = (Task(i, ty, stage) for ty in TASK_TYPES)
+        split = [half for half in halves if half in places]
+        if whole in places and split:
+            check.fail(
+                f"{whole} and {split[0]} are both there",
+                "run a stage's backward of a microbatch either whole (bwd) or split (bwd_input and bwd_weight)",
+                rows,
+                {places[whole], places[split[0]]},
+            )
+        wanted = [forward] + ([] if no_backward else halves if split else [whole])
+        missing += [task for task in wanted if task not in places]
     if missing:
         shown = ", ".join(map(str, missing[:3])) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         lost = missing[0]
@@ -287,6 +316,14 @@ def _check_complete(
 
 
 def _check_order(check: _Check, rows: Sequence[Sequence[Task]], places: dict[Task, Place]) -> None:
+    """Running the lists in order comes to an end."""
+    timeline = run_ahead(rows)
+    if any(len(ends) < len(row) for ends, row in zip(timeline.ends, rows, strict=True)):
+        _check_lists(check, rows, places)
+        _fail_deadlock(check, rows, timeline)
+
+
+def _check_lists(check: _Check, rows: Sequence[Sequence[Task]], places: dict[Task, Place]) -> None:
     """Nothing stands before what it depends on in the same list."""
     split = split_backwards(rows)
     for task, (actor, step) in places.items():
@@ -301,16 +338,15 @@ def _check_order(check: _Check, rows: Sequence[Sequence[Task]], places: dict[Tas
                 )
 
 
-def _check_deadlock(check: _Check, rows: Sequence[Sequence[Task]]) -> None:
-    waits = find_deadlock(rows, run_ahead(rows))
-    if waits:
-        lines = [f"\n  {wait}" for wait in waits]
-        if len(lines) > MAX_CYCLE:
-            lines[MAX_CYCLE - 1 : -1] = [f"\n  ... and so on over {len(lines) - MAX_CYCLE} more actors"]
-        check.fail(
-            f"it deadlocks: {len(waits)} actors wait for one another",
-            "change the order on one of them:",
-            rows,
-            {(wait.actor, wait.step) for wait in waits},
-            details="".join(lines),
-        )
+def _fail_deadlock(check: _Check, rows: Sequence[Sequence[Task]], timeline: Timeline) -> NoReturn:
+    waits = find_deadlock(rows, timeline)
+    lines = [f"\n  {wait}" for wait in waits]
+    if len(lines) > MAX_CYCLE:
+        lines[MAX_CYCLE - 1 : -1] = [f"\n  ... and so on over {len(lines) - MAX_CYCLE} more actors"]
+    check.fail(
+        f"it deadlocks: {len(waits)} actors wait for one another",
+        "change the order on one of them:",
+        rows,
+        {(wait.actor, wait.step) for wait in waits},
+        details="".join(lines),
+    )
