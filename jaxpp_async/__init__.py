@@ -28,6 +28,8 @@ _HOMES = {
     "ZeroBubbleH2": "schedules",
     "ZeroBubbleV": "schedules",
     "DualPipeV": "schedules",
+    "schedule_from_csv": "schedules",
+    "schedule_to_csv": "schedules",
     "RemoteMesh": "mesh",
     "CompiledStep": "step",
     "RemoteArray": "arrays",
@@ -56,6 +58,8 @@ __all__ = (
     "accumulate_grads",
     "errors",
     "pipeline_yield",
+    "schedule_from_csv",
+    "schedule_to_csv",
     "shard",
 )
 __version__ = "0.1.0"
@@ -82,6 +86,8 @@ if TYPE_CHECKING:
     from jaxpp_async.schedules import ZeroBubbleH1 as ZeroBubbleH1
     from jaxpp_async.schedules import ZeroBubbleH2 as ZeroBubbleH2
     from jaxpp_async.schedules import ZeroBubbleV as ZeroBubbleV
+    from jaxpp_async.schedules import schedule_from_csv as schedule_from_csv
+    from jaxpp_async.schedules import schedule_to_csv as schedule_to_csv
     from jaxpp_async.sharding import shard as shard
     from jaxpp_async.step import CompiledStep as CompiledStep
 

@@ -1,7 +1,8 @@
 """schedules: which task runs where and in which order. In: counts of stages, microbatches and actors. Out: one list of
-`Task`s an actor. No jax, no I/O; nothing here knows what a task computes or how long it takes.
+`Task`s an actor. No jax, no I/O but `csv_files`; nothing here knows what a task computes or how long it takes.
 
-    GPipe, Std1F1B, ...     the built-in schedules (`builtin`)
+    GPipe, Std1F1B, ...     the built-in schedules (`builtin`, `zero_bubble`, `v_shaped`)
+    schedule_from_csv, ...  a schedule from and to a file (`csv_files`)
     resolve                 a schedule, built-in or the user's own, checked (`check`)
     global_order, simulate  what follows from the lists (`timing`)
     format_grid             the lists as text (`grid`)
@@ -11,6 +12,7 @@ from jaxpp_async.program import Task
 from jaxpp_async.schedules.base import Schedule
 from jaxpp_async.schedules.builtin import Eager1F1B, GPipe, Interleaved1F1B, LoopedBFS, Std1F1B
 from jaxpp_async.schedules.check import resolve
+from jaxpp_async.schedules.csv_files import CsvSchedule, schedule_from_csv, schedule_to_csv
 from jaxpp_async.schedules.grid import format_grid, format_task
 from jaxpp_async.schedules.timing import (
     UNIT,
@@ -18,6 +20,7 @@ from jaxpp_async.schedules.timing import (
     bubble_fraction,
     dependencies,
     global_order,
+    idle_times,
     join_backwards,
     peak_activations,
     simulate,
@@ -29,6 +32,7 @@ from jaxpp_async.schedules.zero_bubble import ZeroBubbleH1, ZeroBubbleH2
 
 __all__ = [
     "UNIT",
+    "CsvSchedule",
     "DualPipeV",
     "Eager1F1B",
     "GPipe",
@@ -46,9 +50,12 @@ __all__ = [
     "format_grid",
     "format_task",
     "global_order",
+    "idle_times",
     "join_backwards",
     "peak_activations",
     "resolve",
+    "schedule_from_csv",
+    "schedule_to_csv",
     "simulate",
     "split_backwards",
     "stage_actors",

@@ -92,6 +92,11 @@ class _Check:
     name: str
     sizes: _Sizes
 
+    @property
+    def prefix(self) -> str:
+        """What an error begins with: the user's line, where it is known."""
+        return f"{self.where}: " if self.where else ""
+
     def fail(
         self,
         what: str,
@@ -103,9 +108,8 @@ class _Check:
     ) -> NoReturn:
         """Raise: `what` is wrong, `then` is what to do, and lines of `details`. The grid of `rows` follows, with
         `marks` in brackets, or what is `near`."""
-        prefix = f"{self.where}: " if self.where else ""
         grid = "" if rows is None else "\n" + format_steps(rows, marks, near)
-        raise ScheduleError(f"{prefix}{self.name}: {what}; {then}{details}{grid}")
+        raise ScheduleError(f"{self.prefix}{self.name}: {what}; {then}{details}{grid}")
 
     def stages(self, count: int, rows: Sequence[Sequence[Any]] | None = None, marks: Collection[Place] = ()) -> None:
         """Fail unless the schedule's number of stages is the loop body's. `rows` and `marks` as `fail`."""
@@ -164,9 +168,10 @@ def _call(check: _Check, schedule: Any) -> Sequence[Any]:
     call = f"tasks(num_microbatches={sizes.num_microbatches}, num_actors={sizes.num_actors})"
     try:
         tasks = schedule.tasks(sizes.num_microbatches, sizes.num_actors)
+    except ScheduleError as error:  # from a schedule of ours, which says what it is
+        raise ScheduleError(f"{check.prefix}{error}") from error
     except Exception as error:  # the user's code: whatever it raises becomes the cause of an error that says where
-        prefix = f"{check.where}: " if check.where else ""
-        raise ScheduleError(f"{prefix}{check.name}: {call} raised {type(error).__name__}: {error}") from error
+        raise ScheduleError(f"{check.prefix}{check.name}: {call} raised {type(error).__name__}: {error}") from error
     if not isinstance(tasks, list | tuple):
         check.fail(f"{call} returned {_text(tasks)}", "return a list with one list of Tasks an actor")
     return tasks

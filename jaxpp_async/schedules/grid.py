@@ -11,13 +11,13 @@ import reprlib
 from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
-from jaxpp_async.program import Task
+from jaxpp_async.program import Task, TaskType
 from jaxpp_async.schedules.timing import Rows, simulate
 
 Place: TypeAlias = tuple[int, int]
 """(actor, position in its list)."""
 
-LETTERS = {"fwd": "F", "bwd": "B", "bwd_input": "I", "bwd_weight": "W"}
+LETTERS: dict[TaskType, str] = {"fwd": "F", "bwd": "B", "bwd_input": "I", "bwd_weight": "W"}
 MAX_ROWS, MAX_COLUMNS, MAX_CELL = 8, 14, 12
 """The most an error shows: actors, steps, characters of a cell."""
 

@@ -231,6 +231,19 @@ def bubble_fraction(tasks: Rows, durations: Durations = UNIT) -> float:
     return 1 - busy / total if total else 0.0
 
 
+def idle_times(tasks: Rows, durations: Durations = UNIT) -> tuple[float, ...]:
+    """For each actor, how long it runs nothing between its own first and last task.
+
+    What papers call zero bubble is this: where no actor waits for all others at the end of a step, the next step can
+    begin on an actor as soon as it is done with this one.
+    """
+    timeline = simulate(tasks, durations)
+    return tuple(
+        sum(start - end for start, end in zip(starts[1:], ends[:-1], strict=True))
+        for starts, ends in zip(timeline.starts, timeline.ends, strict=True)
+    )
+
+
 def peak_activations(tasks: Rows) -> tuple[int, ...]:
     """For each actor, the most (stage, microbatch) pairs whose forward it has run and whose backward it has not
     finished (`bwd`, or for a split backward `bwd_weight`)."""
