@@ -376,3 +376,13 @@ def copied_config() -> dict[str, Any]:
         else:
             found[name] = value
     return {name: value for name, value in found.items() if value is not None}
+
+
+def forbids_nans() -> bool:
+    """Whether `jax_debug_nans` is on in this thread."""
+    return bool(_config.debug_nans.value)
+
+
+def forbids_infs() -> bool:
+    """Whether `jax_debug_infs` is on in this thread."""
+    return bool(_config.debug_infs.value)

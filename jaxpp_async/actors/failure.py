@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from jaxpp_async.errors import ActorDiedError, ActorError, LaunchError, RemoteEr
 
 _CONSEQUENCES = ("TransferError", "StepAbortedError", "CancelledError")
 """Remote exceptions that usually follow from another actor's death, which may be noticed a moment later."""
+
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)(: |$)")
+_RUN = re.compile(r'#\d+ run +"([^"]*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +50,11 @@ def remote_error(actor: ActorInfo, failed: Failed) -> RemoteError:
     if failed.step is not None:
         where += f", step {failed.step}"
     if failed.instruction is not None:
-        where += f", {failed.instruction}"
+        where += f", {_short(failed.instruction)}"
+    # The first line alone tells the cause: it is all that a log or a progress bar may show.
     text = f"{where}: {failed.exception_type}: {failed.message}"
+    if failed.instruction is not None and _short(failed.instruction) != failed.instruction:
+        text += f"\n  at {failed.instruction}"
     if failed.traceback:
         text += f"\n\nTraceback on the actor:\n{failed.traceback.rstrip()}"
     return RemoteError(
@@ -69,7 +76,8 @@ def died_error(actor: ActorInfo, death: Death, step: int | None, instruction: st
     """
     during = f" during step {step}" if step is not None else ""
     at = f", at {instruction}" if instruction is not None else ""
-    text = f"{actor} {describe_end(death.returncode)}{during}{at}{describe_tail(death.output_tail)}"
+    end = describe_end(death.returncode)
+    text = f"{actor} {end}{during}{at}{_last_error(death.output_tail)}{describe_tail(death.output_tail)}"
     return ActorDiedError(text, step=step, instruction=instruction, **_place(actor))
 
 
@@ -82,7 +90,7 @@ def lost_error(actor: ActorInfo, error: Exception | None, tail: Sequence[str], s
 
 def launch_error(actor_id: int, what: str, tail: Sequence[str] = ()) -> LaunchError:
     """The error for an actor that did not come up."""
-    return LaunchError(f"actor {actor_id} {what}{describe_tail(tail)}", actor=actor_id)
+    return LaunchError(f"actor {actor_id} {what}{_last_error(tail)}{describe_tail(tail)}", actor=actor_id)
 
 
 def describe_end(returncode: int) -> str:
@@ -103,6 +111,18 @@ def describe_tail(tail: Sequence[str]) -> str:
     if not tail:
         return ""
     return "\nThe end of its output:\n" + "\n".join(f"  {line}" for line in tail)
+
+
+def _last_error(tail: Sequence[str]) -> str:
+    """The exception that Python printed last, to stand in the first line of a message."""
+    found = next((line for line in reversed(tail) if _EXCEPTION.match(line)), None)
+    return f": {found}" if found else ""
+
+
+def _short(instruction: str) -> str:
+    """A run by its task alone; other instructions as they are."""
+    run = _RUN.match(instruction)
+    return run[1] if run else instruction
 
 
 def abandoned(error: ActorError, message: str, cls: type[ActorError], **where: Any) -> ActorError:

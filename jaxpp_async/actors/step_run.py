@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import jax
 
+from jaxpp_async.actors import special_values
 from jaxpp_async.actors.compute import ComputeThread
 from jaxpp_async.actors.executor import Executor
 from jaxpp_async.actors.messages import Step, StepStats
@@ -266,7 +267,7 @@ class StepRun:
                 arguments = [arrays[key] for key in command.inputs]
                 for position in command.donated:
                     arrays[command.inputs[position]] = None
-                outputs = self._program.calls[command.instruction](*arguments)
+                outputs = self._call(command, arguments)
                 for array in outputs:
                     array.block_until_ready()
             for key, array in zip(command.outputs, outputs, strict=True):
@@ -274,6 +275,13 @@ class StepRun:
         except Exception as error:  # whatever an executable raises is reported, with its instruction
             return partial(self.fail, error, command.instruction)
         return partial(self._ran, command, start_s, time.monotonic(), [array.nbytes for array in outputs])
+
+    def _call(self, command: Execute, arguments: list[Any]) -> Sequence[jax.Array]:
+        call = self._program.calls[command.instruction]
+        if not special_values.wanted():
+            return call(*arguments)
+        label: Any = self._program.plan.program.instructions[command.instruction]
+        return special_values.call_checked(call, arguments, infs=not label.label.startswith("start("))
 
     def _ran(self, command: Execute, start_s: float, end_s: float, nbytes: list[int]) -> None:
         if self.ended:
