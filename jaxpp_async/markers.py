@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpp_async import jax_compat
+from jaxpp_async import explicit, jax_compat
 from jaxpp_async.errors import StageError
 from jaxpp_async.reductions import Reduction, Stack, Sum
 
@@ -171,7 +171,8 @@ def _loop_reference(*operands, spec: LoopSpec):
     n = spec.num_microbatches
     # Keys can only be stacked, which the scan itself does.
     start: list[Any] = [
-        None if _is_key(o) else r.start(o.shape, o.dtype, n) for r, o in zip(spec.reductions, outs, strict=True)
+        None if _is_key(o) else explicit.bring(r.start(o.shape, o.dtype, n), _loop_sharding(r, o))
+        for r, o in zip(spec.reductions, outs, strict=True)
     ]
 
     def microbatch(carry, index_and_leaves):
@@ -195,9 +196,17 @@ def _is_key(aval: Any) -> bool:
 
 def _loop_avals(*avals, spec: LoopSpec):
     return [
-        jax_compat.ShapedArray(r.shape(v.aval.shape, spec.num_microbatches), v.aval.dtype)
+        jax_compat.ShapedArray(
+            r.shape(v.aval.shape, spec.num_microbatches), v.aval.dtype, sharding=_loop_sharding(r, v.aval)
+        )
         for r, v in zip(spec.reductions, spec.body.jaxpr.outvars, strict=True)
     ]
+
+
+def _loop_sharding(reduction: Reduction, value: Any) -> Any:
+    """The sharding of a result of the loop: on explicit axes that of its values, else None."""
+    known = explicit.of(value)
+    return known and known.update(spec=known.spec.update(partitions=reduction.spec(known.spec.partitions)))
 
 
 def _loop_eager(*operands, spec: LoopSpec):

@@ -69,8 +69,6 @@ def axis_types(given: Any, mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
             raise MeshError(f"axis_types names the axis {name!r}, but spmd_mesh has {sorted(mesh_axes)}")
         if kind not in _AXIS_TYPES:
             raise MeshError(f"axis_types[{name!r}] is {kind!r}; it is 'auto' or 'explicit'")
-        if kind == "explicit":
-            raise MeshError(f"axis_types[{name!r}]: explicit axes are not there yet in this version; leave it 'auto'")
     return tuple(by_name.get(name, "auto") for name in mesh_axes)
 
 

@@ -60,11 +60,13 @@ class Aval:
         shape: global shape, in elements.
         dtype: numpy or ml_dtypes name, such as `"float32"` or `"bfloat16"`. Keys stand here as their `uint32` data.
         spec: one entry a dimension, as in `jax.sharding.PartitionSpec`; missing trailing entries are None.
+        unreduced: mesh axes over which every device holds a part of a sum that nobody has added up yet.
     """
 
     shape: tuple[int, ...]
     dtype: str
     spec: tuple[SpecEntry, ...] = ()
+    unreduced: tuple[str, ...] = ()
 
     @property
     def size_bytes(self) -> int:

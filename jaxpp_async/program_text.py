@@ -61,6 +61,8 @@ def _spec_entry(entry: SpecEntry) -> str:
 def format_aval(aval: Aval) -> str:
     """Such as `f32[8,16]{data,}`: dtype, shape and, where there is one, the spec (an empty entry is None).
 
+    Axes that are still to be added over stand behind a bar: `f32[8,16]{data,|model}`.
+
     Args:
         aval: the array's shape, dtype and sharding.
 
@@ -72,7 +74,10 @@ def format_aval(aval: Aval) -> str:
     """
     if aval.dtype in _LONG or not _IDENTIFIER.fullmatch(aval.dtype):
         raise ValueError(f"{aval.dtype!r} is not the name of a dtype; use names such as 'float32' or 'bfloat16'")
-    spec = f"{{{','.join(map(_spec_entry, aval.spec))}}}" if aval.spec else ""
+    spec = ",".join(map(_spec_entry, aval.spec))
+    if aval.unreduced:
+        spec += f"|{'+'.join(map(_name, aval.unreduced))}"
+    spec = f"{{{spec}}}" if aval.spec or aval.unreduced else ""
     return f"{_SHORT.get(aval.dtype, aval.dtype)}[{','.join(map(str, aval.shape))}]{spec}"
 
 
@@ -182,6 +187,7 @@ _AVAL_PARTS = re.compile(rf"([A-Za-z_]\w*)\[((?:{_INT}(?:,{_INT})*)?)\](?:\{{(.*
 _NAME = rf"(?:[A-Za-z_]\w*|{_STRING})"
 _ENTRY = re.compile(rf"(\((?:{_NAME}(?:\+{_NAME})*)?\)|{_NAME}|)(?:(,)|$)", re.ASCII)
 _AXIS = re.compile(_NAME, re.ASCII)
+_UNREDUCED = re.compile(rf"\|({_NAME}(?:\+{_NAME})*)$", re.ASCII)
 
 _MAX_UNCOUNTED = 1 << 24
 _NO_HEADER = "a program begins with 'actor A: N slots'"
@@ -218,7 +224,12 @@ def parse_aval(text: str) -> Aval:
         raise ValueError(f"bad aval {text!r}")
     dtype, shape, spec = match.groups()
     dims = tuple(map(int, shape.split(","))) if shape else ()
-    return Aval(dims, _LONG.get(dtype, dtype), () if spec is None else _parse_spec(spec))
+    if spec is None:
+        return Aval(dims, _LONG.get(dtype, dtype))
+    match = _UNREDUCED.search(spec)
+    unreduced = tuple(map(_axis, _AXIS.findall(match[1]))) if match else ()
+    split = spec[: match.start()] if match else spec
+    return Aval(dims, _LONG.get(dtype, dtype), _parse_spec(split) if split or not match else (), unreduced)
 
 
 class _Avals(dict[str, Aval]):

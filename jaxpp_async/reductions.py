@@ -31,6 +31,10 @@ class Reduction:
         """Shape of the accumulator for results of `shape`."""
         return shape
 
+    def spec(self, spec: tuple[Any, ...]) -> tuple[Any, ...]:
+        """How the accumulator is split if results are split by `spec` (an entry a dimension, as in `PartitionSpec`)."""
+        return spec
+
     def start(self, shape: tuple[int, ...], dtype: Any, num_microbatches: int) -> jax.Array:
         """The accumulator before the first microbatch."""
         raise NotImplementedError
@@ -122,6 +126,9 @@ class Stack(Reduction):
 
     def shape(self, shape, num_microbatches):
         return (num_microbatches, *shape)
+
+    def spec(self, spec):
+        return (None, *spec)
 
     def start(self, shape, dtype, num_microbatches):
         return jnp.zeros((num_microbatches, *shape), dtype)

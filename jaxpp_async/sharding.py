@@ -1,7 +1,8 @@
-"""sharding: logical axis names on values, and the user's shardings as plain specs.
+"""sharding: logical axis names on values, the user's shardings as plain specs, and the shardings of explicit axes.
 
 `shard` marks an array; lowering for a mesh turns the mark into a constraint through `axis_rules`. Without a mesh it is
 the identity. `leaf_specs` reads `in_shardings` and `out_shardings`.
+On axes of type explicit a sharding is part of a value's type (`explicit`), and `shard` a `jax.sharding.reshard`.
 """
 
 from __future__ import annotations
@@ -9,35 +10,71 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxpp_async import jax_compat
 from jaxpp_async.errors import ShardingError
 
-_rules: ContextVar[Mapping[str, Any] | None] = ContextVar("axis_rules", default=None)
+# What `jax.jit` has traced and lowered under one mesh's rules must not serve another's: JAX keys its caches by this.
+_rules = jax.make_user_context(default_value=None)
+
+_FREE = "(any)"
+"""Stands for a dimension that `jax.vmap` added: how it lies is not for `shard` to say."""
 
 
 @contextmanager
 def axis_rules(rules: Mapping[str, Any]) -> Iterator[None]:
-    """While a task is lowered: `shard` becomes a constraint through these rules (on the mesh in JAX's context)."""
-    token = _rules.set(rules)
-    try:
+    """While a step is traced or lowered: `shard` becomes a constraint through these rules (on the mesh in context)."""
+    frozen = tuple(sorted((name, tuple(e) if isinstance(e, list) else e) for name, e in rules.items()))
+    with _rules(frozen):
         yield
-    finally:
-        _rules.reset(token)
+
+
+# ---------------------------------------------------------------- shard
 
 
 def _shard_reference(x, *, names):
-    # Reached when a computation is lowered, so a `jit` cached before the mesh existed still gets its constraints.
-    rules = _rules.get()
+    # Reached when a computation is lowered.
+    rules = _rules.value
     if rules is None:
         return [x]
-    spec = resolve(names, rules)
-    return [jax.lax.with_sharding_constraint(x, PartitionSpec(*spec)) if any(spec) else x]
+    spec = resolve(names, dict(rules))
+    types = _axis_types()
+    if AxisType.Explicit in types.values():
+        # Explicit axes are in `x`'s type, and `shard` has seen to them.
+        spec = tuple(_only(entry, types, AxisType.Auto) for entry in spec)
+        explicit = any(jax.typeof(x).sharding.spec.partitions)
+        free = None if explicit else PartitionSpec.UNCONSTRAINED
+    else:
+        free = PartitionSpec.UNCONSTRAINED
+    if not any(spec):
+        return [x]
+    entries = [free if name == _FREE else entry for name, entry in zip(names, spec, strict=True)]
+    return [jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))]
+
+
+def _reshard_explicit(x: Any, names: Sequence[str | None]) -> Any:
+    """`x` with the explicit ones among its axes as the rules say."""
+    types = _axis_types()
+    spec = resolve(names, dict(_rules.value or ()))
+    now = jax.typeof(x).sharding.spec
+    entries = [_only(entry, types, AxisType.Explicit) for entry in spec]
+    return jax.sharding.reshard(x, PartitionSpec(*entries, unreduced=now.unreduced, reduced=now.reduced))
+
+
+def _axis_types() -> dict[str, AxisType]:
+    mesh = jax.sharding.get_abstract_mesh()
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
+def _only(entry: Any, types: Mapping[str, AxisType], kind: AxisType) -> Any:
+    """The part of a spec's entry that is of this kind of axes."""
+    axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    kept = tuple(a for a in axes if types[a] == kind)
+    return None if not kept else kept[0] if len(kept) == 1 else kept
 
 
 def _shard_jvp(primals, tangents, *, names):
@@ -54,7 +91,7 @@ def _shard_transpose(cotangents, x, *, names):
 def _shard_batch(operands, dims, *, names):
     (x,), (dim,) = operands, dims
     if dim is not None:
-        names = (*names[:dim], None, *names[dim:])
+        names = (*names[:dim], _FREE, *names[dim:])
     return shard_p.bind(x, names=names), [dim]
 
 
@@ -88,7 +125,13 @@ def shard(x: Any, names: Sequence[str | None]) -> Any:
         raise ShardingError(
             f"{jax_compat.caller_line()}: shard got {len(names)} names {tuple(names)} for an array of {ndim} dimensions"
         )
-    return shard_p.bind(x, names=(*names, *[None] * (ndim - len(names))))[0]
+    names = (*names, *[None] * (ndim - len(names)))
+    types = set(_axis_types().values())
+    if _rules.value is not None and AxisType.Explicit in types:
+        x = _reshard_explicit(x, names)
+        if types == {AxisType.Explicit}:
+            return x
+    return shard_p.bind(x, names=names)[0]
 
 
 def resolve(names: Sequence[str | None], axis_rules: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -103,6 +146,8 @@ def resolve(names: Sequence[str | None], axis_rules: Mapping[str, Any]) -> tuple
         spec.append(None if not free else free[0] if len(free) == 1 else free)
     return tuple(spec)
 
+
+# ---------------------------------------------------------------- in_shardings and out_shardings
 
 Spec = tuple[Any, ...]
 """One entry a dimension, as in `PartitionSpec`: a mesh axis, several, or None."""
@@ -159,6 +204,12 @@ def _plain_spec(
         return None
     if not _is_spec(spec):
         raise ShardingError(f"{what} of {name}: {spec!r} is no PartitionSpec, NamedSharding, tuple of names or None")
+    given = getattr(spec, "spec", spec)
+    if getattr(given, "unreduced", None) or getattr(given, "reduced", None):
+        raise ShardingError(
+            f"{what} of {name}: {spec} is reduced or unreduced over an axis, which only values inside a step can be; "
+            "use jax.sharding.reshard in the step"
+        )
     plain = isinstance(spec, tuple) and not isinstance(spec, PartitionSpec)
     entries = resolve(spec, rules) if plain else tuple(getattr(spec, "spec", spec))
     if len(entries) > len(shape):

@@ -13,11 +13,12 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxpp_async import jax_compat, report, sharding
+from jaxpp_async import explicit, jax_compat, report, sharding
 from jaxpp_async.arrays import RemoteArray
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.compiler.ir import Traced, ValueType
 from jaxpp_async.compiler.passes import Compiled, StepRequest
+from jaxpp_async.compiler.tracing import value_type
 from jaxpp_async.errors import MeshError
 from jaxpp_async.leaves import leaf_type, shape_struct
 from jaxpp_async.program import ActorId
@@ -198,13 +199,19 @@ class DistributedStep:
         self._check_hashable(static)
         dynamic = tuple(a for i, a in enumerate(args) if i not in self._options.static_argnums)
         leaves, treedef = jax.tree.flatten(dynamic)
-        config = tuple(sorted(jax_compat.copied_config().items()))
+        config = (tuple(sorted(jax_compat.copied_config().items())), self._given_specs(leaves))
         try:
             types = tuple(leaf_type(x) for x in leaves)
         except TypeError:
             self._name_bad_leaf(dynamic)
             raise
         return treedef, types, static, config
+
+    def _given_specs(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """Shardings that arrays bring along: on explicit axes they are part of what is traced."""
+        if not explicit.has_axes(self.runner.target.mesh):
+            return ()
+        return tuple(leaf.spec if isinstance(leaf, RemoteArray) else None for leaf in leaves)
 
     def _check_hashable(self, static: Sequence[Any]) -> None:
         for argnum, value in zip(self._options.static_argnums, static, strict=True):
@@ -246,13 +253,9 @@ class DistributedStep:
         shapes = [a if i in static else jax.tree.map(shape_struct, a) for i, a in enumerate(args)]
         dynamic = tuple(a for i, a in enumerate(shapes) if i not in static)
         runner, options = self.runner, self._options
-
-        def in_specs(traced: Traced) -> list:
-            prefix = options.in_shardings
-            if isinstance(prefix, tuple) and not isinstance(prefix, jax.sharding.PartitionSpec) and static:
-                prefix = tuple(p for i, p in enumerate(prefix) if i not in static)
-            shapes_of = [traced.types[v].aval.shape for v in traced.flat.inputs[: len(traced.arg_names)]]
-            return self._specs(prefix, dynamic, traced.arg_names, shapes_of, "in_shardings")
+        given = self._in_specs(dynamic, [i for i in range(len(args)) if i not in static])
+        if explicit.has_axes(runner.target.mesh):
+            shapes = self._typed(shapes, args, given)
 
         def out_specs(traced: Traced) -> list:
             tree = jax.tree.unflatten(traced.out_tree, list(range(len(traced.out_names))))
@@ -266,12 +269,38 @@ class DistributedStep:
             argument_names=self._names,
             static_argnums=static,
             donated=options.donate_argnums,
-            in_specs=in_specs,
+            in_specs=lambda traced: given,
             out_specs=out_specs,
             num_actors=runner.num_actors,
             target=runner.target,
             schedule=options.schedule,
         )
+
+    def _in_specs(self, dynamic: tuple[Any, ...], argnums: Sequence[int]) -> list:
+        """The user's sharding (or None) of each leaf of the dynamic arguments, which have these numbers."""
+        prefix = self._options.in_shardings
+        named = jax.tree_util.tree_flatten_with_path(dynamic)[0]
+        names = [self._name(argnums[path[0].idx]) + jax.tree_util.keystr(path[1:]) for path, _ in named]
+        static = self._options.static_argnums
+        if static and isinstance(prefix, tuple) and not isinstance(prefix, jax.sharding.PartitionSpec):
+            prefix = tuple(p for i, p in enumerate(prefix) if i not in static)
+        # A key array's shape as the user knows it, with its data's dimensions behind it.
+        shapes = [value_type(jax_compat.ShapedArray(s.shape, s.dtype)).aval.shape for _, s in named]
+        return self._specs(prefix, dynamic, names, shapes, "in_shardings")
+
+    def _typed(self, shapes: Sequence[Any], args: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+        """The arguments' leaves with shardings in their types: the user's, or else those that arrays bring along."""
+        mesh, specs = self.runner.target.mesh, iter(given)
+
+        def leaf(struct: Any, value: Any) -> Any:
+            spec = next(specs)
+            if spec is None:
+                spec = value.spec if isinstance(value, RemoteArray) else ()
+            rank = len(struct.shape)
+            return explicit.typed(struct, mesh, spec[:rank])
+
+        static = self._options.static_argnums
+        return [a if i in static else jax.tree.map(leaf, a, args[i]) for i, a in enumerate(shapes)]
 
     def _specs(self, prefix: Any, tree: Any, names: Sequence[str], shapes: Sequence[Any], what: str) -> list:
         if prefix is None:

@@ -556,11 +556,6 @@ OPTIONS = [
         MeshError,
         r"axis_types\['data'\] is 'manual'; it is 'auto' or 'explicit'",
     ),
-    (
-        {"axis_types": {"data": "explicit"}, "spmd_mesh": {"data": 1}},
-        MeshError,
-        r"axis_types\['data'\]: explicit axes are not there yet",
-    ),
     ({"max_inflight": 0}, MeshError, "max_inflight is 0; at least one"),
     ({"setup": "nocolon"}, MeshError, "setup is 'nocolon'; name a function as 'module:function'"),
     ({"env": {"A": 1}}, MeshError, "env has 'A': 1; environment variables are strings"),

@@ -53,7 +53,7 @@ class Devices:
 
     def _sharding_of(self, aval: Aval) -> NamedSharding:
         """The sharding that `aval.spec` means on this mesh."""
-        return NamedSharding(self.mesh, PartitionSpec(*aval.spec))
+        return NamedSharding(self.mesh, PartitionSpec(*aval.spec, unreduced=frozenset(aval.unreduced)))
 
 
 def start_devices(configure: Configure, *, inline: bool) -> Devices:

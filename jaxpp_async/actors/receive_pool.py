@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
-from jaxpp_async.actors.shards import Layout, Layouts, aligned_bytes, buffer_addresses, place, private
+from jaxpp_async.actors.shards import Layout, Layouts, aligned_bytes, buffer_addresses, joined, place, private
 from jaxpp_async.program import Aval
 
 
@@ -114,6 +114,9 @@ def _copied(buffer: ReceiveBuffer) -> jax.Array:
     layout = buffer.layout
     if len(layout.shards) == 1:
         return place(buffer.memory[0].view(layout.dtype).reshape(layout.aval.shape), layout)
+    if layout.aval.unreduced:  # no array on the host says what each device has
+        parts = [m.view(layout.dtype).reshape(s.shape) for m, s in zip(buffer.memory, layout.shards, strict=True)]
+        return private(joined(parts, layout), [*buffer.memory])
     whole = np.empty(layout.aval.shape, layout.dtype)
     for shard, part in zip(layout.shards, buffer.memory, strict=True):
         whole[shard.index] = part.view(layout.dtype).reshape(shard.shape)

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_async.actors.devices import Devices, numpy_dtype
 from jaxpp_async.program import Aval, Tag
@@ -57,7 +57,7 @@ class Layouts:
 
     def same(self, one: Aval, other: Aval) -> bool:
         """Whether arrays of both lie alike, though their specs may be written differently."""
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
+        if (one.shape, one.dtype, one.unreduced) != (other.shape, other.dtype, other.unreduced):
             return False
         return self.of(one).sharding.is_equivalent_to(self.of(other).sharding, len(one.shape))
 
@@ -68,17 +68,25 @@ class Layouts:
             ValueError: the spec does not divide the shape, or names an axis that the mesh does not have.
         """
         sharding = self.devices.sharding_of(aval)
-        shape = sharding.shard_shape(aval.shape)
-        where = sharding.devices_indices_map(aval.shape)
+        plain = NamedSharding(sharding.mesh, PartitionSpec(*aval.spec))
+        shape = plain.shard_shape(aval.shape)
+        where = plain.devices_indices_map(aval.shape)
         holders: dict[tuple, list[int]] = {}
         indices: dict[tuple, tuple[slice, ...]] = {}
         for position, device in enumerate(self.devices.devices):
             index = where[device]
-            key = tuple((part.start, part.stop) for part in index)
+            # What is still to be added up differs along those axes, though it stands for one part of the array.
+            key = (*((part.start, part.stop) for part in index), *self._coordinates(position, aval.unreduced))
             indices.setdefault(key, index)
             holders.setdefault(key, []).append(position)
         shards = tuple(Shard(indices[key], shape, tuple(positions)) for key, positions in holders.items())
         return Layout(aval, numpy_dtype(aval.dtype), sharding, shards)
+
+    def _coordinates(self, position: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """Where a device stands along these axes of the mesh."""
+        mesh = self.devices.mesh
+        at = dict(zip(mesh.axis_names, np.unravel_index(position, mesh.devices.shape), strict=True))
+        return tuple(int(at[axis]) for axis in axes)
 
 
 def transfer_sequence(tag: Tag, shard_index: int, num_devices: int) -> int:
@@ -99,6 +107,16 @@ def host_bytes(array: np.ndarray) -> np.ndarray:
     """The array's C-order bytes as a flat uint8 array: a view where it is contiguous. What travels has no dtype, since
     buffer protocols know neither bfloat16 nor float8."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def joined(parts: Sequence[np.ndarray], layout: Layout) -> jax.Array:
+    """An array on the devices from its distinct shards on the host."""
+    by_position = {
+        position: part for shard, part in zip(layout.shards, parts, strict=True) for position in shard.positions
+    }
+    devices = np.asarray(layout.sharding.mesh.devices).flat
+    pieces = [jax.device_put(by_position[k], device) for k, device in enumerate(devices)]
+    return jax.make_array_from_single_device_arrays(layout.aval.shape, layout.sharding, pieces)
 
 
 def fetch_pieces(array: jax.Array, layout: Layout) -> list[np.ndarray]:

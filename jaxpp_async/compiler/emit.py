@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import export, lax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from jaxpp_async import jax_compat, sharding
+from jaxpp_async import explicit, jax_compat, sharding
 from jaxpp_async.compiler.ir import Lit, Op, Ref, Types, ValueType
 from jaxpp_async.compiler.recipes import Recipe
 from jaxpp_async.program import SpecEntry
@@ -68,14 +68,23 @@ def emit(
     if out_specs is None:
         out_specs = [specs.get(v, ()) if isinstance(v, int) else () for v in recipe.outputs]
     inputs = [types[v] for v in recipe.inputs]
-    avals = [jax.ShapeDtypeStruct(t.aval.shape, jnp.dtype(t.aval.dtype)) for t in inputs]
     fn = recipe_function(recipe, types)
     # One name for every stage: identical stages become identical bytes, and so one executable.
     fn.__name__ = recipe.name.rstrip("0123456789")
     options: dict[str, Any] = {}
+    shardings: Sequence[Any] = [None] * len(inputs)
     if target.mesh is not None:
-        options["in_shardings"] = tuple(_named(target.mesh, specs.get(v, ())) for v in recipe.inputs)
-        options["out_shardings"] = [_named(target.mesh, spec) for spec in out_specs]
+        shardings = [_named(target.mesh, specs.get(v, ()), types[v]) for v in recipe.inputs]
+        options["in_shardings"] = tuple(shardings)
+        options["out_shardings"] = [
+            _named(target.mesh, spec, types[v] if isinstance(v, int) else None)
+            for v, spec in zip(recipe.outputs, out_specs, strict=True)
+        ]
+    in_types = shardings if explicit.has_axes(target.mesh) else [None] * len(inputs)
+    avals = [
+        jax.ShapeDtypeStruct(t.aval.shape, jnp.dtype(t.aval.dtype), sharding=s)
+        for t, s in zip(inputs, in_types, strict=True)
+    ]
     with lowering_context(target), jax_compat.innermost_locations():
         jitted = jax.jit(fn, keep_unused=True, **options)
         exported = export.export(jitted, platforms=[target.platform])(*avals)
@@ -92,8 +101,10 @@ def lowering_context(target: Target) -> Any:
     return stack
 
 
-def _named(mesh: AbstractMesh, spec: Sequence[SpecEntry]) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(*spec))
+def _named(mesh: AbstractMesh, spec: Sequence[SpecEntry], value_type: ValueType | None) -> NamedSharding:
+    """How a value lies between executables."""
+    pending = explicit.unreduced(value_type.sharding) if value_type is not None else ()
+    return NamedSharding(mesh, PartitionSpec(*spec, unreduced=frozenset(pending)))
 
 
 def recipe_function(recipe: Recipe, types: Types) -> Callable[..., list[Any]]:
@@ -101,19 +112,20 @@ def recipe_function(recipe: Recipe, types: Types) -> Callable[..., list[Any]]:
 
     def run(*args: Any) -> list[Any]:
         env: dict[int, Any] = {v: lit.value for v, lit in recipe.literals.items()}
-        env.update((v, wrap(types[v], x)) for v, x in zip(recipe.inputs, args, strict=True))
+        env.update((v, enter(types[v], x)) for v, x in zip(recipe.inputs, args, strict=True))
         index = env[recipe.index] if recipe.index is not None else None
         for whole, part in recipe.slices:
             env[part] = lax.dynamic_index_in_dim(read(env, whole), index, 0, keepdims=False)
         for start in recipe.starts:
             dtype = jnp.dtype(start.aval.dtype)
-            env[start.result] = start.reduction.start(start.aval.shape, dtype, start.num_microbatches)
+            accumulator = start.reduction.start(start.aval.shape, dtype, start.num_microbatches)
+            env[start.result] = enter(types[start.result], accumulator)
         run_ops(recipe.ops, env)
         for a in recipe.accumulates:
             old = unwrap(env[a.accumulator])
             value = jnp.asarray(read(env, a.value))
             env[a.result] = a.reduction.step(old, unwrap(value), index)
-        return [unwrap(jnp.asarray(env[r])) if isinstance(r, int) else jnp.asarray(r.value) for r in recipe.outputs]
+        return [leave(env[r]) if isinstance(r, int) else jnp.asarray(r.value) for r in recipe.outputs]
 
     return run
 
@@ -130,9 +142,19 @@ def read(env: Mapping[int, Any], ref: Ref) -> Any:
     return ref.value if isinstance(ref, Lit) else env[ref]
 
 
-def wrap(value_type: ValueType, x: Any) -> Any:
-    """Key data back to keys."""
-    return jax.random.wrap_key_data(x, impl=value_type.key_impl) if value_type.key_impl else x
+def enter(value_type: ValueType, x: Any) -> Any:
+    """A value at the boundary as its operations know it: key data as keys, with the sharding of its type."""
+    keyed = jax.random.wrap_key_data(x, impl=value_type.key_impl) if value_type.key_impl else x
+    return explicit.bring(keyed, value_type.sharding)
+
+
+def leave(x: Any) -> Any:
+    """The reverse of `enter`: keys as key data; what is whole on every device, for whatever use, is just whole."""
+    x = jnp.asarray(x)
+    mesh, known = jax.sharding.get_abstract_mesh(), explicit.of(jax.typeof(x))
+    if known is not None and (known.mesh != mesh or known.spec.reduced):
+        x = explicit.bring(x, NamedSharding(mesh, known.spec.update(reduced=frozenset())))
+    return unwrap(x)
 
 
 def unwrap(x: Any) -> Any:

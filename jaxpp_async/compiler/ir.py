@@ -34,11 +34,13 @@ class ValueType:
         aval: of the array as it travels; a key array stands as its uint32 data.
         key_impl: PRNG implementation, for key arrays.
         weak: JAX's weak type.
+        sharding: what stands in the value's type on a mesh with explicit axes (see `explicit`), else None.
     """
 
     aval: Aval
     key_impl: str | None = None
     weak: bool = False
+    sharding: Any = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,11 +23,12 @@ from typing import Any, TypeAlias
 
 from jaxpp_async import schedules
 from jaxpp_async.compiler import lowering, verify
-from jaxpp_async.compiler.emit import Emitted, Target, emit, lowering_context
+from jaxpp_async.compiler.emit import Emitted, Target, lowering_context
 from jaxpp_async.compiler.graph import PlacedStep, build
 from jaxpp_async.compiler.ir import Loop, Traced, format_flat
 from jaxpp_async.compiler.partition import StagedLoop, partition
-from jaxpp_async.compiler.propagate import Spec, propagate
+from jaxpp_async.compiler.propagate import Spec, propagate, sharded
+from jaxpp_async.compiler.sharing import Exports
 from jaxpp_async.compiler.texts import (
     Texts,
     format_executables,
@@ -56,6 +57,7 @@ class StepRequest:
         in_specs, out_specs: given a traced step, the user's spec (or None) for each argument and each result leaf.
         schedule: replaces the schedule of every loop; None keeps what the step says.
         result_homes: actors that must hold a result leaf in the end, by leaf.
+        exports: the executables known so far; those of this step are added.
     """
 
     fn: Callable
@@ -69,6 +71,7 @@ class StepRequest:
     target: Target
     schedule: Any = None
     result_homes: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
+    exports: Exports = dataclasses.field(default_factory=Exports)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +128,7 @@ def compile_step(request: StepRequest, passed: Passed = _unobserved) -> Compiled
         UnsupportedError, StageError, ScheduleError, ShardingError: see `errors`.
     """
     done = plan(request, passed)
-    executables = tuple(emit(r, done.traced.types, done.specs, request.target) for r in done.placed.recipes)
+    executables = request.exports.emit(done.placed.recipes, done.traced.types, done.specs, request.target)
     passed("emit")
     texts = done.passes.with_text("emit", functools.partial(format_executables, executables))
     return Compiled(done.traced, done.placed, done.programs, executables, texts, done.continues, done.settled)
@@ -276,14 +279,7 @@ def _scheduled(staged: StagedLoop, request: StepRequest) -> ScheduledLoop:
 def _with_specs(placed: PlacedStep, specs: Mapping[int, Spec]) -> TaskGraph:
     graph = placed.graph
     values = tuple(
-        dataclasses.replace(value, aval=dataclasses.replace(value.aval, spec=_trimmed(specs.get(ir_id, ()))))
+        dataclasses.replace(value, aval=sharded(value.aval, placed.types[ir_id], specs.get(ir_id, ())))
         for value, ir_id in zip(graph.values, placed.value_ids, strict=True)
     )
     return dataclasses.replace(graph, values=values)
-
-
-def _trimmed(spec: Spec) -> Spec:
-    """Without trailing Nones, so that equal shardings compare equal."""
-    while spec and spec[-1] is None:
-        spec = spec[:-1]
-    return spec

@@ -1,24 +1,27 @@
 """compiler.propagate: shardings for every value that crosses a task boundary, inferred without devices.
 
-The whole step, with each loop's body once, is lowered on an abstract mesh with every boundary value as a result;
-Shardy's propagation fills in the rest. In: a placed step and the user's shardings. Out: a spec for each value id.
+On explicit axes they stand in the values' types. For automatic axes the whole step, with each loop's body once, is
+lowered on an abstract mesh with every boundary value as a result; Shardy's propagation fills in the rest. In: a placed
+step and the user's shardings. Out: a spec for each value id.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxpp_async import jax_compat
+from jaxpp_async import explicit, jax_compat
 from jaxpp_async.compiler import emit
 from jaxpp_async.compiler.graph import PlacedStep
-from jaxpp_async.compiler.ir import Loop, Op, Traced
-from jaxpp_async.program import SpecEntry
+from jaxpp_async.compiler.ir import Loop, Op, Traced, Types, ValueType
+from jaxpp_async.compiler.variants import ScheduledLoop
+from jaxpp_async.program import Aval, SpecEntry
 
 Spec = tuple[SpecEntry, ...]
 
@@ -40,12 +43,36 @@ def propagate(
     """
     if target.mesh is None:
         return {}
-    boundary = sorted(_boundary_ids(placed) - set(traced.flat.inputs))
+    if set(target.mesh.axis_types) == {AxisType.Explicit}:
+        specs = {v: t.sharding.spec.partitions if t.sharding is not None else () for v, t in placed.types.items()}
+    else:
+        specs = _inferred(traced, placed, target, in_specs)
+    for result, arg in continues.items():
+        specs[placed.output_ids[result]] = specs[traced.flat.inputs[arg]]
+    for result, spec in enumerate(out_specs):
+        if spec is not None:
+            specs[placed.output_ids[result]] = spec
+    specs.update((inside, specs[final]) for inside, final in placed.same_sharding.items() if final in specs)
+    return specs
+
+
+def sharded(aval: Aval, value_type: ValueType, spec: Spec) -> Aval:
+    """A value's aval between executables."""
+    while spec and spec[-1] is None:  # so that equal shardings compare equal
+        spec = spec[:-1]
+    return replace(aval, spec=spec, unreduced=explicit.unreduced(value_type.sharding))
+
+
+def _inferred(
+    traced: Traced, placed: PlacedStep, target: emit.Target, in_specs: Sequence[Spec | None]
+) -> dict[int, Spec]:
     mesh = target.mesh
+    assert mesh is not None
+    boundary = sorted(_boundary_ids(placed) - set(traced.flat.inputs))
     named = [*in_specs, *[None] * (len(traced.flat.inputs) - len(in_specs))]
     shardings = tuple(jax_compat.unspecified() if s is None else NamedSharding(mesh, PartitionSpec(*s)) for s in named)
     avals = [
-        jax.ShapeDtypeStruct(t.aval.shape, jnp.dtype(t.aval.dtype))
+        jax.ShapeDtypeStruct(t.aval.shape, jnp.dtype(t.aval.dtype), sharding=t.sharding)
         for t in (placed.types[v] for v in traced.flat.inputs)
     ]
     with emit.lowering_context(target):
@@ -53,12 +80,6 @@ def propagate(
         arg_specs, result_specs = jax_compat.propagated_specs(step, avals, target.platform)
     specs = dict(zip(boundary, result_specs, strict=True))
     specs.update(zip(traced.flat.inputs, arg_specs, strict=True))
-    for result, arg in continues.items():
-        specs[placed.output_ids[result]] = specs[traced.flat.inputs[arg]]
-    for result, spec in enumerate(out_specs):
-        if spec is not None:
-            specs[placed.output_ids[result]] = spec
-    specs.update((inside, specs[final]) for inside, final in placed.same_sharding.items() if final in specs)
     return specs
 
 
@@ -79,27 +100,31 @@ def _whole_step(traced: Traced, placed: PlacedStep, boundary: Sequence[int]) -> 
     loops = {id(item): position for position, item in enumerate(traced.flat.ops) if isinstance(item, Loop)}
 
     def run(*args: Any) -> list[Any]:
-        env = {v: emit.wrap(types[v], x) for v, x in zip(traced.flat.inputs, args, strict=True)}
+        env = {v: emit.enter(types[v], x) for v, x in zip(traced.flat.inputs, args, strict=True)}
         for item in placed.placement.items:
             if isinstance(item, Op):
                 emit.run_ops([item], env)
             else:
-                _run_loop_once(item, placed.parts[loops[id(item)]], placed.loops[loops[id(item)]].staged, env)
-        return [emit.unwrap(jnp.asarray(env[v])) for v in boundary]
+                _run_loop_once(item, placed.parts[loops[id(item)]], placed.loops[loops[id(item)]], env, types)
+        return [emit.leave(env[v]) for v in boundary]
 
     return run
 
 
-def _run_loop_once(loop: Loop, finals: Sequence[Sequence[int]], staged: Any, env: dict[int, Any]) -> None:
+def _run_loop_once(
+    loop: Loop, finals: Sequence[Sequence[int]], scheduled: ScheduledLoop, env: dict[int, Any], types: Types
+) -> None:
     invariants, batch, index = loop.body_inputs()
     for v, ref in zip(invariants, loop.invariants, strict=True):
         env[v] = emit.read(env, ref)
     for v, ref in zip(batch, loop.batch, strict=True):
         env[v] = lax.index_in_dim(emit.read(env, ref), 0, 0, keepdims=False)
     env[index] = jnp.int32(0)
-    emit.run_ops([op for op in loop.body.ops if isinstance(op, Op)], env)
-    for ids, parts, reduction in zip(finals, staged.outputs, loop.reductions, strict=True):
+    for variant in scheduled.variants.values():  # a stage's forms come in an order in which they can run
+        emit.run_ops(variant.task.ops, env)
+    for ids, parts, reduction in zip(finals, scheduled.staged.outputs, loop.reductions, strict=True):
         for final, part in zip(ids, parts, strict=True):
             value = emit.unwrap(jnp.asarray(emit.read(env, part.value)))
             start = reduction.start(value.shape, value.dtype, loop.num_microbatches)
-            env[final] = reduction.step(start, value, env[index])
+            start = emit.unwrap(emit.enter(types[final], start))
+            env[final] = emit.enter(types[final], reduction.step(start, value, env[index]))

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxpp_async import jax_compat, markers
+from jaxpp_async import explicit, jax_compat, markers
 from jaxpp_async.compiler import choices, prints
 from jaxpp_async.compiler.ir import Captured, Flat, Lit, Loop, Op, Print, Ref, Shown, Traced, Types, ValueType, used_ids
 from jaxpp_async.errors import ShardingError, UnsupportedError
@@ -46,10 +46,10 @@ _INLINED_OUTSIDE = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr
 
 def value_type(aval: Any) -> ValueType:
     """The `ValueType` of a JAX aval (sharding is filled in later)."""
-    weak = bool(getattr(aval, "weak_type", False))
+    weak, types = bool(getattr(aval, "weak_type", False)), explicit.of(aval)
     if jax_compat.is_key_dtype(aval.dtype):
-        return ValueType(Aval(jax_compat.key_data_shape(aval), "uint32"), jax_compat.key_impl(aval.dtype), weak)
-    return ValueType(Aval(tuple(aval.shape), jax_compat.dtype_name(aval.dtype)), None, weak)
+        return ValueType(Aval(jax_compat.key_data_shape(aval), "uint32"), jax_compat.key_impl(aval.dtype), weak, types)
+    return ValueType(Aval(tuple(aval.shape), jax_compat.dtype_name(aval.dtype)), None, weak, types)
 
 
 def trace(
@@ -70,7 +70,7 @@ def trace(
             full[position] = value
         return fn(*full)
 
-    dynamic_args = tuple(args[i] for i in dynamic)
+    dynamic_args = jax.tree.map(explicit.replicated_unless_given, tuple(args[i] for i in dynamic))
     closed, out_shapes = _traced(flat_fn, dynamic_args)
     named, in_tree = jax.tree_util.tree_flatten_with_path(dynamic_args)
     names, arg_of = [], []

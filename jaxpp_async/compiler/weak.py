@@ -55,7 +55,7 @@ def _strong(args: Sequence[Any], static_argnums: Sequence[int], leaves: set[int]
     dynamic = [i for i in range(len(args)) if i not in static_argnums]
     flat, tree = jax.tree.flatten([args[i] for i in dynamic])
     for k in leaves:
-        flat[k] = jax.ShapeDtypeStruct(flat[k].shape, flat[k].dtype)
+        flat[k] = jax.ShapeDtypeStruct(flat[k].shape, flat[k].dtype, sharding=flat[k].sharding)
     strong = list(args)
     for i, arg in zip(dynamic, jax.tree.unflatten(tree, flat), strict=True):
         strong[i] = arg
