@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -188,6 +189,42 @@ def primitives_inside(jaxpr: Any) -> set[str]:
     return found
 
 
+@dataclass(frozen=True, eq=False)
+class ScanParts:
+    """A `scan` equation: operands are constants, carries, stacked operands; results are carries, stacked results."""
+
+    body: Any
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+
+    @property
+    def first_x(self) -> int:
+        """Position of the first stacked operand."""
+        return self.num_consts + self.num_carry
+
+
+def scan_parts(eqn: Any) -> ScanParts:
+    """What a `scan` equation says."""
+    p = eqn.params
+    return ScanParts(p["jaxpr"], p["num_consts"], p["num_carry"], p["length"], p["reverse"])
+
+
+def largest_constant_inside(eqn: Any) -> int:
+    """Bytes of the largest array that a jaxpr among an equation's params, at any depth, closes over."""
+    sizes = [0]
+    for value in eqn.params.values():
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(inner, ClosedJaxpr):
+                sizes += [getattr(c, "nbytes", 0) for c in inner.consts]
+    for inner in sub_jaxprs(eqn):
+        for sub in inner.eqns:
+            sizes += [getattr(a.val, "nbytes", 0) for a in sub.invars if isinstance(a, Literal)]
+            sizes.append(largest_constant_inside(sub))
+    return max(sizes)
+
+
 def bind_eqn(eqn: Any, args: Sequence[Any]) -> list[Any]:
     """Run one equation on `args` (tracers or arrays), keeping its source line for errors and profiles."""
     params = eqn.primitive.get_bind_params(eqn.params)
@@ -238,6 +275,19 @@ def source_line(eqn: Any) -> str:
         if not frame.file_name.startswith(_PACKAGE_DIR):
             return f"{frame.file_name}:{frame.start_line}"
     return "unknown line"
+
+
+def location(eqn: Any) -> tuple[Any, ...]:
+    """What stands of `eqn`'s origin in a lowered program's bytes, under `innermost_locations`."""
+    frame = next(_source_info.user_frames(eqn.source_info.traceback), None)
+    where = (frame.file_name, frame.start_line, frame.start_column) if frame is not None else ()
+    return *where, str(eqn.source_info.name_stack)
+
+
+def debug_names(jaxpr: Any) -> tuple[Any, ...]:
+    """The names that a jaxpr remembers of its function, its arguments and its results."""
+    info = jaxpr.debug_info
+    return info.traced_for, info.func_src_info, info.arg_names, info.result_paths
 
 
 def caller_line() -> str:
