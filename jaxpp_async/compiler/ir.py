@@ -56,8 +56,8 @@ class Op:
         transposed: made by reverse-mode differentiation.
         params: what partitioning looks at (a marker's name and side).
         expand: for an operation that wraps others (a checkpoint): those, over new value ids, and its results.
-        split: for one that can be cut in two (a scan): positions of the results that are wanted first to the operation
-            that makes them, with whatever the other needs of it, and the operation that makes the rest.
+        split: for one that can be cut in two (a scan): itself and the positions of the results that are wanted first to
+            the operation that makes them, with whatever the other needs of it, and the operation that makes the rest.
         branches: for a `cond` outside the loops, what it chooses from.
     """
 
@@ -69,7 +69,7 @@ class Op:
     transposed: bool = False
     params: dict[str, Any] = field(default_factory=dict)
     expand: Callable[[], tuple[tuple[Op, ...], tuple[Ref, ...]]] | None = None
-    split: Callable[[frozenset[int]], tuple[Op, Op] | None] | None = None
+    split: Callable[[Op, frozenset[int]], tuple[Op, Op] | None] | None = None
     branches: Branches | None = None
 
     @property

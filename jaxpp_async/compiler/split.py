@@ -30,7 +30,7 @@ def split_backward(
     stage = task.key[1]
     if not wanted:
         return None, replace(task, key=("bwd_weight", stage))
-    first, second = _cut(task.ops, wanted)
+    first, second = cut(task.ops, wanted)
     early = {o for op in first for o in op.outputs}
     adds_first = tuple(a for a in task.adds if _value(staged, a) in early)
     adds_second = tuple(a for a in task.adds if _value(staged, a) not in early)
@@ -48,8 +48,13 @@ def _value(staged: StagedLoop, add: tuple[int, int]) -> object:
     return staged.outputs[add[0]][add[1]].value
 
 
-def _cut(ops: Sequence[Op], wanted: Collection[int]) -> tuple[list[Op], list[Op]]:
-    """The operations that `wanted` depends on, and the others."""
+def cut(ops: Sequence[Op], wanted: Collection[int]) -> tuple[list[Op], list[Op]]:
+    """The operations that `wanted` depends on, and the others. Operations that do both are opened or cut themselves.
+
+    Args:
+        ops: in program order.
+        wanted: ids of values.
+    """
     needed, pending = set(wanted), list(ops)
     first: list[Op] = []
     second: list[Op] = []
@@ -63,7 +68,7 @@ def _cut(ops: Sequence[Op], wanted: Collection[int]) -> tuple[list[Op], list[Op]
         if partly and op.expand is not None:
             pending += _opened(op)
             continue
-        if partly and op.split is not None and (halves := op.split(hit)) is not None:
+        if partly and op.split is not None and (halves := op.split(op, hit)) is not None:
             op, rest = halves
             second.append(rest)
         first.append(op)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxpp_async import explicit, jax_compat, markers
-from jaxpp_async.compiler import choices, prints
+from jaxpp_async.compiler import choices, prints, scans
 from jaxpp_async.compiler.ir import Captured, Flat, Lit, Loop, Op, Print, Ref, Shown, Traced, Types, ValueType, used_ids
 from jaxpp_async.errors import ShardingError, UnsupportedError
 from jaxpp_async.program import Aval
@@ -30,10 +30,9 @@ CAPTURE_BYTES = 1024
 _CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print")
 
 _INLINED = ("jit", "pjit", "closed_call", "core_call")
+_CHECKPOINTS = ("checkpoint", "remat", "remat2")
 _INLINED_AROUND_MARKERS = (
-    "checkpoint",
-    "remat",
-    "remat2",
+    *_CHECKPOINTS,
     "custom_jvp_call",
     "custom_vjp_call",
     "custom_vjp_call_jaxpr",
@@ -118,6 +117,7 @@ class _Flattener:
         self.captured: dict[int, Captured] = {}  # by id() of the array, which `Captured` keeps alive
         self.prints: list[Any] = []  # of the body that is being inlined
         self.in_loop = False
+        self.stacks: dict[int, list[Ref]] = {}  # see `scans.Flattener`
 
     def top(self, closed: Any) -> Flat:
         jaxpr, consts = jax_compat.open_jaxpr(closed)
@@ -170,6 +170,8 @@ class _Flattener:
             jaxpr, consts = jax_compat.open_jaxpr(inner)
             env = dict(zip(jaxpr.invars, inputs, strict=True))
             return self.inline(jaxpr, consts, env, ops, line, transposed)
+        if name == "scan" and marked and LOOP not in marked:
+            return scans.unrolled(self, eqn, inputs, ops, line, transposed)
         if marked:
             raise UnsupportedError(
                 f"{line}: {' and '.join(sorted(marked))} inside `{name}` cannot be pipelined yet; "
@@ -184,8 +186,30 @@ class _Flattener:
             params["name"] = eqn.params["name"]
         run = functools.partial(jax_compat.bind_eqn, eqn)
         op = Op(name, tuple(inputs), outputs, run, line, transposed, params)
-        ops.append(op if self.in_loop else self.opened(op, eqn))
+        ops.append(self.cuttable(op, eqn) if self.in_loop else self.opened(op, eqn))
         return list(outputs)
+
+    def cuttable(self, op: Op, eqn: Any) -> Op:
+        """An operation in a stage, with what a split of the stage's backward needs to take it apart."""
+        # A large constant in there would have to become an operand, and the loop's operands are known by then.
+        if op.name not in (*_CHECKPOINTS, "scan") or jax_compat.largest_constant_inside(eqn) > CAPTURE_BYTES:
+            return op
+        if op.name == "scan":
+            return dataclasses.replace(op, split=scans.splitter(self, eqn))
+        return dataclasses.replace(op, expand=functools.partial(self.inside, eqn, op))
+
+    def inside(self, eqn: Any, op: Op) -> tuple[tuple[Op, ...], tuple[Ref, ...]]:
+        """What a checkpoint in a stage computes."""
+        inner: list[Any] = []
+        jaxpr, consts = jax_compat.open_jaxpr(jax_compat.inner_jaxpr(eqn))
+        env = dict(zip(jaxpr.invars, op.inputs, strict=True))
+        self.in_loop = True
+        results = self.inline(jaxpr, consts, env, inner, op.line, op.transposed)
+        self.in_loop = False
+        return tuple(inner), tuple(results)
+
+    def value_type(self, aval: Any) -> ValueType:
+        return value_type(aval)
 
     def opened(self, op: Op, eqn: Any) -> Op:
         """An operation outside the loops, with what is inside it: placement takes it apart where it joins actors."""
@@ -198,7 +222,7 @@ class _Flattener:
             branches = choices.branches(bodies, self.types, ends=ends)
             inputs = (*op.inputs, *inside)
             return dataclasses.replace(op, inputs=inputs, run=branches.choose(bodies), branches=branches)
-        if op.name in _INLINED or op.name in ("checkpoint", "remat", "remat2"):
+        if op.name in _INLINED or op.name in _CHECKPOINTS:
             inner: list[Any] = []
             jaxpr, consts = jax_compat.open_jaxpr(jax_compat.inner_jaxpr(eqn))
             pins = jax_compat.pinned_shardings(eqn)
