@@ -225,6 +225,22 @@ def largest_constant_inside(eqn: Any) -> int:
     return max(sizes)
 
 
+def find_inside(eqn: Any, names: Sequence[str]) -> tuple[Any, list[str]]:
+    """The first equation with one of these primitives: `eqn` itself or one inside it, else None.
+
+    Returns:
+        The equation, and the primitives around it, outermost first.
+    """
+    if eqn.primitive.name in names:
+        return eqn, []
+    for inner in sub_jaxprs(eqn):
+        for each in inner.eqns:
+            found, around = find_inside(each, names)
+            if found is not None:
+                return found, [eqn.primitive.name, *around]
+    return None, []
+
+
 def bind_eqn(eqn: Any, args: Sequence[Any]) -> list[Any]:
     """Run one equation on `args` (tracers or arrays), keeping its source line for errors and profiles."""
     params = eqn.primitive.get_bind_params(eqn.params)

@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 from jaxpp_async import schedules
 from jaxpp_async.compiler import lowering, verify
 from jaxpp_async.compiler.emit import Emitted, Target, lowering_context
+from jaxpp_async.compiler.exportable import explained
 from jaxpp_async.compiler.graph import PlacedStep, build
 from jaxpp_async.compiler.ir import Loop, Traced, format_flat
 from jaxpp_async.compiler.partition import StagedLoop, partition
@@ -128,7 +129,8 @@ def compile_step(request: StepRequest, passed: Passed = _unobserved) -> Compiled
         UnsupportedError, StageError, ScheduleError, ShardingError: see `errors`.
     """
     done = plan(request, passed)
-    executables = request.exports.emit(done.placed.recipes, done.traced.types, done.specs, request.target)
+    with explained(done.placed.recipes, done.traced.types, request.target):
+        executables = request.exports.emit(done.placed.recipes, done.traced.types, done.specs, request.target)
     passed("emit")
     texts = done.passes.with_text("emit", functools.partial(format_executables, executables))
     return Compiled(done.traced, done.placed, done.programs, executables, texts, done.continues, done.settled)
@@ -170,7 +172,8 @@ def plan(request: StepRequest, passed: Passed = _unobserved) -> Plan:
     )
     verify.verify_graph(placed.graph)
     passed("place")
-    specs = propagate(traced, placed, request.target, in_specs, out_specs, continues)
+    with explained(placed.recipes, placed.types, request.target):
+        specs = propagate(traced, placed, request.target, in_specs, out_specs, continues)
     placed = dataclasses.replace(placed, graph=_with_specs(placed, specs))
     verify.verify_graph(placed.graph)
     passed("shard")

@@ -253,6 +253,7 @@ class _Flattener:
     def lifted(self, eqn: Any, inputs: list[Ref], ops: list, line: str, transposed: bool) -> list[Ref]:
         """A checkpoint, and then the prints inside it: what they show becomes results of the checkpoint."""
         alone, consts, inside = prints.lift(eqn)
+        self.refuse_host(alone, alone.primitive.name, line, ops)  # a scan inside may still print
         results = self.equation(alone, [*map(self.constant, consts), *inputs], ops, line, transposed)
         for inner, operands in inside:
             refs = [results[o] if isinstance(o, int) else self.constant(o.val) for o in operands]
@@ -261,22 +262,25 @@ class _Flattener:
 
     def refuse_host(self, eqn: Any, name: str, line: str, ops: list) -> None:
         """Host code does not travel to the actors."""
-        inside = {n for inner in jax_compat.sub_jaxprs(eqn) for n in jax_compat.primitives_inside(inner)}
-        found = next((n for n in (name, *sorted(inside)) if n in _CALLBACKS), None)
+        found, around = jax_compat.find_inside(eqn, _CALLBACKS)
         if found is None and not jax_compat.has_effects(eqn):
             return
-        where = f" in stage {sum(isinstance(op, Op) and op.name == MARKER for op in ops)}" if self.in_loop else ""
-        if found in prints.PRINTS:
+        stage = f" in stage {sum(isinstance(op, Op) and op.name == MARKER for op in ops)}" if self.in_loop else ""
+        around = [n for n in around if n not in (*_INLINED, *_INLINED_AROUND_MARKERS)]
+        what = found.primitive.name if found is not None else name
+        where = f"`{what}`" + (f" inside `{around[-1]}`" if around else "") + stage
+        if found is not None and (own := jax_compat.source_line(found)) != "unknown line":
+            line = own
+        if what in prints.PRINTS:
             raise UnsupportedError(
-                f"{line}: `{found}` inside `{name}`{where}: prints are made by the controller from results of the "
-                f"step, and a print in a `{name}` has none; print before or after it, return the values from its body "
-                "and print them there, or write it as Python code"
+                f"{line}: {where}: prints are made by the controller from results of the step, and values inside a "
+                f"`{around[-1] if around else name}` are none; print before or after it, return the values from its "
+                "body and print them there, or write it as Python code"
             )
-        around = f" (inside `{name}`)" if found not in (None, name) else ""
         raise UnsupportedError(
-            f"{line}: `{found or name}`{around}{where} runs Python on the host, or has side effects there, which a "
-            "task on an actor cannot; return the value from the step and use it there, or show it with "
-            "`jax.debug.print` or `jax.debug.callback`"
+            f"{line}: {where} runs Python on the host, or has side effects there, which a task on an actor cannot; "
+            "return the value from the step and use it there, or show it with `jax.debug.print` or "
+            "`jax.debug.callback`"
         )
 
     def loop(self, eqn: Any, inputs: list[Ref], ops: list) -> list[Ref]:
