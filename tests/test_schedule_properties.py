@@ -12,11 +12,15 @@ from hypothesis import strategies as st
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program import Task
 from jaxpp_async.schedules import (
+    DualPipeV,
     Eager1F1B,
     GPipe,
     Interleaved1F1B,
     LoopedBFS,
     Std1F1B,
+    ZeroBubbleH1,
+    ZeroBubbleH2,
+    ZeroBubbleV,
     bubble_fraction,
     dependencies,
     format_grid,
@@ -27,14 +31,17 @@ from jaxpp_async.schedules import (
     stage_actors,
 )
 
-QUICK = settings(max_examples=150, deadline=None)
+QUICK = settings(max_examples=80, deadline=None)
+BUILT_IN = [
+    GPipe, Std1F1B, Eager1F1B, Interleaved1F1B, LoopedBFS, ZeroBubbleH1, ZeroBubbleH2, ZeroBubbleV, DualPipeV,
+]  # fmt: skip
 
 
 @st.composite
 def schedules(draw, *, min_actors=1):
     """(rows, sizes): a random interleaving of all tasks along their dependencies, dealt to a random actor a stage."""
-    num_stages = draw(st.integers(1, 5))
-    num_microbatches = draw(st.integers(1, 5))
+    num_stages = draw(st.integers(1, 4))
+    num_microbatches = draw(st.integers(1, 4))
     num_actors = draw(st.integers(min_actors, 5))
     places = draw(st.lists(st.integers(0, num_actors - 1), min_size=num_stages, max_size=num_stages))
     pairs = [(stage, i) for stage in range(num_stages) for i in range(num_microbatches)]
@@ -96,7 +103,7 @@ def test_global_order_is_topological_and_keeps_each_list(drawn):
 
 @QUICK
 @given(
-    cls=st.sampled_from([GPipe, Std1F1B, Eager1F1B, Interleaved1F1B, LoopedBFS]),
+    cls=st.sampled_from(BUILT_IN),
     stages=st.integers(1, 20),
     microbatches=st.integers(1, 20),
     actors=st.integers(1, 9),
@@ -156,7 +163,7 @@ def _break(rows, sizes, kind, random):
 
 
 @pytest.mark.parametrize("kind", ["drop", "twice", "swap", "move", "stage", "microbatch", "type", "both", "list"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(drawn=schedules(), random=st.randoms(use_true_random=False))
 def test_broken_schedules_raise(kind, drawn, random):
     rows, sizes = drawn
@@ -167,7 +174,7 @@ def test_broken_schedules_raise(kind, drawn, random):
     assert str(caught.value).startswith("train.py:41: ")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(drawn=schedules(min_actors=2), random=st.randoms(use_true_random=False))
 def test_cycles_across_actors_raise_with_the_cycle(drawn, random):
     """Exchange a task's dependency chain across actors: put on each list the later task of another microbatch first."""

@@ -201,7 +201,7 @@ def _lines(text: str, name: str) -> list[list[str]]:
         lines = list(csv.reader(io.StringIO(text, newline="")))
     except csv.Error as error:
         raise ScheduleError(f"{name}: it is not a CSV file ({error}); write a line an actor") from error
-    while lines and not any(cell.strip() for cell in lines[-1]) and len(lines[-1]) < 2:
+    while lines and not lines[-1]:  # an actor without a task that we wrote has cells, if only ""
         lines.pop()
     return lines
 

@@ -6,13 +6,35 @@ from pathlib import Path
 
 import pytest
 
-from jaxpp_async.schedules import Eager1F1B, GPipe, Interleaved1F1B, LoopedBFS, Std1F1B, format_grid, resolve
+from jaxpp_async.schedules import (
+    DualPipeV,
+    Eager1F1B,
+    GPipe,
+    Interleaved1F1B,
+    LoopedBFS,
+    Std1F1B,
+    ZeroBubbleH1,
+    ZeroBubbleH2,
+    ZeroBubbleV,
+    format_grid,
+    resolve,
+)
+
+STAGES = {
+    GPipe: 4,
+    Std1F1B: 4,
+    Eager1F1B: 4,
+    Interleaved1F1B: 8,
+    LoopedBFS: 8,
+    ZeroBubbleH1: 4,
+    ZeroBubbleH2: 4,
+    ZeroBubbleV: 8,
+    DualPipeV: 8,
+}
 
 
 @pytest.mark.parametrize("actors", [4, 2])
-@pytest.mark.parametrize(
-    ("cls", "stages"), [(GPipe, 4), (Std1F1B, 4), (Eager1F1B, 4), (Interleaved1F1B, 8), (LoopedBFS, 8)]
-)
+@pytest.mark.parametrize(("cls", "stages"), STAGES.items())
 def test_order(cls, stages, actors, request):
     rows = resolve(cls(stages), num_stages=stages, num_microbatches=8, num_actors=actors)
     name = f"{cls.__name__.lower()}_{stages}stages_{actors}actors_8microbatches.txt"
