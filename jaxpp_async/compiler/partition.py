@@ -87,7 +87,7 @@ def partition(loop: Loop, types: Types) -> StagedLoop:
         StageError: a stage needs a value of a later stage of the same microbatch.
         UnsupportedError: a cotangent marker's forward side cannot be found.
     """
-    stages = Stages(loop)
+    stages = Stages(loop, types)
     found = results(stages, types)
     return StagedLoop(stages.num_stages, _tasks(stages, found), found.parts, found.tails, loop, stages.stage_names)
 

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from jaxpp_async.compiler.ir import Loop, Op, Ref
+from jaxpp_async.compiler.ir import Loop, Op, Ref, Types
 from jaxpp_async.errors import StageError, UnsupportedError
 
 MARKER, MARKER_SIDE = "pipeline_yield", "pipeline_yield_side"
@@ -105,14 +105,16 @@ class Stages:
 
     Args:
         loop: the loop.
+        types: of its values.
 
     Raises:
         StageError: a stage needs a value of a later stage of the same microbatch.
         UnsupportedError: a cotangent marker's forward side cannot be found.
     """
 
-    def __init__(self, loop: Loop) -> None:
-        self.loop, self.body = loop, loop.body
+    def __init__(self, loop: Loop, types: Types) -> None:
+        self.loop, self.body, self.types = loop, loop.body, types
+        self.invariants = frozenset(loop.body_inputs()[0])
         self.ops: list[Op] = [op for op in loop.body.ops if isinstance(op, Op)]
         self.producer = {o: i for i, op in enumerate(self.ops) for o in op.outputs if o >= 0}
         self.users: dict[int, list[int]] = defaultdict(list)
@@ -229,15 +231,38 @@ class Stages:
                 operands = [self.stage[p] for p in self._producers(op) if self.stage[p] is not None]
                 latest = max((s for s in operands if s is not None), default=None)
                 self.stage[i] = self._ancestors.get(i, latest)
+        homes = self.homes()
         for i in reversed(range(len(self.ops))):
             if self.kind[i] == FORWARD and self.stage[i] is None:
                 users = [self.stage[u] for o in self.ops[i].outputs for u in self._users(o)]
-                self.stage[i] = min((s for s in users if s is not None), default=None)
+                limit = min((s for s in users if s is not None), default=None)
+                self.stage[i] = self._beside_weights(self.ops[i], homes, limit)
         # What only the backward uses is made beside its operands.
         for i, op in enumerate(self.ops):
             if self.kind[i] == FORWARD and self.stage[i] is None:
                 operands = [self.stage[p] for p in self._producers(op)]
                 self.stage[i] = max((s for s in operands if s is not None), default=0)
+
+    def _beside_weights(self, op: Op, homes: dict[int, set[int]], limit: int | None) -> int | None:
+        """The latest stage up to `limit` that holds what `op` makes something smaller of: a penalty's sum. Else `limit`."""
+        made = sum(self.types[o].aval.size_bytes for o in op.outputs if o >= 0)
+        roots = {r for v in op.reads for r in self._roots(v) if r in self.invariants}
+        large = [r for r in roots if self.types[r].aval.size_bytes > made]
+        held = set[int]().union(*(homes.get(r, ()) for r in large))
+        return max((s for s in held if limit is not None and s <= limit), default=limit)
+
+    def _roots(self, value: int) -> set[int]:
+        """The loop's operands behind a light value."""
+        found: set[int] = set()
+        stack = [value]
+        while stack:
+            v = self.root(stack.pop())
+            p = self.producer.get(v)
+            if p is None:
+                found.add(v)
+            elif self.kind[p] == LIGHTWEIGHT:
+                stack += self.ops[p].reads
+        return found
 
     def _producers(self, op: Op) -> Iterable[int]:
         for r in op.reads:
