@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.extend as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -235,13 +236,6 @@ def later_stage(ws, x):
     return jnp.sum(jpp.pipeline_yield(x @ grad) @ ws[1])
 
 
-def yield_in_scan(ws, x):
-    def layer(x, w):
-        return jpp.pipeline_yield(jnp.tanh(x @ w)), None
-
-    return jnp.sum(jax.lax.scan(layer, x, jnp.stack(ws))[0])
-
-
 def yield_in_cond(ws, x):
     def yes(x):
         return jpp.pipeline_yield(x @ ws[0])
@@ -267,9 +261,20 @@ def loop_in_loop(ws, x):
     return jpp.accumulate_grads(lambda row: jnp.sum(row @ ws[0]), jpp.GPipe(1))(x)
 
 
-def prints(ws, x):
-    jax.debug.print("{}", x[0, 0])
-    return loss_fn(ws, x)
+def prints_in_a_scan(ws, x):
+    def body(x, _):
+        jax.debug.print("{}", x[0, 0])
+        return x + 1, None
+
+    return loss_fn(ws, jax.checkpoint(lambda x: jax.lax.scan(body, x, None, length=2)[0])(x))
+
+
+def prints_in_a_cond(ws, x):
+    def yes(x):
+        jax.debug.callback(print, x)
+        return x
+
+    return loss_fn(ws, jax.lax.cond(x[0, 0] > 0, yes, lambda x: x, x))
 
 
 def calls_back(ws, x):
@@ -284,9 +289,18 @@ def calls_back_in_a_scan(ws, x):
     return loss_fn(ws, jax.lax.scan(body, x, None, length=2)[0])
 
 
-def prints_outside(ws, batch):
-    jax.debug.print("{}", batch[0, 0, 0])
-    return GOOD(ws, batch)
+nobody_p = jex.core.Primitive("nobody_lowers")
+nobody_p.def_abstract_eval(lambda x: x)
+
+
+def no_lowering(ws, x):
+    x = jnp.sin(nobody_p.bind(jpp.pipeline_yield(x @ ws[0])))
+    return jnp.sum(x)
+
+
+def foreign_code(ws, x):
+    x = jax.ffi.ffi_call("their_kernel", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+    return loss_fn(ws, x)
 
 
 PROGRAMS = {
@@ -294,10 +308,6 @@ PROGRAMS = {
         step_of(later_stage, jpp.GPipe(3)), StageError,
         ["stage 1 needs the gradient of pipeline_yield", "backward pass of a later stage", "take this gradient"],
         (later_stage, "made by stage 1"),
-    ),
-    "pipeline_yield in a scan": Case(
-        step_of(yield_in_scan), Unsupported, ["pipeline_yield inside `scan`", "move it out"],
-        (yield_in_scan, "jax.lax.scan("),
     ),
     "pipeline_yield in a cond": Case(
         step_of(yield_in_cond), Unsupported, ["pipeline_yield inside `cond`", "in Python"],
@@ -314,20 +324,31 @@ PROGRAMS = {
         loop_over(loop_in_loop), Unsupported, ["inside another accumulate_grads", "inner one as a Python loop"],
         (loop_in_loop, "jpp.accumulate_grads("),
     ),
-    "a print": Case(
-        step_of(prints), Unsupported, ["`debug_", "on the host", "return the value from the step"],
-        (prints, "jax.debug.print"),
+    "a print in a scan": Case(
+        step_of(prints_in_a_scan), Unsupported,
+        ["`debug_print` inside `scan` in stage 0", "return the values from its body"],
+        (prints_in_a_scan, "jax.debug.print"),
     ),
-    "a print outside the loop": Case(
-        prints_outside, Unsupported, ["`debug_", "return the value"], (prints_outside, "jax.debug.print")
+    "a callback in a cond": Case(
+        loop_over(prints_in_a_cond), Unsupported, ["`debug_callback` inside `cond`", "before or after it"],
+        (prints_in_a_cond, "jax.debug.callback"),
+    ),
+    "no lowering": Case(
+        loop_over(no_lowering), Unsupported, ["`nobody_lowers` in task fwd1 has no lowering", "register one"],
+        (no_lowering, "nobody_p.bind("),
+    ),
+    "foreign code": Case(
+        loop_over(foreign_code), Unsupported,
+        ["`ffi_call` in task fwd0 calls foreign code, 'their_kernel'", "JAX's own operations"],
+        (foreign_code, "jax.ffi.ffi_call("),
     ),
     "a callback": Case(
-        loop_over(calls_back), Unsupported, ["`pure_callback` runs Python on the host"],
+        loop_over(calls_back), Unsupported, ["`pure_callback` in stage 0 runs Python on the host", "jax.debug.print"],
         (calls_back, "jax.pure_callback("),
     ),
-    "a callback in a scan": Case(
-        loop_over(calls_back_in_a_scan), Unsupported, [r"`pure_callback` \(inside `scan`\)"],
-        (calls_back_in_a_scan, "jax.lax.scan("),
+    "a pure callback in a scan": Case(
+        loop_over(calls_back_in_a_scan), Unsupported, ["`pure_callback` inside `scan` in stage 0"],
+        (calls_back_in_a_scan, "jax.pure_callback("),
     ),
 }  # fmt: skip
 
