@@ -6,7 +6,7 @@ axes are all automatic every function here does nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +46,12 @@ def replicated_unless_given(leaf: Any) -> Any:
     if not has_axes(mesh) or getattr(leaf, "sharding", None) is not None:
         return leaf
     return typed(leaf, mesh, ())
+
+
+def result_type(fn: Callable[[Any], Any], x: Any) -> jax.ShapeDtypeStruct:
+    """`jax.eval_shape` of one array, which forgets explicit axes where the mesh has others too."""
+    (aval,) = jax.make_jaxpr(fn)(x).out_avals
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=of(aval), weak_type=aval.weak_type)
 
 
 def typed(leaf: Any, mesh: Any, spec: Sequence[Any]) -> jax.ShapeDtypeStruct:

@@ -29,6 +29,7 @@ Jaxpr = _extend.Jaxpr
 JaxprEqn = _extend.JaxprEqn
 Literal = _extend.Literal
 ShapedArray = _core.ShapedArray
+ShardingTypeError = _core.ShardingTypeError
 Zero = ad.Zero
 DropVar = _extend.DropVar
 

@@ -259,7 +259,7 @@ def accumulate_grads(
             microbatch = jax.tree.unflatten(tree, microbatch)
             return fn(microbatch, index) if pass_index else fn(microbatch)
 
-        slices = [jax.eval_shape(lambda x: lax.index_in_dim(x, 0, 0, keepdims=False), leaf) for leaf in leaves]
+        slices = [explicit.result_type(lambda x: lax.index_in_dim(x, 0, 0, keepdims=False), leaf) for leaf in leaves]
         index = jax.ShapeDtypeStruct((), jnp.int32)
         closed, shapes = jax.make_jaxpr(body, return_shape=True)(*slices, index)
         out_leaves, out_tree = jax.tree.flatten(shapes)

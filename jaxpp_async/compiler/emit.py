@@ -112,14 +112,14 @@ def recipe_function(recipe: Recipe, types: Types) -> Callable[..., list[Any]]:
 
     def run(*args: Any) -> list[Any]:
         env: dict[int, Any] = {v: lit.value for v, lit in recipe.literals.items()}
-        env.update((v, enter(types[v], x)) for v, x in zip(recipe.inputs, args, strict=True))
+        env.update((v, wrap(types[v], x)) for v, x in zip(recipe.inputs, args, strict=True))
         index = env[recipe.index] if recipe.index is not None else None
         for whole, part in recipe.slices:
             env[part] = lax.dynamic_index_in_dim(read(env, whole), index, 0, keepdims=False)
         for start in recipe.starts:
             dtype = jnp.dtype(start.aval.dtype)
             accumulator = start.reduction.start(start.aval.shape, dtype, start.num_microbatches)
-            env[start.result] = enter(types[start.result], accumulator)
+            env[start.result] = wrap(types[start.result], accumulator)
         run_ops(recipe.ops, env)
         for a in recipe.accumulates:
             old = unwrap(env[a.accumulator])
@@ -142,14 +142,14 @@ def read(env: Mapping[int, Any], ref: Ref) -> Any:
     return ref.value if isinstance(ref, Lit) else env[ref]
 
 
-def enter(value_type: ValueType, x: Any) -> Any:
+def wrap(value_type: ValueType, x: Any) -> Any:
     """A value at the boundary as its operations know it: key data as keys, with the sharding of its type."""
     keyed = jax.random.wrap_key_data(x, impl=value_type.key_impl) if value_type.key_impl else x
     return explicit.bring(keyed, value_type.sharding)
 
 
 def leave(x: Any) -> Any:
-    """The reverse of `enter`: keys as key data; what is whole on every device, for whatever use, is just whole."""
+    """The reverse of `wrap`: keys as key data; what is whole on every device, for whatever use, is just whole."""
     x = jnp.asarray(x)
     mesh, known = jax.sharding.get_abstract_mesh(), explicit.of(jax.typeof(x))
     if known is not None and (known.mesh != mesh or known.spec.reduced):

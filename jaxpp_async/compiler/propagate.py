@@ -21,6 +21,7 @@ from jaxpp_async.compiler import emit
 from jaxpp_async.compiler.graph import PlacedStep
 from jaxpp_async.compiler.ir import Loop, Op, Traced, Types, ValueType
 from jaxpp_async.compiler.variants import ScheduledLoop
+from jaxpp_async.errors import ShardingError
 from jaxpp_async.program import Aval, SpecEntry
 
 Spec = tuple[SpecEntry, ...]
@@ -40,9 +41,13 @@ def propagate(
         in_specs: the user's, one an argument leaf; None is inferred.
         out_specs: the user's, one a result leaf.
         continues: result leaf to the argument leaf whose sharding it keeps.
+
+    Raises:
+        ShardingError: a result that is not added up over all devices yet.
     """
     if target.mesh is None:
         return {}
+    _refuse_unreduced_results(traced, placed)
     if set(target.mesh.axis_types) == {AxisType.Explicit}:
         specs = {v: t.sharding.spec.partitions if t.sharding is not None else () for v, t in placed.types.items()}
     else:
@@ -54,6 +59,15 @@ def propagate(
             specs[placed.output_ids[result]] = spec
     specs.update((inside, specs[final]) for inside, final in placed.same_sharding.items() if final in specs)
     return specs
+
+
+def _refuse_unreduced_results(traced: Traced, placed: PlacedStep) -> None:
+    for name, v in zip(traced.out_names, placed.output_ids, strict=False):
+        if axes := explicit.unreduced(placed.types[v].sharding):
+            raise ShardingError(
+                f"{name} is unreduced over {', '.join(axes)}: each device has a part of a sum; add the parts up with "
+                "jax.sharding.reshard before the step returns it"
+            )
 
 
 def sharded(aval: Aval, value_type: ValueType, spec: Spec) -> Aval:
@@ -100,7 +114,7 @@ def _whole_step(traced: Traced, placed: PlacedStep, boundary: Sequence[int]) -> 
     loops = {id(item): position for position, item in enumerate(traced.flat.ops) if isinstance(item, Loop)}
 
     def run(*args: Any) -> list[Any]:
-        env = {v: emit.enter(types[v], x) for v, x in zip(traced.flat.inputs, args, strict=True)}
+        env = {v: emit.wrap(types[v], x) for v, x in zip(traced.flat.inputs, args, strict=True)}
         for item in placed.placement.items:
             if isinstance(item, Op):
                 emit.run_ops([item], env)
@@ -126,5 +140,5 @@ def _run_loop_once(
         for final, part in zip(ids, parts, strict=True):
             value = emit.unwrap(jnp.asarray(emit.read(env, part.value)))
             start = reduction.start(value.shape, value.dtype, loop.num_microbatches)
-            start = emit.unwrap(emit.enter(types[final], start))
-            env[final] = emit.enter(types[final], reduction.step(start, value, env[index]))
+            start = emit.unwrap(emit.wrap(types[final], start))
+            env[final] = emit.wrap(types[final], reduction.step(start, value, env[index]))

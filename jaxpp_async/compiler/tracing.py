@@ -98,6 +98,8 @@ def _traced(fn: Callable, args: Sequence[Any]) -> tuple[Any, Any]:
     """The user's own errors pass as they are, with the user's traceback."""
     try:
         return jax.make_jaxpr(fn, return_shape=True)(*args)
+    except jax_compat.ShardingTypeError as error:  # on explicit axes; JAX says what to do
+        raise ShardingError(f"{jax_compat.error_line(error)}: {error}") from error
     except (ValueError, RuntimeError) as error:
         if not jax_compat.is_unknown_axis_error(error):
             raise
