@@ -244,7 +244,7 @@ class Stages:
                 self.stage[i] = max((s for s in operands if s is not None), default=0)
 
     def _beside_weights(self, op: Op, homes: dict[int, set[int]], limit: int | None) -> int | None:
-        """The latest stage up to `limit` that holds what `op` makes something smaller of: a penalty's sum. Else `limit`."""
+        """The latest stage up to `limit` that holds a weight of which `op` makes less (a penalty); else `limit`."""
         made = sum(self.types[o].aval.size_bytes for o in op.outputs if o >= 0)
         roots = {r for v in op.reads for r in self._roots(v) if r in self.invariants}
         large = [r for r in roots if self.types[r].aval.size_bytes > made]
