@@ -6,10 +6,12 @@ import pickle
 import time
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import jaxpp_async
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program import Task
 from jaxpp_async.schedules import (
@@ -41,6 +43,7 @@ DEALT = (Interleaved1F1B, LoopedBFS)
 IN_LINE = (ZeroBubbleH1, ZeroBubbleH2)
 FOLDED = (ZeroBubbleV, DualPipeV)
 BUILT_IN = NEIGHBOURING + DEALT + IN_LINE + FOLDED
+DOCS = Path(__file__).parent.parent / "docs" / "schedules.md"
 HALVES = {"fwd": 1, "bwd": 2, "bwd_input": 1, "bwd_weight": 1}
 UNEVEN = [(s, m, a) for s in (1, 2, 3, 5, 8, 12) for m in (1, 2, 3, 5, 8, 9) for a in (1, 2, 3, 4, 5)]
 
@@ -210,6 +213,38 @@ def test_backwards_accumulate_in_order(cls):
                     if task.ty in types:
                         orders[task.stage].append(task.i)
                 assert all(order == list(range(microbatches)) for order in orders.values())
+
+
+@pytest.mark.parametrize("cls", BUILT_IN)
+def test_the_table_in_the_docs(cls):
+    stages = 8 if cls in DEALT + FOLDED else 4
+    rows = _resolved(cls(stages), 8, 4)
+    size = 4 / stages
+
+    def listed(values):
+        return ", ".join(f"{value * size:g}" for value in values)
+
+    line = (
+        f"| `{cls.__name__}({stages})` | {simulate(rows, HALVES).makespan * size:g} | "
+        f"{bubble_fraction(rows, HALVES):.3f} | {listed(idle_times(rows, HALVES))} | {listed(peak_activations(rows))} |"
+    )
+    assert line in DOCS.read_text().splitlines()
+
+
+def test_the_examples_in_the_docs():
+    code, error = (
+        block for block in DOCS.read_text().split("```") if "class OneAtATime" in block or "\ntrain.py" in block
+    )
+    names = {"dataclass": dataclass, "jpp": jaxpp_async}
+    exec(code.removeprefix("python"), names)
+    assert bubble_fraction(_resolved(names["OneAtATime"](4), 3, 4)) == 0.75
+    with pytest.raises(ScheduleError) as caught:
+        resolve(
+            _parse("0F0 0F1 0B0 0F2 0B1 0B2 | 1B0 1F0 1F1 1B1 1F2 1B2"),
+            **{**SIZES, "num_microbatches": 3},
+            where="train.py:41",
+        )
+    assert str(caught.value) == error.strip()
 
 
 @pytest.mark.parametrize("cls", BUILT_IN)
