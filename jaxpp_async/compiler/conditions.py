@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
-from jaxpp_async.compiler.ir import Branches, Flat, Loop, Op, Ref, Types, used_ids
+from jaxpp_async.compiler.ir import Branches, Flat, Lit, Loop, Op, Ref, Types, used_ids
 
-# Up to this size a value is a scalar or nearly one: computed again, or sent, at no cost that matters.
+# Up to this size a value is sent at no cost that matters, and says nothing about where its users should run.
 SMALL_BYTES = 64
+
+# Up to this size (a scalar, a key) it is computed again rather than shared between the parts of a cond.
+SCALAR_BYTES = 16
 
 # They only lay out what they are given: made again from a small operand rather than sent.
 LAYOUT = frozenset(("broadcast_in_dim", "convert_element_type", "copy", "iota", "reshape", "squeeze", "expand_dims"))
@@ -20,9 +23,9 @@ LAYOUT = frozenset(("broadcast_in_dim", "convert_element_type", "copy", "iota", 
 
 def repeatable(op: Op, types: Types) -> bool:
     """Whether computing `op` again costs less than it would to share its result."""
-    if any(types[r].aval.size_bytes > SMALL_BYTES for r in op.reads):
+    if any(types[r].aval.size_bytes > SCALAR_BYTES for r in op.reads):
         return False
-    return op.name in LAYOUT or all(types[o].aval.size_bytes <= SMALL_BYTES for o in op.outputs if o >= 0)
+    return op.name in LAYOUT or all(types[o].aval.size_bytes <= SCALAR_BYTES for o in op.outputs if o >= 0)
 
 
 # ---------------------------------------------------------------- one cond into several
@@ -38,35 +41,48 @@ def split(op: Op, used: set[int], types: Types) -> list[Op]:
         used: the value ids that anything needs; other results are dropped.
     """
     assert op.branches is not None
+    if op.branches.whole is not None:
+        return [op]
     wanted = [k for k, o in enumerate(op.outputs) if o in used]
-    bodies = [_reduced(_split_inside(body, types), wanted) for body in op.branches.bodies]
-    return [_part(op, op.branches, bodies, group) for group in _groups(bodies, wanted, types)]
+    bodies = tuple(_split_inside(body, wanted, types) for body in op.branches.bodies)
+    whole = _Whole(dataclasses.replace(op, branches=dataclasses.replace(op.branches, bodies=bodies)))
+    return [whole.part(group) for group in _groups(bodies, wanted, types)]
 
 
-def _split_inside(body: Flat, types: Types) -> Flat:
-    ops: list[Op | Loop] = []
-    used = used_ids(body.ops, body.outputs)
+def merged(parts: Sequence[Op]) -> Op:
+    """Parts of one cond as one operation again: choosing costs time on a device."""
+    assert parts[0].branches is not None and parts[0].branches.whole is not None
+    whole = parts[0].branches.whole
+    asked = {o for part in parts for o in part.outputs}
+    return _Whole(whole).part([k for k, o in enumerate(whole.outputs) if o in asked])
+
+
+def _merge_inside(body: Flat) -> Flat:
+    """The parts of conds inside a body, as one each."""
+    groups: dict[int, list[Op]] = {}
     for op in body.ops:
-        ops += split(op, used, types) if isinstance(op, Op) and op.branches is not None else [op]
-    return Flat(body.inputs, tuple(ops), body.outputs)
+        if isinstance(op, Op) and op.branches is not None and op.branches.whole is not None:
+            groups.setdefault(id(op.branches.whole), []).append(op)
+    others = {id(group[0]): merged(group) for group in groups.values() if len(group) > 1}
+    dropped = {id(op) for group in groups.values() for op in group[1:]}
+    return Flat(body.inputs, tuple(others.get(id(op), op) for op in body.ops if id(op) not in dropped), body.outputs)
 
 
-def _reduced(body: Flat, results: Sequence[int]) -> Flat:
-    """A body with what only these results need; the others keep their positions."""
-    needed = {r for k in results if isinstance(r := body.outputs[k], int)}
-    kept = []
+def _split_inside(body: Flat, wanted: Sequence[int], types: Types) -> Flat:
+    """A branch's body with the conds in it split, without what no wanted result needs."""
+    ops: list[Op | Loop] = []
+    needed = {r for k in wanted if isinstance(r := body.outputs[k], int)}
     for op in reversed(body.ops):
         if any(o in needed for o in op.outputs):
-            kept.append(op)
-            needed.update(op.reads)
-    return Flat(body.inputs, tuple(reversed(kept)), body.outputs)
+            parts = split(op, needed, types) if isinstance(op, Op) and op.branches is not None else [op]
+            ops += reversed(parts)
+            needed.update(r for part in parts for r in part.reads)
+    return Flat(body.inputs, tuple(reversed(ops)), body.outputs)
 
 
 def _groups(bodies: Sequence[Flat], wanted: Sequence[int], types: Types) -> list[list[int]]:
-    """Results that share a computed array in some branch, directly or through others; small ones form one group."""
+    """Results that share a computed array in some branch, directly or through others."""
     sets = _Sets()
-    small = [k for k in wanted if all(_is_small(body.outputs[k], types) for body in bodies)]
-    computed: set[int] = set()  # results that need more than what is computed anew
     for b, body in enumerate(bodies):
         made_by: dict[int, tuple[int, int]] = {}
         for n, op in enumerate(body.ops):
@@ -80,18 +96,10 @@ def _groups(bodies: Sequence[Flat], wanted: Sequence[int], types: Types) -> list
             ref = body.outputs[k]
             if isinstance(ref, int) and ref in made_by:
                 sets.join((-1, k), made_by[ref])
-                computed.add(k)
-    scalars = [k for k in small if k not in computed]
-    for k in scalars:
-        sets.join((-1, k), (-1, scalars[0]))
     groups: dict[tuple[int, int], list[int]] = {}
     for k in wanted:
         groups.setdefault(sets.find((-1, k)), []).append(k)
     return list(groups.values())
-
-
-def _is_small(ref: Ref, types: Types) -> bool:
-    return not isinstance(ref, int) or types[ref].aval.size_bytes <= SMALL_BYTES
 
 
 class _Sets:
@@ -112,27 +120,49 @@ class _Sets:
         self._parent[self.find(x)] = self.find(y)
 
 
-def _part(op: Op, branches: Branches, bodies: Sequence[Flat], results: Sequence[int]) -> Op:
-    """The cond of some results only."""
-    outputs = tuple(op.outputs[k] for k in results)
-    reduced = [_reduced(body, results) for body in bodies]
-    chosen = [Flat(b.inputs, b.ops, tuple(b.outputs[k] for k in results)) for b in reduced]
-    used = [used_ids(b.ops, b.outputs) for b in chosen]
-    kept = [p for p in range(len(op.inputs) - 1) if any(b.inputs[p] in u for b, u in zip(chosen, used, strict=True))]
-    chosen = [Flat(tuple(b.inputs[p] for p in kept), b.ops, b.outputs) for b in chosen]
-    operands = tuple(op.inputs[p + 1] for p in kept)
-    if len(results) == 1 and not any(b.ops for b in chosen):
-        cases = [_at(b.outputs[0], dict(zip(b.inputs, operands, strict=True))) for b in chosen]
-        return _selected(op, branches, cases, outputs[0])
-    made = dataclasses.replace(branches, bodies=tuple(chosen))
-    return dataclasses.replace(
-        op, inputs=(op.inputs[0], *operands), outputs=outputs, run=branches.choose(chosen), branches=made
-    )
+class _Whole:
+    """A cond from which parts are taken, each at the cost of its own size."""
+
+    def __init__(self, op: Op) -> None:
+        assert op.branches is not None
+        self.op, self.branches = op, op.branches
+        self.makers = [{o: n for n, inner in enumerate(b.ops) for o in inner.outputs} for b in self.branches.bodies]
+        self.positions = [{v: p for p, v in enumerate(b.inputs)} for b in self.branches.bodies]
+
+    def part(self, results: Sequence[int]) -> Op:
+        """The cond of some results only."""
+        op, bodies = self.op, [self._reduced(b, results) for b in range(len(self.branches.bodies))]
+        used = [used_ids(b.ops, b.outputs) for b in bodies]
+        kept = sorted({at[v] for at, u in zip(self.positions, used, strict=True) for v in u if v in at})
+        bodies = [
+            Flat(tuple(all_of.inputs[p] for p in kept), b.ops, b.outputs)
+            for b, all_of in zip(bodies, self.branches.bodies, strict=True)
+        ]
+        operands, outputs = tuple(op.inputs[p + 1] for p in kept), tuple(op.outputs[k] for k in results)
+        if len(results) == 1 and not any(b.ops for b in bodies):
+            cases = [_at(b.outputs[0], dict(zip(b.inputs, operands, strict=True))) for b in bodies]
+            return _selected(op, self.branches, cases, outputs[0])
+        branches = dataclasses.replace(self.branches, bodies=tuple(bodies), whole=op)
+        run = branches.choose(bodies)
+        return dataclasses.replace(op, inputs=(op.inputs[0], *operands), outputs=outputs, run=run, branches=branches)
+
+    def _reduced(self, branch: int, results: Sequence[int]) -> Flat:
+        """A branch's body with what only these results need, conds in it whole again where it has several parts."""
+        body, makers = self.branches.bodies[branch], self.makers[branch]
+        outputs = tuple(body.outputs[k] for k in results)
+        kept: set[int] = set()
+        stack = [r for r in outputs if isinstance(r, int)]
+        while stack:
+            n = makers.get(stack.pop())
+            if n is not None and n not in kept:
+                kept.add(n)
+                stack += body.ops[n].reads
+        return _merge_inside(Flat(body.inputs, tuple(body.ops[n] for n in sorted(kept)), outputs))
 
 
 def _selected(op: Op, branches: Branches, cases: Sequence[Ref], output: int) -> Op:
     """`output` as one of `cases`, all of which are there."""
-    if all(isinstance(c, int) and c == cases[0] for c in cases):
+    if len(cases) == 1 or all(isinstance(c, int) and c == cases[0] for c in cases):
         return Op("copy", (cases[0],), (output,), list, op.line, op.transposed)
     return Op("select_n", (op.inputs[0], *cases), (output,), branches.select, op.line, op.transposed)
 
@@ -145,8 +175,16 @@ def can_open(op: Op) -> bool:
     return op.expand is not None or (op.branches is not None and op.branches.ends)
 
 
+def is_decided(op: Op) -> bool:
+    """Whether `op` is a cond whose choice is known."""
+    return op.branches is not None and isinstance(op.inputs[0], Lit)
+
+
 def opened(op: Op, types: Types) -> list[Op]:
-    """What is inside an operation, in its place. Of a cond every branch is computed, and its results are selected."""
+    """What is inside an operation, in its place.
+
+    Of a cond every branch is computed, and its results are selected; of one that is decided, that branch.
+    """
     made: list[Op] = []
     if op.expand is not None:
         ops, results = op.expand()
@@ -160,7 +198,9 @@ def opened(op: Op, types: Types) -> list[Op]:
         return made
     assert op.branches is not None
     cases: list[list[Ref]] = []
-    for body in op.branches.bodies:
+    choice = op.inputs[0]
+    bodies = op.branches.bodies
+    for body in [bodies[int(choice.value)]] if isinstance(choice, Lit) else bodies:
         mapping = dict(zip(body.inputs, op.inputs[1:], strict=True))
         _copy((o for o in body.ops if isinstance(o, Op)), mapping, made, types)
         cases.append([_at(r, mapping) for r in body.outputs])
@@ -176,13 +216,30 @@ def _at(ref: Ref, mapping: dict[int, Ref]) -> Ref:
 
 def _copy(ops: Iterable[Op], mapping: dict[int, Ref], made: list[Op], types: Types) -> None:
     """Append `ops` to `made` over new value ids, which `mapping` learns."""
+    copies = []
     for op in ops:
         inputs = tuple(_at(r, mapping) for r in op.inputs)
         # What is inside a call names values of the body it stands in.
         expand = _moved(op, mapping, types) if op.expand is not None else None
         outputs = tuple(o if o < 0 else types.new(types[o]) for o in op.outputs)
         mapping.update((o, new) for o, new in zip(op.outputs, outputs, strict=True) if o >= 0)
-        made.append(dataclasses.replace(op, inputs=inputs, outputs=outputs, expand=expand))
+        copies.append(dataclasses.replace(op, inputs=inputs, outputs=outputs, expand=expand))
+    wholes: dict[int, Op] = {}
+    made += [_among(op, mapping, wholes) for op in copies]
+
+
+def _among(op: Op, mapping: dict[int, Ref], wholes: dict[int, Op]) -> Op:
+    """A part of a cond, with the cond over new value ids too; the same one (in `wholes`) for all its parts."""
+    if op.branches is None or (whole := op.branches.whole) is None:
+        return op
+    if id(whole) not in wholes:
+        outputs = [_at(o, mapping) for o in whole.outputs]
+        wholes[id(whole)] = dataclasses.replace(
+            whole,
+            inputs=tuple(_at(r, mapping) for r in whole.inputs),
+            outputs=tuple(o if isinstance(o, int) else -1 for o in outputs),
+        )
+    return dataclasses.replace(op, branches=dataclasses.replace(op.branches, whole=wholes[id(whole)]))
 
 
 def _moved(op: Op, mapping: dict[int, Ref], types: Types) -> Callable[[], tuple[tuple[Op, ...], tuple[Ref, ...]]]:

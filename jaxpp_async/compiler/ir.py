@@ -86,12 +86,14 @@ class Branches:
         choose: the payload of a `cond` of these bodies, which may be others than those above: reduced, reordered.
         select: the payload of an operation that takes the position and a value a branch, and returns that branch's.
         ends: no branch has a `while`, which may never end on values that it was not meant for.
+        whole: the cond that this one is a part of, for parts that meet again on one actor.
     """
 
     bodies: tuple[Flat, ...]
     choose: Callable[[Sequence[Flat]], Callable[[Sequence[Any]], Sequence[Any]]]
     select: Callable[[Sequence[Any]], Sequence[Any]]
     ends: bool = True
+    whole: Op | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -57,6 +57,8 @@ def place(step: OuterStep, types: Types) -> Placement:
     regrouped = regroup(draft.seen())
     if regrouped is not None:
         draft = _placed(regrouped, types)
+    if (met := _met(draft)) is not None:
+        draft = _placed(met, types)
     found = levels(draft.step, draft.actors, draft.producer, draft.users)
     return Placement(
         items=draft.step.items,
@@ -72,12 +74,12 @@ def place(step: OuterStep, types: Types) -> Placement:
 
 def _prepared(step: OuterStep, types: Types) -> OuterStep:
     """Conds as one for each group of results. In a step with a loop, a pinned `jit` becomes what is inside it."""
-    while calls := {
+    while ops := {
         i: conditions.opened(op, types)
         for i, op in enumerate(step.items)
-        if step.loop_needs and isinstance(op, Op) and op.name in _CALLS and op.expand is not None
+        if isinstance(op, Op) and (conditions.is_decided(op) or (step.loop_needs and op.name in _CALLS and op.expand))
     }:
-        step = replaced(step, calls)
+        step = replaced(step, ops)
     used = used_ids((i for i in step.items if isinstance(i, Op)), step.outputs)
     used.update(v for needs in step.loop_needs.values() for v in needs)
     parts = {
@@ -86,6 +88,17 @@ def _prepared(step: OuterStep, types: Types) -> OuterStep:
         if isinstance(op, Op) and op.branches is not None
     }
     return without_dead(replaced(step, parts)) if parts else step
+
+
+def _met(draft: _Placer) -> OuterStep | None:
+    """Parts of one cond that run on the same actors, as one operation again; None if there are none."""
+    parts: dict[tuple[int, Actors], list[int]] = defaultdict(list)
+    for i, op in enumerate(draft.items):
+        if isinstance(op, Op) and op.branches is not None and op.branches.whole is not None:
+            parts[id(op.branches.whole), frozenset(draft.actors[i])].append(i)
+    groups = [group for group in parts.values() if len(group) > 1]
+    others = {group[0]: [conditions.merged([draft.op(i) for i in group])] for group in groups}
+    return replaced(draft.step, others, {i for group in groups for i in group[1:]}) if groups else None
 
 
 def _placed(step: OuterStep, types: Types) -> _Placer:
