@@ -159,5 +159,5 @@ def calls(prints: Sequence[Print | LoopPrints], values: Mapping[int, Any]) -> It
 def _value(shown: Shown, values: Mapping[int, Any], microbatch: int) -> Any:
     if shown.ref is None:
         return np.int32(microbatch)
-    value = shown.ref.value if isinstance(shown.ref, Lit) else values[shown.ref]
+    value = np.asarray(shown.ref.value) if isinstance(shown.ref, Lit) else values[shown.ref]
     return value[microbatch] if shown.per_microbatch else value
