@@ -38,7 +38,7 @@ from jaxpp_async.compiler.texts import (
     format_specs,
     format_staged,
 )
-from jaxpp_async.compiler.tracing import separate_results, trace
+from jaxpp_async.compiler.tracing import separate_results, trace, warn_of_markers_outside
 from jaxpp_async.compiler.variants import ScheduledLoop, schedule_loop
 from jaxpp_async.compiler.weak import trace_settled
 from jaxpp_async.program import ActorProgram, TaskGraph
@@ -154,6 +154,7 @@ def plan(request: StepRequest, passed: Passed = _unobserved) -> Plan:
             request.static_argnums,
             continued_arguments,
         )
+    warn_of_markers_outside(traced)
     in_specs, out_specs = request.in_specs(traced), request.out_specs(traced)
     traced = separate_results(traced, in_specs, out_specs)
     passed("trace")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -361,6 +362,20 @@ def _marks(eqn: Any) -> set[str]:
     for inner in jax_compat.sub_jaxprs(eqn):
         names |= jax_compat.primitives_inside(inner)
     return {MARKER if n == MARKER_SIDE else n for n in names & {MARKER, MARKER_SIDE, LOOP}}
+
+
+def warn_of_markers_outside(traced: Traced) -> None:
+    """Say where a `pipeline_yield` does nothing: outside every loop there are no stages."""
+    lines = dict.fromkeys(op.line for op in traced.flat.ops if isinstance(op, Op) and op.name == MARKER)
+    for line in lines:
+        file, _, number = line.rpartition(":")
+        warnings.warn_explicit(
+            "pipeline_yield outside accumulate_grads ends no stage: this part of the step is not pipelined; call it "
+            "inside the function that accumulate_grads runs",
+            UserWarning,
+            file or line,
+            int(number) if number.isdigit() else 0,
+        )
 
 
 # ---------------------------------------------------------------- results
