@@ -1,4 +1,4 @@
-"""`jax.debug.print` and `jax.debug.callback` in a step: printed here, as plain `jax.jit` prints it, in the same order."""
+"""`jax.debug.print` and `jax.debug.callback` in a step: printed here, what plain `jax.jit` prints and in its order."""
 
 from __future__ import annotations
 

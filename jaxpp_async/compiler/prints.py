@@ -128,8 +128,9 @@ def shown_outside(
 
 
 def _stacked(value_type: ValueType, num_microbatches: int) -> ValueType:
-    shape = Stack().shape(value_type.aval.shape, num_microbatches)
-    return ValueType(Aval(shape, value_type.aval.dtype), value_type.key_impl)
+    shape, known = Stack().shape(value_type.aval.shape, num_microbatches), value_type.sharding
+    stacked = known and known.update(spec=known.spec.update(partitions=Stack().spec(known.spec.partitions)))
+    return ValueType(Aval(shape, value_type.aval.dtype), value_type.key_impl, sharding=stacked)
 
 
 # ---------------------------------------------------------------- when the step is over
