@@ -1,28 +1,46 @@
-"""report: what a compiled step does and costs. In: the compiler's result. Out: plain numbers that print as text.
+"""report: what a compiled step does and costs, and why. In: the compiler's result. Out: numbers that print as text.
 
-Measures nothing.
+Measures nothing. `docs/placement.md` reads one line by line.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from jaxpp_async.compiler.explain import Explainer
 from jaxpp_async.compiler.memory import peak_plan
-from jaxpp_async.compiler.passes import Compiled
-from jaxpp_async.program import ActorId, Recv, Run, Send
+from jaxpp_async.compiler.passes import Compiled, Plan
+from jaxpp_async.program import ActorId, Recv, Run, Send, Value
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLine:
-    """Arrays of one kind that cross from one actor to another in a step."""
+    """Arrays of one kind that cross from one actor to another in a step.
+
+    Args:
+        what: type, and what makes it: a task, or an operation with the user's line.
+        size_bytes: of one.
+        count: in one step.
+        when: `"in the loop"`, or the part of the step outside the loops (`"before the loop"`, `"after the loop"`).
+        per_microbatch: how many of `count` each microbatch sends; 0 outside the loops.
+        why: who needs it there.
+    """
 
     what: str
     from_actor: ActorId
     to_actor: ActorId
     size_bytes: int
     count: int
+    when: str = ""
+    per_microbatch: int = 0
+    why: str = ""
+
+    @property
+    def total_bytes(self) -> int:
+        """In one step."""
+        return self.size_bytes * self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +52,7 @@ class ActorLine:
         sent_bytes, received_bytes: in one step, host values not counted.
         peak_bytes: most that its buffer table holds (see `docs/memory.md`); known before anything runs.
         temp_bytes: XLA's own largest temporary, known after compiling.
+        argument_bytes: of the arguments that it holds when the step starts.
     """
 
     actor: ActorId
@@ -44,15 +63,24 @@ class ActorLine:
     peak_at: str
     temp_bytes: int
     compile_s: float
+    argument_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceLine:
-    """Where one argument or result leaf lives."""
+    """Where one argument or result leaf lives.
+
+    Args:
+        actors: each holds all of it.
+        size_bytes: on each of them.
+        why: who uses it there, or what put it there.
+    """
 
     name: str
     type: str
     actors: tuple[ActorId, ...]
+    size_bytes: int = 0
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,43 +91,116 @@ class Report:
     transfers: tuple[TransferLine, ...]
     inputs: tuple[PlaceLine, ...]
     outputs: tuple[PlaceLine, ...]
+    notes: tuple[str, ...] = field(default=())
 
     def __str__(self) -> str:
-        lines = ["actor  tasks  sent  received  peak bytes  XLA temporaries  compiled in"]
-        for a in self.actors:
-            tasks = " ".join(f"{n} {kind}" for kind, n in a.tasks.items())
-            lines.append(
-                f"{a.actor}  {tasks}  {a.sent_bytes}  {a.received_bytes}  {a.peak_bytes} ({a.peak_at})  "
-                f"{a.temp_bytes}  {a.compile_s:.2f} s"
-            )
-        lines.append("transfers in one step")
-        for t in self.transfers:
-            lines.append(f"{t.from_actor} -> {t.to_actor}  {t.count} x {t.size_bytes} bytes  {t.what}")
+        parts = [_actor_table(self.actors), *self.notes, ""]
+        if self.transfers:
+            parts += ["transfers in one step", _transfer_table(self.transfers), ""]
+        else:
+            parts += ["no transfers between actors", ""]
         for title, places in (("arguments", self.inputs), ("results", self.outputs)):
-            lines.append(title)
-            lines += [f"{p.name}  {p.type}  on {list(p.actors)}" for p in places]
-        return "\n".join(lines)
+            parts += [title, _place_table(places), ""]
+        return "\n".join(parts[:-1])
+
+
+# ---------------------------------------------------------------- text
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]], right: str = "") -> str:
+    """Aligned columns; those whose letter in `right` is `r` are flush right."""
+    cells = [[str(c) for c in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        padded = [
+            c.rjust(w) if right[k : k + 1] == "r" else c.ljust(w)
+            for k, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _actor_table(actors: Sequence[ActorLine]) -> str:
+    header = ("actor", "tasks", "arguments B", "sent B", "received B", "peak B", "peak at", "XLA temp B", "compiled in")
+    rows = [
+        (
+            a.actor,
+            " ".join(f"{n} {kind}" for kind, n in a.tasks.items()),
+            a.argument_bytes,
+            a.sent_bytes,
+            a.received_bytes,
+            a.peak_bytes,
+            a.peak_at,
+            a.temp_bytes,
+            f"{a.compile_s:.2f} s",
+        )
+        for a in actors
+    ]
+    return _table(header, rows, "rlrrrrlrr")
+
+
+def _transfer_table(transfers: Sequence[TransferLine]) -> str:
+    rows = [
+        (
+            t.when,
+            f"{t.from_actor} -> {t.to_actor}",
+            f"{t.count} x {t.size_bytes}",
+            t.total_bytes,
+            f"{t.per_microbatch} a microbatch" if t.per_microbatch else "once" if t.count == 1 else f"{t.count} times",
+            t.what,
+            t.why,
+        )
+        for t in transfers
+    ]
+    return _table(("when", "actors", "count x B", "total B", "how often", "what", "why"), rows, "llrr")
+
+
+def _place_table(places: Sequence[PlaceLine]) -> str:
+    rows = [
+        (
+            p.name,
+            p.type,
+            f"{p.size_bytes} each" if len(p.actors) > 1 else p.size_bytes,
+            ", ".join(map(str, p.actors)),
+            p.why,
+        )
+        for p in places
+    ]
+    return _table(("name", "type", "B", "actors", "why"), rows, "llr")
+
+
+# ---------------------------------------------------------------- numbers
+
+_NOTES = {
+    "start": "start: makes the zeros that a stage's sums begin with, once a step.",
+    "outer": "outer: what the step does outside its loops; one task an actor and exchange of values between actors.",
+}
 
 
 def make(
-    compiled: Compiled, temp_bytes: Mapping[ActorId, Mapping[int, int]], compile_s: Mapping[ActorId, float]
+    compiled: Compiled | Plan, temp_bytes: Mapping[ActorId, Mapping[int, int]], compile_s: Mapping[ActorId, float]
 ) -> Report:
     """The report of a compiled step."""
+    explainer = Explainer(compiled.traced, compiled.placed, compiled.continues)
+    actors = tuple(
+        _actor_line(compiled, a, temp_bytes.get(a, {}), compile_s.get(a, 0.0)) for a in range(len(compiled.programs))
+    )
+    kinds = {kind for a in actors for kind in a.tasks}
     return Report(
-        actors=tuple(_actor_line(compiled, a, temp_bytes.get(a, {}), compile_s.get(a, 0.0)) for a in _actors(compiled)),
-        transfers=_transfers(compiled),
-        inputs=_places(compiled, "inputs"),
-        outputs=_places(compiled, "outputs"),
+        actors=actors,
+        transfers=_transfers(compiled, explainer),
+        inputs=_inputs(compiled, explainer),
+        outputs=_outputs(compiled, explainer),
+        notes=tuple(note for kind, note in _NOTES.items() if kind in kinds),
     )
 
 
-def _actors(compiled: Compiled) -> range:
-    return range(len(compiled.programs))
-
-
-def _actor_line(compiled: Compiled, actor: ActorId, temp_bytes: Mapping[int, int], compile_s: float) -> ActorLine:
+def _actor_line(
+    compiled: Compiled | Plan, actor: ActorId, temp_bytes: Mapping[int, int], compile_s: float
+) -> ActorLine:
     program = compiled.programs[actor]
-    avals = program.avals
+    avals, graph = program.avals, compiled.placed.graph
     peak = peak_plan(program)
     at = program.instructions[peak.instruction] if program.instructions else None
     return ActorLine(
@@ -111,40 +212,57 @@ def _actor_line(compiled: Compiled, actor: ActorId, temp_bytes: Mapping[int, int
         peak_at=at.label if isinstance(at, Run) else type(at).__name__.lower(),
         temp_bytes=max(temp_bytes.values(), default=0),
         compile_s=compile_s,
+        argument_bytes=sum(graph.values[i.value].aval.size_bytes for i in graph.inputs if actor in i.actors),
     )
 
 
-def _transfers(compiled: Compiled) -> tuple[TransferLine, ...]:
-    """Transfers grouped by what they carry: the task that makes it and the value, over all microbatches."""
-    graph = compiled.placed.graph
-    maker = {
-        v: (n.label if n.task is None else f"{n.task.ty}(stage {n.task.stage})") for n in graph.nodes for v in n.outputs
-    }
-    holders = {i.value: set(i.actors) for i in graph.inputs} | {v: {n.actor} for n in graph.nodes for v in n.outputs}
-    uses: dict[int, set[ActorId]] = defaultdict(set)
-    for n in graph.nodes:
-        for v in n.inputs:
-            uses[v].add(n.actor)
-    for o in graph.outputs:
-        uses[o.value].update(o.actors)
-    lines: Counter[tuple[str, ActorId, ActorId, int]] = Counter()
-    for v, actors in uses.items():
-        aval = graph.values[v].aval
-        what = f"{aval.dtype}{list(aval.shape)} of {maker.get(v, graph.values[v].label)}"
-        for a in actors - holders[v]:
-            lines[what, min(holders[v]), a, aval.size_bytes] += 1
-    return tuple(TransferLine(what, s, d, size, n) for (what, s, d, size), n in sorted(lines.items()))
+def _transfers(compiled: Compiled | Plan, explainer: Explainer) -> tuple[TransferLine, ...]:
+    """Transfers grouped by what they carry, over all microbatches; those of the loops first, then the largest."""
+    values = compiled.placed.graph.values
+    counts = Counter(
+        (c.when, c.from_actor, c.to_actor, values[c.value].aval.size_bytes, c.what, c.why)
+        for c in explainer.crossings()
+    )
+    microbatches = explainer.num_microbatches
+    lines = [
+        TransferLine(what, source, to, size, n, when, n // microbatches if explainer.is_in_loop(when) else 0, why)
+        for (when, source, to, size, what, why), n in counts.items()
+    ]
+    return tuple(
+        sorted(lines, key=lambda t: (-t.per_microbatch, -t.total_bytes, t.what, t.from_actor, t.to_actor, t.why))
+    )
 
 
-def _places(compiled: Compiled, which: str) -> tuple[PlaceLine, ...]:
+def _type(value: Value) -> str:
+    spec = f" {value.aval.spec}" if value.aval.spec else ""
+    return f"{value.aval.dtype}{list(value.aval.shape)}{spec}"
+
+
+def _inputs(compiled: Compiled | Plan, explainer: Explainer) -> tuple[PlaceLine, ...]:
+    """Arguments and captured arrays; the microbatch indices, which the step keeps on the actors, as one line."""
+    graph, count = compiled.placed.graph, compiled.placed.num_indices
+    lines = []
+    inputs = sorted(graph.inputs, key=lambda i: i.arg)
+    for i in inputs[: len(inputs) - count]:
+        value = graph.values[i.value]
+        why = explainer.why_input(i.value, i.actors)
+        lines.append(PlaceLine(value.label, _type(value), i.actors, value.aval.size_bytes, why))
+    if count:
+        actors, size = inputs[-1].actors, graph.values[inputs[-1].value].aval.size_bytes
+        lines.append(
+            PlaceLine(
+                f"microbatch indices 0 to {count - 1}", "int32[]", actors, count * size, "put there once, and kept"
+            )
+        )
+    return tuple(lines)
+
+
+def _outputs(compiled: Compiled | Plan, explainer: Explainer) -> tuple[PlaceLine, ...]:
     graph = compiled.placed.graph
     found: dict[int, PlaceLine] = {}
-    entries = graph.inputs if which == "inputs" else graph.outputs
-    for e in entries:
-        index = getattr(e, "arg" if which == "inputs" else "result")
-        aval = graph.values[e.value].aval
-        label = graph.values[e.value].label if which == "inputs" else compiled.traced.result_name(index)
-        old = found[index].actors if index in found else ()
-        spec = f" {aval.spec}" if aval.spec else ""
-        found[index] = PlaceLine(label, f"{aval.dtype}{list(aval.shape)}{spec}", tuple(sorted({*old, *e.actors})))
+    for o in graph.outputs:
+        value, name = graph.values[o.value], compiled.traced.result_name(o.result)
+        actors = {*o.actors, *(found[o.result].actors if o.result in found else ())}
+        why = explainer.why_result(o.result, o.value)
+        found[o.result] = PlaceLine(name, _type(value), tuple(sorted(actors)), value.aval.size_bytes, why)
     return tuple(found[k] for k in sorted(found))

@@ -310,7 +310,7 @@ async def test_what_a_compiled_step_says(remote_mesh):
     assert places["params['blocks'][0]['w']"] == places["result[0]['blocks'][0]['w']"] == (0,)
     assert places["params['head']"] == places["result[1]"] == places["batch['y']"] == (1,)
     assert places["batch['x']"] == (0,)
-    assert all(line in str(report) for line in ("arguments", "results", "batch['x']  float32[4, 4, 4]"))
+    assert all(line in str(report) for line in ("arguments", "results", "batch['x'] "))
 
 
 async def test_another_schedule_compiles_nothing(remote_mesh):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from jaxpp_async.compiler.ir import Loop, Op, Ref, Traced, Types, ValueType
@@ -27,11 +28,11 @@ class PlacedStep:
 
     Args:
         graph: `GraphInput.arg` counts argument leaves, then captured arrays, then microbatch indices 0, 1, ...
-        items: the step outside its loops, sums regrouped.
         parts: for each loop (by position in the traced operations), each result's final accumulators.
         value_ids: the IR id of every graph value, for its sharding.
         same_sharding: accumulator ids inside recipes to the ids of their final values.
         output_ids: the IR id of every result leaf.
+        outer_levels: the level of every node outside the loops, by label.
     """
 
     graph: TaskGraph
@@ -44,6 +45,7 @@ class PlacedStep:
     output_ids: tuple[int, ...]
     num_indices: int
     types: Types
+    outer_levels: dict[str, int] = field(default_factory=dict)
 
 
 def build(
@@ -86,6 +88,7 @@ class _Builder:
         self.names = dict(zip(traced.flat.inputs, traced.arg_names, strict=False))
         # Final accumulators: (loop position, result, part) to IR id.
         self.parts: dict[int, list[list[int]]] = {}
+        self.outer_levels: dict[str, int] = {}
 
     def build(self) -> PlacedStep:
         step = self._outer_step()
@@ -93,8 +96,13 @@ class _Builder:
         self.exported = self._exported(placement)
         inputs = self._inputs(placement)
         positions = {id(item): i for i, item in enumerate(self.traced.flat.ops) if isinstance(item, Loop)}
+        groups = self._outer_groups(placement)
         for level in range(placement.num_levels):
-            self._outer_nodes(placement, level)
+            for actor in range(self.num_actors):
+                ops = groups.get((level, actor), [])
+                self._outer_node(
+                    level, actor, ops, [o for op in ops for o in op.outputs if (o, actor) in self.exported]
+                )
             for i, at in placement.loop_levels.items():
                 if at == level:
                     loop = positions[id(placement.items[i])]
@@ -112,6 +120,7 @@ class _Builder:
             tuple(o for o in self.outer.outputs if isinstance(o, int)),
             len(self.draft.index_ids),
             self.types,
+            self.outer_levels,
         )
 
     # ---- the step outside its loops
@@ -255,16 +264,14 @@ class _Builder:
 
     # ---- nodes outside loops
 
-    def _outer_nodes(self, placement: Placement, level: int) -> None:
-        groups: dict[ActorId, list[Op]] = defaultdict(list)
+    def _outer_groups(self, placement: Placement) -> dict[tuple[int, ActorId], list[Op]]:
+        """The operations of each level on each actor, in program order."""
+        groups: dict[tuple[int, ActorId], list[Op]] = defaultdict(list)
         for i, item in enumerate(placement.items):
             if isinstance(item, Op):
-                for a in sorted(placement.op_actors[i]):
-                    if placement.levels[i, a] == level:
-                        groups[a].append(item)
-        for a in sorted(groups):
-            outputs = [o for op in groups[a] for o in op.outputs if (o, a) in self.exported]
-            self._outer_node(level, a, groups[a], outputs)
+                for a in placement.op_actors[i]:
+                    groups[placement.levels[i, a], a].append(item)
+        return groups
 
     def _exported(self, placement: Placement) -> set[tuple[int, ActorId]]:
         """(value, actor that makes it) of what is read outside the task that makes it."""
@@ -307,36 +314,38 @@ class _Builder:
             self.draft.where[o, actor] = value
             results.append(value)
         donatable = self._outer_donations(inputs, outputs)
-        self.draft.nodes.append(
-            Node(f"outer({level}, actor {actor})", actor, recipe, sources, tuple(results), donatable)
-        )
+        label = f"outer({level}, actor {actor})"
+        self.outer_levels[label] = level
+        self.draft.nodes.append(Node(label, actor, recipe, sources, tuple(results), donatable))
 
     def _outer_donations(self, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[int, ...]:
         """Argument positions worth donating: those that a result of equal type can take the place of."""
-        kept = {v for v, d in zip(self.traced.flat.inputs, self.donated, strict=False) if not d} | set(
-            self.traced.flat.inputs[len(self.donated) :]
-        )
-        free = [p for p, v in enumerate(inputs) if v not in kept and v not in self.draft.index_ids]
+        indices = set(self.draft.index_ids)
+        free = {v: p for p, v in enumerate(inputs) if v not in self.kept and v not in indices}
         chosen: list[int] = []
-        continued = {
-            ref: self.traced.flat.inputs[arg]
-            for k, arg in self.continues.items()
-            if isinstance(ref := self.outer.outputs[k], int)
-        }
         waiting = []
         for o in outputs:
-            p = next((p for p in free if inputs[p] == continued.get(o)), None)
-            if p is None:
-                waiting.append(o)
+            if (argument := self.continued.get(o)) in free:
+                chosen.append(free.pop(argument))
             else:
-                chosen.append(p)
-                free.remove(p)
-        for o in waiting:
-            p = next((p for p in free if self.types[inputs[p]] == self.types[o]), None)
-            if p is not None:
-                chosen.append(p)
-                free.remove(p)
+                waiting.append(o)
+        by_type: dict[ValueType, list[int]] = defaultdict(list)
+        for v, p in reversed(free.items()):
+            by_type[self.types[v]].append(p)
+        chosen += [by_type[t].pop() for o in waiting if by_type.get(t := self.types[o])]
         return tuple(sorted(chosen))
+
+    @cached_property
+    def kept(self) -> set[int]:
+        """Arguments and captured arrays that the caller keeps."""
+        inputs = self.traced.flat.inputs
+        return {v for v, d in zip(inputs, self.donated, strict=False) if not d} | set(inputs[len(self.donated) :])
+
+    @cached_property
+    def continued(self) -> dict[int, int]:
+        """A result's id to the id of the argument it continues."""
+        refs = self.outer.outputs
+        return {r: self.traced.flat.inputs[arg] for k, arg in self.continues.items() if isinstance(r := refs[k], int)}
 
 
 class _Ender:

@@ -34,6 +34,7 @@ class Placement:
         levels: (position, actor) to the level of an operation's task; `loop_levels` for loops.
         input_homes: input id to the actors that hold it when the step starts.
         output_homes: for each result, the actors that hold it when the step ends.
+        asked: results whose homes the caller gave.
     """
 
     items: tuple[Op | Loop, ...]
@@ -44,6 +45,7 @@ class Placement:
     output_homes: tuple[Actors, ...]
     num_levels: int
     loop_makes: dict[int, dict[int, ActorId]] = field(default_factory=dict)
+    asked: frozenset[int] = frozenset()
 
 
 def place(step: OuterStep, types: Types) -> Placement:
@@ -69,6 +71,7 @@ def place(step: OuterStep, types: Types) -> Placement:
         output_homes=tuple(draft.output_homes),
         num_levels=found.depth,
         loop_makes=draft.step.loop_makes,
+        asked=frozenset(step.result_homes),
     )
 
 
