@@ -70,6 +70,7 @@ class Transfer:
 
     Args:
         node: index of the node after which it is sent; -1 for a step argument.
+        needed: index of the first node that reads it there; the number of nodes for a result.
     """
 
     value: ValueId
@@ -77,18 +78,30 @@ class Transfer:
     to_actor: ActorId
     tag: Tag
     node: int
+    needed: int
 
 
-def _needs(graph: TaskGraph) -> dict[ValueId, dict[ActorId, int]]:
-    """For each value the actors that need it, each with the index of its first consuming node."""
-    needs: dict[ValueId, dict[ActorId, int]] = defaultdict(dict)
+def _missing(graph: TaskGraph) -> list[tuple[ValueId, ActorId, int]]:
+    """Every value that an actor needs and neither makes nor holds, with the index of its first node that reads it."""
+    held: list[set[ValueId]] = [set() for _ in range(graph.num_actors)]
+    for i in graph.inputs:
+        for actor in i.actors:
+            held[actor].add(i.value)
+    found: list[tuple[ValueId, ActorId, int]] = []
+
+    def need(actor: ActorId, values: Iterable[ValueId], index: int) -> None:
+        missing = dict.fromkeys(v for v in values if v not in held[actor])
+        held[actor].update(missing)
+        found.extend([(v, actor, index) for v in missing])
+
     for index, node in enumerate(graph.nodes):
-        for value in node.inputs:
-            needs[value].setdefault(node.actor, index)
+        if not held[node.actor].issuperset(node.inputs):
+            need(node.actor, node.inputs, index)
+        held[node.actor].update(node.outputs)
     for output in graph.outputs:
         for actor in output.actors:
-            needs[output.value].setdefault(actor, len(graph.nodes))
-    return needs
+            need(actor, (output.value,), len(graph.nodes))
+    return found
 
 
 def plan_transfers(graph: TaskGraph) -> tuple[Transfer, ...]:
@@ -97,24 +110,24 @@ def plan_transfers(graph: TaskGraph) -> tuple[Transfer, ...]:
     A value goes to each actor that needs and lacks it exactly once, from the actor that makes it; an argument from the
     first actor that holds it. What is sent at one point is sent in the order in which it is needed.
     """
-    needs = _needs(graph)
-    homes: list[tuple[ValueId, tuple[ActorId, ...], int]] = [(i.value, i.actors, -1) for i in graph.inputs]
-    homes += [(v, (node.actor,), index) for index, node in enumerate(graph.nodes) for v in node.outputs]
-    wanted = [
-        (index, first_use, value, actors[0], actor)
-        for value, actors, index in homes
-        for actor, first_use in needs.get(value, {}).items()
-        if actor not in actors
-    ]
-    wanted.sort(key=lambda w: w[:2])
+    missing = _missing(graph)
+    wanted_values = {v for v, _, _ in missing}
+    source: dict[ValueId, tuple[int, int, ActorId]] = {}  # node, position among what it makes, actor
+    for position, i in enumerate(graph.inputs):
+        source[i.value] = -1, position, i.actors[0]
+    for index, node in enumerate(graph.nodes):
+        if not wanted_values.isdisjoint(node.outputs):
+            source.update((v, (index, position, node.actor)) for position, v in enumerate(node.outputs))
+    wanted = [(source[v][0], needed, source[v][1], v, source[v][2], actor) for v, actor, needed in missing]
+    wanted.sort(key=lambda w: w[:3])
     return tuple(
-        Transfer(value, from_actor, to_actor, tag, index)
-        for tag, (index, _, value, from_actor, to_actor) in enumerate(wanted)
+        Transfer(value, from_actor, to_actor, tag, index, needed)
+        for tag, (index, needed, _, value, from_actor, to_actor) in enumerate(wanted)
     )
 
 
 def _receive_positions(
-    transfers: Sequence[Transfer], first_use: dict[ValueId, int], num_runs: int, lookahead: int
+    transfers: Sequence[Transfer], position_of: dict[int, int], num_runs: int, lookahead: int
 ) -> dict[int, list[Transfer]]:
     """The run of this actor before which each of its receives is posted; `num_runs` is the end of the program."""
     # Between two actors receives are posted in the order of the sends (NCCL pairs them by order alone), so a receive
@@ -122,7 +135,7 @@ def _receive_positions(
     link_limit: dict[ActorId, int] = {}
     positions: dict[int, list[Transfer]] = defaultdict(list)
     for t in reversed(transfers):
-        own = max(0, first_use.get(t.value, num_runs) - (lookahead - 1))
+        own = max(0, position_of.get(t.needed, num_runs) - (lookahead - 1))
         position = link_limit[t.from_actor] = min(own, link_limit.get(t.from_actor, own))
         positions[position].append(t)
     for posted in positions.values():
@@ -158,8 +171,12 @@ class _Stream:
             self.instructions.append(Recv(self.define(t.value), t.from_actor, t.tag, aval))
 
     def run(self, node: Node) -> None:
-        inputs = tuple([self.slots[v] for v in node.inputs])
-        outputs = tuple([self.define(v) for v in node.outputs])
+        slots = self.slots
+        inputs = tuple([slots[v] for v in node.inputs])
+        first, count = len(slots), len(node.outputs)
+        outputs = tuple(range(first, first + count))
+        slots.update(zip(node.outputs, outputs, strict=True))
+        assert len(slots) == first + count, f"actor {self.actor}: {node.label} makes a value that exists"
         self.instructions.append(Run(node.label, node.executable, inputs, outputs))
 
     def give(self) -> None:
@@ -169,16 +186,13 @@ class _Stream:
 
     def program(self) -> ActorProgram:
         values = [self.graph.values[v] for v in self.slots]
-        uncounted = frozenset(slot for slot, v in enumerate(values) if v.kind in ("input", "result"))
-        return ActorProgram(self.actor, tuple(self.instructions), tuple(v.aval for v in values), uncounted)
+        uncounted = frozenset([slot for slot, v in enumerate(values) if v.kind in ("input", "result")])
+        return ActorProgram(self.actor, tuple(self.instructions), tuple([v.aval for v in values]), uncounted)
 
 
 def _stream(graph: TaskGraph, actor: ActorId, nodes: list[tuple[int, Node]], sent, received, lookahead: int):
-    first_use: dict[ValueId, int] = {}
-    for position, (_, node) in enumerate(nodes):
-        for value in node.inputs:
-            first_use.setdefault(value, position)
-    due = _receive_positions(received, first_use, len(nodes), lookahead)
+    position_of = {index: position for position, (index, _) in enumerate(nodes)}
+    due = _receive_positions(received, position_of, len(nodes), lookahead)
     sends: dict[int, list[Transfer]] = defaultdict(list)
     for t in sent:
         sends[t.node].append(t)
@@ -233,7 +247,10 @@ def reads(instruction: Instruction) -> tuple[BufferId, ...]:
 
 
 def _last_reads(instructions: Sequence[Instruction]) -> dict[BufferId, int]:
-    return {b: index for index, i in enumerate(instructions) for b in reads(i)}
+    last: dict[BufferId, int] = {}
+    for index, instruction in enumerate(instructions):
+        last.update(dict.fromkeys(reads(instruction), index))
+    return last
 
 
 def _never_donated(instructions: Iterable[Instruction]) -> set[BufferId]:
@@ -257,8 +274,11 @@ def _donations(graph: TaskGraph, program: ActorProgram) -> dict[ExecutableId, tu
     for index, run in enumerate(program.instructions):
         if not isinstance(run, Run):
             continue
-        donatable, times = next(nodes).donatable, Counter(run.inputs)
-        free = {p for p in donatable if (b := run.inputs[p]) not in kept and last[b] == index and times[b] == 1}
+        donatable = next(nodes).donatable
+        free = {p for p in donatable if (b := run.inputs[p]) not in kept and last[b] == index}
+        if len(set(run.inputs)) != len(run.inputs):
+            times = Counter(run.inputs)
+            free = {p for p in free if times[run.inputs[p]] == 1}
         # One executable is compiled once an actor, so all its runs donate alike.
         common[run.executable] = common.get(run.executable, free) & free
     return {executable: tuple(sorted(positions)) for executable, positions in common.items()}
@@ -282,7 +302,9 @@ def donate_buffers(graph: TaskGraph, programs: Programs) -> Programs:
     def donate(program: ActorProgram) -> ActorProgram:
         donations = _donations(graph, program)
         instructions = tuple(
-            replace(i, donated=donations[i.executable]) if isinstance(i, Run) else i for i in program.instructions
+            # As `replace` would, which costs more than all the rest of this pass.
+            Run(i.label, i.executable, i.inputs, i.outputs, donations[i.executable]) if isinstance(i, Run) else i
+            for i in program.instructions
         )
         return replace(program, instructions=instructions)
 
@@ -303,21 +325,32 @@ def _deletable(program: ActorProgram) -> set[BufferId]:
     instructions = program.instructions
     left = {i.buffer for i in instructions if isinstance(i, Output) or (isinstance(i, Input) and not i.donated)}
     left |= {run.inputs[p] for run in runs(instructions) for p in run.donated}
-    return {b for i in instructions for b in _definitions(i)} - left
+    return set(range(len(program.avals))) - left
+
+
+def _last_uses(program: ActorProgram) -> list[int]:
+    """For each slot the instruction behind which it is deleted; -1 for those that are not."""
+    last = [-1] * len(program.avals)
+    for index, i in enumerate(program.instructions):
+        for b in _definitions(i):
+            last[b] = index
+        for b in reads(i):
+            last[b] = index
+    deletable = _deletable(program)
+    return [index if b in deletable else -1 for b, index in enumerate(last)]
 
 
 def _with_deletes(program: ActorProgram) -> Iterator[Instruction]:
-    deletable, last = _deletable(program), _last_reads(program.instructions)
+    last = _last_uses(program)
     due: list[BufferId] = []
     for index, instruction in enumerate(program.instructions):
         # Sends first: a peer waits for them. Deletes before receives and runs: those take memory.
-        if not isinstance(instruction, Input | Send):
+        if due and not isinstance(instruction, Input | Send):
             yield from map(Delete, due)
             due.clear()
         yield instruction
-        for b in dict.fromkeys(reads(instruction) + _definitions(instruction)):
-            if b in deletable and last.get(b, index) == index:
-                due.append(b)
+        ended = [b for b in reads(instruction) + _definitions(instruction) if last[b] == index]
+        due += dict.fromkeys(ended)
     yield from map(Delete, due)
 
 

@@ -53,12 +53,13 @@ def verify_graph(graph: TaskGraph) -> None:
     Raises:
         InternalError: a rule is broken.
     """
-    actors, values = range(graph.num_actors), range(len(graph.values))
+    actors, num_values = range(graph.num_actors), len(graph.values)
     made: set[int] = set()
 
     def make(value: int, where: str) -> None:
-        _require(value in values, f"{where} makes value {value} of {len(graph.values)}")
-        _require(value not in made, f"{where} makes {graph.values[value].label!r}, which exists already")
+        _require(0 <= value < num_values, f"{where} makes value {value} of {num_values}")
+        if value in made:
+            _require(False, f"{where} makes {graph.values[value].label!r}, which exists already")
         made.add(value)
 
     for i in graph.inputs:
@@ -69,10 +70,10 @@ def verify_graph(graph: TaskGraph) -> None:
     for node in graph.nodes:
         _require(node.actor in actors, f"{node.label} runs on actor {node.actor} of {graph.num_actors}")
         _require(all(0 <= p < len(node.inputs) for p in node.donatable), f"{node.label} donates {node.donatable}")
-        for v in node.inputs:
-            if v not in made:
-                label = graph.values[v].label if v in values else v
-                _require(False, f"{node.label} reads {label!r} before it is made")
+        if not made.issuperset(node.inputs):
+            v = next(v for v in node.inputs if v not in made)
+            label = graph.values[v].label if 0 <= v < num_values else v
+            _require(False, f"{node.label} reads {label!r} before it is made")
         for v in node.outputs:
             make(v, node.label)
     for o in graph.outputs:
@@ -94,6 +95,7 @@ class _Walk:
     def __init__(self, program: ActorProgram):
         self.program = program
         self.index = 0
+        self.num_slots = len(program.avals)
         self.instruction: Instruction | None = None
         self.live: set[BufferId] = set()
         self.fate: dict[BufferId, str] = {}
@@ -111,8 +113,8 @@ class _Walk:
         )
 
     def define(self, buffer: BufferId, aval: Aval | None = None) -> None:
-        if not 0 <= buffer < len(self.program.avals):
-            self.fail(f"b{buffer} is out of range, the program has {len(self.program.avals)} slots")
+        if not 0 <= buffer < self.num_slots:
+            self.fail(f"b{buffer} is out of range, the program has {self.num_slots} slots")
         if buffer in self.live or buffer in self.fate:
             self.fail(f"b{buffer} is assigned twice")
         if aval is not None and aval != self.program.avals[buffer]:
@@ -146,16 +148,20 @@ class _Walk:
         self.sent.add(i.buffer)
 
     def run(self, i: Run) -> None:
-        for b in i.inputs:
-            self.read(b)
-        if len(set(i.donated)) != len(i.donated) or not all(0 <= p < len(i.inputs) for p in i.donated):
-            self.fail(f"donated positions {i.donated} of {len(i.inputs)} inputs")
-        for p in i.donated:
-            self.donate(i, i.inputs[p])
+        # Whole sets first: a program has a hundred thousand buffers, and mostly nothing is wrong with any.
+        if not self.live.issuperset(i.inputs):
+            for b in i.inputs:
+                self.read(b)
+        if i.donated:
+            if len(set(i.donated)) != len(i.donated) or not all(0 <= p < len(i.inputs) for p in i.donated):
+                self.fail(f"donated positions {i.donated} of {len(i.inputs)} inputs")
+            times = Counter(i.inputs)
+            for p in i.donated:
+                self.donate(i.inputs[p], times[i.inputs[p]])
         for b in i.outputs:
             self.define(b)
 
-    def donate(self, i: Run, b: BufferId) -> None:
+    def donate(self, b: BufferId, times: int) -> None:
         for slots, why in (
             (self.kept, "is an argument that the caller keeps"),
             (self.received, "lies in the transport's memory"),
@@ -163,7 +169,7 @@ class _Walk:
         ):
             if b in slots:
                 self.fail(f"b{b} is donated, but {why}")
-        if i.inputs.count(b) > 1:
+        if times > 1:
             self.fail(f"b{b} is donated and read twice by the same run")
         self.end(b, "was donated before")
 
@@ -289,9 +295,10 @@ def verify_signatures(programs: Sequence[ActorProgram]) -> None:
         InternalError: an executable is called in two ways.
     """
     first: dict[ExecutableId, tuple[Run, list, list]] = {}
+    known_kinds: dict[tuple, tuple] = {}  # one object a kind: lists of them compare fast
     for p in programs:
         # Not the spec: ("data",) and ("data", None) say the same.
-        kinds = [(a.shape, a.dtype) for a in p.avals]
+        kinds = [known_kinds.setdefault((a.shape, a.dtype), (a.shape, a.dtype)) for a in p.avals]
         for i in p.instructions:
             if not isinstance(i, Run):
                 continue
