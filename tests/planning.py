@@ -26,6 +26,7 @@ def plan_step(
     actors: int = 2,
     spmd_mesh: dict[str, int] | None = None,
     axis_rules: dict[str, Any] | None = None,
+    axis_types: dict[str, str] | None = None,
     in_shardings: Any = None,
     donate: tuple[int, ...] = (),
     schedule: Any = None,
@@ -33,7 +34,7 @@ def plan_step(
 ) -> Plan:
     """All passes but emission, for a mesh that nobody started."""
     axes, rules = spmd_mesh or {}, axis_rules or {}
-    target = mesh_options.target(axes, ["auto"] * len(axes), rules, "cpu")
+    target = mesh_options.target(axes, mesh_options.axis_types(axis_types or {}, axes), rules, "cpu")
     runner = SimpleNamespace(num_actors=actors, target=target)
     step = DistributedStep(runner, fn, StepOptions(in_shardings, None, donate, static, schedule))  # pyright: ignore
     return plan(step.request(args))

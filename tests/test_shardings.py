@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import parallel_model
 import pytest
+from docs_code import doc_code
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from on_devices import run_on_devices
+from planning import plan_step
 
 import jaxpp_async as jpp
 from jaxpp_async.actors.devices import Devices
@@ -19,8 +23,8 @@ from jaxpp_async.testing import assert_close
 
 DIM, HIDDEN, OUT, ROWS = 8, 12, 4, 6
 RULES = {"batch": "data", "mlp": "model"}
-LAYOUTS = [{"data": 2}, {"model": 2}, {"data": 2, "model": 2}]
-BOTH = LAYOUTS[-1]
+BOTH = {"data": 2, "model": 2}
+DATA, MODEL = {"data": 2}, {"model": 2}
 
 SPECS = {"act": ("data", None), "hidden": ("data", "model")}
 NAMES = {"act": ("batch", None), "hidden": ("batch", "mlp")}
@@ -93,14 +97,12 @@ def spread(shardings):
     return ({**params, "blocks": [params["blocks"]] * 2}, batch)
 
 
+WAYS = ("PartitionSpec", "NamedSharding", "names")
 VARIANTS = {
     "with_sharding_constraint": lambda axes: (make_step(constraint(axes)), None),
     "shard": lambda axes: (make_step(lambda x, what: jpp.shard(x, NAMES[what])), None),
     "PartitionSpec": lambda axes: (make_step(), spread(in_shardings("PartitionSpec", axes))),
-    "NamedSharding": lambda axes: (make_step(), spread(in_shardings("NamedSharding", axes))),
-    "names": lambda axes: (make_step(), spread(in_shardings("names", axes))),
 }
-CASES = [(BOTH, v) for v in VARIANTS] + [(axes, v) for axes in LAYOUTS[:2] for v in ("shard", "PartitionSpec")]
 
 
 async def get_mesh(remote_mesh, axes, launcher="inline"):
@@ -126,8 +128,9 @@ def hlo_of(mesh, compiled, name):
     return compile_blob(blob, (), devices_of(mesh)).call.as_text()
 
 
-@pytest.mark.parametrize("axes, variant", CASES, ids=[f"{v}-{'x'.join(a)}" for a, v in CASES])
-async def test_equals_jit(remote_mesh, axes, variant):
+@pytest.mark.parametrize("variant", VARIANTS)
+async def test_equals_jit(remote_mesh, variant):
+    axes = BOTH
     mesh = await get_mesh(remote_mesh, axes)
     fn, shardings = VARIANTS[variant](axes)
     step = mesh.distributed(fn, in_shardings=shardings, donate_argnums=0)
@@ -145,9 +148,8 @@ async def test_equals_jit(remote_mesh, axes, variant):
     assert held((HIDDEN, DIM), axes) == {(HIDDEN // axes.get("model", 1), DIM)}
 
 
-@pytest.mark.parametrize("axes", LAYOUTS[1:], ids="x".join)
-async def test_equals_jit_across_processes(remote_mesh, axes):
-    mesh = await get_mesh(remote_mesh, axes, "local")
+async def test_equals_jit_across_processes(remote_mesh):
+    mesh = await get_mesh(remote_mesh, BOTH, "local")
     step = mesh.distributed(make_step(lambda x, what: jpp.shard(x, NAMES[what])), donate_argnums=0)
     params = plain = make_params()
     for _ in range(2):
@@ -155,7 +157,102 @@ async def test_equals_jit_across_processes(remote_mesh, axes):
         plain, plain_grads, plain_losses = jax.jit(make_step())(plain, make_batch())
         assert_close(await mesh.fetch((params, grads, losses)), (plain, plain_grads, plain_losses))
     assert params["blocks"][1]["up"].spec == ((None, "model"))
-    assert all(len(a.devices) == np.prod(list(axes.values())) for a in mesh.actors)
+    assert all(len(a.devices) == 4 for a in mesh.actors)
+
+
+def test_one_sharding_written_in_three_ways():
+    def planned(way):
+        shardings = spread(in_shardings(way, BOTH))
+        return plan_step(
+            make_step(), make_params(), make_batch(), spmd_mesh=BOTH, axis_rules=RULES, in_shardings=shardings
+        )
+
+    first, *others = (planned(way).passes["shard"] for way in WAYS)
+    assert "(None, 'model')" in first and all(text == first for text in others)
+
+
+# ---------------------------------------------------------------- kinds of parallelism, from docs/sharding.md
+
+docs = doc_code("sharding.md")
+plain_loss = parallel_model.make_loss()
+
+
+def shard_names(**names):
+    return lambda x, what: jpp.shard(x, names[what])
+
+
+# step; axes; rules; in_shardings; collectives in forward, backward and update tasks; specs of activations and weights
+W, HEAD, ACT = "8x16", "4x8", "4x6x8"
+PARALLEL = {
+    "data": (
+        parallel_model.make_step(parallel_model.plain_grads(plain_loss)),
+        (DATA, {}, (P(), P(None, "data"))),
+        {"bwd0": [f"all-reduce {W}"] * 2, "fwd_bwd1": [f"all-reduce {HEAD}", *[f"all-reduce {W}"] * 2]},
+        {"act": ("data",), "hidden": ("data",), "up": (), "down": ()},
+    ),
+    "data, gradients added once": (
+        parallel_model.make_step(docs["grads_by_device"](plain_loss), docs["added_over_devices"]),
+        (DATA, {"batch": "data"}, (P(), P(None, "data"))),
+        {"outer1_actor0": [f"all-reduce {W}"] * 2, "outer1_actor1": [f"all-reduce {HEAD}", *[f"all-reduce {W}"] * 2]},
+        {"shards of act": ("data",), "shards of up": ("data",), "up": (), "down": ()},
+    ),
+    "tensor": (
+        parallel_model.make_step(parallel_model.plain_grads(plain_loss)),
+        (MODEL, {}, (parallel_model.TENSOR_PARALLEL, P())),
+        {"fwd0": [f"all-reduce {ACT}"], "fwd_bwd1": [f"all-reduce {ACT}"] * 2},
+        {"act": (), "hidden": (None, None, "model"), "up": (None, "model"), "down": ("model",)},
+    ),
+    "fully sharded": (
+        parallel_model.make_step(parallel_model.plain_grads(docs["gathered"](plain_loss))),
+        (DATA, {}, (P("data"), P(None, "data"))),
+        {
+            "fwd0": [f"all-gather {W}"] * 2,
+            "fwd_bwd1": [
+                *[f"all-gather {HEAD}", *[f"all-gather {W}"] * 2],
+                *[f"all-reduce {HEAD}", *[f"all-reduce {W}"] * 2],
+            ],
+            "bwd0": [f"all-gather {W}", *[f"all-reduce {W}"] * 2],
+        },
+        {"act": ("data",), "hidden": ("data",), "up": ("data",), "down": ("data",)},
+    ),
+    "fully sharded, gradients added once": (
+        parallel_model.make_step(docs["grads_by_device"](docs["gathered"](plain_loss)), docs["added_over_devices"]),
+        (DATA, {"batch": "data"}, (P("data"), P(None, "data"))),
+        {
+            "fwd0": [f"all-gather {W}"] * 2,
+            "fwd_bwd1": [f"all-gather {HEAD}", *[f"all-gather {W}"] * 2],
+            "bwd0": [f"all-gather {W}"],
+            "outer1_actor0": [f"all-reduce {W}"] * 2,
+            "outer1_actor1": [f"all-reduce {HEAD}", *[f"all-reduce {W}"] * 2],
+        },
+        {"shards of act": ("data",), "shards of up": ("data",), "up": ("data",), "down": ("data",)},
+    ),
+    "sequence": (
+        parallel_model.make_step(
+            parallel_model.plain_grads(
+                parallel_model.make_loss(shard_names(act=(None, "sequence"), hidden=(None, None, "mlp")))
+            )
+        ),
+        (MODEL, {"sequence": "model", "mlp": "model"}, (parallel_model.TENSOR_PARALLEL, P(None, None, "model"))),
+        {
+            "fwd0": [f"all-gather {ACT}", f"all-reduce {ACT}"],
+            "fwd_bwd1": [*[f"all-gather {ACT}"] * 2, f"all-reduce {HEAD}", *[f"all-reduce {ACT}"] * 2],
+            "bwd0": [f"all-gather {ACT}"] * 2,
+        },
+        {"act": (None, "model"), "hidden": (None, None, "model"), "up": (None, "model"), "down": ("model",)},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_parallelism_inside_actors(kind):
+    """The numbers, what XLA makes of each task (a CPU has no reduce-scatter), and that nothing is a whole copy."""
+    step, (axes, rules, shardings), collectives, split = PARALLEL[kind]
+    args = parallel_model.make_params(), parallel_model.make_batch()
+    ran = run_on_devices(step, *args, axes=axes, axis_rules=rules, in_shardings=shardings)
+    assert ran.collectives == {task: sorted(found) for task, found in collectives.items()}
+    assert {what: ran.split[parallel_model.SHAPES[what]] for what in split} == {k: {v} for k, v in split.items()}
+    assert_close(ran.results, jax.jit(parallel_model.make_step(parallel_model.plain_grads(plain_loss)))(*args))
 
 
 async def test_every_boundary_value_is_pinned_split(remote_mesh):
