@@ -18,7 +18,7 @@ def block(x, w):
     return jnp.sin(dense(x, w))
 
 
-@loss(stages=3, on="inline")
+@loss(stages=3)
 def checkpoint_around_blocks(w, mb):
     x = mb["x"]
     for k in range(3):
@@ -46,7 +46,7 @@ def checkpoint_around_a_marker(w, mb):
 
 @loss(stages=4, on="inline")
 def checkpoint_around_several_markers(w, mb):
-    return error(jax.checkpoint(lambda w, x: chain(w, x))(w[:4], mb["x"]), mb)
+    return error(jax.checkpoint(chain)(w[:4], mb["x"]), mb)
 
 
 @loss(stages=3)

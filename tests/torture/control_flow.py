@@ -12,8 +12,6 @@ import jaxpp_async as jpp
 from torture.blocks import cut, dense, error
 from torture.registry import array, batch, loss, step
 
-IN_SCAN = "a marker inside scan is not unrolled yet"
-
 
 def stacked(layers=4):
     return array(50, layers, 4, 4), batch()
@@ -30,7 +28,7 @@ def layer(x, w):
 # ---------------------------------------------------------------- scan inside a stage
 
 
-@loss(stages=2, make_args=two_stacks, on="processes")
+@loss(stages=2, make_args=two_stacks)
 def scan_over_layers_inside_a_stage(w, mb):
     x, _ = lax.scan(layer, mb["x"], w[0])
     x, _ = lax.scan(layer, cut(x), w[1])
@@ -83,25 +81,25 @@ def fori_loop_of_fixed_length(w, mb):
 # ---------------------------------------------------------------- a marker inside a scan
 
 
-@loss(stages=5, make_args=stacked, broken=IN_SCAN)
+@loss(stages=5, make_args=stacked)
 def marker_inside_a_scan_over_layers(w, mb):
     x, _ = lax.scan(lambda x, w: (cut(dense(x, w)), None), mb["x"], w)
     return error(x, mb)
 
 
-@loss(stages=4, make_args=lambda: stacked(3), broken=IN_SCAN)
+@loss(stages=4, make_args=lambda: stacked(3))
 def marker_first_inside_a_scan(w, mb):
     x, _ = lax.scan(lambda x, w: (dense(cut(x), w), None), mb["x"], w)
     return error(x, mb)
 
 
-@loss(stages=4, make_args=lambda: stacked(3), broken=IN_SCAN)
+@loss(stages=4, make_args=lambda: stacked(3))
 def marker_inside_a_scan_with_a_checkpointed_body(w, mb):
     x, _ = lax.scan(jax.checkpoint(lambda x, w: (cut(dense(x, w)), None)), mb["x"], w)
     return error(x, mb)
 
 
-@loss(stages=4, make_args=lambda: stacked(3), broken=IN_SCAN)
+@loss(stages=4, make_args=lambda: stacked(3))
 def marker_inside_a_scan_with_results_a_layer(w, mb):
     def body(carry, w):
         x, total = carry
@@ -112,19 +110,19 @@ def marker_inside_a_scan_with_results_a_layer(w, mb):
     return error(x, mb) + 0.01 * total + jnp.sum(each)
 
 
-@loss(stages=4, make_args=lambda: stacked(3), broken=IN_SCAN)
+@loss(stages=4, make_args=lambda: stacked(3))
 def marker_inside_a_reversed_scan(w, mb):
     x, _ = lax.scan(lambda x, w: (cut(dense(x, w)), None), mb["x"], w, reverse=True)
     return error(x, mb)
 
 
-@loss(stages=4, make_args=lambda: stacked(3), broken=IN_SCAN)
+@loss(stages=4, make_args=lambda: stacked(3))
 def marker_inside_a_scan_with_a_shared_weight(w, mb):
     x, _ = lax.scan(lambda x, i: (cut(dense(x, w[0] * (i + 1))), None), mb["x"], jnp.arange(3))
     return error(x, mb)
 
 
-@loss(stages=3, make_args=lambda: (array(50, 2, 2, 4, 4), batch()), broken=IN_SCAN)
+@loss(stages=3, make_args=lambda: (array(50, 2, 2, 4, 4), batch()))
 def marker_inside_a_scan_of_scans(w, mb):
     def stage(x, w):
         return cut(lax.scan(layer, x, w)[0]), None

@@ -134,7 +134,7 @@ def integers_computed_from_activations(w, mb):
     return error(x * jax.nn.one_hot(best, 4), mb)
 
 
-@step(stages=3, on="inline", make_args=lambda: (*usual(), jax.random.key(5)))
+@step(stages=3, make_args=lambda: (*usual(), jax.random.key(5)))
 def keys_through_markers(pipe, w, batches, key):
     def of_one(mb, i):
         def fn(w):

@@ -175,7 +175,7 @@ def rotate(x, sin, cos):
     return x * cos + jnp.concatenate([-x[:, half:], x[:, :half]], axis=-1) * sin
 
 
-@loss(stages=3, on="inline")
+@loss(stages=3)
 def rotary_tables_for_all_stages(w, mb):
     angle = jnp.arange(3.0)[:, None] * jnp.tile(10.0 ** -jnp.arange(2.0), 2)
     sin, cos = jnp.sin(angle), jnp.cos(angle)

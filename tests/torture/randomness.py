@@ -33,19 +33,19 @@ def dropout_step(pipe, w, batches, key):
 
 
 KEYS = {
-    "dropout_with_a_new_style_key": (lambda: jax.random.key(1), "processes"),
-    "dropout_with_an_old_style_key": (lambda: jax.random.PRNGKey(1), "inline"),
-    "dropout_with_rbg": (lambda: jax.random.key(1, impl="rbg"), None),
-    "dropout_with_unsafe_rbg": (lambda: jax.random.key(1, impl="unsafe_rbg"), None),
+    "dropout_with_a_new_style_key": lambda: jax.random.key(1),
+    "dropout_with_an_old_style_key": lambda: jax.random.PRNGKey(1),
+    "dropout_with_rbg": lambda: jax.random.key(1, impl="rbg"),
+    "dropout_with_unsafe_rbg": lambda: jax.random.key(1, impl="unsafe_rbg"),
 }
 
-for name, (make, on) in KEYS.items():
+for name, make in KEYS.items():
 
     def fn(*args):
         return dropout_step(*args)
 
     fn.__name__ = name
-    step(stages=3, make_args=lambda make=make: (*usual(), make()), on=on)(fn)
+    step(stages=3, make_args=lambda make=make: (*usual(), make()))(fn)
 
 
 @step(stages=2, make_args=lambda: (*usual(), jax.random.key(2)))

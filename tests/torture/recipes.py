@@ -27,7 +27,7 @@ def routed(params, x):
     return jnp.einsum("re,erv->rv", dispatch, made), 3 * jnp.sum(load * jnp.mean(scores, 0)), load
 
 
-@step(stages=3, make_args=experts, on="inline")
+@step(stages=3, make_args=experts)
 def mixture_of_experts_with_a_loss_from_each_stage(pipe, params, batches):
     def fn(params, mb):
         x, balance, loads = mb["x"], 0.0, []
@@ -93,7 +93,7 @@ def adam_state():
 ADAM = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(optax.cosine_decay_schedule(0.1, 5)))
 
 
-@step(stages=3, make_args=adam_state, on="inline", rtol=1e-3)  # Adam divides by tiny gradients: rounding grows
+@step(stages=3, make_args=adam_state, rtol=1e-3)  # Adam divides by tiny gradients: rounding grows
 def adamw_with_clipping_and_a_schedule(pipe, params, state, batches):
     def fn(params, mb):
         return error(chain(params["layers"], mb["x"]) * params["gain"], mb)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jaxpp_async as jpp
 from torture.blocks import chain, cut, dense, descended, error
 from torture.placing_markers import Layer
-from torture.registry import step, weights, batch
+from torture.registry import batch, step, weights
 
 OPERATORS = {
     "sum": jpp.Sum(),
@@ -23,7 +23,7 @@ OPERATORS = {
 }
 
 
-@step(stages=3, on="inline")
+@step(stages=3)
 def metrics_of_every_stage_with_every_operator(pipe, w, batches):
     def fn(w, mb):
         metrics, x = {}, mb["x"]

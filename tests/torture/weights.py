@@ -36,7 +36,7 @@ def two_tied_weights_of_equal_shape(w, mb):
     return error(dense(x, w[1].T) @ w[0].T, mb)
 
 
-@loss(stages=4, on="inline")
+@loss(stages=4)
 def two_tied_weights_of_equal_shape_in_four_stages(w, mb):
     x = mb["x"]
     for k in range(4):
