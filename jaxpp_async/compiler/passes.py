@@ -25,6 +25,7 @@ from jaxpp_async import schedules
 from jaxpp_async.compiler import lowering, verify
 from jaxpp_async.compiler.emit import Emitted, Target, lowering_context
 from jaxpp_async.compiler.exportable import explained
+from jaxpp_async.compiler.garbage import uncollected
 from jaxpp_async.compiler.graph import PlacedStep, build
 from jaxpp_async.compiler.ir import Loop, Traced, format_flat
 from jaxpp_async.compiler.partition import StagedLoop, partition
@@ -41,7 +42,7 @@ from jaxpp_async.compiler.texts import (
 from jaxpp_async.compiler.tracing import separate_results, trace, warn_of_markers_outside
 from jaxpp_async.compiler.variants import ScheduledLoop, schedule_loop
 from jaxpp_async.compiler.weak import trace_settled
-from jaxpp_async.program import ActorProgram, TaskGraph
+from jaxpp_async.program import ActorProgram, Aval, TaskGraph, Value
 
 Passed: TypeAlias = Callable[[str], None]
 
@@ -119,6 +120,7 @@ def _unobserved(_: str) -> None:
     """Nobody listens for the end of a pass."""
 
 
+@uncollected()
 def compile_step(request: StepRequest, passed: Passed = _unobserved) -> Compiled:
     """Run all passes.
 
@@ -136,6 +138,7 @@ def compile_step(request: StepRequest, passed: Passed = _unobserved) -> Compiled
     return Compiled(done.traced, done.placed, done.programs, executables, texts, done.continues, done.settled)
 
 
+@uncollected()
 def plan(request: StepRequest, passed: Passed = _unobserved) -> Plan:
     """Run every pass but `emit`, checking what each leaves.
 
@@ -189,7 +192,7 @@ def _lowered(graph: TaskGraph, passed: Passed) -> lowering.Programs:
     verify.verify_programs(programs, complete=False)
     passed("transfer")
     programs = lowering.donate_buffers(graph, programs)
-    verify.verify_programs(programs, complete=False)
+    verify.verify_alone(programs, complete=False)  # what programs do together has not changed
     passed("donate")
     programs = lowering.delete_buffers(programs)
     verify.verify_programs(programs)
@@ -281,9 +284,10 @@ def _scheduled(staged: StagedLoop, request: StepRequest) -> ScheduledLoop:
 
 
 def _with_specs(placed: PlacedStep, specs: Mapping[int, Spec]) -> TaskGraph:
-    graph = placed.graph
-    values = tuple(
-        dataclasses.replace(value, aval=sharded(value.aval, placed.types[ir_id], specs.get(ir_id, ())))
-        for value, ir_id in zip(graph.values, placed.value_ids, strict=True)
-    )
-    return dataclasses.replace(graph, values=values)
+    graph, avals = placed.graph, dict[int, Aval]()  # an aval a value id: all microbatches have the same
+    values = []
+    for value, ir_id in zip(graph.values, placed.value_ids, strict=True):
+        if (aval := avals.get(ir_id)) is None:
+            aval = avals[ir_id] = sharded(value.aval, placed.types[ir_id], specs.get(ir_id, ()))
+        values.append(Value(aval, value.label, value.kind))
+    return dataclasses.replace(graph, values=tuple(values))

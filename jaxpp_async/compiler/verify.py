@@ -312,6 +312,22 @@ def verify_signatures(programs: Sequence[ActorProgram]) -> None:
                 )
 
 
+def verify_alone(programs: Sequence[ActorProgram], *, complete: bool = True) -> None:
+    """Check each program of a step by itself: `verify_program`.
+
+    Args:
+        programs: one an actor.
+        complete: see `verify_program`.
+
+    Raises:
+        InternalError: a rule is broken.
+    """
+    for actor, p in enumerate(programs):
+        if p.actor != actor:
+            raise InternalError(f"program {actor} is actor {p.actor}'s; this is a bug in jaxpp_async.compiler.lowering")
+        verify_program(p, complete=complete)
+
+
 def verify_programs(programs: Sequence[ActorProgram], *, complete: bool = True) -> None:
     """Check all programs of a step, each alone and together.
 
@@ -323,10 +339,7 @@ def verify_programs(programs: Sequence[ActorProgram], *, complete: bool = True) 
         InternalError: a rule is broken.
         ScheduleError: the programs deadlock; the message says who waits for whom.
     """
-    for actor, p in enumerate(programs):
-        if p.actor != actor:
-            raise InternalError(f"program {actor} is actor {p.actor}'s; this is a bug in jaxpp_async.compiler.lowering")
-        verify_program(p, complete=complete)
+    verify_alone(programs, complete=complete)
     verify_transfers(programs)
     verify_signatures(programs)
     check_deadlock(programs)
