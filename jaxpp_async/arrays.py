@@ -30,6 +30,18 @@ class Owner(Protocol):
 LIVE, DONATED, DELETED, FAILED = "live", "donated", "deleted", "failed"
 
 
+def _not_here(what: str) -> Any:
+    """A method for what only a value that is here can do."""
+
+    def refuse(self: Any, *_: Any, **__: Any) -> Any:
+        raise TypeError(
+            f"{what} needs the value of {self!r}, which lies on the actors: `await` the array first "
+            "(`value = await array`), or compute with it inside a step"
+        )
+
+    return refuse
+
+
 class RemoteArray:
     """An array on one or more actors of a mesh (each of them holds all of it, sharded over its devices).
 
@@ -146,6 +158,26 @@ class RemoteArray:
             )
         if self._state != LIVE:
             raise ArrayError(f"{name} cannot be used: {self._why}")
+
+    # Here it would be a wrong answer (`if loss`) or an error that says nothing of actors.
+    __bool__, __int__, __float__, __complex__, __index__ = map(
+        _not_here, ("bool()", "int()", "float()", "complex()", "use as an index")
+    )
+    __len__, __iter__, __getitem__, __contains__ = map(_not_here, ("len()", "iteration", "indexing", "`in`"))
+    __array__ = _not_here("conversion to numpy")
+    __lt__, __le__, __gt__, __ge__ = map(_not_here, ("`<`", "`<=`", "`>`", "`>=`"))
+    __add__ = __radd__ = _not_here("`+`")
+    __sub__ = __rsub__ = _not_here("`-`")
+    __mul__ = __rmul__ = _not_here("`*`")
+    __matmul__ = __rmatmul__ = _not_here("`@`")
+    __truediv__ = __rtruediv__ = _not_here("`/`")
+    __floordiv__ = __rfloordiv__ = _not_here("`//`")
+    __mod__ = __rmod__ = _not_here("`%`")
+    __pow__ = __rpow__ = _not_here("`**`")
+    __neg__, __pos__, __abs__, __round__ = map(_not_here, ("`-`", "`+`", "abs()", "round()"))
+
+    def __format__(self, spec: str) -> str:
+        return _not_here(f"the format {spec!r}")(self) if spec else str(self)
 
     def __repr__(self) -> str:
         where = f"actors={list(self._actors)}" if self._actors else "on the controller"

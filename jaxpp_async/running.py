@@ -164,6 +164,14 @@ class StepRunner:
         compiled = compile_step(request)
         seconds = time.perf_counter() - start_s
         _LOG.info("compiled %s in %.1f s: %d tasks", step.__name__, seconds, len(compiled.placed.graph.nodes))
+        if compiled.placed.loops and (idle := _idle(compiled.programs)):
+            _LOG.warning(
+                "step %r leaves actors %s of %d idle: its schedule has fewer actors than the mesh; make more stages, "
+                "or a mesh of as many actors as the schedule uses",
+                step.__name__,
+                idle,
+                self.num_actors,
+            )
         program_id, loaded = await self._load_programs(compiled.programs, compiled.executables)
         inputs, outputs = slots(compiled)
         return CompiledStep(
@@ -289,8 +297,8 @@ class StepRunner:
         handle = self._controller().start_step(
             compiled.program_id, arguments.array_ids, outputs, puts=arguments.puts, frees_after=arguments.frees_after
         )
-        self._retire_donated(step, compiled, leaves)
-        handle.future.add_done_callback(lambda future: self._finished(future, results))
+        donated = self._retire_donated(step, compiled, leaves)
+        handle.future.add_done_callback(lambda future: self._finished(future, results, donated, step.__name__))
         traced = compiled.compiled.traced
         count = len(traced.out_names)
         printing = self._printer.start(traced, results[count:], handle) if traced.prints else None
@@ -329,26 +337,44 @@ class StepRunner:
             found.puts[a].append(HostValue(array_id, slot.type.aval, host))
         return array_id
 
-    def _retire_donated(self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]) -> None:
+    def _retire_donated(
+        self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
+    ) -> list[RemoteArray]:
+        donated_arrays: list[RemoteArray] = []
         for leaf, slot, donated in zip(leaves, compiled.inputs, compiled.donated, strict=False):
             if not donated or not is_remote(leaf):
                 continue
             leaf.retire(DONATED, f"it was donated to step {step.__name__!r}; use the step's result instead")
+            donated_arrays.append(leaf)
             # The step frees it where it uses it; no program names the copies elsewhere.
             for a in leaf.actors:
                 if a not in slot.actors:
                     self._controller().free(a, leaf.array_id)
+        return donated_arrays
 
-    def _finished(self, future: asyncio.Future[dict[ActorId, StepStats]], results: Sequence[RemoteArray]) -> None:
+    def _finished(
+        self,
+        future: asyncio.Future[dict[ActorId, StepStats]],
+        results: Sequence[RemoteArray],
+        donated: Sequence[RemoteArray],
+        name: str,
+    ) -> None:
         self._admission.release()
         error = None if future.cancelled() else future.exception()
         if future.cancelled() or error is not None:
-            why = f"its step failed: {error or 'cancelled'}"
+            why = next(iter(str(error or "it was cancelled").splitlines()), type(error).__name__)
             for array in results:
                 if not array.is_deleted():
-                    array.retire(FAILED, why)
+                    array.retire(FAILED, f"its step failed: {why}")
+            for array in donated:
+                array.retire(DONATED, f"it was donated to step {name!r}, which failed: {why}")
         else:
             self.last_stats = _by_actor(future.result())
+
+
+def _idle(programs: Sequence[ActorProgram]) -> list[ActorId]:
+    """Actors that run nothing."""
+    return [p.actor for p in programs if not runs(p.instructions)]
 
 
 def _by_actor(stats: Mapping[ActorId, StepStats]) -> list[StepStats]:

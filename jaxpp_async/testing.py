@@ -13,6 +13,7 @@ that use them run on the session's: set `asyncio_default_test_loop_scope = "sess
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -31,10 +32,18 @@ async def remote_mesh() -> AsyncIterator[GetMesh]:
     Options are those of `RemoteMesh`. A mesh that has failed or closed is replaced by a new one.
     """
     meshes: dict[Any, RemoteMesh] = {}
+    loop = asyncio.get_running_loop()
 
     async def get(num_actors: int, **options: Any) -> RemoteMesh:
         from jaxpp_async.mesh import RemoteMesh
 
+        if asyncio.get_running_loop() is not loop:
+            __tracebackhide__ = True
+            raise RuntimeError(
+                "remote_mesh lives on the session's event loop, and this test runs on another; set "
+                'asyncio_default_test_loop_scope = "session" in the pytest configuration, or mark the test '
+                '`@pytest.mark.asyncio(loop_scope="session")`'
+            )
         key = (num_actors, repr(sorted(options.items())))
         if key not in meshes or meshes[key].is_closed:
             meshes[key] = await RemoteMesh(num_actors, **options).__aenter__()
@@ -56,6 +65,7 @@ def assert_close(actual: Any, expected: Any, *, rtol: float = 1e-5, atol: float 
     Raises:
         AssertionError: structures, shapes, dtypes or values differ.
     """
+    __tracebackhide__ = True  # pytest then shows the test's own line
     import jax
     import numpy as np
 

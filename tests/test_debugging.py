@@ -1,0 +1,250 @@
+"""What a user sees who looks for a mistake: NaNs, options of JAX, arrays that are not here, warnings, retraces."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import operator
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from planning import f32, plan_step
+
+import jaxpp_async as jpp
+from jaxpp_async.actors.failure import ActorInfo, died_error, launch_error, remote_error
+from jaxpp_async.actors.messages import Failed
+from jaxpp_async.actors.warden import Death
+from jaxpp_async.errors import ArrayError, MeshClosedError, RemoteError
+from jaxpp_async.testing import assert_close
+
+W = np.eye(4, dtype=np.float32)
+X = np.arange(1, 25, dtype=np.float32).reshape(3, 2, 4) / 10
+
+
+def loss_fn(ws, x):
+    h = jpp.pipeline_yield(jnp.tanh(x @ ws[0]))
+    return jnp.sum(jnp.log(h @ ws[1]))
+
+
+def train(ws, batch, count=0, *, schedule=jpp.Std1F1B(2)):  # noqa: B008  # a frozen value
+    def of_one(x):
+        value, grads = jax.value_and_grad(loss_fn)(ws, x)
+        return grads, value, value
+
+    grads, losses, worst = jpp.accumulate_grads(of_one, schedule, reduce=(jpp.Mean(), jpp.Stack(), jpp.Max()))(batch)
+    return jax.tree.map(lambda w, g: w - 0.001 * g, ws, grads), losses, worst, count + 1
+
+
+@pytest.fixture
+async def mesh(remote_mesh):
+    return await remote_mesh(2, launcher="inline")
+
+
+@pytest.fixture
+def config():
+    """`config(name, value)` sets an option of JAX for one test."""
+    before = {}
+
+    def update(name, value):
+        before.setdefault(name, getattr(jax.config, name))
+        jax.config.update(name, value)
+
+    yield update
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+# ---------------------------------------------------------------- options of JAX
+
+
+async def test_debug_nans_names_actor_microbatch_and_step(remote_mesh, config):
+    config("jax_debug_nans", True)
+    mesh = await remote_mesh(2, launcher="inline", max_inflight=1)  # the failure closes it
+    step = mesh.distributed(train, donate_argnums=0)
+    state, *_ = await mesh.run(step, [W, W], X)  # JAX itself checks the first call of an executable only
+    poisoned = X.copy()
+    poisoned[2] *= -1
+    with pytest.raises(RemoteError) as error:
+        await mesh.run(step, state, poisoned)
+    first, second, *_ = str(error.value).splitlines()
+    assert first.startswith("actor 1 (") and ", step 1, fwd" in first and "(stage 1, mb 2): FloatingPointError" in first
+    assert "invalid value (nan) in result" in first and second.startswith("  at #")
+    assert (error.value.actor, error.value.step) == (1, 1)
+    # What was donated to it says where it went.
+    with pytest.raises(ArrayError, match=r"it was donated to step 'train', which failed: actor 1 .*nan"):
+        await state[0]
+    with pytest.raises(MeshClosedError):
+        await mesh.run(step, [W, W], X)
+
+
+async def test_debug_infs_looks_at_results_and_not_at_the_start_of_a_maximum(mesh, config):
+    config("jax_debug_infs", True)
+    _, losses, _, _ = await mesh.run(mesh.distributed(train), [W, W], X)
+    assert np.isfinite(await losses).all()
+
+
+async def test_x64_from_end_to_end(mesh, config):
+    config("jax_enable_x64", True)
+    args = ([W.astype(np.float64), W.astype(np.float64)], X.astype(np.float64), np.int64(2**40))
+    got = await mesh.fetch(await mesh.run(mesh.distributed(train), *args))
+    assert_close(got, jax.device_get(jax.jit(train)(*args)), rtol=1e-12)
+    assert got[0][0].dtype == np.float64 and got[3] == 2**40 + 1
+
+
+async def test_strict_promotion_precision_and_disabled_jit(mesh, config):
+    config("jax_numpy_dtype_promotion", "strict")
+    config("jax_default_matmul_precision", "highest")
+    args = ([W, W], X, np.int32(3))
+    want = jax.device_get(jax.jit(train)(*args))
+    with jax.disable_jit():
+        got = await mesh.fetch(await mesh.run(mesh.distributed(train), *args))
+    assert_close(got, want)
+
+
+# ---------------------------------------------------------------- arrays that are not here
+
+
+MISUSES = {
+    "float()": float,
+    "int()": int,
+    "bool()": bool,
+    "len()": len,
+    "iteration": list,
+    "indexing": lambda a: a[0],
+    "conversion to numpy": np.asarray,
+    "conversion to numpy (by jax)": jnp.asarray,
+    "`+`": lambda a: a + 1,
+    "`-`": lambda a: 1 - a,
+    "`*`": lambda a: a * a,
+    "`@`": lambda a: operator.matmul(a, W),
+    "`<`": lambda a: a < 1,
+    "the format '.3f'": lambda a: f"{a:.3f}",
+    "conversion to numpy (of arithmetic)": lambda a: np.ones(3) + a,
+}
+
+
+@pytest.mark.parametrize("what", MISUSES)
+async def test_a_value_that_is_not_here(what, mesh):
+    array = await mesh.put(X)
+    with pytest.raises(TypeError) as error:
+        MISUSES[what](array)
+    assert str(error.value).startswith(what.partition(" (")[0] + " needs the value of RemoteArray(float32[3, 2, 4]")
+    assert "`await` the array first" in str(error.value) and "inside a step" in str(error.value)
+    assert f"{array}" == str(array) == repr(array)
+
+
+# ---------------------------------------------------------------- what is said without an error
+
+
+def test_a_marker_outside_every_loop_warns_with_its_line(recwarn):
+    def step(w, x):
+        return jpp.pipeline_yield(x @ w).sum()
+
+    plan_step(step, f32(4, 4), f32(2, 4))
+    (warning,) = recwarn.list
+    assert (warning.filename, warning.lineno) == (__file__, step.__code__.co_firstlineno + 1)
+    assert "outside accumulate_grads ends no stage" in str(warning.message)
+    plan_step(train, [f32(4, 4), f32(4, 4)], f32(3, 2, 4), f32())
+    assert len(recwarn) == 1
+
+
+async def test_idle_actors_are_named(remote_mesh, caplog):
+    caplog.set_level(logging.WARNING, "jaxpp_async")
+    mesh = await remote_mesh(3, launcher="inline")
+    await mesh.distributed(train).compile([W, W], X)
+    assert "step 'train' leaves actors [2] of 3 idle" in caplog.text
+    caplog.clear()
+    await mesh.distributed(lambda w: w + 1).compile(W)
+    assert not caplog.text
+
+
+# ---------------------------------------------------------------- failures: the first line tells the cause
+
+
+ACTOR = ActorInfo(1, "node", 77, ("cpu:0",), "ready")
+LAST_WORDS = ("Traceback (most recent call last):", '  File "x.py", line 1', "ModuleNotFoundError: No module named 'x'")
+NO_MODULE = "ModuleNotFoundError: No module named 'x'"
+RUN = '#12 run    "fwd(stage 1, mb 2)" exe 2 (b10) -> (b14)'
+FIRST_LINES = [
+    (launch_error(1, "exited with code 1", LAST_WORDS), f"actor 1 exited with code 1: {NO_MODULE}"),
+    (died_error(ACTOR, Death(1, LAST_WORDS), 3), f"actor 1 .* exited with code 1 .*during step 3: {NO_MODULE}"),
+    (launch_error(1, "did not start", ("hello",)), "actor 1 did not start"),
+    (
+        remote_error(ACTOR, Failed(0, "ValueError", "no", "Traceback ...", 3, RUN)),
+        r"actor 1 \(host node, pid 77\), step 3, fwd\(stage 1, mb 2\): ValueError: no",
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "first"), FIRST_LINES)
+def test_the_first_line_tells_the_cause(error, first):
+    lines = str(error).splitlines()
+    assert re.fullmatch(first, lines[0]) and len(lines) > 1
+
+
+# ---------------------------------------------------------------- tests of users
+
+
+async def test_a_mesh_of_the_session_on_another_loop(remote_mesh):
+    def elsewhere():
+        with pytest.raises(RuntimeError, match='asyncio_default_test_loop_scope = "session"'):
+            asyncio.run(remote_mesh(2, launcher="inline"))
+
+    await asyncio.to_thread(elsewhere)
+
+
+def test_assert_close_shows_the_line_of_the_test():
+    with pytest.raises(AssertionError, match="differs by 1") as error:
+        assert_close({"a": 1.0}, {"a": 2.0})
+    *_, last = error.traceback
+    assert last.name == "assert_close" and last.ishidden(error)
+
+
+# ---------------------------------------------------------------- compiled forms
+
+
+async def test_what_is_traced_again(mesh):
+    """A new shape, dtype or static value traces; everything else finds what was compiled."""
+    traced = []
+
+    def step(ws, batch, scale):
+        traced.append((batch.shape, str(batch.dtype), scale))
+        losses = jpp.accumulate_grads(lambda x: scale * jpp.pipeline_yield(x @ ws[0]).sum(), jpp.GPipe(2))(batch)
+        return losses
+
+    d = mesh.distributed(step, static_argnums=2)
+    half = X.astype(jnp.bfloat16)
+    for batch, scale, fresh in [
+        (X, 2, True), (X + 1, 2, False), (X, 3, True), (X[:2], 2, True), (half, 2, True), (X, 2, False),
+        (half, 2, False), (await mesh.put(X + 1), 2, False), (jnp.asarray(X), 3, False),
+    ]:  # fmt: skip
+        known = len(traced)
+        got = await (await mesh.run(d, [W, W], batch, scale))
+        assert (len(traced) > known) == fresh
+        host = np.asarray(await mesh.fetch(batch), np.float32)
+        np.testing.assert_allclose(got, scale * host.sum(), rtol=1e-2)
+
+
+async def test_train_and_evaluate_place_one_state_in_two_ways(mesh, caplog):
+    """The weight moves to where a step takes it, once and said; a report says where each step has it."""
+    caplog.set_level(logging.INFO, "jaxpp_async")
+
+    def evaluate(ws, batch):
+        return jpp.accumulate_grads(lambda x: jnp.sum(x @ ws[0] @ ws[1]), jpp.GPipe(1))(batch)
+
+    step, check = mesh.distributed(train), mesh.distributed(evaluate)
+    state = [W, W]
+    for moves in (1, 2):
+        state, *_ = await mesh.run(step, state, X)
+        want = jax.jit(evaluate)(await mesh.fetch(state), X)
+        for _ in range(2):
+            assert_close(await (await mesh.run(check, state, X)), jax.device_get(want))
+        assert caplog.text.count("moving ws[1] (64 bytes) from actor 1 to [0]") == moves
+    places = [
+        {p.name: p.actors for p in (await s.compile(state, X)).report().inputs if p.name.startswith("ws")}
+        for s in (step, check)
+    ]
+    assert places == [{"ws[0]": (0,), "ws[1]": (1,)}, {"ws[0]": (0,), "ws[1]": (0,)}]
