@@ -127,7 +127,7 @@ async def test_an_idle_actor_is_killed_and_another_mesh_works():
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["who computes", "who waits"])
 async def test_an_actor_is_killed_in_the_middle_of_a_step(victim):
-    async with faulty_mesh(1, "bwd(stage 1, mb 0)", "hang") as (mesh, said):
+    async with faulty_mesh(1, "fwd_bwd(stage 1, mb 0)", "hang") as (mesh, said):
         step = mesh.distributed(STEP)
         await mesh.run(step, *arguments())
         first, second = [await mesh.submit(step, *arguments()) for _ in range(2)]
@@ -174,7 +174,7 @@ async def test_an_actor_is_killed_while_it_sends_64_mib():
     ],
 )
 async def test_an_actor_ends_by_itself(what, said):
-    async with faulty_mesh(1, "fwd(stage 1, mb 2)", what) as (mesh, _):
+    async with faulty_mesh(1, "fwd_bwd(stage 1, mb 2)", what) as (mesh, _):
         step = mesh.distributed(STEP)
         await mesh.run(step, *arguments())
         began = time.monotonic()
@@ -188,7 +188,7 @@ async def test_an_actor_ends_by_itself(what, said):
 
 
 async def test_an_executable_fails_on_an_actor():
-    async with faulty_mesh(1, "bwd(stage 1, mb 2)", "raise") as (mesh, _):
+    async with faulty_mesh(1, "fwd_bwd(stage 1, mb 2)", "raise") as (mesh, _):
         step = mesh.distributed(STEP)
         await mesh.run(step, *arguments())
         began = time.monotonic()
@@ -198,7 +198,7 @@ async def test_an_executable_fails_on_an_actor():
         error, actor = raised.value, mesh.actors[1]
         assert (error.actor, error.host, error.pid, error.step) == (1, actor.host, actor.pid, 1)
         assert error.exception_type == "ValueError" and error.instruction is not None
-        assert "bwd(stage 1, mb 2)" in error.instruction
+        assert "fwd_bwd(stage 1, mb 2)" in error.instruction
         assert "in _raise" in error.remote_traceback and "in _raise" in str(error)
         assert str(error).startswith(f"actor 1 (host {actor.host}, pid {actor.pid}), step 1, ")
         assert "ValueError: this executable fails" in str(error).splitlines()[0]
@@ -248,7 +248,7 @@ import faults, test_failures as t
 import jaxpp_async as jpp
 
 async def main():
-    env = faults.at(1, "bwd(stage 1, mb 0)", "hang")
+    env = faults.at(1, "fwd_bwd(stage 1, mb 0)", "hang")
     async with jpp.RemoteMesh(2, setup="faults:install", env=env) as mesh:
         print(*(a.pid for a in mesh.actors), flush=True)
         step = mesh.distributed(t.STEP)

@@ -236,20 +236,21 @@ class Stages:
             if self.kind[i] == FORWARD and self.stage[i] is None:
                 users = [self.stage[u] for o in self.ops[i].outputs for u in self._users(o)]
                 limit = min((s for s in users if s is not None), default=None)
-                self.stage[i] = self._beside_weights(self.ops[i], homes, limit)
+                self.stage[i] = limit if limit is None else self._beside_weights(self.ops[i], homes, limit, limit)
         # What only the backward uses is made beside its operands.
         for i, op in enumerate(self.ops):
             if self.kind[i] == FORWARD and self.stage[i] is None:
                 operands = [self.stage[p] for p in self._producers(op)]
-                self.stage[i] = max((s for s in operands if s is not None), default=0)
+                latest = max((s for s in operands if s is not None), default=None)
+                self.stage[i] = self._beside_weights(op, homes, self.num_stages - 1, 0) if latest is None else latest
 
-    def _beside_weights(self, op: Op, homes: dict[int, set[int]], limit: int | None) -> int | None:
-        """The latest stage up to `limit` that holds a weight of which `op` makes less (a penalty); else `limit`."""
+    def _beside_weights(self, op: Op, homes: dict[int, set[int]], limit: int, otherwise: int) -> int:
+        """The latest stage up to `limit` that holds a weight of which `op` makes less (a penalty's sum)."""
         made = sum(self.types[o].aval.size_bytes for o in op.outputs if o >= 0)
         roots = {r for v in op.reads for r in self._roots(v) if r in self.invariants}
         large = [r for r in roots if self.types[r].aval.size_bytes > made]
         held = set[int]().union(*(homes.get(r, ()) for r in large))
-        return max((s for s in held if limit is not None and s <= limit), default=limit)
+        return max((s for s in held if s <= limit), default=otherwise)
 
     def _roots(self, value: int) -> set[int]:
         """The loop's operands behind a light value."""
