@@ -43,14 +43,6 @@ def dependencies(task: Task, num_stages: int, split: Collection[tuple[int, int]]
     return forward, Task(i, "bwd_input" if (stage + 1, i) in split else "bwd", stage + 1)
 
 
-def join_backwards(tasks: Sequence[Sequence[Task]]) -> tuple[tuple[Task, ...], ...]:
-    """The same schedule with each split backward run whole, where its `bwd_input` stands."""
-    return tuple(
-        tuple(Task(t.i, "bwd", t.stage) if t.ty == "bwd_input" else t for t in row if t.ty != "bwd_weight")
-        for row in tasks
-    )
-
-
 def split_backwards(tasks: Rows) -> frozenset[tuple[int, int]]:
     """(stage, microbatch) of every backward in `tasks` that is split."""
     return frozenset((task.stage, task.i) for row in tasks for task in row if task.ty == "bwd_input")
