@@ -23,9 +23,9 @@ LAYOUT = frozenset(("broadcast_in_dim", "convert_element_type", "copy", "iota", 
 
 def repeatable(op: Op, types: Types) -> bool:
     """Whether computing `op` again costs less than it would to share its result."""
-    if any(types[r].aval.size_bytes > SCALAR_BYTES for r in op.reads):
+    if any(types.size_bytes(r) > SCALAR_BYTES for r in op.reads):
         return False
-    return op.name in LAYOUT or all(types[o].aval.size_bytes <= SCALAR_BYTES for o in op.outputs if o >= 0)
+    return op.name in LAYOUT or all(types.size_bytes(o) <= SCALAR_BYTES for o in op.outputs if o >= 0)
 
 
 # ---------------------------------------------------------------- one cond into several

@@ -6,6 +6,7 @@ Value ids count from zero over the whole step, loop bodies included.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -72,7 +73,7 @@ class Op:
     split: Callable[[Op, frozenset[int]], tuple[Op, Op] | None] | None = None
     branches: Branches | None = None
 
-    @property
+    @functools.cached_property  # passes ask for it again and again
     def reads(self) -> tuple[int, ...]:
         return tuple(r for r in self.inputs if isinstance(r, int))
 
@@ -138,6 +139,7 @@ class Types:
 
     def __init__(self) -> None:
         self._types: dict[int, ValueType] = {}
+        self._sizes: dict[int, int] = {}
         self._ids = itertools.count()
 
     def new(self, value_type: ValueType) -> int:
@@ -147,6 +149,12 @@ class Types:
 
     def __getitem__(self, value_id: int) -> ValueType:
         return self._types[value_id]
+
+    def size_bytes(self, value_id: int) -> int:
+        """Bytes of one whole copy of a value; known at once from the second time on."""
+        if (size := self._sizes.get(value_id)) is None:
+            size = self._sizes[value_id] = self._types[value_id].aval.size_bytes
+        return size
 
     def items(self) -> Iterable[tuple[int, ValueType]]:
         return self._types.items()

@@ -120,7 +120,7 @@ class _Placer:
     """
 
     def __init__(self, step: OuterStep, types: Types) -> None:
-        self.step, self.types = step, types
+        self.step, self.types, self.size = step, types, types.size_bytes
         self.items = step.items
         self.producer = {o: i for i, op in enumerate(self.items) if isinstance(op, Op) for o in op.outputs if o >= 0}
         self.users: dict[int, list[int]] = defaultdict(list)
@@ -149,13 +149,13 @@ class _Placer:
         return ops
 
     def _anchored_ops(self) -> set[int]:
-        heavy = {v for v in self.step.inputs if self._size(v) > SMALL_BYTES}
+        heavy = {v for v in self.step.inputs if self.size(v) > SMALL_BYTES}
         ops: set[int] = set()
         taken: set[int] = set()  # small values that anchored operations made
         for i, op in enumerate(self.items):
             if not isinstance(op, Op) or i in self.bound:
                 continue
-            small = all(self._size(o) <= SMALL_BYTES for o in op.outputs if o >= 0)
+            small = all(self.size(o) <= SMALL_BYTES for o in op.outputs if o >= 0)
             reads_heavy = any(r in heavy for r in op.reads)
             if (reads_heavy and (small or conditions.can_open(op))) or (small and any(r in taken for r in op.reads)):
                 ops.add(i)
@@ -177,9 +177,6 @@ class _Placer:
                 if o >= 0
             )
         }
-
-    def _size(self, value: int) -> int:
-        return self.types[value].aval.size_bytes
 
     def op(self, position: int) -> Op:
         op = self.items[position]
@@ -208,7 +205,7 @@ class _Placer:
 
     def _is_large(self, position: int) -> bool:
         op = self.op(position)
-        return any(self._size(v) > SMALL_BYTES for v in (*op.reads, *op.outputs) if v >= 0)
+        return any(self.size(v) > SMALL_BYTES for v in (*op.reads, *op.outputs) if v >= 0)
 
     def _need(self, value: int, actors: Iterable[ActorId]) -> None:
         """`value` is used on `actors`: free operations run there too, inputs live there."""
@@ -255,7 +252,7 @@ class _Placer:
         held: dict[ActorId, int] = defaultdict(int)
         for v in values:
             for a in self._where(v):
-                held[a] += max(self._size(v), 1)
+                held[a] += max(self.size(v), 1)
         return held
 
     def _choose(self, position: int, threshold: int) -> bool:
@@ -290,7 +287,7 @@ class _Placer:
     def _assign(self, position: int, actors: set[ActorId]) -> None:
         op = self.op(position)
         if conditions.can_open(op) and any(
-            (where := self._where(r)) and not where & actors for r in op.reads if self._size(r) > SMALL_BYTES
+            (where := self._where(r)) and not where & actors for r in op.reads if self.size(r) > SMALL_BYTES
         ):
             self.joining.append(position)
         self.actors[position] = actors
