@@ -255,6 +255,16 @@ def test_parallelism_inside_actors(kind):
     assert_close(ran.results, jax.jit(parallel_model.make_step(parallel_model.plain_grads(plain_loss)))(*args))
 
 
+@pytest.mark.parametrize("schedule", [jpp.GPipe(2), jpp.ZeroBubbleH1(2)], ids=["GPipe", "ZeroBubbleH1"])
+def test_parallelism_under_other_schedules(schedule):
+    """Tasks whose forms differ: forward and backward of the last stage apart, or its backward in two."""
+    step, (axes, rules, shardings), _, split = PARALLEL["sequence"]
+    args = parallel_model.make_params(), parallel_model.make_batch()
+    ran = run_on_devices(step, *args, axes=axes, axis_rules=rules, in_shardings=shardings, schedule=schedule)
+    assert {what: ran.split[parallel_model.SHAPES[what]] for what in split} == {k: {v} for k, v in split.items()}
+    assert_close(ran.results, jax.jit(parallel_model.make_step(parallel_model.plain_grads(plain_loss)))(*args))
+
+
 async def test_every_boundary_value_is_pinned_split(remote_mesh):
     """Nothing that depends on the batch is silently whole on every device."""
     mesh = await get_mesh(remote_mesh, BOTH)

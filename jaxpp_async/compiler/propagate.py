@@ -134,8 +134,9 @@ def _run_loop_once(
     for v, ref in zip(batch, loop.batch, strict=True):
         env[v] = lax.index_in_dim(emit.read(env, ref), 0, 0, keepdims=False)
     env[index] = jnp.int32(0)
-    for variant in scheduled.variants.values():  # a stage's forms come in an order in which they can run
-        emit.run_ops(variant.task.ops, env)
+    # By first use in the schedule, where nothing runs before what it needs.
+    for key in dict.fromkeys(key for _, _, key in scheduled.order):
+        emit.run_ops(scheduled.variants[key].task.ops, env)
     for ids, parts, reduction in zip(finals, scheduled.staged.outputs, loop.reductions, strict=True):
         for final, part in zip(ids, parts, strict=True):
             value = emit.unwrap(jnp.asarray(emit.read(env, part.value)))
