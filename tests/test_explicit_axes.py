@@ -14,7 +14,12 @@ from on_devices import mesh_of, run_on_devices
 from planning import f32, plan_step
 
 import jaxpp_async as jpp
+from jaxpp_async.actors.devices import Devices
+from jaxpp_async.actors.receive_pool import ReceivePool
+from jaxpp_async.actors.shards import Layouts, send_views
 from jaxpp_async.errors import ShardingError
+from jaxpp_async.program import Aval
+from jaxpp_async.program_text import format_aval, parse_aval
 from jaxpp_async.testing import assert_close
 
 BOTH = {"data": 2, "model": 2}
@@ -204,6 +209,30 @@ async def test_keys_integers_scalars_and_every_reduction(remote_mesh):
         split = jax.device_put(args[2], NamedSharding(jax.sharding.get_mesh(), P(None, "data")))
         plain = jax.jit(lambda batch: fn(args[0], 3, batch)[0][3:])(split)
     assert [x.sharding.spec for x in plain] == [P("data", None, None)] * 3 + [P(None, "data", None, None)]
+
+
+UNREDUCED = Aval((4, 2), "float32", ("model",), ("data",))
+
+
+@pytest.mark.parametrize("spec", [(), (None, "model"), (("model", "x y"),)])
+@pytest.mark.parametrize("unreduced", [("data",), ("data", "x|y")])
+def test_unreduced_axes_as_text(spec, unreduced):
+    aval = Aval((4, 2), "float32", spec, unreduced)
+    assert parse_aval(format_aval(aval)) == aval
+    assert format_aval(UNREDUCED) == "f32[4,2]{model|data}"
+
+
+@pytest.mark.parametrize("private_copy", [False, True])
+def test_each_device_receives_its_part_of_a_sum(private_copy):
+    layouts = Layouts(Devices(mesh_of(BOTH, EXPLICIT)))
+    layout = layouts.of(UNREDUCED)
+    assert [(s.shape, s.positions) for s in layout.shards] == [((2, 2), (k,)) for k in range(4)]
+    buffer = ReceivePool(layouts).take(UNREDUCED)
+    for k, memory in enumerate(buffer.memory):
+        memory.view(np.float32)[:] = k
+    array = buffer.received(private_copy=private_copy)
+    assert array.sharding == layout.sharding
+    assert [float(view.view(np.float32)[0]) for view in send_views(array, layout)] == [0, 1, 2, 3]
 
 
 # ---------------------------------------------------------------- types
