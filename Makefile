@@ -12,7 +12,7 @@ STAMP  := $(VENV)/.installed
 INTERPRETER := import sys; print(sys.base_prefix, sys.version.split()[0])
 INSTALLED_FROM = "$$("$(PYTHON)" -c '$(INTERPRETER)') $(CURDIR) $$(cksum < pyproject.toml)"
 
-.PHONY: help setup demo test check fmt golden
+.PHONY: help setup demo test check fmt golden fuzz
 .NOTPARALLEL:
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test    run the tests (ARGS goes to pytest)"
 	@echo "make check   lint, format, types, import rules"
 	@echo "make fmt     format the code"
+	@echo "make fuzz    draw random training steps and compare them with plain JAX (ARGS=\"--examples 20000\")"
 	@echo "make golden  rewrite the golden texts of tests/golden; read the diff"
 	@echo "make setup   make .venv and install into it; the others do this when needed"
 
@@ -63,3 +64,6 @@ fmt: setup
 
 golden: setup
 	$(BIN)/python -m pytest tests/golden --golden $(ARGS)
+
+fuzz: setup
+	@$(BIN)/python tests/fuzz $(ARGS)

@@ -23,13 +23,26 @@ from jaxpp_async.reductions import Concat, Max, Mean, Min, Stack
 
 
 def run_eagerly(fn: Callable, *args: Any) -> Any:
-    """`fn(*args)`, traced once, then evaluated. `accumulate_grads` is a Python loop, its reductions numpy's."""
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    leaves = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in jax.tree.leaves(args)]
-    with control_flow():
-        results = _evaluate(closed.jaxpr, closed.consts, leaves)
-    results = [jnp.asarray(x) for x in results]
-    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+    """`fn(*args)`. `accumulate_grads` is a Python loop, its reductions numpy's."""
+    return Once(fn, *args).run(*args)
+
+
+class Once:
+    """A function, traced once: half of what a new program costs is tracing it. Calling it repeats its operations."""
+
+    def __init__(self, fn: Callable, *args: Any):
+        self._closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        self._tree = jax.tree.structure(shapes)
+
+    def __call__(self, *args: Any) -> Any:
+        return jax.tree.unflatten(self._tree, jax_compat.closed_call(self._closed, jax.tree.leaves(args)))
+
+    def run(self, *args: Any) -> Any:
+        """The same, eagerly."""
+        leaves = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in jax.tree.leaves(args)]
+        with control_flow():
+            results = _closed(self._closed, leaves)
+        return jax.tree.unflatten(self._tree, [jnp.asarray(x) for x in results])
 
 
 @contextlib.contextmanager

@@ -1,0 +1,41 @@
+"""Check one program: what its plan computes is what plain JAX computes."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable
+from typing import Any
+
+from eager import Once
+from interpret import run_plan
+from planning import plan_step
+
+from jaxpp_async.compiler.passes import Plan
+from jaxpp_async.testing import assert_close
+
+
+def run_source(source: str, check: Callable | None = None) -> None:
+    """Run a program's text, with lines in tracebacks.
+
+    Args:
+        check: called in place of `check` below.
+    """
+    name = f"<program {hash(source):x}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    names: dict[str, Any] = {"__name__": "program"}
+    if check is not None:
+        source = source.replace("from checking import check", "")
+        names["check"] = check
+    exec(compile(source, name, "exec"), names)
+
+
+def check(step: Callable, *args: Any, actors: int, donate: tuple[int, ...], rtol: float, atol: float) -> Plan:
+    """Plan a step, run the plan, and compare.
+
+    Raises:
+        AssertionError: a result is wrong, or a pass left something that it must not.
+    """
+    once = Once(step, *args)
+    done = plan_step(once, *args, actors=actors, donate=donate)
+    assert_close(run_plan(done, *args), once.run(*args), rtol=rtol, atol=atol)
+    return done

@@ -1,0 +1,53 @@
+"""Random training steps compute what plain JAX computes, and nothing inside the compiler fails.
+
+`make fuzz` draws more of them, and others each time.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import pytest
+from checking import run_source
+from hypothesis import HealthCheck, Phase, given, settings
+from programs import programs
+
+from jaxpp_async.testing import assert_close
+
+NUM_PLANNED, NUM_ON_ACTORS = 500, 10
+
+STEADY = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+
+
+@settings(STEADY, max_examples=NUM_PLANNED)
+@given(program=programs())
+def test_planned_steps(program):
+    run_source(program.source)
+
+
+@functools.cache
+def drawn_programs() -> list[str]:
+    """Sources of a few of them."""
+    found: list[str] = []
+
+    @settings(STEADY, max_examples=NUM_ON_ACTORS, phases=[Phase.generate])
+    @given(program=programs(largest=2))
+    def draw(program):
+        found.append(program.source)
+
+    draw()
+    return found
+
+
+@pytest.mark.parametrize("number", range(NUM_ON_ACTORS))
+async def test_steps_on_actors(remote_mesh, number):
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    run_source(drawn_programs()[number], lambda step, *args, **options: calls.append((step, args, options)))
+    ((fn, args, options),) = calls
+    mesh = await remote_mesh(options["actors"], launcher="inline")
+    expected = jax.jit(fn, compiler_options={"xla_allow_excess_precision": False})(*args)
+    step = mesh.distributed(fn, donate_argnums=options["donate"])
+    got = await mesh.fetch(await mesh.run(step, *args))
+    assert_close(got, expected, rtol=options["rtol"], atol=options["atol"])
