@@ -154,6 +154,7 @@ class _Builder:
             continues=self.continues,
             num_actors=self.num_actors,
             result_homes=self.result_homes,
+            num_results=len(self.traced.out_names),
         )
         self.outer = step
         return step

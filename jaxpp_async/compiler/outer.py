@@ -28,6 +28,7 @@ class OuterStep:
         loop_makes: for each loop, the outer values it makes and their actor.
         continues: result position to the input position it continues (a state's old and new leaf).
         result_homes: where results have to be, for those that the caller says; others follow from the program.
+        num_results: how many of `outputs` are the user's; the others are shown by prints. None: all.
     """
 
     inputs: tuple[int, ...]
@@ -38,6 +39,7 @@ class OuterStep:
     continues: dict[int, int]
     num_actors: int
     result_homes: dict[int, Actors] = field(default_factory=dict)
+    num_results: int | None = None
 
 
 def replaced(step: OuterStep, others: Mapping[int, Sequence[Op]], removed: Collection[int] = ()) -> OuterStep:

@@ -167,7 +167,8 @@ class _Placer:
 
     def _owned_ops(self) -> set[int]:
         """Free operations that make a floating result: computed once, then sent, so that copies are equal."""
-        made = {self.producer[r] for r in self.step.outputs if isinstance(r, int) and r in self.producer}
+        results = self.step.outputs[: self.step.num_results]  # a print changes nothing of how a value is made
+        made = {self.producer[r] for r in results if isinstance(r, int) and r in self.producer}
         return {
             i
             for i in made - self.single
