@@ -7,6 +7,7 @@ Tested with JAX 0.10 and 0.12.
 from __future__ import annotations
 
 import enum
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -133,6 +134,7 @@ def key_data_shape(aval: Any) -> tuple[int, ...]:
     return tuple(aval.shape) + tuple(aval.dtype._impl.key_shape)
 
 
+@functools.cache  # numpy puts the name together anew each time
 def dtype_name(dtype: Any) -> str:
     return np.dtype(dtype).name
 
@@ -177,7 +179,14 @@ def pinned_shardings(eqn: Any) -> tuple[list[Any], list[Any]]:
 
 def sub_jaxprs(eqn: Any) -> list[Any]:
     """Every jaxpr among an equation's params (open form)."""
-    return list(_core.jaxprs_in_params(eqn.params))
+    found: list[Any] = []
+    for value in eqn.params.values():
+        kind = type(value)  # not isinstance: every equation of every step comes through here
+        if kind is ClosedJaxpr or kind is Jaxpr:
+            found.append(value)
+        elif kind is tuple or kind is list:
+            found += [v for v in value if type(v) is ClosedJaxpr or type(v) is Jaxpr]
+    return [v.jaxpr if type(v) is ClosedJaxpr else v for v in found] if found else found
 
 
 def primitives_inside(jaxpr: Any) -> set[str]:
@@ -276,7 +285,8 @@ def with_inner(eqn: Any, fn: Callable) -> tuple[Any, list[Any]]:
 
 def is_transposed(eqn: Any) -> bool:
     """Whether JAX's transpose (reverse-mode differentiation) made this equation."""
-    return "transpose(" in str(eqn.source_info.name_stack)
+    stack = eqn.source_info.name_stack.stack
+    return any(type(e) is _source_info.Transform and e.name == "transpose" for e in stack)
 
 
 def has_effects(eqn: Any) -> bool:
@@ -288,10 +298,16 @@ def source_line(eqn: Any) -> str:
     traceback = eqn.source_info.traceback
     if traceback is None:
         return "unknown line"
-    for frame in _source_info.user_frames(traceback):
-        if not frame.file_name.startswith(_PACKAGE_DIR):
-            return f"{frame.file_name}:{frame.start_line}"
+    codes, instructions = traceback.raw_frames()
+    for code, instruction in zip(codes, instructions, strict=True):
+        if _is_user_file(code.co_filename):
+            return f"{code.co_filename}:{_source_info.raw_frame_to_frame(code, instruction).start_line}"
     return "unknown line"
+
+
+@functools.cache
+def _is_user_file(name: str) -> bool:
+    return _source_info.is_user_filename(name) and not name.startswith(_PACKAGE_DIR)
 
 
 def location(eqn: Any) -> tuple[Any, ...]:
