@@ -130,6 +130,26 @@ def marker_inside_a_scan_of_scans(w, mb):
     return error(lax.scan(stage, mb["x"], w)[0], mb)
 
 
+@loss(stages=3)
+def marker_inside_a_fori_loop_of_fixed_length(w, mb):
+    return error(lax.fori_loop(0, 2, lambda i, x: cut(dense(x, w[0])) * (i + 1), mb["x"]) @ w[1], mb)
+
+
+@loss(stages=4)
+def marker_inside_a_map(w, mb):
+    return error(lax.map(lambda row: cut(jnp.tanh(row @ w[0])), mb["x"]) @ w[1], mb)
+
+
+@loss(stages=3, make_args=lambda: (array(50, 2, 4, 4), batch()))
+def marker_inside_a_jitted_scan_inside_checkpoint(w, mb):
+    @jax.checkpoint
+    @jax.jit
+    def layers(w, x):
+        return lax.scan(lambda x, w: (cut(dense(x, w)), None), x, w)[0]
+
+    return error(layers(w, mb["x"]), mb)
+
+
 # ---------------------------------------------------------------- cond and while
 
 
@@ -312,6 +332,32 @@ def convolution_and_pooling(w, mb):
 def gather_and_scatter(w, mb):
     x = dense(mb["x"], w[0]).at[:, mb["tokens"]].add(1.0)
     return error(cut(x)[::-1] @ w[1][mb["tokens"][0]][:, None] + mb["x"].at[0].set(0), mb)
+
+
+@loss(stages=2)
+def dynamic_slices_across_a_boundary(w, mb):
+    i = mb["tokens"][0]
+    x = cut(lax.dynamic_slice(dense(mb["x"], w[0]), (0, i % 2), (3, 2)))
+    return error(x @ lax.dynamic_slice(w[1], (i % 2, 0), (2, 4)), mb)
+
+
+@loss(stages=2)
+def a_root_found_inside_a_stage(w, mb):
+    def newton(fn, x):
+        return lax.fori_loop(0, 20, lambda _, x: x - fn(x) / (3 * x**2 + 1e-3), x)
+
+    size = jnp.sum(w[0] ** 2) + 1
+    root = lax.custom_root(lambda x: x**3 - size, jnp.float32(1), newton, lambda g, y: y / g(1.0))
+    return error(cut(mb["x"] * root) @ w[1], mb)
+
+
+@loss(stages=2)
+def gradients_summed_by_a_scan_inside_a_stage(w, mb):
+    def body(total, row):
+        return total + jax.grad(lambda v: jnp.sum(jnp.tanh(row @ v)))(w[0]), None
+
+    total, _ = lax.scan(body, jnp.zeros((4, 4)), mb["x"])
+    return error(cut(mb["x"] @ total) @ w[1], mb)
 
 
 @loss(stages=2)

@@ -13,6 +13,7 @@ from interpret import run_plan
 from planning import plan_step
 
 import jaxpp_async as jpp
+from jaxpp_async.compiler.passes import Plan
 from jaxpp_async.testing import assert_close
 from torture import (  # noqa: F401  # importing them registers their cases
     checkpoints,
@@ -27,7 +28,7 @@ from torture import (  # noqa: F401  # importing them registers their cases
     transforms,
     weights,
 )
-from torture.registry import CASES, SCHEDULES, Case, Chosen, Pipe
+from torture.registry import CASES, SCHEDULES, WIDTH, Case, Chosen, Pipe
 
 # What plain JAX is compiled with. Strict: what crosses a stage as bfloat16 is rounded to it. And little optimized:
 # compiling is what the suite costs.
@@ -56,6 +57,31 @@ def params(cases: Any) -> list[Any]:
     ]
 
 
+# Where something of a weight's shape has to cross in the loop: Jacobians, a gradient a row, gradients that need those of
+# other stages; and what test_structure.py knows as broken.
+MAY_CROSS = {
+    "jacobian_in_forward_mode",
+    "jacobian_in_reverse_mode",
+    "vmap_of_grad_gives_gradients_a_row",
+    "gradients_of_different_stages_combined_in_the_loop",
+    "gradients_clipped_in_the_loop",
+    "tied_parts_of_one_array",
+}
+
+
+def weights_that_cross(done: Plan) -> set[tuple[str, str]]:
+    """The tasks between which a value of a weight's shape crosses, from one actor to another."""
+    graph = done.placed.graph
+    tasks = [n for n in graph.nodes if n.task is not None]
+    maker = {v: n for n in tasks for v in n.outputs}
+    return {
+        (maker[v].label, n.label)
+        for n in tasks
+        for v in n.inputs
+        if v in maker and maker[v].actor != n.actor and graph.values[v].aval.shape[-2:] == (WIDTH, WIDTH)
+    }
+
+
 @pytest.mark.parametrize("case", params(CASES.values()))
 def test_equals_jit(case):
     chosen, args = Chosen(), case.make_args()
@@ -63,8 +89,9 @@ def test_equals_jit(case):
     step = jax.jit(functools.partial(case.step, chosen))
     expected = jax.device_get(step.lower(*args).compile(OPTIONS)(*args))
     for chosen.kind, actors in runs(case):
-        found = run_plan(plan_step(step, *args, actors=actors), *args)
-        assert_close(found, expected, rtol=case.rtol, atol=1e-6)
+        done = plan_step(step, *args, actors=actors)
+        assert_close(run_plan(done, *args), expected, rtol=case.rtol, atol=1e-6)
+        assert not weights_that_cross(done) or case.name in MAY_CROSS
 
 
 async def check_on_actors(mesh, case, kind):

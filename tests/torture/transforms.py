@@ -244,3 +244,104 @@ def an_inner_training_step_in_a_stage(w, mb):
 
     fast = w[0] - 0.1 * jax.grad(inner)(w[0])
     return error(cut(dense(mb["x"], fast)) @ w[1], mb)
+
+
+# ---------------------------------------------------------------- what is done with gradients inside the loop
+
+
+@step(stages=2)
+def gradients_clipped_in_the_loop(pipe, w, batches):
+    """Each microbatch's gradients are scaled by their norm over all stages."""
+
+    def of_one(mb):
+        grads = jax.grad(chain_loss)(w[:2], mb)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grads))
+        return [g / jnp.maximum(norm, 0.1) for g in grads], norm
+
+    return jpp.accumulate_grads(of_one, pipe(2))(batches)
+
+
+@step(stages=3)
+def gradients_of_different_stages_combined_in_the_loop(pipe, w, batches):
+    def of_one(mb):
+        g = jax.grad(chain_loss)(w[:3], mb)
+        return [g[0] + g[2], g[1] @ g[0], g[2] * jnp.sum(g[0])]
+
+    return jpp.accumulate_grads(of_one, pipe(3))(batches)
+
+
+@step(stages=2)
+def gradients_weighed_by_the_loss(pipe, w, batches):
+    def of_one(mb):
+        value, grads = jax.value_and_grad(chain_loss)(w[:2], mb)
+        return [g * value for g in grads], jnp.exp(-value)
+
+    return jpp.accumulate_grads(of_one, pipe(2))(batches)
+
+
+@step(stages=2)
+def one_gradient_in_several_forms(pipe, w, batches):
+    def of_one(mb):
+        grad = jax.grad(lambda first: chain_loss([first, w[1]], mb))(w[0])
+        return grad, grad * 2, grad.T, grad.astype(jnp.bfloat16).astype(jnp.float32)[:2]
+
+    return jpp.accumulate_grads(of_one, pipe(2), reduce=jpp.Sum())(batches)
+
+
+@step(stages=4)
+def two_forwards_of_one_model_in_a_microbatch(pipe, w, batches):
+    """As in contrastive learning: the same weights for two views."""
+
+    def of_one(mb):
+        def fn(w):
+            one, other = cut(dense(mb["x"], w[0])) @ w[1], cut(dense(mb["y"], w[0])) @ w[1]
+            return jnp.mean(cut(one - other) ** 2)
+
+        return jax.grad(fn)(w[:2])
+
+    return jpp.accumulate_grads(of_one, pipe(4))(batches)
+
+
+@step(stages=3)
+def two_backwards_in_a_microbatch(pipe, w, batches):
+    def of_one(mb):
+        first = jax.grad(chain_loss)(w[:2], mb)
+        second = jax.grad(lambda w: jnp.mean(chain(w, mb["y"]) ** 2))(w[:2])
+        return jax.tree.map(jnp.add, first, second)
+
+    return jpp.accumulate_grads(of_one, pipe(3))(batches)
+
+
+@step(stages=6)
+def generator_and_critic_in_one_loop(pipe, w, batches):
+    """Two losses that share a forward, each for its own weights."""
+
+    def of_one(mb):
+        def generated(generator):
+            return cut(dense(mb["x"], generator))
+
+        def score(critic, x):
+            return jnp.mean(cut(dense(x, critic)) @ w[5])
+
+        def critic_loss(critic):
+            return score(critic, jax.lax.stop_gradient(generated(w[0]))) - score(critic, mb["y"])
+
+        return jax.grad(lambda g: -score(w[1], generated(g)))(w[0]), jax.grad(critic_loss)(w[1])
+
+    return jpp.accumulate_grads(of_one, pipe(6), reduce=jpp.Sum())(batches)
+
+
+@step(stages=2, make_args=lambda: ({"used": weights(2), "rows": array(1, 0, 4)}, batch()))
+def parameters_of_size_zero(pipe, params, batches):
+    def fn(params, mb):
+        return chain_loss(params["used"], mb) + jnp.sum(params["rows"])
+
+    return jpp.accumulate_grads(lambda mb: jax.grad(fn)(params, mb), pipe(2))(batches)
+
+
+@step(stages=2)
+def no_parameters_at_all(pipe, w, batches):
+    def of_one(mb):
+        return jax.value_and_grad(lambda nothing: error(jnp.sin(cut(mb["x"])), mb))({})[::-1]
+
+    return jpp.accumulate_grads(of_one, pipe(2))(batches)
