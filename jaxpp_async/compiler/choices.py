@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -56,5 +57,6 @@ def _function(body: Flat, dtypes: Sequence[Any]) -> Callable[..., list[Any]]:
 def _select(xs: Sequence[Any]) -> list[Any]:
     """`cases[position]`, both computed. Constants among them become arrays of the others' type."""
     position, *cases = xs
-    dtype = next((x.dtype for x in cases if hasattr(x, "aval")), np.asarray(cases[0]).dtype)
-    return [lax.select_n(position, *(x if hasattr(x, "aval") else jnp.asarray(x, dtype) for x in cases))]
+    arrays = [x for x in cases if isinstance(x, jax.Array)]
+    dtype = arrays[0].dtype if arrays else np.asarray(cases[0]).dtype
+    return [lax.select_n(position, *(x if isinstance(x, jax.Array) else jnp.asarray(x, dtype) for x in cases))]

@@ -106,7 +106,7 @@ class Explainer:
         if node is None:
             return self.graph.values[value].label
         if node.task is not None:
-            verb = "summed by" if self._is_total(value) else "of"
+            verb = {"accumulator": "accumulated by", "result": "collected by"}.get(self.graph.values[value].kind, "of")
             return f"{verb} {task_kind(node)}"
         op = self._producers.get(self.placed.value_ids[value])
         return f"of {node.label}" if op is None else f"{op.name} at {_short(op.line)}"

@@ -20,6 +20,7 @@ from planning import f32, plan_step
 
 import jaxpp_async as jpp
 from jaxpp_async import report
+from jaxpp_async.compiler.emit import recipe_function
 from jaxpp_async.compiler.ir import Op
 from jaxpp_async.testing import assert_close
 
@@ -68,6 +69,8 @@ def check(step: Callable, state: Any, actors: int, rtol: float = 1e-5) -> Any:
     """Equal to plain JAX on the three batches, one after the other, with nothing but scalars sent outside the loop."""
     data = batches()
     plan = plan_step(step, state, data[0], actors=actors, donate=(0,))
+    for recipe in plan.placed.recipes:  # as they are exported
+        jax.eval_shape(recipe_function(recipe, plan.traced.types), *[shape_of(plan, v) for v in recipe.inputs])
     plain, got, want = Once(step, state, data[0]), state, state
     for batch in data:
         got, got_extra = run_plan(plan, got, batch)
@@ -75,6 +78,11 @@ def check(step: Callable, state: Any, actors: int, rtol: float = 1e-5) -> Any:
         assert_close((got, got_extra), (want, want_extra), rtol=rtol, atol=1e-6)
     assert large_transfers(plan) == []
     return plan
+
+
+def shape_of(plan: Any, value: int) -> jax.ShapeDtypeStruct:
+    aval = plan.traced.types[value].aval
+    return jax.ShapeDtypeStruct(aval.shape, jnp.dtype(aval.dtype))
 
 
 def outside(plan: Any) -> list[report.TransferLine]:
