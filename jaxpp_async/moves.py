@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxpp_async.compiler import lowering, verify
@@ -19,6 +20,31 @@ class Move:
     source: ActorId
     to: tuple[ActorId, ...]
     spec: tuple[SpecEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """An argument that was carried to other actors before a step, or given another sharding there.
+
+    Args:
+        name: of the argument, such as `"state['w']"`.
+        size_bytes: of one copy.
+        from_actor, to: one copy went to each of `to`.
+        resharded: its sharding was another one before.
+    """
+
+    name: str
+    size_bytes: int
+    from_actor: ActorId
+    to: tuple[ActorId, ...]
+    resharded: bool = False
+
+
+def summary(moved: Sequence[Moved], step_name: str) -> str:
+    """One line about everything that was moved for a step."""
+    total = sum(m.size_bytes * len(m.to) for m in moved)
+    count = "1 array" if len(moved) == 1 else f"{len(moved)} arrays"
+    return f"moved {count}, {total} bytes, before step {step_name!r}, which keeps them elsewhere"
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,12 +39,19 @@ class StepFuture:
 
     Attributes:
         outputs: the step's result tree of `RemoteArray`s, valid at once: they may be passed to the next step.
+        moves: arguments that lay elsewhere and were carried to where the step needs them.
 
     Awaiting it waits until every actor has finished the step, and raises its error.
     """
 
-    def __init__(self, outputs: Any, handle: StepHandle, printing: asyncio.Task[None] | None = None):
-        self.outputs, self._handle, self._printing = outputs, handle, printing
+    def __init__(
+        self,
+        outputs: Any,
+        handle: StepHandle,
+        printing: asyncio.Task[None] | None = None,
+        moved: tuple[moves.Moved, ...] = (),
+    ):
+        self.outputs, self.moves, self._handle, self._printing = outputs, moved, handle, printing
 
     def __await__(self) -> Generator[Any, None, Any]:
         yield from self._handle.__await__()
@@ -229,16 +236,21 @@ class StepRunner:
         await self._values.fill(list(zip(arrays, hosts, strict=True)))
         compiled.hidden.extend(arrays)
 
-    async def _move_in(self, leaves: Sequence[Any], compiled: CompiledStep) -> None:
+    async def _move_in(self, leaves: Sequence[Any], compiled: CompiledStep) -> tuple[moves.Moved, ...]:
         """Bring arrays that lie elsewhere to where the step needs them, actor to actor."""
+        moved = []
         for leaf, slot in zip(leaves, compiled.inputs, strict=False):
             if not is_remote(leaf) or leaf.host is not None:
                 continue
             missing = tuple(a for a in slot.actors if a not in leaf.actors)
+            source = leaf.actors[0]
             if leaf.spec != slot.type.aval.spec:
                 await self._reshard(leaf, slot)
+                moved.append(moves.Moved(slot.name, leaf.nbytes, source, slot.actors, resharded=True))
             elif missing:
                 await self._move(leaf, missing, slot)
+                moved.append(moves.Moved(slot.name, leaf.nbytes, source, missing))
+        return tuple(moved)
 
     async def _move(self, leaf: RemoteArray, to: tuple[ActorId, ...], slot: Slot) -> None:
         move = moves.Move(replace(leaf.value_type, weak=False), leaf.actors[0], to, leaf.spec)
@@ -279,14 +291,18 @@ class StepRunner:
             async with self._start_lock:
                 self._check_leaves(leaves, compiled)  # another step may have been given them meanwhile
                 await self._place_hidden(compiled)
-                await self._move_in(leaves, compiled)
+                moved = await self._move_in(leaves, compiled)
+                if moved:
+                    _LOG.info(moves.summary(moved, step.__name__))
                 self._check_leaves(leaves, compiled)  # the user may have deleted one meanwhile
-                return self._start(step, compiled, leaves)
+                return self._start(step, compiled, leaves, moved)
         except BaseException:  # also a cancellation: the place goes to the next step
             self._admission.release()
             raise
 
-    def _start(self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]) -> StepFuture:
+    def _start(
+        self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any], moved: tuple[moves.Moved, ...]
+    ) -> StepFuture:
         """Send the step to its actors; from here on nothing is awaited until it has left."""
         arguments = self._bind(compiled, leaves)
         results = [self._values.new_array(slot.type, slot.actors) for slot in compiled.outputs]
@@ -302,7 +318,7 @@ class StepRunner:
         traced = compiled.compiled.traced
         count = len(traced.out_names)
         printing = self._printer.start(traced, results[count:], handle) if traced.prints else None
-        return StepFuture(jax.tree.unflatten(traced.out_tree, results[:count]), handle, printing)
+        return StepFuture(jax.tree.unflatten(traced.out_tree, results[:count]), handle, printing, moved)
 
     def _bind(self, compiled: CompiledStep, leaves: Sequence[Any]) -> _Arguments:
         """Find an array for every argument; host values get one, and go with the step."""
