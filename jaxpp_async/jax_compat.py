@@ -289,6 +289,21 @@ def is_transposed(eqn: Any) -> bool:
     return any(type(e) is _source_info.Transform and e.name == "transpose" for e in stack)
 
 
+def is_recomputed(eqn: Any) -> bool:
+    """Whether a checkpoint's backward computes this equation again."""
+    return "rematted_computation" in str(eqn.source_info.name_stack)
+
+
+def same_computation(a: Any, b: Any) -> bool:
+    """Whether two equations compute the same of equal operands. False when in doubt."""
+    if a.primitive is not b.primitive or a.params.keys() != b.params.keys():
+        return False
+    try:
+        return all(a.params[k] is b.params[k] or bool(a.params[k] == b.params[k]) for k in a.params)
+    except (TypeError, ValueError):  # parameters that cannot be compared, arrays for one
+        return False
+
+
 def has_effects(eqn: Any) -> bool:
     return bool(eqn.effects)
 

@@ -95,7 +95,12 @@ def partition(loop: Loop, types: Types) -> StagedLoop:
 def _tasks(stages: Stages, found: Results) -> dict[TaskKey, StageTask]:
     members: dict[TaskKey, list[int]] = defaultdict(list)
     for i, op in enumerate(stages.ops):
-        if i in found.dropped or op.name in (MARKER, MARKER_SIDE) or stages.kind[i] == LIGHTWEIGHT:
+        if (
+            i in found.dropped
+            or i in stages.reused
+            or op.name in (MARKER, MARKER_SIDE)
+            or stages.kind[i] == LIGHTWEIGHT
+        ):
             continue
         key = stages.task_of(op.outputs[0] if op.outputs[0] >= 0 else next(o for o in op.outputs if o >= 0))
         assert key is not None

@@ -42,6 +42,11 @@ class Flattener(Protocol):
 # ---------------------------------------------------------------- a scan with markers
 
 
+def reads_stacks(flattener: Flattener, eqn: Any, inputs: Sequence[Ref]) -> bool:
+    """Whether a scan goes over values that are known by their elements."""
+    return any(r in flattener.stacks for r in inputs[jax_compat.scan_parts(eqn).first_x :] if isinstance(r, int))
+
+
 def unrolled(
     flattener: Flattener, eqn: Any, inputs: Sequence[Ref], ops: list, line: str, transposed: bool
 ) -> list[Ref]:

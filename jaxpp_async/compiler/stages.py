@@ -87,6 +87,7 @@ LIGHT = frozenset(
         "sub",
         "tan",
         "tanh",
+        "tile",
         "transpose",
         "unstack",
         "xor",
@@ -96,6 +97,20 @@ LIGHT = frozenset(
         "shift_left",
         "shift_right_logical",
         "full",
+        "shift_right_arithmetic",
+        "exp2",
+        "cbrt",
+        "cosh",
+        "sinh",
+        "atan2",
+        "conj",
+        "complex",
+        "imag",
+        "real",
+        "bitcast_convert_type",
+        "log1p",
+        "expm1",
+        "erf",
     ]
 )
 
@@ -136,6 +151,7 @@ class Stages:
         self._classify()
         self._place_forward()
         self._place_backward()
+        self.reused = self._reuse()
 
     def _aliases(self) -> dict[int, Ref]:
         """Results of markers to the values they mark."""
@@ -362,6 +378,37 @@ class Stages:
         if p is not None and self.kind[p] == LIGHTWEIGHT:
             for r in self.ops[p].reads:
                 self._add_home(homes, r, stage)
+
+    # ---- what a checkpoint need not compute again
+
+    def _reuse(self) -> set[int]:
+        """Positions of operations that a checkpoint repeats of an earlier stage: that stage's values take their place.
+
+        They are at home where the repetition would run: a skip connection brought them there.
+        """
+        first = {self._signature(op): i for i, op in enumerate(self.ops) if self.kind[i] == FORWARD}
+        reused: set[int] = set()
+        for i, op in enumerate(self.ops):
+            if (repeats := op.params.get("repeats")) is None or self.kind[i] == LIGHTWEIGHT:
+                continue
+            twin = first.get(self._signature(op))
+            if twin is None or not self._is_earlier(twin, i) or not repeats(self.ops[twin]):
+                continue
+            pairs = [(o, t) for o, t in zip(op.outputs, self.ops[twin].outputs, strict=True) if o >= 0]
+            if any(t < 0 for _, t in pairs):
+                continue
+            self.alias.update(pairs)
+            reused.add(i)
+        return reused
+
+    def _is_earlier(self, a: int, b: int) -> bool:
+        """Whether `a` stands in an earlier stage than `b`."""
+        first, second = self.stage[a], self.stage[b]
+        return first is not None and second is not None and first < second
+
+    def _signature(self, op: Op) -> tuple:
+        refs = (self.resolve(r) for r in op.inputs)
+        return op.name, tuple(r if isinstance(r, int) else (str(r.value), str(type(r.value))) for r in refs)
 
     # ---- what came of it
 

@@ -200,7 +200,9 @@ class _Finder:
         if len({leaf.task[1] for e in operands for leaf in _leaves(e) if leaf.task is not None}) < 2:
             return whole
         dropped = frozenset((position,)).union(*(_dropped(e) for e in operands))
-        if op.name in ADDITIONS and all(not isinstance(r, Lit) for r in op.inputs):
+        # JAX stretches dimensions of size 1 in arithmetic; a sum does not commute with that.
+        same = all(self._shape(e) == self.types[op.outputs[0]].aval.shape for e in operands)
+        if op.name in ADDITIONS and same and all(not isinstance(r, Lit) for r in op.inputs):
             terms = tuple(t for e in operands for t in (e.terms if isinstance(e, _Sum) else (e,)))
             return _Sum(terms, dropped)
         if op.name in LAYOUT and (movable := self._movable(op, operands)) is not None:
@@ -230,10 +232,19 @@ class _Finder:
         out, source = self.types[op.outputs[0]], self._type(operands[k])
         if op.name == "convert_element_type" and not (_is_real(out) and _is_real(source)):
             return None
+        if op.name != "reduce_sum" and self._shape(operands[k]) != out.aval.shape:
+            return None
         elementwise = op.name in ("convert_element_type", "neg") or all(isinstance(r, Lit) for r in others)
         if not (elementwise and op.name != "reduce_sum") and _has_layout(operands[k]):
             return None
         return _mapped(operands[k], lambda leaf: self._in_stage(op, k, leaf), dropped, out.aval.dtype)
+
+    def _shape(self, expr: _Expr) -> tuple[int, ...]:
+        if isinstance(expr, _Laid):
+            return self.types[expr.op.outputs[0]].aval.shape
+        if isinstance(expr, _Sum):
+            return self._shape(expr.terms[0])
+        return self.types[expr.value].aval.shape if isinstance(expr.value, int) else np.shape(expr.value.value)
 
     def _type(self, expr: _Expr) -> ValueType:
         value = next(leaf.value for leaf in _leaves(expr) if isinstance(leaf.value, int))

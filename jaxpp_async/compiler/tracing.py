@@ -173,7 +173,8 @@ class _Flattener:
             jaxpr, consts = jax_compat.open_jaxpr(inner)
             env = dict(zip(jaxpr.invars, inputs, strict=True))
             return self.inline(jaxpr, consts, env, ops, line, transposed)
-        if name == "scan" and marked and LOOP not in marked:
+        # One that goes over what an unrolled scan kept for each layer (a checkpoint around that scan) is unrolled too.
+        if name == "scan" and LOOP not in marked and (marked or scans.reads_stacks(self, eqn, inputs)):
             return scans.unrolled(self, eqn, inputs, ops, line, transposed)
         if marked:
             raise UnsupportedError(
@@ -187,6 +188,8 @@ class _Flattener:
         params = {"side": eqn.params["side"]} if name == MARKER_SIDE else {}
         if name in (MARKER, MARKER_SIDE):
             params["name"] = eqn.params["name"]
+        if self.in_loop and jax_compat.is_recomputed(eqn):
+            params["repeats"] = functools.partial(_repeats, eqn)
         run = functools.partial(jax_compat.bind_eqn, eqn)
         op = Op(name, tuple(inputs), outputs, run, line, transposed, params)
         ops.append(self.cuttable(op, eqn) if self.in_loop else self.opened(op, eqn))
@@ -356,6 +359,12 @@ def _constrain(sharding: Any, xs: Sequence[Any]) -> list[Any]:
     return [jax.lax.with_sharding_constraint(xs[0], sharding)]
 
 
+def _repeats(eqn: Any, other: Op) -> bool:
+    """Whether an operation does what an equation does, on whatever operands."""
+    of = getattr(other.run, "args", ())
+    return len(of) == 1 and jax_compat.same_computation(eqn, of[0])
+
+
 def _marks(eqn: Any) -> set[str]:
     """Markers and loops inside the jaxprs that an equation carries."""
     names: set[str] = set()
@@ -371,7 +380,8 @@ def warn_of_markers_outside(traced: Traced) -> None:
         file, _, number = line.rpartition(":")
         warnings.warn_explicit(
             "pipeline_yield outside accumulate_grads ends no stage: this part of the step is not pipelined; call it "
-            "inside the function that accumulate_grads runs",
+            "inside the function that accumulate_grads runs, and take jax.grad and jax.vmap in there too: around "
+            "accumulate_grads they make a plain loop of it",
             UserWarning,
             file or line,
             int(number) if number.isdigit() else 0,
