@@ -95,7 +95,7 @@ class _Walk:
     def __init__(self, program: ActorProgram):
         self.program = program
         self.index = 0
-        self.num_slots = len(program.avals)
+        self.unmade = set(range(len(program.avals)))
         self.instruction: Instruction | None = None
         self.live: set[BufferId] = set()
         self.fate: dict[BufferId, str] = {}
@@ -113,12 +113,13 @@ class _Walk:
         )
 
     def define(self, buffer: BufferId, aval: Aval | None = None) -> None:
-        if not 0 <= buffer < self.num_slots:
-            self.fail(f"b{buffer} is out of range, the program has {self.num_slots} slots")
-        if buffer in self.live or buffer in self.fate:
+        if not 0 <= buffer < len(self.program.avals):
+            self.fail(f"b{buffer} is out of range, the program has {len(self.program.avals)} slots")
+        if buffer not in self.unmade:
             self.fail(f"b{buffer} is assigned twice")
         if aval is not None and aval != self.program.avals[buffer]:
             self.fail(f"b{buffer} is declared {self.program.avals[buffer]}")
+        self.unmade.discard(buffer)
         self.live.add(buffer)
 
     def read(self, buffer: BufferId) -> None:
@@ -158,8 +159,12 @@ class _Walk:
             times = Counter(i.inputs)
             for p in i.donated:
                 self.donate(i.inputs[p], times[i.inputs[p]])
-        for b in i.outputs:
-            self.define(b)
+        new = set(i.outputs)
+        if len(new) < len(i.outputs) or not self.unmade.issuperset(new):
+            for b in i.outputs:
+                self.define(b)
+        self.unmade -= new
+        self.live |= new
 
     def donate(self, b: BufferId, times: int) -> None:
         for slots, why in (
@@ -174,10 +179,12 @@ class _Walk:
         self.end(b, "was donated before")
 
     def delete(self, i: Delete) -> None:
-        self.read(i.buffer)
+        if i.buffer not in self.live:
+            self.read(i.buffer)
         if i.buffer in self.kept:
             self.fail(f"b{i.buffer} is an argument that the caller keeps")
-        self.end(i.buffer, "was deleted before")
+        self.live.discard(i.buffer)
+        self.fate[i.buffer] = "was deleted before"
 
     def give(self, i: Output) -> None:
         if self.fate.get(i.buffer) != "has left the program":
