@@ -140,7 +140,11 @@ def marker_inside_a_map(w, mb):
     return error(lax.map(lambda row: cut(jnp.tanh(row @ w[0])), mb["x"]) @ w[1], mb)
 
 
-@loss(stages=3, make_args=lambda: (array(50, 2, 4, 4), batch()))
+@loss(
+    stages=3,
+    make_args=lambda: (array(50, 2, 4, 4), batch()),
+    broken="the checkpoint's second forward is a scan without a marker, which is not unrolled",
+)
 def marker_inside_a_jitted_scan_inside_checkpoint(w, mb):
     @jax.checkpoint
     @jax.jit

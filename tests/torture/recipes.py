@@ -170,14 +170,3 @@ def weights_normalized_before_the_loop(pipe, w, batches):
     unit, pullback = jax.vjp(normalized, w[:2])
     grads, losses = gradients_of(lambda w, mb: error(chain(w, mb["x"]), mb), 2)(pipe, unit, batches)
     return pullback(grads)[0], losses
-
-
-@step(stages=2)
-def ghost_gradients_in_two_precisions(pipe, w, batches):
-    """The same loss with and without a penalty, both gradients in one pass."""
-
-    def of_one(mb):
-        plain = jax.grad(lambda w: error(chain(w, mb["x"]), mb))(w[:2])
-        return jax.tree.map(lambda g, p: g + 0.1 * p, plain, w[:2]), plain
-
-    return jpp.accumulate_grads(of_one, pipe(2), reduce=jpp.Sum())(batches)
