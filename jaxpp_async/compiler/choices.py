@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpp_async import jax_compat
 from jaxpp_async.compiler.emit import read, run_ops
 from jaxpp_async.compiler.ir import Branches, Flat, Lit, Op, Ref, Types
 
@@ -39,7 +40,7 @@ def _dtype(refs: Sequence[Ref], types: Types) -> Any:
     """The dtype of one result, which every branch gives; None for keys."""
     value_id = next((r for r in refs if isinstance(r, int)), None)
     if value_id is None:
-        return np.asarray(refs[0].value).dtype if isinstance(refs[0], Lit) else None
+        return _constant_dtype(refs[0].value) if isinstance(refs[0], Lit) else None
     return None if types[value_id].key_impl else jnp.dtype(types[value_id].aval.dtype)
 
 
@@ -58,5 +59,9 @@ def _select(xs: Sequence[Any]) -> list[Any]:
     """`cases[position]`, both computed. Constants among them become arrays of the others' type."""
     position, *cases = xs
     arrays = [x for x in cases if isinstance(x, jax.Array)]
-    dtype = arrays[0].dtype if arrays else np.asarray(cases[0]).dtype
+    dtype = arrays[0].dtype if arrays else _constant_dtype(cases[0])
     return [lax.select_n(position, *(x if isinstance(x, jax.Array) else jnp.asarray(x, dtype) for x in cases))]
+
+
+def _constant_dtype(value: Any) -> Any:
+    return jax_compat.canonical_dtype(np.asarray(value).dtype)
