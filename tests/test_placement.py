@@ -1,5 +1,8 @@
 """Where things outside the loops run, where state lives, what crosses after the loop, and what is donated."""
 
+import sys
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -7,7 +10,9 @@ import pytest
 from planning import f32, plan_step, sent
 
 import jaxpp_async as jpp
-from jaxpp_async.program import Input, Output, Run
+from jaxpp_async.compiler import ir
+from jaxpp_async.compiler.placement import OuterStep, place
+from jaxpp_async.program import Aval, Input, Output, Run
 
 D, MB = 4, 3
 X = f32(MB, 2, D)
@@ -300,3 +305,72 @@ def test_random_keys_and_constants_as_results():
     done = plan_step(step, jax.eval_shape(lambda: jax.random.key(0)), [f32(D, D)] * 2, X)
     assert (D, D) not in [shape for *_, shape in sent(done)]
     assert result_homes(done)["result[3]"] == (0,)
+
+
+# ---------------------------------------------------------------- cost
+
+
+def update_of_many(leaves, actors):
+    """Clipping and an update, an operation at a time: squares, their sum over all actors, and new weights."""
+    types = ir.Types()
+    new = lambda *shape: types.new(ir.ValueType(Aval(shape, "float32")))  # noqa: E731
+    weights, grads = ([new(32) for _ in range(leaves)] for _ in range(2))
+    op = lambda name, reads, out: ir.Op(name, tuple(reads), (out,), list, "line 1")  # noqa: E731
+    items = [ir.Loop(ir.Flat((), (), ()), (), (), tuple(grads), (), None, 1, "line 0")]
+    total = None
+    for g in grads:
+        square = new()
+        items.append(op("reduce_sum", [g], square))
+        if total is not None:
+            items.append(op("add", [total, square], out := new()))
+        total = square if total is None else out
+    results = [new(32) for _ in range(leaves)]
+    for w, g, result in zip(weights, grads, results, strict=True):
+        items += [op("mul", [g, total], scaled := new(32)), op("sub", [w, scaled], result)]
+    return (
+        OuterStep(
+            inputs=tuple(weights),
+            items=tuple(items),
+            outputs=tuple(results),
+            loop_needs={0: {w: frozenset({k % actors}) for k, w in enumerate(weights)}},
+            loop_makes={0: {g: k % actors for k, g in enumerate(grads)}},
+            continues={k: k for k in range(leaves)},
+            num_actors=actors,
+        ),
+        types,
+    )
+
+
+def calls_of(fn, *args):
+    """How many calls and lines of Python a function takes: what it costs, without a clock."""
+    count = 0
+
+    def tick(*_):
+        nonlocal count
+        count += 1
+        return tick
+
+    sys.settrace(tick)
+    try:
+        fn(*args)
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def test_placing_costs_as_much_as_there_are_operations():
+    """A sum of a thousand leaves is a chain a thousand deep."""
+    once, twice = (calls_of(place, *update_of_many(n, 8)) for n in (500, 1000))
+    assert twice < 2.1 * once
+
+
+def test_sums_over_many_leaves_meet_once_an_actor():
+    placement = place(*update_of_many(1000, 8))
+    sums = [
+        (item, placement.op_actors[i])
+        for i, item in enumerate(placement.items)
+        if isinstance(item, ir.Op) and item.name == "add"
+    ]
+    assert len(sums) == 999
+    assert Counter(actors for _, actors in sums) == {frozenset({a}): 124 + (7 if a == 0 else 0) for a in range(8)}
+    assert placement.num_levels == 4  # before the loop, squares, their sum, the update
