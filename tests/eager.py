@@ -93,8 +93,11 @@ def _cond(index, *args, branches, **_):
 def _while(*args, cond_nconsts, cond_jaxpr, body_nconsts, body_jaxpr, **_):
     conditions, consts = args[:cond_nconsts], args[cond_nconsts : cond_nconsts + body_nconsts]
     carry = list(args[cond_nconsts + body_nconsts :])
-    while bool(_closed(cond_jaxpr, [*conditions, *carry])[0]):
-        carry = _closed(body_jaxpr, [*consts, *carry])
+    while np.any(going := np.asarray(_closed(cond_jaxpr, [*conditions, *carry])[0])):
+        new = _closed(body_jaxpr, [*consts, *carry])
+        # Under vmap every row ends on its own.
+        rows = [going.reshape(going.shape + (1,) * (np.ndim(x) - going.ndim)) for x in carry]
+        carry = [jnp.where(r, n, c) for r, n, c in zip(rows, new, carry, strict=True)] if going.ndim else new
     return carry
 
 

@@ -128,6 +128,13 @@ MARKERS = (
 
 ENTRIES = ('mb["x"]', 'p["e"][mb["ids"]]', 'mb["x"] @ p["w0"]')
 LOSSES = ('jnp.mean((x - mb["y"]) ** 2)', "jnp.sum(x)", "jnp.sum(jnp.sin(x) * x)")
+SCANS = (
+    'lax.scan(lambda c, w: (jpp.pipeline_yield(jnp.tanh(c @ w)), None), x, p["k"])[0]',
+    'lax.scan(lambda c, w: (jpp.pipeline_yield(jnp.tanh(c @ w)), jnp.sin(c)), x, p["k"])[1].sum(0)',
+    "lax.scan(lambda c, w: (jnp.sin(jpp.pipeline_yield(c)) @ w, None), x, jnp.stack([{w}, {w}]))[0]",
+    'lax.scan(jax.checkpoint(lambda c, w: (stage(c, w), None)), x, p["k"])[0]',
+    "lax.fori_loop(0, 2, lambda j, a: stage(a, {w}), x)",
+)
 BLOCKS = ("jax.jit({f})", "jax.checkpoint({f})", "jax.checkpoint(jax.jit({f}))", "jax.named_call({f})")
 
 SCALARS = ("Sum()", "Mean()", "Max()", "Min()", "Stack()")
@@ -154,6 +161,28 @@ METRICS = (
     ('mb["y"]', ARRAYS),
     ("lax.stop_gradient(jnp.mean(x))", SCALARS),
     ("TABLE[:2] + x", ARRAYS),
+    # Linear in values of several stages, so that a sum over microbatches may be taken apart.
+    ('jnp.sum({saved} + x + p["b0"])', SCALARS),
+    ('{saved}[:1] + x[:1] + p["b0"]', ARRAYS),
+    ("(2.0 * ({saved} + x)).T", ARRAYS),
+    ("jnp.concatenate([{saved}, x])", ARRAYS),
+    ("jnp.stack([x, {saved}])", ARRAYS),
+    ("({saved} + x).astype(jnp.bfloat16)", ARRAYS),
+    ("-({saved} + x) / 3", ARRAYS),
+    ("jnp.sum(({saved} > 0).astype(jnp.int32) + (x > 0), 0)", COUNTS),
+    ("jnp.broadcast_to({saved}[0] + x[0], (2, 4))", ARRAYS),
+    ("jnp.sum({saved}[:1] * jnp.ones((2, 1)) + x)", SCALARS),
+    ('(p["b0"] + {saved}[0]) + p["b1"]', ARRAYS),
+    ('jnp.mean(x) + jnp.mean({saved}) + jnp.mean(p["w0"])', SCALARS),
+    ("jnp.pad({saved} + x, ((0, 1), (0, 0)), constant_values=1.0)", ARRAYS),
+    ("({saved}.sum(0, keepdims=True) + x.sum(0, keepdims=True)) * jnp.arange(8.0).reshape(2, 4)", ARRAYS),
+    ("jnp.sum({saved} - x, 1) * jnp.float32(2)", ARRAYS),
+)
+TERMS = (
+    "0.01 * jnp.sum({w} ** 2)",
+    "0.1 * jnp.mean({saved} ** 2)",
+    'jnp.mean({saved} + p["b0"])',
+    "jnp.sum({saved}) / 8 + jnp.float32(1)",
 )
 
 
@@ -205,18 +234,22 @@ class BodyWriter:
             elif not begin < at < end:
                 lines += self._line(item, scope, top=True)
         lines.append(f"value = {self.draw.pick(LOSSES)}")
-        if self.draw.chance(15):
-            lines.append(f"value = value + 0.01 * jnp.sum({self.draw.pick(self.weights)} ** 2)")
+        if self.draw.chance(25):
+            lines.append(f"value = value + {self._filled(TERMS, scope)}")
         self.body.lines = lines
         return self.body
 
     def _items(self) -> list[str]:
         """Kinds of lines, in order."""
+        draw, stages = self.draw, self.body.stages
+        ends = ["marker"] * (stages - 1)
+        if stages >= 3 and draw.chance(10):
+            at = draw.count(0, stages - 3)
+            ends[at : at + 2] = ["scan"]  # of two layers, each ending a stage
         items = []
-        for s in range(self.body.stages):
-            items += ["marker"] * (s > 0)
-            for _ in range(self.draw.count(0, 3)):
-                items.append(self.draw.pick(("layer", "layer", "layer", "save", "metric")))
+        for end in [*ends, None]:
+            items += [draw.pick(("layer", "layer", "layer", "save", "metric")) for _ in range(draw.count(0, 3))]
+            items += [end] if end else []
         return items
 
     def _block(self, items: Sequence[str]) -> tuple[int, int]:
@@ -250,6 +283,8 @@ class BodyWriter:
             if "ids = " in line and "ids" not in scope.ids:
                 scope.ids.append("ids")
             return [line]
+        if kind == "scan":
+            return [f"x = {self._filled(SCANS, scope)}"]
         if kind == "save":
             name = self._name("a")
             line = f"{name} = {self._filled(self.layers, scope)}"

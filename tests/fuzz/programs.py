@@ -30,6 +30,13 @@ GRADIENTS = (
     "(value, aux), (g, gx) = jax.value_and_grad({loss}, (0, 1), has_aux=True, allow_int=True)(q, mb, i)",
     "(value, aux), g = jax.value_and_grad(jax.checkpoint({loss}), has_aux=True)(q, mb, i)",
     "(value, aux), g = jax.jit(jax.value_and_grad({loss}, has_aux=True))(q, mb, i)",
+    "(value, aux), g = jax.value_and_grad(twice({loss}), has_aux=True)(q, mb, i)",
+)
+
+CALLS = (
+    *["{loop}(batch)"] * 6,
+    "jax.jit({loop})(batch)",
+    """{loop}({{**batch, "x": batch["x"] + jnp.mean({loop}(batch)[1])}})""",
 )
 
 BEFORE = (
@@ -169,7 +176,7 @@ class _Writer:
         loss = f"loss{suffix}"
         if self.draw.chance(15):
             loss = self.draw.pick((f"jax.checkpoint({loss})", f"jax.jit({loss})"))
-        lines = [f"q = {q}", self.draw.pick(GRADIENTS).format(loss=loss)]
+        lines = [f"q = {q}", self.draw.pick(GRADIENTS if self.draw.chance(30) else GRADIENTS[:1]).format(loss=loss)]
         lines += [self.draw.pick(self._allowed(TAILS)) for _ in range(self._few(2))]
         reductions = [
             self.draw.pick(("jpp.Sum()", "jpp.Mean()")),
@@ -188,7 +195,7 @@ class _Writer:
             f"    microbatch{suffix}, {self._schedule(body.stages)},",
             f"    reduce=({', '.join(reductions)}, {aux}), pass_index=True,",
             ")",
-            f"g{suffix}, value{suffix}, aux{suffix} = loop{suffix}(batch)",
+            f"g{suffix}, value{suffix}, aux{suffix} = {self.draw.pick(CALLS).format(loop=f'loop{suffix}')}",
         ]
 
     def _evaluation(self, body: Body) -> list[str]:
@@ -222,7 +229,7 @@ class _Writer:
                 "import jaxpp_async as jpp",
                 "from checking import check",
                 "from vocabulary import TABLE, arguments, biggest, block, clipped, doubled, finite, norm",
-                "from vocabulary import random_rows, stage",
+                "from vocabulary import random_rows, stage, twice",
                 "",
                 "",
                 "def step(state, batch, key, count):",

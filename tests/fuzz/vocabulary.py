@@ -82,6 +82,17 @@ def stage(x, w):
     return jpp.pipeline_yield(jnp.tanh(x @ w))
 
 
+def twice(loss: Any) -> Any:
+    """The loss of a microbatch and of its mirror image, side by side."""
+
+    def losses(q, mb, i):
+        both = jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), mb)
+        values, aux = jax.vmap(lambda mb: loss(q, mb, i))(both)
+        return jnp.sum(values), jax.tree.map(lambda a: a[1], aux)
+
+    return losses
+
+
 @jax.jit
 def norm(tree: Any) -> jax.Array:
     """The global norm."""
