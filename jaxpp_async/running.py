@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_async import moves
+from jaxpp_async import jax_compat, moves
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.host_data import HostValue
 from jaxpp_async.actors.messages import Loaded, StepStats
@@ -416,4 +416,4 @@ def _out_type(traced: Traced, ref: Any) -> tuple:
     if isinstance(ref, int):
         aval = traced.types[ref].aval
         return aval.shape, aval.dtype
-    return tuple(np.shape(ref.value)), str(np.asarray(ref.value).dtype)
+    return tuple(np.shape(ref.value)), str(jax_compat.canonical_dtype(np.asarray(ref.value).dtype))

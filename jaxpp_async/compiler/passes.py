@@ -157,7 +157,8 @@ def plan(request: StepRequest, passed: Passed = _unobserved) -> Plan:
             request.static_argnums,
             continued_arguments,
         )
-    warn_of_markers_outside(traced)
+    if not request.result_homes:  # a model's own init calls the model; that is no step
+        warn_of_markers_outside(traced)
     in_specs, out_specs = request.in_specs(traced), request.out_specs(traced)
     traced = separate_results(traced, in_specs, out_specs)
     passed("trace")
