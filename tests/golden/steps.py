@@ -28,6 +28,8 @@ SCHEDULES = {
     "eager1f1b": jpp.Eager1F1B(2),
     "interleaved1f1b": jpp.Interleaved1F1B(4),
     "loopedbfs": jpp.LoopedBFS(4),
+    "zerobubbleh1": jpp.ZeroBubbleH1(2),
+    "zerobubblev": jpp.ZeroBubbleV(4),
 }
 """On two actors. Four microbatches: with fewer, some of these are the same order."""
 
