@@ -81,7 +81,7 @@ def fori_loop_of_fixed_length(w, mb):
 # ---------------------------------------------------------------- a marker inside a scan
 
 
-@loss(stages=5, make_args=stacked)
+@loss(stages=5, make_args=stacked, on="inline")
 def marker_inside_a_scan_over_layers(w, mb):
     x, _ = lax.scan(lambda x, w: (cut(dense(x, w)), None), mb["x"], w)
     return error(x, mb)
@@ -140,11 +140,7 @@ def marker_inside_a_map(w, mb):
     return error(lax.map(lambda row: cut(jnp.tanh(row @ w[0])), mb["x"]) @ w[1], mb)
 
 
-@loss(
-    stages=3,
-    make_args=lambda: (array(50, 2, 4, 4), batch()),
-    broken="the checkpoint's second forward is a scan without a marker, which is not unrolled",
-)
+@loss(stages=3, make_args=lambda: (array(50, 2, 4, 4), batch()))
 def marker_inside_a_jitted_scan_inside_checkpoint(w, mb):
     @jax.checkpoint
     @jax.jit
@@ -157,7 +153,7 @@ def marker_inside_a_jitted_scan_inside_checkpoint(w, mb):
 # ---------------------------------------------------------------- cond and while
 
 
-@loss(stages=2, on="inline")
+@loss(stages=2)
 def cond_inside_a_stage(w, mb):
     x = lax.cond(jnp.sum(mb["x"]) > 0, lambda x: dense(x, w[0]), lambda x: jnp.sin(x @ w[1]), mb["x"])
     x = cut(x)

@@ -19,7 +19,7 @@ def cast(tree, dtype):
     return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
-@step(stages=3, on="inline", rtol=BF16)
+@step(stages=3, rtol=BF16)
 def bfloat16_compute_with_float32_masters(pipe, w, batches):
     """The cast is before the loop, gradients accumulate in float32."""
     low = cast(w[:3], jnp.bfloat16)

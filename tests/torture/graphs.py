@@ -37,7 +37,7 @@ def skip_from_the_input_to_every_stage(w, mb):
     return error(x, mb)
 
 
-@loss(stages=4, on="inline")
+@loss(stages=4)
 def skips_as_in_a_u_net(w, mb):
     down0 = dense(mb["x"], w[0])
     down1 = dense(cut(down0), w[1])
@@ -100,7 +100,7 @@ def branches_marked_together(w, mb):
     return error(dense(left, w[2]) + dense(right, w[3]), mb)
 
 
-@loss(stages=3, on="inline")
+@loss(stages=3)
 def two_towers(w, mb):
     """As in CLIP: two encoders that meet in the loss."""
     image = cut(dense(mb["x"], w[0]) @ w[1])

@@ -74,7 +74,7 @@ def distillation_stage_by_stage(w, mb):
     return first + jnp.mean((s @ w["student"][1] - t @ teacher[1]) ** 2)
 
 
-@step(stages=3, make_args=lambda: (weights(3), np.float32(16), batch()), on="inline")
+@step(stages=3, make_args=lambda: (weights(3), np.float32(16), batch()))
 def loss_scaling_that_skips_bad_steps(pipe, w, scale, batches):
     def fn(w, mb):
         return error(chain(w, mb["x"]), mb) * scale

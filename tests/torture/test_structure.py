@@ -38,8 +38,6 @@ def broken(name, *more):
 
 
 KNOWN = {
-    "checkpoint_around_a_skip_over_markers": "the skipped value is computed again, not taken from its stage",
-    "rotary_tables_for_all_stages": "a table that jnp.tile had a part in is sent, not made again",
     "tied_parts_of_one_array": "the gradient of jnp.stack goes from stage to stage",
 }
 
