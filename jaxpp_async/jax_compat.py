@@ -120,6 +120,7 @@ def float0_zero(aval: Any) -> Any:
 # ---------------------------------------------------------------- dtypes and keys
 
 
+@functools.cache
 def is_key_dtype(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
@@ -311,8 +312,11 @@ def has_effects(eqn: Any) -> bool:
 def source_line(eqn: Any) -> str:
     """`file:line` of the user's code that made `eqn`, or `"unknown line"`."""
     traceback = eqn.source_info.traceback
-    if traceback is None:
-        return "unknown line"
+    return "unknown line" if traceback is None else _line_of(traceback)
+
+
+@functools.lru_cache(maxsize=4096)  # equations that come from one by differentiation share its traceback
+def _line_of(traceback: Any) -> str:
     codes, instructions = traceback.raw_frames()
     for code, instruction in zip(codes, instructions, strict=True):
         if _is_user_file(code.co_filename):
@@ -327,9 +331,14 @@ def _is_user_file(name: str) -> bool:
 
 def location(eqn: Any) -> tuple[Any, ...]:
     """What stands of `eqn`'s origin in a lowered program's bytes, under `innermost_locations`."""
-    frame = next(_source_info.user_frames(eqn.source_info.traceback), None)
-    where = (frame.file_name, frame.start_line, frame.start_column) if frame is not None else ()
-    return *where, str(eqn.source_info.name_stack)
+    traceback = eqn.source_info.traceback
+    return *(() if traceback is None else _place_of(traceback)), str(eqn.source_info.name_stack)
+
+
+@functools.lru_cache(maxsize=4096)
+def _place_of(traceback: Any) -> tuple[Any, ...]:
+    frame = next(_source_info.user_frames(traceback), None)
+    return (frame.file_name, frame.start_line, frame.start_column) if frame is not None else ()
 
 
 def debug_names(jaxpr: Any) -> tuple[Any, ...]:

@@ -180,7 +180,6 @@ def plan(request: StepRequest, passed: Passed = _unobserved) -> Plan:
     with explained(placed.recipes, placed.types, request.target):
         specs = propagate(traced, placed, request.target, in_specs, out_specs, continues)
     placed = dataclasses.replace(placed, graph=_with_specs(placed, specs))
-    verify.verify_graph(placed.graph)
     passed("shard")
     programs = _lowered(placed.graph, passed)
     texts = _texts(traced, staged, loops, placed, programs)
@@ -195,8 +194,9 @@ def _lowered(graph: TaskGraph, passed: Passed) -> lowering.Programs:
     programs = lowering.donate_buffers(graph, programs)
     verify.verify_alone(programs, complete=False)  # what programs do together has not changed
     passed("donate")
-    programs = lowering.delete_buffers(programs)
-    verify.verify_programs(programs)
+    donated, programs = programs, lowering.delete_buffers(programs)
+    verify.verify_alone(programs)
+    verify.verify_only_deletes(donated, programs)
     passed("delete")
     return programs
 
@@ -285,6 +285,8 @@ def _scheduled(staged: StagedLoop, request: StepRequest) -> ScheduledLoop:
 
 
 def _with_specs(placed: PlacedStep, specs: Mapping[int, Spec]) -> TaskGraph:
+    if not specs:  # actors of one device
+        return placed.graph
     graph, avals = placed.graph, dict[int, Aval]()  # an aval a value id: all microbatches have the same
     values = []
     for value, ir_id in zip(graph.values, placed.value_ids, strict=True):

@@ -335,6 +335,22 @@ def verify_alone(programs: Sequence[ActorProgram], *, complete: bool = True) -> 
         verify_program(p, complete=complete)
 
 
+def verify_only_deletes(before: Sequence[ActorProgram], after: Sequence[ActorProgram]) -> None:
+    """Check that `Delete`s are all that programs gained: what held for them together then still holds.
+
+    Args:
+        before, after: one an actor.
+
+    Raises:
+        InternalError: another instruction came, went or moved.
+    """
+    for old, new in zip(before, after, strict=True):
+        if [i for i in new.instructions if not isinstance(i, Delete)] != list(old.instructions):
+            raise InternalError(
+                f"actor {new.actor}: more than Deletes changed; this is a bug in jaxpp_async.compiler.lowering"
+            )
+
+
 def verify_programs(programs: Sequence[ActorProgram], *, complete: bool = True) -> None:
     """Check all programs of a step, each alone and together.
 
