@@ -198,6 +198,34 @@ def test_a_tied_weight_is_updated_once_and_sent():
     assert len(updates) >= 3
 
 
+@pytest.mark.parametrize("width", [4, 32], ids=["a small weight", "a large one"])
+def test_a_statistic_behind_the_state_draws_no_weight_elsewhere(width):
+    """And what an argument is drawn to, the result that continues it is, too."""
+
+    def step(weights, batch):
+        grads, _ = gradients(loss_fn, weights, batch, jpp.Std1F1B(2))
+        largest = jnp.maximum(jnp.max(jnp.abs(weights[0])), jnp.max(jnp.abs(weights[1])))
+        return jax.tree.map(jnp.subtract, weights, grads), largest
+
+    done = plan_step(step, [f32(width, width)] * 2, f32(MB, 2, width), donate=(0,))
+    assert [homes(done)[f"weights[{k}]"] for k in (0, 1)] == [(0,), (1,)]
+    assert sent_after_the_loop(done) == [(1, 0, ())]
+
+
+def test_what_continues_an_argument_lives_on_all_its_homes():
+    """A cast of a weight is a result of its own, on the other actor."""
+
+    def step(state, batch):
+        grads, losses = gradients(loss_fn, state["w"], batch, jpp.Std1F1B(2))
+        both = jnp.concatenate([state["w"][0], state["w"][1]])
+        return {"w": jax.tree.map(jnp.subtract, state["w"], grads), "both": both * state["both"]}, losses, both
+
+    done = plan_step(step, {"w": [f32(D * 8, D * 8)] * 2, "both": f32(2 * D * 8, D * 8)}, f32(MB, 2, D * 8))
+    for name, actors in homes(done).items():
+        if name.startswith("state"):
+            assert result_homes(done)[name.replace("state", "result[0]")] == actors, name
+
+
 # ---------------------------------------------------------------- donation
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxpp_async.compiler import conditions
-from jaxpp_async.compiler.conditions import LAYOUT, SMALL_BYTES
-from jaxpp_async.compiler.ir import Lit, Loop, Op, Types, used_ids
+from jaxpp_async.compiler.conditions import LAYOUT, SCALAR_BYTES, SMALL_BYTES
+from jaxpp_async.compiler.ir import Loop, Op, Types, used_ids
 from jaxpp_async.compiler.levels import levels
 from jaxpp_async.compiler.outer import Actors, OuterStep, replaced, without_dead
 from jaxpp_async.compiler.regroup import Seen, regroup
@@ -149,20 +149,21 @@ class _Placer:
         return ops
 
     def _anchored_ops(self) -> set[int]:
-        heavy = {v for v in self.step.inputs if self.size(v) > SMALL_BYTES}
+        heavy = {v for v in self.step.inputs if self.size(v) > SCALAR_BYTES}
         ops: set[int] = set()
         taken: set[int] = set()  # small values that anchored operations made
         for i, op in enumerate(self.items):
             if not isinstance(op, Op) or i in self.bound:
                 continue
-            small = all(self.size(o) <= SMALL_BYTES for o in op.outputs if o >= 0)
-            reads_heavy = any(r in heavy for r in op.reads)
-            if (reads_heavy and (small or conditions.can_open(op))) or (small and any(r in taken for r in op.reads)):
+            made = max((self.size(o) for o in op.outputs if o >= 0), default=0)
+            read = max((self.size(r) for r in op.reads if r in heavy), default=0)
+            reduces = any(made <= limit < read for limit in (SCALAR_BYTES, SMALL_BYTES))
+            follows = made <= SMALL_BYTES and any(r in taken for r in op.reads)
+            if reduces or follows or (read and conditions.can_open(op)):
                 ops.add(i)
-            if small:
-                taken.update(op.outputs if i in ops else ())
-            elif reads_heavy:
-                heavy.update(op.outputs)
+                taken.update(o for o in op.outputs if o >= 0 and self.size(o) <= SMALL_BYTES)
+            if read:
+                heavy.update(o for o in op.outputs if o >= 0 and self.size(o) > SCALAR_BYTES)
         return ops
 
     def _owned_ops(self) -> set[int]:
@@ -246,7 +247,7 @@ class _Placer:
             if not self.actors[i]:
                 held = self._weights(self.op(i).reads)
                 best = max(held.values(), default=0)
-                self.leans[i] = {a for a in held if held[a] == best} if best > SMALL_BYTES else set()
+                self.leans[i] = {a for a in held if held[a] == best} if best > SCALAR_BYTES else set()
 
     def _weights(self, values: Sequence[int]) -> dict[ActorId, int]:
         """Bytes of `values` that each actor holds."""
@@ -299,21 +300,30 @@ class _Placer:
 
     def _place_results(self) -> None:
         """A result lives where the input it continues lives, else where it is made."""
-        homes: list[Actors] = []
-        for k, ref in enumerate(self.step.outputs):
-            assert not isinstance(ref, Lit), "constant results are made by an operation"
-            continued = self.step.continues.get(k)
-            home = set(self.homes.get(self.step.inputs[continued], ())) if continued is not None else set()
-            home = set(self.step.result_homes.get(k, ())) or home or self._made_at(ref) or {0}
-            self._need(ref, home)
-            if continued is not None:
-                self._need(self.step.inputs[continued], home)
-            homes.append(frozenset(home))
+        homes: list[set[ActorId]] = []
+        continued = {k: self.step.inputs[arg] for k, arg in self.step.continues.items()}
+        results = [r for r in self.step.outputs if isinstance(r, int)]
+        assert len(results) == len(self.step.outputs), "constant results are made by an operation"
+        for k, ref in enumerate(results):
+            old = set(self.homes.get(continued[k], ())) if k in continued else set()
+            homes.append(set(self.step.result_homes.get(k, ())) or old or self._made_at(ref) or {0})
+            self._need(ref, homes[k])
+            if k in continued:
+                self._need(continued[k], homes[k])
+        # A later result may have drawn an argument to more actors: what continues it goes there, too.
+        changed = True
+        while changed:
+            changed = False
+            for k, argument in continued.items():
+                if self.homes[argument] - homes[k] and k not in self.step.result_homes:
+                    homes[k] |= self.homes[argument]
+                    self._need(results[k], homes[k])
+                    changed = True
         for v in self.step.inputs:
             # Inputs nobody uses rest on actor 0.
             if not self.homes.get(v):
                 self.homes[v] = {0}
-        self.output_homes = homes
+        self.output_homes = [frozenset(home) for home in homes]
 
     def _made_at(self, ref: int) -> set[ActorId]:
         """Where a result is, or where its operands lie, if nobody has needed it so far."""
