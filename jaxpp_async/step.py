@@ -18,6 +18,7 @@ from jaxpp_async.arrays import RemoteArray
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.compiler.ir import Traced, ValueType
 from jaxpp_async.compiler.passes import Compiled, StepRequest
+from jaxpp_async.compiler.sharing import Exports
 from jaxpp_async.compiler.tracing import value_type
 from jaxpp_async.errors import MeshError
 from jaxpp_async.leaves import leaf_type, shape_struct
@@ -124,8 +125,17 @@ class DistributedStep:
     `await step(*args)` is `await mesh.run(step, *args)`.
     """
 
-    def __init__(self, runner: Runner, fn: Callable, options: StepOptions, *, line: str | None = None):
+    def __init__(
+        self,
+        runner: Runner,
+        fn: Callable,
+        options: StepOptions,
+        *,
+        line: str | None = None,
+        exports: Exports | None = None,
+    ):
         self.runner, self.fn, self._options = runner, fn, options
+        self._exports = exports or Exports()  # one for all forms of the step, under other schedules too
         self._line = line or jax_compat.caller_line()  # of `mesh.distributed`, for errors in shardings
         self._compiled: dict[Any, CompiledStep] = {}
         self._latest: CompiledStep | None = None
@@ -143,7 +153,8 @@ class DistributedStep:
 
     def with_schedule(self, schedule: Any) -> DistributedStep:
         """The same step under another schedule of as many stages. No task is compiled again."""
-        return DistributedStep(self.runner, self.fn, replace(self._options, schedule=schedule), line=self._line)
+        options = replace(self._options, schedule=schedule)
+        return DistributedStep(self.runner, self.fn, options, line=self._line, exports=self._exports)
 
     async def compile(self, *args: Any) -> CompiledStep:
         """Trace the step and compile it on every actor, without running it.
@@ -274,6 +285,7 @@ class DistributedStep:
             num_actors=runner.num_actors,
             target=runner.target,
             schedule=options.schedule,
+            exports=self._exports,
         )
 
     def _in_specs(self, dynamic: tuple[Any, ...], argnums: Sequence[int]) -> list:

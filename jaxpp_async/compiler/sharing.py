@@ -51,7 +51,7 @@ class Exports:
             recipes: of one step.
             types, specs, target: as `emit.emit` takes them.
         """
-        step = _Step(types, specs, target)
+        step = _Step(types, specs, target, tuple(sorted(jax_compat.copied_config().items())))
         # Keys cost a tenth of an export. A recipe that resembles no other needs none yet.
         resembling: dict[Hashable, list[int]] = defaultdict(list)
         for position, recipe in enumerate(recipes):
@@ -102,12 +102,12 @@ class _Step:
     types: Types
     specs: Specs
     target: Target
+    config: Hashable  # as it is now: a recipe's key may be asked for later
 
     @functools.cached_property
     def _common(self) -> Hashable:
-        config = tuple(sorted(jax_compat.copied_config().items()))
         rules = tuple(sorted((name, str(axes)) for name, axes in self.target.axis_rules.items()))
-        return self.target.mesh, self.target.platform, rules, config
+        return self.target.mesh, self.target.platform, rules, self.config
 
     def key(self, recipe: Recipe) -> Hashable:
         """Equal for recipes whose executables have equal bytes; unequal when in doubt."""
