@@ -1,0 +1,98 @@
+"""actor_process: what one actor's process is started with, and its start through a warden. The local launcher uses it
+here and the keeper on other hosts, so that both start actors the same way. Imports little: a keeper is to be up at once.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from jaxpp_async.actors.progress import ProgressPage, make_page
+from jaxpp_async.actors.warden import Process, Warden
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ActorRequest:
+    """How to start one actor's process. Travels to keepers as JSON, over stdin: it holds the secret.
+
+    Args:
+        python: the interpreter.
+        env: variables to add to the host's own.
+        config: the first line of the actor's stdin, without what only its host knows.
+        index, count: it is the `index`-th of `count` actors on its host.
+        cpus: CPU numbers that the host's actors share; None: those that the process may use.
+        pin_cores: bind the actor to its share.
+    """
+
+    python: str
+    env: Mapping[str, str]
+    config: Mapping[str, Any] = field(repr=False)
+    index: int = 0
+    count: int = 1
+    cpus: tuple[int, ...] | None = None
+    pin_cores: bool = True
+
+    def first_line(self, progress_page: int | None) -> bytes:
+        """Configuration and secret, as one line of JSON: stdin is the one channel that no other user can read."""
+        cpus = list(self.cpus or sorted(os.sched_getaffinity(0)))
+        config = {
+            **self.config,
+            "parent_pid": os.getpid(),
+            "cores": share_out(cpus, self.count)[self.index] if self.pin_cores or self.cpus else [],
+            "progress_page": progress_page,
+        }
+        return json.dumps(config).encode() + b"\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ActorProcess:
+    """A started actor: its process, and the page on which it writes where it is (to be closed by whoever started it)."""
+
+    process: Process
+    page: ProgressPage
+
+
+def spawn_actor(
+    warden: Warden, request: ActorRequest, forward: Callable[[str], None]
+) -> concurrent.futures.Future[ActorProcess]:
+    """Have the warden start an actor's process.
+
+    Args:
+        forward: called on the warden's thread with each line that the actor prints.
+    """
+    started: concurrent.futures.Future[ActorProcess] = concurrent.futures.Future()
+    page = make_page()
+
+    def on_spawned(spawned: concurrent.futures.Future[Process]) -> None:
+        error = spawned.exception()
+        if error is not None:
+            os.close(page)
+            if started.set_running_or_notify_cancel():
+                started.set_exception(error)
+        elif started.set_running_or_notify_cancel():
+            started.set_result(ActorProcess(spawned.result(), ProgressPage(page)))
+        else:  # nobody waits for it any more
+            os.close(page)
+            spawned.result().signal_group(signal.SIGKILL)
+
+    command = [request.python, "-m", "jaxpp_async.actors"]
+    env = os.environ | dict(request.env)
+    # The warden's thread forks, with the page still open here, and then calls back.
+    warden.spawn(command, env, request.first_line(page), forward, descriptors=(page,)).add_done_callback(on_spawned)
+    return started
+
+
+def share_out(items: Sequence[T], count: int) -> list[list[T]]:
+    """Divide items among actors: neighbouring ones for each, or round-robin when there are more actors than items."""
+    if count > len(items):
+        return [[items[i % len(items)]] for i in range(count)]
+    bounds = [i * len(items) // count for i in range(count + 1)]
+    return [list(items[bounds[i] : bounds[i + 1]]) for i in range(count)]

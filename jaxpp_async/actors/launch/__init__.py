@@ -1,0 +1,23 @@
+"""launch: starts and stops actors: here (`local`), on other hosts (`ssh`, `slurm`, `ray`, or any command that runs a
+program elsewhere), or inside this process (`actors.inline`). `base` says what a launcher is.
+"""
+
+from jaxpp_async.actors.actor_process import share_out
+from jaxpp_async.actors.launch.base import (
+    DEFAULT_ACTOR,
+    ActorHandle,
+    Launcher,
+    LaunchSpec,
+    make_process_transport,
+)
+from jaxpp_async.actors.launch.local import LocalLauncher
+
+__all__ = (
+    "DEFAULT_ACTOR",
+    "ActorHandle",
+    "LaunchSpec",
+    "Launcher",
+    "LocalLauncher",
+    "make_process_transport",
+    "share_out",
+)

@@ -1,0 +1,182 @@
+"""hosts: which machine each actor runs on, and how an actor is set up there. Plain data and pure functions; no I/O.
+
+In: `Host`s (written out, or read by `hostfile`) and the mesh's `Settings`. Out: a `Placement` an actor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from jaxpp_async.actors.actor_process import share_out
+from jaxpp_async.errors import MeshError
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_DEVICE = re.compile(r"[A-Za-z0-9_:./-]+")
+_INTERFACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:,@-]*")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How actors are set up, for a whole mesh or for one host (whose own settings win).
+
+    Args:
+        python: the interpreter there; None: the path of this one.
+        env: environment variables to add.
+        cpus: CPU numbers, shared out among the actors of a host; None: all that the process may use.
+        devices: what `CUDA_VISIBLE_DEVICES` may name, shared out among the actors of a host in order; None: untouched.
+        interface: network device of the data plane, as `UCX_NET_DEVICES` has it (`"eth0"`, `"mlx5_0:1"`).
+        ports: range of TCP ports of the data plane, first and last.
+
+    Raises:
+        MeshError: a value that cannot be.
+    """
+
+    python: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    cpus: tuple[int, ...] | None = None
+    devices: tuple[str, ...] | None = None
+    interface: str | None = None
+    ports: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self.env.items():
+            if not isinstance(name, str) or not isinstance(value, str) or not _VARIABLE.fullmatch(name):
+                raise MeshError(f"env has {name!r}: {value!r}; environment variables are names and strings")
+        if self.python is not None and (not self.python or self.python.startswith("-")):
+            raise MeshError(f"python is {self.python!r}; give the path of an interpreter")
+        if self.cpus is not None and (not self.cpus or min(self.cpus) < 0):
+            raise MeshError(f"cpus is {self.cpus}; give CPU numbers, at least one")
+        if self.devices is not None and (not self.devices or not all(map(_DEVICE.fullmatch, self.devices))):
+            raise MeshError(f"devices is {self.devices}; give what CUDA_VISIBLE_DEVICES takes, at least one")
+        if self.interface is not None and not _INTERFACE.fullmatch(self.interface):
+            raise MeshError(f"interface is {self.interface!r}; give a network device, such as 'eth0'")
+        if self.ports is not None and not 1 <= self.ports[0] <= self.ports[1] <= 65535:
+            raise MeshError(f"ports is {self.ports}; give the first and the last TCP port, from 1 to 65535")
+
+    def over(self, base: Settings) -> Settings:
+        """These settings where they are given, `base` elsewhere; environments are joined."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        return replace(base, **(given | {"env": {**base.env, **self.env}}))
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine that actors run on.
+
+    Args:
+        name: what `ssh` takes: a host name, an address, or an alias of the user's ssh configuration.
+        slots: how many actors it takes.
+        user, port: for ssh; None: as ssh is configured.
+        settings: of this host alone.
+
+    Raises:
+        MeshError: a name that is none (it might be read as an option), slots below 1, a port that is none.
+    """
+
+    name: str
+    slots: int = 1
+    user: str | None = None
+    port: int | None = None
+    settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise MeshError(f"{self.name!r} is no host name; hosts are names or IPv4 addresses, also with user@")
+        if self.slots < 1:
+            raise MeshError(f"host {self.name} has slots={self.slots}; a host takes at least 1 actor, or is left out")
+        if self.user is not None and not _NAME.fullmatch(self.user):
+            raise MeshError(f"host {self.name} has user={self.user!r}, which is no user name")
+        if self.port is not None and not 1 <= self.port <= 65535:
+            raise MeshError(f"host {self.name} has port={self.port}; a TCP port is from 1 to 65535")
+
+    @property
+    def where(self) -> tuple[str, int | None]:
+        """What tells it from others: two sshds of one machine are two hosts."""
+        return self.name, self.port
+
+    def __str__(self) -> str:
+        user = f"{self.user}@" if self.user else ""
+        return f"{user}{self.name}" + (f":{self.port}" if self.port else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one actor runs: the `index`-th of `count` on its host."""
+
+    host: Host
+    index: int
+    count: int
+
+
+def place(hosts: Sequence[Host], num_actors: int) -> tuple[Placement, ...]:
+    """Fill the hosts' slots in order.
+
+    Returns:
+        One entry an actor.
+
+    Raises:
+        MeshError: there are more actors than slots.
+    """
+    slots = sum(host.slots for host in hosts)
+    if num_actors > slots:
+        raise MeshError(
+            f"{num_actors} actors do not fit {slots} slot{'s' * (slots != 1)} on {len(hosts)} "
+            f"host{'s' * (len(hosts) != 1)}; add hosts, raise slots=, or start at most {slots} actors"
+        )
+    placements: list[Placement] = []
+    for host in hosts:
+        count = min(host.slots, num_actors - len(placements))
+        placements += [Placement(host, index, count) for index in range(count)]
+    return tuple(placements)
+
+
+def environment(settings: Settings, placement: Placement, platform: str) -> dict[str, str]:
+    """The variables that an actor's process gets on top of what its host has. The user's own win."""
+    env = {"JAX_PLATFORMS": platform, "PYTHONUNBUFFERED": "1"}  # printed is seen, also when it is killed next
+    if settings.interface is not None:
+        env["UCX_NET_DEVICES"] = settings.interface
+    if settings.ports is not None:
+        env["UCX_TCP_PORT_RANGE"] = f"{settings.ports[0]}-{settings.ports[1]}"
+    if settings.devices is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(share_out(settings.devices, placement.count)[placement.index])
+    return env | dict(settings.env)
+
+
+def parse_cpus(text: str) -> tuple[int, ...]:
+    """CPU numbers from `"0-3,8"`.
+
+    Raises:
+        ValueError: not such a list.
+    """
+    cpus: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ValueError(f"{text!r} is no list of CPU numbers such as 0-3,8")
+        cpus += range(int(first), int(last or first) + 1)
+    return tuple(dict.fromkeys(cpus))
+
+
+def parse_ports(text: str) -> tuple[int, int]:
+    """A range of ports from `"47000-47100"`.
+
+    Raises:
+        ValueError: not such a range.
+    """
+    first, dash, last = text.partition("-")
+    if not dash or not first.isdigit() or not last.isdigit():
+        raise ValueError(f"{text!r} is no range of ports such as 47000-47100")
+    return int(first), int(last)
+
+
+def parse_devices(text: str) -> tuple[str, ...]:
+    """Devices from `"0,1"` or `"0-3"`; UUIDs stay as they are."""
+    found: list[str] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)-(\d+)", part)
+        found += map(str, range(int(match[1]), int(match[2]) + 1)) if match else [part]
+    return tuple(found)
