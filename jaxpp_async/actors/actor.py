@@ -29,6 +29,7 @@ from jaxpp_async.actors.plan import ExecutionPlan
 from jaxpp_async.actors.progress import NoteProgress, no_progress
 from jaxpp_async.actors.receive_pool import ReceivePool
 from jaxpp_async.actors.shards import Layouts, memory_held
+from jaxpp_async.actors.snapshots import Snapshots
 from jaxpp_async.actors.step_run import LoadedProgram, Machine, StepFailure, StepRun
 from jaxpp_async.actors.store import Entry, Store
 from jaxpp_async.errors import MeshError, ProtocolError, StepAbortedError
@@ -48,6 +49,7 @@ class _Parts:
     executables: Executables
     host_values: HostValues
     machine: Machine
+    snapshots: Snapshots
 
 
 class Actor:
@@ -100,6 +102,8 @@ class Actor:
         if self._closed:
             return
         self._closed = True
+        if self._parts_or_none is not None:
+            self._parts_or_none.snapshots.stop_all()
         await self._tasks.aclose()
         self._queue.clear()
         if self._current is not None:
@@ -130,6 +134,14 @@ class Actor:
             case m.Fetch():
                 looks = self._parts.host_values.look_at(message)
                 self._answer("fetch", message.request, self._parts.host_values.fetch(message, looks, self._epoch))
+            case m.Take():
+                self._answer("take", message.request, self._parts.snapshots.take(message))
+            case m.WriteFile():
+                self._answer("write", message.request, self._parts.snapshots.write(message))
+            case m.Sweep():
+                self._answer("sweep", message.request, self._parts.snapshots.sweep(message))
+            case m.ReadFile():
+                self._answer("read", message.request, self._parts.snapshots.read(message))
             case m.Abort():
                 self._abort(message)
             case m.Inspect():
@@ -161,6 +173,7 @@ class Actor:
             executables=Executables(devices, self._workers),
             host_values=HostValues(self._store, layouts, transport, self._workers, self._spawn),
             machine=machine,
+            snapshots=Snapshots(self._store, layouts, self._workers),
         )
         names = tuple(f"{device.platform}:{device.id}" for device in devices.devices)
         return m.Ready(message.request, transport.address, names, package_versions())
@@ -291,6 +304,8 @@ class Actor:
         for run in dropped:
             run.fail(cause)
         self._store.fail_pending(cause)
+        if self._parts_or_none is not None:
+            self._parts_or_none.snapshots.stop_all()
         self._epoch, self._last_step = message.epoch, -1
         self._answer("abort", message.request, self._end_transfers(message))
 

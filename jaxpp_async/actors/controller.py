@@ -43,7 +43,7 @@ from jaxpp_async.actors.messages import (
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.programs import Programs
 from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
-from jaxpp_async.actors.rpc import ActorLink, Call, StepHandle, fail_waiters
+from jaxpp_async.actors.rpc import ActorLink, Call, Requests, StepHandle, fail_waiters
 from jaxpp_async.errors import ActorError, MeshClosedError, ProtocolError, TransferError
 from jaxpp_async.program import CONTROLLER, ActorId, ActorProgram, Aval
 from jaxpp_async.transport.base import Transport
@@ -63,6 +63,7 @@ class Controller:
 
     Attributes:
         cause: the failure that ended the mesh, or None.
+        requests: single requests to single actors.
     """
 
     def __init__(self, launcher: Launcher, say: Callable[[str], None]):
@@ -75,6 +76,7 @@ class Controller:
         self._plane: HostPlane | None = None
         self._epoch = 0
         self._requests, self._steps = itertools.count(), itertools.count()
+        self.requests = Requests(self._links, self._requests, self._check_usable)
         self._arrays, self._programs = itertools.count(), Programs()
         self._frees = FreeList()
         self._under_way: dict[int, StepHandle] = {}

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxpp_async.actors.messages import INLINE_BYTES, Fetch, Fetched, Put
@@ -110,15 +111,23 @@ class HostValues:
 class Look:
     """An array's distinct shards on the host, once it is there.
 
+    Args:
+        read: takes hold of an array's distinct shards.
+
     Attributes:
         layout: how the array lies.
         pieces: done when the array is.
     """
 
-    __slots__ = ("layout", "pieces")
+    __slots__ = ("_read", "layout", "pieces")
 
-    def __init__(self, layout: Layout, pieces: asyncio.Future[list[np.ndarray]]):
-        self.layout, self.pieces = layout, pieces
+    def __init__(
+        self,
+        layout: Layout,
+        pieces: asyncio.Future[list[Any]],
+        read: Callable[[jax.Array, Layout], Sequence[Any]] = fetch_pieces,
+    ):
+        self.layout, self.pieces, self._read = layout, pieces, read
 
     def take(self, entry: Entry) -> None:
         """The entry is done: hold its memory. Called by whoever finished it, so it raises nothing."""
@@ -128,7 +137,7 @@ class Look:
             self.pieces.set_exception(entry.error or RuntimeError("the array was never made"))
             return
         try:
-            self.pieces.set_result(fetch_pieces(entry.array, self.layout))
+            self.pieces.set_result(list(self._read(entry.array, self.layout)))
         except Exception as error:  # it is the fetch that fails, not the step that made the array
             self.pieces.set_exception(error)
 

@@ -131,6 +131,69 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
+class Take:
+    """Hold arrays for a save as they are between the steps before and after this. Answer: `Done`, once the steps before
+    have made them; they are held until they are written or swept away.
+
+    Args:
+        folder: where the save's files go; there is one save at a time in a folder.
+    """
+
+    request: int
+    folder: str
+    array_ids: tuple[ArrayId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFile:
+    """Write held arrays to one file, which is then on the disk, and hold them no longer. Answer: `Written`.
+
+    Args:
+        arrays: array and its name in the file.
+        metadata: for the file's header.
+    """
+
+    request: int
+    folder: str
+    file: str
+    arrays: tuple[tuple[ArrayId, str], ...]
+    metadata: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """End the save in this folder, if there is one, and remove the files of saves there but for `keep`. Answer: `Done`.
+
+    Args:
+        remove_folder: the folder too, should it then be empty.
+    """
+
+    request: int
+    folder: str
+    keep: tuple[str, ...]
+    remove_folder: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """An array to read: its name in the file, the SHA-256 of its bytes there, the id to keep it under, and its type."""
+
+    name: str
+    sha256: str
+    array_id: ArrayId
+    aval: Aval
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFile:
+    """Read arrays of one file, check them, and keep them. Answer: `Done`, once they are on the devices."""
+
+    request: int
+    path: str
+    parts: tuple[FilePart, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
     """Another actor failed: drop every step under way, end all transfers, enter `epoch`. Answer: `Done`."""
 
@@ -223,6 +286,15 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """A file's size, and the SHA-256 of each of its arrays' bytes, in the order in which they were asked for."""
+
+    request: int
+    size_bytes: int
+    sha256: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Inspected:
     """Numbers such as `live_arrays`, `store_arrays`, `file_descriptors`, `compilations`."""
 
@@ -257,6 +329,8 @@ class Log:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-Request: TypeAlias = Configure | Connect | Load | Store | Step | Fetch | Abort | Inspect | Shutdown
-Reply: TypeAlias = Done | Ready | Loaded | StepDone | Fetched | Inspected | Failed
+Request: TypeAlias = (
+    Configure | Connect | Load | Store | Step | Fetch | Take | WriteFile | Sweep | ReadFile | Abort | Inspect | Shutdown
+)
+Reply: TypeAlias = Done | Ready | Loaded | StepDone | Fetched | Written | Inspected | Failed
 Message: TypeAlias = Request | Reply | Log

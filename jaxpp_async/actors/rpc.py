@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxpp_async.actors.connection import Connection
@@ -188,6 +188,44 @@ class ActorLink:
         """A number for one transfer of the host channel between controller and this actor."""
         self._num_transfers = (self._num_transfers + 1) % (1 << 24)
         return self._num_transfers
+
+
+class Requests:
+    """Single requests to single actors, for those who need no more of the controller.
+
+    Args:
+        links: the actors, by id.
+        numbers: gives out request numbers.
+        check_usable: raises if the mesh is closed or has failed.
+    """
+
+    def __init__(self, links: Mapping[int, ActorLink], numbers: Iterator[int], check_usable: Callable[[], None]):
+        self._links, self._numbers, self._check_usable = links, numbers, check_usable
+
+    def send(
+        self, actor: int, make: Callable[[int], Request], expected: type, *, awaited: bool = True
+    ) -> asyncio.Future[Any]:
+        """Send now, behind what was sent before and ahead of what comes after.
+
+        Args:
+            make: request number to request.
+            expected: the reply's type.
+            awaited: whether somebody will see a failure of the mesh through this.
+
+        Returns:
+            The reply, to come; `RemoteError` if the request failed on the actor, `ActorError` if the mesh failed.
+
+        Raises:
+            MeshClosedError: the mesh is closed or has failed.
+        """
+        self._check_usable()
+        call = Call(expected, awaited=awaited)
+        self._links[actor].request(make(next(self._numbers)), call)
+        return call.future
+
+    def info(self, actor: int) -> ActorInfo:
+        """Where an actor is."""
+        return self._links[actor].info
 
 
 def fail_waiters(links: Iterable[ActorLink], error: ActorError, step: int | None) -> bool:
