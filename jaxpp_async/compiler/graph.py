@@ -181,14 +181,14 @@ class _Builder:
         self.parts[position] = []
         staged = scheduled.staged
         body = dict(zip(loop.body.inputs, loop.inputs, strict=False))
+        totals: dict[OutputPart, int] = {}  # several results may be made of one part
         for parts, tail, reduction, result in zip(
             staged.outputs, staged.tails, loop.reductions, loop.outputs, strict=True
         ):
-            ids = (
-                [self._total(p, result) for p in parts]
-                if tail is not None
-                else [self.types.new(self.types[result]) if reduction.has_end else result]
-            )
+            if tail is None:
+                ids = [self.types.new(self.types[result]) if reduction.has_end else result]
+            else:
+                ids = [totals[p] if p in totals else totals.setdefault(p, self._total(p, result)) for p in parts]
             made.update((i, scheduled.stage_actors[p.task[1]]) for i, p in zip(ids, parts, strict=True))
             self.parts[position].append(ids)
             whole = ids[0]
@@ -213,7 +213,7 @@ class _Builder:
         for op in tail.ops:
             for o in op.outputs:
                 if o not in names:
-                    names[o] = self.types.new(self.types[o])
+                    names[o] = self.types.new(self.types[o]) if o >= 0 else o
             inputs = tuple(names[r] if isinstance(r, int) else r for r in op.inputs)
             ops.append(dataclasses.replace(op, inputs=inputs, outputs=tuple(names[o] for o in op.outputs)))
         return ops

@@ -106,10 +106,15 @@ def _tasks(stages: Stages, found: Results) -> dict[TaskKey, StageTask]:
         assert key is not None
         members[key].append(i)
     adds: dict[TaskKey, list[tuple[int, int]]] = defaultdict(list)
+    shared: set[OutputPart] = set()
     for k, parts in enumerate(found.parts):
         for j, part in enumerate(parts):
-            adds[part.task].append((k, j))
             members[part.task]  # a task may do nothing but return a constant
+            if found.tails[k] is not None:
+                if part in shared:  # several results are made of it: it is accumulated once
+                    continue
+                shared.add(part)
+            adds[part.task].append((k, j))
     return {key: _task(stages, found, key, members[key], adds[key]) for key in sorted(members, key=_order)}
 
 

@@ -39,6 +39,8 @@ LAYOUT = frozenset(
         "transpose",
     )
 )
+# The same, with several results: the gradient of arrays that the loss joined into one.
+SPLITS = frozenset(("split", "unstack"))
 # Done in each stage: f(a + b) = f(a) + f(b).
 IN_STAGE = frozenset(("convert_element_type", "div", "mul", "neg", "reduce_sum"))
 
@@ -122,20 +124,50 @@ class _Finder:
         self.dropped: set[int] = set()
         self.added: dict[TaskKey, list[Op]] = defaultdict(list)
         self.homes = stages.homes()
+        self.joined: dict[int, _Expr] = {}  # what splits take apart, by position
 
     def result(self, index: int) -> tuple[tuple[OutputPart, ...], Tail | None]:
         stages = self.stages
         value = stages.resolve(stages.body.outputs[index])
         if not stages.loop.reductions[index].commutes_with_add:
             return (self._alone(value),), None
-        expr = self._expression(value)
+        split = self._split_of(value)
+        expr = self._expression(value) if split is None else self.joined[split]
         if isinstance(expr, _Leaf):
             return (self._alone(value),), None
         self.dropped |= expr.dropped
         parts: dict[OutputPart, None] = {}
         ops: list[Op] = []
-        made = self._emit(self._merged(expr), parts, ops)
+        made = self._emit(self._merged(expr) if split is None else expr, parts, ops)
+        if split is not None and isinstance(value, int):
+            op, whole = stages.ops[split], made
+            made = self.types.new(self._strong_type(self.types[value]))
+            outputs = tuple(made if o == value else -1 for o in op.outputs)
+            ops.append(Op(op.name, (whole,), outputs, op.run, op.line))
         return tuple(parts), Tail(tuple(ops), made)
+
+    def _split_of(self, value: Ref) -> int | None:
+        """The position of a split all of whose results are summed results of the loop, if it joins several stages.
+
+        `joined` then has what is split; its parts are accumulated once, for all of the results.
+        """
+        stages = self.stages
+        p = stages.producer.get(value) if isinstance(value, int) else None
+        if p is None or stages.ops[p].name not in SPLITS or len(stages.ops[p].inputs) != 1:
+            return None
+        if p not in self.joined:
+            summed = {
+                stages.resolve(o)
+                for o, r in zip(stages.body.outputs, stages.loop.reductions, strict=True)
+                if r.commutes_with_add
+            }
+            outputs = [o for o in stages.ops[p].outputs if o >= 0]
+            alone = all(o in summed and stages.num_uses[o] == 1 for o in outputs)
+            expr = self._expression(stages.resolve(stages.ops[p].inputs[0])) if alone else self._leaf(value)
+            self.joined[p] = self._merged(expr)
+            if not isinstance(expr, _Leaf):
+                self.dropped.add(p)
+        return p if not isinstance(self.joined[p], _Leaf) else None
 
     def _alone(self, value: Ref) -> OutputPart:
         leaf = self._leaf(value)
@@ -288,7 +320,10 @@ class _Finder:
         return total
 
     def _strong(self, value: int) -> ValueType:
-        return replace(self.types[value], weak=False)
+        return self._strong_type(self.types[value])
+
+    def _strong_type(self, value_type: ValueType) -> ValueType:
+        return replace(value_type, weak=False)
 
     def _emit(self, expr: _Expr, parts: dict[OutputPart, None], ops: list[Op]) -> int:
         """Append the operations that make `expr` behind the loop; the id of what they make."""

@@ -31,15 +31,9 @@ def cut_of(name):
     return scheduled.staged
 
 
-def broken(name, *more):
-    """A parameter set; expected to fail while the compiler does not keep its promise here."""
-    marks = [pytest.mark.xfail(strict=True, reason=KNOWN[name])] if name in KNOWN else []
-    return pytest.param(name, *more, marks=marks, id=name)
-
-
-KNOWN = {
-    "tied_parts_of_one_array": "the gradient of jnp.stack goes from stage to stage",
-}
+def case(name, *more):
+    """A parameter set under the case's name."""
+    return pytest.param(name, *more, id=name)
 
 
 # ---------------------------------------------------------------- tied weights
@@ -94,7 +88,7 @@ def counts_of(done, primitive):
     return found
 
 
-@pytest.mark.parametrize("name", [broken(name) for name in CHECKPOINTED])
+@pytest.mark.parametrize("name", [case(name) for name in CHECKPOINTED])
 def test_a_checkpoint_runs_no_earlier_stage_again(name):
     done = planned(name, jpp.GPipe)
     tanhs, dots = counts_of(done, "tanh"), counts_of(done, "dot_general")
@@ -167,14 +161,14 @@ def crossings(name):
 @pytest.mark.parametrize(
     "name, most",
     [
-        broken("rotary_tables_for_all_stages", 4),  # an activation and a cotangent a boundary; tables are made again
-        broken("a_causal_mask_for_all_stages", 4),
-        broken("a_batch_leaf_used_by_several_stages", 4),
-        broken("captured_arrays_for_all_stages", 6),  # and what was looked up in the table
-        broken("skip_from_the_input_to_every_stage", 6),
-        broken("skip_over_three_stages", 8),  # and the skip, both ways
-        broken("dropout_with_a_new_style_key", 4),
-        broken("one_key_used_in_every_stage", 4),
+        case("rotary_tables_for_all_stages", 4),  # an activation and a cotangent a boundary; tables are made again
+        case("a_causal_mask_for_all_stages", 4),
+        case("a_batch_leaf_used_by_several_stages", 4),
+        case("captured_arrays_for_all_stages", 6),  # and what was looked up in the table
+        case("skip_from_the_input_to_every_stage", 6),
+        case("skip_over_three_stages", 8),  # and the skip, both ways
+        case("dropout_with_a_new_style_key", 4),
+        case("one_key_used_in_every_stage", 4),
     ],
 )
 def test_only_activations_cross(name, most):
@@ -182,7 +176,7 @@ def test_only_activations_cross(name, most):
     assert sum(t.per_microbatch for t in values) <= most, values
 
 
-@pytest.mark.parametrize("name", [broken("tied_parts_of_one_array"), broken("index_selects_a_row_of_a_shared_table")])
+@pytest.mark.parametrize("name", [case("tied_parts_of_one_array"), case("index_selects_a_row_of_a_shared_table")])
 def test_parts_of_a_shared_array_are_taken_again(name):
     assert not weights_that_cross(planned(name))
 
