@@ -1,5 +1,5 @@
 """actor_process: what one actor's process is started with, and its start through a warden. The local launcher uses it
-here and the keeper on other hosts, so that both start actors the same way. Imports little: a keeper is to be up at once.
+here and the keeper on other hosts, so that both start actors the same way. Imports little: a keeper is up at once.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import concurrent.futures
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ class ActorRequest:
         index, count: it is the `index`-th of `count` actors on its host.
         cpus: CPU numbers that the host's actors share; None: those that the process may use.
         pin_cores: bind the actor to its share.
+        cache_dir: folder of JAX's compilation cache, `~` and `{host}` filled in there; None: not set here.
     """
 
     python: str
@@ -39,6 +41,17 @@ class ActorRequest:
     count: int = 1
     cpus: tuple[int, ...] | None = None
     pin_cores: bool = True
+    cache_dir: str | None = None
+
+    def environment(self) -> dict[str, str]:
+        """The whole environment of the process."""
+        env = dict(os.environ)
+        if self.cache_dir is not None:
+            env["JAX_COMPILATION_CACHE_DIR"] = os.path.expanduser(self.cache_dir.format(host=socket.gethostname()))
+            # JAX would leave out what compiles fast, and that is most of a pipeline's tasks.
+            env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+            env["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+        return env | dict(self.env)
 
     def first_line(self, progress_page: int | None) -> bytes:
         """Configuration and secret, as one line of JSON: stdin is the one channel that no other user can read."""
@@ -54,7 +67,7 @@ class ActorRequest:
 
 @dataclass(frozen=True, slots=True)
 class ActorProcess:
-    """A started actor: its process, and the page on which it writes where it is (to be closed by whoever started it)."""
+    """A started actor: its process, and the page on which it writes where it is, for whoever started it to close."""
 
     process: Process
     page: ProgressPage
@@ -84,9 +97,10 @@ def spawn_actor(
             spawned.result().signal_group(signal.SIGKILL)
 
     command = [request.python, "-m", "jaxpp_async.actors"]
-    env = os.environ | dict(request.env)
     # The warden's thread forks, with the page still open here, and then calls back.
-    warden.spawn(command, env, request.first_line(page), forward, descriptors=(page,)).add_done_callback(on_spawned)
+    warden.spawn(
+        command, request.environment(), request.first_line(page), forward, descriptors=(page,)
+    ).add_done_callback(on_spawned)
     return started
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -103,6 +104,24 @@ def check_versions(actor_id: int, actor: str, controller: str) -> None:
             "install the same version on both",
             actor=actor_id,
         )
+
+
+def version_mismatch(ours: Mapping[str, str], theirs: Mapping[str, str | None], python: str) -> str | None:
+    """What to install there, so that both sides run the same; None if they do.
+
+    Args:
+        ours, theirs: version by package, None for one that is missing there.
+        python: the interpreter there.
+    """
+    for name, version in ours.items():
+        other = theirs.get(name)
+        if other != version:
+            has = f"has {name} {other[:40]}" if other is not None else f"has no {name}"
+            return (
+                f"{python} {has}, this machine has {name} {version}; programs are made here and run there, so install "
+                f"the same version on both: {python} -m pip install '{name}=={version}'"
+            )
+    return None
 
 
 def _mac(secret: bytes, label: str, said: bytes) -> bytes:

@@ -37,6 +37,7 @@ class ExitCode(enum.IntEnum):
     LEASE_EXPIRED = 82
     REFUSED = 83
     CONNECTION_LOST = 84
+    HOST_LOST = 85
 
 
 EXIT_REASONS: dict[int, str] = {
@@ -46,6 +47,7 @@ EXIT_REASONS: dict[int, str] = {
     ExitCode.LEASE_EXPIRED: f"nothing came on its stdin for {LEASE_S:g} s: the controller was stopped or gone",
     ExitCode.REFUSED: "the handshake with the controller failed",
     ExitCode.CONNECTION_LOST: "its control connection broke",
+    ExitCode.HOST_LOST: "unknown how: the connection to its host ended",
 }
 
 

@@ -65,6 +65,7 @@ class Process:
         self.pid = popen.pid
         self.dead: concurrent.futures.Future[Death] = concurrent.futures.Future()
         self._popen, self._output = popen, _Output(forward)
+        self._unsent = bytearray()  # of `Warden.write`; the warden's thread alone looks at it
         self._lock = threading.Lock()  # between signalling and reaping: a reaped pid may be another process's
 
     def output_tail(self) -> tuple[str, ...]:
@@ -132,6 +133,13 @@ class Warden:
         if self._finished.done():
             self._run_commands()
         return spawned
+
+    def write(self, process: Process, data: bytes) -> None:
+        """Write to a process's stdin, in order and without waiting, between two signs of life. Any thread may call this.
+
+        What a process that has ended did not read is dropped.
+        """
+        self._do(lambda: self._write(process, data))
 
     def close(self) -> concurrent.futures.Future[None]:
         """Kill what is left and end the thread; done when every process is reaped and every descriptor given back."""
@@ -226,10 +234,31 @@ class Warden:
                 raise OSError(f"the configuration of {len(first_line)} bytes does not fit the actor's stdin")
         return process
 
+    def _write(self, process: Process, data: bytes) -> None:
+        if process in self._processes:
+            was_idle = not process._unsent
+            process._unsent += data
+            self._flush(process, was_idle)
+
+    def _flush(self, process: Process, was_idle: bool) -> None:
+        """Write what the pipe takes; the selector tells when it takes more."""
+        stdin = process._popen.stdin
+        assert stdin is not None
+        try:
+            del process._unsent[: stdin.write(process._unsent) or 0]
+        except BrokenPipeError:  # dead, or deaf: its death says so
+            process._unsent.clear()
+        if process._unsent and was_idle:
+            self._selector.register(stdin, selectors.EVENT_WRITE, lambda: self._flush(process, False))
+        elif not process._unsent and not was_idle:
+            self._selector.unregister(stdin)
+
     def _beat(self) -> None:
         for process in self._processes:
             stdin = process._popen.stdin
             assert stdin is not None
+            if process._unsent:  # a sign of life is no part of a message, and there is one on the way
+                continue
             # A stopped actor lets its pipe fill; a dead one breaks it. Neither may hold up the others.
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 stdin.write(b".")
@@ -265,6 +294,9 @@ class Warden:
         if descriptor is not None:
             self._selector.unregister(descriptor)
             os.close(descriptor)
+        if process._unsent:
+            process._unsent.clear()
+            self._selector.unregister(popen.stdin)
         popen.stdout.close()
         with contextlib.suppress(BrokenPipeError):
             popen.stdin.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
 from jaxpp_async.actors.actor_process import share_out
 from jaxpp_async.errors import MeshError

@@ -1,0 +1,49 @@
+"""addresses: which of this machine's addresses other hosts reach it by. Blocks on name lookups: call it in a thread."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+from jaxpp_async.errors import MeshError
+
+ANY = "0.0.0.0"
+"""As a control address: listen on every interface, and tell each host the address that reaches it."""
+
+_ELSEWHERE = "192.0.2.1"  # RFC 5737: nobody has it, so the default route leads there
+
+
+def address_towards(host: str) -> str | None:
+    """This machine's IPv4 address on the way to `host`; None if there is no way, or no such name.
+
+    Nothing is sent: connecting a datagram socket only asks the routing table.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError:
+            return None
+        return probe.getsockname()[0]
+
+
+def control_address(hosts: Sequence[str]) -> str:
+    """The one address by which all hosts reach this machine: loopback if all of them are this machine.
+
+    Args:
+        hosts: names or addresses. Names that cannot be looked up here are left out: reaching them will say why.
+
+    Raises:
+        MeshError: they reach this machine by different addresses.
+    """
+    found = {host: address for host in hosts if (address := address_towards(host)) is not None}
+    outside = {a: host for host, a in found.items() if not ipaddress.ip_address(a).is_loopback}
+    if len(outside) > 1:
+        ways = ", ".join(f"{address} for {host}" for address, host in outside.items())
+        raise MeshError(
+            f"hosts reach this machine by different addresses ({ways}); choose one with control_address=, "
+            f"or listen on all of them with control_address={ANY!r}"
+        )
+    if outside:
+        return next(iter(outside))
+    return next(iter(found.values()), None) or address_towards(_ELSEWHERE) or "127.0.0.1"

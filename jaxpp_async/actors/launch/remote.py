@@ -1,0 +1,317 @@
+"""remote: actors on other hosts, through a keeper on each. How a host is reached is a `Reach`: ssh, srun, Ray, or any
+command that runs a program elsewhere with its stdin and stdout connected.
+
+Hosts come up in parallel, at most `MAX_HANDSHAKES` at once. One that does not is a `LaunchError` (another version: a
+`HandshakeError`) with host, reason and remedy; the secret goes to none that has not said hello.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Protocol
+
+import jaxpp_async
+from jaxpp_async.actors.actor_process import ActorRequest
+from jaxpp_async.actors.handshake import version_mismatch
+from jaxpp_async.actors.keeper import VERSIONED
+from jaxpp_async.actors.keeper_protocol import Hello
+from jaxpp_async.actors.launch.addresses import ANY, address_towards, control_address
+from jaxpp_async.actors.launch.base import DEFAULT_ACTOR, ActorHandle, LaunchSpec, make_process_transport
+from jaxpp_async.actors.launch.display import HostLines
+from jaxpp_async.actors.launch.explain import Explanation, explain_python
+from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, environment, place
+from jaxpp_async.actors.launch.keeper_link import KeeperError, KeeperLink, Stream
+from jaxpp_async.actors.launch.local import print_to_stderr
+from jaxpp_async.actors.lifeline import BEAT_S, LEASE_S
+from jaxpp_async.actors.warden import Death, Process, Warden
+from jaxpp_async.errors import HandshakeError, LaunchError
+from jaxpp_async.program import CONTROLLER
+from jaxpp_async.transport.base import Transport
+
+MAX_HANDSHAKES = 8
+"""Hosts that may be between the first packet and the login at one time: sshd drops connections past ten by default."""
+
+CLOSE_S = 1.0
+"""What keepers may take to end in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """What a host may take, in seconds: `login_s` until its shell answers, `python_s` from there until Python does."""
+
+    login_s: float = 12.0
+    python_s: float = 60.0
+
+
+class Reach(Protocol):
+    """How a program is run on a host."""
+
+    keeper_each: bool
+    """Whether every actor has a keeper, and so a stream, of its own, instead of one a host."""
+
+    login_mark: str | None
+    """A line that tells that the host let us in, before Python starts; None if there is none."""
+
+    async def resolve(self, hosts: Sequence[Host]) -> list[str]:
+        """Names or addresses by which to find the route to the hosts."""
+        ...
+
+    async def open(self, placement: Placement, keeper: Sequence[str], on_line: Callable[[str], None]) -> Stream:
+        """Run `keeper` (an argument vector) on the placement's host.
+
+        Args:
+            on_line: to be called with each line of its stdout, and of whatever complains on the way; from any thread.
+
+        Raises:
+            OSError: not even that could begin.
+        """
+        ...
+
+    def explain(self, host: Host, error: KeeperError) -> Explanation | None:
+        """Why there is no keeper, if it has to do with the way there."""
+        ...
+
+    async def aclose(self) -> None:
+        """Give everything back."""
+        ...
+
+
+class RemoteLauncher:
+    """Actors on other hosts.
+
+    Args:
+        reach: how.
+        hosts: their slots are filled in order.
+        settings: of all hosts; a host's own win.
+        control_address: name or address to listen on; `"0.0.0.0"`: every interface. None: the one that reaches the
+            hosts (loopback, if all are this machine).
+        cache_dir: folder of the compilation cache on the hosts, with `~` and `{host}`.
+        actor: `module:name` of the actor class, for tests of the control plane.
+        forward: called with each line that an actor or a host prints, prefixed; default: to `sys.stderr`.
+        beat_s, lease_s: see `LocalLauncher`. timeouts: of hosts.
+    """
+
+    transports = ("ucx",)
+
+    def __init__(
+        self,
+        reach: Reach,
+        hosts: Sequence[Host],
+        *,
+        settings: Settings | None = None,
+        control_address: str | None = None,
+        cache_dir: str | None = None,
+        actor: str = DEFAULT_ACTOR,
+        forward: Callable[[str], None] | None = None,
+        beat_s: float = BEAT_S,
+        lease_s: float = LEASE_S,
+        timeouts: Timeouts | None = None,
+    ):
+        self.hosts = tuple(hosts)
+        self._reach, self._settings, self._actor = reach, settings or Settings(), actor
+        self._control_address, self._cache_dir = control_address, cache_dir
+        self._forward = forward or print_to_stderr
+        self._beat_s, self._lease_s, self._timeouts = beat_s, lease_s, timeouts or Timeouts()
+        self._handshakes = asyncio.Semaphore(MAX_HANDSHAKES)
+        self._links: dict[Hashable, asyncio.Task[KeeperLink]] = {}
+        self._lines = HostLines()
+        self._left_to_start: set[int] | None = None
+
+    @property
+    def listen_host(self) -> str | None:
+        """The control address; `prepare` has found it, unless it was given."""
+        if self._control_address is None:
+            raise RuntimeError("await launcher.prepare() before a controller listens")
+        return self._control_address
+
+    async def prepare(self) -> None:
+        """Find the control address.
+
+        Raises:
+            MeshError: there is not one for all hosts.
+        """
+        if self._control_address is None:
+            names = await self._reach.resolve(self.hosts)
+            self._control_address = await asyncio.to_thread(control_address, names)
+
+    def make_transport(self, kind: str) -> Transport:
+        """The controller's UCX end."""
+        return make_process_transport(kind, CONTROLLER)
+
+    async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
+        """Start one actor on its host; see `Launcher.start`.
+
+        Raises:
+            LaunchError: its host, or the actor there, did not come up. HandshakeError: other versions there.
+        """
+        placement = place(self.hosts, spec.num_actors)[spec.actor_id]
+        host = placement.host
+        link = await self._link(placement, spec)
+        key, prefix = f"{spec.actor_id}.{spec.incarnation}", f"[actor {spec.actor_id}, {host}] "
+        request = await self._request(placement, spec, link.hello.result())
+        try:
+            handle = await link.start(key, request, os.getcwd(), lambda line: self._forward(prefix + line))
+        except OSError as error:
+            self._lines.set(str(host), f"failed: {error}")
+            raise LaunchError(f"host {host}: {error}", actor=spec.actor_id, host=host.name) from error
+        self._note_started(placement, spec)
+        return handle
+
+    async def aclose(self) -> None:
+        """See `Launcher.aclose`."""
+        tasks, self._links = tuple(self._links.values()), {}
+        self._lines.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks) if tasks else None
+        links = [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
+        await asyncio.gather(*(link.aclose(CLOSE_S) for link in links))
+        await self._reach.aclose()
+
+    # ------------------------------------------------------------ keepers
+
+    async def _link(self, placement: Placement, spec: LaunchSpec) -> KeeperLink:
+        """The keeper that an actor belongs to: the first that asks has it started, and one that is gone is replaced."""
+        key: Hashable = spec.actor_id if self._reach.keeper_each else placement.host.where
+        task = self._links.get(key)
+        if task is None or (task.done() and _is_over(task)):
+            work = self._open(placement, spec.actor_id)
+            task = self._links[key] = asyncio.get_running_loop().create_task(work, name=f"reach {placement.host}")
+        return await asyncio.shield(task)
+
+    async def _open(self, placement: Placement, actor_id: int) -> KeeperLink:
+        host = placement.host
+        settings = host.settings.over(self._settings)
+        python = settings.python or sys.executable
+        command = [python, "-m", "jaxpp_async.actors.keeper", f"{self._lease_s:g}", f"{self._beat_s:g}"]
+        prefix = f"[host {host}] "
+        link = KeeperLink(str(host), lambda line: self._forward(prefix + line), login_mark=self._reach.login_mark)
+        try:
+            async with self._handshakes:
+                self._lines.set(str(host), "connecting")
+                link.attach(await self._reach.open(placement, command, link.on_line))
+                if self._reach.login_mark is not None:
+                    await link.wait_login(self._timeouts.login_s)
+            self._lines.set(str(host), "starting Python")
+            hello = await link.wait_hello(self._timeouts.python_s)
+            self._check_versions(host, hello, actor_id)
+            return link
+        except BaseException as error:  # also a cancellation: the stream is nobody else's yet
+            await link.aclose(0.0)
+            if isinstance(error, OSError):
+                error = self._failure(host, actor_id, Explanation(f"could not be reached: {error}", ""), ())
+            elif isinstance(error, KeeperError):
+                found = self._reach.explain(host, error) or explain_python(host, python, error.said, error.end)
+                error = self._failure(host, actor_id, found, error.said)
+            if not isinstance(error, asyncio.CancelledError):
+                self._lines.set(str(host), f"failed: {str(error).splitlines()[0]}")
+            raise error from None
+
+    def _failure(self, host: Host, actor_id: int, found: Explanation, said: Sequence[str]) -> LaunchError:
+        remedy = f"; {found.remedy}" if found.remedy else ""
+        tail = "".join(f"\n  {line}" for line in said[-12:])
+        text = f"host {host}: {found.what}{remedy}" + (f"\nWhat came from there:{tail}" if tail else "")
+        return LaunchError(text, actor=actor_id, host=host.name)
+
+    def _check_versions(self, host: Host, hello: Hello, actor_id: int) -> None:
+        ours = {"jaxpp-async": jaxpp_async.__version__} | {name: metadata.version(name) for name in VERSIONED}
+        mismatch = version_mismatch(ours, hello.versions, hello.python)
+        if mismatch is not None:
+            raise HandshakeError(f"host {host}: {mismatch}", actor=actor_id, host=host.name)
+
+    # ------------------------------------------------------------ actors
+
+    async def _request(self, placement: Placement, spec: LaunchSpec, hello: Hello) -> ActorRequest:
+        settings = placement.host.settings.over(replace(self._settings, env={**self._settings.env, **spec.env}))
+        config = spec.config(actor=self._actor, lease_s=self._lease_s)
+        if config["controller"][0] == ANY:
+            names = await self._reach.resolve([placement.host])
+            address = await asyncio.to_thread(address_towards, names[0])
+            config["controller"] = [address or socket.gethostname(), config["controller"][1]]
+        return ActorRequest(
+            python=hello.python,
+            env=environment(settings, placement, spec.platform),
+            config=config,
+            index=placement.index,
+            count=placement.count,
+            cpus=settings.cpus,
+            cache_dir=self._cache_dir,
+        )
+
+    def _note_started(self, placement: Placement, spec: LaunchSpec) -> None:
+        if self._left_to_start is None:
+            self._left_to_start = set(range(spec.num_actors))
+        self._left_to_start.discard(spec.actor_id)
+        count = placement.count
+        self._lines.set(str(placement.host), f"{count} actor{'s' * (count != 1)} started")
+        if not self._left_to_start:
+            self._lines.close()
+
+
+class CommandReach:
+    """Any command that runs a program elsewhere, with stdin and stdout connected: `docker exec -i`, `kubectl exec -i`.
+
+    Args:
+        command: (placement, argument vector of the keeper) to the argument vector of a process here.
+    """
+
+    keeper_each = False
+    login_mark: str | None = None
+
+    def __init__(self, command: Callable[[Placement, Sequence[str]], Sequence[str]], *, beat_s: float = BEAT_S):
+        self._command, self._beat_s = command, beat_s
+        self._warden: Warden | None = None
+
+    async def resolve(self, hosts: Sequence[Host]) -> list[str]:
+        """See `Reach`: their names."""
+        return [host.name for host in hosts]
+
+    async def open(self, placement: Placement, keeper: Sequence[str], on_line: Callable[[str], None]) -> Stream:
+        """See `Reach`."""
+        if self._warden is None:
+            self._warden = Warden(self._beat_s)
+        spawned = self._warden.spawn(self._command(placement, keeper), os.environ, b"", on_line)
+        return ProcessStream(self._warden, await asyncio.wrap_future(spawned))
+
+    def explain(self, host: Host, error: KeeperError) -> Explanation | None:
+        """See `Reach`: nothing is known of this way."""
+        return None
+
+    async def aclose(self) -> None:
+        """See `Reach`."""
+        warden, self._warden = self._warden, None
+        if warden is not None:
+            await asyncio.wrap_future(warden.close())
+
+
+class ProcessStream:
+    """A `Stream` through a process of a warden."""
+
+    def __init__(self, warden: Warden, process: Process):
+        self._warden, self._process = warden, process
+        self._dead = asyncio.wrap_future(process.dead)
+
+    def write(self, data: bytes) -> None:
+        """See `Stream`."""
+        self._warden.write(self._process, data)
+
+    def kill(self) -> None:
+        """See `Stream`."""
+        self._process.signal_group(9)
+
+    async def wait_over(self) -> Death:
+        """See `Stream`."""
+        return await asyncio.shield(self._dead)
+
+
+def _is_over(task: asyncio.Task[KeeperLink]) -> bool:
+    if task.cancelled() or task.exception() is not None:
+        return True
+    over = task.result().over
+    return over is not None and over.done()
