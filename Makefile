@@ -12,7 +12,7 @@ STAMP  := $(VENV)/.installed
 INTERPRETER := import sys; print(sys.base_prefix, sys.version.split()[0])
 INSTALLED_FROM = "$$("$(PYTHON)" -c '$(INTERPRETER)') $(CURDIR) $$(cksum < pyproject.toml)"
 
-.PHONY: help setup demo test check fmt golden fuzz
+.PHONY: help setup demo test check fmt golden fuzz bench-compile
 .NOTPARALLEL:
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make check   lint, format, types, import rules"
 	@echo "make fmt     format the code"
 	@echo "make fuzz    draw random training steps and compare them with plain JAX (ARGS=\"--examples 20000\")"
+	@echo "make bench-compile  time the compiler, pass by pass (ARGS=--help lists its options)"
 	@echo "make golden  rewrite the golden texts of tests/golden; read the diff"
 	@echo "make setup   make .venv and install into it; the others do this when needed"
 
@@ -67,3 +68,6 @@ golden: setup
 
 fuzz: setup
 	@$(BIN)/python tests/fuzz $(ARGS)
+
+bench-compile: setup
+	@$(BIN)/python benchmarks/compile.py $(ARGS)
