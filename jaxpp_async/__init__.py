@@ -31,11 +31,13 @@ _HOMES = {
     "schedule_from_csv": "schedules",
     "schedule_to_csv": "schedules",
     "RemoteMesh": "mesh",
+    "Checkpoints": "checkpoint.series",
     "CompiledStep": "step",
     "RemoteArray": "arrays",
 }
 
 __all__ = (
+    "Checkpoints",
     "CompiledStep",
     "Concat",
     "DualPipeV",
@@ -67,6 +69,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from jaxpp_async import errors as errors
     from jaxpp_async.arrays import RemoteArray as RemoteArray
+    from jaxpp_async.checkpoint.series import Checkpoints as Checkpoints
     from jaxpp_async.markers import accumulate_grads as accumulate_grads
     from jaxpp_async.markers import pipeline_yield as pipeline_yield
     from jaxpp_async.mesh import RemoteMesh as RemoteMesh

@@ -5,6 +5,7 @@ Owns the actors' controller and its life; `running` runs steps, `values` puts an
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from jaxpp_async import mesh_options
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.failure import ActorInfo
 from jaxpp_async.actors.messages import StepStats
+from jaxpp_async.checkpoint.restoring import restore
+from jaxpp_async.checkpoint.saving import OnProgress, Saver, Saving
 from jaxpp_async.errors import MeshError
 from jaxpp_async.running import StepFuture, StepRunner
 from jaxpp_async.step import DistributedStep, StepOptions
@@ -26,7 +29,14 @@ class RemoteMesh:
         spmd_mesh: shape of each actor: axis name to size, or sizes (axes `"data"`, `"model"`). Empty: one device.
         axis_types: `"auto"` (the default) or `"explicit"`, by axis name.
         axis_rules: logical axis name to mesh axis, for `shard` and shardings by name.
-        launcher: `"local"` (a process an actor, the default), `"inline"` (actors inside this process), or a `Launcher`.
+        hosts: machines to run on over ssh: a hostfile's path, or a list such as `["node1 slots=2", "node2"]`.
+        launcher: `"local"` (a process an actor, the default), `"inline"` (actors inside this process), `"ssh"` (the
+            default with `hosts`), `"slurm"`, `"ray"`, or a `Launcher`. See docs/launching.md, also for the next ones.
+        python: the interpreter on the hosts; default: this one's path. A host's own setting wins, here and below.
+        cpus, devices: CPU numbers (`"0-15"`) and `CUDA_VISIBLE_DEVICES` (`"0-7"`), shared out among a host's actors.
+        interface, ports: network device and range of TCP ports of the data plane (`"ib0"`, `"47000-47100"`).
+        control_address: where this process listens for actors on other hosts; default: the address that reaches them.
+        ssh_options: words for `ssh`, such as `["-o", "ProxyJump=gate"]`.
         transport: `"ucx"` (the default) or `"memory"` (inline only).
         platform: `"cpu"` (the default) or `"cuda"`.
         setup: `"module:function"` called in each actor before JAX starts.
@@ -54,6 +64,13 @@ class RemoteMesh:
         platform: str | None = None,
         setup: str | None = None,
         env: Mapping[str, str] = {},
+        python: str | None = None,
+        cpus: str | Sequence[int] | None = None,
+        devices: str | Sequence[int | str] | None = None,
+        interface: str | None = None,
+        ports: str | tuple[int, int] | None = None,
+        control_address: str | None = None,
+        ssh_options: Sequence[str] = (),
         processes_per_actor: int | None = None,
         max_restarts: int = 0,
         max_inflight: int = 2,
@@ -65,14 +82,26 @@ class RemoteMesh:
         self.spmd_mesh = mesh_options.axes(spmd_mesh)
         self.axis_rules = mesh_options.checked_rules(axis_rules, self.spmd_mesh)
         kinds = mesh_options.axis_types(axis_types, self.spmd_mesh)
-        self._launcher, inline = mesh_options.make_launcher(launcher)
+        self._launcher, inline = mesh_options.make_launcher(
+            launcher,
+            self.num_actors,
+            hosts=hosts,
+            python=python,
+            cpus=cpus,
+            devices=devices,
+            interface=interface,
+            ports=ports,
+            control_address=control_address,
+            ssh_options=ssh_options,
+            compilation_cache=compilation_cache,
+        )
         self._config = mesh_options.actor_config(
             spmd_mesh=self.spmd_mesh,
             axis_types=kinds,
             platform=mesh_options.platform(platform),
             setup=setup,
             env=env,
-            cache_dir=mesh_options.cache_dir(compilation_cache),
+            cache_dir=mesh_options.cache_dir(compilation_cache, self._launcher),
             transport=mesh_options.transport(transport, inline),
             inline=inline,
         )
@@ -82,6 +111,7 @@ class RemoteMesh:
         self._controller: Controller | None = None
         target = mesh_options.target(self.spmd_mesh, kinds, self.axis_rules, self._config.platform)
         self._values = RemoteValues(self._running, target)
+        self._saver = Saver(self._running, self._values)
         self._runner = StepRunner(
             self._running, self._values, num_actors=self.num_actors, target=target, max_inflight=max_inflight
         )
@@ -91,6 +121,7 @@ class RemoteMesh:
     async def __aenter__(self) -> RemoteMesh:
         if self._controller is not None:
             raise MeshError("this mesh has been entered before; make a new RemoteMesh for another run")
+        await mesh_options.prepare(self._launcher)
         self._controller = await Controller.start(
             self.num_actors, self._launcher, self._config, launch_timeout_s=self._launch_timeout_s
         )
@@ -102,6 +133,7 @@ class RemoteMesh:
     async def aclose(self) -> None:
         """End the actors. Arrays of the mesh cannot be used afterwards. A second call does nothing."""
         if self._controller is not None:
+            await self._saver.aclose()
             await self._controller.aclose()
 
     @property
@@ -223,6 +255,56 @@ class RemoteMesh:
             ActorError: an actor or the mesh failed.
         """
         return await self._values.fetch(tree)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    @property
+    def saver(self) -> Saver:
+        """Its saves (for `Checkpoints`)."""
+        return self._saver
+
+    async def save(
+        self, path: str | os.PathLike[str], tree: Any, *, wait: bool = True, on_progress: OnProgress | None = None
+    ) -> Saving:
+        """Save a tree as it is now: after the steps submitted before, whatever is submitted behind.
+
+        Each actor writes what it holds, an array on several of them once. The folder then holds this checkpoint, or,
+        should anything fail, what it held before. One save is under way at a time; another waits first.
+
+        Args:
+            path: a folder; made if it is missing.
+            tree: `RemoteArray`s, host arrays, PRNG keys, and Python's bool, int, float, complex and str.
+            wait: False: return once the arrays are taken hold of: they may then be donated while files are written.
+            on_progress: called with the `Saving` each time that a file is on the disk.
+
+        Returns:
+            The save: whole, or (`wait=False`) under way and to be awaited.
+
+        Raises:
+            CheckpointError: it failed; names the file and the cause. Nothing of it is left.
+            ArrayError: an array was donated, deleted, or is another mesh's.
+            MeshClosedError: the mesh is closed or has failed.
+        """
+        return await self._saver.save(path, tree, wait=wait, on_progress=on_progress)
+
+    async def restore(self, path: str | os.PathLike[str], like: Any) -> Any:
+        """Bring back what `save` saved, from however many actors and with whatever schedule.
+
+        Args:
+            path: the checkpoint's folder, as every actor sees it.
+            like: what to restore, and where to: a tree with the saved paths, in which `(step, argnum)` stands for that
+                argument of a step compiled before, and an array goes where that step keeps it. A `RemoteArray` asks for
+                its own place, a `ShapeDtypeStruct` for a `RemoteArray` that waits here for its first use; numpy and JAX
+                arrays and Python scalars ask for a value of their kind.
+
+        Returns:
+            The tree.
+
+        Raises:
+            CheckpointError: no checkpoint, a broken one, or another tree, shape or dtype than `like`; names the path.
+            ActorError: the mesh failed.
+        """
+        return await restore(self._running(), self._values, path, like)
 
 
 def _argnums(name: str, value: int | Sequence[int]) -> tuple[int, ...]:

@@ -34,9 +34,15 @@ def file_name(save_id: str, actor: int | None, index: int) -> str:
     return f"{save_id}-{writer}-{index}.safetensors"
 
 
-def leftovers(names: Collection[str], keep: Collection[str]) -> list[str]:
-    """Those of a folder's names that saves have left there, `keep` and what others put there left out."""
-    return sorted(name for name in names if name not in keep and _OURS.fullmatch(name))
+def leftovers(names: Collection[str], keep: Collection[str] = (), save_id: str = "") -> list[str]:
+    """Those of a folder's names that saves (or the one of this id) have left there; `keep` is left out, and what others
+    put there."""
+    return sorted(name for name in names if name not in keep and _OURS.fullmatch(name) and save_id in name)
+
+
+def absolute(folder: str | os.PathLike[str]) -> str:
+    """A folder's name for processes with other working directories."""
+    return os.path.abspath(os.fspath(folder))
 
 
 def make(folder: str) -> list[str]:
@@ -75,8 +81,8 @@ def commit(folder: str, save_id: str, manifest: str) -> None:
     sync_folder(folder)
 
 
-def sweep(folder: str, keep: Collection[str]) -> None:
-    """Remove what saves have left in a folder, `keep` left out. What others put there stays; no folder is no error.
+def sweep(folder: str, keep: Collection[str] = (), save_id: str = "") -> None:
+    """Remove the `leftovers` in a folder; no folder is no error.
 
     Raises:
         OSError: a file cannot be removed.
@@ -85,7 +91,7 @@ def sweep(folder: str, keep: Collection[str]) -> None:
         names = os.listdir(folder)
     except FileNotFoundError:
         return
-    for name in leftovers(names, keep):
+    for name in leftovers(names, keep, save_id):
         with contextlib.suppress(FileNotFoundError):  # actors on one filesystem sweep the same folder
             os.unlink(os.path.join(folder, name))
 
@@ -99,7 +105,7 @@ def remove(folder: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(folder, MANIFEST))
         sync_folder(folder)
-    sweep(folder, ())
+    sweep(folder)
     remove_empty(folder)
 
 

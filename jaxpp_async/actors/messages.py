@@ -165,12 +165,14 @@ class Sweep:
     """End the save in this folder, if there is one, and remove the files of saves there but for `keep`. Answer: `Done`.
 
     Args:
+        save_id: only that save's files; empty: every save's.
         remove_folder: the folder too, should it then be empty.
     """
 
     request: int
     folder: str
-    keep: tuple[str, ...]
+    keep: tuple[str, ...] = ()
+    save_id: str = ""
     remove_folder: bool = False
 
 

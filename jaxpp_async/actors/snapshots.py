@@ -183,7 +183,7 @@ def _write(
 def _sweep(message: Sweep) -> None:
     """Runs in a thread."""
     try:
-        checkpoint_folder.sweep(message.folder, message.keep)
+        checkpoint_folder.sweep(message.folder, message.keep, message.save_id)
     except OSError as error:
         raise CheckpointError(f"{message.folder}: {error.strerror or error}") from error
     if message.remove_folder:

@@ -1,0 +1,174 @@
+"""manifest: what a checkpoint holds, to JSON text and back. Pure: reads and writes no file.
+
+A path names a leaf as `jax.tree_util.keystr(path, simple=True, separator="/")` does, `params/blocks/0/w`; a `/` or `~`
+inside a key is written `~1` or `~0`, as in JSON pointers (RFC 6901), and the only leaf of a tree is `.`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from jaxpp_async.errors import CheckpointError
+
+FORMAT = "jaxpp-async checkpoint"
+VERSION = 1
+ROOT = "."
+"""The path of a tree that is a leaf."""
+
+PlainValue: TypeAlias = bool | int | float | complex | str
+"""Leaves that stand in the manifest itself."""
+
+PLAIN_TYPES: tuple[type, ...] = (bool, int, float, complex, str)
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of arrays.
+
+    Args:
+        written_by: who wrote it and where, for people who look for it.
+    """
+
+    size_bytes: int
+    written_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An array in a file, under its path.
+
+    Args:
+        file: the file's name.
+        dtype: numpy or ml_dtypes name; key arrays stand as their `uint32` data.
+        shape: of what is stored: for key arrays, of their data.
+        sha256: of its C-order little-endian bytes.
+        key_impl: PRNG implementation, for key arrays.
+    """
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+    key_impl: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All of a checkpoint: its files by name, its arrays and its plain values by path."""
+
+    files: Mapping[str, File]
+    arrays: Mapping[str, Array]
+    values: Mapping[str, PlainValue]
+
+    @property
+    def paths(self) -> list[str]:
+        """Every leaf's."""
+        return [*self.arrays, *self.values]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its files."""
+        return sum(file.size_bytes for file in self.files.values())
+
+
+def to_text(manifest: Manifest) -> str:
+    """JSON that `parse` reads, with a checksum of itself."""
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "files": {n: {"size_bytes": f.size_bytes, "written_by": f.written_by} for n, f in manifest.files.items()},
+        "arrays": {path: _array_fields(array) for path, array in manifest.arrays.items()},
+        "values": {path: _value_fields(value) for path, value in manifest.values.items()},
+    }
+    return json.dumps({**content, "sha256": _checksum(content)}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def parse(text: str) -> Manifest:
+    """Raises:
+    CheckpointError: says what is wrong with it.
+    """
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"is no JSON, or was cut off: {error}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(f"is not the manifest of a checkpoint: it does not say format: {FORMAT!r}")
+    if content.get("version") != VERSION:
+        raise CheckpointError(f"is of version {content.get('version')!r}; this package reads version {VERSION}")
+    if content.pop("sha256", None) != _checksum(content):
+        raise CheckpointError("is corrupt: its checksum is not the one that it states")
+    try:
+        files = {name: File(**fields) for name, fields in content["files"].items()}
+        arrays = {p: Array(**{**fields, "shape": tuple(fields["shape"])}) for p, fields in content["arrays"].items()}
+        values = {path: _value(fields) for path, fields in content["values"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # whole, but not of our making
+        raise CheckpointError(f"has a field that cannot be read: {error!r}") from None
+    return Manifest(files, arrays, values)
+
+
+def _array_fields(array: Array) -> dict[str, Any]:
+    fields = {"file": array.file, "dtype": array.dtype, "shape": list(array.shape), "sha256": array.sha256}
+    return fields | ({"key_impl": array.key_impl} if array.key_impl is not None else {})
+
+
+def _value_fields(value: PlainValue) -> dict[str, Any]:
+    """JSON has neither complex numbers nor NaN: numbers that are not whole stand as Python writes them."""
+    kind = type(value).__name__
+    is_json = isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
+    return {"type": kind, "value": value if is_json else repr(value)}
+
+
+def _value(fields: Mapping[str, Any]) -> PlainValue:
+    kind, value = fields["type"], fields["value"]
+    types: dict[str, Any] = {cls.__name__: cls for cls in PLAIN_TYPES}
+    if type(value).__name__ != kind and not (kind in ("float", "complex") and isinstance(value, str)):
+        raise ValueError(f"{value!r} is no {kind}")
+    return types[kind](value)
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ---------------------------------------------------------------- which array is written by whom
+
+
+def share_out(sizes: Mapping[Any, int], holders: Mapping[Any, tuple[int, ...]]) -> dict[int, list[Any]]:
+    """Give each array to one of the actors that hold it, so that each writes about as many bytes.
+
+    Args:
+        sizes: bytes of each array. holders: the actors that have it, at least one.
+
+    Returns:
+        Each actor's arrays, in the order in which they were given.
+    """
+    load: dict[int, int] = {}
+    writer: dict[Any, int] = {}
+    # Those that leave no choice first, then the largest: what comes last evens out what came before.
+    for array in sorted(sizes, key=lambda a: (len(holders[a]) > 1, -sizes[a])):
+        actor = min(holders[array], key=lambda a: (load.get(a, 0), a))
+        load[actor] = load.get(actor, 0) + sizes[array]
+        writer[array] = actor
+    shares: dict[int, list[Any]] = {}
+    for array in sizes:
+        shares.setdefault(writer[array], []).append(array)
+    return shares
+
+
+def in_files(arrays: list[Any], sizes: Mapping[Any, int], file_bytes: int) -> list[list[Any]]:
+    """Cut a list of arrays into files of about `file_bytes`; one array is never cut."""
+    files: list[list[Any]] = []
+    room = 0
+    for array in arrays:
+        if not files or sizes[array] > room:
+            files.append([])
+            room = file_bytes
+        files[-1].append(array)
+        room -= sizes[array]
+    return files

@@ -1,0 +1,138 @@
+"""restoring: a checkpoint's folder and a `like` in, a tree of arrays out. Each actor reads only what it is to hold."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxpp_async.actors import checkpoint_folder, tensor_files
+from jaxpp_async.actors.bringup import all_of
+from jaxpp_async.actors.controller import Controller
+from jaxpp_async.actors.messages import Done, FilePart, ReadFile
+from jaxpp_async.arrays import RemoteArray
+from jaxpp_async.checkpoint import manifest as m
+from jaxpp_async.checkpoint import trees
+from jaxpp_async.checkpoint.saving import failed
+from jaxpp_async.checkpoint.trees import Target
+from jaxpp_async.errors import ActorError, CheckpointError
+from jaxpp_async.program import ActorId
+from jaxpp_async.values import RemoteValues
+
+
+def load_manifest(folder: str) -> m.Manifest:
+    """A checkpoint's manifest, and a look at whether its files are there.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or a broken one; names the file and what is wrong with it.
+    """
+    path = os.path.join(folder, checkpoint_folder.MANIFEST)
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: there is no checkpoint: {checkpoint_folder.MANIFEST} is missing") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        return m.parse(text)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def check_files(folder: str, manifest: m.Manifest) -> None:
+    """Raises:
+    CheckpointError: a file is missing, or of another size than when it was written.
+    """
+    for name, file in manifest.files.items():
+        path = os.path.join(folder, name)
+        try:
+            size = os.stat(path).st_size
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}; {file.written_by} wrote it") from error
+        if size != file.size_bytes:
+            raise CheckpointError(f"{path}: has {size} bytes, but had {file.size_bytes} when it was written")
+
+
+async def restore(controller: Controller, values: RemoteValues, path: str | os.PathLike[str], like: Any) -> Any:
+    """See `RemoteMesh.restore`."""
+    folder = checkpoint_folder.absolute(path)
+    wanted, structure = trees.targets(like)
+    strangers = {actor for target in wanted.values() for actor in target.actors} - {a.id for a in controller.actors}
+    if strangers:
+        raise CheckpointError(f"`like` has arrays on actors {sorted(strangers)}, which this mesh does not have")
+    manifest = await asyncio.to_thread(load_manifest, folder)
+    try:
+        trees.check_matches(wanted, manifest)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    try:
+        found = await _Reading(controller, values, folder, manifest).read(wanted)
+    except ActorError as error:
+        raise failed(folder, "restored", error) from error
+    return structure.unflatten([found[path] for path in wanted])
+
+
+class _Reading:
+    """One restore under way."""
+
+    def __init__(self, controller: Controller, values: RemoteValues, folder: str, manifest: m.Manifest):
+        self._controller, self._values, self._folder, self._manifest = controller, values, folder, manifest
+
+    async def read(self, wanted: dict[str, Target]) -> dict[str, Any]:
+        """Every leaf, by path."""
+        remote = {
+            path: self._values.new_array(target.value_type, target.actors)
+            for path, target in wanted.items()
+            if target.value_type is not None and target.actors
+        }
+        here = {path: target for path, target in wanted.items() if path not in remote}
+        by_actor: dict[ActorId, dict[str, list[FilePart]]] = {}
+        for path, array in remote.items():
+            if path in self._manifest.arrays:
+                self._ask_for(path, array, by_actor)
+        await all_of({actor: self._read_on(actor, files) for actor, files in by_actor.items()}, "restore")
+        await self._values.fill([(remote[p], self._plain(p, remote[p])) for p in remote if p in self._manifest.values])
+        hosts = await asyncio.to_thread(self._read_here, [path for path in here if path in self._manifest.arrays])
+        found = {path: self._finished(target, hosts.get(path), path) for path, target in here.items()}
+        return {**remote, **found}
+
+    def _ask_for(self, path: str, array: RemoteArray, by_actor: dict[ActorId, dict[str, list[FilePart]]]) -> None:
+        stored = self._manifest.arrays[path]
+        part = FilePart(path, stored.sha256, array.array_id, array.value_type.aval)
+        for actor in array.actors:
+            by_actor.setdefault(actor, {}).setdefault(stored.file, []).append(part)
+
+    async def _read_on(self, actor: ActorId, files: dict[str, list[FilePart]]) -> None:
+        """One file after the other, so that an actor's host memory holds no more than one of them."""
+        for name, parts in files.items():
+            make: Callable[[int], ReadFile] = _request(os.path.join(self._folder, name), parts)
+            await self._controller.requests.send(actor, make, Done)
+
+    def _plain(self, path: str, array: RemoteArray) -> np.ndarray:
+        return np.asarray(self._manifest.values[path], array.value_type.aval.dtype)
+
+    def _read_here(self, paths: Sequence[str]) -> dict[str, np.ndarray]:
+        """Runs in a thread."""
+        by_file: dict[str, list[str]] = {}
+        for path in paths:
+            by_file.setdefault(self._manifest.arrays[path].file, []).append(path)
+        found: dict[str, np.ndarray] = {}
+        for name, members in by_file.items():
+            stored = [(path, self._manifest.arrays[path]) for path in members]
+            wanted = [tensor_files.Wanted(path, a.dtype, a.shape, a.sha256) for path, a in stored]
+            found |= zip(members, tensor_files.read(os.path.join(self._folder, name), wanted), strict=True)
+        return found
+
+    def _finished(self, target: Target, array: np.ndarray | None, path: str) -> Any:
+        value = trees.finished(target, self._manifest.values[path] if array is None else array)
+        if target.like is not None or target.value_type is None:
+            return value
+        return RemoteArray(self._values, self._controller.new_array_id(), target.value_type, (), host=value)
+
+
+def _request(path: str, parts: Sequence[FilePart]) -> Callable[[int], ReadFile]:
+    return lambda request: ReadFile(request, path, tuple(parts))

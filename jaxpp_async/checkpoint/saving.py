@@ -1,0 +1,384 @@
+"""saving: a tree of arrays in, a checkpoint on the disk out, whole or not at all. The actors write; this decides and
+commits.
+
+The arrays are taken as they are between the steps before a save and those after it; the files are written while
+training goes on. One save of a mesh is under way at a time: the next one waits, so that copies do not pile up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from jaxpp_async.actors import checkpoint_folder, tensor_files
+from jaxpp_async.actors.bringup import all_of
+from jaxpp_async.actors.controller import Controller
+from jaxpp_async.actors.messages import ArrayId, Done, Sweep, Take, WriteFile, Written
+from jaxpp_async.actors.owned_tasks import OwnedTasks
+from jaxpp_async.arrays import Owner
+from jaxpp_async.checkpoint import manifest as m
+from jaxpp_async.checkpoint.trees import Leaves, to_save
+from jaxpp_async.errors import ActorError, CheckpointError
+from jaxpp_async.program import CONTROLLER, ActorId
+
+_LOG = logging.getLogger("jaxpp_async")
+
+FILE_BYTES = 256 << 20
+"""Arrays are put together in files of about this size: the grain of progress, and of what a writer holds twice."""
+
+CLEAN_S = 5.0
+"""What actors may take to end a save that failed."""
+
+T = TypeVar("T")
+OnProgress: TypeAlias = "Callable[[Saving], None]"
+AfterCommit: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+
+
+class Saving:
+    """A save under way; from `mesh.save`.
+
+    Awaiting it waits until the checkpoint is whole on the disk, or raises why there is none (`CheckpointError`). A
+    cancelled await leaves it going on; `cancel` ends it.
+
+    Attributes:
+        path: the checkpoint's folder.
+        size_bytes: of all arrays. written_bytes: of those that are on the disk.
+        is_awaited: somebody has seen to its error, or will.
+    """
+
+    def __init__(self, path: str, size_bytes: int, *, is_awaited: bool = False):
+        self.path, self.size_bytes, self.written_bytes, self.is_awaited = path, size_bytes, 0, is_awaited
+        self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._future.add_done_callback(lambda future: future.exception())  # nobody is obliged to await it
+        self._task: asyncio.Task[None] | None = None
+
+    def __await__(self) -> Generator[Any, None, Saving]:
+        self.is_awaited = True
+        yield from asyncio.shield(self._future).__await__()
+        return self
+
+    def __repr__(self) -> str:
+        return f"<Saving {self.path}: {self.written_bytes:,} of {self.size_bytes:,} bytes{', done' * self.done()}>"
+
+    def done(self) -> bool:
+        """Whether the checkpoint is there, or never will be."""
+        return self._future.done()
+
+    async def cancel(self) -> None:
+        """End it, and remove what it has written. One that is already whole stays."""
+        self.is_awaited = True
+        await asyncio.sleep(0)  # a task that is cancelled before it has begun does not clean up
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def run(self, tasks: OwnedTasks, work: Coroutine[Any, Any, None], on_end: Callable[[], None]) -> None:
+        """Let `work` settle this, and call `on_end` behind it (for the mesh)."""
+
+        def ended(_: asyncio.Task[None]) -> None:
+            self.settle(CheckpointError(f"{self.path}: the save was cancelled"))
+            on_end()
+
+        self._task = tasks.start(f"save {self.path}", work)
+        self._task.add_done_callback(ended)
+
+    def settle(self, error: Exception | None = None) -> None:
+        """It is over (for the mesh). Only the first call counts."""
+        if not self._future.done():
+            self._future.set_result(None) if error is None else self._future.set_exception(error)
+
+
+class Saver:
+    """The saves of one mesh.
+
+    Args:
+        controller: gives the mesh's controller, or raises `MeshError` if the mesh has not started.
+        owner: of the mesh's arrays.
+    """
+
+    def __init__(self, controller: Callable[[], Controller], owner: Owner):
+        self._controller, self._owner = controller, owner
+        self._one_at_a_time, self._tasks = asyncio.Lock(), OwnedTasks()
+        self._current: Saving | None = None
+
+    async def save(
+        self,
+        path: str | os.PathLike[str],
+        tree: Any,
+        *,
+        wait: bool,
+        on_progress: OnProgress | None,
+        after_commit: AfterCommit | None = None,
+    ) -> Saving:
+        """See `RemoteMesh.save`.
+
+        Args:
+            after_commit: awaited once the checkpoint is whole, as part of the save.
+        """
+        self._controller()
+        await self._one_at_a_time.acquire()
+        try:
+            saving = self._start(checkpoint_folder.absolute(path), tree, on_progress, after_commit, awaited=wait)
+        except BaseException:  # also a cancellation: the place goes to the next save
+            self._one_at_a_time.release()
+            raise
+        if wait:
+            try:
+                await saving
+            except asyncio.CancelledError:
+                await saving.cancel()
+                raise
+        return saving
+
+    async def remove(self, path: str) -> None:
+        """Remove a checkpoint, or what is left of one, wherever parts of it lie.
+
+        Raises:
+            CheckpointError: a file cannot be removed.
+        """
+        try:
+            await _in_thread(lambda: checkpoint_folder.remove(path))
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror or error}") from error
+        await _sweep_actors(self._controller(), lambda request: Sweep(request, path, remove_folder=True))
+
+    async def aclose(self) -> None:
+        """End the save under way; to be called before the actors are gone."""
+        saving = self._current
+        if saving is not None and not saving.done():
+            _LOG.warning("%s: the mesh closed before this save was whole; await it first", saving.path)
+            await saving.cancel()
+        await self._tasks.aclose()
+
+    def _start(
+        self, folder: str, tree: Any, on_progress: OnProgress | None, after: AfterCommit | None, *, awaited: bool
+    ) -> Saving:
+        """Take hold of everything; from here on nothing is awaited until the actors have been asked to do so too."""
+        leaves = to_save(tree, self._owner)
+        plan = _plan(leaves)
+        controller, save_id = self._controller(), checkpoint_folder.new_save_id()
+        takes = {
+            actor: controller.requests.send(actor, lambda r, ids=ids: Take(r, folder, ids), Done, awaited=awaited)
+            for actor, ids in plan.takes.items()
+        }
+        saving = self._current = Saving(folder, plan.size_bytes, is_awaited=awaited)
+        job = _Job(controller, saving, save_id, leaves, plan, takes, on_progress, after)
+        saving.run(self._tasks, job.run(), self._one_at_a_time.release)
+        return saving
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Who writes what.
+
+    Args:
+        takes: the arrays that each actor is to take hold of.
+        files: each actor's files, each a list of (array, path).
+    """
+
+    takes: dict[ActorId, tuple[ArrayId, ...]]
+    files: dict[ActorId, list[tuple[tuple[ArrayId, str], ...]]]
+    size_bytes: int
+
+
+def _plan(leaves: Leaves) -> _Plan:
+    paths: dict[ArrayId, list[str]] = {}
+    for path, array in leaves.remote.items():
+        paths.setdefault(array.array_id, []).append(path)  # one array may stand at several places of the tree
+    by_id = {array.array_id: array for array in leaves.remote.values()}
+    sizes = {i: array.nbytes * len(paths[i]) for i, array in by_id.items()}
+    shares = m.share_out(sizes, {i: array.actors for i, array in by_id.items()})
+    files = {
+        actor: [tuple((i, path) for i in ids for path in paths[i]) for ids in m.in_files(share, sizes, FILE_BYTES)]
+        for actor, share in shares.items()
+    }
+    size_bytes = sum(sizes.values()) + sum(array.nbytes for array in leaves.host.values())
+    return _Plan({actor: tuple(share) for actor, share in shares.items()}, files, size_bytes)
+
+
+class _Job:
+    """One save: writes, commits, cleans up."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        saving: Saving,
+        save_id: str,
+        leaves: Leaves,
+        plan: _Plan,
+        takes: Mapping[ActorId, asyncio.Future[Any]],
+        on_progress: OnProgress | None,
+        after_commit: AfterCommit | None,
+    ):
+        self._after_commit = after_commit
+        self._controller, self._saving, self._save_id = controller, saving, save_id
+        self._leaves, self._plan, self._takes, self._on_progress = leaves, plan, takes, on_progress
+        self._folder = saving.path
+        self._made: list[str] = []
+        self._files: dict[str, m.File] = {}
+        self._arrays: dict[str, m.Array] = {}
+        self._stopped, self._committed = threading.Event(), False
+
+    async def run(self) -> None:
+        """Settles the `Saving`, whatever happens."""
+        start_s = time.monotonic()
+        try:
+            await self._write_all()
+            await _in_thread(self._commit)
+        except BaseException as error:  # also a cancellation: nothing half-written may stay
+            if not self._committed:
+                await self._clean_up()
+                self._saving.settle(self._told(error))
+                if not isinstance(error, Exception):
+                    raise
+                return
+        await self._tidy_up()
+        _LOG.info(
+            "saved %s: %d arrays, %d bytes, %.1f s",
+            self._folder,
+            len(self._arrays),
+            self._saving.size_bytes,
+            time.monotonic() - start_s,
+        )
+        self._saving.settle()
+
+    # ------------------------------------------------------------ writing
+
+    async def _write_all(self) -> None:
+        self._made = await _in_thread(lambda: checkpoint_folder.make(self._folder))
+        writers = {actor: self._write_on(actor, files) for actor, files in self._plan.files.items()}
+        if self._leaves.host:
+            writers[CONTROLLER] = self._write_here()
+        await all_of(writers, "save")
+
+    async def _write_on(self, actor: ActorId, files: Sequence[tuple[tuple[ArrayId, str], ...]]) -> None:
+        """One file after the other: the actor's threads have other things to do as well."""
+        await self._takes[actor]
+        requests = self._controller.requests
+        for index, arrays in enumerate(files):
+            name = checkpoint_folder.file_name(self._save_id, actor, index)
+            paths = [path for _, path in arrays]
+
+            def ask(request: int, name: str = name, arrays: Any = arrays, paths: Sequence[str] = paths) -> WriteFile:
+                return WriteFile(request, self._folder, name, arrays, self._metadata(paths))
+
+            written: Written = await requests.send(actor, ask, Written, awaited=self._saving.is_awaited)
+            info = requests.info(actor)
+            self._files[name] = m.File(written.size_bytes, f"actor {actor} on host {info.host}")
+            for path, digest in zip(paths, written.sha256, strict=True):
+                aval = self._leaves.remote[path].value_type.aval
+                self._arrays[path] = m.Array(name, aval.dtype, aval.shape, digest, self._leaves.key_impls.get(path))
+            self._advance(sum(self._leaves.remote[path].nbytes for path in paths))
+
+    async def _write_here(self) -> None:
+        """The arrays that lie here."""
+        arrays, name = self._leaves.host, checkpoint_folder.file_name(self._save_id, None, 0)
+        path, metadata = os.path.join(self._folder, name), self._metadata(list(arrays))
+        try:
+            size, digests = await _in_thread(
+                lambda: tensor_files.write(path, arrays, metadata, self._stopped.is_set), self._stopped
+            )
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror or error}") from error
+        self._files[name] = m.File(size, "the controller")
+        for p, array in arrays.items():
+            self._arrays[p] = m.Array(name, array.dtype.name, array.shape, digests[p], self._leaves.key_impls.get(p))
+        self._advance(sum(array.nbytes for array in arrays.values()))
+
+    def _metadata(self, paths: Sequence[str]) -> dict[str, str]:
+        impls = {f"key_impl:{path}": self._leaves.key_impls[path] for path in paths if path in self._leaves.key_impls}
+        return {"format": m.FORMAT, **impls}
+
+    def _advance(self, size_bytes: int) -> None:
+        self._saving.written_bytes += size_bytes
+        if self._on_progress is not None:
+            try:
+                self._on_progress(self._saving)
+            except Exception:  # a bug in what shows progress must not cost a checkpoint
+                _LOG.exception("on_progress of the save %s failed", self._folder)
+
+    def _commit(self) -> None:
+        """Runs in a thread."""
+        order = {path: k for k, path in enumerate([*self._leaves.remote, *self._leaves.host])}
+        arrays = dict(sorted(self._arrays.items(), key=lambda item: order[item[0]]))
+        manifest = m.Manifest(dict(sorted(self._files.items())), arrays, self._leaves.values)
+        checkpoint_folder.commit(self._folder, self._save_id, m.to_text(manifest))
+        self._committed = True
+        with contextlib.suppress(OSError):  # as the actors' sweep
+            checkpoint_folder.sweep(self._folder, tuple(self._files))
+
+    async def _tidy_up(self) -> None:
+        """What older checkpoints left is of no use any more. Should removing it fail, this one is whole anyway."""
+        await _sweep_actors(self._controller, lambda request: Sweep(request, self._folder, tuple(self._files)))
+        if self._after_commit is not None:
+            try:
+                await self._after_commit()
+            except (CheckpointError, ActorError, OSError) as error:
+                _LOG.warning("%s is saved, but older checkpoints could not be removed: %s", self._folder, error)
+
+    # ------------------------------------------------------------ failing
+
+    async def _clean_up(self) -> None:
+        """Remove what this save has written, on the actors and here: they may share the folder, or not."""
+        self._leaves = Leaves({}, {}, {}, {})
+        await _sweep_actors(
+            self._controller, lambda r: Sweep(r, self._folder, save_id=self._save_id, remove_folder=bool(self._made))
+        )
+
+        def remove() -> None:
+            checkpoint_folder.sweep(self._folder, save_id=self._save_id)
+            for folder in reversed(self._made):
+                checkpoint_folder.remove_empty(folder)
+
+        try:
+            await _in_thread(remove)
+        except OSError as error:
+            _LOG.warning("%s: what a failed save wrote could not be removed: %s", self._folder, error)
+
+    def _told(self, error: BaseException) -> Exception:
+        if isinstance(error, CheckpointError):
+            return error
+        if not isinstance(error, Exception):
+            return CheckpointError(f"{self._folder}: the save was cancelled")
+        return failed(self._folder, "saved", error)
+
+
+def failed(folder: str, what: str, error: Exception) -> CheckpointError:
+    """The error for a checkpoint that could not be `what`, with its cause."""
+    text = error.strerror or str(error) if isinstance(error, OSError) else str(error).partition("\n")[0]
+    result = CheckpointError(f"{folder} could not be {what}: {text or type(error).__name__}")
+    result.__cause__ = error
+    return result
+
+
+async def _sweep_actors(controller: Controller, make: Callable[[int], Sweep]) -> None:
+    """Have every actor sweep. Those that cannot are gone, or will with the next save: this only says so."""
+    if controller.is_closed:
+        return
+    sweeps = [controller.requests.send(info.id, make, Done, awaited=False) for info in controller.actors]
+    done, late = await asyncio.wait(sweeps, timeout=CLEAN_S)
+    errors = [error for sweep in done if (error := sweep.exception()) is not None]
+    if late or errors:
+        _LOG.warning("files of an ended save may be left: %s", errors or f"{len(late)} actors did not answer")
+
+
+async def _in_thread(work: Callable[[], T], stop: threading.Event | None = None) -> T:
+    """Run `work` in a thread. When cancelled, `stop` is set and the thread's end awaited: nothing is written later."""
+    future = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        if stop is not None:
+            stop.set()
+        if not future.done():
+            await asyncio.wait([future])
+        with contextlib.suppress(Exception, asyncio.CancelledError):  # seen: the cancellation is what is raised
+            future.result()
+        raise

@@ -1,0 +1,262 @@
+"""trees: a user's tree in, named leaves out; what is saved of each, and what each is to be restored as. Touches no
+file and no actor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpp_async import jax_compat
+from jaxpp_async.actors.host_data import numpy_dtype
+from jaxpp_async.arrays import Owner, RemoteArray, is_remote
+from jaxpp_async.checkpoint.manifest import PLAIN_TYPES, ROOT, Array, Manifest, PlainValue
+from jaxpp_async.compiler.ir import ValueType
+from jaxpp_async.errors import CheckpointError
+from jaxpp_async.leaves import as_user_sees, travelling_type
+from jaxpp_async.program import ActorId, Aval
+from jaxpp_async.step import DistributedStep, Slot
+
+# ---------------------------------------------------------------- saving
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """A tree's leaves by path: arrays on actors, arrays here, and what stands in the manifest itself."""
+
+    remote: dict[str, RemoteArray]
+    host: dict[str, np.ndarray]
+    values: dict[str, PlainValue]
+    key_impls: dict[str, str]
+
+
+def to_save(tree: Any, owner: Owner) -> Leaves:
+    """What is to be saved of a tree. Host arrays are copied: the user may change them while they are written.
+
+    Args:
+        owner: of the mesh that saves.
+
+    Raises:
+        ArrayError: an array was donated, deleted, or is another mesh's.
+        CheckpointError: a leaf that cannot be saved, or two of one path; names them.
+    """
+    leaves = Leaves({}, {}, {}, {})
+    for path, leaf in named_leaves(tree).items():
+        if is_remote(leaf):
+            leaf.check_usable(path, owner)
+            if leaf.value_type.key_impl is not None:
+                leaves.key_impls[path] = leaf.value_type.key_impl
+            if leaf.host is None:
+                leaves.remote[path] = leaf
+            else:
+                leaves.host[path] = np.array(leaf.host)
+        elif type(leaf) in PLAIN_TYPES:
+            leaves.values[path] = leaf
+        else:
+            leaves.host[path] = _host_copy(path, leaf, leaves.key_impls)
+    return leaves
+
+
+def named_leaves(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
+    """A tree's leaves by path.
+
+    Raises:
+        CheckpointError: two leaves of one path, or a path that the format keeps for itself.
+    """
+    named: dict[str, Any] = {}
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
+        path = _path(keys)
+        if path in named:
+            raise CheckpointError(f"two leaves of the tree have the path {path!r}; rename one of their keys")
+        if path == "__metadata__":
+            raise CheckpointError("a leaf of the tree is called '__metadata__', which safetensors keeps for itself")
+        named[path] = leaf
+    return named
+
+
+def _path(keys: Sequence[Any]) -> str:
+    parts = (jax.tree_util.keystr((key,), simple=True) for key in keys)
+    return "/".join(part.replace("~", "~0").replace("/", "~1") for part in parts) or ROOT
+
+
+def _host_copy(path: str, leaf: Any, key_impls: dict[str, str]) -> np.ndarray:
+    if isinstance(leaf, jax.Array):
+        if jax_compat.is_key_dtype(leaf.dtype):
+            key_impls[path] = jax_compat.key_impl(leaf.dtype)
+            leaf = jax.random.key_data(leaf)
+        return np.array(leaf)
+    if not isinstance(leaf, np.ndarray | np.generic):
+        raise CheckpointError(
+            f"{path} is a {type(leaf).__name__}, which a checkpoint cannot hold; it holds arrays, PRNG keys, and "
+            "Python's bool, int, float, complex and str"
+        )
+    array = np.array(leaf)
+    try:
+        numpy_dtype(array.dtype.name)
+        known = array.dtype.kind in "biufcV" and array.dtype.names is None and array.dtype.name != "float128"
+    except (TypeError, AttributeError):
+        known = False
+    if not known:
+        raise CheckpointError(f"{path} is a numpy array of dtype {array.dtype}, which a checkpoint cannot hold")
+    return array.astype(array.dtype.newbyteorder("<"), copy=False)
+
+
+# ---------------------------------------------------------------- restoring
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a leaf is to be restored as.
+
+    Args:
+        value_type: of the array, as it travels; None for a plain value.
+        actors: where it is to lie; empty: here.
+        like: the leaf that the user gave, where the value is to come back as one of its kind.
+    """
+
+    value_type: ValueType | None
+    actors: tuple[ActorId, ...] = ()
+    like: Any = None
+
+
+def targets(like: Any) -> tuple[dict[str, Target], Any]:
+    """What the leaves of `like` ask for, by path, and the structure to build of them.
+
+    Raises:
+        CheckpointError: a leaf that nothing can be restored as. MeshError: a step that was not compiled.
+    """
+    tree = jax.tree.map(_expanded, like, is_leaf=_is_argument)
+    named = named_leaves(tree)
+    return {path: _target(path, leaf) for path, leaf in named.items()}, jax.tree.structure(tree)
+
+
+def _is_argument(node: Any) -> bool:
+    """Whether a node of `like` is `(step, argnum)`."""
+    return isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], DistributedStep)
+
+
+def _expanded(node: Any) -> Any:
+    """`(step, argnum)` as that argument's tree, of `Slot`s; other nodes as they are."""
+    if not _is_argument(node):
+        return node
+    step, argnum = node
+    compiled = step.latest("mesh.restore(like=(step, argnum))")
+    traced = compiled.compiled.traced
+    slots = jax.tree.unflatten(traced.in_tree, compiled.inputs[: len(traced.arg_of)])
+    numbers = jax.tree.unflatten(traced.in_tree, traced.arg_of)
+    for argument, number in zip(slots, numbers, strict=True):
+        if argnum in jax.tree.leaves(number)[:1]:
+            return argument
+    raise CheckpointError(f"step {step.__name__!r} has no argument {argnum} with arrays in it")
+
+
+def _target(path: str, leaf: Any) -> Target:
+    if isinstance(leaf, Slot):
+        return Target(leaf.type, leaf.actors)
+    if is_remote(leaf):
+        return Target(replace(leaf.value_type, weak=leaf.weak_type), leaf.actors)
+    if type(leaf) in PLAIN_TYPES:
+        return Target(None, like=leaf)
+    if isinstance(leaf, np.ndarray | np.generic):
+        return Target(ValueType(Aval(leaf.shape, leaf.dtype.name)), like=leaf)
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        like = leaf if isinstance(leaf, jax.Array) else None
+        return Target(travelling_type(leaf), like=like)
+    raise CheckpointError(
+        f"{path} of `like` is a {type(leaf).__name__}; give (step, argnum), RemoteArrays, ShapeDtypeStructs, or host "
+        "values of the kind that is to come back"
+    )
+
+
+def check_matches(wanted: dict[str, Target], manifest: Manifest) -> None:
+    """Raises:
+    CheckpointError: the checkpoint has other leaves than `like`, or of another shape or dtype; names the first.
+    """
+    missing = [path for path in wanted if path not in manifest.arrays and path not in manifest.values]
+    if missing:
+        there = sorted(set(manifest.paths) - set(wanted))
+        raise CheckpointError(
+            f"`like` has {_type_text(wanted[missing[0]])} at {missing[0]!r}, where the checkpoint has nothing"
+            f"{_others(missing[1:])}{'; only the checkpoint has ' + _listed(there) if there else ''}"
+        )
+    if extra := [path for path in manifest.paths if path not in wanted]:
+        raise CheckpointError(
+            f"the checkpoint has {_stored_text(manifest, extra[0])} at {extra[0]!r}, where `like` has nothing"
+            f"{_others(extra[1:])}"
+        )
+    for path, target in wanted.items():
+        if not _fits(target, manifest, path):
+            raise CheckpointError(
+                f"{path!r} is {_stored_text(manifest, path)} in the checkpoint, but {_type_text(target)} in `like`"
+            )
+
+
+def _fits(target: Target, manifest: Manifest, path: str) -> bool:
+    if path in manifest.values:
+        value = manifest.values[path]
+        if target.value_type is None:
+            return type(value) is type(target.like)
+        return not isinstance(value, str) and _as_array_type(value) == target.value_type.aval
+    stored = manifest.arrays[path]
+    if target.value_type is None:
+        return stored.shape == () and stored.key_impl is None and isinstance(target.like, _kind(stored.dtype))
+    aval = target.value_type.aval
+    return (stored.shape, stored.dtype, stored.key_impl) == (aval.shape, aval.dtype, target.value_type.key_impl)
+
+
+def _as_array_type(value: bool | int | float | complex) -> Aval | None:
+    """What a step would have taken a plain value as; None: nothing."""
+    aval = travelling_type(value).aval
+    if isinstance(value, int) and not isinstance(value, bool):
+        info = np.iinfo(aval.dtype)
+        return aval if info.min <= value <= info.max else None
+    return aval
+
+
+def _kind(dtype: str) -> type:
+    """The Python type of one element."""
+    return type(np.zeros((), numpy_dtype(dtype)).item())
+
+
+def finished(target: Target, value: Any) -> Any:
+    """A restored value that lies here, as one of the kind that `like` has."""
+    if target.value_type is None:
+        return value.item() if isinstance(value, np.ndarray) else value
+    array = np.asarray(value, numpy_dtype(target.value_type.aval.dtype))
+    if isinstance(target.like, jax.Array):
+        seen = as_user_sees(array, target.value_type)
+        return seen if isinstance(seen, jax.Array) else jax.numpy.asarray(seen)
+    if isinstance(target.like, np.generic):
+        return array[()]
+    return array
+
+
+def _type_text(target: Target) -> str:
+    if target.value_type is None:
+        return f"a Python {type(target.like).__name__}"
+    return _array_text(target.value_type.aval.dtype, target.value_type.aval.shape, target.value_type.key_impl)
+
+
+def _stored_text(manifest: Manifest, path: str) -> str:
+    if path in manifest.values:
+        return f"a Python {type(manifest.values[path]).__name__}"
+    array: Array = manifest.arrays[path]
+    return _array_text(array.dtype, array.shape, array.key_impl)
+
+
+def _array_text(dtype: str, shape: Iterable[int], key_impl: str | None) -> str:
+    text = f"{dtype}{list(shape)}"
+    return text if key_impl is None else f"{text} (data of {key_impl} keys)"
+
+
+def _others(paths: Sequence[str]) -> str:
+    return f" (and so at {_listed(paths)})" if paths else ""
+
+
+def _listed(paths: Sequence[str], most: int = 3) -> str:
+    rest = f" and {len(paths) - most} more" if len(paths) > most else ""
+    return ", ".join(repr(path) for path in paths[:most]) + rest
