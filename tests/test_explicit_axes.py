@@ -310,3 +310,34 @@ def test_refused(case):
     fn, spec, says = REFUSED[case]
     with pytest.raises(ShardingError, match=says):
         plan_step(fn, f32(4, 6), actors=1, spmd_mesh=BOTH, axis_types=EXPLICIT, in_shardings=(spec,))
+
+
+# ---------------------------------------------------------------- split backwards
+
+
+BLOCKS = {
+    "checkpoint": jax.checkpoint(lambda w, x: jnp.tanh(jnp.tanh(x @ w[0]) @ w[1])),
+    "scan": lambda w, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0],
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_what_a_split_backward_keeps_is_split_as_on_automatic_axes(block):
+    """Values made while a checkpoint or a scan is cut in two have shardings in their types as all others."""
+
+    def loss(params, mb):
+        x = jpp.pipeline_yield(BLOCKS[block](params[0], mb["x"]))
+        return jnp.mean((BLOCKS[block](params[1], x) - mb["y"]) ** 2)
+
+    def step(params, batch):
+        return jpp.accumulate_grads(lambda mb: jax.grad(loss)(params, mb), jpp.ZeroBubbleH1(2))(batch)
+
+    def kept(axis_types):
+        params, batch = [f32(2, 8, 8)] * 2, {"x": f32(4, 4, 8), "y": f32(4, 4, 8)}
+        shardings = (None, P(None, "data"))
+        done = plan_step(step, params, batch, spmd_mesh=DATA, axis_types=axis_types, in_shardings=shardings)
+        values = {v for n in done.placed.graph.nodes if n.label.startswith("fwd_bwd_input") for v in n.outputs}
+        return sorted((done.placed.graph.values[v].aval.shape, done.placed.graph.values[v].aval.spec) for v in values)
+
+    assert kept(typed(DATA)) == kept({})
+    assert {spec for _, spec in kept(typed(DATA))} <= {("data",), (None, "data")}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -42,6 +42,14 @@ class ValueType:
     key_impl: str | None = None
     weak: bool = False
     sharding: Any = None
+
+
+def stacked_type(element: ValueType, length: int) -> ValueType:
+    """The type of `length` values of a type along a new leading axis, which no mesh axis splits."""
+    known = element.sharding
+    sharding = known and known.update(spec=known.spec.update(partitions=(None, *known.spec.partitions)))
+    aval = replace(element.aval, shape=(length, *element.aval.shape))
+    return ValueType(aval, element.key_impl, sharding=sharding)
 
 
 @dataclass(frozen=True, eq=False)

@@ -164,7 +164,8 @@ def plan(request: StepRequest, passed: Passed = _unobserved) -> Plan:
     passed("trace")
     staged = {i: partition(item, traced.types) for i, item in enumerate(traced.flat.ops) if isinstance(item, Loop)}
     passed("partition")
-    loops = {i: _scheduled(s, request) for i, s in staged.items()}
+    with lowering_context(request.target):  # cutting a backward makes new values, whose types know the mesh
+        loops = {i: _scheduled(s, request) for i, s in staged.items()}
     passed("schedule")
     continues = continued_arguments(traced)
     placed = build(

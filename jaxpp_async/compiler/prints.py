@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxpp_async import jax_compat
-from jaxpp_async.compiler.ir import Lit, LoopPrints, Print, Ref, Shown, Types, ValueType
-from jaxpp_async.program import Aval
-from jaxpp_async.reductions import Stack
+from jaxpp_async.compiler.ir import Lit, LoopPrints, Print, Ref, Shown, Types, stacked_type
 
 PRINTS = ("debug_print", "debug_callback")
 
@@ -120,17 +118,11 @@ def shown_outside(
         if shown.ref in inside:
             return inside[shown.ref]
         if shown.ref not in stacked:
-            stacked[shown.ref] = types.new(_stacked(types[shown.ref], num_microbatches))
+            stacked[shown.ref] = types.new(stacked_type(types[shown.ref], num_microbatches))
         return Shown(stacked[shown.ref], per_microbatch=True)
 
     moved = tuple(Print(p.call, tuple(outside(o) for o in p.operands), p.line) for p in prints)
     return LoopPrints(moved, num_microbatches), stacked
-
-
-def _stacked(value_type: ValueType, num_microbatches: int) -> ValueType:
-    shape, known = Stack().shape(value_type.aval.shape, num_microbatches), value_type.sharding
-    stacked = known and known.update(spec=known.spec.update(partitions=Stack().spec(known.spec.partitions)))
-    return ValueType(Aval(shape, value_type.aval.dtype), value_type.key_impl, sharding=stacked)
 
 
 # ---------------------------------------------------------------- when the step is over

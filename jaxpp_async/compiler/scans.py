@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxpp_async import jax_compat
 from jaxpp_async.compiler.emit import read, run_ops
-from jaxpp_async.compiler.ir import Flat, Op, Ref, Types, ValueType
+from jaxpp_async.compiler.ir import Flat, Op, Ref, Types, ValueType, stacked_type
 from jaxpp_async.compiler.split import cut
 from jaxpp_async.compiler.stages import LIGHT
 
@@ -154,7 +154,7 @@ def _split(flattener: Flattener, loop: Any, op: Op, wanted: frozenset[int]) -> t
     held |= {starts[k] for k in late if k < loop.num_carry}
     crossing = [r for r in dict.fromkeys(outside) if r not in made and r not in held]
     types = flattener.types
-    stacked = [types.new(_stacked(types[v], loop.length)) for v in crossing]
+    stacked = [types.new(stacked_type(types[v], loop.length)) for v in crossing]
     halves = _Maker(loop, body, op)
     return (
         halves.make(first, early, (), (), tuple(crossing), tuple(stacked)),
@@ -204,11 +204,6 @@ def _closure(ops: Sequence[Op], needed: Sequence[int]) -> list[Op]:
             kept.append(op)
             wanted.update(op.reads)
     return kept[::-1]
-
-
-def _stacked(value_type: ValueType, length: int) -> ValueType:
-    aval = value_type.aval
-    return replace(value_type, aval=replace(aval, shape=(length, *aval.shape)), weak=False, sharding=None)
 
 
 @dataclass(frozen=True, eq=False)
