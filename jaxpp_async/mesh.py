@@ -94,6 +94,8 @@ class RemoteMesh:
             control_address=control_address,
             ssh_options=ssh_options,
             compilation_cache=compilation_cache,
+            spmd_mesh=self.spmd_mesh,
+            platform=mesh_options.platform(platform),
         )
         self._config = mesh_options.actor_config(
             spmd_mesh=self.spmd_mesh,

@@ -5,6 +5,7 @@ Starts nothing.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -15,12 +16,15 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jaxpp_async import jax_compat
 from jaxpp_async.actors.bringup import ActorConfig
-from jaxpp_async.actors.inline import InlineLauncher
-from jaxpp_async.actors.launch import LocalLauncher
+from jaxpp_async.actors.launch.remote import RemoteLauncher
+from jaxpp_async.actors.launching import Launching
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.errors import MeshError, ShardingError
 
 DEFAULT_CACHE = "default"
+
+REMOTE_CACHE = "~/.cache/jaxpp_async/{host}/jax-" + jax.__version__
+"""Where other hosts have their compilation cache; they fill it in."""
 
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
@@ -30,7 +34,6 @@ def refuse_unbuilt(hosts: Any, processes_per_actor: Any, max_restarts: int) -> N
     MeshError: an option of `api.md` that is not there yet. Better an error than a silent local run.
     """
     asked = {
-        "hosts": hosts is not None,
         "processes_per_actor": processes_per_actor not in (None, 1),
         "max_restarts": max_restarts != 0,
     }
@@ -87,15 +90,18 @@ def checked_rules(rules: Mapping[str, Any], mesh_axes: Mapping[str, int]) -> dic
     return dict(rules)
 
 
-def make_launcher(launcher: Any) -> tuple[Any, bool]:
-    """A launcher, and whether its actors live in this process."""
-    if launcher in (None, "local"):
-        return LocalLauncher(), False
-    if launcher == "inline":
-        return InlineLauncher(), True
-    if isinstance(launcher, str) or not hasattr(launcher, "listen_host"):
-        raise MeshError(f"launcher {launcher!r} is not there in this version; use 'local', 'inline' or a Launcher")
-    return launcher, launcher.listen_host is None
+def make_launcher(launcher: Any, num_actors: int = 1, **options: Any) -> tuple[Any, bool]:
+    """A launcher, and whether its actors live in this process.
+
+    Args:
+        options: of `Launching`; `compilation_cache`, whose default on other hosts is a folder of theirs; `spmd_mesh`
+            and `platform`.
+    """
+    sizes, platform = options.pop("spmd_mesh", {}).values(), options.pop("platform", "cpu")
+    gpus = math.prod(sizes) if platform == "cuda" else 0
+    cache = REMOTE_CACHE if options.pop("compilation_cache", None) == DEFAULT_CACHE else None
+    made = Launching(launcher=launcher, cache_dir=cache, gpus_per_actor=gpus, **options).make(num_actors)
+    return made, not isinstance(made, RemoteLauncher) and made.listen_host is None
 
 
 def transport(given: str | None, inline: bool) -> str:
@@ -115,10 +121,18 @@ def platform(given: str | None) -> str:
     return given or "cpu"
 
 
-def cache_dir(given: str | None) -> str | None:
+async def prepare(launcher: Any) -> None:
+    """What a launcher has to find out before the controller listens."""
+    if isinstance(launcher, RemoteLauncher):
+        await launcher.prepare()
+
+
+def cache_dir(given: str | None, launcher: Any = None) -> str | None:
     """Folder of the compilation cache. One a host: a home shared by several would mix CPU types."""
     if given != DEFAULT_CACHE:
         return given
+    if isinstance(launcher, RemoteLauncher):  # it sets it, host by host
+        return None
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(root, "jaxpp_async", socket.gethostname(), f"jax-{jax.__version__}")
 

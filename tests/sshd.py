@@ -1,4 +1,4 @@
-"""An sshd of the tests' own: on a loopback port, with throwaway keys, in a temporary folder. And hosts that go wrong."""
+"""An sshd of the tests' own: on a loopback port, with throwaway keys, in a temporary folder."""
 
 from __future__ import annotations
 

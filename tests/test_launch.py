@@ -19,9 +19,9 @@ import psutil
 import pytest
 
 from jaxpp_async.actors.failure import describe_end
-from jaxpp_async.actors.launch import LocalLauncher, make_process_transport, share_out
+from jaxpp_async.actors.launch import make_process_transport, share_out
 from jaxpp_async.actors.lifeline import ExitCode
-from jaxpp_async.actors.warden import TAIL_LINES, Warden, _Output
+from jaxpp_async.actors.warden import TAIL_LINES, Lines, Warden
 from jaxpp_async.errors import MeshError
 
 HERE = Path(__file__).parent
@@ -303,7 +303,7 @@ async def test_closing_the_warden_kills_what_is_left():
     ],
 )
 def test_output_becomes_lines(pieces, lines):
-    output, forwarded = _Output(forward=(seen := []).append), []
+    output, forwarded = Lines(forward=(seen := []).append), []
     for piece in pieces:
         output.feed(piece)
     output.feed(b"", final=True)
@@ -351,4 +351,4 @@ def test_specs_hide_their_secret():
 
     spec = LaunchSpec(0, 1, 0, b"secret" * 5, ("127.0.0.1", 1))
     assert "secret" not in repr(spec)
-    assert b"secret" * 5 == bytes.fromhex(spec.config()["secret"])
+    assert bytes.fromhex(spec.config()["secret"]) == b"secret" * 5

@@ -559,8 +559,8 @@ OPTIONS = [
         MeshError,
         r"needs 64 devices, but this process has \d+; .*jax_num_cpu_devices', 64\).* or use launcher='local'",
     ),
-    ({"launcher": "kubernetes"}, MeshError, "'kubernetes' .* use 'local', 'inline' or a Launcher"),
-    ({"launcher": 3}, MeshError, "launcher 3 .* use 'local', 'inline' or a Launcher"),
+    ({"launcher": "kubernetes"}, MeshError, "'kubernetes' is none of 'local', 'inline', 'ssh', 'slurm', 'ray', nor"),
+    ({"launcher": 3}, MeshError, "launcher 3 is none of .*, nor a Launcher: it has no listen_host, tra"),
     ({"transport": "tcp"}, MeshError, "'tcp' does not work between processes; .* 'ucx'"),
     ({"transport": "ucx", "launcher": "inline"}, MeshError, "'ucx' does not work inside one process; .* 'memory'"),
     ({"platform": "tpu"}, MeshError, "platform is 'tpu'; it is 'cpu' or 'cuda'"),
@@ -580,7 +580,7 @@ OPTIONS = [
     ({"max_inflight": 0}, MeshError, "max_inflight is 0; at least one"),
     ({"setup": "nocolon"}, MeshError, "setup is 'nocolon'; name a function as 'module:function'"),
     ({"env": {"A": 1}}, MeshError, "env has 'A': 1; environment variables are strings"),
-    ({"hosts": ["a"]}, MeshError, r"hosts=\.\.\.\) is not there yet"),
+    ({"hosts": ["a"]}, MeshError, "2 actors do not fit 1 slot on 1 host; add hosts, raise slots="),
 ]
 
 

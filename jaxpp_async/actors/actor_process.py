@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from jaxpp_async.actors.progress import ProgressPage, make_page
 from jaxpp_async.actors.warden import Process, Warden
 
-
 T = TypeVar("T")
 
 

@@ -35,8 +35,15 @@ class Death:
 
 
 @dataclass(slots=True)
-class _Output:
-    """The text a process printed, as lines."""
+class Lines:
+    """The text a process printed, as lines.
+
+    Args:
+        forward: called with each.
+
+    Attributes:
+        tail: the last ones.
+    """
 
     forward: Callable[[str], None]
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
@@ -46,6 +53,7 @@ class _Output:
     )
 
     def feed(self, data: bytes, *, final: bool = False) -> None:
+        """Take bytes, in any pieces. `final`: what is left is a line as well."""
         lines = (self._rest + self._decoder.decode(data, final)).split("\n")
         self._rest = lines.pop()
         if final or len(self._rest) > _LINE_CHARS:
@@ -64,7 +72,7 @@ class Process:
     def __init__(self, popen: subprocess.Popen[bytes], forward: Callable[[str], None]):
         self.pid = popen.pid
         self.dead: concurrent.futures.Future[Death] = concurrent.futures.Future()
-        self._popen, self._output = popen, _Output(forward)
+        self._popen, self._output = popen, Lines(forward)
         self._unsent = bytearray()  # of `Warden.write`; the warden's thread alone looks at it
         self._lock = threading.Lock()  # between signalling and reaping: a reaped pid may be another process's
 
@@ -135,7 +143,7 @@ class Warden:
         return spawned
 
     def write(self, process: Process, data: bytes) -> None:
-        """Write to a process's stdin, in order and without waiting, between two signs of life. Any thread may call this.
+        """Write to a process's stdin, in order, between two signs of life. Does not wait; any thread may call this.
 
         What a process that has ended did not read is dropped.
         """

@@ -125,10 +125,8 @@ class RemoteLauncher:
 
     @property
     def listen_host(self) -> str | None:
-        """The control address; `prepare` has found it, unless it was given."""
-        if self._control_address is None:
-            raise RuntimeError("await launcher.prepare() before a controller listens")
-        return self._control_address
+        """The control address. `prepare` has found it, or it is looked for now, which may block."""
+        return self._control_address or control_address([host.name for host in self.hosts])
 
     async def prepare(self) -> None:
         """Find the control address.

@@ -107,7 +107,5 @@ def ssh_launcher(hosts: Sequence[Host], *, ssh_options: Sequence[str] = (), **op
         MeshError: there is no ssh here.
     """
     if shutil.which("ssh") is None:
-        raise MeshError(
-            "hosts are reached with ssh, which is not installed here; Debian: apt install openssh-client"
-        )
+        raise MeshError("hosts are reached with ssh, which is not installed here; Debian: apt install openssh-client")
     return RemoteLauncher(SSHReach(ssh_options, beat_s=options.get("beat_s", BEAT_S)), hosts, **options)

@@ -1,0 +1,159 @@
+"""launching: options about hosts and launching in, a launcher out. Reads a hostfile, asks Slurm; starts nothing.
+
+Options that contradict each other are errors, also those that would have no effect: never a silent local run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxpp_async.actors.inline import InlineLauncher
+from jaxpp_async.actors.launch.hostfile import load_hostfile, parse_hosts
+from jaxpp_async.actors.launch.hosts import Host, Settings, parse_cpus, parse_devices, parse_ports, place
+from jaxpp_async.actors.launch.local import LocalLauncher
+from jaxpp_async.actors.launch.remote import RemoteLauncher
+from jaxpp_async.errors import MeshError
+
+LAUNCHERS = ("local", "inline", "ssh", "slurm", "ray")
+_SETTINGS = ("python", "cpus", "devices", "interface", "ports")
+_METHODS = ("listen_host", "transports", "make_transport", "start", "aclose")
+
+
+@dataclass(frozen=True, slots=True)
+class Launching:
+    """The options of `RemoteMesh` that say where and how actors start; see there.
+
+    Args:
+        cache_dir: folder of the compilation cache on other hosts, with `~` and `{host}`; None: not set.
+        gpus_per_actor: what a cluster that hands out devices has to set aside.
+    """
+
+    launcher: Any = None
+    hosts: Any = None
+    python: str | None = None
+    cpus: str | Sequence[int] | None = None
+    devices: str | Sequence[int | str] | None = None
+    interface: str | None = None
+    ports: str | tuple[int, int] | None = None
+    control_address: str | None = None
+    ssh_options: Sequence[str] = ()
+    cache_dir: str | None = None
+    gpus_per_actor: int = 0
+
+    @property
+    def kind(self) -> str:
+        """One of `LAUNCHERS`, or `"own"`.
+
+        Raises:
+            MeshError: something else.
+        """
+        if self.launcher is None:
+            return "local" if self.hosts is None else "ssh"
+        if isinstance(self.launcher, str) and self.launcher in LAUNCHERS:
+            return self.launcher
+        missing = [name for name in _METHODS if not hasattr(self.launcher, name)]
+        if missing:
+            known = ", ".join(map(repr, LAUNCHERS))
+            raise MeshError(
+                f"launcher {self.launcher!r} is none of {known}, nor a Launcher: it has no {', '.join(missing)}"
+            )
+        return "own"
+
+    def make(self, num_actors: int) -> Any:
+        """The launcher.
+
+        Raises:
+            MeshError: options that contradict each other; a wrong hostfile; more actors than slots.
+        """
+        kind = self.kind
+        self._refuse_idle(kind)
+        if kind == "own":
+            return self.launcher
+        if kind == "inline":
+            return InlineLauncher()
+        if kind == "local":
+            return LocalLauncher(settings=self.settings())
+        launcher = self._make_remote(kind, num_actors)
+        if kind != "ray":  # that one asks for room later
+            place(launcher.hosts, num_actors)
+        return launcher
+
+    def settings(self) -> Settings:
+        """What holds for every host.
+
+        Raises:
+            MeshError: a value that cannot be.
+        """
+        return Settings(
+            python=self.python,
+            cpus=_read("cpus", self.cpus, parse_cpus),
+            devices=_read("devices", self.devices, parse_devices, str),
+            interface=self.interface,
+            ports=_read("ports", self.ports, parse_ports),
+        )
+
+    def _make_remote(self, kind: str, num_actors: int) -> RemoteLauncher:
+        options: dict[str, Any] = {
+            "settings": self.settings(),
+            "control_address": self.control_address,
+            "cache_dir": self.cache_dir,
+        }
+        if kind == "slurm":
+            from jaxpp_async.actors.launch.slurm import slurm_launcher
+
+            return slurm_launcher(**options)
+        if kind == "ray":
+            from jaxpp_async.actors.launch.ray import RayLauncher
+
+            gpus = {"GPU": float(self.gpus_per_actor)} if self.gpus_per_actor else {}
+            return RayLauncher(num_actors, bundle={"CPU": 1.0, **gpus}, **options)
+        from jaxpp_async.actors.launch.ssh import ssh_launcher
+
+        return ssh_launcher(_hosts(self.hosts), ssh_options=self.ssh_options, **options)
+
+    def _refuse_idle(self, kind: str) -> None:
+        """Refuse options that this launcher has no use for."""
+        if kind == "ssh" and self.hosts is None:
+            raise MeshError("launcher='ssh' needs hosts=: a hostfile's path, or a list such as ['node1 slots=2']")
+        idle = {
+            "hosts": self.hosts is not None and kind != "ssh",
+            "ssh_options": bool(self.ssh_options) and kind != "ssh",
+            "control_address": self.control_address is not None and kind in ("local", "inline", "own"),
+        }
+        idle |= {name: getattr(self, name) is not None and kind in ("inline", "own") for name in _SETTINGS}
+        for name, is_idle in idle.items():
+            if is_idle:
+                raise MeshError(f"{name}= has no effect with {_WHY[kind]}; leave it out")
+
+
+_WHY = {
+    "local": "launcher='local', whose actors run on this machine",
+    "inline": "launcher='inline', whose actors run inside this process",
+    "ssh": "launcher='ssh'",
+    "slurm": "launcher='slurm', which takes the hosts of the allocation",
+    "ray": "launcher='ray', which takes the hosts of the Ray cluster",
+    "own": "a launcher of your own, which is already set up",
+}
+
+
+def _hosts(given: Any) -> tuple[Host, ...]:
+    if isinstance(given, str | Path):
+        return load_hostfile(given)
+    if not isinstance(given, Sequence):
+        raise MeshError(f"hosts is {given!r}; it is a hostfile's path or a list of hosts")
+    return parse_hosts(given)
+
+
+def _read(name: str, value: Any, parse: Any, convert: Any = None) -> Any:
+    """A setting from text or a sequence."""
+    if value is None:
+        return None
+    try:
+        if isinstance(value, str):
+            return parse(value)
+        return tuple(map(convert, value)) if convert else tuple(value)
+    except (ValueError, TypeError) as error:
+        raise MeshError(f"{name}={value!r}: {error}") from None
