@@ -27,6 +27,7 @@ import jaxpp_async as jpp
 from gpt import data, report, steps
 from gpt.model import AXIS_RULES, ModelConfig, sample, state_specs
 from gpt.options import Options, parse_options
+from jaxpp_async.errors import CheckpointError
 
 MAX_VALIDATION_BYTES = 64 * 1024
 SAMPLE_PROMPT, SAMPLE_BYTES = b"def ", 300
@@ -45,6 +46,9 @@ def main() -> int:
         return 2
     try:
         run(options, reporter, corpus, batches, validation)
+    except CheckpointError as error:
+        print("\n".join([f"train_gpt.py: error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -55,7 +59,7 @@ def run(
     options: Options,
     reporter: report.Reporter,
     corpus: data.Corpus,
-    batches: Iterator[data.Batch],
+    batches: data.TrainBatches,
     validation: list[data.Batch],
 ) -> None:
     """Train on the mesh; then, with the actors gone and the cores free, compare, sample and sum up."""
@@ -71,7 +75,7 @@ def run(
     text = sample(pipeline.params, pipeline.config, SAMPLE_PROMPT, SAMPLE_BYTES, seed=options.seed)
     reporter.lines(["", "a sample:", report.printable(text), ""])
     reporter.lines(report.actor_table(pipeline.actor_times, pipeline.train_s))
-    reporter.line(f"{options.steps * options.tokens_per_step / pipeline.train_s:,.0f} tokens/s")
+    reporter.line(f"{pipeline.tokens_per_s:,.0f} tokens/s")
     bigram, unigram = data.bigram_loss(corpus.train, validation), data.unigram_loss(corpus.train, validation)
     reporter.line(report.validation_line(pipeline.validation_loss, bigram, unigram))
 
@@ -80,7 +84,8 @@ class Pipeline:
     """One training run on a mesh, and what it brings to the host.
 
     Attributes:
-        losses: one a step.
+        first_step: how many steps came before this run: 0, or those of the checkpoint that it went on from.
+        losses: one a step of this run.
         params: at the end.
         verified_params: after `--verify` steps.
         actor_times: where each actor's time went during training.
@@ -105,6 +110,10 @@ class Pipeline:
         self.eval_step = steps.make_eval_step(self.config, schedule)
         self.key = jax.random.key(options.seed)
 
+        self.state_shapes = jax.eval_shape(self.init, self.key)
+
+        self.checkpoints: jpp.Checkpoints | None = None
+        self.first_step = 0
         self.losses: list[float] = []
         self.params: Any = None
         self.verified_params: Any = None
@@ -112,7 +121,7 @@ class Pipeline:
         self.train_s = 0.0
         self.validation_loss = float("nan")
 
-    async def run(self, batches: Iterator[data.Batch], validation: list[data.Batch]) -> None:
+    async def run(self, batches: data.TrainBatches, validation: list[data.Batch]) -> None:
         """Launch, compile, train, evaluate."""
         o = self.options
         kind = "actor processes" if o.launcher == "local" else "inline actors"
@@ -122,53 +131,99 @@ class Pipeline:
                     o.actors, spmd_mesh={"data": o.dp, "model": o.tp}, axis_rules=AXIS_RULES, launcher=o.launcher
                 )
                 await stack.enter_async_context(mesh)
-            step, state = await self._start(mesh, validation[0])
+            if o.checkpoint_dir:
+                # Leaving it waits for the save under way: it has to be left before the mesh.
+                self.checkpoints = await stack.enter_async_context(jpp.Checkpoints(mesh, o.checkpoint_dir))
+            step = await self._compile(mesh, validation[0])
+            state = await self._restore(step, batches) or await self._init(step)
             state = await self._train(mesh, step, state, batches)
             with self.reporter.phase("evaluating"):
                 await self._evaluate(mesh, state["params"], validation)
 
-    async def _start(self, mesh: Any, batch: data.Batch) -> tuple[Any, steps.State]:
-        """Compile the training step, and make the state where that step keeps it."""
-        state_shapes = jax.eval_shape(self.init, self.key)
+    async def _compile(self, mesh: Any, batch: data.Batch) -> Any:
+        """The training step; compiled, it knows where it keeps each part of the state."""
         step = mesh.distributed(
-            self.train_step, in_shardings=(state_specs(state_shapes), PartitionSpec(None, "data")), donate_argnums=0
+            self.train_step,
+            in_shardings=(state_specs(self.state_shapes), PartitionSpec(None, "data")),
+            donate_argnums=0,
         )
         with self.reporter.phase(f"compiling {self.options.num_stages} stages, {self.options.schedule}"):
-            compiled = await step.compile(state_shapes, batch)
+            compiled = await step.compile(self.state_shapes, batch)
         if self.options.dump_passes:
             dump_passes(compiled, self.options.dump_passes)
             self.reporter.line(f"compiler passes are in {self.options.dump_passes}")
-        with self.reporter.phase("making the parameters on the actors"):
-            state = await step.init(0, self.init, self.key)
-        num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state_shapes["params"]))
+        num_parameters = sum(leaf.size for leaf in jax.tree.leaves(self.state_shapes["params"]))
         self.reporter.line(f"{num_parameters:,} parameters, {self.options.tokens_per_step:,} bytes of text a step")
-        return step, state
+        return step
 
-    async def _train(self, mesh: Any, step: Any, state: steps.State, batches: Iterator[data.Batch]) -> steps.State:
+    async def _init(self, step: Any) -> steps.State:
+        """A new state, each part made where the step keeps it."""
+        with self.reporter.phase("making the parameters on the actors"):
+            return await step.init(0, self.init, self.key)
+
+    # -------------------------------------------------------- checkpoints
+    #
+    # What a run needs to go on as if nothing had happened: its state, how many steps it has done, and which batch comes
+    # next. All of it is one tree, saved together.
+
+    async def _save(self, step_number: int, state: steps.State, batches: data.TrainBatches) -> None:
+        """Save the run as it is after `step_number` steps; files are written while training goes on."""
+        assert self.checkpoints is not None
+        run = {"state": state, "step": step_number, "batches": batches.position}
+        await self.checkpoints.save(step_number, run, on_progress=self.reporter.saving)
+
+    async def _restore(self, step: Any, batches: data.TrainBatches) -> steps.State | None:
+        """Go on from the newest checkpoint, if asked to and if there is one: its state, with `batches` moved on."""
+        if not self.options.resume or self.checkpoints is None or self.checkpoints.latest() is None:
+            return None
+        with self.reporter.phase("restoring"):
+            # The state goes where the step keeps it; the rest comes back as what `batches.position` is made of.
+            run = await self.checkpoints.restore({"state": (step, 0), "step": 0, "batches": batches.position})
+        self.first_step, batches.position = run["step"], run["batches"]
+        self.reporter.line(f"going on after step {self.first_step}")
+        return run["state"]
+
+    # -------------------------------------------------------- training
+
+    async def _train(self, mesh: Any, step: Any, state: steps.State, batches: data.TrainBatches) -> steps.State:
         o = self.options
-        with self.reporter.training(o.steps, o.tokens_per_step) as progress:
-            state = await self._train_steps(mesh, step, state, islice(batches, o.verify), progress)
+        with self.reporter.training(o.steps, o.tokens_per_step, self.first_step) as progress:
             if o.verify:
+                state = await self._train_steps(mesh, step, state, batches, range(1, o.verify + 1), progress)
                 self.verified_params = await mesh.fetch(state["params"])
-            state = await self._train_steps(mesh, step, state, islice(batches, o.steps - o.verify), progress)
+            rest = range(self.first_step + o.verify + 1, o.steps + 1)
+            state = await self._train_steps(mesh, step, state, batches, rest, progress)
         self.train_s = progress.seconds
         return state
 
     async def _train_steps(
-        self, mesh: Any, step: Any, state: steps.State, batches: Iterator[data.Batch], progress: report.TrainingProgress
+        self,
+        mesh: Any,
+        step: Any,
+        state: steps.State,
+        batches: data.TrainBatches,
+        numbers: range,
+        progress: report.TrainingProgress,
     ) -> steps.State:
-        """One step a batch. The next step is under way before the loss of this one is looked at."""
+        """The steps of these numbers, counted from 1. The next is under way before the loss of this is looked at."""
         pending: tuple[Any, Any] | None = None
         with progress.clock():
-            for batch in batches:
-                future = await mesh.submit(step, state, batch)
+            for number in numbers:
+                future = await mesh.submit(step, state, next(batches))
                 state, loss = future.outputs
                 if pending:
                     await self._finish(mesh, *pending, progress)
                 pending = future, loss
+                if self._is_due(number):
+                    await self._save(number, state, batches)
             if pending:
                 await self._finish(mesh, *pending, progress)
         return state
+
+    def _is_due(self, number: int) -> bool:
+        """Whether the run is saved after this step."""
+        every = self.options.save_every
+        return self.checkpoints is not None and (number == self.options.steps or bool(every and number % every == 0))
 
     async def _finish(self, mesh: Any, future: Any, loss: Any, progress: report.TrainingProgress) -> None:
         await future
@@ -182,6 +237,11 @@ class Pipeline:
         losses = [await (await mesh.run(step, params, batch)) for batch in validation]
         self.validation_loss = float(np.mean(losses))
         self.params = await mesh.fetch(params)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of this run's training."""
+        return len(self.losses) * self.options.tokens_per_step / max(self.train_s, 1e-9)
 
     def verify(self, batches: Iterator[data.Batch]) -> tuple[float, float]:
         """Largest relative differences of losses and of parameters from the same steps under plain `jax.jit`."""

@@ -6,8 +6,8 @@ import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -107,7 +107,7 @@ def _as_array(text: bytes) -> np.ndarray:
 # ---------------------------------------------------------------- batches
 
 
-def train_batches(text: np.ndarray, shape: tuple[int, int, int], seed: int) -> Iterator[Batch]:
+class TrainBatches(Iterator[Batch]):
     """Endless batches of windows at random places in `text`.
 
     Args:
@@ -115,14 +115,38 @@ def train_batches(text: np.ndarray, shape: tuple[int, int, int], seed: int) -> I
         shape: (num_microbatches, microbatch_size, seq_len).
         seed: the same seed gives the same batches.
 
+    Attributes:
+        position: which batch comes next: a tree of numbers and strings. Once it is set, what follows is what followed
+            when it was read: a run that is to go on saves it.
+
     Raises:
         DataError: `text` is shorter than one window.
     """
-    num_starts = len(text) - shape[-1]
-    if num_starts < 1:
-        raise DataError(f"{len(text)} bytes of training text, but --seq-len {shape[-1]} needs at least {shape[-1] + 1}")
-    rng = np.random.default_rng(seed)
-    return (_windows(text, rng.integers(0, num_starts, size=shape[0] * shape[1]), shape) for _ in count())
+
+    def __init__(self, text: np.ndarray, shape: tuple[int, int, int], seed: int):
+        self._text, self._shape, self._num_starts = text, shape, len(text) - shape[-1]
+        if self._num_starts < 1:
+            raise DataError(
+                f"{len(text)} bytes of training text, but --seq-len {shape[-1]} needs at least {shape[-1] + 1}"
+            )
+        self._rng = np.random.default_rng(seed)
+
+    def __next__(self) -> Batch:
+        starts = self._rng.integers(0, self._num_starts, size=self._shape[0] * self._shape[1])
+        return _windows(self._text, starts, self._shape)
+
+    @property
+    def position(self) -> Any:
+        return self._rng.bit_generator.state
+
+    @position.setter
+    def position(self, position: Any) -> None:
+        self._rng.bit_generator.state = position
+
+
+def train_batches(text: np.ndarray, shape: tuple[int, int, int], seed: int) -> TrainBatches:
+    """See `TrainBatches`."""
+    return TrainBatches(text, shape, seed)
 
 
 def validation_batches(text: np.ndarray, shape: tuple[int, int, int], max_batches: int) -> list[Batch]:

@@ -37,6 +37,9 @@ class Options:
     data: Path | None = None
     verify: int = 0
     dump_passes: Path | None = None
+    checkpoint_dir: Path | None = None
+    save_every: int = 0  # 0: at the end only.
+    resume: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -71,7 +74,10 @@ _HELP = {
     "data": "text file or folder (default: the sources of Python's standard library)",
     "verify": "also run the first VERIFY steps with plain jax.jit and compare",
     "dump_passes": "write the text of every compiler pass and each actor's program into this folder",
+    "checkpoint_dir": "save the run here, at its end and with --save-every; the newest three checkpoints stay",
+    "save_every": "also save after every SAVE_EVERY steps, while training goes on",
 }
+_FOLDERS = ("dump_passes", "checkpoint_dir")
 _AT_LEAST_ZERO = ("stages", "seed", "verify")
 
 
@@ -100,13 +106,16 @@ def _parser() -> argparse.ArgumentParser:
             parser.add_argument(flag, type=_schedule_name, default=default, metavar="NAME", help=text)
         elif name == "launcher":
             parser.add_argument(flag, choices=("local", "inline"), default=default, help=text)
-        elif name in ("data", "dump_passes"):
-            metavar = "DIR" if name == "dump_passes" else "PATH"
+        elif name in ("data", *_FOLDERS):
+            metavar = "DIR" if name in _FOLDERS else "PATH"
             parser.add_argument(flag, type=Path, default=argparse.SUPPRESS, metavar=metavar, help=text)
         else:
             least = 0 if name in _AT_LEAST_ZERO else 1
-            shown = argparse.SUPPRESS if name in ("stages", "verify") else default
+            shown = argparse.SUPPRESS if name in ("stages", "verify", "save_every") else default
             parser.add_argument(flag, type=_whole_number(least), default=shown, metavar="N", help=text)
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir, if there is one"
+    )
     parser.add_argument("--tie-embedding", action="store_true", help="use the embedding as output projection too")
     return parser
 
@@ -149,6 +158,19 @@ def check(options: Options) -> None:
         (
             o.dump_passes is None or not o.dump_passes.exists() or o.dump_passes.is_dir(),
             f"--dump-passes {o.dump_passes} is a file; name a folder",
+        ),
+        (o.checkpoint_dir is not None or not o.save_every, f"--save-every {o.save_every} needs --checkpoint-dir DIR"),
+        (
+            o.checkpoint_dir is not None or not o.resume,
+            "--resume needs the --checkpoint-dir DIR of the run to go on with",
+        ),
+        (
+            not (o.resume and o.verify),
+            f"--verify {o.verify} compares from the first step on; leave it out with --resume",
+        ),
+        (
+            o.resume or o.checkpoint_dir is None or not any(o.checkpoint_dir.glob("[0-9]*/manifest.json")),
+            f"--checkpoint-dir {o.checkpoint_dir} has checkpoints; add --resume to go on from them, or name another",
         ),
     ]
     for holds, message in rules:

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 NUM_PLAIN_LINES = 20
+LONG_SAVE_BYTES = 1 << 30
+"""Of larger checkpoints, more is said than that they are written."""
 
 
 class Reporter:
@@ -45,19 +47,27 @@ class Reporter:
         with self._console.status(doing) if self._console.is_terminal else nullcontext():
             yield
 
+    def saving(self, saving: Any) -> None:
+        """Say how far a checkpoint has come; called each time that a file of it is on the disk."""
+        if saving.written_bytes < saving.size_bytes < LONG_SAVE_BYTES:
+            return
+        share = saving.written_bytes / max(saving.size_bytes, 1)
+        self.line(f"checkpoint {saving.path}: {share:.0%} of {saving.size_bytes / 2**20:,.1f} MiB written")
+
     @contextmanager
-    def training(self, num_steps: int, tokens_per_step: int) -> Iterator[TrainingProgress]:
+    def training(self, num_steps: int, tokens_per_step: int, first_step: int = 0) -> Iterator[TrainingProgress]:
         """Shows step, loss and tokens/s for as long as the context lasts."""
         if not self._console.is_terminal:
-            yield TrainingProgress(num_steps, tokens_per_step, self._plain)
+            yield TrainingProgress(num_steps, tokens_per_step, self._plain, first_step)
             return
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
         with Progress(*columns, TimeRemainingColumn(), console=self._console) as bar:
-            task = bar.add_task("", total=num_steps)
+            task = bar.add_task("", total=num_steps, completed=first_step)
             yield TrainingProgress(
                 num_steps,
                 tokens_per_step,
                 lambda p: bar.update(task, completed=p.step, description=f"loss {p.loss:.3f}, {p.rate:,.0f} tokens/s"),
+                first_step,
             )
 
     def _plain(self, progress: TrainingProgress) -> None:
@@ -70,9 +80,9 @@ class Reporter:
 class TrainingProgress:
     """Counts steps and the seconds spent on them; tells `show` after each."""
 
-    def __init__(self, num_steps: int, tokens_per_step: int, show: Any):
+    def __init__(self, num_steps: int, tokens_per_step: int, show: Any, first_step: int = 0):
         self.num_steps, self._tokens_per_step, self._show = num_steps, tokens_per_step, show
-        self.step, self.loss, self.elapsed_s = 0, float("nan"), 0.0
+        self.step, self._first_step, self.loss, self.elapsed_s = first_step, first_step, float("nan"), 0.0
         self._resumed: float | None = None
 
     @contextmanager
@@ -90,8 +100,8 @@ class TrainingProgress:
 
     @property
     def rate(self) -> float:
-        """Tokens a second, over all steps so far."""
-        return self.step * self._tokens_per_step / max(self.seconds, 1e-9)
+        """Tokens a second, over all steps so far that were not another run's."""
+        return (self.step - self._first_step) * self._tokens_per_step / max(self.seconds, 1e-9)
 
     def advance(self, loss: float) -> None:
         self.step, self.loss = self.step + 1, loss

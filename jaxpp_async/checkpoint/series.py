@@ -1,4 +1,4 @@
-"""series: `Checkpoints`, a run's checkpoints in one directory: numbered, saved in the background, the newest few kept."""
+"""series: `Checkpoints`: the numbered checkpoints of one run, saved in the background, the newest few kept."""
 
 from __future__ import annotations
 
