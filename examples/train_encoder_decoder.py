@@ -19,6 +19,8 @@ import jaxpp_async as jpp
 from gpt.model import last_layers
 from training import SEQ_LEN, VOCAB_SIZE, Program, main
 
+ADAMW = optax.adamw(3e-3)
+
 Params = dict[str, Any]
 
 
@@ -83,9 +85,10 @@ def loss_fn(params: Params, microbatch: Any, num_stages: int) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, microbatch["labels"][:, half:]).mean()
 
 
-def make_program(schedule: Any, dim: int = 64, num_layers: int = 4) -> Program:
-    """A model cut into the schedule's stages, trained with AdamW."""
-    optimizer = optax.adamw(3e-3)
+def make_program(
+    schedule: Any, optimizer: optax.GradientTransformation = ADAMW, *, dim: int = 64, num_layers: int = 4
+) -> Program:
+    """A model cut into the schedule's stages, and its training step."""
 
     def init(key: jax.Array) -> dict[str, Any]:
         params = init_params(key, dim, num_layers)

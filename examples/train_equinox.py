@@ -20,6 +20,8 @@ import jaxpp_async as jpp
 from gpt.model import last_layers
 from training import SEQ_LEN, VOCAB_SIZE, Program, main
 
+ADAMW = optax.adamw(3e-3)
+
 
 class Block(eqx.Module):
     """Causal attention, then an MLP with BatchNorm; dropout behind each. (seq, dim) to the same."""
@@ -85,10 +87,11 @@ def loss_fn(model: Model, state: eqx.nn.State, microbatch: Any, key: jax.Array) 
     return optax.softmax_cross_entropy_with_integer_labels(logits, microbatch["labels"]).mean(), state
 
 
-def make_program(schedule: Any, dim: int = 64, num_layers: int = 4) -> Program:
-    """A model cut into the schedule's stages, trained with AdamW."""
+def make_program(
+    schedule: Any, optimizer: optax.GradientTransformation = ADAMW, *, dim: int = 64, num_layers: int = 4
+) -> Program:
+    """A model cut into the schedule's stages, and its training step."""
     make = eqx.nn.make_with_state(lambda key: Model(schedule.num_stages, dim, num_layers, key))
-    optimizer = optax.adamw(3e-3)
     # Shapes suffice to tell arrays from the rest (functions, flags), which the step closes over.
     shapes, _ = eqx.filter_eval_shape(make, jax.random.key(0))
     _, static = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))

@@ -19,6 +19,8 @@ from flax.training import train_state
 import jaxpp_async as jpp
 from training import SEQ_LEN, VOCAB_SIZE, Program, main
 
+ADAMW = optax.adamw(3e-3)
+
 
 class Block(nn.Module):
     """Causal attention, then an MLP with BatchNorm; dropout behind each. (batch, seq, dim) to the same."""
@@ -69,8 +71,10 @@ class TrainState(train_state.TrainState):
     key: jax.Array
 
 
-def make_program(schedule: Any, dim: int = 64, num_layers: int = 4) -> Program:
-    """A model cut into the schedule's stages, trained with AdamW."""
+def make_program(
+    schedule: Any, optimizer: optax.GradientTransformation = ADAMW, *, dim: int = 64, num_layers: int = 4
+) -> Program:
+    """A model cut into the schedule's stages, and its training step."""
     model = Model(schedule.num_stages, dim, max(1, num_layers // schedule.num_stages))
 
     def init(key: jax.Array) -> TrainState:
@@ -79,7 +83,7 @@ def make_program(schedule: Any, dim: int = 64, num_layers: int = 4) -> Program:
         return TrainState.create(
             apply_fn=model.apply,
             params=variables["params"],
-            tx=optax.adamw(3e-3),
+            tx=optimizer,
             batch_stats=variables["batch_stats"],
             key=dropout_key,
         )

@@ -17,6 +17,8 @@ import jaxpp_async as jpp
 from gpt.model import last_layers
 from training import SEQ_LEN, VOCAB_SIZE, Program, main
 
+ADAMW = optax.adamw(3e-3)
+
 
 class Block(nnx.Module):
     """Causal attention, then an MLP with BatchNorm; dropout behind each. (batch, seq, dim) to the same."""
@@ -61,17 +63,19 @@ def loss_fn(model: Model, microbatch: Any) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, microbatch["labels"]).mean()
 
 
-def make_program(schedule: Any, dim: int = 64, num_layers: int = 4) -> Program:
-    """A model cut into the schedule's stages, trained with AdamW."""
+def make_program(
+    schedule: Any, optimizer: optax.GradientTransformation = ADAMW, *, dim: int = 64, num_layers: int = 4
+) -> Program:
+    """A model cut into the schedule's stages, and its training step."""
 
     def make(key: jax.Array) -> tuple[Model, nnx.Optimizer]:
         model = Model(schedule.num_stages, dim, num_layers, rngs=nnx.Rngs(key))
-        return model, nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
+        return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 
     graphdef = nnx.graphdef(nnx.eval_shape(make, jax.random.key(0)))
 
     def train_step(state: nnx.State, batch: Any) -> tuple[nnx.State, jax.Array]:
-        model, optimizer = nnx.merge(graphdef, state)
+        model, updater = nnx.merge(graphdef, state)
         num_microbatches = batch["tokens"].shape[0]
         # Every dropout gets a key for each microbatch; like the batch, they come with a leading axis.
         forks = nnx.split_rngs(model, splits=num_microbatches)
@@ -89,8 +93,8 @@ def make_program(schedule: Any, dim: int = 64, num_layers: int = 4) -> Program:
         grads, loss, statistics = loop((batch, rngs))
         nnx.restore_rngs(forks)
         nnx.update(model, statistics)
-        optimizer.update(model, grads)
-        return nnx.state((model, optimizer)), loss
+        updater.update(model, grads)
+        return nnx.state((model, updater)), loss
 
     return Program(lambda key: nnx.state(make(key)), train_step)
 

@@ -6,10 +6,10 @@ In: a `Program`, which an example builds for a schedule. Out: lines with the los
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,15 +79,20 @@ def main(make_program: Callable[[Any], Program]) -> None:
         num_stages = actors * (2 if schedule == ScheduleName.interleaved1f1b else 1)
         program = make_program(getattr(jpp, schedule)(num_stages))
         key = jax.random.key(seed)
-        losses, checked = asyncio.run(train(program, key, islice(batches(), steps), actors, launcher, verify))
+
+        async def on_a_mesh() -> tuple[list[float], Any]:
+            async with jpp.RemoteMesh(actors, launcher=launcher) as mesh:
+                return await train(mesh, program, key, islice(batches(), steps), verify)
+
+        losses, state = asyncio.run(on_a_mesh())
         if verify:
-            print_difference(program, key, islice(batches(), verify), losses, checked)
+            print_difference(program, key, islice(batches(), verify), losses, state)
 
     typer.run(command)
 
 
 async def train(
-    program: Program, key: jax.Array, batches: Iterable[Batch], num_actors: int, launcher: str, verify: int = 0
+    mesh: Any, program: Program, key: jax.Array, batches: Iterable[Batch], verify: int = 0
 ) -> tuple[list[float], Any]:
     """Train on a mesh, printing as it goes.
 
@@ -97,23 +102,17 @@ async def train(
     losses, checked = [], None
     batches = iter(batches)
     first = next(batches)
-    async with jpp.RemoteMesh(num_actors, launcher=launcher) as mesh:
-        step = mesh.distributed(program.train_step, donate_argnums=0)
-        await step.compile(jax.eval_shape(program.init, key), first)
-        state = await step.init(0, program.init, key)  # Each leaf is made where the step keeps it.
-        for batch in _chain(first, batches):
-            state, loss = await mesh.run(step, state, batch)
-            losses.append(float(await loss))
-            if len(losses) in (1, verify) or len(losses) % 10 == 0:
-                print(f"step {len(losses):4}  loss {losses[-1]:.3f}", flush=True)
-            if len(losses) == verify:
-                checked = await mesh.fetch(state)
+    step = mesh.distributed(program.train_step, donate_argnums=0)
+    await step.compile(jax.eval_shape(program.init, key), first)
+    state = await step.init(0, program.init, key)  # Each leaf is made where the step keeps it.
+    for batch in chain([first], batches):
+        state, loss = await mesh.run(step, state, batch)
+        losses.append(float(await loss))
+        if len(losses) in (1, verify) or len(losses) % 10 == 0:
+            print(f"step {len(losses):4}  loss {losses[-1]:.3f}", flush=True)
+        if len(losses) == verify:
+            checked = await mesh.fetch(state)
     return losses, checked
-
-
-def _chain(first: Batch, rest: Iterable[Batch]) -> Iterator[Batch]:
-    yield first
-    yield from rest
 
 
 def print_difference(
