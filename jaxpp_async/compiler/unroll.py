@@ -5,6 +5,8 @@ Every microbatch of a task runs the same recipe; accumulators go from one to the
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxpp_async.compiler.ir import Lit, Ref, Types
@@ -43,6 +45,19 @@ class Draft:
         self.value_ids.append(ir_id)
         return len(self.values) - 1
 
+    def again(self, value: ValueId) -> ValueId:
+        """A new graph value like another: an accumulator after one more microbatch."""
+        self.values.append(self.values[value])
+        self.value_ids.append(self.value_ids[value])
+        return len(self.values) - 1
+
+    def temporaries(self, ir_ids: Sequence[int], where: str) -> list[ValueId]:
+        """New graph values that a node makes, one an id."""
+        first, types = len(self.values), self.types
+        self.values += [Value(types[v].aval, f"%{v}@{where}") for v in ir_ids]
+        self.value_ids += ir_ids
+        return list(range(first, len(self.values)))
+
     def read(self, ir_id: int, actor: ActorId) -> ValueId:
         """The value of an id on `actor`, or else the one to be sent there (from the lowest actor that has it)."""
         if (ir_id, actor) in self.where:
@@ -78,34 +93,34 @@ class _Unroller:
         invariants, batch, self.index = self.loop.body_inputs()
         self.outer = dict(zip((*invariants, *batch), self.loop.inputs, strict=True))
         self.batch = set(batch)
-        self.made: dict[tuple[int, int], ValueId] = {}  # (body id, microbatch) to value
+        self.made: dict[int, dict[int, ValueId]] = defaultdict(dict)  # microbatch to body id to value
+        self.held: dict[TaskKey, dict[int, ValueId]] = {}  # inputs that are the same for every microbatch
         self.recipes: dict[TaskKey, int] = {}
         self.accumulators: dict[int, ValueId] = {}  # final IR id to its current value
+        self.added: dict[TaskKey, list[int]] = {}  # the accumulators that a task adds to
         self.started: set[TaskKey] = set()
         self.finals = finals
 
     def add(self, actor: ActorId, task: Task, key: TaskKey) -> None:
         variant = self.scheduled.variants[key]
         adds = variant.task.adds
-        for whole in dict.fromkeys(self._part(add).task for add in adds):
-            if whole not in self.started:
-                self._start(actor, whole)
         if key not in self.recipes:
+            for whole in dict.fromkeys(self._part(add).task for add in adds):
+                if whole not in self.started:
+                    self._start(actor, whole)
             self.recipes[key] = self._recipe(key)
+            self.added[key] = [self._final(add) for add in adds]
+        finals = self.added[key]
         recipe = self.draft.recipes[self.recipes[key]]
-        inputs = [self._input(v, actor, task.i) for v in recipe.inputs[: len(recipe.inputs) - len(adds)]]
+        inputs = self._inputs(key, recipe.inputs[: len(recipe.inputs) - len(adds)], actor, task.i)
         donatable = tuple(range(len(inputs), len(inputs) + len(adds)))
-        inputs += [self.accumulators[self._final(add)] for add in adds]
+        inputs += [self.accumulators[final] for final in finals]
         label = f"{key[0]}(stage {task.stage}, mb {task.i})"
-        outputs = []
-        for v in variant.makes:
-            self.made[v, task.i] = self.draft.value(v, f"%{v}@{label}")
-            outputs.append(self.made[v, task.i])
-        for add in adds:
-            final = self._final(add)
-            old = self.draft.values[self.accumulators[final]]
-            self.accumulators[final] = self.draft.value(final, old.label, old.kind)
-            outputs.append(self.accumulators[final])
+        outputs = self.draft.temporaries(variant.makes, label)
+        self.made[task.i].update(zip(variant.makes, outputs, strict=True))
+        updated = [self.draft.again(old) for old in inputs[len(inputs) - len(adds) :]]
+        self.accumulators.update(zip(finals, updated, strict=True))
+        outputs += updated
         self.draft.nodes.append(Node(label, actor, self.recipes[key], tuple(inputs), tuple(outputs), donatable, task))
 
     def _part(self, add: tuple[int, int]) -> OutputPart:
@@ -114,14 +129,19 @@ class _Unroller:
     def _final(self, add: tuple[int, int]) -> int:
         return self.finals[add[0]][add[1]]
 
-    def _input(self, ir_id: int, actor: ActorId, microbatch: int) -> ValueId:
-        if ir_id == self.index:
-            return self.draft.read(self.draft.index_ids[microbatch], actor)
-        if (ir_id, microbatch) in self.made:
-            return self.made[ir_id, microbatch]
-        ref = self.outer.get(ir_id, ir_id)  # a whole batch leaf goes by its outer id
-        assert isinstance(ref, int)
-        return self.draft.read(ref, actor)
+    def _inputs(self, key: TaskKey, ir_ids: Sequence[int], actor: ActorId, microbatch: int) -> list[ValueId]:
+        made, held = self.made[microbatch], self.held.setdefault(key, {})
+        found = []
+        for v in ir_ids:
+            if (value := made.get(v)) is None and (value := held.get(v)) is None:
+                if v == self.index:
+                    value = self.draft.read(self.draft.index_ids[microbatch], actor)
+                else:
+                    ref = self.outer.get(v, v)  # a whole batch leaf goes by its outer id
+                    assert isinstance(ref, int)
+                    value = held[v] = self.draft.read(ref, actor)
+            found.append(value)
+        return found
 
     def _start(self, actor: ActorId, whole: TaskKey) -> None:
         """The accumulators of one whole task, made on its actor just before they are first needed."""
