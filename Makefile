@@ -12,12 +12,13 @@ STAMP  := $(VENV)/.installed
 INTERPRETER := import sys; print(sys.base_prefix, sys.version.split()[0])
 INSTALLED_FROM = "$$("$(PYTHON)" -c '$(INTERPRETER)') $(CURDIR) $$(cksum < pyproject.toml)"
 
-.PHONY: help setup demo test check fmt golden fuzz bench-compile
+.PHONY: help setup demo test check fmt golden fuzz bench-compile test-ssh
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    train a small GPT through a pipeline of two processes (ARGS=--help lists its options)"
 	@echo "make test    run the tests (ARGS goes to pytest)"
+	@echo "make test-ssh  tests of actors over ssh, with an sshd of their own on a loopback port (Debian: installs openssh-server)"
 	@echo "make check   lint, format, types, import rules"
 	@echo "make fmt     format the code"
 	@echo "make fuzz    draw random training steps and compare them with plain JAX (ARGS=\"--examples 20000\")"
@@ -52,6 +53,18 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+# Needs no rights but to install sshd where it is missing; the tests start theirs themselves, with throwaway keys.
+test-ssh: setup
+	@PATH="$$PATH:/usr/sbin" command -v sshd >/dev/null || { \
+	  if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+	    echo "test-ssh: there is no sshd; install it, on Debian and Ubuntu: sudo apt-get install openssh-server" >&2; \
+	    exit 1; fi; \
+	  echo "test-ssh: installing openssh-server"; export RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive; \
+	  install="apt-get install -y -qq --no-install-recommends openssh-server"; \
+	  $$install >/dev/null 2>&1 || { apt-get update -qq && $$install >/dev/null; } || { \
+	    echo "test-ssh: openssh-server could not be installed" >&2; exit 1; }; }
+	JAXPP_TEST_SSH=1 $(BIN)/python -m pytest tests/test_launch_ssh.py $(ARGS)
 
 check: setup
 	$(BIN)/ruff check

@@ -15,6 +15,7 @@ from jaxpp_async.errors import MeshError
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _DEVICE = re.compile(r"[A-Za-z0-9_:./-]+")
 _INTERFACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:,@-]*")
+_MAX_CPUS = 1 << 16
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -154,7 +155,7 @@ def parse_cpus(text: str) -> tuple[int, ...]:
     cpus: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        if not first.isdigit() or (dash and not (last.isdigit() and int(first) <= int(last) < _MAX_CPUS)):
             raise ValueError(f"{text!r} is no list of CPU numbers such as 0-3,8")
         cpus += range(int(first), int(last or first) + 1)
     return tuple(dict.fromkeys(cpus))

@@ -1,0 +1,146 @@
+"""Hostfiles, lists of hosts, settings and placements: pure text and data."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxpp_async.actors.launch.hostfile import load_hostfile, parse_hostfile, parse_hosts
+from jaxpp_async.actors.launch.hosts import Host, Settings, environment, parse_cpus, place
+from jaxpp_async.actors.launching import Launching
+from jaxpp_async.errors import MeshError
+
+HOSTFILES = [
+    ("a\nb\n", [Host("a"), Host("b")]),
+    ("\ufeffa", [Host("a")]),
+    ("# all\n\n  a slots=4 # four\n\tb\r\n", [Host("a", 4), Host("b")]),
+    ("a:3\n", [Host("a", 3)]),
+    ("me@10.0.0.7:2 port=2222", [Host("10.0.0.7", 2, "me", 2222)]),
+    ("a port=1\na port=2\na", [Host("a", port=1), Host("a", port=2), Host("a")]),
+    ("a user=me python=/opt/py/bin/python", [Host("a", user="me", settings=Settings(python="/opt/py/bin/python"))]),
+    ("a env=A=1 env=B=x=y", [Host("a", settings=Settings(env={"A": "1", "B": "x=y"}))]),
+    ("a 'env=A=two words'", [Host("a", settings=Settings(env={"A": "two words"}))]),
+    ("a cpus=0-2,8", [Host("a", settings=Settings(cpus=(0, 1, 2, 8)))]),
+    ("a devices=0-2,GPU-1b2c", [Host("a", settings=Settings(devices=("0", "1", "2", "GPU-1b2c")))]),
+    (
+        "a interface=mlx5_0:1 ports=47000-47100",
+        [Host("a", settings=Settings(None, {}, None, None, "mlx5_0:1", (47000, 47100)))],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "hosts"), HOSTFILES)
+def test_hostfiles(text, hosts):
+    assert list(parse_hostfile(text)) == hosts
+
+
+WRONG = [
+    ("", "hf names no host; write one host a line"),
+    ("# nothing\n", "hf names no host"),
+    ("a\nb\na slots=2", "hf:3: host a stands at hf:1 already; write it once, with slots=N"),
+    ("a slots=0", "hf:1: host a has slots=0"),
+    ("a\nb slots=-1", "hf:2: host b has slots=-1"),
+    ("a slots=two", "hf:1: slots=two is no whole number"),
+    ("a slots=", "hf:1: slots= has no value"),
+    ("a slots=1 slots=2", "hf:1: slots= stands twice"),
+    ("a:2 slots=2", "hf:1: slots= is given a second time"),
+    ("me@a user=you", "hf:1: user= is given a second time"),
+    ("a max_slots=2", "hf:1: unknown 'max_slots=2'; a host takes slots=, user=, port=, python="),
+    ("a b", "hf:1: unknown 'b'"),
+    ("slots=2 a", "hf:1: the line begins with 'slots=2'; a host's name comes first"),
+    ("a port=70000", "hf:1: host a has port=70000"),
+    ("-oProxyCommand=evil", "hf:1: "),
+    ("a user=-x", "hf:1: host a has user='-x'"),
+    ("a:x", "hf:1: 'a:x' is no host"),
+    ("fe80::1", "hf:1: 'fe80::1' is no host; .*IPv6"),
+    ("a 'open", "hf:1: No closing quotation"),
+    ("a env=A", "hf:1: env=A has no second '='"),
+    ("a env=1A=2", "hf:1: env has '1A': '2'"),
+    ("a cpus=x", "hf:1: 'x' is no list of CPU numbers"),
+    ("a cpus=3-1", "hf:1: '3-1' is no list of CPU numbers"),
+    ("a ports=9", "hf:1: '9' is no range of ports"),
+    ("a ports=9-1", "hf:1: ports is \\(9, 1\\)"),
+    ("a 'devices=0 1'", "hf:1: devices is"),
+    ("a 'interface=eth0 '", "hf:1: interface is 'eth0 '"),
+    ("a python=-c", "hf:1: python is '-c'"),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), WRONG)
+def test_wrong_hostfiles_name_file_and_line(text, says):
+    with pytest.raises(MeshError, match=f"^{says}"):
+        parse_hostfile(text, "hf")
+
+
+def test_files(tmp_path):
+    path = tmp_path / "hosts"
+    with pytest.raises(MeshError, match=rf"hostfile {path} does not exist; give the path"):
+        load_hostfile(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(MeshError, match="cannot be read"):
+        load_hostfile(path)
+    path.write_text("a slots=2")
+    assert load_hostfile(path) == (Host("a", 2),)
+
+
+def test_lists_of_hosts():
+    assert parse_hosts(["a slots=2", Host("b")]) == (Host("a", 2), Host("b"))
+    for hosts, says in (
+        ([], "hosts names no host"),
+        (["a", "b", "a"], r"hosts\[2\]: host a stands at hosts\[0\]"),
+        ([3], r"hosts\[0\] is 3"),
+        (["a", "b slot=2"], r"hosts\[1\]: unknown 'slot=2'"),
+    ):
+        with pytest.raises(MeshError, match=says):
+            parse_hosts(hosts)
+
+
+def test_slots_are_filled_in_order():
+    placed = place([Host("a", 2), Host("b", 3), Host("c")], 4)
+    assert [(p.host.name, p.index, p.count) for p in placed] == [("a", 0, 2), ("a", 1, 2), ("b", 0, 2), ("b", 1, 2)]
+    with pytest.raises(MeshError, match=r"7 actors do not fit 6 slots on 3 hosts; .* at most 6 actors"):
+        place([Host("a", 2), Host("b", 3), Host("c")], 7)
+
+
+def test_a_hosts_own_settings_win():
+    base = Settings(python="p", env={"A": "1", "B": "1"}, cpus=(0,), devices=("0",), interface="i", ports=(1, 2))
+    own = Settings(env={"B": "2"}, devices=("4", "5", "6"))
+    joined = own.over(base)
+    assert joined == Settings("p", {"A": "1", "B": "2"}, (0,), ("4", "5", "6"), "i", (1, 2))
+    assert Settings().over(base) == base
+    second = place([Host("a", 2)], 2)[1]
+    assert environment(joined, second, "cuda") == {
+        "JAX_PLATFORMS": "cuda",
+        "PYTHONUNBUFFERED": "1",
+        "UCX_NET_DEVICES": "i",
+        "UCX_TCP_PORT_RANGE": "1-2",
+        "CUDA_VISIBLE_DEVICES": "5,6",
+        "A": "1",
+        "B": "2",
+    }
+
+
+def test_cpu_lists():
+    assert parse_cpus("3,0-1,1") == (3, 0, 1)
+
+
+OPTIONS = [
+    ({"launcher": "ssh"}, "launcher='ssh' needs hosts="),
+    ({"launcher": "local", "hosts": ["a"]}, "hosts= has no effect with launcher='local'"),
+    ({"launcher": "inline", "cpus": "0"}, "cpus= has no effect with launcher='inline'"),
+    ({"launcher": "slurm", "hosts": ["a"]}, "hosts= has no effect with launcher='slurm', which takes the hosts of"),
+    ({"ssh_options": ["-v"]}, "ssh_options= has no effect with launcher='local'"),
+    ({"control_address": "::"}, "control_address= has no effect with launcher='local'"),
+    ({"hosts": 3}, "hosts is 3; it is a hostfile's path or a list of hosts"),
+    ({"hosts": "/no/such/hostfile"}, "hostfile /no/such/hostfile does not exist"),
+    ({"hosts": ["a"]}, "2 actors do not fit 1 slot on 1 host"),
+    ({"cpus": "a-b"}, "cpus='a-b': 'a-b' is no list of CPU numbers"),
+    ({"devices": []}, r"devices is \(\)"),
+    ({"ports": 5}, "ports=5: "),
+    ({"launcher": object()}, "nor a Launcher: it has no listen_host"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), OPTIONS, ids=[repr(o[0]) for o in OPTIONS])
+def test_options_that_cannot_be(options, says):
+    with pytest.raises(MeshError, match=says):
+        Launching(**options).make(2)
