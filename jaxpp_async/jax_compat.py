@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,7 +219,11 @@ class ScanParts:
 def scan_parts(eqn: Any) -> ScanParts:
     """What a `scan` equation says."""
     p = eqn.params
-    return ScanParts(p["jaxpr"], p["num_consts"], p["num_carry"], p["length"], p["reverse"])
+    if "num_consts" in p:
+        num_consts, num_carry = p["num_consts"], p["num_carry"]
+    else:  # JAX 0.12: trees of operands instead of counts
+        num_consts, num_carry, _ = (len(list(part)) for part in p["ft_in"].update(eqn.invars).unpack())
+    return ScanParts(p["jaxpr"], num_consts, num_carry, p["length"], p["reverse"])
 
 
 def largest_constant_inside(eqn: Any) -> int:
@@ -236,7 +240,7 @@ def largest_constant_inside(eqn: Any) -> int:
     return max(sizes)
 
 
-def find_inside(eqn: Any, names: Sequence[str]) -> tuple[Any, list[str]]:
+def find_inside(eqn: Any, names: Collection[str]) -> tuple[Any, list[str]]:
     """The first equation with one of these primitives: `eqn` itself or one inside it, else None.
 
     Returns:

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxpp_async.compiler.ir import Branches, Flat, Lit, Loop, Op, Ref, Types, used_ids
+from jaxpp_async.compiler.primitives import LAID_OUT
 
 # Up to this size a value is sent at no cost that matters, and says nothing about where its users should run.
 SMALL_BYTES = 64
@@ -17,15 +18,12 @@ SMALL_BYTES = 64
 # Up to this size (a scalar, a key) it is computed again rather than shared between the parts of a cond.
 SCALAR_BYTES = 16
 
-# They only lay out what they are given: made again from a small operand rather than sent.
-LAYOUT = frozenset(("broadcast_in_dim", "convert_element_type", "copy", "iota", "reshape", "squeeze", "expand_dims"))
-
 
 def repeatable(op: Op, types: Types) -> bool:
     """Whether computing `op` again costs less than it would to share its result."""
     if any(types.size_bytes(r) > SCALAR_BYTES for r in op.reads):
         return False
-    return op.name in LAYOUT or all(types.size_bytes(o) <= SCALAR_BYTES for o in op.outputs if o >= 0)
+    return op.name in LAID_OUT or all(types.size_bytes(o) <= SCALAR_BYTES for o in op.outputs if o >= 0)
 
 
 # ---------------------------------------------------------------- one cond into several

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from jaxpp_async.compiler.ir import Loop, Op, Ref, Types
-from jaxpp_async.compiler.stages import LIGHTWEIGHT, MARKER, MARKER_SIDE, Stages, TaskKey
+from jaxpp_async.compiler.primitives import MARKER, MARKER_SIDE
+from jaxpp_async.compiler.stages import LIGHTWEIGHT, Stages, TaskKey
 from jaxpp_async.compiler.tails import OutputPart, Results, Tail, results
 
 __all__ = ["OutputPart", "StageTask", "StagedLoop", "TaskKey", "cross_task_values", "partition"]

@@ -12,16 +12,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxpp_async.compiler import conditions
-from jaxpp_async.compiler.conditions import LAYOUT, SCALAR_BYTES, SMALL_BYTES
+from jaxpp_async.compiler.conditions import SCALAR_BYTES, SMALL_BYTES
 from jaxpp_async.compiler.ir import Loop, Op, Types, used_ids
 from jaxpp_async.compiler.levels import levels
 from jaxpp_async.compiler.outer import Actors, OuterStep, replaced, without_dead
+from jaxpp_async.compiler.primitives import CALLS, LAID_OUT
 from jaxpp_async.compiler.regroup import Seen, regroup
 from jaxpp_async.program import ActorId
 
 __all__ = ["Actors", "OuterStep", "Placement", "place"]
-
-_CALLS = frozenset(("jit", "pjit", "closed_call", "core_call"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +79,7 @@ def _prepared(step: OuterStep, types: Types) -> OuterStep:
     while ops := {
         i: conditions.opened(op, types)
         for i, op in enumerate(step.items)
-        if isinstance(op, Op) and (conditions.is_decided(op) or (step.loop_needs and op.name in _CALLS and op.expand))
+        if isinstance(op, Op) and (conditions.is_decided(op) or (step.loop_needs and op.name in CALLS and op.expand))
     }:
         step = replaced(step, ops)
     used = used_ids((i for i in step.items if isinstance(i, Op)), step.outputs)
@@ -280,7 +279,7 @@ class _Placer:
         if not held:
             best = self._weights(op.reads)
             self._assign(position, {min((a for a in best if best[a] == max(best.values())), default=0)})
-        elif op.name in LAYOUT:
+        elif op.name in LAID_OUT:
             # Its operand is a scalar: that is sent, and not what is laid out from it.
             self._assign(position, set(held))
         else:

@@ -14,13 +14,7 @@ import numpy as np
 
 from jaxpp_async import jax_compat
 from jaxpp_async.compiler.ir import Lit, LoopPrints, Print, Ref, Shown, Types, stacked_type
-
-PRINTS = ("debug_print", "debug_callback")
-
-_CHECKPOINTS = ("checkpoint", "remat", "remat2")
-
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-"""What may be inlined around a print: nothing is differentiated any more when a step is compiled."""
+from jaxpp_async.compiler.primitives import CALLS, CHECKPOINTS, CUSTOM_RULES, PRINTS
 
 
 def print_of(eqn: Any, operands: Sequence[Ref], line: str) -> Print:
@@ -33,16 +27,16 @@ def print_of(eqn: Any, operands: Sequence[Ref], line: str) -> Print:
 
 def can_lift(eqn: Any) -> bool:
     """Whether an equation is a checkpoint with prints inside it."""
-    return eqn.primitive.name in _CHECKPOINTS and _has_prints(eqn)
+    return eqn.primitive.name in CHECKPOINTS and _has_prints(eqn)
 
 
 def can_inline(eqn: Any) -> bool:
     """Whether an equation is a call with prints inside it."""
-    return eqn.primitive.name in _CALLS and _has_prints(eqn)
+    return eqn.primitive.name in CALLS | CUSTOM_RULES and _has_prints(eqn)
 
 
 def _has_prints(eqn: Any) -> bool:
-    return any(jax_compat.primitives_inside(inner) & {*PRINTS} for inner in jax_compat.sub_jaxprs(eqn))
+    return any(jax_compat.primitives_inside(inner) & PRINTS for inner in jax_compat.sub_jaxprs(eqn))
 
 
 def lift(eqn: Any) -> tuple[Any, list[Any], list[tuple[Any, list[Any]]]]:

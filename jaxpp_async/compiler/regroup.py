@@ -15,10 +15,8 @@ from typing import Any
 from jaxpp_async.compiler.conditions import SMALL_BYTES
 from jaxpp_async.compiler.ir import Op, Types
 from jaxpp_async.compiler.outer import OuterStep, replaced
+from jaxpp_async.compiler.primitives import ASSOCIATIVE, REDUCTIONS
 from jaxpp_async.program import ActorId
-
-ASSOCIATIVE = frozenset(("add", "add_any", "mul", "max", "min", "and", "or"))
-REDUCTIONS = frozenset(("reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_and", "reduce_or"))
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,10 +17,8 @@ from jax import lax
 from jaxpp_async import jax_compat
 from jaxpp_async.compiler.emit import read, run_ops
 from jaxpp_async.compiler.ir import Flat, Op, Ref, Types, ValueType, stacked_type
+from jaxpp_async.compiler.primitives import INDEX, LIGHT, STACK
 from jaxpp_async.compiler.split import cut
-from jaxpp_async.compiler.stages import LIGHT
-
-STACK, INDEX = "stack_layers", "index_layer"
 
 
 class Flattener(Protocol):

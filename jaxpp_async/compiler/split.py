@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from jaxpp_async.compiler.ir import Op
 from jaxpp_async.compiler.partition import StagedLoop, StageTask
-from jaxpp_async.compiler.stages import LIGHT
+from jaxpp_async.compiler.primitives import LIGHT
 
 
 def split_backward(

@@ -13,107 +13,11 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from jaxpp_async.compiler.ir import Loop, Op, Ref, Types
+from jaxpp_async.compiler.primitives import LIGHT, MARKER, MARKER_SIDE
 from jaxpp_async.errors import StageError, UnsupportedError
-
-MARKER, MARKER_SIDE = "pipeline_yield", "pipeline_yield_side"
 
 TaskKey: TypeAlias = tuple[str, int]
 """Kind and stage: `("fwd", 0)`, `("bwd", 2)`."""
-
-# Layout changes, casts, elementwise arithmetic and constants. Products, reductions, random bits and control flow are
-# not here: computing those twice costs more than a buffer.
-LIGHT = frozenset(
-    [
-        "abs",
-        "add",
-        "add_any",
-        "and",
-        "broadcast_in_dim",
-        "ceil",
-        "clamp",
-        "concatenate",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "cos",
-        "cumsum",
-        "div",
-        "dynamic_slice",
-        "eq",
-        "exp",
-        "expand_dims",
-        "floor",
-        "ge",
-        "gt",
-        "index_layer",
-        "integer_pow",
-        "iota",
-        "is_finite",
-        "le",
-        "log",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "ne",
-        "neg",
-        "not",
-        "or",
-        "pad",
-        "pow",
-        "random_fold_in",
-        "random_split",
-        "random_unwrap",
-        "random_wrap",
-        "random_seed",
-        "reduce_precision",
-        "rem",
-        "reshape",
-        "rev",
-        "round",
-        "rsqrt",
-        "select_n",
-        "sign",
-        "sin",
-        "slice",
-        "split",
-        "sqrt",
-        "square",
-        "stack",
-        "stack_layers",
-        "squeeze",
-        "stop_gradient",
-        "sub",
-        "tan",
-        "tanh",
-        "tile",
-        "transpose",
-        "unstack",
-        "xor",
-        "sharding_constraint",
-        "shard",
-        "reshard",
-        "shift_left",
-        "shift_right_logical",
-        "full",
-        "shift_right_arithmetic",
-        "exp2",
-        "cbrt",
-        "cosh",
-        "sinh",
-        "atan2",
-        "conj",
-        "complex",
-        "imag",
-        "real",
-        "bitcast_convert_type",
-        "log1p",
-        "expm1",
-        "erf",
-    ]
-)
-
 
 FORWARD, BACKWARD, LIGHTWEIGHT, MARK = "forward", "backward", "light", "mark"
 
@@ -318,11 +222,18 @@ class Stages:
             self.stage[i] = max(self._common_homes(op, homes, limit), default=limit)
         # What comes from roots alone (a checkpoint computes it again, or the cotangent is a constant, as a sum's is)
         # belongs to whoever uses it first.
+        # So does what its operands would put behind its user: values of an early stage alone, handed on at a later one.
         for i in reversed(range(len(self.ops))):
-            if self.kind[i] == BACKWARD and self.stage[i] is None:
-                users = [self._wanted_by(u) for o in self.ops[i].outputs for u in self._users(o)]
+            if self.kind[i] != BACKWARD or self.ops[i].name == MARKER_SIDE:
+                continue
+            users = [self._wanted_by(u) for o in self.ops[i].outputs for u in self._users(o)]
+            wanted = max((s for s in users if s is not None), default=None)
+            stage = self.stage[i]
+            if stage is None:
                 held = self._common_homes(self.ops[i], homes, self.num_stages - 1)
-                self.stage[i] = max((s for s in users if s is not None), default=max(held, default=0))
+                self.stage[i] = max(held, default=0) if wanted is None else wanted
+            elif wanted is not None:
+                self.stage[i] = max(stage, wanted)
 
     def _common_homes(self, op: Op, homes: dict[int, set[int]], limit: int) -> set[int]:
         """Stages up to `limit` whose forward holds every operand of `op` that is no cotangent."""
@@ -372,12 +283,15 @@ class Stages:
         return homes
 
     def _add_home(self, homes: dict[int, set[int]], value: int, stage: int) -> None:
-        root = self.root(value)
-        homes[root].add(stage)
-        p = self.producer.get(root)
-        if p is not None and self.kind[p] == LIGHTWEIGHT:
-            for r in self.ops[p].reads:
-                self._add_home(homes, r, stage)
+        stack = [value]
+        while stack:
+            root = self.root(stack.pop())
+            if stage in homes[root]:
+                continue
+            homes[root].add(stage)
+            p = self.producer.get(root)
+            if p is not None and self.kind[p] == LIGHTWEIGHT:
+                stack += self.ops[p].reads
 
     # ---- what a checkpoint need not compute again
 

@@ -19,30 +19,9 @@ from typing import TypeAlias
 import numpy as np
 
 from jaxpp_async.compiler.ir import Lit, Op, Ref, Types, ValueType
+from jaxpp_async.compiler.primitives import ADDITIONS, LINEAR_IN_STAGE, MOVES_ONLY, SPLITS
 from jaxpp_async.compiler.recipes import literal_type
 from jaxpp_async.compiler.stages import Stages, TaskKey
-
-ADDITIONS = frozenset(("add", "add_any"))
-# Exact whatever they are given, so they may run once, behind the loop.
-LAYOUT = frozenset(
-    (
-        "broadcast_in_dim",
-        "concatenate",
-        "copy",
-        "expand_dims",
-        "pad",
-        "reshape",
-        "rev",
-        "slice",
-        "squeeze",
-        "stack_layers",
-        "transpose",
-    )
-)
-# The same, with several results: the gradient of arrays that the loss joined into one.
-SPLITS = frozenset(("split", "unstack"))
-# Done in each stage: f(a + b) = f(a) + f(b).
-IN_STAGE = frozenset(("convert_element_type", "div", "mul", "neg", "reduce_sum"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +200,7 @@ class _Finder:
             if p is None or p in found or self.stages.num_uses[v] != 1:
                 continue
             op = self.stages.ops[p]
-            if op.name not in ADDITIONS | LAYOUT | IN_STAGE or len(op.outputs) != 1:
+            if op.name not in ADDITIONS | MOVES_ONLY | LINEAR_IN_STAGE or len(op.outputs) != 1:
                 continue
             found.add(p)
             stack += [r for r in map(self.stages.resolve, op.inputs) if isinstance(r, int)]
@@ -237,9 +216,9 @@ class _Finder:
         if op.name in ADDITIONS and same and all(not isinstance(r, Lit) for r in op.inputs):
             terms = tuple(t for e in operands for t in (e.terms if isinstance(e, _Sum) else (e,)))
             return _Sum(terms, dropped)
-        if op.name in LAYOUT and (movable := self._movable(op, operands)) is not None:
+        if op.name in MOVES_ONLY and (movable := self._movable(op, operands)) is not None:
             return _Laid(op, movable, dropped)
-        if op.name in IN_STAGE and (spread := self._spread(op, operands, dropped)) is not None:
+        if op.name in LINEAR_IN_STAGE and (spread := self._spread(op, operands, dropped)) is not None:
             return spread
         return whole
 

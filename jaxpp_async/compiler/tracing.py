@@ -19,29 +19,23 @@ from jax.sharding import PartitionSpec
 from jaxpp_async import explicit, jax_compat, markers
 from jaxpp_async.compiler import choices, prints, scans
 from jaxpp_async.compiler.ir import Captured, Flat, Lit, Loop, Op, Print, Ref, Shown, Traced, Types, ValueType, used_ids
+from jaxpp_async.compiler.primitives import (
+    CALLBACKS,
+    CALLS,
+    CHECKPOINTS,
+    CUSTOM_RULES,
+    LOOP,
+    MARKER,
+    MARKER_SIDE,
+    PRINTS,
+    inlines,
+)
 from jaxpp_async.errors import ShardingError, UnsupportedError
 from jaxpp_async.program import Aval
 from jaxpp_async.reductions import Stack
 
-MARKER, MARKER_SIDE, LOOP = "pipeline_yield", "pipeline_yield_side", "accumulate_grads"
-
 # Constants above this become step arguments: inside an executable they would be copied into every task that uses them.
 CAPTURE_BYTES = 1024
-
-_CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print")
-
-_INLINED = ("jit", "pjit", "closed_call", "core_call")
-_CHECKPOINTS = ("checkpoint", "remat", "remat2")
-_INLINED_AROUND_MARKERS = (
-    *_CHECKPOINTS,
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-)
-
-
-# Nothing is differentiated any more where they stand, so the rule they carry has had its effect.
-_INLINED_OUTSIDE = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 def value_type(aval: Any) -> ValueType:
@@ -157,18 +151,20 @@ class _Flattener:
             results = self.loop(eqn, inputs, ops)
             self.in_loop = False
             return results
-        if name in prints.PRINTS:
+        if name in PRINTS:
             self.prints.append(prints.print_of(eqn, inputs, line))
             return []
         inner = jax_compat.inner_jaxpr(eqn)
-        marked = _marks(eqn)
+        within = _within(eqn)
+        marked = _marks(within)
         if prints.can_lift(eqn) and not marked:
             return self.lifted(eqn, inputs, ops, line, transposed)
-        if inner is not None and (
-            (name in _INLINED and (marked or not jax_compat.pins_shardings(eqn)))
-            or (name in _INLINED_AROUND_MARKERS and marked)
-            or prints.can_inline(eqn)
-            or (name in _INLINED_OUTSIDE and not self.in_loop)
+        if inner is not None and inlines(
+            name,
+            marked=bool(marked),
+            prints=bool(within & PRINTS),
+            pinned=jax_compat.pins_shardings(eqn),
+            in_loop=self.in_loop,
         ):
             jaxpr, consts = jax_compat.open_jaxpr(inner)
             env = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -198,7 +194,7 @@ class _Flattener:
     def cuttable(self, op: Op, eqn: Any) -> Op:
         """An operation in a stage, with what a split of the stage's backward needs to take it apart."""
         # A large constant in there would have to become an operand, and the loop's operands are known by then.
-        if op.name not in (*_CHECKPOINTS, "scan") or jax_compat.largest_constant_inside(eqn) > CAPTURE_BYTES:
+        if op.name not in CHECKPOINTS | {"scan"} or jax_compat.largest_constant_inside(eqn) > CAPTURE_BYTES:
             return op
         if op.name == "scan":
             return dataclasses.replace(op, split=scans.splitter(self, eqn))
@@ -228,7 +224,7 @@ class _Flattener:
             branches = choices.branches(bodies, self.types, ends=ends)
             inputs = (*op.inputs, *inside)
             return dataclasses.replace(op, inputs=inputs, run=branches.choose(bodies), branches=branches)
-        if op.name in _INLINED or op.name in _CHECKPOINTS:
+        if op.name in CALLS | CHECKPOINTS:
             inner: list[Any] = []
             jaxpr, consts = jax_compat.open_jaxpr(jax_compat.inner_jaxpr(eqn))
             pins = jax_compat.pinned_shardings(eqn)
@@ -268,16 +264,16 @@ class _Flattener:
 
     def refuse_host(self, eqn: Any, name: str, line: str, ops: list) -> None:
         """Host code does not travel to the actors."""
-        found, around = jax_compat.find_inside(eqn, _CALLBACKS)
+        found, around = jax_compat.find_inside(eqn, CALLBACKS)
         if found is None and not jax_compat.has_effects(eqn):
             return
         stage = f" in stage {sum(isinstance(op, Op) and op.name == MARKER for op in ops)}" if self.in_loop else ""
-        around = [n for n in around if n not in (*_INLINED, *_INLINED_AROUND_MARKERS)]
+        around = [n for n in around if n not in CALLS | CHECKPOINTS | CUSTOM_RULES]
         what = found.primitive.name if found is not None else name
         where = f"`{what}`" + (f" inside `{around[-1]}`" if around else "") + stage
         if found is not None and (own := jax_compat.source_line(found)) != "unknown line":
             line = own
-        if what in prints.PRINTS:
+        if what in PRINTS:
             raise UnsupportedError(
                 f"{line}: {where}: prints are made by the controller from results of the step, and values inside a "
                 f"`{around[-1] if around else name}` are none; print before or after it, return the values from its "
@@ -365,11 +361,13 @@ def _repeats(eqn: Any, other: Op) -> bool:
     return len(of) == 1 and jax_compat.same_computation(eqn, of[0])
 
 
-def _marks(eqn: Any) -> set[str]:
-    """Markers and loops inside the jaxprs that an equation carries."""
-    names: set[str] = set()
-    for inner in jax_compat.sub_jaxprs(eqn):
-        names |= jax_compat.primitives_inside(inner)
+def _within(eqn: Any) -> set[str]:
+    """Names of the primitives inside the jaxprs that an equation carries."""
+    return set().union(*map(jax_compat.primitives_inside, jax_compat.sub_jaxprs(eqn)))
+
+
+def _marks(names: set[str]) -> set[str]:
+    """Markers and loops among primitives."""
     return {MARKER if n == MARKER_SIDE else n for n in names & {MARKER, MARKER_SIDE, LOOP}}
 
 

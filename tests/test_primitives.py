@@ -1,0 +1,58 @@
+"""The names that the compiler knows primitives by, and when an equation is replaced by what it wraps."""
+
+import gc
+
+import jax
+import pytest
+
+from jaxpp_async import markers, sharding
+from jaxpp_async.compiler import primitives
+from jaxpp_async.compiler.primitives import inlines
+
+# The primitives of `markers` and `sharding` are among those that exist; these name operations that no jaxpr has.
+OURS = {primitives.STACK, primitives.INDEX}
+
+# Names that other versions of JAX have or had.
+OF_OTHER_VERSIONS = {"checkpoint", "closed_call", "core_call", "custom_vjp_call_jaxpr", "pjit", "remat", "remat2"}
+
+LISTS = {name: value for name, value in vars(primitives).items() if isinstance(value, frozenset)}
+
+
+@pytest.fixture(scope="module")
+def existing() -> set[str]:
+    """Names of all primitives that JAX and we have made in this process."""
+    kind = type(jax.lax.add_p)
+    assert isinstance(markers.marker_p, kind) and isinstance(sharding.shard_p, kind)
+    return {x.name for x in gc.get_objects() if isinstance(x, kind)}
+
+
+@pytest.mark.parametrize("name", sorted(LISTS))
+def test_every_name_exists(name, existing):
+    assert LISTS[name] - existing - OURS - OF_OTHER_VERSIONS == set()
+
+
+def test_one_of_each_wrapper_is_of_this_version(existing):
+    for names in (primitives.CALLS, primitives.CHECKPOINTS, primitives.CUSTOM_RULES):
+        assert names & existing
+
+
+def test_markers_have_the_names_that_the_compiler_looks_for():
+    found = markers.marker_p.name, markers.marker_side_p.name, markers.loop_p.name
+    assert found == (primitives.MARKER, primitives.MARKER_SIDE, primitives.LOOP)
+
+
+# ("m" markers inside, "p" prints inside, "s" shardings of its own, "l" in a loop) -> inlined
+WHEN = {
+    "jit": {"": True, "l": True, "s": False, "sl": False, "sm": True, "sml": True, "sp": True},
+    "remat2": {"": False, "l": False, "p": False, "m": True, "ml": True},
+    "custom_vjp_call": {"": True, "l": False, "pl": True, "ml": True},
+    "scan": {"": False, "ml": False, "p": False},
+}
+
+
+@pytest.mark.parametrize("name", WHEN)
+def test_what_is_inlined(name):
+    assert WHEN[name] == {
+        when: inlines(name, marked="m" in when, prints="p" in when, pinned="s" in when, in_loop="l" in when)
+        for when in WHEN[name]
+    }
