@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -38,4 +39,22 @@ def check(step: Callable, *args: Any, actors: int, donate: tuple[int, ...], rtol
     once = Once(step, *args)
     done = plan_step(once, *args, actors=actors, donate=donate)
     assert_close(run_plan(done, *args), once.run(*args), rtol=rtol, atol=atol)
+    check_homes(done)
     return done
+
+
+def check_homes(done: Plan) -> None:
+    """A state stays where it is from step to step.
+
+    Raises:
+        AssertionError: a result that continues an argument is not where the argument was.
+    """
+    graph = done.placed.graph
+    ends: dict[int, set[int]] = defaultdict(set)
+    for o in graph.outputs:
+        ends[o.result] |= {*o.actors}
+    starts = {i.arg: {*i.actors} for i in graph.inputs}
+    for result, arg in done.continues.items():
+        if starts[arg] != ends[result]:
+            name = done.traced.arg_names[arg]
+            raise AssertionError(f"{name} is on actors {starts[arg]} before and {ends[result]} after the step")

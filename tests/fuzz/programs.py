@@ -116,6 +116,10 @@ class Program:
     def __repr__(self) -> str:
         return f"\n{self.source}"
 
+    def _repr_pretty_(self, printer, cycle) -> None:
+        """How hypothesis prints it: as the program, not as a string with escapes."""
+        printer.text(repr(self))
+
 
 @st.composite
 def programs(draw, largest: int = 4) -> Program:
@@ -130,7 +134,7 @@ def programs(draw, largest: int = 4) -> Program:
 class _Writer:
     def __init__(self, draw: Draw, largest: int):
         self.draw, self.largest = draw, largest
-        self.actors, self.microbatches = draw.count(1, largest), draw.count(1, largest)
+        self.actors, self.microbatches = self._size(largest), self._size(largest)
         self.bfloat16 = draw.chance(20)
         self.momentum = draw.chance(15)
 
@@ -158,6 +162,10 @@ class _Writer:
         lines.append('return {"p": {**state["p"], **new}}, value, aux, out')
         return self._program(lines)
 
+    def _size(self, largest: int) -> int:
+        """2 first: a program of one stage, actor or microbatch is smaller, but says less."""
+        return self.draw.pick([n for n in (2, 3, 4, 2, 3, 4, 1) if n <= largest])
+
     def _few(self, most: int) -> int:
         return self.draw.count(0, most)
 
@@ -165,7 +173,7 @@ class _Writer:
         return [t for t in texts if self.bfloat16 or "bfloat16" not in t]
 
     def _body(self, most: int) -> Body:
-        return BodyWriter(self.draw, self.draw.count(1, most), self.bfloat16).write()
+        return BodyWriter(self.draw, self._size(most), self.bfloat16).write()
 
     def _loss(self, name: str, body: Body) -> list[str]:
         lines = ["p, key, aux = {**p, **q}, key0, {}", *body.lines, "return value, aux"]
