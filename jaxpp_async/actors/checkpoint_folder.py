@@ -52,16 +52,21 @@ def make(folder: str) -> list[str]:
         The folders made, outermost first.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be made; none of those above it is left then.
     """
     missing: list[str] = []
     path = os.path.abspath(folder)
     while not os.path.isdir(path):
         missing.append(path)
         path = os.path.dirname(path)
-    os.makedirs(folder, exist_ok=True)
-    for made in missing:
-        sync_folder(os.path.dirname(made))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        for made in missing:
+            sync_folder(os.path.dirname(made))
+    except OSError:
+        for made in missing:
+            remove_empty(made)
+        raise
     return missing[::-1]
 
 

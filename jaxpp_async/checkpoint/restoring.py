@@ -13,7 +13,7 @@ from jaxpp_async.actors import checkpoint_folder, tensor_files
 from jaxpp_async.actors.bringup import all_of
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.messages import Done, FilePart, ReadFile
-from jaxpp_async.arrays import RemoteArray
+from jaxpp_async.arrays import DELETED, RemoteArray
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint import trees
 from jaxpp_async.checkpoint.saving import failed
@@ -89,6 +89,16 @@ class _Reading:
             for path, target in wanted.items()
             if target.value_type is not None and target.actors
         }
+        try:
+            return remote | await self._fill(wanted, remote)
+        except BaseException:  # also a cancellation: the actors are not to keep what nobody gets
+            for array in remote.values():
+                array.retire(DELETED, "its restore failed")
+                self._values.release(array)
+            raise
+
+    async def _fill(self, wanted: dict[str, Target], remote: dict[str, RemoteArray]) -> dict[str, Any]:
+        """Fill the arrays on the actors; the other leaves, by path."""
         here = {path: target for path, target in wanted.items() if path not in remote}
         by_actor: dict[ActorId, dict[str, list[FilePart]]] = {}
         for path, array in remote.items():
@@ -97,8 +107,7 @@ class _Reading:
         await all_of({actor: self._read_on(actor, files) for actor, files in by_actor.items()}, "restore")
         await self._values.fill([(remote[p], self._plain(p, remote[p])) for p in remote if p in self._manifest.values])
         hosts = await asyncio.to_thread(self._read_here, [path for path in here if path in self._manifest.arrays])
-        found = {path: self._finished(target, hosts.get(path), path) for path, target in here.items()}
-        return {**remote, **found}
+        return {path: self._finished(target, hosts.get(path), path) for path, target in here.items()}
 
     def _ask_for(self, path: str, array: RemoteArray, by_actor: dict[ActorId, dict[str, list[FilePart]]]) -> None:
         stored = self._manifest.arrays[path]

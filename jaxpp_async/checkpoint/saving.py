@@ -252,11 +252,15 @@ class _Job:
     # ------------------------------------------------------------ writing
 
     async def _write_all(self) -> None:
-        self._made = await _in_thread(lambda: checkpoint_folder.make(self._folder))
+        await _in_thread(self._make_folder)
         writers = {actor: self._write_on(actor, files) for actor, files in self._plan.files.items()}
         if self._leaves.host:
             writers[CONTROLLER] = self._write_here()
         await all_of(writers, "save")
+
+    def _make_folder(self) -> None:
+        """Runs in a thread, whose end a cancellation does not see: what it made is noted here."""
+        self._made = checkpoint_folder.make(self._folder)
 
     async def _write_on(self, actor: ActorId, files: Sequence[tuple[tuple[ArrayId, str], ...]]) -> None:
         """One file after the other: the actor's threads have other things to do as well."""
