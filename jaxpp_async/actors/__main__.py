@@ -22,17 +22,17 @@ _MAX_LINE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """The first line of stdin; `LocalLauncher._first_line` writes it."""
+    """The first line of stdin; `LaunchSpec.config` and a launcher write it."""
 
     actor_id: int
     incarnation: int
     secret: bytes
     controller: tuple[str, int]
-    parent_pid: int | None
-    cores: tuple[int, ...]
     lease_s: float
     actor: str
     max_frame_bytes: int
+    parent_pid: int | None = None
+    cores: tuple[int, ...] = ()
     progress_page: int | None = None
 
 
@@ -52,7 +52,11 @@ def main() -> None:
         die_with_parent(config.parent_pid)
     watch_stdin(_take_stdin(), config.lease_s, leave)
     if config.cores:
-        os.sched_setaffinity(0, config.cores)
+        try:
+            os.sched_setaffinity(0, config.cores)
+        except OSError as error:
+            print(f"cannot run on CPUs {list(config.cores)} of this host ({error}); correct cpus=", file=sys.stderr)
+            leave(ExitCode.CONFIG)
     leave(_run(config))
 
 
@@ -116,7 +120,7 @@ def _parse(line: bytes) -> _Config:
     values = json.loads(line)
     values["secret"] = bytes.fromhex(values["secret"])
     values["controller"] = tuple(values["controller"])
-    values["cores"] = tuple(values["cores"])
+    values["cores"] = tuple(values.get("cores", ()))
     return _Config(**values)
 
 
