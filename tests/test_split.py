@@ -13,7 +13,7 @@ from planning import sent
 
 import jaxpp_async as jpp
 from jaxpp_async import jax_compat
-from jaxpp_async.compiler.emit import recipe_function
+from jaxpp_async.compiler.evaluate import recipe_function
 
 D, ROWS, MICROBATCHES = 4, 3, 4
 RNG = np.random.default_rng(0)
@@ -316,3 +316,37 @@ def test_a_penalty_is_added_where_its_weight_lives():
         sgd(loss), [weights() for _ in range(3)], X, actors=3, schedules=(jpp.GPipe(3), jpp.Std1F1B(3))
     ):
         assert (D, D) not in [shape for *_, shape in sent(done)]
+
+
+# ---------------------------------------------------------------- what no stage may do on its own part
+
+
+def of_two_stages(join):
+    """The sum over microbatches of what `join` makes of a value of each of two stages."""
+
+    def step(scale, batch):
+        def one(x):
+            first = jnp.cumsum(x) * scale
+            second = jnp.cumsum(jpp.pipeline_yield(first))
+            return join(first, second)
+
+        return jpp.accumulate_grads(one, jpp.GPipe(2), reduce=jpp.Sum())(batch)
+
+    return step
+
+
+NOT_LINEAR = {
+    "whole numbers divided": lambda a, b: (a.astype(jnp.uint32) + b.astype(jnp.uint32)) // 2,
+    "signed ones": lambda a, b: jax.lax.div(a.astype(jnp.int32) + b.astype(jnp.int32), jnp.int32(2)),
+    "a sum that fits where its terms do not": lambda a, b: (1e6 * a + (a - 1e6 * a)).astype(jnp.float16) + 0 * b,
+    "in a narrow type": lambda a, b: ((a + 1e5) + -(b + 1e5)).astype(jnp.float16),
+    "terms that cancel": lambda a, b: (a + 1e5) + -(b + 1e5),
+}
+
+
+@pytest.mark.parametrize("join", NOT_LINEAR)
+def test_only_what_is_linear_is_accumulated_apart(join):
+    batch = np.arange(20, dtype=np.float32).reshape(4, 5) / 8
+    check_step(
+        of_two_stages(NOT_LINEAR[join]), np.float32(1.5), batch, schedules=(jpp.GPipe(2), jpp.Std1F1B(2)), rtol=1e-5
+    )
