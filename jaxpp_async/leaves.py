@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxpp_async import jax_compat
 from jaxpp_async.arrays import RemoteArray
+from jaxpp_async.compiler.avals import value_type
 from jaxpp_async.compiler.ir import ValueType
-from jaxpp_async.compiler.tracing import value_type
 
 LeafType: TypeAlias = tuple[tuple[int, ...], str, bool]
 """Shape, dtype, whether weakly typed: what a compiled form depends on."""

@@ -15,11 +15,11 @@ import numpy as np
 
 from jaxpp_async import explicit, jax_compat, report, sharding
 from jaxpp_async.arrays import RemoteArray
+from jaxpp_async.compiler.avals import value_type
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.compiler.ir import Traced, ValueType
 from jaxpp_async.compiler.passes import Compiled, StepRequest
 from jaxpp_async.compiler.sharing import Exports
-from jaxpp_async.compiler.tracing import value_type
 from jaxpp_async.errors import MeshError
 from jaxpp_async.leaves import leaf_type, shape_struct
 from jaxpp_async.program import ActorId

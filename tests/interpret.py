@@ -31,7 +31,7 @@ import numpy as np
 from eager import control_flow
 from planning import plan_step
 
-from jaxpp_async.compiler.emit import recipe_function
+from jaxpp_async.compiler.evaluate import recipe_function
 from jaxpp_async.compiler.passes import Plan
 from jaxpp_async.leaves import host_array
 from jaxpp_async.program import ActorProgram, BufferId, Delete, Input, Output, Recv, Run, Send

@@ -7,8 +7,8 @@ import pytest
 from planning import f32, heavy, plan_step, sent, staged, taken
 
 import jaxpp_async as jpp
+from jaxpp_async.compiler.avals import value_type
 from jaxpp_async.compiler.partition import cross_task_values
-from jaxpp_async.compiler.tracing import value_type
 from jaxpp_async.errors import StageError
 
 D = 4
@@ -389,7 +389,7 @@ def test_labels_are_used_in_the_last_stage_alone():
 
 def test_the_flat_body_computes_what_the_function_does():
     """Every task's operations, run in order with values handed over, give the gradient."""
-    from jaxpp_async.compiler.emit import read, run_ops
+    from jaxpp_async.compiler.evaluate import read, run_ops
 
     key = jax.random.key(0)
     ws = list(jax.random.normal(key, (3, D, D)))

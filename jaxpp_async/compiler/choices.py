@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxpp_async import jax_compat
-from jaxpp_async.compiler.emit import read, run_ops
+from jaxpp_async.compiler.evaluate import read, run_ops
 from jaxpp_async.compiler.ir import Branches, Flat, Lit, Op, Ref, Types
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, KeysView
 from dataclasses import dataclass, replace
 from functools import partial
 
+from jaxpp_async.compiler.cut import LightOps
 from jaxpp_async.compiler.ir import Loop, Op, Ref, Types
 from jaxpp_async.compiler.primitives import MARKER, MARKER_SIDE
 from jaxpp_async.compiler.stages import LIGHTWEIGHT, Stages, TaskKey
@@ -116,28 +117,24 @@ def _tasks(stages: Stages, found: Results) -> dict[TaskKey, StageTask]:
                     continue
                 shared.add(part)
             adds[part.task].append((k, j))
-    return {key: _task(stages, found, key, members[key], adds[key]) for key in sorted(members, key=_order)}
+    light = LightOps({i: _rewritten(stages, i) for i, kind in enumerate(stages.kind) if kind == LIGHTWEIGHT})
+    return {key: _task(stages, found, key, members[key], adds[key], light) for key in sorted(members, key=_order)}
 
 
-def _task(stages: Stages, found: Results, key: TaskKey, positions: list[int], adds: list[tuple[int, int]]) -> StageTask:
+def _task(
+    stages: Stages,
+    found: Results,
+    key: TaskKey,
+    positions: list[int],
+    adds: list[tuple[int, int]],
+    light: LightOps,
+) -> StageTask:
     added = found.added.get(key, [])
-    reads = [r for i in positions for r in stages.ops[i].reads] + [r for op in added for r in op.reads]
+    own = {i: _rewritten(stages, i) for i in positions}
+    reads = [r for op in (*own.values(), *added) for r in op.reads]
     reads += [v for k, j in adds if isinstance(v := found.parts[k][j].value, int)]
-    light: set[int] = set()
-    for r in reads:
-        _need_light(stages, r, light)
-    ops = [_rewritten(stages, i) for i in sorted({*positions, *light})]
-    return StageTask(key, (*ops, *added), tuple(adds))
-
-
-def _need_light(stages: Stages, value: int, needed: set[int]) -> None:
-    """Positions of the light operations that make a value."""
-    stack = [value]
-    while stack:
-        p = stages.producer.get(stages.root(stack.pop()))
-        if p is not None and stages.kind[p] == LIGHTWEIGHT and p not in needed:
-            needed.add(p)
-            stack += stages.ops[p].reads
+    ops = own | light.needed(map(stages.root, reads))
+    return StageTask(key, (*(ops[i] for i in sorted(ops)), *added), tuple(adds))
 
 
 def _rewritten(stages: Stages, position: int) -> Op:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxpp_async import explicit, jax_compat
-from jaxpp_async.compiler import emit
+from jaxpp_async.compiler import emit, evaluate
 from jaxpp_async.compiler.graph import PlacedStep
 from jaxpp_async.compiler.ir import Loop, Op, Traced, Types, ValueType
 from jaxpp_async.compiler.variants import ScheduledLoop
@@ -114,13 +114,13 @@ def _whole_step(traced: Traced, placed: PlacedStep, boundary: Sequence[int]) -> 
     loops = {id(item): position for position, item in enumerate(traced.flat.ops) if isinstance(item, Loop)}
 
     def run(*args: Any) -> list[Any]:
-        env = {v: emit.wrap(types[v], x) for v, x in zip(traced.flat.inputs, args, strict=True)}
+        env = {v: evaluate.wrap(types[v], x) for v, x in zip(traced.flat.inputs, args, strict=True)}
         for item in placed.placement.items:
             if isinstance(item, Op):
-                emit.run_ops([item], env)
+                evaluate.run_ops([item], env)
             else:
                 _run_loop_once(item, placed.parts[loops[id(item)]], placed.loops[loops[id(item)]], env, types)
-        return [emit.leave(env[v]) for v in boundary]
+        return [evaluate.leave(env[v]) for v in boundary]
 
     return run
 
@@ -130,16 +130,16 @@ def _run_loop_once(
 ) -> None:
     invariants, batch, index = loop.body_inputs()
     for v, ref in zip(invariants, loop.invariants, strict=True):
-        env[v] = emit.read(env, ref)
+        env[v] = evaluate.read(env, ref)
     for v, ref in zip(batch, loop.batch, strict=True):
-        env[v] = lax.index_in_dim(emit.read(env, ref), 0, 0, keepdims=False)
+        env[v] = lax.index_in_dim(evaluate.read(env, ref), 0, 0, keepdims=False)
     env[index] = jnp.int32(0)
     # By first use in the schedule, where nothing runs before what it needs.
     for key in dict.fromkeys(key for _, _, key in scheduled.order):
-        emit.run_ops(scheduled.variants[key].task.ops, env)
+        evaluate.run_ops(scheduled.variants[key].task.ops, env)
     for ids, parts, reduction in zip(finals, scheduled.staged.outputs, loop.reductions, strict=True):
         for final, part in zip(ids, parts, strict=True):
-            value = emit.unwrap(jnp.asarray(emit.read(env, part.value)))
+            value = evaluate.unwrap(jnp.asarray(evaluate.read(env, part.value)))
             start = reduction.start(value.shape, value.dtype, loop.num_microbatches)
-            start = emit.unwrap(emit.wrap(types[final], start))
-            env[final] = emit.wrap(types[final], reduction.step(start, value, env[index]))
+            start = evaluate.unwrap(evaluate.wrap(types[final], start))
+            env[final] = evaluate.wrap(types[final], reduction.step(start, value, env[index]))

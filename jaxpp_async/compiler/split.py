@@ -9,12 +9,11 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism, 2024, arXiv:2401.10241, sec
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
-from jaxpp_async.compiler.ir import Op
+from jaxpp_async.compiler.cut import LightOps, cut
 from jaxpp_async.compiler.partition import StagedLoop, StageTask
-from jaxpp_async.compiler.primitives import LIGHT
 
 
 def split_backward(
@@ -37,65 +36,12 @@ def split_backward(
     if not second and not adds_second:
         return replace(task, key=("bwd_input", stage)), None
     later = StageTask(("bwd_weight", stage), tuple(second), adds_second)
-    repeated = _repeated(staged, first, later)
+    repeated = LightOps.among(first, staged.loop.body.inputs).needed(staged.reads(later))
     return (
         StageTask(("bwd_input", stage), tuple(first), adds_first),
-        replace(later, ops=(*repeated, *second)),
+        replace(later, ops=(*repeated.values(), *second)),
     )
 
 
 def _value(staged: StagedLoop, add: tuple[int, int]) -> object:
     return staged.outputs[add[0]][add[1]].value
-
-
-def cut(ops: Sequence[Op], wanted: Collection[int]) -> tuple[list[Op], list[Op]]:
-    """The operations that `wanted` depends on, and the others. Operations that do both are opened or cut themselves.
-
-    Args:
-        ops: in program order.
-        wanted: ids of values.
-    """
-    needed, pending = set(wanted), list(ops)
-    first: list[Op] = []
-    second: list[Op] = []
-    while pending:
-        op = pending.pop()
-        hit = frozenset(k for k, o in enumerate(op.outputs) if o in needed)
-        if not hit:
-            second.append(op)
-            continue
-        partly = len(hit) < sum(o >= 0 for o in op.outputs)
-        if partly and op.expand is not None:
-            pending += _opened(op)
-            continue
-        if partly and op.split is not None and (halves := op.split(op, hit)) is not None:
-            op, rest = halves
-            second.append(rest)
-        first.append(op)
-        needed.update(op.reads)
-    return first[::-1], second[::-1]
-
-
-def _opened(op: Op) -> list[Op]:
-    """What is inside an operation, and copies that give its results their old ids."""
-    assert op.expand is not None
-    inner, results = op.expand()
-    renamed = [(ref, o) for ref, o in zip(results, op.outputs, strict=True) if o >= 0]
-    return [*inner, *(Op("copy", (ref,), (o,), list, op.line, op.transposed) for ref, o in renamed)]
-
-
-def _repeated(staged: StagedLoop, first: Sequence[Op], later: StageTask) -> list[Op]:
-    """Light operations of the first part that the second one needs: cheaper to run again than to keep."""
-    light: dict[int, Op] = {}
-    free = set(staged.loop.body.inputs)
-    for op in first:
-        if op.name in LIGHT and all(r in free for r in op.reads):
-            free.update(op.outputs)
-            light.update(dict.fromkeys(op.outputs, op))
-    needed: dict[int, Op] = {}
-    stack = list(staged.reads(later))
-    while stack:
-        if (op := light.get(stack.pop())) is not None and id(op) not in needed:
-            needed[id(op)] = op
-            stack += op.reads
-    return [op for op in first if id(op) in needed]

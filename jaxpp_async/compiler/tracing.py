@@ -17,8 +17,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxpp_async import explicit, jax_compat, markers
-from jaxpp_async.compiler import choices, prints, scans
-from jaxpp_async.compiler.ir import Captured, Flat, Lit, Loop, Op, Print, Ref, Shown, Traced, Types, ValueType, used_ids
+from jaxpp_async.compiler import choices, prints, scan_halves, scans
+from jaxpp_async.compiler.avals import value_type
+from jaxpp_async.compiler.ir import Captured, Flat, Lit, Loop, Op, Print, Ref, Shown, Traced, Types, used_ids
 from jaxpp_async.compiler.primitives import (
     CALLBACKS,
     CALLS,
@@ -31,19 +32,10 @@ from jaxpp_async.compiler.primitives import (
     inlines,
 )
 from jaxpp_async.errors import ShardingError, UnsupportedError
-from jaxpp_async.program import Aval
 from jaxpp_async.reductions import Stack
 
 # Constants above this become step arguments: inside an executable they would be copied into every task that uses them.
 CAPTURE_BYTES = 1024
-
-
-def value_type(aval: Any) -> ValueType:
-    """The `ValueType` of a JAX aval (sharding is filled in later)."""
-    weak, types = bool(getattr(aval, "weak_type", False)), explicit.of(aval)
-    if jax_compat.is_key_dtype(aval.dtype):
-        return ValueType(Aval(jax_compat.key_data_shape(aval), "uint32"), jax_compat.key_impl(aval.dtype), weak, types)
-    return ValueType(Aval(tuple(aval.shape), jax_compat.dtype_name(aval.dtype)), None, weak, types)
 
 
 def trace(
@@ -197,7 +189,7 @@ class _Flattener:
         if op.name not in CHECKPOINTS | {"scan"} or jax_compat.largest_constant_inside(eqn) > CAPTURE_BYTES:
             return op
         if op.name == "scan":
-            return dataclasses.replace(op, split=scans.splitter(self, eqn))
+            return dataclasses.replace(op, split=scan_halves.splitter(self, eqn))
         return dataclasses.replace(op, expand=functools.partial(self.inside, eqn, op))
 
     def inside(self, eqn: Any, op: Op) -> tuple[tuple[Op, ...], tuple[Ref, ...]]:
@@ -209,9 +201,6 @@ class _Flattener:
         results = self.inline(jaxpr, consts, env, inner, op.line, op.transposed)
         self.in_loop = False
         return tuple(inner), tuple(results)
-
-    def value_type(self, aval: Any) -> ValueType:
-        return value_type(aval)
 
     def opened(self, op: Op, eqn: Any) -> Op:
         """An operation outside the loops, with what is inside it: placement takes it apart where it joins actors."""

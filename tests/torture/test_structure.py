@@ -11,7 +11,7 @@ from planning import heavy, plan_step
 
 import jaxpp_async as jpp
 from jaxpp_async import jax_compat, report
-from jaxpp_async.compiler.emit import recipe_function
+from jaxpp_async.compiler.evaluate import recipe_function
 from torture.registry import NUM_MICROBATCHES, WIDTH, Chosen
 from torture.test_programs import CASES, weights_that_cross
 

@@ -1,0 +1,73 @@
+"""compiler.evaluate: operations and recipes as functions of arrays, to be called under a JAX trace. Lowers nothing.
+
+At a recipe's boundary PRNG keys stand as their data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+
+from jaxpp_async import explicit, jax_compat
+from jaxpp_async.compiler.ir import Lit, Op, Ref, Types, ValueType
+from jaxpp_async.compiler.recipes import Recipe
+
+
+def recipe_function(recipe: Recipe, types: Types) -> Callable[..., list[Any]]:
+    """The recipe as a function of its inputs."""
+
+    def run(*args: Any) -> list[Any]:
+        env: dict[int, Any] = {v: lit.value for v, lit in recipe.literals.items()}
+        env.update((v, wrap(types[v], x)) for v, x in zip(recipe.inputs, args, strict=True))
+        index = env[recipe.index] if recipe.index is not None else None
+        for whole, part in recipe.slices:
+            env[part] = lax.dynamic_index_in_dim(read(env, whole), index, 0, keepdims=False)
+        for start in recipe.starts:
+            dtype = jnp.dtype(start.aval.dtype)
+            accumulator = start.reduction.start(start.aval.shape, dtype, start.num_microbatches)
+            env[start.result] = wrap(types[start.result], accumulator)
+        run_ops(recipe.ops, env)
+        for a in recipe.accumulates:
+            old = unwrap(env[a.accumulator])
+            value = jnp.asarray(read(env, a.value))
+            env[a.result] = a.reduction.step(old, unwrap(value), index)
+        return [leave(env[r]) if isinstance(r, int) else jnp.asarray(r.value) for r in recipe.outputs]
+
+    return run
+
+
+def run_ops(ops: Sequence[Op], env: dict[int, Any]) -> None:
+    """Run operations under a JAX trace, reading and writing `env`."""
+    for op in ops:
+        results = op.run([read(env, r) for r in op.inputs])
+        env.update((o, x) for o, x in zip(op.outputs, results, strict=True) if o >= 0)
+
+
+def read(env: Mapping[int, Any], ref: Ref) -> Any:
+    """An operand's array."""
+    return ref.value if isinstance(ref, Lit) else env[ref]
+
+
+def wrap(value_type: ValueType, x: Any) -> Any:
+    """A value at the boundary as its operations know it: key data as keys, with the sharding of its type."""
+    keyed = jax.random.wrap_key_data(x, impl=value_type.key_impl) if value_type.key_impl else x
+    return explicit.bring(keyed, value_type.sharding)
+
+
+def leave(x: Any) -> Any:
+    """The reverse of `wrap`: keys as key data; what is whole on every device, for whatever use, is just whole."""
+    x = jnp.asarray(x)
+    mesh, known = jax.sharding.get_abstract_mesh(), explicit.of(jax.typeof(x))
+    if known is not None and (known.mesh != mesh or known.spec.reduced):
+        x = explicit.bring(x, NamedSharding(mesh, known.spec.update(reduced=frozenset())))
+    return unwrap(x)
+
+
+def unwrap(x: Any) -> Any:
+    """Keys to key data; anything else as it is."""
+    return jax.random.key_data(x) if jax_compat.is_key_dtype(x.dtype) else x
