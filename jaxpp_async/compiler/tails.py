@@ -3,8 +3,9 @@ out. No jax, no schedule.
 
 A sum over microbatches commutes with linear operations. So the end of a summed result that joins values of several
 stages (a tied weight's gradient: an addition; a stack of layers that spans stages: a concatenation) moves behind the
-loop, and each stage accumulates its own part: nothing of a weight's size travels inside the loop. Casts and scalings
-on the way are done in each stage instead, before accumulating: a sum in a narrower type would round.
+loop, and each stage accumulates its own part: nothing of a weight's size travels inside the loop. Widening casts and
+scalings on the way are done in each stage instead, before accumulating: a sum in a narrower type would round. Only
+gradients are taken apart so. A metric is small, and its terms may cancel, which they would not when summed apart.
 
 Source: the JaxPP paper, section "Weight Sharing" (loop commuting).
 """
@@ -210,6 +211,8 @@ class _Finder:
         whole = self._leaf(op.outputs[0])
         if len({leaf.task[1] for e in operands for leaf in _leaves(e) if leaf.task is not None}) < 2:
             return whole
+        if not any(leaf.task is not None and leaf.task[0] == "bwd" for e in operands for leaf in _leaves(e)):
+            return whole  # a metric is small, and terms that cancel would not when accumulated apart
         dropped = frozenset((position,)).union(*(_dropped(e) for e in operands))
         # JAX stretches dimensions of size 1 in arithmetic; a sum does not commute with that.
         same = all(self._shape(e) == self.types[op.outputs[0]].aval.shape for e in operands)
@@ -241,8 +244,10 @@ class _Finder:
         if any(isinstance(r, int) and self.stages.task_of(self.stages.resolve(r)) is not None for r in others):
             return None
         out, source = self.types[op.outputs[0]], self._type(operands[k])
-        if op.name == "convert_element_type" and not (_is_real(out) and _is_real(source)):
-            return None
+        if op.name in ("convert_element_type", "div") and not (_is_real(out) and _is_real(source)):
+            return None  # integers round
+        if op.name == "convert_element_type" and _item_bytes(out) < _item_bytes(source):
+            return None  # a narrower type may overflow on a part where the sum fits
         if op.name != "reduce_sum" and self._shape(operands[k]) != out.aval.shape:
             return None
         elementwise = op.name in ("convert_element_type", "neg") or all(isinstance(r, Lit) for r in others)
@@ -367,6 +372,10 @@ def _mapped(expr: _Expr, change: Callable[[_Leaf], _Leaf], dropped: frozenset[in
 
 def _cast(ref: Ref, dtype: str) -> Ref:
     return Lit(np.asarray(ref.value).astype(dtype)) if isinstance(ref, Lit) else ref
+
+
+def _item_bytes(value_type: ValueType) -> int:
+    return replace(value_type.aval, shape=()).size_bytes
 
 
 def _is_real(value_type: ValueType) -> bool:
