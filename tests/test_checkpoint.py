@@ -706,6 +706,23 @@ def tiny(tmp_path) -> Iterator[tuple[Any, Any]]:
     yield options, dataclasses.replace(options, resume=True)
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--save-every 2", "--save-every 2 needs --checkpoint-dir"),
+        ("--resume", "--resume needs the --checkpoint-dir"),
+        ("--resume --checkpoint-dir {empty} --verify 1", "leave it out with --resume"),
+        ("--checkpoint-dir {used}", "has checkpoints; add --resume"),
+    ],
+)
+def test_options_of_train_gpt_that_do_not_go_together(line, said, tmp_path, capsys):
+    (tmp_path / "used" / "00000004").mkdir(parents=True)
+    (tmp_path / "used" / "00000004" / "manifest.json").touch()
+    with pytest.raises(SystemExit):
+        parse_options(line.format(empty=tmp_path / "empty", used=tmp_path / "used").split())
+    assert said in capsys.readouterr().err
+
+
 async def test_train_gpt_resumes_bit_for_bit(tiny, tmp_path, capsys):
     runs = []
     for options in tiny:
