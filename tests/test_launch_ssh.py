@@ -34,7 +34,6 @@ from jaxpp_async.actors.launch.hostfile import parse_hosts
 from jaxpp_async.actors.launch.hosts import Host, Settings
 from jaxpp_async.actors.launch.remote import Timeouts
 from jaxpp_async.actors.launch.ssh import ssh_command, ssh_launcher
-from jaxpp_async.actors.warden import Death
 from jaxpp_async.errors import ActorDiedError, HandshakeError, LaunchError
 
 CACHE = jax.config.jax_compilation_cache_dir
@@ -85,7 +84,7 @@ SAID_BY_SSH = [
 @pytest.mark.parametrize(("said", "what", "remedy"), SAID_BY_SSH)
 def test_what_ssh_says_is_explained(said, what, remedy):
     host = Host("n1", user="me", port=2222)
-    found = explain_ssh(host, said.splitlines(), Death(255, ()), is_logged_in=False)
+    found = explain_ssh(host, said.splitlines(), 255, is_logged_in=False)
     assert found is not None and re.search(what, found.what) and re.search(remedy, found.remedy)
 
 
@@ -107,7 +106,7 @@ SAID_BY_PYTHON = [
 
 @pytest.mark.parametrize(("said", "code", "what"), SAID_BY_PYTHON)
 def test_what_keeps_python_from_starting_is_explained(said, code, what):
-    found = explain_python(Host("n1"), "/opt/py", said.splitlines(), Death(code, ()))
+    found = explain_python(Host("n1"), "/opt/py", said.splitlines(), code)
     assert re.search(what, found.what) and "/opt/py" in found.what + found.remedy
 
 

@@ -25,7 +25,7 @@ from rich.console import Console
 from test_launch import HERE, environment, is_running
 
 from jaxpp_async.actors import keeper_protocol as kp
-from jaxpp_async.actors.actor_process import ActorRequest
+from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.handshake import version_mismatch
 from jaxpp_async.actors.launch import LaunchSpec

@@ -1,67 +1,16 @@
-"""actor_process: what one actor's process is started with, and its start through a warden. The local launcher uses it
-here and the keeper on other hosts, so that both start actors the same way. Imports little: a keeper is up at once.
-"""
+"""actor_process: an actor's process, started through a warden: by the local launcher here, by keepers elsewhere."""
 
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import os
 import signal
-import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
 
+from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.progress import ProgressPage, make_page
 from jaxpp_async.actors.warden import Process, Warden
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class ActorRequest:
-    """How to start one actor's process. Travels to keepers as JSON, over stdin: it holds the secret.
-
-    Args:
-        python: the interpreter.
-        env: variables to add to the host's own.
-        config: the first line of the actor's stdin, without what only its host knows.
-        index, count: it is the `index`-th of `count` actors on its host.
-        cpus: CPU numbers that the host's actors share; None: those that the process may use.
-        pin_cores: bind the actor to its share.
-        cache_dir: folder of JAX's compilation cache, `~` and `{host}` filled in there; None: not set here.
-    """
-
-    python: str
-    env: Mapping[str, str]
-    config: Mapping[str, Any] = field(repr=False)
-    index: int = 0
-    count: int = 1
-    cpus: tuple[int, ...] | None = None
-    pin_cores: bool = True
-    cache_dir: str | None = None
-
-    def environment(self) -> dict[str, str]:
-        """The whole environment of the process."""
-        env = dict(os.environ)
-        if self.cache_dir is not None:
-            env["JAX_COMPILATION_CACHE_DIR"] = os.path.expanduser(self.cache_dir.format(host=socket.gethostname()))
-            # JAX would leave out what compiles fast, and that is most of a pipeline's tasks.
-            env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-            env["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-        return env | dict(self.env)
-
-    def first_line(self, progress_page: int | None) -> bytes:
-        """Configuration and secret, as one line of JSON: stdin is the one channel that no other user can read."""
-        cpus = list(self.cpus or sorted(os.sched_getaffinity(0)))
-        config = {
-            **self.config,
-            "parent_pid": os.getpid(),
-            "cores": share_out(cpus, self.count)[self.index] if self.pin_cores or self.cpus else [],
-            "progress_page": progress_page,
-        }
-        return json.dumps(config).encode() + b"\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +50,3 @@ def spawn_actor(
         command, request.environment(), request.first_line(page), forward, descriptors=(page,)
     ).add_done_callback(on_spawned)
     return started
-
-
-def share_out(items: Sequence[T], count: int) -> list[list[T]]:
-    """Divide items among actors: neighbouring ones for each, or round-robin when there are more actors than items."""
-    if count > len(items):
-        return [[items[i % len(items)]] for i in range(count)]
-    bounds = [i * len(items) // count for i in range(count + 1)]
-    return [list(items[bounds[i] : bounds[i + 1]]) for i in range(count)]

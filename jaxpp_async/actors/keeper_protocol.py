@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
-from jaxpp_async.actors.actor_process import ActorRequest
+from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.progress import Position
 
 RECORD = "\x1e"

@@ -2,7 +2,7 @@
 program elsewhere), or inside this process (`actors.inline`). `base` says what a launcher is.
 """
 
-from jaxpp_async.actors.actor_process import share_out
+from jaxpp_async.actors.actor_request import share_out
 from jaxpp_async.actors.launch.base import (
     DEFAULT_ACTOR,
     ActorHandle,

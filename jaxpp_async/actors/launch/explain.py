@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from jaxpp_async.actors.launch.hosts import Host
-from jaxpp_async.actors.warden import Death
 
 SSH_FAILED: Final = 255
 """ssh's own exit status; any other is the remote command's."""
@@ -22,25 +21,25 @@ class Explanation:
     remedy: str
 
 
-def explain_ssh(host: Host, said: Sequence[str], end: Death | None, *, is_logged_in: bool) -> Explanation | None:
+def explain_ssh(host: Host, said: Sequence[str], ended: int | None, *, is_logged_in: bool) -> Explanation | None:
     """Why ssh did not bring us in; None if it did.
 
     Args:
-        said: all that came, before any answer of ours. end: of the ssh process; None: it was still at it.
+        said: all that came, before any answer of ours. ended: ssh's exit status; None: it was still at it.
         is_logged_in: the login shell has run our command.
     """
     if is_logged_in:
         return None
     text = "\n".join(said)
-    if end is None:
+    if ended is None:
         return Explanation(
             "did not finish the login in time",
             f"try `{_by_hand(host)} true`: it has to end by itself, asking nothing; start-up files of the login shell "
             "must not wait for input",
         )
-    if end.returncode != SSH_FAILED:
+    if ended != SSH_FAILED:
         return Explanation(
-            f"let us in, but its login shell ended with code {end.returncode} before it ran our command"
+            f"let us in, but its login shell ended with code {ended} before it ran our command"
             + (", after it wrote a banner" if text else ""),
             f"`{_by_hand(host)} true` has to succeed: no forced command, no start-up file (.bashrc, .profile) that "
             "exits or starts another program where there is no terminal",
@@ -100,14 +99,15 @@ _SSH: Final = (
 """Pattern in what ssh printed, what it means, what to do; the first that fits."""
 
 
-def explain_python(host: Host, python: str, said: Sequence[str], end: Death | None) -> Explanation:
+def explain_python(host: Host, python: str, said: Sequence[str], ended: int | None) -> Explanation:
     """Why Python, or the package there, did not come up.
 
     Args:
         python: the interpreter that was asked for. said: what came instead of the keeper's hello.
+        ended: its exit status; None: it was still at it.
     """
     text = "\n".join(said)
-    if end is None:
+    if ended is None:
         return Explanation(f"{python} did not start within the time allowed", "is its disk, or a shared folder, stuck?")
     missing = re.search(r"No module named '?([\w.]+)", text)
     if missing is not None and missing[1].split(".")[0] == "jaxpp_async":
@@ -124,13 +124,13 @@ def explain_python(host: Host, python: str, said: Sequence[str], end: Death | No
     lost = re.search(
         r"^.*(No such file or directory|not found|Permission denied|cannot execute).*$", text, re.MULTILINE
     )
-    if end.returncode in (126, 127) or (lost is not None and python in lost[0]):
+    if ended in (126, 127) or (lost is not None and python in lost[0]):
         return Explanation(
             f"there is no Python at {python}" + (f" ({lost[0].strip()})" if lost else ""),
             "install it there, or say where it is with python= (for the mesh, or on the host's line)",
         )
     last = said[-1].strip() if said else "it said nothing"
-    how = f"code {end.returncode}" if end.returncode >= 0 else f"signal {-end.returncode}"
+    how = f"code {ended}" if ended >= 0 else f"signal {-ended}"
     return Explanation(f"{python} ended with {how} before it was ready: {last}", "")
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from jaxpp_async.actors.actor_process import share_out
+from jaxpp_async.actors.actor_request import share_out
 from jaxpp_async.errors import MeshError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")

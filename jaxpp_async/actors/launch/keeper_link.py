@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from jaxpp_async.actors import keeper_protocol as kp
-from jaxpp_async.actors.actor_process import ActorRequest
+from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.lifeline import ExitCode
 from jaxpp_async.actors.progress import Position
 from jaxpp_async.actors.warden import TAIL_LINES, Death
@@ -43,13 +43,13 @@ class KeeperError(Exception):
     """A keeper did not come up.
 
     Attributes:
-        said: what came instead. end: how its stream ended; None: it took too long.
+        said: what came instead. ended: exit status of its stream; None: it took too long.
         is_logged_in: the host let us in before.
     """
 
-    def __init__(self, said: tuple[str, ...], end: Death | None, is_logged_in: bool):
-        super().__init__(f"no keeper: {end}, {said[-3:]}")
-        self.said, self.end, self.is_logged_in = said, end, is_logged_in
+    def __init__(self, said: tuple[str, ...], ended: int | None, is_logged_in: bool):
+        super().__init__(f"no keeper: {ended}, {said[-3:]}")
+        self.said, self.ended, self.is_logged_in = said, ended, is_logged_in
 
 
 @dataclass(slots=True)
@@ -126,7 +126,8 @@ class KeeperLink:
             await asyncio.wait([task, self.over], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            raise KeeperError(tuple(self._said), self._end, self.logged_in.is_set())
+            ended = self._end.returncode if self._end is not None else None
+            raise KeeperError(tuple(self._said), ended, self.logged_in.is_set())
         finally:
             task.cancel()
 

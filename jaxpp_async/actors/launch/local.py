@@ -8,7 +8,8 @@ import socket
 import sys
 from collections.abc import Callable
 
-from jaxpp_async.actors.actor_process import ActorProcess, ActorRequest, spawn_actor
+from jaxpp_async.actors.actor_process import ActorProcess, spawn_actor
+from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.launch.base import DEFAULT_ACTOR, ActorHandle, LaunchSpec, make_process_transport
 from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, environment
 from jaxpp_async.actors.lifeline import BEAT_S, LEASE_S

@@ -17,7 +17,7 @@ from importlib import metadata
 from typing import Protocol
 
 import jaxpp_async
-from jaxpp_async.actors.actor_process import ActorRequest
+from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.handshake import version_mismatch
 from jaxpp_async.actors.keeper import VERSIONED
 from jaxpp_async.actors.keeper_protocol import Hello
@@ -205,7 +205,7 @@ class RemoteLauncher:
             if isinstance(error, OSError):
                 error = self._failure(host, actor_id, Explanation(f"could not be reached: {error}", ""), ())
             elif isinstance(error, KeeperError):
-                found = self._reach.explain(host, error) or explain_python(host, python, error.said, error.end)
+                found = self._reach.explain(host, error) or explain_python(host, python, error.said, error.ended)
                 error = self._failure(host, actor_id, found, error.said)
             if not isinstance(error, asyncio.CancelledError):
                 self._lines.set(str(host), f"failed: {str(error).splitlines()[0]}")

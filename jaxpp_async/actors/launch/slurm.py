@@ -52,7 +52,7 @@ class SlurmReach(CommandReach):
 
     def explain(self, host: Host, error: KeeperError) -> Explanation | None:
         """See `Reach`."""
-        return explain_srun(error.said, is_late=error.end is None)
+        return explain_srun(error.said, is_late=error.ended is None)
 
 
 def explain_srun(said: Sequence[str], *, is_late: bool) -> Explanation | None:

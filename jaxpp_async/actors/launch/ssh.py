@@ -78,7 +78,7 @@ class SSHReach(CommandReach):
 
     def explain(self, host: Host, error: KeeperError) -> Explanation | None:
         """See `Reach`."""
-        return explain_ssh(host, error.said, error.end, is_logged_in=error.is_logged_in)
+        return explain_ssh(host, error.said, error.ended, is_logged_in=error.is_logged_in)
 
     async def _resolve(self, host: Host) -> str:
         port = ["-p", str(host.port)] if host.port else []

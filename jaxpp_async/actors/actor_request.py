@@ -1,0 +1,64 @@
+"""actor_request: how one actor's process is to be started, as plain data that a launcher makes and its host reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ActorRequest:
+    """How to start one actor's process. Travels to keepers as JSON, over stdin: it holds the secret.
+
+    Args:
+        python: the interpreter.
+        env: variables to add to the host's own.
+        config: the first line of the actor's stdin, without what only its host knows.
+        index, count: it is the `index`-th of `count` actors on its host.
+        cpus: CPU numbers that the host's actors share; None: those that the process may use.
+        pin_cores: bind the actor to its share.
+        cache_dir: folder of JAX's compilation cache, `~` and `{host}` filled in there; None: not set here.
+    """
+
+    python: str
+    env: Mapping[str, str]
+    config: Mapping[str, Any] = field(repr=False)
+    index: int = 0
+    count: int = 1
+    cpus: tuple[int, ...] | None = None
+    pin_cores: bool = True
+    cache_dir: str | None = None
+
+    def environment(self) -> dict[str, str]:
+        """The whole environment of the process."""
+        env = dict(os.environ)
+        if self.cache_dir is not None:
+            env["JAX_COMPILATION_CACHE_DIR"] = os.path.expanduser(self.cache_dir.format(host=os.uname().nodename))
+            # JAX would leave out what compiles fast, and that is most of a pipeline's tasks.
+            env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+            env["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+        return env | dict(self.env)
+
+    def first_line(self, progress_page: int | None) -> bytes:
+        """Configuration and secret, as one line of JSON: stdin is the one channel that no other user can read."""
+        cpus = list(self.cpus or sorted(os.sched_getaffinity(0)))
+        config = {
+            **self.config,
+            "parent_pid": os.getpid(),
+            "cores": share_out(cpus, self.count)[self.index] if self.pin_cores or self.cpus else [],
+            "progress_page": progress_page,
+        }
+        return json.dumps(config).encode() + b"\n"
+
+
+def share_out(items: Sequence[T], count: int) -> list[list[T]]:
+    """Divide items among actors: neighbouring ones for each, or round-robin when there are more actors than items."""
+    if count > len(items):
+        return [[items[i % len(items)]] for i in range(count)]
+    bounds = [i * len(items) // count for i in range(count + 1)]
+    return [list(items[bounds[i] : bounds[i + 1]]) for i in range(count)]
