@@ -85,7 +85,7 @@ class Bringup:
                 connection = await self._unless_dead(spec.actor_id, arrival)
         except OSError as error:
             if isinstance(error, TimeoutError):
-                raise self._late(spec.actor_id, "did not connect") from None
+                raise self._late(spec.actor_id, "did not connect", _way_back(spec.controller)) from None
             raise launch_error(spec.actor_id, f"could not be started: {error}") from error
         return make_link(spec.actor_id, handle, connection)
 
@@ -129,10 +129,20 @@ class Bringup:
         finally:
             dead.cancel()
 
-    def _late(self, actor_id: int, what: str) -> ActorError:
+    def _late(self, actor_id: int, what: str, remedy: str = "") -> ActorError:
         handle = self.handles.get(actor_id)
         tail = handle.output_tail() if handle is not None else ()
-        return launch_error(actor_id, f"{what} within {self._timeout_s:g} s", tail)
+        return launch_error(actor_id, f"{what} within {self._timeout_s:g} s{remedy}", tail)
+
+
+def _way_back(controller: tuple[str, int] | None) -> str:
+    """What to look at when an actor on another host was started but never came."""
+    if controller is None or controller[0].startswith("127."):
+        return ""
+    return (
+        f"; its host has to reach this machine at {controller[0]}, on any port: is a firewall between? "
+        "choose another address with control_address="
+    )
 
 
 def make_link(actor_id: int, handle: ActorHandle, connection: Connection) -> ActorLink:
