@@ -16,10 +16,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import harness
+import jax
 import transformer
 
 import jaxpp_async as jpp
 from jaxpp_async import mesh_options
+from jaxpp_async.compiler.garbage import uncollected
 from jaxpp_async.compiler.passes import StepRequest, compile_step, plan
 from jaxpp_async.step import DistributedStep, StepOptions
 
@@ -60,8 +62,24 @@ def case(args: argparse.Namespace) -> dict[str, Any]:
         "microbatches": args.microbatches,
         "first_s": round(sum(first.values()), 3),
         "median_s": round(sum(later.values()), 3),
+        "jax_s": round(jax_alone(args), 3),
         "passes_s": harness.rounded(later),
     }
+
+
+def jax_alone(args: argparse.Namespace) -> float:
+    """What `jax.make_jaxpr` takes of the same step: the part of `trace` that no compiler of jaxprs can save."""
+
+    def run(passed: Callable[[str], None]) -> None:
+        with uncollected():
+            jax.make_jaxpr(wanted.fn)(*wanted.args)
+        passed("jax")
+
+    found = []
+    for _ in range(args.runs):
+        wanted = request(args.stages, args.microbatches)
+        found += harness.measure(run, 1)
+    return harness.medians(found)["jax"]
 
 
 def profile(args: argparse.Namespace) -> None:
@@ -104,7 +122,8 @@ def _growth(cases: list[dict[str, Any]]) -> dict[str, float]:
 
 def _line(c: dict[str, Any]) -> str:
     parts = "  ".join(f"{name} {s * 1000:.0f}" for name, s in c["passes_s"].items())
-    return f"{c['stages']:3} stages {c['microbatches']:4} microbatches: {c['median_s']:6.2f} s  (ms: {parts})"
+    size = f"{c['stages']:3} stages {c['microbatches']:4} microbatches"
+    return f"{size}: {c['median_s']:6.2f} s, JAX alone {c['jax_s']:.2f} s  (ms: {parts})"
 
 
 def main() -> None:

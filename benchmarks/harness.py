@@ -84,6 +84,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": model,
         "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "commit": _commit(),
