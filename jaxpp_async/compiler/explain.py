@@ -13,6 +13,7 @@ from functools import cached_property
 
 from jaxpp_async.compiler.graph import PlacedStep
 from jaxpp_async.compiler.ir import Op, Traced
+from jaxpp_async.compiler.lowering import plan_transfers
 from jaxpp_async.program import ActorId, Node, ValueId
 
 IN_LOOP = "in the loop"
@@ -88,14 +89,8 @@ class Explainer:
 
     def crossings(self) -> list[Crossing]:
         """Every transfer of a step, by value."""
-        holders = {i.value: set(i.actors) for i in self.graph.inputs}
-        holders.update((v, {n.actor}) for v, n in self.maker.items())
-        wanted = {*self.readers, *self.results}
-        return [
-            Crossing(v, min(holders[v]), a, self._what(v), self._when(v, a), self._who(v, a))
-            for v, a in sorted(wanted)
-            if a not in holders[v]
-        ]
+        planned = sorted((t.value, t.to_actor, t.from_actor) for t in plan_transfers(self.graph))
+        return [Crossing(v, source, a, self._what(v), self._when(v, a), self._who(v, a)) for v, a, source in planned]
 
     def _what(self, value: ValueId) -> str:
         aval = self.graph.values[value].aval

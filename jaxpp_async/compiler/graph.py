@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from jaxpp_async.compiler.ir import Loop, Op, Ref, Traced, Types, ValueType
+from jaxpp_async.compiler.outer import giver
 from jaxpp_async.compiler.partition import OutputPart
 from jaxpp_async.compiler.placement import Actors, OuterStep, Placement, place
 from jaxpp_async.compiler.recipes import Recipe, literal_type, outside_reads
@@ -282,7 +283,7 @@ class _Builder:
         def use(value: int, actor: ActorId, level: int | None) -> None:
             if (i := maker.get(value)) is None:
                 return
-            source = actor if actor in placement.op_actors[i] else min(placement.op_actors[i])
+            source = giver(placement.op_actors[i], actor)
             if source != actor or placement.levels[i, source] != level:
                 found.add((value, source))
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxpp_async.compiler.ir import Op
-from jaxpp_async.compiler.outer import OuterStep
+from jaxpp_async.compiler.outer import OuterStep, giver
 from jaxpp_async.program import ActorId
 
 
@@ -62,7 +62,8 @@ def _earliest(
         i = producer.get(value)
         if i is None:
             return 0
-        return early[i, actor] if actor in actors[i] else early[i, min(actors[i])] + 1
+        source = giver(actors[i], actor)
+        return early[i, source] + (source != actor)
 
     for i, op in enumerate(step.items):
         if isinstance(op, Op):
@@ -98,15 +99,13 @@ def _latest(
         if not isinstance(op, Op):
             continue
         limits = dict.fromkeys(actors[i], last)
-        # One actor gives to those that do not compute it themselves.
-        giver = min(actors[i], default=0)
         for o in op.outputs:
             for u in users.get(o, ()):
                 for b in actors[u]:
-                    a, limit = (b, late[u, b]) if b in limits else (giver, late[u, b] - 1)
-                    limits[a] = min(limits[a], limit)
+                    a = giver(actors[i], b)
+                    limits[a] = min(limits[a], late[u, b] - (a != b))
             for b, limit in in_loops.get(o, {}).items():
-                a = b if b in limits else giver
+                a = giver(actors[i], b)
                 limits[a] = min(limits[a], limit)
         late.update(((i, a), limit) for a, limit in limits.items())
     return late

@@ -42,6 +42,14 @@ class OuterStep:
     num_results: int | None = None
 
 
+def giver(actors: Collection[ActorId], wanted: ActorId) -> ActorId:
+    """Of the actors that have a value, the one that `wanted` takes it from: itself, or else the lowest.
+
+    `lowering.plan_transfers` sends from there.
+    """
+    return wanted if wanted in actors else min(actors)
+
+
 def replaced(step: OuterStep, others: Mapping[int, Sequence[Op]], removed: Collection[int] = ()) -> OuterStep:
     """`step` with the operations at some positions replaced by others, or taken out; loops keep what is known of them.
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxpp_async.compiler.ir import Lit, Ref, Types
+from jaxpp_async.compiler.outer import giver
 from jaxpp_async.compiler.partition import OutputPart, StagedLoop, StageTask, TaskKey
 from jaxpp_async.compiler.recipes import Accumulate, Recipe, Start, literal_type
 from jaxpp_async.compiler.variants import ScheduledLoop
@@ -59,10 +60,11 @@ class Draft:
         return list(range(first, len(self.values)))
 
     def read(self, ir_id: int, actor: ActorId) -> ValueId:
-        """The value of an id on `actor`, or else the one to be sent there (from the lowest actor that has it)."""
+        """The value of an id on `actor`, or else the one to be sent there."""
         if (ir_id, actor) in self.where:
             return self.where[ir_id, actor]
-        return next(self.where[ir_id, a] for a in range(self.num_actors) if (ir_id, a) in self.where)
+        holders = [a for a in range(self.num_actors) if (ir_id, a) in self.where]
+        return self.where[ir_id, giver(holders, actor)]
 
 
 def needs_index(staged: StagedLoop, task: StageTask) -> bool:
