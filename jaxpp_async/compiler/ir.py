@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from jaxpp_async.program import Aval
 
 
@@ -253,38 +251,3 @@ def used_ids(ops: Iterable[Op | Loop], outputs: Iterable[Ref]) -> set[int]:
     for op in ops:
         used.update(op.reads)
     return used
-
-
-def format_flat(flat: Flat, types: Types, indent: str = "") -> str:
-    """Readable text of a body, for dumps and golden files."""
-    lines = [f"{indent}inputs {_refs(flat.inputs, types)}"]
-    for op in flat.ops:
-        left = _refs([o for o in op.outputs if o >= 0], types)
-        if isinstance(op, Loop):
-            n = op.num_microbatches
-            lines.append(f"{indent}{left} = loop[{n} microbatches] {_refs(op.inputs, None)} {{")
-            lines.append(format_flat(op.body, types, indent + "  "))
-            lines.append(f"{indent}}} reduce ({', '.join(type(r).__name__ for r in op.reductions)})")
-        else:
-            mark = " '" if op.transposed else ""
-            lines.append(f"{indent}{left} = {op.name} {_refs(op.inputs, None)}{mark}")
-    lines.append(f"{indent}return {_refs(flat.outputs, None)}")
-    return "\n".join(lines)
-
-
-def _refs(refs: Iterable[Ref], types: Types | None) -> str:
-    return " ".join(
-        _literal(r.value)
-        if isinstance(r, Lit)
-        else f"%{r}"
-        if types is None
-        else f"%{r}:{types[r].aval.dtype}[{','.join(map(str, types[r].aval.shape))}]"
-        for r in refs
-    )
-
-
-def _literal(value: Any) -> str:
-    """A constant as text that does not depend on which array class JAX keeps it in."""
-    array = np.asarray(value)
-    content = array.tolist() if array.size <= 8 else "..."
-    return f"#{content}:{array.dtype.name}" + (f"[{','.join(map(str, array.shape))}]" if array.ndim else "")

@@ -2,7 +2,7 @@
 
 trace       step function          -> flat operations with markers and loops
 partition   each loop's body       -> forward and backward tasks
-schedule    each loop's schedule   -> tasks in order, an actor a row
+schedule    each loop's schedule   -> tasks in order, an actor a row, and the forms in which they run
 place       all of it              -> task graph on actors, and a recipe an executable
 shard       task graph             -> the same, with a sharding for every value
 transfer    task graph             -> programs, an actor each: inputs, runs, sends, receives, outputs
@@ -27,15 +27,17 @@ from jaxpp_async.compiler.emit import Emitted, Target, lowering_context
 from jaxpp_async.compiler.exportable import explained
 from jaxpp_async.compiler.garbage import uncollected
 from jaxpp_async.compiler.graph import PlacedStep, build
-from jaxpp_async.compiler.ir import Loop, Traced, format_flat
+from jaxpp_async.compiler.ir import Loop, Traced
 from jaxpp_async.compiler.partition import StagedLoop, partition
 from jaxpp_async.compiler.propagate import Spec, propagate, sharded
 from jaxpp_async.compiler.sharing import Exports
 from jaxpp_async.compiler.texts import (
     Texts,
     format_executables,
+    format_flat,
     format_graph,
     format_programs,
+    format_scheduled,
     format_specs,
     format_staged,
 )
@@ -215,7 +217,7 @@ def _texts(
         {
             "trace": lambda: format_flat(traced.flat, traced.types),
             "partition": lambda: "\n".join(map(format_staged, staged.values())),
-            "schedule": lambda: "\n".join(schedules.format_grid(s.tasks) for s in loops.values()),
+            "schedule": lambda: "\n".join(map(format_scheduled, loops.values())),
             "place": lambda: format_graph(placed),
             "shard": lambda: format_specs(placed),
             "transfer": lambda: format_programs(lowering.insert_transfers(graph)),
