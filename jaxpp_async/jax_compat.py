@@ -148,10 +148,6 @@ def canonical_dtype(dtype: Any) -> Any:
 # ---------------------------------------------------------------- equations
 
 
-def is_jit(eqn: Any) -> bool:
-    return eqn.primitive.name in ("jit", "pjit", "closed_call", "core_call")
-
-
 def inner_jaxpr(eqn: Any) -> Any:
     """The closed jaxpr that a call-like equation runs, or None."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):

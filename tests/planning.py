@@ -10,7 +10,7 @@ import jax
 
 from jaxpp_async import mesh_options
 from jaxpp_async.compiler.ir import Loop
-from jaxpp_async.compiler.partition import StagedLoop, cross_task_values, partition
+from jaxpp_async.compiler.partition import StagedLoop, TaskKey, partition
 from jaxpp_async.compiler.passes import Plan, plan
 from jaxpp_async.program import Send
 from jaxpp_async.step import DistributedStep, StepOptions
@@ -47,6 +47,20 @@ def staged(fn: Any, *args: Any) -> StagedLoop:
     traced = trace(fn, args)
     (loop,) = [op for op in traced.flat.ops if isinstance(op, Loop)]
     return partition(loop, traced.types)
+
+
+def cross_task_values(staged: StagedLoop) -> dict[TaskKey, tuple[list[int], list[int]]]:
+    """For each task, the values it takes from other tasks and those it makes for them, in order of first use."""
+    made_by: dict[int, TaskKey] = {}
+    for key, task in staged.tasks.items():
+        for v in task.made():
+            made_by.setdefault(v, key)
+    takes = {key: staged.takes(task) for key, task in staged.tasks.items()}
+    makes: dict[TaskKey, dict[int, None]] = {key: {} for key in staged.tasks}
+    for wanted in takes.values():
+        for r in wanted:
+            makes[made_by[r]][r] = None
+    return {key: (takes[key], list(makes[key])) for key in staged.tasks}
 
 
 def heavy(cut: StagedLoop) -> dict[str, list[str]]:

@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from planning import f32, heavy, plan_step, sent, staged, taken
+from planning import cross_task_values, f32, heavy, plan_step, sent, staged, taken
 
 import jaxpp_async as jpp
 from jaxpp_async.compiler.avals import value_type
-from jaxpp_async.compiler.partition import cross_task_values
 from jaxpp_async.errors import StageError
 
 D = 4

@@ -70,8 +70,7 @@ def emit(
         out_specs = [specs.get(v, ()) if isinstance(v, int) else () for v in recipe.outputs]
     inputs = [types[v] for v in recipe.inputs]
     fn = recipe_function(recipe, types)
-    # One name for every stage: identical stages become identical bytes, and so one executable.
-    fn.__name__ = recipe.name.rstrip("0123456789")
+    fn.__name__ = recipe.stem
     options: dict[str, Any] = {}
     shardings: Sequence[Any] = [None] * len(inputs)
     if target.mesh is not None:

@@ -19,7 +19,7 @@ from jaxpp_async.compiler.primitives import MARKER, MARKER_SIDE
 from jaxpp_async.compiler.stages import LIGHTWEIGHT, Stages, TaskKey
 from jaxpp_async.compiler.tails import OutputPart, Results, Tail, results
 
-__all__ = ["OutputPart", "StageTask", "StagedLoop", "TaskKey", "cross_task_values", "partition"]
+__all__ = ["OutputPart", "StageTask", "StagedLoop", "TaskKey", "partition"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,17 +160,3 @@ def _order(key: TaskKey) -> tuple[int, int]:
     """Forward stages upward, then backward stages downward."""
     ty, stage = key
     return (0, stage) if ty == "fwd" else (1, -stage)
-
-
-def cross_task_values(staged: StagedLoop) -> dict[TaskKey, tuple[list[int], list[int]]]:
-    """For each task, the values it takes from other tasks and those it makes for them, in order of first use."""
-    made_by: dict[int, TaskKey] = {}
-    for key, task in staged.tasks.items():
-        for v in task.made():
-            made_by.setdefault(v, key)
-    takes = {key: staged.takes(task) for key, task in staged.tasks.items()}
-    makes: dict[TaskKey, dict[int, None]] = {key: {} for key in staged.tasks}
-    for wanted in takes.values():
-        for r in wanted:
-            makes[made_by[r]][r] = None
-    return {key: (takes[key], list(makes[key])) for key in staged.tasks}

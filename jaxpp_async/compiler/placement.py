@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jaxpp_async.compiler import conditions
 from jaxpp_async.compiler.conditions import SCALAR_BYTES, SMALL_BYTES
@@ -43,7 +43,6 @@ class Placement:
     input_homes: dict[int, Actors]
     output_homes: tuple[Actors, ...]
     num_levels: int
-    loop_makes: dict[int, dict[int, ActorId]] = field(default_factory=dict)
     asked: frozenset[int] = frozenset()
 
 
@@ -69,7 +68,6 @@ def place(step: OuterStep, types: Types) -> Placement:
         input_homes={v: frozenset(draft.homes[v]) for v in step.inputs},
         output_homes=tuple(draft.output_homes),
         num_levels=found.depth,
-        loop_makes=draft.step.loop_makes,
         asked=frozenset(step.result_homes),
     )
 

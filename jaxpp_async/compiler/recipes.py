@@ -60,6 +60,11 @@ class Recipe:
     starts: tuple[Start, ...] = ()
     accumulates: tuple[Accumulate, ...] = ()
 
+    @property
+    def stem(self) -> str:
+        """The name without the stage, such as `"fwd"`, so that identical stages become one executable."""
+        return self.name.rstrip("0123456789")
+
 
 def outside_reads(ops: Sequence[Op], returned: Sequence[Ref]) -> list[int]:
     """Values that `ops` (and `returned`) read and `ops` do not make, in order of first use."""

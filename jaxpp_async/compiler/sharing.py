@@ -81,15 +81,10 @@ class Exports:
         return emit(recipe, step.types, step.specs, step.target)
 
 
-def _stem(recipe: Recipe) -> str:
-    """The part of a recipe's name that stands in its executable."""
-    return recipe.name.rstrip("0123456789")
-
-
 def _outline(recipe: Recipe) -> Hashable:
     """What equal recipes have in common, cheap to find."""
     sizes = len(recipe.inputs), len(recipe.outputs), len(recipe.slices), len(recipe.starts), len(recipe.accumulates)
-    return _stem(recipe), sizes, tuple(op.name for op in recipe.ops)
+    return recipe.stem, sizes, tuple(op.name for op in recipe.ops)
 
 
 # ---------------------------------------------------------------- keys of recipes
@@ -146,7 +141,7 @@ class _RecipeKey:
             for a in r.accumulates
         )
         outputs = tuple((self.read(ref), self.boundary(ref)) for ref in r.outputs)
-        return _stem(r), inputs, index, slices, starts, ops, accumulates, outputs
+        return r.stem, inputs, index, slices, starts, ops, accumulates, outputs
 
     def make(self, value: int) -> int:
         """The number of a value that is made here; -1 for results that nobody wants."""

@@ -121,7 +121,7 @@ class _Finder:
         made = self._emit(self._merged(expr) if split is None else expr, parts, ops)
         if split is not None and isinstance(value, int):
             op, whole = stages.ops[split], made
-            made = self.types.new(self._strong_type(self.types[value]))
+            made = self.types.new(_strong(self.types[value]))
             outputs = tuple(made if o == value else -1 for o in op.outputs)
             ops.append(Op(op.name, (whole,), outputs, op.run, op.line))
         return tuple(parts), Tail(tuple(ops), made)
@@ -298,21 +298,15 @@ class _Finder:
     def _sum_in_stage(self, task: TaskKey, values: Sequence[Ref]) -> Ref:
         total = values[0]
         for v in values[1:]:
-            made = self.types.new(self._strong(next(x for x in (total, v) if isinstance(x, int))))
+            made = self.types.new(_strong(self.types[next(x for x in (total, v) if isinstance(x, int))]))
             self.added[task].append(Op("add_any", (total, v), (made,), _add, "a sum of gradients"))
             total = made
         return total
 
-    def _strong(self, value: int) -> ValueType:
-        return self._strong_type(self.types[value])
-
-    def _strong_type(self, value_type: ValueType) -> ValueType:
-        return replace(value_type, weak=False)
-
     def _emit(self, expr: _Expr, parts: dict[OutputPart, None], ops: list[Op]) -> int:
         """Append the operations that make `expr` behind the loop; the id of what they make."""
         if isinstance(expr, _Leaf):
-            part = OutputPart(self._named(expr, ops), expr.task or ("fwd", 0))
+            part = OutputPart(self._named(expr), expr.task or ("fwd", 0))
             parts[part] = None
             assert isinstance(part.value, int)
             return part.value
@@ -326,12 +320,12 @@ class _Finder:
         terms = [self._emit(t, parts, ops) for t in expr.terms]
         total = terms[0]
         for t in terms[1:]:
-            made = self.types.new(self._strong(total))
+            made = self.types.new(_strong(self.types[total]))
             ops.append(Op("add_partial", (total, t), (made,), _add, self.stages.loop.line))
             total = made
         return total
 
-    def _named(self, leaf: _Leaf, ops: list[Op]) -> Ref:
+    def _named(self, leaf: _Leaf) -> Ref:
         """A constant needs an id to be a total."""
         if isinstance(leaf.value, int):
             return leaf.value
@@ -376,6 +370,10 @@ def _cast(ref: Ref, dtype: str) -> Ref:
 
 def _item_bytes(value_type: ValueType) -> int:
     return replace(value_type.aval, shape=()).size_bytes
+
+
+def _strong(value_type: ValueType) -> ValueType:
+    return replace(value_type, weak=False)
 
 
 def _is_real(value_type: ValueType) -> bool:
