@@ -152,7 +152,11 @@ class DistributedStep:
         return _Call(self, args)
 
     def with_schedule(self, schedule: Any) -> DistributedStep:
-        """The same step under another schedule of as many stages. No task is compiled again."""
+        """The same step under another schedule of as many stages.
+
+        No task is compiled again; a form of one that this schedule is the first to need (half a backward, the last
+        stage's forward and backward in one) is compiled once.
+        """
         options = replace(self._options, schedule=schedule)
         return DistributedStep(self.runner, self.fn, options, line=self._line, exports=self._exports)
 
