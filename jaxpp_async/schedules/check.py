@@ -314,7 +314,8 @@ def _check_complete(
         sizes = f"{_count(check.sizes.num_stages, 'stage')} and {check.sizes.num_microbatches} microbatches"
         check.fail(
             f"{shown} {'is' if len(missing) == 1 else 'are'} missing",
-            f"a step of {sizes} runs every stage's fwd and bwd (or bwd_input and bwd_weight) of every microbatch",
+            f"a step of {sizes} runs every stage's fwd and bwd (or bwd_input and bwd_weight) of every microbatch; a "
+            "gradient that a stage takes for itself alone is a bwd too",
             rows,
             near=near,
         )
