@@ -12,15 +12,16 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jaxpp_async import explicit, jax_compat, report, sharding
 from jaxpp_async.arrays import RemoteArray
 from jaxpp_async.compiler.avals import value_type
 from jaxpp_async.compiler.emit import Target
-from jaxpp_async.compiler.ir import Traced, ValueType
+from jaxpp_async.compiler.ir import Loop, Traced, ValueType
 from jaxpp_async.compiler.passes import Compiled, StepRequest
 from jaxpp_async.compiler.sharing import Exports
-from jaxpp_async.errors import MeshError
+from jaxpp_async.errors import MeshError, ShardingError
 from jaxpp_async.leaves import leaf_type, shape_struct
 from jaxpp_async.program import ActorId
 
@@ -284,7 +285,7 @@ class DistributedStep:
             argument_names=self._names,
             static_argnums=static,
             donated=options.donate_argnums,
-            in_specs=lambda traced: given,
+            in_specs=lambda traced: self._microbatches_whole(traced, given),
             out_specs=out_specs,
             num_actors=runner.num_actors,
             target=runner.target,
@@ -298,11 +299,26 @@ class DistributedStep:
         named = jax.tree_util.tree_flatten_with_path(dynamic)[0]
         names = [self._name(argnums[path[0].idx]) + jax.tree_util.keystr(path[1:]) for path, _ in named]
         static = self._options.static_argnums
-        if static and isinstance(prefix, tuple) and not isinstance(prefix, jax.sharding.PartitionSpec):
+        if static and isinstance(prefix, tuple) and not isinstance(prefix, P):
             prefix = tuple(p for i, p in enumerate(prefix) if i not in static)
         # A key array's shape as the user knows it, with its data's dimensions behind it.
         shapes = [value_type(jax_compat.ShapedArray(s.shape, s.dtype)).aval.shape for _, s in named]
         return self._specs(prefix, dynamic, names, shapes, "in_shardings")
+
+    def _microbatches_whole(self, traced: Traced, given: list) -> list:
+        """`given`, if it splits no batch along its microbatches: those run one after the other, so it gains nothing."""
+        spec_of = dict(zip(traced.flat.inputs, zip(traced.arg_names, given, strict=True), strict=False))
+        loops = [op for op in traced.flat.ops if isinstance(op, Loop)]
+        for line, leaf in [(loop.line, leaf) for loop in loops for leaf in loop.batch if leaf in spec_of]:
+            name, spec = spec_of[leaf]
+            if spec and spec[0]:
+                first, *rest = spec
+                instead = P(None, *rest) if any(rest) else P(None, first)
+                raise ShardingError(
+                    f"{self._line}: in_shardings of {name}: {P(*spec)} splits dimension 0, the microbatches of the "
+                    f"loop at {line}, which run one after the other; to split their rows write {instead}"
+                )
+        return given
 
     def _typed(self, shapes: Sequence[Any], args: Sequence[Any], given: Sequence[Any]) -> list[Any]:
         """The arguments' leaves with shardings in their types: the user's, or else those that arrays bring along."""

@@ -396,6 +396,10 @@ SHARDINGS = {
         GOOD, ShardingError, [r"in_shardings of batch: dimension 0 of shape \(3, 2, 4\) is not divisible by 2"],
         DISTRIBUTED_LINE, ([W, W], X[:3]), options={"in_shardings": (None, P("data"))}, mesh="data",
     ),
+    "in_shardings that split the microbatches": Case(
+        GOOD, ShardingError, [r"in_shardings of batch: \w+\('data',\) splits dimension 0, the microbatches of", r"write \w+\(None, 'data'\)"],
+        DISTRIBUTED_LINE, options={"in_shardings": (None, P("data"))}, mesh="data",
+    ),
     "in_shardings of too many dimensions": Case(
         GOOD, ShardingError, [r"in_shardings of ws\[0\]", r"3 entries for an array of shape \(4, 4\)"],
         DISTRIBUTED_LINE, options={"in_shardings": (P(None, None, "data"), None)}, mesh="data",
