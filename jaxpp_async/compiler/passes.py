@@ -30,6 +30,7 @@ from jaxpp_async.compiler.graph import PlacedStep, build
 from jaxpp_async.compiler.ir import Loop, Traced
 from jaxpp_async.compiler.partition import StagedLoop, partition
 from jaxpp_async.compiler.propagate import Spec, propagate, sharded
+from jaxpp_async.compiler.separate import separate_results
 from jaxpp_async.compiler.sharing import Exports
 from jaxpp_async.compiler.texts import (
     Texts,
@@ -41,7 +42,7 @@ from jaxpp_async.compiler.texts import (
     format_specs,
     format_staged,
 )
-from jaxpp_async.compiler.tracing import separate_results, trace, warn_of_markers_outside
+from jaxpp_async.compiler.tracing import trace, warn_of_markers_outside
 from jaxpp_async.compiler.variants import ScheduledLoop, schedule_loop
 from jaxpp_async.compiler.weak import trace_settled
 from jaxpp_async.program import ActorProgram, Aval, TaskGraph, Value
@@ -283,6 +284,7 @@ def _scheduled(staged: StagedLoop, request: StepRequest) -> ScheduledLoop:
         num_actors=request.num_actors,
         where=staged.loop.line,
         forward_only=not any(ty == "bwd" for ty, _ in staged.tasks),
+        markers=staged.boundaries,
     )
     return schedule_loop(staged, tasks)
 

@@ -1,5 +1,5 @@
 """compiler.prints: `jax.debug.print` and `jax.debug.callback`. In: their equations. Out: what the step has to bring
-home for them, and the calls to make once it is there.
+home for them, and the calls to make once it is there. Host code of any other kind is refused.
 
 Host code never travels: an actor sees only values that become results of its tasks.
 """
@@ -14,12 +14,47 @@ import numpy as np
 
 from jaxpp_async import jax_compat
 from jaxpp_async.compiler.ir import Lit, LoopPrints, Print, Ref, Shown, Types, stacked_type
-from jaxpp_async.compiler.primitives import CALLS, CHECKPOINTS, CUSTOM_RULES, PRINTS
+from jaxpp_async.compiler.primitives import CALLBACKS, CALLS, CHECKPOINTS, CUSTOM_RULES, PRINTS
+from jaxpp_async.errors import UnsupportedError
 
 
 def print_of(eqn: Any, operands: Sequence[Ref], line: str) -> Print:
     """The print that an equation asks for."""
     return Print(functools.partial(jax_compat.call_host, eqn), tuple(Shown(r) for r in operands), line)
+
+
+def refuse_host(eqn: Any, line: str, stage: int | None) -> None:
+    """Host code does not travel to the actors.
+
+    Args:
+        line: `file:line` where the equation stands.
+        stage: of a loop's body that it is written in; None outside.
+
+    Raises:
+        UnsupportedError: there is some in the equation.
+    """
+    name = eqn.primitive.name
+    found, around = jax_compat.find_inside(eqn, CALLBACKS)
+    if found is None and not jax_compat.has_effects(eqn):
+        return
+    around = [n for n in around if n not in CALLS | CHECKPOINTS | CUSTOM_RULES]
+    what = found.primitive.name if found is not None else name
+    where = (
+        f"`{what}`" + (f" inside `{around[-1]}`" if around else "") + ("" if stage is None else f" in stage {stage}")
+    )
+    if found is not None and (own := jax_compat.source_line(found)) != "unknown line":
+        line = own
+    if what in PRINTS:
+        raise UnsupportedError(
+            f"{line}: {where}: prints are made by the controller from results of the step, and values inside a "
+            f"`{around[-1] if around else name}` are none; print before or after it, return the values from its "
+            "body and print them there, or write it as Python code"
+        )
+    raise UnsupportedError(
+        f"{line}: {where} runs Python on the host, or has side effects there, which a task on an actor cannot; "
+        "return the value from the step and use it there, or show it with `jax.debug.print` or "
+        "`jax.debug.callback`"
+    )
 
 
 # ---------------------------------------------------------------- inside a checkpoint

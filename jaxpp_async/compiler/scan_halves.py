@@ -19,6 +19,7 @@ from jaxpp_async.compiler.cut import LightOps, cut
 from jaxpp_async.compiler.evaluate import read, run_ops
 from jaxpp_async.compiler.ir import Flat, Op, Ref, Types, stacked_type
 from jaxpp_async.compiler.recipes import outside_reads
+from jaxpp_async.compiler.scans import Where
 
 
 class Flattener(Protocol):
@@ -26,7 +27,7 @@ class Flattener(Protocol):
 
     types: Types
 
-    def body(self, closed: Any, line: str) -> Flat: ...
+    def body(self, closed: Any, where: Where) -> Flat: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +76,7 @@ def splitter(flattener: Flattener, eqn: Any) -> Callable[[Op, frozenset[int]], t
 
 
 def _split(flattener: Flattener, loop: Any, op: Op, wanted: frozenset[int]) -> tuple[Op, Op] | None:
-    body = flattener.body(loop.body, op.line)
+    body = flattener.body(loop.body, Where(op.line))
     starts = body.inputs[loop.num_consts : loop.first_x]
     ends = body.outputs[: loop.num_carry]
     first, second, early_carry = _cut_body(body, starts, ends, wanted)

@@ -7,6 +7,7 @@ straight there, and a stack that nobody reads whole is never made. Runs nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,6 +20,21 @@ from jaxpp_async.compiler.ir import Op, Ref, Types, ValueType
 from jaxpp_async.compiler.primitives import INDEX, STACK
 
 
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where an equation stands.
+
+    Args:
+        line: `file:line` of the user.
+        transposed: made by reverse-mode differentiation.
+        in_loop: in the body of an `accumulate_grads`.
+    """
+
+    line: str
+    transposed: bool = False
+    in_loop: bool = False
+
+
 class Flattener(Protocol):
     """What flattens the jaxprs inside an equation (`tracing`)."""
 
@@ -26,9 +42,7 @@ class Flattener(Protocol):
     stacks: dict[int, list[Ref]]
     """Values stacked over layers, by their elements."""
 
-    def inline(
-        self, jaxpr: Any, consts: Sequence[Any], env: dict[Any, Ref], ops: list, line: str, transposed: bool
-    ) -> list[Ref]: ...
+    def inline(self, jaxpr: Any, consts: Sequence[Any], env: dict[Any, Ref], ops: list, where: Where) -> list[Ref]: ...
 
 
 def reads_stacks(flattener: Flattener, eqn: Any, inputs: Sequence[Ref]) -> bool:
@@ -36,9 +50,7 @@ def reads_stacks(flattener: Flattener, eqn: Any, inputs: Sequence[Ref]) -> bool:
     return any(r in flattener.stacks for r in inputs[jax_compat.scan_parts(eqn).first_x :] if isinstance(r, int))
 
 
-def unrolled(
-    flattener: Flattener, eqn: Any, inputs: Sequence[Ref], ops: list, line: str, transposed: bool
-) -> list[Ref]:
+def unrolled(flattener: Flattener, eqn: Any, inputs: Sequence[Ref], ops: list, where: Where) -> list[Ref]:
     """Append a scan's iterations to `ops`, one after the other. Returns its results."""
     loop = jax_compat.scan_parts(eqn)
     jaxpr, consts = jax_compat.open_jaxpr(loop.body)
@@ -47,16 +59,17 @@ def unrolled(
     element_types = [value_type(v.aval) for v in jaxpr.invars[loop.first_x :]]
     for i in reversed(range(loop.length)) if loop.reverse else range(loop.length):
         xs = [
-            _element(flattener, x, i, t, ops, line) for x, t in zip(inputs[loop.first_x :], element_types, strict=True)
+            _element(flattener, x, i, t, ops, where.line)
+            for x, t in zip(inputs[loop.first_x :], element_types, strict=True)
         ]
         env = dict(zip(jaxpr.invars, [*shared, *carry, *xs], strict=True))
-        results = flattener.inline(jaxpr, consts, env, ops, line, transposed)
+        results = flattener.inline(jaxpr, consts, env, ops, where)
         carry, rows[i] = results[: loop.num_carry], results[loop.num_carry :]
     stacked = []
     for k, var in enumerate(eqn.outvars[loop.num_carry :]):
         made = flattener.types.new(value_type(var.aval))
         flattener.stacks[made] = [row[k] for row in rows]
-        ops.append(Op(STACK, tuple(flattener.stacks[made]), (made,), _stack, line, transposed))
+        ops.append(Op(STACK, tuple(flattener.stacks[made]), (made,), _stack, where.line, where.transposed))
         stacked.append(made)
     return [*carry, *stacked]
 

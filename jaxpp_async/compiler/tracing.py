@@ -14,23 +14,22 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jaxpp_async import explicit, jax_compat, markers
 from jaxpp_async.compiler import choices, prints, scan_halves, scans
 from jaxpp_async.compiler.avals import value_type
+from jaxpp_async.compiler.dead import eliminate_dead
 from jaxpp_async.compiler.ir import Captured, Flat, Lit, Loop, Op, Print, Ref, Shown, Traced, Types, used_ids
 from jaxpp_async.compiler.primitives import (
-    CALLBACKS,
     CALLS,
     CHECKPOINTS,
-    CUSTOM_RULES,
     LOOP,
     MARKER,
     MARKER_SIDE,
     PRINTS,
     inlines,
 )
+from jaxpp_async.compiler.scans import Where
 from jaxpp_async.errors import ShardingError, UnsupportedError
 from jaxpp_async.reductions import Stack
 
@@ -105,7 +104,6 @@ class _Flattener:
         self.types = Types()
         self.captured: dict[int, Captured] = {}  # by id() of the array, which `Captured` keeps alive
         self.prints: list[Any] = []  # of the body that is being inlined
-        self.in_loop = False
         self.stacks: dict[int, list[Ref]] = {}  # see `scans.Flattener`
 
     def top(self, closed: Any) -> Flat:
@@ -113,13 +111,11 @@ class _Flattener:
         inputs = [self.types.new(value_type(v.aval)) for v in jaxpr.invars]
         env: dict[Any, Ref] = dict(zip(jaxpr.invars, inputs, strict=True))
         ops: list[Op | Loop] = []
-        outputs = self.inline(jaxpr, consts, env, ops, "", False)
+        outputs = self.inline(jaxpr, consts, env, ops, Where(""))
         inputs += [c.value_id for c in self.captured.values()]
         return Flat(tuple(inputs), tuple(ops), (*outputs, *prints.hidden_results(self.prints)))
 
-    def inline(
-        self, jaxpr: Any, consts: Sequence[Any], env: dict[Any, Ref], ops: list, line: str, transposed: bool
-    ) -> list[Ref]:
+    def inline(self, jaxpr: Any, consts: Sequence[Any], env: dict[Any, Ref], ops: list, where: Where) -> list[Ref]:
         """Append `jaxpr`'s equations to `ops`; `env` maps its variables. Returns its results."""
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             env[var] = self.constant(const)
@@ -129,58 +125,52 @@ class _Flattener:
 
         for eqn in jaxpr.eqns:
             inputs = [read(a) for a in eqn.invars]
-            own = jax_compat.source_line(eqn)
-            where = own if own != "unknown line" else line or own
-            is_transposed = transposed or jax_compat.is_transposed(eqn)
-            results = self.equation(eqn, inputs, ops, where, is_transposed)
+            results = self.equation(eqn, inputs, ops, _where(eqn, where))
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
-    def equation(self, eqn: Any, inputs: list[Ref], ops: list, line: str, transposed: bool) -> list[Ref]:
+    def equation(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> list[Ref]:
         name = eqn.primitive.name
         if name == LOOP:
-            self.in_loop = True
-            results = self.loop(eqn, inputs, ops)
-            self.in_loop = False
-            return results
+            return self.loop(eqn, inputs, ops)
         if name in PRINTS:
-            self.prints.append(prints.print_of(eqn, inputs, line))
+            self.prints.append(prints.print_of(eqn, inputs, where.line))
             return []
         inner = jax_compat.inner_jaxpr(eqn)
         within = _within(eqn)
         marked = _marks(within)
         if prints.can_lift(eqn) and not marked:
-            return self.lifted(eqn, inputs, ops, line, transposed)
+            return self.lifted(eqn, inputs, ops, where)
         if inner is not None and inlines(
             name,
             marked=bool(marked),
             prints=bool(within & PRINTS),
             pinned=jax_compat.pins_shardings(eqn),
-            in_loop=self.in_loop,
+            in_loop=where.in_loop,
         ):
             jaxpr, consts = jax_compat.open_jaxpr(inner)
             env = dict(zip(jaxpr.invars, inputs, strict=True))
-            return self.inline(jaxpr, consts, env, ops, line, transposed)
+            return self.inline(jaxpr, consts, env, ops, where)
         # One that goes over what an unrolled scan kept for each layer (a checkpoint around that scan) is unrolled too.
         if name == "scan" and LOOP not in marked and (marked or scans.reads_stacks(self, eqn, inputs)):
-            return scans.unrolled(self, eqn, inputs, ops, line, transposed)
+            return scans.unrolled(self, eqn, inputs, ops, where)
         if marked:
             raise UnsupportedError(
-                f"{line}: {' and '.join(sorted(marked))} inside `{name}` cannot be pipelined yet; "
+                f"{where.line}: {' and '.join(sorted(marked))} inside `{name}` cannot be pipelined yet; "
                 "move it out (write the loop or the choice in Python)"
             )
-        self.refuse_host(eqn, name, line, ops)
+        prints.refuse_host(eqn, where.line, _stage(ops) if where.in_loop else None)
         outputs = tuple(
             -1 if isinstance(v, jax_compat.DropVar) else self.types.new(value_type(v.aval)) for v in eqn.outvars
         )
         params = {"side": eqn.params["side"]} if name == MARKER_SIDE else {}
         if name in (MARKER, MARKER_SIDE):
             params["name"] = eqn.params["name"]
-        if self.in_loop and jax_compat.is_recomputed(eqn):
+        if where.in_loop and jax_compat.is_recomputed(eqn):
             params["repeats"] = functools.partial(_repeats, eqn)
         run = functools.partial(jax_compat.bind_eqn, eqn)
-        op = Op(name, tuple(inputs), outputs, run, line, transposed, params)
-        ops.append(self.cuttable(op, eqn) if self.in_loop else self.opened(op, eqn))
+        op = Op(name, tuple(inputs), outputs, run, where.line, where.transposed, params)
+        ops.append(self.cuttable(op, eqn) if where.in_loop else self.opened(op, eqn))
         return list(outputs)
 
     def cuttable(self, op: Op, eqn: Any) -> Op:
@@ -197,15 +187,13 @@ class _Flattener:
         inner: list[Any] = []
         jaxpr, consts = jax_compat.open_jaxpr(jax_compat.inner_jaxpr(eqn))
         env = dict(zip(jaxpr.invars, op.inputs, strict=True))
-        self.in_loop = True
-        results = self.inline(jaxpr, consts, env, inner, op.line, op.transposed)
-        self.in_loop = False
+        results = self.inline(jaxpr, consts, env, inner, Where(op.line, op.transposed, in_loop=True))
         return tuple(inner), tuple(results)
 
     def opened(self, op: Op, eqn: Any) -> Op:
         """An operation outside the loops, with what is inside it: placement takes it apart where it joins actors."""
         if op.name == "cond":
-            bodies = [self.body(b, op.line) for b in eqn.params["branches"]]
+            bodies = [self.body(b, Where(op.line)) for b in eqn.params["branches"]]
             used = {r for b in bodies for r in used_ids(b.ops, b.outputs)}
             inside = tuple(c.value_id for c in self.captured.values() if c.value_id in used)
             bodies = [Flat((*b.inputs, *inside), b.ops, b.outputs) for b in bodies]
@@ -218,19 +206,18 @@ class _Flattener:
             jaxpr, consts = jax_compat.open_jaxpr(jax_compat.inner_jaxpr(eqn))
             pins = jax_compat.pinned_shardings(eqn)
             inputs = [self.pinned(r, pin, inner, op.line) for r, pin in zip(op.inputs, pins[0], strict=True)]
-            results = self.inline(
-                jaxpr, consts, dict(zip(jaxpr.invars, inputs, strict=True)), inner, op.line, op.transposed
-            )
+            env = dict(zip(jaxpr.invars, inputs, strict=True))
+            results = self.inline(jaxpr, consts, env, inner, Where(op.line, op.transposed))
             results = [self.pinned(r, pin, inner, op.line) for r, pin in zip(results, pins[1], strict=True)]
             return dataclasses.replace(op, expand=lambda: (tuple(inner), tuple(results)))
         return op
 
-    def body(self, closed: Any, line: str) -> Flat:
-        """A branch as flat operations, over value ids of its own."""
+    def body(self, closed: Any, where: Where) -> Flat:
+        """A branch, or a scan's body, as flat operations, over value ids of its own."""
         jaxpr, consts = jax_compat.open_jaxpr(closed)
         inputs = [self.types.new(value_type(v.aval)) for v in jaxpr.invars]
         ops: list[Op | Loop] = []
-        outputs = self.inline(jaxpr, consts, dict(zip(jaxpr.invars, inputs, strict=True)), ops, line, False)
+        outputs = self.inline(jaxpr, consts, dict(zip(jaxpr.invars, inputs, strict=True)), ops, where)
         return Flat(tuple(inputs), tuple(ops), tuple(outputs))
 
     def pinned(self, ref: Ref, sharding: Any, ops: list, line: str) -> Ref:
@@ -241,38 +228,16 @@ class _Flattener:
         ops.append(Op("sharding_constraint", (ref,), (out,), functools.partial(_constrain, sharding), line))
         return out
 
-    def lifted(self, eqn: Any, inputs: list[Ref], ops: list, line: str, transposed: bool) -> list[Ref]:
+    def lifted(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> list[Ref]:
         """A checkpoint, and then the prints inside it: what they show becomes results of the checkpoint."""
         alone, consts, inside = prints.lift(eqn)
-        self.refuse_host(alone, alone.primitive.name, line, ops)  # a scan inside may still print
-        results = self.equation(alone, [*map(self.constant, consts), *inputs], ops, line, transposed)
+        # A scan inside may still print.
+        prints.refuse_host(alone, where.line, _stage(ops) if where.in_loop else None)
+        results = self.equation(alone, [*map(self.constant, consts), *inputs], ops, where)
         for inner, operands in inside:
             refs = [results[o] if isinstance(o, int) else self.constant(o.val) for o in operands]
             self.prints.append(prints.print_of(inner, refs, jax_compat.source_line(inner)))
         return results[: len(eqn.outvars)]
-
-    def refuse_host(self, eqn: Any, name: str, line: str, ops: list) -> None:
-        """Host code does not travel to the actors."""
-        found, around = jax_compat.find_inside(eqn, CALLBACKS)
-        if found is None and not jax_compat.has_effects(eqn):
-            return
-        stage = f" in stage {sum(isinstance(op, Op) and op.name == MARKER for op in ops)}" if self.in_loop else ""
-        around = [n for n in around if n not in CALLS | CHECKPOINTS | CUSTOM_RULES]
-        what = found.primitive.name if found is not None else name
-        where = f"`{what}`" + (f" inside `{around[-1]}`" if around else "") + stage
-        if found is not None and (own := jax_compat.source_line(found)) != "unknown line":
-            line = own
-        if what in PRINTS:
-            raise UnsupportedError(
-                f"{line}: {where}: prints are made by the controller from results of the step, and values inside a "
-                f"`{around[-1] if around else name}` are none; print before or after it, return the values from its "
-                "body and print them there, or write it as Python code"
-            )
-        raise UnsupportedError(
-            f"{line}: {where} runs Python on the host, or has side effects there, which a task on an actor cannot; "
-            "return the value from the step and use it there, or show it with `jax.debug.print` or "
-            "`jax.debug.callback`"
-        )
 
     def loop(self, eqn: Any, inputs: list[Ref], ops: list) -> list[Ref]:
         spec: markers.LoopSpec = eqn.params["spec"]
@@ -281,7 +246,7 @@ class _Flattener:
         body_ops: list[Op | Loop] = []
         env: dict[Any, Ref] = dict(zip(jaxpr.invars, body_inputs, strict=True))
         outer_prints, self.prints = self.prints, []
-        body_outputs = self.inline(jaxpr, consts, env, body_ops, spec.line, False)
+        body_outputs = self.inline(jaxpr, consts, env, body_ops, Where(spec.line, in_loop=True))
         body_prints, self.prints = self.prints, outer_prints
         if nested := next((op for op in body_ops if isinstance(op, Loop)), None):
             raise UnsupportedError(
@@ -340,6 +305,18 @@ class _Flattener:
         return self.captured[id(value)].value_id
 
 
+def _where(eqn: Any, around: Where) -> Where:
+    """Where an equation of a jaxpr stands that itself stands `around`."""
+    own = jax_compat.source_line(eqn)
+    line = own if own != "unknown line" else around.line or own
+    return Where(line, around.transposed or jax_compat.is_transposed(eqn), around.in_loop)
+
+
+def _stage(ops: Sequence[Op | Loop]) -> int:
+    """The stage that an operation behind `ops` of a loop's body is written in."""
+    return sum(isinstance(op, Op) and op.name == MARKER for op in ops)
+
+
 def _constrain(sharding: Any, xs: Sequence[Any]) -> list[Any]:
     return [jax.lax.with_sharding_constraint(xs[0], sharding)]
 
@@ -373,69 +350,3 @@ def warn_of_markers_outside(traced: Traced) -> None:
             file or line,
             int(number) if number.isdigit() else 0,
         )
-
-
-# ---------------------------------------------------------------- results
-
-
-def separate_results(
-    traced: Traced, in_specs: Sequence[Sequence[Any] | None], out_specs: Sequence[Sequence[Any] | None]
-) -> Traced:
-    """Copy a value that is asked for in several shardings, so that each result is a value of its own.
-
-    Args:
-        in_specs, out_specs: the user's, one an argument and one a result leaf.
-    """
-    asked = {v: _plain(s) for v, s in zip(traced.flat.inputs, in_specs, strict=False) if s is not None}
-    ops, outputs = list(traced.flat.ops), list(traced.flat.outputs)
-    for k, spec in enumerate(out_specs):
-        ref = outputs[k]
-        if spec is None or not isinstance(ref, int) or asked.setdefault(ref, _plain(spec)) == _plain(spec):
-            continue
-        outputs[k] = copy = traced.types.new(traced.types[ref])
-        ops.append(Op("copy", (ref,), (copy,), lambda xs: xs, "a result in another sharding"))
-    return dataclasses.replace(traced, flat=Flat(traced.flat.inputs, tuple(ops), tuple(outputs)))
-
-
-def _plain(spec: Sequence[Any]) -> PartitionSpec:
-    """Without trailing Nones, and equal if it means the same."""
-    entries = list(spec)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
-
-
-# ---------------------------------------------------------------- dead code
-
-
-def eliminate_dead(flat: Flat) -> Flat:
-    """Drop operations, loop results and loop inputs that nothing needs. Markers stay: they count stages."""
-    needed = {r for r in flat.outputs if isinstance(r, int)}
-    kept: list[Op | Loop] = []
-    for op in reversed(flat.ops):
-        wanted = any(o in needed for o in op.outputs)
-        if not wanted and not (isinstance(op, Op) and op.name == MARKER):
-            continue
-        kept.append(_prune_loop(op, needed) if isinstance(op, Loop) else op)
-        needed.update(kept[-1].reads)
-    return Flat(flat.inputs, tuple(reversed(kept)), flat.outputs)
-
-
-def _prune_loop(loop: Loop, needed: set[int]) -> Loop:
-    keep = [i for i, o in enumerate(loop.outputs) if o in needed]
-    body = eliminate_dead(Flat(loop.body.inputs, loop.body.ops, tuple(loop.body.outputs[i] for i in keep)))
-    used = used_ids(body.ops, body.outputs)
-    invariants, batch, index = loop.body_inputs()
-    kept_invariants = [i for i, v in enumerate(invariants) if v in used]
-    kept_batch = [i for i, v in enumerate(batch) if v in used]
-    inputs = [invariants[i] for i in kept_invariants] + [batch[i] for i in kept_batch] + [index]
-    return Loop(
-        body=Flat(tuple(inputs), body.ops, body.outputs),
-        invariants=tuple(loop.invariants[i] for i in kept_invariants),
-        batch=tuple(loop.batch[i] for i in kept_batch),
-        outputs=tuple(loop.outputs[i] for i in keep),
-        reductions=tuple(loop.reductions[i] for i in keep),
-        schedule=loop.schedule,
-        num_microbatches=loop.num_microbatches,
-        line=loop.line,
-    )
