@@ -101,12 +101,14 @@ marker_side_p = jax_compat.new_primitive(
 def pipeline_yield(tree: Any, *, name: str | None = None) -> Any:
     """End the current pipeline stage at the floating values in `tree` and open the next.
 
-    n calls along a function make n + 1 stages. What these values depend on belongs to this stage or an earlier one,
+    n calls in the function that `accumulate_grads` runs make n + 1 stages, whoever makes them: two forwards of a model
+    with one call each are three stages. What these values depend on belongs to this stage or an earlier one,
     what depends on them to a later one. Without a mesh this is the identity.
 
     Args:
         tree: any pytree; its floating leaves are marked, integer and key leaves pass through.
-        name: shown in reports and errors.
+        name: shown in `report()`, in the text of the pass `partition`, and in the error of a schedule that has another
+            number of stages.
 
     Returns:
         `tree`, unchanged in structure, shapes, dtypes and values.

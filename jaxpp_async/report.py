@@ -192,8 +192,18 @@ def make(
         transfers=_transfers(compiled, explainer),
         inputs=_inputs(compiled, explainer),
         outputs=_outputs(compiled, explainer),
-        notes=tuple(note for kind, note in _NOTES.items() if kind in kinds),
+        notes=(*(note for kind, note in _NOTES.items() if kind in kinds), *_stage_names(compiled)),
     )
+
+
+def _stage_names(compiled: Compiled | Plan) -> list[str]:
+    """The names that the user gave to `pipeline_yield`s, a line a loop."""
+    lines = []
+    for loop in compiled.placed.loops.values():
+        named = [f"{k} at {name!r}" for k, name in enumerate(loop.staged.stage_names) if name]
+        if named:
+            lines.append(f"stages of the loop at {loop.staged.loop.line} end: {', '.join(named)}.")
+    return lines
 
 
 def _actor_line(

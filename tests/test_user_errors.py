@@ -29,7 +29,7 @@ X = np.ones((4, 2, 4), np.float32)
 
 
 def loss_fn(ws, x):
-    return jnp.sum(jnp.square(jpp.pipeline_yield(jnp.tanh(x @ ws[0])) @ ws[1]))
+    return jnp.sum(jnp.square(jpp.pipeline_yield(jnp.tanh(x @ ws[0]), name="middle") @ ws[1]))
 
 
 def step_of(loss=loss_fn, schedule: Any = None, **options):
@@ -182,6 +182,12 @@ SCHEDULES = {
     "too many stages": Case(
         step_of(schedule=jpp.GPipe(3)), ScheduleError,
         [r"GPipe\(num_stages=3\)", r"3 stages and the loop body 2 stages \(1 pipeline_yield\)", "make a schedule of 2"],
+        LOOP_LINE,
+    ),
+    "stages of two forwards": Case(
+        step_of(lambda ws, x: loss_fn(ws, x) + loss_fn(ws, -x)), ScheduleError,
+        [r"2 stages and the loop body 3 stages \(2 pipeline_yields\)", "every call in the loop body ends a stage",
+         r"test_user_errors.py:\d+ 'middle' \(2 calls\)"],
         LOOP_LINE,
     ),
     "too few stages": Case(

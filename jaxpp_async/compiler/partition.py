@@ -61,6 +61,13 @@ class StagedLoop:
     loop: Loop
     stage_names: tuple[str | None, ...]
 
+    @property
+    def boundaries(self) -> list[str]:
+        """What ends each stage but the last: the marker's line, and its name where the user gave one."""
+        lines = [op.line for op in self.loop.body.ops if isinstance(op, Op) and op.name == MARKER]
+        named = zip(lines, self.stage_names, strict=True)
+        return [line if name is None else f"{line} {name!r}" for line, name in named]
+
     def added(self, task: StageTask) -> list[int]:
         """Ids of the values that a task accumulates; constants left out."""
         values = (self.outputs[k][j].value for k, j in task.adds)

@@ -74,6 +74,7 @@ def format_flat(flat: Flat, types: Types, indent: str = "") -> str:
 def format_staged(staged: StagedLoop) -> str:
     """The whole tasks of a loop, as it was cut."""
     lines = [f"loop of {staged.num_stages} stages, {staged.loop.num_microbatches} microbatches"]
+    lines += [f"stage {k} ends at pipeline_yield {name!r}" for k, name in enumerate(staged.stage_names) if name]
     for (ty, stage), task in staged.tasks.items():
         lines += [f"{ty} stage {stage}", *_operations(task.ops)]
     for k, parts in enumerate(staged.outputs):

@@ -5,6 +5,7 @@ says where, what is wrong and what to do next, and shows the entry. Never repair
 from __future__ import annotations
 
 import reprlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
@@ -32,6 +33,7 @@ def resolve(
     num_actors: int,
     where: str = "",
     forward_only: bool = False,
+    markers: Sequence[str] = (),
 ) -> tuple[tuple[Task, ...], ...]:
     """The tasks of each actor, in order of execution, all checked.
 
@@ -42,6 +44,7 @@ def resolve(
         num_actors: actors of the mesh.
         where: the user's source line, such as `"train.py:41"`; errors begin with it.
         forward_only: the loop takes no gradient: a schedule without any backward is complete.
+        markers: where each stage ends, as text, for the error of a wrong number of stages.
 
     Returns:
         One tuple of tasks an actor. In it every task stands once, a stage's tasks are on one actor, and running the
@@ -51,7 +54,7 @@ def resolve(
         ScheduleError: anything else.
     """
     sizes = _Sizes(num_stages, num_microbatches, num_actors)
-    check = _Check(where, _name_of(schedule), sizes)
+    check = _Check(where, _name_of(schedule), sizes, tuple(markers))
     entries = _entries(check, schedule)
     if len(entries) != num_actors:
         check.fail(
@@ -91,6 +94,7 @@ class _Check:
     where: str
     name: str
     sizes: _Sizes
+    markers: tuple[str, ...] = ()
 
     @property
     def prefix(self) -> str:
@@ -122,7 +126,16 @@ class _Check:
                 + (f" or a loop body with {_count(count - 1, 'pipeline_yield')}" if count > 0 else ""),
                 rows,
                 marks,
+                details=_counted(self.markers),
             )
+
+
+def _counted(markers: Sequence[str]) -> str:
+    """The stage boundaries, those of one line together; every call in the body is one, whichever forward it is of."""
+    if not markers:
+        return ""
+    lines = [f"  {m}" + (f" ({n} calls)" if n > 1 else "") for m, n in Counter(markers).items()]
+    return "\n" + "\n".join(["every call in the loop body ends a stage; it has:", *lines])
 
 
 def _count(count: int, noun: str) -> str:
