@@ -285,7 +285,6 @@ def _scheduled(staged: StagedLoop, request: StepRequest) -> ScheduledLoop:
         where=staged.loop.line,
         forward_only=not any(ty == "bwd" for ty, _ in staged.tasks),
         markers=staged.boundaries,
-        markers=staged.boundaries,
     )
     return schedule_loop(staged, tasks)
 
