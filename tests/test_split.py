@@ -75,7 +75,20 @@ def scanned_with_shared(w, x):
     return jax.lax.scan(body, (x, jnp.float32(0)), w)[0][0]
 
 
+def scan_of_scans(w, x):
+    return jax.lax.scan(lambda x, w: (scanned(w, x), None), x, w.reshape(2, 1, D, D))[0]
+
+
+def checkpoint_in_a_scanned_scan(w, x):
+    def inner(x, w):
+        return jax.checkpoint(layer)(w, x), None
+
+    return jax.lax.scan(lambda x, w: (jax.lax.scan(inner, x, w)[0], None), x, w.reshape(1, 2, D, D))[0]
+
+
 BLOCKS = {
+    "scan of scans": scan_of_scans,
+    "checkpoint in a scan of scans": checkpoint_in_a_scanned_scan,
     "plain": plain,
     "checkpoint": jax.checkpoint(plain),
     "checkpoint of checkpoint": jax.checkpoint(lambda w, x: jax.checkpoint(layer)(w[1], layer(w[0], x))),
@@ -139,6 +152,8 @@ def count(jaxpr, times=1):
         ("scan", 2, 2),
         ("scan of checkpoint", 4, 2),
         ("checkpoint of scan", 4, 2),
+        ("scan of scans", 2, 2),
+        ("checkpoint in a scan of scans", 4, 2),
     ],
 )
 def test_nothing_that_costs_is_computed_in_both_parts(block, in_input, in_weight):

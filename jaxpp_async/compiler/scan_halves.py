@@ -76,7 +76,7 @@ def splitter(flattener: Flattener, eqn: Any) -> Callable[[Op, frozenset[int]], t
 
 
 def _split(flattener: Flattener, loop: Any, op: Op, wanted: frozenset[int]) -> tuple[Op, Op] | None:
-    body = flattener.body(loop.body, Where(op.line))
+    body = flattener.body(loop.body, Where(op.line, op.transposed, in_loop=True))
     starts = body.inputs[loop.num_consts : loop.first_x]
     ends = body.outputs[: loop.num_carry]
     first, second, early_carry = _cut_body(body, starts, ends, wanted)
