@@ -136,7 +136,7 @@ OPTIONS = [
     ({"cpus": "a-b"}, "cpus='a-b': 'a-b' is no list of CPU numbers"),
     ({"devices": []}, r"devices is \(\)"),
     ({"ports": 5}, "ports=5: "),
-    ({"launcher": object()}, "nor a Launcher: it has no listen_host"),
+    ({"launcher": 3}, "nor a Launcher: it has no listen_host"),
 ]
 
 
