@@ -126,7 +126,7 @@ MARKERS = (
     "x = jpp.pipeline_yield(jnp.stack([x, {x}]))[1]",
 )
 
-ENTRIES = ('mb["x"]', 'p["e"][mb["ids"]]', 'mb["x"] @ p["w0"]')
+ENTRIES = ('mb["x"]', 'p["e"][mb["ids"]].astype(jnp.float32)', 'mb["x"] @ p["w0"]')
 LOSSES = ('jnp.mean((x - mb["y"]) ** 2)', "jnp.sum(x)", "jnp.sum(jnp.sin(x) * x)")
 SCANS = (
     'lax.scan(lambda c, w: (jpp.pipeline_yield(jnp.tanh(c @ w)), None), x, p["k"])[0]',

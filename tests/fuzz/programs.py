@@ -208,10 +208,12 @@ class _Writer:
 
     def _evaluation(self, body: Body) -> list[str]:
         aux = "{" + ", ".join(f'"{k}": {r}' for k, r in body.reductions.items()) + "}"
+        # A gradient that a stage takes for itself counts as backward, so a list of tasks must have some.
+        backward = any("jax.grad(" in line for line in body.lines)
         return [
             *self._loss("evaluate", body),
             "evaluation = jpp.accumulate_grads(",
-            f"    lambda mb, i: evaluate(new, mb, i), {self._schedule(body.stages, backward=False)},",
+            f"    lambda mb, i: evaluate(new, mb, i), {self._schedule(body.stages, backward=backward)},",
             f"    reduce=(jpp.Mean(), {aux}), pass_index=True,",
             ")",
             'out["evaluated"] = evaluation(batch)',
