@@ -1,12 +1,13 @@
 """markers: `pipeline_yield` and `accumulate_grads`, as primitives with their rules under plain JAX.
 
 In: the user's values. Out: the same values with marks in the jaxpr that `compiler.partition` reads. Without a mesh
-`pipeline_yield` is the identity and `accumulate_grads` a loop. Never places or schedules anything.
+`pipeline_yield` is the identity and `accumulate_grads` a loop: a scan, or under `jax.disable_jit` a Python loop. Never
+places or schedules anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,7 +213,45 @@ def _loop_sharding(reduction: Reduction, value: Any) -> Any:
 
 
 def _loop_eager(*operands, spec: LoopSpec):
-    return jax.jit(lambda *xs: _loop_reference(*xs, spec=spec))(*operands)
+    try:
+        return jax.jit(lambda *xs: _loop_reference(*xs, spec=spec))(*operands)
+    except FloatingPointError:  # JAX found a NaN, and calls the whole loop "scan"
+        _find_special(*operands, spec=spec)
+        raise
+
+
+def _find_special(*operands, spec: LoopSpec) -> None:
+    """Raise `FloatingPointError` with the operation and the microbatch that make a NaN, if one does by itself."""
+    consts, batch = operands[: spec.num_consts], operands[spec.num_consts :]
+    for i in range(spec.num_microbatches):
+        try:
+            jax_compat.find_special(spec.body, [*consts, *(jnp.asarray(x)[i] for x in batch), jnp.int32(i)])
+        except FloatingPointError as error:
+            raise FloatingPointError(f"{error}, microbatch {i}") from None
+
+
+class _Join:
+    """One result of a loop whose microbatches run one by one."""
+
+    def __init__(self, reduction: Reduction, num_microbatches: int) -> None:
+        self._reduction, self._count = reduction, num_microbatches
+        self._total: Any = None
+        self._keys: list[jax.Array] = []  # can only be stacked
+
+    def add(self, value: jax.Array, index: jax.Array) -> None:
+        if _is_key(value):
+            self._keys.append(value)
+            return
+        if self._total is None:
+            if self._reduction.starts_from_first:  # a maximum starts at infinity, which `jax_debug_infs` forbids
+                self._total = value
+                return
+            start = self._reduction.start(value.shape, value.dtype, self._count)
+            self._total = explicit.bring(start, _loop_sharding(self._reduction, jax.typeof(value)))
+        self._total = self._reduction.step(self._total, value, index)
+
+    def result(self) -> jax.Array:
+        return jnp.stack(self._keys) if self._keys else self._reduction.end(self._total, self._count)
 
 
 loop_p = jax_compat.new_primitive(
@@ -255,6 +294,10 @@ def accumulate_grads(
         leaves = [leaf for _, leaf in named]
         avals = [jax.typeof(leaf) for leaf in leaves]
         num_microbatches = _microbatch_count(names, avals, line)
+        if jax_compat.runs_op_by_op():
+            leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
+            microbatches = (jax.tree.unflatten(tree, [leaf[i] for leaf in leaves]) for i in range(num_microbatches))
+            return _run_in_python(fn, microbatches, num_microbatches, reduce, pass_index, line)
 
         def body(*flat):
             *microbatch, index = flat
@@ -272,6 +315,26 @@ def accumulate_grads(
         return jax.tree.unflatten(out_tree, loop_p.bind(*consts, *leaves, spec=spec))
 
     return run
+
+
+def _run_in_python(
+    fn: Callable, microbatches: Iterable[Any], count: int, reduce: Any, pass_index: bool, line: str
+) -> Any:
+    """A Python loop over arrays that are here: `jax.disable_jit`, for a debugger."""
+    joins: list[_Join] = []
+    tree: Any = None
+    for i, microbatch in enumerate(microbatches):
+        index = jnp.int32(i)
+        result = fn(microbatch, index) if pass_index else fn(microbatch)
+        result = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), result)
+        values, tree = jax.tree.flatten(result)
+        if not joins:
+            reductions = _reductions_for(reduce, result, line)
+            _check_reductions(reductions, result, values, line)
+            joins = [_Join(r, count) for r in reductions]
+        for join, value in zip(joins, values, strict=True):
+            join.add(value, index)
+    return jax.tree.unflatten(tree, [join.result() for join in joins])
 
 
 def _frozen(schedule: Any) -> Any:

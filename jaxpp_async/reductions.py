@@ -26,6 +26,8 @@ class Reduction:
     """Whether a sum of values may be accumulated as separate sums."""
     has_end = False
     """Whether `end` changes the accumulator."""
+    starts_from_first = False
+    """Whether the accumulator after the first microbatch is that microbatch's value."""
 
     def shape(self, shape: tuple[int, ...], num_microbatches: int) -> tuple[int, ...]:
         """Shape of the accumulator for results of `shape`."""
@@ -100,6 +102,8 @@ def _extreme(dtype: Any, sign: int) -> Any:
 class Max(Reduction):
     """The elementwise largest over microbatches."""
 
+    starts_from_first = True
+
     def start(self, shape, dtype, num_microbatches):
         return jnp.full(shape, _extreme(dtype, -1), dtype)
 
@@ -110,6 +114,8 @@ class Max(Reduction):
 @dataclass(frozen=True)
 class Min(Reduction):
     """The elementwise smallest over microbatches."""
+
+    starts_from_first = True
 
     def start(self, shape, dtype, num_microbatches):
         return jnp.full(shape, _extreme(dtype, 1), dtype)

@@ -309,7 +309,7 @@ class DistributedStep:
         """`given`, if it splits no batch along its microbatches: those run one after the other, so it gains nothing."""
         spec_of = dict(zip(traced.flat.inputs, zip(traced.arg_names, given, strict=True), strict=False))
         loops = [op for op in traced.flat.ops if isinstance(op, Loop)]
-        for line, leaf in [(loop.line, leaf) for loop in loops for leaf in loop.batch if leaf in spec_of]:
+        for line, leaf in [(loop.line, r) for loop in loops for r in loop.batch if isinstance(r, int) and r in spec_of]:
             name, spec = spec_of[leaf]
             if spec and spec[0]:
                 first, *rest = spec

@@ -80,6 +80,49 @@ async def test_debug_nans_names_actor_microbatch_and_step(remote_mesh, config):
         await mesh.run(step, [W, W], X)
 
 
+POISONED = np.concatenate([X[:2], -X[2:]])  # the logarithm of the last microbatch
+
+
+@pytest.mark.parametrize("run", [train, jax.jit(train)], ids=["eager", "jit"])
+def test_plain_jax_names_the_operation_and_the_microbatch_of_a_nan(run, config):
+    config("jax_debug_nans", True)
+    line = loss_fn.__code__.co_firstlineno + 2
+    with pytest.raises(FloatingPointError, match=rf"test_debugging.py:{line}: .*\(nan\).* in log, microbatch 2"):
+        run([W, W], POISONED)
+
+
+def test_without_jit_jax_stops_at_a_nan(config):
+    config("jax_debug_nans", True)
+    with jax.disable_jit(), pytest.raises(FloatingPointError, match="encountered in log") as caught:
+        jax.jit(train)([W, W], POISONED)
+    assert any(frame.name == "loss_fn" for frame in caught.traceback)
+
+
+def test_without_jit_the_loop_has_values_and_the_same_results(config):
+    """A debugger sees arrays; every operator and keys are joined as in the scan."""
+    seen = []
+
+    def step(w, batch):
+        def of_one(mb, i):
+            value, grads = jax.value_and_grad(lambda w: jnp.sum(jnp.tanh(jpp.pipeline_yield(mb["x"] @ w))))(w)
+            seen.append(mb["x"])
+            return grads, {"loss": value, "key": mb["key"]}, mb["x"], i, value > 0, 1.0
+
+        reduce = (jpp.Sum(), jpp.Stack(), jpp.Concat(axis=1), jpp.Max(), jpp.Min(), jpp.Mean())
+        return jpp.accumulate_grads(of_one, jpp.GPipe(2), reduce=reduce, pass_index=True)(batch)
+
+    batch = {"x": X, "key": jax.random.split(jax.random.key(0), 3)}
+    want = jax.jit(step)(W, batch)
+    seen.clear()
+    config("jax_debug_infs", True)
+    with jax.disable_jit():
+        got = step(W, batch)
+    assert [float(x[0, 0]) for x in seen] == [float(x[0, 0]) for x in X]
+    data = lambda tree: jax.tree.map(lambda x: jax.random.key_data(x) if x.dtype == batch["key"].dtype else x, tree)  # noqa: E731
+    assert_close(data(got), jax.device_get(data(want)))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), got) == jax.tree.map(lambda x: (x.shape, x.dtype), want)
+
+
 async def test_debug_infs_looks_at_results_and_not_at_the_start_of_a_maximum(mesh, config):
     config("jax_debug_infs", True)
     _, losses, _, _ = await mesh.run(mesh.distributed(train), [W, W], X)
