@@ -5,6 +5,7 @@
 VENV   := .venv
 PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python3)
 ARGS   ?=
+JOBS   ?= 2
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
@@ -17,7 +18,7 @@ INSTALLED_FROM = "$$("$(PYTHON)" -c '$(INTERPRETER)') $(CURDIR) $$(cksum < pypro
 
 help:
 	@echo "make demo    train a small GPT through a pipeline of two processes (ARGS=--help lists its options)"
-	@echo "make test    run the tests (ARGS goes to pytest)"
+	@echo "make test    run the tests, two files at a time (ARGS goes to pytest; JOBS=0 runs them in one process)"
 	@echo "make test-ssh  tests of actors over ssh, with an sshd of their own on a loopback port (Debian: installs openssh-server)"
 	@echo "make check   lint, format, types, import rules"
 	@echo "make fmt     format the code"
@@ -52,7 +53,7 @@ demo: setup
 	@$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 # Needs no rights but to install sshd where it is missing; the tests start theirs themselves, with throwaway keys.
 test-ssh: setup
