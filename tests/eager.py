@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -101,20 +102,16 @@ def _while(*args, cond_nconsts, cond_jaxpr, body_nconsts, body_jaxpr, **_):
     return carry
 
 
-def _scan(*args, reverse, length, jaxpr, num_consts, num_carry, **_):
-    consts, carry, whole = (
-        args[:num_consts],
-        list(args[num_consts : num_consts + num_carry]),
-        args[num_consts + num_carry :],
-    )
+def _scan(*args, **params):
+    parts = jax_compat.scan_parts(SimpleNamespace(params=params, invars=args))
+    num_consts, num_carry, length = parts.num_consts, parts.num_carry, parts.length
+    consts, carry = args[:num_consts], list(args[num_consts : parts.first_x])
     rows: list[list[Any]] = [[]] * length
-    for i in reversed(range(length)) if reverse else range(length):
-        carry, rows[i] = _split(_closed(jaxpr, [*consts, *carry, *[_at(x, i) for x in whole]]), num_carry)
-    avals = jaxpr.out_avals[num_carry:]
-    stacked = [jnp.stack(column) for column in zip(*rows, strict=True)] or [
-        jnp.zeros((0, *a.shape), a.dtype) for a in avals
-    ]
-    return [*carry, *stacked]
+    for i in reversed(range(length)) if parts.reverse else range(length):
+        xs = [_at(x, i) for x in args[parts.first_x :]]
+        carry, rows[i] = _split(_closed(parts.body, [*consts, *carry, *xs]), num_carry)
+    empty = [jnp.zeros((0, *a.shape), a.dtype) for a in parts.body.out_avals[num_carry:]]
+    return [*carry, *([jnp.stack(column) for column in zip(*rows, strict=True)] or empty)]
 
 
 def _split(values: list[Any], at: int) -> tuple[list[Any], list[Any]]:
