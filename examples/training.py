@@ -45,7 +45,18 @@ class ScheduleName(StrEnum):
     gpipe = "GPipe"
     std1f1b = "Std1F1B"
     eager1f1b = "Eager1F1B"
+    zerobubbleh1 = "ZeroBubbleH1"
+    zerobubbleh2 = "ZeroBubbleH2"
     interleaved1f1b = "Interleaved1F1B"
+    loopedbfs = "LoopedBFS"
+    zerobubblev = "ZeroBubbleV"
+    dualpipev = "DualPipeV"
+
+
+TWO_STAGES = frozenset(
+    {ScheduleName.interleaved1f1b, ScheduleName.loopedbfs, ScheduleName.zerobubblev, ScheduleName.dualpipev}
+)
+"""Schedules that want two stages on each actor."""
 
 
 class LauncherName(StrEnum):
@@ -61,7 +72,9 @@ def main(make_program: Callable[[Any], Program]) -> None:
     def command(
         steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 200,
         schedule: Annotated[ScheduleName, typer.Option(case_sensitive=False)] = ScheduleName.std1f1b,
-        actors: Annotated[int, typer.Option(min=1, max=4, help="actors; Interleaved1F1B has two stages on each")] = 2,
+        actors: Annotated[
+            int, typer.Option(min=1, max=4, help=f"actors; {', '.join(sorted(TWO_STAGES))} have two stages on each")
+        ] = 2,
         launcher: Annotated[LauncherName, typer.Option(help="local: a process an actor")] = LauncherName.local,
         microbatches: Annotated[int, typer.Option(min=1, help="microbatches a step")] = 4,
         seed: Annotated[int, typer.Option(min=0, help="of parameters, dropout and batches")] = 0,
@@ -76,7 +89,7 @@ def main(make_program: Callable[[Any], Program]) -> None:
             batches()
         except DataError as error:
             raise typer.BadParameter(str(error)) from None
-        num_stages = actors * (2 if schedule == ScheduleName.interleaved1f1b else 1)
+        num_stages = actors * (2 if schedule in TWO_STAGES else 1)
         program = make_program(getattr(jpp, schedule)(num_stages))
         key = jax.random.key(seed)
 

@@ -24,8 +24,18 @@ def test_schedule_names_in_any_case_exist_in_the_package(name: str):
     assert getattr(jpp, name)(num_stages=options.num_stages).num_stages == options.num_stages
 
 
-def test_interleaved_schedules_have_two_stages_an_actor():
+def test_every_schedule_of_the_package_can_be_tried():
+    import jaxpp_async as jpp
+    from training import ScheduleName
+
+    classes = [getattr(jpp, name) for name in jpp.__all__ if isinstance(getattr(jpp, name), type)]
+    there_are = {c.__name__ for c in classes if hasattr(c, "tasks")}
+    assert there_are == set(SCHEDULES) == set(ScheduleName)
+
+
+def test_schedules_that_fold_or_interleave_have_two_stages_an_actor():
     assert parse_options(["--schedule", "interleaved1f1b"]).num_stages == 4
+    assert parse_options(["--schedule", "zerobubblev"]).num_stages == 4
     assert parse_options(["--schedule", "loopedbfs", "--stages", "3"]).num_stages == 3
 
 
@@ -38,7 +48,7 @@ def test_paths_and_switches():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--schedule 2F2B", "no schedule '2F2B'; there are GPipe, Std1F1B, Eager1F1B, Interleaved1F1B, LoopedBFS"),
+        ("--schedule 2F2B", "no schedule '2F2B'; there are GPipe, Std1F1B, Eager1F1B, ZeroBubbleH1, "),
         ("--actors 0", "'0' is not a whole number of at least 1"),
         ("--steps many", "'many' is not a whole number of at least 1"),
         ("--launcher ssh", "invalid choice: 'ssh'"),

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-INTERLEAVED = ("Interleaved1F1B", "LoopedBFS")
-SCHEDULES = ("GPipe", "Std1F1B", "Eager1F1B", *INTERLEAVED)
+TWO_STAGES = ("Interleaved1F1B", "LoopedBFS", "ZeroBubbleV", "DualPipeV")
+"""Schedules that want two stages on each actor."""
+SCHEDULES = ("GPipe", "Std1F1B", "Eager1F1B", "ZeroBubbleH1", "ZeroBubbleH2", *TWO_STAGES)
 
 
 class OptionError(ValueError):
@@ -20,7 +21,7 @@ class Options:
     """Everything a run depends on; one field an option, named alike."""
 
     actors: int = 2
-    stages: int = 0  # 0: one an actor, two under an interleaved schedule.
+    stages: int = 0  # 0: one an actor, two under TWO_STAGES.
     schedule: str = "Std1F1B"
     microbatches: int = 8
     batch_size: int = 16
@@ -44,7 +45,7 @@ class Options:
     @property
     def num_stages(self) -> int:
         """Stages asked for, or as many as suit the schedule."""
-        return self.stages or self.actors * (2 if self.schedule in INTERLEAVED else 1)
+        return self.stages or self.actors * (2 if self.schedule in TWO_STAGES else 1)
 
     @property
     def batch_shape(self) -> tuple[int, int, int]:
@@ -58,7 +59,7 @@ class Options:
 
 _HELP = {
     "actors": "actors, each a process of its own unless --launcher inline",
-    "stages": "pipeline stages, at least one an actor (default: one an actor, two under an interleaved schedule)",
+    "stages": f"pipeline stages, at least one an actor (default: one an actor; two for {', '.join(TWO_STAGES)})",
     "schedule": f"order of tasks: {', '.join(SCHEDULES)}",
     "microbatches": "microbatches a step",
     "batch_size": "sequences a step, over all microbatches",
