@@ -52,7 +52,7 @@ def refuse_host(eqn: Any, line: str, stage: int | None) -> None:
         )
     raise UnsupportedError(
         f"{line}: {where} runs Python on the host, or has side effects there, which a task on an actor cannot; "
-        "return the value from the step and use it there, or show it with `jax.debug.print` or "
+        "return the value and use it in your process when the step is over, or show it with `jax.debug.print` or "
         "`jax.debug.callback`"
     )
 

@@ -343,9 +343,9 @@ def warn_of_markers_outside(traced: Traced) -> None:
     for line in lines:
         file, _, number = line.rpartition(":")
         warnings.warn_explicit(
-            "pipeline_yield outside accumulate_grads ends no stage: this part of the step is not pipelined; call it "
-            "inside the function that accumulate_grads runs, and take jax.grad and jax.vmap in there too: around "
-            "accumulate_grads they make a plain loop of it",
+            "pipeline_yield outside accumulate_grads, or in one with a jax.grad or jax.vmap around it (which makes a "
+            "plain loop of it), ends no stage: this part of the step is not pipelined; call pipeline_yield in the "
+            "function that accumulate_grads runs, and take jax.grad and jax.vmap in there too",
             UserWarning,
             file or line,
             int(number) if number.isdigit() else 0,
