@@ -4,6 +4,7 @@ here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from typing import Any, Protocol, TypeGuard
 
@@ -36,10 +37,13 @@ def _not_here(what: str) -> Any:
     def refuse(self: Any, *_: Any, **__: Any) -> Any:
         raise TypeError(
             f"{what} needs the value of {self!r}, which lies on the actors: `await` the array first "
-            "(`value = await array`), or compute with it inside a step"
+            "(`value = await array`), or compute with it inside a step that takes it as an argument"
         )
 
     return refuse
+
+
+_OF_A_JAX_ARRAY = frozenset(("addressable_data", "addressable_shards", "at", "block_until_ready", "copy_to_host_async"))
 
 
 class RemoteArray:
@@ -86,6 +90,10 @@ class RemoteArray:
     @property
     def ndim(self) -> int:
         return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -175,6 +183,20 @@ class RemoteArray:
     __mod__ = __rmod__ = _not_here("`%`")
     __pow__ = __rpow__ = _not_here("`**`")
     __neg__, __pos__, __abs__, __round__ = map(_not_here, ("`-`", "`+`", "abs()", "round()"))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same handle; values are not here to be compared."""
+        if self is other or other is None or isinstance(other, RemoteArray | str):
+            return self is other
+        return _not_here("`==`")(self)
+
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name: str) -> Any:
+        what = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name in _OF_A_JAX_ARRAY or (not name.startswith("_") and hasattr(np.ndarray, name)):
+            what += ": its value lies on the actors; `await` the array first (`value = await array`)"
+        raise AttributeError(what, name=name, obj=self)
 
     def __format__(self, spec: str) -> str:
         return _not_here(f"the format {spec!r}")(self) if spec else str(self)

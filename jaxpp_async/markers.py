@@ -375,15 +375,18 @@ def _reductions_for(reduce: Any, shapes: Any, line: str) -> tuple[Reduction, ...
     flat: list[Reduction] = []
 
     def spread(reduction, subtree):
+        if isinstance(reduction, type) and issubclass(reduction, Reduction):
+            raise TypeError(f"{line}: reduce has the class {reduction.__name__}; write {reduction.__name__}()")
         if not isinstance(reduction, Reduction):
             raise TypeError(f"{line}: reduce has {reduction!r}; use Sum() Max() Min() Mean() Stack() Concat()")
         flat.extend([reduction] * len(jax.tree.leaves(subtree)))
 
     try:
         jax.tree.map(spread, reduce, shapes, is_leaf=lambda x: isinstance(x, Reduction))
-    except ValueError as error:
+    except ValueError:
         raise TypeError(
-            f"{line}: reduce is not a tree prefix of the function's result {_tree_text(shapes)}: {error}"
+            f"{line}: reduce is not a tree prefix of the function's result {_tree_text(shapes)}: it is {reduce!r}; "
+            "give an operator for every part, one standing for all that is below it"
         ) from None
     return tuple(flat)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxpp_async import mesh_options
 from jaxpp_async.actors.controller import Controller
@@ -128,6 +128,12 @@ class RemoteMesh:
             self.num_actors, self._launcher, self._config, launch_timeout_s=self._launch_timeout_s
         )
         return self
+
+    def __enter__(self) -> NoReturn:
+        raise MeshError("a mesh starts and ends asynchronously; write `async with RemoteMesh(...) as mesh:`")
+
+    def __exit__(self, *exc: object) -> None:
+        """Never reached."""
 
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()

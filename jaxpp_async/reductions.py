@@ -70,7 +70,7 @@ class Sum(Reduction):
 
     def check(self, dtype, ndim):
         if dtype == jnp.bool_:
-            return "Sum() cannot add booleans; cast to int32 first"
+            return "Sum() cannot add booleans; cast to int32 first, or use Max() (any) or Min() (all)"
         return super().check(dtype, ndim)
 
 

@@ -164,6 +164,7 @@ MISUSES = {
     "`*`": lambda a: a * a,
     "`@`": lambda a: operator.matmul(a, W),
     "`<`": lambda a: a < 1,
+    "`==`": lambda a: a == 3,
     "the format '.3f'": lambda a: f"{a:.3f}",
     "conversion to numpy (of arithmetic)": lambda a: np.ones(3) + a,
 }
@@ -179,6 +180,14 @@ async def test_a_value_that_is_not_here(what, mesh):
     assert f"{array}" == str(array) == repr(array)
 
 
+@pytest.mark.parametrize("name", ["item", "mean", "T", "tolist", "block_until_ready", "at"])
+async def test_an_attribute_of_arrays_that_are_here(name, mesh):
+    array = await mesh.put(X)
+    with pytest.raises(AttributeError, match=f"no attribute '{name}': .* `await` the array first"):
+        getattr(array, name)
+    assert not hasattr(array, "grad") and array.size == X.size and array == array and array != await mesh.put(X)
+
+
 # ---------------------------------------------------------------- what is said without an error
 
 
@@ -189,7 +198,7 @@ def test_a_marker_outside_every_loop_warns_with_its_line(recwarn):
     plan_step(step, f32(4, 4), f32(2, 4))
     (warning,) = recwarn.list
     assert (warning.filename, warning.lineno) == (__file__, step.__code__.co_firstlineno + 1)
-    assert "outside accumulate_grads ends no stage" in str(warning.message)
+    assert "ends no stage: this part of the step is not pipelined" in str(warning.message)
     plan_step(train, [f32(4, 4), f32(4, 4)], f32(3, 2, 4), f32())
     assert len(recwarn) == 1
 

@@ -150,17 +150,25 @@ BATCHES = {
     ),
     "reduce of another tree": Case(
         step_of(reduce=(jpp.Sum(), jpp.Sum(), jpp.Sum())), TypeError,
-        ["reduce is not a tree prefix", r"\(\[\*, \*\], \*\)", "length 3"], LOOP_LINE,
+        ["reduce is not a tree prefix", r"\(\[\*, \*\], \*\)", r"\(Sum\(\), Sum\(\), Sum\(\)\)"], LOOP_LINE,
     ),
     "reduce that is no operator": Case(
         step_of(reduce=(sum, jpp.Stack())), TypeError, ["reduce has <built-in function sum>", r"use Sum\(\)"], LOOP_LINE
+    ),
+    "reduce that is a class": Case(
+        step_of(reduce=(jpp.Sum(), jpp.Mean)), TypeError, ["reduce has the class Mean; write Mean\\(\\)"], LOOP_LINE
+    ),
+    "reduce that misses a key": Case(
+        loop_over(lambda ws, x: {"a": x.sum(), "b": x.sum()}, 1, reduce={"a": jpp.Sum()}), TypeError,
+        [r"reduce is not a tree prefix of the function's result \{'a': \*, 'b': \*\}"], OTHER_LOOP_LINE,
     ),
     "mean of integers": Case(
         loop_over(lambda ws, x: x.astype(int), 1, reduce=jpp.Mean()), TypeError,
         ["result: ", "not int32", r"cast first, or use Sum\(\)"], OTHER_LOOP_LINE,
     ),
     "sum of booleans": Case(
-        loop_over(lambda ws, x: {"a": x > 0}, 1), TypeError, [r"result\['a'\]", "cast to int32"], OTHER_LOOP_LINE
+        loop_over(lambda ws, x: {"a": x > 0}, 1), TypeError, [r"result\['a'\]", "cast to int32", r"Max\(\) \(any\)"],
+        OTHER_LOOP_LINE,
     ),
     "concat of scalars": Case(
         loop_over(lambda ws, x: x.sum(), 1, reduce=jpp.Concat()), TypeError, [r"Concat\(axis=0\)", r"use Stack\(\)"],
@@ -403,7 +411,8 @@ SHARDINGS = {
         DISTRIBUTED_LINE, ([W, W], X[:3]), options={"in_shardings": (None, P("data"))}, mesh="data",
     ),
     "in_shardings that split the microbatches": Case(
-        GOOD, ShardingError, [r"in_shardings of batch: \w+\('data',\) splits dimension 0, the microbatches of", r"write \w+\(None, 'data'\)"],
+        GOOD, ShardingError,
+        [r"in_shardings of batch: \w+\('data',\) splits dimension 0, the microbatches", r"write \w+\(None, 'data'\)"],
         DISTRIBUTED_LINE, options={"in_shardings": (None, P("data"))}, mesh="data",
     ),
     "in_shardings of too many dimensions": Case(
@@ -609,6 +618,11 @@ async def test_steps_and_functions_of_elsewhere(meshes, monkeypatch):
             await mesh.run(other.distributed(GOOD), [W, W], X)
         with pytest.raises(MeshError, match=r"is no step of this mesh; make one with `mesh.distributed\(fn\)`"):
             await mesh.run(GOOD, [W, W], X)
+
+
+def test_a_mesh_in_a_plain_with():
+    with pytest.raises(MeshError, match=r"write `async with RemoteMesh"), jpp.RemoteMesh(1, launcher="inline"):
+        pass
 
 
 async def test_a_mesh_before_it_starts_and_after_it_closes():
