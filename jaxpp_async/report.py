@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from jaxpp_async.compiler.explain import Explainer
 from jaxpp_async.compiler.memory import peak_plan
 from jaxpp_async.compiler.passes import Compiled, Plan
-from jaxpp_async.program import ActorId, Recv, Run, Send, Value
+from jaxpp_async.program import ActorId, ActorProgram, Input, Recv, Run, Send, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +99,13 @@ class Report:
             parts += ["transfers in one step", _transfer_table(self.transfers), ""]
         else:
             parts += ["no transfers between actors", ""]
-        for title, places in (("arguments", self.inputs), ("results", self.outputs)):
+        asked = [p for p in self.inputs if not p.name.startswith(_INDICES)]  # the others are ours and tiny
+        for title, places in (("arguments", asked), ("results", self.outputs)):
             parts += [title, _place_table(places), ""]
         return "\n".join(parts[:-1])
 
+
+_INDICES = "microbatch indices"
 
 # ---------------------------------------------------------------- text
 
@@ -212,18 +215,32 @@ def _actor_line(
     program = compiled.programs[actor]
     avals, graph = program.avals, compiled.placed.graph
     peak = peak_plan(program)
-    at = program.instructions[peak.instruction] if program.instructions else None
     return ActorLine(
         actor=actor,
         tasks=dict(Counter(i.label.split("(")[0] for i in program.instructions if isinstance(i, Run))),
         sent_bytes=sum(avals[i.buffer].size_bytes for i in program.instructions if isinstance(i, Send)),
         received_bytes=sum(avals[i.buffer].size_bytes for i in program.instructions if isinstance(i, Recv)),
         peak_bytes=peak.peak_bytes,
-        peak_at=at.label if isinstance(at, Run) else type(at).__name__.lower(),
+        peak_at=_peak_at(program, peak.instruction),
         temp_bytes=max(temp_bytes.values(), default=0),
         compile_s=compile_s,
         argument_bytes=sum(graph.values[i.value].aval.size_bytes for i in graph.inputs if actor in i.actors),
     )
+
+
+def _peak_at(program: ActorProgram, index: int) -> str:
+    """The task at which the peak is reached, or the buffer that is received or taken then and the task it is for."""
+    if not program.instructions:
+        return "none"
+    at = program.instructions[index]
+    if isinstance(at, Run):
+        return at.label
+    if not isinstance(at, Recv | Input):
+        return type(at).__name__.lower()
+    what = f"recv tag {at.tag}" if isinstance(at, Recv) else f"input b{at.buffer}"
+    later = (i for i in program.instructions[index:] if isinstance(i, Run) and at.buffer in i.inputs)
+    reader = next(later, None)
+    return what if reader is None else f"{what} for {reader.label}"
 
 
 def _transfers(compiled: Compiled | Plan, explainer: Explainer) -> tuple[TransferLine, ...]:
@@ -261,7 +278,7 @@ def _inputs(compiled: Compiled | Plan, explainer: Explainer) -> tuple[PlaceLine,
         actors, size = inputs[-1].actors, graph.values[inputs[-1].value].aval.size_bytes
         lines.append(
             PlaceLine(
-                f"microbatch indices 0 to {count - 1}", "int32[]", actors, count * size, "put there once, and kept"
+                f"{_INDICES} 0 to {count - 1}", f"{count} x int32[]", actors, count * size, "put there once, and kept"
             )
         )
     return tuple(lines)

@@ -106,6 +106,9 @@ def test_actors(made):
     assert first.argument_bytes == sum(p.size_bytes for p in made.inputs if 0 in p.actors)
     sent = {a: sum(t.total_bytes for t in made.transfers if t.from_actor == a) for a in range(3)}
     assert {a.actor: a.sent_bytes for a in made.actors} == sent
+    places = r"(recv tag \d+ for )?(fwd|bwd|fwd_bwd|outer|start)\(.*\)"
+    assert all(re.fullmatch(places, a.peak_at) for a in made.actors), [a.peak_at for a in made.actors]
+    assert "microbatch indices" not in str(made)
 
 
 def test_it_prints_as_aligned_columns(made):
