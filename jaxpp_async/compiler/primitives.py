@@ -14,7 +14,7 @@ STACK, INDEX = "stack_layers", "index_layer"
 
 # ---------------------------------------------------------------- what wraps other equations
 
-CALLS = frozenset(("jit", "pjit", "closed_call", "core_call"))
+CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "eval_jaxpr"))
 """Mean what is inside them: inlined, so that stages are cut between equations and not between blocks."""
 
 CHECKPOINTS = frozenset(("checkpoint", "remat", "remat2"))
