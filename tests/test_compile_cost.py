@@ -5,6 +5,7 @@ A step of many equal stages costs what a step of few does. Times are in `benchma
 
 from __future__ import annotations
 
+import cProfile
 import dataclasses
 from typing import Any
 
@@ -25,13 +26,13 @@ from jaxpp_async.compiler.sharing import Exports
 # ---------------------------------------------------------------- steps
 
 
-def train(stage: Any, num_middle: int, *, width: int = 4, **options: Any) -> Plan:
+def train(stage: Any, num_middle: int, *, width: int = 4, num_microbatches: int = 4, **options: Any) -> Plan:
     """A planned training step: a first and a last stage of their own, and `stage(i, w, x)` in between."""
-    step, weights, batch = training(stage, num_middle, width)
+    step, weights, batch = training(stage, num_middle, width, num_microbatches)
     return plan_step(step, weights, batch, donate=(0,), **options)
 
 
-def training(stage: Any, num_middle: int, width: int) -> tuple[Any, Any, Any]:
+def training(stage: Any, num_middle: int, width: int, num_microbatches: int = 4) -> tuple[Any, Any, Any]:
     """The step and the types of its arguments: SGD on gradients that are divided by their global norm."""
 
     def loss(weights, x):
@@ -50,7 +51,7 @@ def training(stage: Any, num_middle: int, width: int) -> tuple[Any, Any, Any]:
         return [w - g / norm for w, g in zip(weights, grads, strict=True)], losses
 
     # The head has a shape of its own, so that no two actors ever hold the same.
-    return step, [f32(width, width)] * (num_middle + 1) + [f32(width, 3)], f32(4, 2, width)
+    return step, [f32(width, width)] * (num_middle + 1) + [f32(width, 3)], f32(num_microbatches, 2, width)
 
 
 def forward(stage: Any) -> Plan:
@@ -108,6 +109,18 @@ def test_what_else_decides_an_executable_is_compared():
     with jax.default_matmul_precision("float32"):
         exported(done, exports)
     assert exports.count > before, "options of JAX"
+
+
+def test_work_grows_with_stages_and_microbatches_and_no_faster():
+    train(same, 6)  # JAX fills its caches
+    calls = {}
+    for num_stages, num_microbatches in ((8, 8), (16, 8), (32, 8), (8, 16), (8, 32)):
+        profiler = cProfile.Profile()  # counts Python calls: the same on every machine
+        profiler.runcall(train, same, num_stages - 2, num_microbatches=num_microbatches)
+        calls[num_stages, num_microbatches] = sum(entry.callcount for entry in profiler.getstats())
+    # Twice the size is at most twice the work. A little more is allowed: some of it is amortized.
+    assert calls[32, 8] - calls[16, 8] < 2.2 * (calls[16, 8] - calls[8, 8])
+    assert calls[8, 32] - calls[8, 16] < 2.2 * (calls[8, 16] - calls[8, 8])
 
 
 async def test_compilations_do_not_grow_with_equal_stages(remote_mesh):

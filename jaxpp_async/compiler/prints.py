@@ -7,7 +7,7 @@ Host code never travels: an actor sees only values that become results of its ta
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,12 @@ def print_of(eqn: Any, operands: Sequence[Ref], line: str) -> Print:
     return Print(functools.partial(jax_compat.call_host, eqn), tuple(Shown(r) for r in operands), line)
 
 
-def refuse_host(eqn: Any, line: str, stage: int | None) -> None:
+def refuse_host(eqn: Any, line: str, stage: Callable[[], int] | None) -> None:
     """Host code does not travel to the actors.
 
     Args:
         line: `file:line` where the equation stands.
-        stage: of a loop's body that it is written in; None outside.
+        stage: counts the stages before it in a loop's body, which takes a walk; None outside.
 
     Raises:
         UnsupportedError: there is some in the equation.
@@ -39,9 +39,8 @@ def refuse_host(eqn: Any, line: str, stage: int | None) -> None:
         return
     around = [n for n in around if n not in CALLS | CHECKPOINTS | CUSTOM_RULES]
     what = found.primitive.name if found is not None else name
-    where = (
-        f"`{what}`" + (f" inside `{around[-1]}`" if around else "") + ("" if stage is None else f" in stage {stage}")
-    )
+    stage_text = "" if stage is None else f" in stage {stage()}"
+    where = f"`{what}`" + (f" inside `{around[-1]}`" if around else "") + stage_text
     if found is not None and (own := jax_compat.source_line(found)) != "unknown line":
         line = own
     if what in PRINTS:

@@ -159,7 +159,7 @@ class _Flattener:
                 f"{where.line}: {' and '.join(sorted(marked))} inside `{name}` cannot be pipelined yet; "
                 "move it out (write the loop or the choice in Python)"
             )
-        prints.refuse_host(eqn, where.line, _stage(ops) if where.in_loop else None)
+        prints.refuse_host(eqn, where.line, functools.partial(_stage, ops) if where.in_loop else None)
         outputs = tuple(
             -1 if isinstance(v, jax_compat.DropVar) else self.types.new(value_type(v.aval)) for v in eqn.outvars
         )
@@ -232,7 +232,7 @@ class _Flattener:
         """A checkpoint, and then the prints inside it: what they show becomes results of the checkpoint."""
         alone, consts, inside = prints.lift(eqn)
         # A scan inside may still print.
-        prints.refuse_host(alone, where.line, _stage(ops) if where.in_loop else None)
+        prints.refuse_host(alone, where.line, functools.partial(_stage, ops) if where.in_loop else None)
         results = self.equation(alone, [*map(self.constant, consts), *inputs], ops, where)
         for inner, operands in inside:
             refs = [results[o] if isinstance(o, int) else self.constant(o.val) for o in operands]
