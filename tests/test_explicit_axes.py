@@ -103,6 +103,12 @@ def test_parallelism_inside_actors(kind):
     assert_close(ran.results, jax.jit(model.make_step(model.plain_grads(model.make_loss())))(*args))
 
 
+def test_the_docs_run_it_under_plain_jit_on_one_device():
+    args = model.make_params(), model.make_batch()
+    got = docs["under_jit"](once, args, (P(), P(None, "data")))
+    assert_close(got, jax.jit(model.make_step(model.plain_grads(model.make_loss())))(*args))
+
+
 # ---------------------------------------------------------------- on actors
 
 

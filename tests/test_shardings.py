@@ -417,3 +417,11 @@ async def test_keys_integers_and_scalars_on_a_split_mesh(remote_mesh):
 
     args = (jax.random.key(2), 3, make_batch()["x"])
     assert_close(await mesh.fetch(await mesh.run(mesh.distributed(fn), *args)), jax.jit(fn)(*args))
+
+
+async def test_the_program_in_the_docs():
+    docs = doc_code("sharding.md")
+    params = {"first": np.eye(4, dtype=np.float32), "second": np.ones((4, 1), np.float32)}
+    batch = {"x": np.ones((4, 2, 4), np.float32), "y": np.ones((4, 2, 1), np.float32)}
+    got = await docs["train"](params, batch, steps=1, launcher="inline")
+    assert_close(got, jax.jit(docs["train_step"])(params, batch))
