@@ -77,8 +77,13 @@ def _host_aval(leaf: Any) -> Any:
         return jax.typeof(leaf)
     array = np.asarray(leaf)
     if array.dtype.kind in "OUSMm":
+        what = f"a {type(leaf).__name__}" + (f" of dtype {array.dtype}" if isinstance(leaf, np.ndarray) else "")
         raise TypeError(
-            f"is a {type(leaf).__name__} of dtype {array.dtype}, which JAX cannot compute with; make the argument "
-            "static or leave it out"
+            f"is {what}, which JAX cannot compute with; "
+            + (
+                "pass a model's arrays only and close over the rest (docs/models.md)"
+                if callable(leaf)
+                else "make the argument static or leave it out"
+            )
         )
     return jax_compat.ShapedArray(array.shape, jax_compat.canonical_dtype(array.dtype))

@@ -41,6 +41,7 @@ class RemoteMesh:
         platform: `"cpu"` (the default) or `"cuda"`.
         setup: `"module:function"` called in each actor before JAX starts.
         env: environment variables of the actors' processes.
+        processes_per_actor, max_restarts: not there yet; anything but one process and no restart is an error.
         max_inflight: how many steps may be under way at once.
         compilation_cache: folder of JAX's persistent compilation cache, None for none; default: a folder of this host
             in the user's cache folder.

@@ -441,6 +441,10 @@ ARGUMENTS = {
         args=([W, jax.ShapeDtypeStruct((4, 4), "float32")], X),
     ),
     "text": Case(GOOD, TypeError, [r"step 'step': ws\[1\] is a str", "make the argument static"], args=([W, "w"], X)),
+    "a function in a model": Case(
+        GOOD, TypeError, [r"step 'step': ws\[1\] is a function, which JAX .*; pass a model's arrays only"],
+        args=([W, inspect.getsource], X),
+    ),
     "an array of objects": Case(
         GOOD, TypeError, [r"'step': ws\[0\] is a ndarray of dtype object", "static or leave"],
         args=([np.array([None, 1]), W], X),
@@ -618,6 +622,12 @@ async def test_steps_and_functions_of_elsewhere(meshes, monkeypatch):
             await mesh.run(other.distributed(GOOD), [W, W], X)
         with pytest.raises(MeshError, match=r"is no step of this mesh; make one with `mesh.distributed\(fn\)`"):
             await mesh.run(GOOD, [W, W], X)
+
+
+def test_help_has_every_option():
+    text = inspect.getdoc(jpp.RemoteMesh) or ""
+    missing = [name for name in inspect.signature(jpp.RemoteMesh).parameters if not re.search(rf"\b{name}\b.*:", text)]
+    assert not missing
 
 
 def test_a_mesh_in_a_plain_with():
