@@ -53,7 +53,6 @@ def compile_once(args: argparse.Namespace) -> Callable[[Callable[[str], None]], 
 
 def case(args: argparse.Namespace) -> dict[str, Any]:
     """Figures of one size, in this process: the first run, which has to fill JAX's own caches, and later ones."""
-    harness.use_one_core()
     (first,) = harness.measure(compile_once(args), 1)
     # A step function of its own for each run: JAX would know the first one's trace.
     later = harness.medians([harness.measure(compile_once(args), 1)[0] for _ in range(args.runs)])

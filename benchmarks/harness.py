@@ -22,12 +22,6 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 
 
-def use_one_core() -> None:
-    """Keep this process, and threads that it starts later, on one core."""
-    if hasattr(os, "sched_setaffinity"):  # Linux
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-
-
 @dataclass
 class Stopwatch:
     """CPU seconds of this process, lap by lap.

@@ -118,9 +118,9 @@ def test_work_grows_with_stages_and_microbatches_and_no_faster():
         profiler = cProfile.Profile()  # counts Python calls: the same on every machine
         profiler.runcall(train, same, num_stages - 2, num_microbatches=num_microbatches)
         calls[num_stages, num_microbatches] = sum(entry.callcount for entry in profiler.getstats())
-    # Twice the size is at most twice the work. A little more is allowed: some of it is amortized.
-    assert calls[32, 8] - calls[16, 8] < 2.2 * (calls[16, 8] - calls[8, 8])
-    assert calls[8, 32] - calls[8, 16] < 2.2 * (calls[8, 16] - calls[8, 8])
+    # Linear growth gives 2.00 here; one look at all earlier operations, at each operation, gave 2.4.
+    assert calls[32, 8] - calls[16, 8] < 2.1 * (calls[16, 8] - calls[8, 8])
+    assert calls[8, 32] - calls[8, 16] < 2.1 * (calls[8, 16] - calls[8, 8])
 
 
 async def test_compilations_do_not_grow_with_equal_stages(remote_mesh):
