@@ -145,6 +145,17 @@ def test_before_the_loop_and_between_two():
     assert scalars == {"before loop 1", "before loop 2"}
 
 
+def test_the_stage_that_uses_a_cast_argument_is_named():
+    def step(params, batch):
+        half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+        grads = jpp.accumulate_grads(lambda x: jax.grad(loss)(half, x), jpp.GPipe(3))(batch)
+        return jax.tree.map(lambda p, g: p - g, params, grads)
+
+    plan = plan_step(step, {"table": f32(D, D), "w": f32(D, D)}, f32(MB, 2, D), actors=3)
+    why = {p.name: p.why for p in report.make(plan, {}, {}).inputs}
+    assert why["params['w']"] == "used before the loop for fwd(stage 1), bwd(stage 1), after the loop"
+
+
 def test_a_step_on_one_actor_sends_nothing():
     plan = plan_step(lambda x: x @ x, f32(D, D))
     text = str(report.make(plan, {}, {}))

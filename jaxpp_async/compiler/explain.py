@@ -171,6 +171,9 @@ class Explainer:
         readers = self.readers.get((value, actor), [])
         tasks = dict.fromkeys(task_kind(n) for n in readers if n.task is not None)
         phases = dict.fromkeys(self.phase(n) for n in readers if n.task is None)
+        through = self._used_through(value, actor) if any(p.startswith("before") for p in phases) else []
+        if through:
+            phases = [f"{p} for {_listed(through)}" if p.startswith("before") else p for p in phases]
         users = [*tasks, *phases]
         if users:
             return f"used by {_listed(users)}" if tasks else f"used {_listed(users)}"
@@ -180,6 +183,15 @@ class Explainer:
         if continued := [self.traced.result_name(k) for k in self._continued.get(value, [])]:
             return f"replaced by {_listed(continued)}, which is made there"
         return f"nobody uses it: rests on actor {actor}"
+
+    def _used_through(self, value: ValueId, actor: ActorId) -> list[str]:
+        """Tasks of loops on an actor that use what is made of an argument outside of them, such as a cast of it."""
+        argument, homes = self.placed.value_ids[value], self.placed.placement.op_actors
+        made = {o for i, op in self._items if actor in homes[i] and argument in op.reads for o in op.outputs}
+        here = (n for n in self.graph.nodes if n.actor == actor and n.task is not None)
+        return list(
+            dict.fromkeys(task_kind(n) for n in here if any(self.placed.value_ids[v] in made for v in n.inputs))
+        )
 
     def why_result(self, result: int, value: ValueId) -> str:
         """Why a result lives where it lives."""
