@@ -193,10 +193,10 @@ def plan(request: StepRequest, passed: Passed = _unobserved) -> Plan:
 def _lowered(graph: TaskGraph, passed: Passed) -> lowering.Programs:
     """The three passes from a graph to programs. Only the last leaves none of its buffers behind."""
     programs = lowering.insert_transfers(graph)
-    verify.verify_programs(programs, complete=False)
+    verify.verify_together(programs)
     passed("transfer")
     programs = lowering.donate_buffers(graph, programs)
-    verify.verify_alone(programs, complete=False)  # what programs do together has not changed
+    verify.verify_alone(programs, complete=False)
     passed("donate")
     donated, programs = programs, lowering.delete_buffers(programs)
     verify.verify_alone(programs)

@@ -1,6 +1,7 @@
 """verify: checks what must hold after each stage of lowering; makes nothing, changes nothing.
 
-`verify_graph` before lowering, `verify_programs` after each of its stages. What they find is a bug of this package
+`verify_graph` before lowering; after each of its stages the rules that the stage could break (`verify_programs`: all of
+them). What they find is a bug of this package
 (`InternalError`), except a deadlock, which a schedule can ask for (`ScheduleError`). Everything is linear in the
 number of instructions.
 """
@@ -55,12 +56,14 @@ def verify_graph(graph: TaskGraph) -> None:
     """
     actors, num_values = range(graph.num_actors), len(graph.values)
     made: set[int] = set()
+    unmade = set(range(num_values))
 
     def make(value: int, where: str) -> None:
         _require(0 <= value < num_values, f"{where} makes value {value} of {num_values}")
         if value in made:
             _require(False, f"{where} makes {graph.values[value].label!r}, which exists already")
         made.add(value)
+        unmade.discard(value)
 
     for i in graph.inputs:
         make(i.value, f"argument {i.arg}")
@@ -74,8 +77,12 @@ def verify_graph(graph: TaskGraph) -> None:
             v = next(v for v in node.inputs if v not in made)
             label = graph.values[v].label if 0 <= v < num_values else v
             _require(False, f"{node.label} reads {label!r} before it is made")
-        for v in node.outputs:
-            make(v, node.label)
+        new = set(node.outputs)
+        if len(new) < len(node.outputs) or not unmade.issuperset(new):
+            for v in node.outputs:
+                make(v, node.label)
+        unmade -= new
+        made |= new
     for o in graph.outputs:
         _require(o.value in made, f"result {o.result} is value {o.value}, which nothing makes")
         _require(all(a in actors for a in o.actors), f"result {o.result} lives on actors {o.actors}")
@@ -221,8 +228,8 @@ def verify_program(program: ActorProgram, *, complete: bool = True) -> None:
     """
     walk = _Walk(program)
     donations: dict[ExecutableId, tuple[int, ...]] = {}
-    for walk.index, walk.instruction in enumerate(program.instructions):
-        instruction = walk.instruction
+    for walk.index, instruction in enumerate(program.instructions):
+        walk.instruction = instruction
         _STEPS[type(instruction)](walk, instruction)
         if isinstance(instruction, Run):
             first = donations.setdefault(instruction.executable, instruction.donated)
@@ -335,6 +342,21 @@ def verify_alone(programs: Sequence[ActorProgram], *, complete: bool = True) -> 
         verify_program(p, complete=complete)
 
 
+def verify_together(programs: Sequence[ActorProgram]) -> None:
+    """Check what holds between the programs of a step: transfers, executables, progress.
+
+    Args:
+        programs: one an actor.
+
+    Raises:
+        InternalError: a rule is broken.
+        ScheduleError: the programs deadlock; the message says who waits for whom.
+    """
+    verify_transfers(programs)
+    verify_signatures(programs)
+    check_deadlock(programs)
+
+
 def verify_only_deletes(before: Sequence[ActorProgram], after: Sequence[ActorProgram]) -> None:
     """Check that `Delete`s are all that programs gained: what held for them together then still holds.
 
@@ -363,6 +385,4 @@ def verify_programs(programs: Sequence[ActorProgram], *, complete: bool = True) 
         ScheduleError: the programs deadlock; the message says who waits for whom.
     """
     verify_alone(programs, complete=complete)
-    verify_transfers(programs)
-    verify_signatures(programs)
-    check_deadlock(programs)
+    verify_together(programs)
