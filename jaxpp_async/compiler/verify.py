@@ -1,9 +1,8 @@
 """verify: checks what must hold after each stage of lowering; makes nothing, changes nothing.
 
 `verify_graph` before lowering; after each of its stages the rules that the stage could break (`verify_programs`: all of
-them). What they find is a bug of this package
-(`InternalError`), except a deadlock, which a schedule can ask for (`ScheduleError`). Everything is linear in the
-number of instructions.
+them). What they find is a bug of this package (`InternalError`), except a deadlock, which a schedule can ask for
+(`ScheduleError`). Everything is linear in the number of instructions.
 """
 
 from __future__ import annotations
