@@ -399,7 +399,10 @@ def find_special(closed: Any, args: Sequence[Any]) -> list[Any]:
     """
     env: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     env.update(zip(closed.jaxpr.invars, args, strict=True))
-    read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]  # noqa: E731
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
     for eqn in closed.jaxpr.eqns:
         operands, inner = [read(a) for a in eqn.invars], inner_jaxpr(eqn)
         results = _looked_at(eqn, operands) if inner is None else find_special(inner, operands)
