@@ -91,9 +91,13 @@ def test_plain_jax_names_the_operation_and_the_microbatch_of_a_nan(run, config):
         run([W, W], POISONED)
 
 
-def test_without_jit_jax_stops_at_a_nan(config):
-    config("jax_debug_nans", True)
-    with jax.disable_jit(), pytest.raises(FloatingPointError, match="encountered in log") as caught:
+def test_without_jit_jax_stops_at_a_nan():
+    # For this thread: JAX's own context managers may have left a value of the thread's behind, which wins.
+    with (
+        jax.debug_nans(True),
+        jax.disable_jit(),
+        pytest.raises(FloatingPointError, match="encountered in log") as caught,
+    ):
         jax.jit(train)([W, W], POISONED)
     assert any(frame.name == "loss_fn" for frame in caught.traceback)
 
