@@ -132,7 +132,7 @@ async def test_compilations_do_not_grow_with_equal_stages(remote_mesh):
         compiled = await mesh.distributed(step, donate_argnums=0).compile(weights, batch)
         counts.append(await compilations(mesh) - before)
         calls.append(len(compiled.compiled.executables))
-    # Of other widths, so that the second step finds compiled at most what starts the losses' accumulator, and so may the
+    # Of other widths, so that the second step finds compiled at most what starts the losses' accumulator; so may the
     # first, where another test on this mesh made it.
     assert counts[1] in (counts[0] - 1, counts[0])
     assert calls[1] - calls[0] == 5 * 3, "a forward, a backward and accumulators for each stage more"
