@@ -85,7 +85,10 @@ def main(make_program: Callable[[Any], Program]) -> None:
             raise typer.BadParameter(f"--verify {verify} is more than --steps {steps}")
         try:
             text = load_corpus(data).train
-            batches = lambda: train_batches(text, (microbatches, MICROBATCH_SIZE, SEQ_LEN), seed)  # noqa: E731
+
+            def batches():
+                return train_batches(text, (microbatches, MICROBATCH_SIZE, SEQ_LEN), seed)
+
             batches()
         except DataError as error:
             raise typer.BadParameter(str(error)) from None

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpp_async import explicit, jax_compat
+from jaxpp_async import explicit, jax_compat, nonfinite
 from jaxpp_async.errors import StageError
 from jaxpp_async.reductions import Reduction, Stack, Sum
 
@@ -225,7 +225,7 @@ def _find_special(*operands, spec: LoopSpec) -> None:
     consts, batch = operands[: spec.num_consts], operands[spec.num_consts :]
     for i in range(spec.num_microbatches):
         try:
-            jax_compat.find_special(spec.body, [*consts, *(jnp.asarray(x)[i] for x in batch), jnp.int32(i)])
+            nonfinite.find_special(spec.body, [*consts, *(jnp.asarray(x)[i] for x in batch), jnp.int32(i)])
         except FloatingPointError as error:
             raise FloatingPointError(f"{error}, microbatch {i}") from None
 
