@@ -1,0 +1,113 @@
+"""Events of a mesh: each reader sees each event, late, slow and cancelled readers too, and none of them holds the mesh
+up."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+from datetime import UTC, datetime
+
+from jaxpp_async.events import Event, EventLog, Events
+
+
+async def kinds(events: Events) -> list[str]:
+    return [event.kind async for event in events]
+
+
+def told(*kinds_: str, kept: int = 1000) -> EventLog:
+    log = EventLog(kept)
+    for kind in kinds_:
+        log.emit(kind, f"it {kind}")  # type: ignore[arg-type]
+    return log
+
+
+async def test_every_reader_sees_every_event_from_its_subscription_on():
+    log = EventLog()
+    early = asyncio.create_task(kinds(log.subscribe()))
+    await asyncio.sleep(0)
+    log.emit("started", "actor 0 started", actor=0, host="n1")
+    late, without_history = log.subscribe(), log.subscribe(history=False)
+    log.emit("died", "actor 0 died", actor=0, step=7)
+    log.emit("closed", "the mesh is closed")
+    log.emit("started", "nobody hears this")
+    assert await early == await kinds(late) == ["started", "died", "closed"]
+    assert await kinds(without_history) == ["died", "closed"]
+    assert await kinds(log.subscribe()) == ["started", "died", "closed"]
+    assert await kinds(log.subscribe(history=False)) == await kinds(late) == []
+
+
+async def test_what_an_event_says():
+    log = told()
+    log.emit("died", "actor 2 was killed\nand much more", actor=2, step=7, pid=11, host="n1")
+    event = await anext(log.subscribe())
+    assert (event.kind, event.actor, event.step, event.text) == ("died", 2, 7, "actor 2 was killed")
+    assert abs((datetime.now(UTC) - event.at).total_seconds()) < 5 and event.details["pid"] == 11
+    assert str(event).endswith("died: actor 2 was killed")
+    assert json.loads(json.dumps(event.as_dict()))["details"] == {"pid": 11, "host": "n1"}
+
+
+async def test_a_reader_that_does_not_read_is_told_what_it_lost():
+    log = told(*["compiled"] * 5, kept=3)
+    events = log.subscribe()
+    first = await anext(events)
+    assert (first.kind, first.details["count"]) == ("lost", 2)
+    assert (await anext(events)).kind == "compiled"
+    for _ in range(10):
+        log.emit("checkpointed", "again")
+    lost = await anext(events)
+    assert (lost.kind, lost.details["count"]) == ("lost", 9)  # two compiled, seven checkpointed
+    log.emit("closed", "the end")
+    assert await kinds(events) == ["lost", "checkpointed", "checkpointed", "closed"]
+
+
+async def test_a_cancelled_reader_loses_nothing_and_leaves_nothing(caplog):
+    log = EventLog()
+    events = log.subscribe()
+    before = len(asyncio.all_tasks())
+    for kind in ("started", "compiled"):
+        # The event and the cancellation reach the reader at once, in either order.
+        for cancel_first in (False, True):
+            reading = asyncio.create_task(anext_of(events))
+            await asyncio.sleep(0)
+            if cancel_first:
+                reading.cancel()
+            log.emit(kind, "now")
+            reading.cancel()
+            await asyncio.wait([reading])
+            if reading.cancelled():
+                assert (await anext(events)).kind == kind
+    assert not log._waiting and len(asyncio.all_tasks()) == before
+    abandoned = asyncio.create_task(anext_of(events))
+    await asyncio.sleep(0)
+    abandoned.cancel()
+    await asyncio.wait([abandoned])
+    del abandoned, events
+    gc.collect()
+    assert not [r for r in caplog.records if r.name == "asyncio"]
+
+
+async def anext_of(events: Events) -> Event:
+    return await anext(events)
+
+
+async def test_readers_that_share_an_iterator_share_its_events():
+    log = EventLog()
+    events = log.subscribe()
+    readers = [asyncio.create_task(kinds(events)) for _ in range(2)]
+    await asyncio.sleep(0)
+    log.emit("started", "one")
+    log.emit("closed", "two")
+    assert sorted([kind for reader in readers for kind in await reader]) == ["closed", "started"]
+
+
+async def test_events_are_logged_with_actor_and_step(caplog):
+    with caplog.at_level(logging.INFO, "jaxpp_async"):
+        log = told("started")
+        log.emit("died", "actor 1 died", actor=1, step=4, host="n1")
+    records = [(r.levelname, r.actor, r.step, r.host, r.getMessage()) for r in caplog.records]  # type: ignore[attr-defined]
+    assert records == [
+        ("INFO", None, None, None, "started: it started"),
+        ("WARNING", 1, 4, "n1", "died: actor 1 died"),
+    ]
