@@ -20,7 +20,7 @@ import numpy as np
 
 import jaxpp_async
 from jaxpp_async.actors.bringup import ActorConfig, Bringup, all_of
-from jaxpp_async.actors.ending import bounded, ignore_late_reply, wait_all_dead
+from jaxpp_async.actors.ending import bounded, ignore_late_reply, to_the_end, wait_all_dead
 from jaxpp_async.actors.failure import ActorInfo, abandoned, died_error, is_consequence, lost_error, remote_error
 from jaxpp_async.actors.frees import FreeList
 from jaxpp_async.actors.gate import Gate
@@ -121,7 +121,8 @@ class Controller:
         except BaseException as error:  # also a cancellation: whatever it is, nothing that was started may be left
             if isinstance(error, ActorError):
                 self._cause_raised, self.cause = True, error
-            await self._kill_everything()
+            ending = self._loop.create_task(self._kill_everything(), name="end a launch that failed")
+            await to_the_end(ending, hurry=lambda: None)
             raise
         return self
 
@@ -445,16 +446,11 @@ class Controller:
         """Stop every actor and give everything back; ends within about ten seconds, whatever the actors do.
 
         Steps under way fail with `MeshClosedError`. A failure that ended the mesh is not raised again. A second call
-        waits for the first. When it is cancelled, actors are killed at once.
+        waits for the first. When it is cancelled, actors are killed at once and the rest is done all the same.
         """
         if self._closing is None:
             self._closing = self._loop.create_task(self._close(), name="close the mesh")
-        try:
-            await asyncio.shield(self._closing)
-        except asyncio.CancelledError:
-            for handle in self._handles.values():
-                handle.kill()
-            raise
+        await to_the_end(self._closing, hurry=self._kill_actors)
 
     async def _close(self) -> None:
         for link in self._links.values():
@@ -475,8 +471,7 @@ class Controller:
 
     async def _kill_everything(self) -> None:
         """The end of the end, also of a launch that failed."""
-        for handle in self._handles.values():
-            handle.kill()
+        self._kill_actors()
         if not await wait_all_dead(self._handles, KILL_S):
             _LOG.warning("an actor's process could not be reaped")
         if self._suspicion is not None:
@@ -494,6 +489,10 @@ class Controller:
         await self._tasks.aclose()
 
     # ------------------------------------------------------------ small things
+
+    def _kill_actors(self) -> None:
+        for handle in self._handles.values():
+            handle.kill()
 
     def _tell(self, text: str) -> None:
         _LOG.info("%s", text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from jaxpp_async.actors.launch import ActorHandle
@@ -37,6 +37,29 @@ async def bounded(work: Coroutine[Any, Any, None], timeout_s: float, complaint: 
             await work
     except Exception as error:  # closing goes on, and this is said
         _LOG.warning("%s: %r", complaint, error)
+
+
+async def to_the_end(task: asyncio.Task[None], hurry: Callable[[], None]) -> None:
+    """Wait for a task of bounded length to end, whoever cancels the caller, and however often.
+
+    Cancelled half way, an end would leave processes and sockets that nobody owns any more.
+
+    Args:
+        hurry: called when the caller is cancelled, to make the rest short.
+
+    Raises:
+        CancelledError: the caller was cancelled meanwhile. Whatever `task` raises.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+            hurry()
+    if cancelled is not None:
+        raise cancelled
+    task.result()
 
 
 def ignore_late_reply(message: Any) -> None:
