@@ -40,7 +40,11 @@ class Gate:
     async def listen(self, host: str) -> tuple[str, int]:
         """Accept connections on a free port of `host`'s interface; gives the address."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._make_connection, host, 0, family=socket.AF_INET)
+        # Not serving yet: asyncio would lose the listening socket if this were cancelled at its last wait.
+        self._server = await loop.create_server(
+            self._make_connection, host, 0, family=socket.AF_INET, start_serving=False
+        )
+        await self._server.start_serving()
         name = self._server.sockets[0].getsockname()
         return name[0], name[1]
 
