@@ -2,7 +2,7 @@
 
 A message is an array: its type's name, then its fields in order. Nested dataclasses are arrays of their fields; what
 they are is known from the type hints, which also say where a tuple or an integer key stands. Encoding trusts our own
-objects and lets msgpack walk them; decoding trusts nothing.
+objects and lets msgpack walk them; decoding trusts nothing: not what a header says is to come, nor how deep it goes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,15 @@ from jaxpp_async.errors import ProtocolError
 Decode: TypeAlias = Callable[[Any], Any]
 T = TypeVar("T")
 
+MAX_DEPTH = 32
+"""How deep plain values of any shape may be nested: deeper ones would end in the recursion limit."""
+
 _PLAIN = (int, str, bytes, bool, float)
 _SCALARS = frozenset({type(None), *_PLAIN})
+
+# msgpack makes room for an array before it has seen its elements, and for a thousand nested ones: 4 KiB of headers
+# would take 32 MiB. With this many at most it is 2 MiB; longer arrays are looked through before.
+_UNSEEN_ELEMENTS = 256
 
 
 class _BadValue(Exception):
@@ -67,7 +74,11 @@ def decode(data: bytes | memoryview, known: Mapping[str, type]) -> Any:
 
 
 def decode_as(cls: type[T], data: bytes | memoryview) -> T:
-    """Bytes (an array of fields) to one dataclass whose type both sides know from the context."""
+    """Bytes (an array of fields) to one dataclass whose type both sides know from the context.
+
+    Raises:
+        ProtocolError: not msgpack, missing or extra fields, or a field of a wrong type.
+    """
     return _build(cls, _unpack(data))
 
 
@@ -78,9 +89,29 @@ def message_types(union: Any) -> dict[str, type]:
 
 def _unpack(data: bytes | memoryview) -> Any:
     try:
-        return msgpack.unpackb(data, use_list=False, strict_map_key=False)
-    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
-        raise ProtocolError(f"a frame is not msgpack ({type(error).__name__})") from None
+        return _unpack_arrays(data, _UNSEEN_ELEMENTS)
+    except _UNPACK_ERRORS as error:
+        # It may have a longer array, which is no mistake.
+        if len(data) <= _UNSEEN_ELEMENTS or isinstance(error, msgpack.exceptions.StackError):
+            raise _not_msgpack(error) from None
+    try:
+        skipper = msgpack.Unpacker(max_buffer_size=len(data))
+        skipper.feed(data)
+        skipper.skip()  # makes nothing; past it, every element that a header promises is there
+        return _unpack_arrays(data, len(data))
+    except _UNPACK_ERRORS as error:
+        raise _not_msgpack(error) from None
+
+
+_UNPACK_ERRORS = (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException)
+
+
+def _unpack_arrays(data: bytes | memoryview, longest: int) -> Any:
+    return msgpack.unpackb(data, use_list=False, strict_map_key=False, max_array_len=longest)
+
+
+def _not_msgpack(error: Exception) -> ProtocolError:
+    return ProtocolError(f"a frame is not msgpack ({type(error).__name__})")
 
 
 def _build(cls: type[T], values: Any) -> T:
@@ -147,15 +178,17 @@ def _float(value: Any) -> float:
     raise _BadValue("float", value)
 
 
-def _anything(value: Any) -> Any:
+def _anything(value: Any, depth: int = 0) -> Any:
     """Plain values of any shape (lists arrive as tuples)."""
     cls = type(value)
     if cls in _SCALARS:
         return value
+    if depth == MAX_DEPTH:
+        raise _BadValue(f"at most {MAX_DEPTH} levels", value)
     if cls is tuple:
-        return tuple(_anything(v) for v in value)
+        return tuple(_anything(v, depth + 1) for v in value)
     if cls is dict:
-        return {_anything(k): _anything(v) for k, v in value.items()}
+        return {_anything(k, depth + 1): _anything(v, depth + 1) for k, v in value.items()}
     raise _BadValue("a plain value", value)
 
 
