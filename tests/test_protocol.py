@@ -34,6 +34,7 @@ REQUESTS = [
     m.ReadFile(9, "/folder/file", (m.FilePart("params/w", "00ff", 1, AVAL),)),
     m.Abort(10, 2, "because"),
     m.Inspect(11),
+    m.Report(11),
     m.Shutdown(12),
 ]
 REPLIES = [
@@ -44,6 +45,8 @@ REPLIES = [
     m.Fetched(4, (((2, 3), "float32", b"data"), ((), "int32", None))),
     m.Written(5, 100, ("00ff", "ff00")),
     m.Inspected(5, {"live_arrays": 3}),
+    m.Reported(5, 7, 1, 12, "#12 run", False, 3, (m.OpenTransfer("receive", 2, 1, 4, 64, True, True),)),
+    m.Reported(5, None),
     m.Failed(None, "ValueError", "boom", "Traceback", None, "run x"),
     m.Log(20, "jaxpp_async", "hello", 3, {"a": (1, "b", {"c": None})}),
 ]

@@ -80,7 +80,7 @@ class Connection(asyncio.Protocol):
         if unsent > LOG_ABOVE_BYTES and type(message) is Log:
             return
         if unsent > MAX_UNSENT_BYTES:
-            self._fail(ProtocolError(f"the peer does not read: {unsent} bytes wait to be sent"))
+            self.fail(ProtocolError(f"the peer does not read: {unsent} bytes wait to be sent"))
             return
         pieces = self.wire.encode(message)
         if len(pieces) == 1:
@@ -121,7 +121,7 @@ class Connection(asyncio.Protocol):
             messages = self.wire.feed(data)
         except ProtocolError as error:
             self._send_greeting()  # the proof that lets the peer, too, name a version mismatch
-            self._fail(error)
+            self.fail(error)
             return
         if not self.opened.done():
             self._send_greeting()
@@ -130,7 +130,7 @@ class Connection(asyncio.Protocol):
                 self.opened.set_result(None)
         for message in messages:
             if self.on_message is None:
-                self._fail(ProtocolError(f"unexpected {type(message).__name__}"))
+                self.fail(ProtocolError(f"unexpected {type(message).__name__}"))
                 return
             self.on_message(message)
 
@@ -160,7 +160,7 @@ class Connection(asyncio.Protocol):
         if data and self._transport is not None:
             self._transport.write(data)
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """End the conversation because of `error`, which the first caller decides."""
         if self._error is None:
             self._error = error
@@ -172,7 +172,7 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def _handshake_late(self) -> None:
-        self._fail(HandshakeError(f"a peer did not prove itself within {HANDSHAKE_TIMEOUT_S:g} s; refused"))
+        self.fail(HandshakeError(f"a peer did not prove itself within {HANDSHAKE_TIMEOUT_S:g} s; refused"))
 
 
 async def connect_tcp(connection: Connection, host: str, port: int) -> None:

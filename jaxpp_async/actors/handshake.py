@@ -2,8 +2,8 @@
 
 The actor says hello with a nonce; the controller answers with its own nonce and its proof; the actor proves itself.
 Both proofs and both keys are HMAC-SHA256, under the secret, of a label and of everything said before (both nonces,
-roles, actor id, incarnation, versions): a proof is good for one conversation, one role and one actor only, so it can
-be neither replayed nor reflected.
+roles, actor id, incarnation, versions, channel): a proof is good for one conversation, one role, one actor and one
+channel only, so it can be neither replayed nor reflected.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from jaxpp_async.actors.codec import pack
 from jaxpp_async.errors import HandshakeError
 
 Role: TypeAlias = Literal["actor", "controller"]
+
+Channel: TypeAlias = Literal["control", "beats"]
+"""What a conversation is for: requests and replies, or signs of life alone."""
 
 MAGIC = b"jpp1"
 """Opens every handshake message. Changes only if the handshake itself does, not with the package's version."""
@@ -34,6 +37,7 @@ class Hello:
     incarnation: int
     version: str
     nonce: bytes
+    channel: Channel = "control"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ same number: the reply type named in the request's docstring, or `Failed`. `prot
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from jaxpp_async.program import ActorId, Aval
+from jaxpp_async.program import ActorId, Aval, BufferId, Tag
 
 ArrayId: TypeAlias = int
 """Names one array of the mesh; given out by the controller, counting up, never used twice."""
@@ -212,6 +212,13 @@ class Inspect:
 
 
 @dataclass(frozen=True, slots=True)
+class Report:
+    """Ask where the actor is and what it waits for, when its step does not go on. Answer: `Reported`."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Close the transport and end the process. Answer: `Done`, then end of file."""
 
@@ -305,6 +312,47 @@ class Inspected:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenTransfer:
+    """Data of a step that is not there yet, or that has not left.
+
+    Args:
+        kind: `"receive"`, `"send"`, or `"argument"`: a value from the controller (`peer`), without a tag (-1).
+        buffer: the program's slot.
+        posted: whether the transport has it; a send of data that is not there is not.
+        needed: whether the actor cannot go on without it.
+    """
+
+    kind: Literal["receive", "send", "argument"]
+    buffer: BufferId
+    peer: ActorId
+    tag: Tag
+    size_bytes: int
+    posted: bool
+    needed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """Where the actor is.
+
+    Args:
+        step: the step under way; None: there is none, and what follows says nothing.
+        at: text of the instruction.
+        running: whether it executes a task.
+        transfers_done: of this step, so far.
+    """
+
+    request: int
+    step: int | None
+    program_id: int = 0
+    instruction: int = 0
+    at: str = ""
+    running: bool = False
+    transfers_done: int = 0
+    transfers: tuple[OpenTransfer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The request failed, or (request None) the actor did.
 
@@ -331,8 +379,32 @@ class Log:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A sign of life, over a connection of its own.
+
+    Args:
+        position: where the actor is, as `progress.Position`'s fields; None before its first instruction.
+    """
+
+    position: tuple[int, int, int, bool, bool] | None
+
+
 Request: TypeAlias = (
-    Configure | Connect | Load | Store | Step | Fetch | Take | WriteFile | Sweep | ReadFile | Abort | Inspect | Shutdown
+    Configure
+    | Connect
+    | Load
+    | Store
+    | Step
+    | Fetch
+    | Take
+    | WriteFile
+    | Sweep
+    | ReadFile
+    | Abort
+    | Inspect
+    | Report
+    | Shutdown
 )
-Reply: TypeAlias = Done | Ready | Loaded | StepDone | Fetched | Written | Inspected | Failed
-Message: TypeAlias = Request | Reply | Log
+Reply: TypeAlias = Done | Ready | Loaded | StepDone | Fetched | Written | Inspected | Reported | Failed
+Message: TypeAlias = Request | Reply | Log | Beat

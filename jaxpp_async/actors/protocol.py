@@ -27,6 +27,7 @@ from jaxpp_async.actors.handshake import (
     NONCE_BYTES,
     SECRET_BYTES,
     Challenge,
+    Channel,
     Hello,
     Keys,
     Proof,
@@ -38,7 +39,7 @@ from jaxpp_async.actors.handshake import (
     prove,
     transcript,
 )
-from jaxpp_async.actors.messages import Log, Message, Reply, Request
+from jaxpp_async.actors.messages import Beat, Log, Message, Reply, Request
 from jaxpp_async.errors import HandshakeError, ProtocolError
 
 State: TypeAlias = Literal["greeting", "proving", "open", "failed"]
@@ -50,6 +51,9 @@ HANDSHAKE_TIMEOUT_S: Final = 5.0
 DEFAULT_MAX_FRAME_BYTES: Final = 1 << 30
 """Programs travel in frames, so this is generous; only an authenticated peer may use it."""
 
+MAX_BEAT_BYTES: Final = 256
+"""The longest frame of a channel that carries signs of life alone."""
+
 _MAC_BYTES: Final = 16
 _GREETING = struct.Struct(">4sH")
 _HEADER = struct.Struct(">QQ")
@@ -58,14 +62,16 @@ _JOIN_BYTES: Final = 1 << 16  # below this, one copy is cheaper than one more wr
 
 TO_ACTOR = codec.message_types(Request)
 TO_CONTROLLER = codec.message_types(Reply | Log)
+BEATS = codec.message_types(Beat)
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which actor, and which life of it, a conversation belongs to."""
+    """Which actor, which life of it, and which channel a conversation belongs to."""
 
     actor_id: int
     incarnation: int
+    channel: Channel = "control"
 
 
 class Wire:
@@ -112,7 +118,10 @@ class Wire:
         self._num_sent = self._num_received = 0
         self._frame_bytes = 0  # length of the frame at the buffer's head, once its prefix is checked
         if identity is not None:
-            self._hello = Hello("actor", identity.actor_id, identity.incarnation, version, self._nonce)
+            life = (identity.actor_id, identity.incarnation)
+            self._hello = Hello("actor", *life, version, self._nonce, identity.channel)
+            if identity.channel == "beats":
+                self._known = {}  # the controller has nothing to say there
             self._greet(self._hello)
 
     def take_outgoing(self) -> bytes:
@@ -218,7 +227,9 @@ class Wire:
         hello = self._hello
         assert hello is not None
         check_proof(self._secret, "actor", self._said, _read_greeting(Proof, body).proof)
-        self.identity = Identity(hello.actor_id, hello.incarnation)
+        self.identity = Identity(hello.actor_id, hello.incarnation, hello.channel)
+        if hello.channel == "beats":
+            self._known, self._max_frame_bytes = BEATS, min(MAX_BEAT_BYTES, self._max_frame_bytes)
         check_versions(hello.actor_id, hello.version, self._version)
         self._open()
 
