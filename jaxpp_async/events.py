@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 Kind: TypeAlias = Literal[
     "started", "compiled", "suspect", "recovered", "died", "restarted", "checkpointed", "closed", "lost"
@@ -64,6 +64,14 @@ class Event:
             "at": self.at.isoformat(),
             "details": dict(self.details),
         }
+
+
+class Emit(Protocol):
+    """`EventLog.emit`, for those who only tell."""
+
+    def __call__(
+        self, kind: Kind, text: str, *, actor: int | None = None, step: int | None = None, **details: Any
+    ) -> None: ...
 
 
 class EventLog:

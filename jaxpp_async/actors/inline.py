@@ -18,6 +18,7 @@ from jaxpp_async.actors.launch import DEFAULT_ACTOR, ActorHandle, LaunchSpec
 from jaxpp_async.actors.lifeline import ExitCode
 from jaxpp_async.actors.progress import Position
 from jaxpp_async.actors.protocol import Identity
+from jaxpp_async.actors.records import name_actor
 from jaxpp_async.actors.serve import ActorLike, serve
 from jaxpp_async.actors.warden import Death
 from jaxpp_async.errors import MeshError
@@ -60,7 +61,8 @@ class InlineLauncher:
             make_transport=lambda kind: self._make_transport(kind, spec.actor_id),
             max_frame_bytes=spec.max_frame_bytes,
         )
-        task = asyncio.get_running_loop().create_task(serving, name=f"inline actor {spec.actor_id}")
+        loop, name = asyncio.get_running_loop(), f"inline actor {spec.actor_id}"
+        task = loop.create_task(serving, name=name, context=name_actor(spec.actor_id))
         handle = _InlineHandle(task)
         self._handles.append(handle)
         return handle

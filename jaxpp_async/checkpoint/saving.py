@@ -26,6 +26,7 @@ from jaxpp_async.arrays import Owner
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint.trees import Leaves, to_save
 from jaxpp_async.errors import ActorError, CheckpointError
+from jaxpp_async.events import Emit, EventLog
 from jaxpp_async.program import CONTROLLER, ActorId
 
 _LOG = logging.getLogger("jaxpp_async")
@@ -101,10 +102,12 @@ class Saver:
     Args:
         controller: gives the mesh's controller, or raises `MeshError` if the mesh has not started.
         owner: of the mesh's arrays.
+        on_event: told of each checkpoint that is whole.
     """
 
-    def __init__(self, controller: Callable[[], Controller], owner: Owner):
+    def __init__(self, controller: Callable[[], Controller], owner: Owner, on_event: Emit | None = None):
         self._controller, self._owner = controller, owner
+        self._on_event = on_event or EventLog().emit  # which still logs it
         self._one_at_a_time, self._tasks = asyncio.Lock(), OwnedTasks()
         self._current: Saving | None = None
 
@@ -169,7 +172,7 @@ class Saver:
             for actor, ids in plan.takes.items()
         }
         saving = self._current = Saving(folder, plan.size_bytes, is_awaited=awaited)
-        job = _Job(controller, saving, save_id, leaves, plan, takes, on_progress, after)
+        job = _Job(controller, saving, save_id, leaves, plan, takes, on_progress, after, self._on_event)
         saving.run(self._tasks, job.run(), self._one_at_a_time.release)
         return saving
 
@@ -216,8 +219,9 @@ class _Job:
         takes: Mapping[ActorId, asyncio.Future[Any]],
         on_progress: OnProgress | None,
         after_commit: AfterCommit | None,
+        on_event: Emit,
     ):
-        self._after_commit = after_commit
+        self._after_commit, self._on_event = after_commit, on_event
         self._controller, self._saving, self._save_id = controller, saving, save_id
         self._leaves, self._plan, self._takes, self._on_progress = leaves, plan, takes, on_progress
         self._folder = saving.path
@@ -239,15 +243,20 @@ class _Job:
                 if not isinstance(error, Exception):
                     raise
                 return
+        self._tell(time.monotonic() - start_s)
         await self._tidy_up()
-        _LOG.info(
-            "saved %s: %d arrays, %d bytes, %.1f s",
-            self._folder,
-            len(self._arrays),
-            self._saving.size_bytes,
-            time.monotonic() - start_s,
-        )
         self._saving.settle()
+
+    def _tell(self, seconds: float) -> None:
+        size_bytes, count = self._saving.size_bytes, len(self._arrays)
+        self._on_event(
+            "checkpointed",
+            f"saved {self._folder}: {count} arrays, {size_bytes} bytes, {seconds:.1f} s",
+            path=self._folder,
+            size_bytes=size_bytes,
+            num_arrays=count,
+            seconds=seconds,
+        )
 
     # ------------------------------------------------------------ writing
 

@@ -1,0 +1,176 @@
+"""Log records of actors: they reach the controller's `logging` with actor, host and step, and hold no actor up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pathlib
+import re
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import jaxpp_async
+from jaxpp_async.actors import records
+from jaxpp_async.actors.failure import ActorInfo
+from jaxpp_async.actors.messages import Log
+from jaxpp_async.actors.records import BURST, PER_TURN, RateLimit, RecordSender, as_message, log_remote
+
+INFO = ActorInfo(1, "n1", 4711, (), "ready")
+
+
+def record(message: str = "hello", *args: object, name: str = "user", **fields: object) -> logging.LogRecord:
+    return logging.getLogger(name).makeRecord(name, logging.INFO, "user.py", 12, message, args, None, extra=None)
+
+
+# ---------------------------------------------------------------- pure parts
+
+
+def test_the_rate_is_bounded_and_refusals_are_counted():
+    limit = RateLimit(per_s=10, burst=5, now_s=0.0)
+    assert [limit.lets_through(0.0, 0) for _ in range(7)] == [True] * 5 + [False] * 2
+    assert [limit.lets_through(0.1, 0) for _ in range(2)] == [True, False]
+    assert sum(limit.lets_through(60.0, 0) for _ in range(100)) == 5
+    assert not limit.lets_through(120.0, 5)  # nobody takes what waits
+    assert limit.num_refused == 2 + 1 + 95 + 1
+
+
+def test_a_record_travels_as_text():
+    assert as_message(record("%d of %s", 3, "it"), 7).message == "3 of it"
+    long = as_message(record("x" * 10_000), None).message
+    assert len(long) < 5000 and long.endswith("(10000 characters)")
+    try:
+        raise ValueError("boom " + "y" * 50_000)
+    except ValueError:
+        failed = record()
+        failed.exc_info = sys.exc_info()
+    traceback = as_message(failed, 0).fields["traceback"]
+    assert traceback.endswith("yyy") and len(traceback) <= records.MAX_TRACEBACK_CHARS
+
+
+# ---------------------------------------------------------------- in the actor
+
+
+@pytest.fixture
+def logger() -> logging.Logger:
+    return logging.Logger("test_records", logging.INFO)  # below no other: nobody else's handlers see it
+
+
+async def until(is_true: Callable[[], Any]) -> None:
+    async with asyncio.timeout(5):
+        while not is_true():  # noqa: ASYNC110  (nothing there says when)
+            await asyncio.sleep(0.001)
+
+
+async def test_records_of_all_threads_are_sent_in_order_and_a_few_a_turn(logger):
+    sent: list[Log] = []
+    sender = RecordSender(sent.append)
+    sender.step = lambda: 5
+    logger.addHandler(sender)
+    thread = threading.Thread(target=lambda: [logger.info("%d", k) for k in range(3 * PER_TURN)], name="worker")
+    thread.start()
+    thread.join()
+    assert sent == []
+    for turns in (1, 2, 3):
+        await asyncio.sleep(0)
+        assert len(sent) <= turns * PER_TURN
+    await until(lambda: len(sent) == 3 * PER_TURN)
+    assert [message.message for message in sent] == [str(k) for k in range(3 * PER_TURN)]
+    assert {(message.step, message.fields["thread"]) for message in sent} == {(5, "worker")}
+
+
+async def test_a_storm_is_counted_and_dropped(logger, monkeypatch):
+    monkeypatch.setattr(records, "TELL_AFTER_S", 0.01)
+    now_s, sent = 0.0, []
+    sender = RecordSender(sent.append, clock=lambda: now_s)
+    logger.addHandler(sender)
+    for _ in range(10_000):
+        logger.info("again")
+    assert len(sender._waiting) == BURST
+    await until(lambda: len(sent) > BURST)
+    assert sent[-1].level == logging.WARNING
+    assert sent[-1].message == f"{10_000 - BURST} log records were dropped: this actor logs more than 200 a second"
+    now_s = 1.0
+    logger.info("afterwards")
+    sender.close()
+    assert sent[-1].message == "afterwards"
+
+
+async def test_a_record_that_cannot_be_formatted_does_no_harm(logger, capsys):
+    sent: list[Log] = []
+    logger.addHandler(RecordSender(sent.append))
+    logger.info("%d", "no number")
+    logger.info("next")
+    await asyncio.sleep(0.01)
+    assert [message.message for message in sent] == ["next"] and "no number" in capsys.readouterr().err
+
+
+async def test_the_loop_does_not_wait_for_a_text_that_takes_long(logger):
+    """Such as an array's, which waits for the device."""
+    slow, asked, sent = threading.Event(), threading.Event(), []
+    logger.addHandler(RecordSender(sent.append))
+
+    class Slow:
+        def __str__(self) -> str:
+            asked.set()
+            slow.wait(5)
+            return "slow"
+
+    thread = threading.Thread(target=lambda: logger.info("%s", Slow()))
+    thread.start()
+    assert asked.wait(5)
+    logger.info("quick")
+    await until(lambda: sent)
+    slow.set()
+    thread.join()
+    assert [message.message for message in sent] == ["quick"]
+
+
+# ---------------------------------------------------------------- on the controller
+
+
+def test_a_remote_record_has_actor_host_and_step(caplog):
+    fields = {"thread": "worker", "file": "/x/user.py", "line": 12, "traceback": "Traceback: no apples"}
+    with caplog.at_level(logging.INFO, "jaxpp_async"):
+        log_remote(INFO, Log(logging.INFO, "user.code", "100 % sure", 7, fields))
+    [seen] = caplog.records
+    assert (seen.name, seen.actor, seen.host, seen.step) == ("user.code", 1, "n1", 7)
+    assert (seen.process, seen.threadName, seen.filename, seen.lineno) == (4711, "worker", "user.py", 12)
+    text = logging.Formatter("%(actor)s %(step)s %(message)s").format(seen)
+    assert text == "1 7 [actor 1] 100 % sure\nTraceback: no apples"
+
+
+@pytest.mark.parametrize(
+    ("package", "own", "level", "is_seen"),
+    [
+        (logging.INFO, logging.NOTSET, logging.INFO, True),
+        (logging.INFO, logging.NOTSET, logging.DEBUG, False),
+        (logging.ERROR, logging.NOTSET, logging.WARNING, False),
+        (logging.INFO, logging.ERROR, logging.WARNING, False),
+        (logging.ERROR, logging.DEBUG, logging.DEBUG, True),
+    ],
+)
+def test_levels_are_those_of_the_logger_or_of_the_package(caplog, package, own, level, is_seen):
+    caplog.handler.setLevel(logging.DEBUG)
+    with caplog.at_level(package, "jaxpp_async"), caplog.at_level(own, "some.library"):
+        caplog.handler.setLevel(logging.DEBUG)
+        log_remote(INFO, Log(level, "some.library.part", "hello"))
+    assert bool(caplog.records) == is_seen
+
+
+def test_every_record_of_the_package_has_the_attributes(caplog):
+    sources = pathlib.Path(jaxpp_async.__file__).parent.rglob("*.py")
+    names = {name for path in sources for name in re.findall(r'getLogger\("(jaxpp_async[^"]*)"\)', path.read_text())}
+    assert len(names) >= 3
+    for name in names:
+        logging.getLogger(name).warning("hello")
+    formatter = logging.Formatter("%(actor)s %(host)s %(step)s %(message)s")
+    assert {formatter.format(seen) for seen in caplog.records} == {"None None None hello"}
+
+
+def test_an_inline_actors_records_name_it(caplog):
+    records.name_actor(3).run(logging.getLogger("jaxpp_async").warning, "hello")
+    assert [seen.actor for seen in caplog.records] == [3]  # type: ignore[attr-defined]
