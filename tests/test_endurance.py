@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from typing import Any
 
-import jax
 import numpy as np
 import psutil
 import pytest
 from models import grads_step, mlp
-from resources import differences, held, no_new_shared_memory, shared_memory
+from resources import differences, everything, no_new_shared_memory, shared_memory
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.shards import memory_held
 
 MODEL = mlp(2)
 STEP = grads_step(MODEL, jpp.Std1F1B(2))
 RESIDENT_GROWTH_BYTES = 8 << 20
-
-
-async def everything(mesh: jpp.RemoteMesh) -> dict[str, Any]:
-    """Counts that may not grow, of the driver and of each actor."""
-    controller = mesh._running()
-    gc.collect()
-    for _ in range(10):  # it carries the frees of what was collected, which are tasks on the actors for a moment
-        actors = await controller.inspect()
-        if not any(numbers["tasks"] for numbers in actors.values()):
-            break
-    return {
-        **{f"actor {actor}: {name}": n for actor, numbers in actors.items() for name, n in numbers.items()},
-        **held(),
-        "driver's arrays": memory_held(jax.live_arrays()),
-        "waiting": [len(link.waiters) for link in controller._links.values()],
-        "under way": len(controller._under_way),
-    }
 
 
 def resident(mesh: jpp.RemoteMesh) -> np.ndarray:
