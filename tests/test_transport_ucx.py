@@ -7,9 +7,11 @@ import contextlib
 import gc
 import importlib.util
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,8 @@ import uvloop
 from transport_conformance import LARGE, TransportConformance, data, join, tag, transfer, within
 
 from jaxpp_async.errors import InstallError, ProtocolError, TransferError
-from jaxpp_async.transport.ucx import UCXTransport, pack_address, unpack_address
+from jaxpp_async.transport.addresses import seal, unseal
+from jaxpp_async.transport.ucx import UCXTransport
 
 if importlib.util.find_spec("ucxx") is None:  # importing it here would be before the transport sets UCX's environment
     pytest.skip("UCX tests need the package ucxx", allow_module_level=True)
@@ -134,24 +137,76 @@ async def test_an_error_in_progress_fails_the_futures_and_not_the_loop(make_tran
     await within(a.aclose())
 
 
+WORKER_ADDRESS = bytes(range(217))
+GOOD = seal("ucx", WORKER_ADDRESS, 1, 3)
+
+
 @pytest.mark.parametrize(
-    ("damaged", "why"),
+    ("address", "why"),
     [
-        (b"", "0 bytes are no UCX address"),
-        (b"memory:1:1", "no UCX address"),
-        (pack_address(b""), "not plausible"),
-        (pack_address(b"\0" * (1 << 17)), "not plausible"),
-        (pack_address(b"\0" * 200)[:-1], "damaged"),
-        (pack_address(b"\0" * 200)[:-1] + b"\1", "damaged"),
+        (b"", "0 bytes are no address of peer 1"),
+        (b"memory:1:1", "no address of peer 1; do both sides use transport 'ucx'"),
+        (GOOD[:30], "no address"),
+        (GOOD[:-1], "damaged"),
+        (GOOD + b"\0", "damaged"),
+        (GOOD[:-1] + b"\1", "damaged"),
+        (GOOD[:3] + b"\2" + GOOD[4:], "has layout 2, here 1"),
+        (GOOD[:15] + b"\2" + GOOD[16:], "damaged"),  # the peer's number, without the checksum
+        (WORKER_ADDRESS, "no address"),
+        (seal("memory", WORKER_ADDRESS, 1, 3), "is of transport b'memory', expected 'ucx'"),
+        (seal("ucx", WORKER_ADDRESS, 2, 3), "expected the ucx address of peer 1, got that of peer 2"),
+        (seal("ucx", WORKER_ADDRESS, -1, 3), "got that of peer -1"),
+        (seal("ucx", WORKER_ADDRESS, 1, 2), "is of epoch 2, but this is epoch 3: out of date"),
+        (seal("ucx", WORKER_ADDRESS, 1, 4), "is of epoch 4"),
+        (seal("ucx", b"", 1, 3), "has 0 bytes, which is not plausible"),
+        (seal("ucx", bytes(1 << 17), 1, 3), "not plausible"),
     ],
 )
-async def test_damaged_addresses_never_reach_ucx(make_transport, damaged, why):
+async def test_wrong_addresses_never_reach_ucx(make_transport, monkeypatch, address, why):
+    """Case 24: forged, corrupt or stale."""
+    transport = await make_transport(0)
+    transport.epoch = 3
+    seen: list[object] = []
+    monkeypatch.setattr(transport, "_worker", SeesAddresses(transport._worker, seen))
+    began = time.monotonic()
     with pytest.raises(ProtocolError, match=why):
-        await (await make_transport(0)).connect(1, damaged)
+        await transport.connect(1, address)
+    assert time.monotonic() - began < 1 and not seen
+
+
+class SeesAddresses:
+    """A worker that takes down what it is asked to connect to."""
+
+    def __init__(self, worker, seen):
+        self._worker, self._seen = worker, seen
+
+    def __getattr__(self, name):
+        if name.startswith("create_endpoint"):
+            self._seen.append(name)
+        return getattr(self._worker, name)
+
+
+def test_mutated_addresses_are_refused():
+    rng = random.Random(0)
+    for _ in range(2000):
+        data = bytearray(GOOD)
+        match rng.randrange(4):
+            case 0:
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            case 1:
+                del data[rng.randrange(len(data)) :]
+            case 2:
+                data[(at := rng.randrange(len(data))) : at] = rng.randbytes(rng.randint(1, 300))
+            case _:
+                at = rng.randrange(len(data) - 8)
+                data[at : at + 8] = rng.randbytes(8)
+        with pytest.raises(ProtocolError):
+            unseal("ucx", bytes(data), 1, 3)
 
 
 def test_addresses_round_trip():
-    assert unpack_address(pack_address(b"\1" * 217)) == b"\1" * 217
+    for peer, epoch in ((-1, 0), (0, 65535), (65534, 1)):
+        assert unseal("ucx", memoryview(seal("ucx", WORKER_ADDRESS, peer, epoch)), peer, epoch) == WORKER_ADDRESS
 
 
 @pytest.mark.parametrize("peer_id", [-2, 65535])

@@ -194,6 +194,17 @@ class TransportConformance:
             with pytest.raises((ProtocolError, TransferError)):
                 await a.connect(5, nonsense)
 
+    async def test_addresses_of_other_peers_and_other_epochs_are_refused(self, make_transport):
+        a, b, c = await make_transport(0), await make_transport(1), await make_transport(2)
+        stale = b.address
+        for transport in (a, b, c):
+            transport.epoch = 7  # as after a restart
+        for wrong in (stale, c.address):
+            with pytest.raises(ProtocolError):
+                await a.connect(1, wrong)
+        await join(a, b)
+        await transfer(a, b, LARGE, 1, epoch=7)
+
     async def test_unconnected_peer_fails_on_the_future(self, pair):
         a, _ = pair
         for future in (a.send(data(4, 1), 9, tag(1)), a.recv(np.zeros(4), 9, tag(1))):

@@ -13,8 +13,8 @@ Peer: TypeAlias = int
 
 EPOCH_BITS, SENDER_BITS, CHANNEL_BITS, SEQUENCE_BITS = 16, 16, 8, 24
 
-PROGRAM_CHANNEL, HOST_CHANNEL = 1, 2
-"""Channels: transfers of a program; values between controller and actors."""
+PROGRAM_CHANNEL, HOST_CHANNEL, COPY_CHANNEL = 1, 2, 3
+"""Channels: transfers of a program; values between controller and actors; copies for restarts."""
 
 
 def make_tag(epoch: int, channel: int, sequence: int) -> int:
@@ -57,9 +57,15 @@ class Transport(Protocol):
     and takes its message, and only `abort` and `aclose` end it early. A misused call (a read-only or strided buffer, a
     malformed tag) raises ValueError at once; everything that happens later is raised on the future.
 
+    Attributes:
+        epoch: of the mesh, 0 at first. Whoever made the transport sets it before `address` is read and `connect` is
+            called: an address is good in its epoch only, so that one of a transport that is gone is never taken.
+
     Messages of one (peer, tag) pair arrive in the order they were sent and match receives in the order they were
     posted. A completed send means "the buffer may be reused", not "delivered".
     """
+
+    epoch: int
 
     @property
     def address(self) -> bytes:
@@ -71,7 +77,7 @@ class Transport(Protocol):
 
         Raises:
             ValueError: `peer` is this transport itself, or is connected already.
-            ProtocolError: `address` is not one of this kind of transport's.
+            ProtocolError: `address` is damaged, of another kind of transport, another peer's, or of another epoch.
             TransferError: the medium could not make the link, or the transport has closed.
         """
         ...

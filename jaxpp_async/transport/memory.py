@@ -118,7 +118,7 @@ class MemoryTransport:
     """
 
     def __init__(self, network: MemoryNetwork, peer_id: Peer):
-        self.peer_id = peer_id
+        self.peer_id, self.epoch = peer_id, 0
         self._network = network
         self._loop = asyncio.get_running_loop()
         self._links: dict[Peer, _Link] = {}
@@ -128,7 +128,7 @@ class MemoryTransport:
 
     @property
     def address(self) -> bytes:
-        return self._address
+        return b"%s:epoch %d" % (self._address, self.epoch)
 
     async def connect(self, peer: Peer, address: bytes) -> None:
         if self._closed:
@@ -137,11 +137,14 @@ class MemoryTransport:
             raise ValueError(f"peer {peer} cannot connect to itself")
         if peer in self._links:
             raise ValueError(f"peer {peer} is connected already; abort it before connecting anew")
-        if not address.startswith(b"memory:%d:" % peer):
+        place, _, epoch = address.partition(b":epoch ")
+        if not place.startswith(b"memory:%d:" % peer):
             raise ProtocolError(f"{len(address)} bytes are no memory address of peer {peer}")
-        remote = self._network.find(address)
+        if epoch != b"%d" % self.epoch:
+            raise ProtocolError(f"{address[:80]!r} is of another epoch than {self.epoch}: out of date")
+        remote = self._network.find(place)
         if remote is None:
-            raise TransferError(f"peer {self.peer_id} cannot reach peer {peer}: nobody is at {address.decode()}")
+            raise TransferError(f"peer {self.peer_id} cannot reach peer {peer}: nobody is at {place[:80]!r}")
         if remote._loop is not self._loop:
             raise TransferError(f"peers {self.peer_id} and {peer} run on two event loops; use transport 'ucx'")
         self._links[peer] = _Link(remote)

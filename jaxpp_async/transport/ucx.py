@@ -4,8 +4,8 @@ UCX is driven on the event loop's own descriptor: progress until nothing is left
 polling, no copy. Every endpoint has error handling on, so that a large send can be ended; `abort` force-closes the
 endpoint and progresses until UCX has let go of every buffer.
 
-It never frees or reuses a buffer that UCX may still touch, never trusts the size of what arrives, and never takes an
-address that was damaged on the way (one garbage byte in a worker address ends the process inside UCX).
+It never frees or reuses a buffer that UCX may still touch, never trusts the size of what arrives, and never gives UCX
+an address that was damaged, mixed up or is out of date (one garbage byte in a worker address ends the process there).
 
 After a peer was killed, `abort` and close this transport and make a new one, with a new address: a process that dies
 while it writes into our shared-memory queue leaves a slot that UCX waits on for ever, so that this worker would never
@@ -17,10 +17,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import zlib
 from typing import Any
 
 from jaxpp_async.errors import InstallError, ProtocolError, TransferError
+from jaxpp_async.transport.addresses import seal, unseal
 from jaxpp_async.transport.base import EPOCH_SHIFT, MISPLACED_TAG_BITS, SENDER_BITS, SENDER_SHIFT, Peer, check_tag
 from jaxpp_async.transport.buffers import locate
 from jaxpp_async.transport.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED, Posted, TagPort
@@ -28,9 +28,8 @@ from jaxpp_async.transport.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCAT
 RELEASE_TIMEOUT_S = 5.0
 """How long `abort` waits for UCX to let go of the buffers; force-closing has taken under 1 ms."""
 
-_ADDRESS_MAGIC = b"UCX1"
-_ADDRESS_HEADER_BYTES = len(_ADDRESS_MAGIC) + 4
-_ADDRESS_MIN_BYTES, _ADDRESS_MAX_BYTES = 16, 1 << 16
+MEDIUM = "ucx"
+"""In its addresses."""
 
 _STEPS_PER_ROUND, _ROUNDS_PER_CALLBACK = 256, 4
 """Bounds on one callback's progress, so that a flood of messages does not starve the loop's other work."""
@@ -127,13 +126,13 @@ class UCXTransport:
 
     def __init__(self, peer_id: Peer):
         self._sender_bits = _sender_bits(peer_id)
-        self.peer_id = peer_id
+        self.peer_id, self.epoch = peer_id, 0
         self._loop = asyncio.get_running_loop()
         self._ucxx, context = _process_context.acquire()
         self._worker: Any = self._ucxx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
         self._worker.init_blocking_progress_mode()
         self._port = TagPort(self._worker.handle)
-        self._address = pack_address(self._worker.address.tobytes())
+        self._raw_address: bytes = self._worker.address.tobytes()
         self._links: dict[Peer, _Link] = {}
         self._open: dict[int, _Transfer] = {}
         self._identities = itertools.count(1)
@@ -150,7 +149,7 @@ class UCXTransport:
 
     @property
     def address(self) -> bytes:
-        return self._address
+        return seal(MEDIUM, self._raw_address, self.peer_id, self.epoch)
 
     async def connect(self, peer: Peer, address: bytes) -> None:
         if self._closing:
@@ -159,7 +158,7 @@ class UCXTransport:
             raise ValueError(f"peer {peer} cannot connect to itself")
         if peer in self._links:
             raise ValueError(f"peer {peer} is connected already; abort it before connecting anew")
-        target = unpack_address(address)
+        target = unseal(MEDIUM, address, peer, self.epoch)
         if peer in self._past_epochs:
             self._discard_unexpected(_sender_bits(peer), self._past_epochs.pop(peer))
         try:
@@ -413,27 +412,3 @@ def _sender_bits(peer: Peer) -> int:
     if not -1 <= peer < (1 << SENDER_BITS) - 1:
         raise ValueError(f"peer id {peer} is not between -1 and {(1 << SENDER_BITS) - 2}")
     return (peer + 1) << SENDER_SHIFT
-
-
-def pack_address(worker_address: bytes) -> bytes:
-    """A UCX worker address with what `unpack_address` checks."""
-    return _ADDRESS_MAGIC + zlib.crc32(worker_address).to_bytes(4, "little") + worker_address
-
-
-def unpack_address(address: bytes) -> bytes:
-    """The UCX worker address in `address`.
-
-    The check finds damage, not malice: addresses have to come from authenticated frames.
-
-    Raises:
-        ProtocolError: not an address that `pack_address` made.
-    """
-    data = bytes(address)
-    header, worker_address = data[:_ADDRESS_HEADER_BYTES], data[_ADDRESS_HEADER_BYTES:]
-    if not header.startswith(_ADDRESS_MAGIC):
-        raise ProtocolError(f"{len(data)} bytes are no UCX address; do both sides use transport 'ucx'?")
-    if not _ADDRESS_MIN_BYTES <= len(worker_address) <= _ADDRESS_MAX_BYTES:
-        raise ProtocolError(f"a UCX address of {len(worker_address)} bytes is not plausible")
-    if zlib.crc32(worker_address).to_bytes(4, "little") != header[len(_ADDRESS_MAGIC) :]:
-        raise ProtocolError(f"a UCX address of {len(worker_address)} bytes is damaged (checksum)")
-    return worker_address
