@@ -20,13 +20,15 @@ class RecordsActor(FakeActor):
     def __init__(self, actor_id: int, *, send: Callable[[Any], None], **seams: Any):
         super().__init__(actor_id, send=send, **seams)
         self.current_step: int | None = None
+        self._has_stormed = False
 
     async def _on_step(self, message: m.Step) -> None:
         self.current_step = message.step
         what = self._programs[message.program_id]
         if what == "log":
             _log()
-        elif what == "storm" and message.step == 0:
+        elif what == "storm" and not self._has_stormed:
+            self._has_stormed = True
             threading.Thread(target=_storm, daemon=True).start()
         await super()._on_step(message)
 
