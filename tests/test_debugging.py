@@ -17,7 +17,7 @@ import jaxpp_async as jpp
 from jaxpp_async.actors.failure import ActorInfo, died_error, launch_error, remote_error
 from jaxpp_async.actors.messages import Failed
 from jaxpp_async.actors.warden import Death
-from jaxpp_async.errors import ArrayError, MeshClosedError, RemoteError
+from jaxpp_async.errors import ArrayError, MeshClosedError, ProtocolError, RemoteError, TransferError
 from jaxpp_async.testing import assert_close
 
 W = np.eye(4, dtype=np.float32)
@@ -233,6 +233,25 @@ FIRST_LINES = [
         r"actor 1 \(host node, pid 77\), step 3, fwd\(stage 1, mb 2\): ValueError: no",
     ),
 ]
+
+
+def test_what_fails_a_step_without_being_anyones_code_keeps_its_class():
+    for cls in (ProtocolError, TransferError):
+        name = f"jaxpp_async.errors.{cls.__name__}"
+        assert type(remote_error(ACTOR, Failed(0, name, "no", "Traceback ...", 3, RUN))) is cls
+        assert type(remote_error(ACTOR, Failed(0, name, "no", "Traceback ..."))) is RemoteError  # a request's
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "said"),
+    [
+        ("jax.errors.JaxRuntimeError", "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.", True),
+        ("MemoryError", "", True),
+        ("ValueError", "no", False),
+    ],
+)
+def test_an_actor_without_memory_is_told_in_plain_words(kind, message, said):
+    assert ("the actor ran out of memory; `" in str(remote_error(ACTOR, Failed(0, kind, message, "")))) == said
 
 
 @pytest.mark.parametrize(("error", "first"), FIRST_LINES)

@@ -328,16 +328,18 @@ def test_cores_are_shared_out(cores, num_actors, shares):
 
 
 @pytest.mark.parametrize(
-    ("returncode", "text"),
+    ("returncode", "tail", "text"),
     [
-        (-9, "was killed by SIGKILL (possibly out of memory)"),
-        (-11, "was killed by SIGSEGV"),
-        (3, "exited with code 3"),
-        (81, "exited with code 81 (its stdin reached end of file: the controller was gone)"),
+        (-9, (), "was killed by SIGKILL (possibly out of memory)"),
+        (-6, ("terminate called after throwing", "std::bad_alloc"), "was killed by SIGABRT (possibly out of memory)"),
+        (-11, ("Fatal Python error",), "was killed by SIGSEGV"),
+        (3, (), "exited with code 3"),
+        (3, ("MemoryError",), "exited with code 3 (possibly out of memory)"),
+        (81, (), "exited with code 81 (its stdin reached end of file: the controller was gone)"),
     ],
 )
-def test_ends_are_described(returncode, text):
-    assert describe_end(returncode) == text
+def test_ends_are_described(returncode, tail, text):
+    assert describe_end(returncode, tail) == text
 
 
 @pytest.mark.parametrize(("kind", "said"), [("memory", "does not leave a process"), ("pigeon", "unknown transport")])

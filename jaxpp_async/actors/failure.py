@@ -11,10 +11,25 @@ from typing import Any
 from jaxpp_async.actors.lifeline import EXIT_REASONS
 from jaxpp_async.actors.messages import Failed
 from jaxpp_async.actors.warden import Death
-from jaxpp_async.errors import ActorDiedError, ActorError, LaunchError, RemoteError
+from jaxpp_async.errors import (
+    ActorDiedError,
+    ActorError,
+    LaunchError,
+    ProtocolError,
+    RemoteError,
+    TransferError,
+)
 
 _CONSEQUENCES = ("TransferError", "StepAbortedError", "CancelledError")
 """Remote exceptions that usually follow from another actor's death, which may be noticed a moment later."""
+
+_OF_A_STEP: dict[str, type[ActorError]] = {f"{c.__module__}.{c.__name__}": c for c in (ProtocolError, TransferError)}
+"""What fails a step on an actor and is nobody's code: the user gets an error of the same class."""
+
+_OUT_OF_MEMORY = re.compile(
+    r"RESOURCE_EXHAUSTED|\bMemoryError\b|std::bad_alloc|[Cc]annot allocate memory|[Oo]ut of memory"
+)
+_NEED = "the actor ran out of memory; `(await step.compile(...)).report()` says what each actor needs at its peak"
 
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)(: |$)")
 _RUN = re.compile(r'#\d+ run +"([^"]*)"')
@@ -44,8 +59,8 @@ def is_consequence(failed: Failed) -> bool:
     return failed.exception_type.rpartition(".")[2] in _CONSEQUENCES
 
 
-def remote_error(actor: ActorInfo, failed: Failed) -> RemoteError:
-    """The error for a request that failed on an actor."""
+def remote_error(actor: ActorInfo, failed: Failed) -> ActorError:
+    """The error for a request that failed on an actor: `RemoteError`, or what `_OF_A_STEP` says."""
     where = str(actor)
     if failed.step is not None:
         where += f", step {failed.step}"
@@ -55,16 +70,15 @@ def remote_error(actor: ActorInfo, failed: Failed) -> RemoteError:
     text = f"{where}: {failed.exception_type}: {failed.message}"
     if failed.instruction is not None and _short(failed.instruction) != failed.instruction:
         text += f"\n  at {failed.instruction}"
+    if _OUT_OF_MEMORY.search(f"{failed.exception_type}: {failed.message}"):
+        text += f"\n  {_NEED}"
     if failed.traceback:
         text += f"\n\nTraceback on the actor:\n{failed.traceback.rstrip()}"
-    return RemoteError(
-        text,
-        exception_type=failed.exception_type,
-        remote_traceback=failed.traceback,
-        step=failed.step,
-        instruction=failed.instruction,
-        **_place(actor),
-    )
+    when: dict[str, Any] = {"step": failed.step, "instruction": failed.instruction, **_place(actor)}
+    own = _OF_A_STEP.get(failed.exception_type)
+    if own is not None and failed.step is not None:
+        return own(text, **when)
+    return RemoteError(text, exception_type=failed.exception_type, remote_traceback=failed.traceback, **when)
 
 
 def died_error(actor: ActorInfo, death: Death, step: int | None, instruction: str | None = None) -> ActorDiedError:
@@ -76,7 +90,7 @@ def died_error(actor: ActorInfo, death: Death, step: int | None, instruction: st
     """
     during = f" during step {step}" if step is not None else ""
     at = f", at {instruction}" if instruction is not None else ""
-    end = describe_end(death.returncode)
+    end = describe_end(death.returncode, death.output_tail)
     text = f"{actor} {end}{during}{at}{_last_error(death.output_tail)}{describe_tail(death.output_tail)}"
     return ActorDiedError(text, step=step, instruction=instruction, **_place(actor))
 
@@ -93,17 +107,23 @@ def launch_error(actor_id: int, what: str, tail: Sequence[str] = ()) -> LaunchEr
     return LaunchError(f"actor {actor_id} {what}{_last_error(tail)}{describe_tail(tail)}", actor=actor_id)
 
 
-def describe_end(returncode: int) -> str:
-    """Such as `"was killed by SIGKILL"` or `"exited with code 3"`."""
+def describe_end(returncode: int, tail: Sequence[str] = ()) -> str:
+    """Such as `"was killed by SIGKILL"` or `"exited with code 3"`.
+
+    Args:
+        tail: the end of its output, which may tell why.
+    """
+    hint = " (possibly out of memory)" if any(map(_OUT_OF_MEMORY.search, tail)) else ""
     if returncode < 0:
         try:
             name = signal.Signals(-returncode).name
         except ValueError:
             name = f"signal {-returncode}"
-        hint = " (possibly out of memory)" if name == "SIGKILL" else ""
+        if name == "SIGKILL":  # what the kernel does to a process when memory is short
+            hint = " (possibly out of memory)"
         return f"was killed by {name}{hint}"
     reason = EXIT_REASONS.get(returncode)
-    return f"exited with code {returncode}" + (f" ({reason})" if reason else "")
+    return f"exited with code {returncode}" + (f" ({reason})" if reason else hint)
 
 
 def describe_tail(tail: Sequence[str]) -> str:
