@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpp_async.actors.lifeline import ExitCode, die_with_parent, leave, watch_stdin
 from jaxpp_async.errors import HandshakeError
@@ -86,21 +87,26 @@ async def _serve_and_leave(config: _Config) -> ExitCode:
 
 async def _serve(config: _Config) -> ExitCode:
     from jaxpp_async.actors.connection import connect_tcp
+    from jaxpp_async.actors.heartbeat import Beating, start_beating
     from jaxpp_async.actors.inline import load_actor_class
     from jaxpp_async.actors.launch import make_process_transport
-    from jaxpp_async.actors.progress import ProgressPage, no_progress
+    from jaxpp_async.actors.progress import ProgressPage
     from jaxpp_async.actors.protocol import Identity
-    from jaxpp_async.actors.serve import serve
+    from jaxpp_async.actors.serve import ActorLike, serve
 
-    note_progress = no_progress if config.progress_page is None else ProgressPage(config.progress_page).note
+    identity, page = Identity(config.actor_id, config.incarnation), ProgressPage(config.progress_page)
+
+    def make_actor(actor_id: int, **seams: Any) -> ActorLike:
+        # After the handshake: nobody hears the heart of an actor that has not come, and importing JAX takes longer
+        # than a handshake may.
+        start_beating(Beating(identity, config.secret, config.controller), page.read, leave)
+        return load_actor_class(config.actor)(actor_id, note_progress=page.note, **seams)
+
     return await serve(
-        Identity(config.actor_id, config.incarnation),
+        identity,
         config.secret,
         connect=lambda connection: connect_tcp(connection, *config.controller),
-        # Imported after the handshake: importing JAX takes longer than a handshake may.
-        make_actor=lambda actor_id, **seams: load_actor_class(config.actor)(
-            actor_id, note_progress=note_progress, **seams
-        ),
+        make_actor=make_actor,
         make_transport=lambda kind: make_process_transport(kind, config.actor_id),
         max_frame_bytes=config.max_frame_bytes,
     )

@@ -110,6 +110,25 @@ class Executor:
         return self._running is None and self._candidate is not None
 
     @property
+    def draining(self) -> bool:
+        """Every instruction is done, and transfers are still under way."""
+        return self._at >= len(self.plan.commands) and self._open > 0
+
+    @property
+    def awaited(self) -> frozenset[BufferKey]:
+        """What the run to come waits for: buffers that are not here, or that it consumes while a send reads them."""
+        return frozenset(self._awaited) if self.starved else frozenset()
+
+    @property
+    def unsent(self) -> list[StartSend]:
+        """Sends that were reached before their data came."""
+        return [command for commands in self._unsent.values() for command in commands]
+
+    def is_here(self, buffer: BufferKey) -> bool:
+        """Whether its data has come or has been made."""
+        return self._here[buffer]
+
+    @property
     def at(self) -> int:
         """Index of the instruction under way."""
         return self._at

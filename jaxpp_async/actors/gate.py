@@ -1,4 +1,5 @@
-"""gate: where actors come in. Sockets in, authenticated connections of expected actors out.
+"""gate: where actors come in. Sockets in; authenticated connections of expected actors out, and the beats of those that
+it has let in.
 
 A peer that cannot prove itself is refused and logged, and the mesh goes on. After the handshake
 it never talks to an actor.
@@ -9,11 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from typing import TypeAlias
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
 
 from jaxpp_async.actors.connection import Connection, attach_socket
+from jaxpp_async.actors.messages import Beat
 from jaxpp_async.actors.protocol import Identity, Wire
-from jaxpp_async.errors import HandshakeError
+from jaxpp_async.errors import HandshakeError, ProtocolError
 
 _LOG = logging.getLogger("jaxpp_async.control")
 
@@ -28,11 +33,17 @@ class Gate:
 
     Args:
         secret: the mesh's 32 bytes. version: the package's. max_frame_bytes: for every wire.
+
+    Attributes:
+        on_beat: called with every sign of life of an actor whose control connection is open. May be set at any time.
     """
 
     def __init__(self, secret: bytes, *, version: str, max_frame_bytes: int):
         self._secret, self._version, self._max_frame_bytes = secret, version, max_frame_bytes
+        self.on_beat: Callable[[Identity, Beat], None] | None = None
         self._expected: dict[Identity, Arrival] = {}
+        self._let_in: dict[int, Connection] = {}  # each actor's control connection, the newest
+        self._beating: dict[int, Connection] = {}
         self._unproven: set[Connection] = set()
         self._attaching: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -68,7 +79,8 @@ class Gate:
             self._server.close()
         for task in tuple(self._attaching):
             task.cancel()
-        left = tuple(self._unproven)
+        left = (*self._unproven, *self._beating.values())
+        self._let_in.clear()
         for connection in left:
             connection.abort()
         for arrival in tuple(self._expected.values()):
@@ -78,6 +90,7 @@ class Gate:
     def _make_connection(self) -> Connection:
         wire = Wire("controller", self._secret, version=self._version, max_frame_bytes=self._max_frame_bytes)
         connection = Connection(wire)
+        connection.on_message = partial(self._on_message, connection)
         connection.opened.add_done_callback(lambda opened: self._on_opened(connection, opened))
         if len(self._unproven) >= MAX_UNPROVEN:
             _LOG.warning("refused a control connection: %d are already in their handshake", len(self._unproven))
@@ -87,11 +100,18 @@ class Gate:
         return connection
 
     def _on_opened(self, connection: Connection, opened: asyncio.Future[None]) -> None:
+        if connection not in self._unproven:
+            return
         self._unproven.discard(connection)
         identity = connection.wire.identity
+        if identity is not None and identity.channel == "beats" and opened.exception() is None:
+            self._on_heart(connection, identity)
+            return
         arrival = self._expected.get(identity) if identity is not None else None
         error = opened.exception()
         if error is None and arrival is not None and not arrival.done():
+            assert identity is not None
+            self._let_in[identity.actor_id] = connection
             arrival.set_result(connection)
             return
         if error is None:
@@ -101,3 +121,37 @@ class Gate:
         # Only a proven peer may end a launch: anyone can open a socket.
         if isinstance(error, HandshakeError) and arrival is not None and not arrival.done():
             arrival.set_exception(error)
+
+    # ------------------------------------------------------------ beats
+
+    def _on_heart(self, connection: Connection, identity: Identity) -> None:
+        """A connection for signs of life alone: of an actor that is here, or refused."""
+        if not self._is_here(identity):
+            connection.abort()
+            _LOG.warning("refused a heartbeat connection: %s is not here (any more)", identity)
+            return
+        before = self._beating.get(identity.actor_id)
+        if before is not None:
+            before.abort()
+        self._beating[identity.actor_id] = connection
+        connection.on_closed = lambda error: self._on_heart_closed(identity.actor_id, connection)
+
+    def _on_heart_closed(self, actor_id: int, connection: Connection) -> None:
+        if self._beating.get(actor_id) is connection:
+            del self._beating[actor_id]
+
+    def _on_message(self, connection: Connection, message: Any) -> None:
+        """What comes before somebody else listens, and all beats."""
+        identity = connection.wire.identity
+        assert identity is not None  # nothing is decoded before
+        if identity.channel != "beats":
+            connection.fail(ProtocolError(f"unexpected {type(message).__name__}"))
+            return
+        self._on_opened(connection, connection.opened)  # the first beat may come in one piece with the proof
+        if self.on_beat is not None and self._beating.get(identity.actor_id) is connection and self._is_here(identity):
+            self.on_beat(identity, message)
+
+    def _is_here(self, identity: Identity) -> bool:
+        """Whether the control connection of this life of the actor is open."""
+        control = self._let_in.get(identity.actor_id)
+        return control is not None and control.is_open and control.wire.identity == replace(identity, channel="control")

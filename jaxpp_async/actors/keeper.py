@@ -91,7 +91,7 @@ class Keeper:
         actor = self._actors.pop(key)
         at = actor.page.read()
         actor.page.close()
-        position = (at.step, at.program_id, at.instruction, at.waiting) if at is not None else None
+        position = (at.step, at.program_id, at.instruction, at.waiting, at.computing) if at is not None else None
         self.say(kp.Dead(key, returncode, position))
 
     def _write_records(self) -> None:

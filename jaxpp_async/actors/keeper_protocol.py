@@ -83,7 +83,7 @@ class Dead:
 
     key: str
     returncode: int
-    position: tuple[int, int, int, bool] | None
+    position: tuple[int, int, int, bool, bool] | None
 
     def progress(self) -> Position | None:
         """Where it was in its program."""

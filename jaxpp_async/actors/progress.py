@@ -1,7 +1,7 @@
 """progress: where an actor is in its program, in a page of memory that its launcher shares with it.
 
-The actor writes at every instruction (under a microsecond, no message); the controller reads when the actor has died,
-when nobody is left to ask. No file, no name: nothing stays behind.
+The actor writes at every instruction (under a microsecond, no message). Its own heartbeat thread reads, and so does
+whoever started it when it has died and nobody is left to ask. No file, no name: nothing stays behind.
 """
 
 from __future__ import annotations
@@ -9,24 +9,35 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol
 
-_LAYOUT = struct.Struct("<?qqq?")
+_LAYOUT = struct.Struct("<?qqq??")
 
-NoteProgress: TypeAlias = "Callable[[int, int, int, bool], None]"
-"""Called with step, program id, instruction index, and whether it waits for data."""
+
+class NoteProgress(Protocol):
+    """Told where an actor is; see `Position`."""
+
+    def __call__(
+        self, step: int, program_id: int, instruction: int, waiting: bool, computing: bool = False, /
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """An instruction of a loaded program, in a step. `waiting`: its data had not come yet."""
+    """An instruction of a loaded program, in a step.
+
+    Args:
+        instruction: its index; the number of instructions stands for the end, where transfers may still be open.
+        waiting: its data had not come yet.
+        computing: the devices are at it. Neither: it is done, and the next thing has not begun.
+    """
 
     step: int
     program_id: int
     instruction: int
     waiting: bool
+    computing: bool = False
 
 
 def make_page() -> int:
@@ -37,15 +48,16 @@ def make_page() -> int:
 
 
 class ProgressPage:
-    """One end of the page. Takes over `descriptor`."""
+    """One end of the page. Takes over `descriptor`; None: a page that nobody else sees."""
 
-    def __init__(self, descriptor: int):
-        self._page = mmap.mmap(descriptor, mmap.PAGESIZE)
-        os.close(descriptor)
+    def __init__(self, descriptor: int | None):
+        self._page = mmap.mmap(-1 if descriptor is None else descriptor, mmap.PAGESIZE)
+        if descriptor is not None:
+            os.close(descriptor)
 
-    def note(self, step: int, program_id: int, instruction: int, waiting: bool) -> None:
+    def note(self, step: int, program_id: int, instruction: int, waiting: bool, computing: bool = False, /) -> None:
         """Write down where the actor is."""
-        _LAYOUT.pack_into(self._page, 0, True, step, program_id, instruction, waiting)
+        _LAYOUT.pack_into(self._page, 0, True, step, program_id, instruction, waiting, computing)
 
     def read(self) -> Position | None:
         """Where it was last; None before its first instruction, and once closed."""
@@ -59,5 +71,5 @@ class ProgressPage:
         self._page.close()
 
 
-def no_progress(step: int, program_id: int, instruction: int, waiting: bool) -> None:
+def no_progress(step: int, program_id: int, instruction: int, waiting: bool, computing: bool = False, /) -> None:
     """For actors that nobody reads: inline ones cannot die alone."""

@@ -116,6 +116,18 @@ class StepRun:
         self._runs: list[tuple[str, float, float]] = []
         self._started_s = self._waited_s = self._computed_s = 0.0
         self._starved_since: float | None = None
+        self._drains = False
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """What it executes."""
+        return self._program.plan
+
+    @property
+    def transfers(self) -> tuple[frozenset[int], int]:
+        """The instructions whose transfers are under way, and how many transfers have ended."""
+        open_ones = frozenset(instruction for instruction, left in self._pieces_left.items() if left)
+        return open_ones, len(self._pieces_left) - len(open_ones)
 
     def start(self) -> None:
         """Take the step up."""
@@ -258,7 +270,7 @@ class StepRun:
         """Runs on the compute thread."""
         if self.ended:
             return _nothing
-        self._note(command.instruction, waiting=False)
+        self._note(command.instruction, computing=True)
         arrays = self._arrays
         lock: AbstractContextManager = self._machine.device_lock or nullcontext()
         try:
@@ -274,6 +286,9 @@ class StepRun:
                 arrays[key] = array
         except Exception as error:  # whatever an executable raises is reported, with its instruction
             return partial(self.fail, error, command.instruction)
+        finally:
+            if not self.ended:  # the next step may be at work already
+                self._note(command.instruction)
         return partial(self._ran, command, start_s, time.monotonic(), [array.nbytes for array in outputs])
 
     def _call(self, command: Execute, arguments: list[Any]) -> Sequence[jax.Array]:
@@ -291,10 +306,13 @@ class StepRun:
         self._computed_s += end_s - start_s
         self._obey(self.executor.ran(command.instruction, nbytes))
 
-    def _note(self, instruction: int, *, waiting: bool) -> None:
-        self._machine.note_progress(self.message.step, self.message.program_id, instruction, waiting)
+    def _note(self, instruction: int, *, waiting: bool = False, computing: bool = False) -> None:
+        self._machine.note_progress(self.message.step, self.message.program_id, instruction, waiting, computing)
 
     def _watch_starvation(self) -> None:
+        if not self._drains and not self.ended and self.executor.draining:
+            self._drains = True
+            self._note(self.executor.at, waiting=True)
         starved = not self.ended and self.executor.starved
         if starved == (self._starved_since is not None):
             return
