@@ -3,7 +3,8 @@
 The format is safetensors (https://github.com/huggingface/safetensors), which any of its readers opens. Written here
 rather than by that library because its `serialize_file` can neither be stopped half-way nor tell how much of an array's
 bytes it has seen, and its reader holds the GIL for as long as an array is long: an actor must answer meanwhile. Files
-are read and written in pieces, and hashed on the way.
+are read and written in pieces, and hashed on the way. A file that is read may come from anywhere: nothing that it says
+is believed before it was compared with what is wanted and with how long the file is.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -107,13 +109,26 @@ def read(path: str, wanted: Sequence[Wanted]) -> list[np.ndarray]:
         CheckpointError: names the file and what is wrong with it.
     """
     try:
-        with open(path, "rb", buffering=0) as file:
+        with _open_to_read(path) as file:
             entries, start = _read_header(file, path)
             return [_read_array(file, path, entries, start, one) for one in wanted]
     except FileNotFoundError:
         raise CheckpointError(f"{path}: the file is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
+
+
+def read_whole(path: str, at_most: int) -> bytes:
+    """A small file's content.
+
+    Raises:
+        CheckpointError: it has more bytes than `at_most`, or is no file of bytes. OSError: it cannot be read.
+    """
+    with _open_to_read(path) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        if size_bytes > at_most:
+            raise CheckpointError(f"{path}: has {size_bytes} bytes, which is more than {at_most >> 20} MiB")
+        return _exactly(file, path, size_bytes)
 
 
 def sync_folder(folder: str) -> None:
@@ -174,6 +189,21 @@ def _write_all(
 # ---------------------------------------------------------------- reading
 
 
+def _open_to_read(path: str) -> BinaryIO:
+    """Open a file, unbuffered.
+
+    Raises:
+        CheckpointError: it is a pipe, a device or the like, on which reading might never end.
+        OSError: it cannot be opened.
+    """
+    # Not blocking: else opening a pipe would wait until somebody writes to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path}: is no regular file")
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
 def _read_header(file: BinaryIO, path: str) -> tuple[dict[str, Any], int]:
     """The header's entries, and where the data begins."""
     length = int.from_bytes(_exactly(file, path, 8), "little")
@@ -183,7 +213,7 @@ def _read_header(file: BinaryIO, path: str) -> tuple[dict[str, Any], int]:
         )
     try:
         header = json.loads(_exactly(file, path, length))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: its header cannot be read: {error}") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: its header is no mapping")
@@ -192,8 +222,13 @@ def _read_header(file: BinaryIO, path: str) -> tuple[dict[str, Any], int]:
 
 def _read_array(file: BinaryIO, path: str, entries: Mapping[str, Any], start: int, wanted: Wanted) -> np.ndarray:
     dtype = numpy_dtype(wanted.dtype)
-    memory = np.empty(math.prod(wanted.shape) * dtype.itemsize, np.uint8)
-    file.seek(start + _offset(path, entries, wanted, memory.nbytes))
+    size_bytes = math.prod(wanted.shape) * dtype.itemsize
+    begin = start + _offset(path, entries, wanted, size_bytes)
+    missing = begin + size_bytes - os.fstat(file.fileno()).st_size
+    if missing > 0:  # said before memory is taken for them
+        raise CheckpointError(f"{path}: the file was cut off: {missing} bytes of {wanted.name!r} are missing")
+    file.seek(begin)
+    memory = np.empty(size_bytes, np.uint8)
     digest, view = hashlib.sha256(), memory.data
     while len(view):
         count = file.readinto(view[:_PIECE_BYTES])  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,5 @@
-"""manifest: what a checkpoint holds, to JSON text and back. Pure: reads and writes no file.
+"""manifest: what a checkpoint holds, to JSON text and back. Pure: reads and writes no file. Trusts no field that it
+reads: a checkpoint may come from anywhere.
 
 A path names a leaf as `jax.tree_util.keystr(path, simple=True, separator="/")` does, `params/blocks/0/w`; a `/` or `~`
 inside a key is written `~1` or `~0`, as in JSON pointers (RFC 6901), and the only leaf of a tree is `.`.
@@ -9,9 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
 
 from jaxpp_async.errors import CheckpointError
 
@@ -24,6 +29,9 @@ PlainValue: TypeAlias = bool | int | float | complex | str
 """Leaves that stand in the manifest itself."""
 
 PLAIN_TYPES: tuple[type, ...] = (bool, int, float, complex, str)
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+"""In the checkpoint's own folder: no way out of it, whatever a manifest says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +102,7 @@ def parse(text: str) -> Manifest:
     """
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"is no JSON, or was cut off: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"is not the manifest of a checkpoint: it does not say format: {FORMAT!r}")
@@ -103,12 +111,42 @@ def parse(text: str) -> Manifest:
     if content.pop("sha256", None) != _checksum(content):
         raise CheckpointError("is corrupt: its checksum is not the one that it states")
     try:
-        files = {name: File(**fields) for name, fields in content["files"].items()}
-        arrays = {p: Array(**{**fields, "shape": tuple(fields["shape"])}) for p, fields in content["arrays"].items()}
+        files = {name: _file(name, fields) for name, fields in content["files"].items()}
+        arrays = {path: _array(fields, files) for path, fields in content["arrays"].items()}
         values = {path: _value(fields) for path, fields in content["values"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:  # whole, but not of our making
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:  # whole, but not of our making
         raise CheckpointError(f"has a field that cannot be read: {error!r}") from None
     return Manifest(files, arrays, values)
+
+
+def _file(name: str, fields: Mapping[str, Any]) -> File:
+    file = File(**fields)
+    if not _FILE_NAME.fullmatch(name):
+        raise ValueError(f"{name[:80]!r} is no name of a file in this folder")
+    if type(file.size_bytes) is not int or file.size_bytes < 0 or type(file.written_by) is not str:
+        raise ValueError(f"{fields!r:.200} describes no file")
+    return file
+
+
+def _array(fields: Mapping[str, Any], files: Mapping[str, File]) -> Array:
+    shape = fields["shape"]
+    if type(shape) is not list or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"{shape!r:.80} is no shape")
+    array = Array(**{**fields, "shape": tuple(shape)})
+    if array.file not in files:
+        raise ValueError(f"{array.file!r:.80} is none of its files")
+    if type(array.sha256) is not str or type(array.key_impl) not in (str, type(None)) or not _is_dtype(array.dtype):
+        raise ValueError(f"{fields!r:.200} describes no array")
+    return array
+
+
+def _is_dtype(name: Any) -> bool:
+    """Whether it is the name of a type of numbers: bytes read as anything else may be pointers."""
+    try:
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
+    except TypeError:
+        return False
+    return dtype.name == name and dtype.isbuiltin != 0 and dtype.kind not in "OSUMm"
 
 
 def _array_fields(array: Array) -> dict[str, Any]:

@@ -22,6 +22,9 @@ from jaxpp_async.errors import ActorError, CheckpointError
 from jaxpp_async.program import ActorId
 from jaxpp_async.values import RemoteValues
 
+_MAX_MANIFEST_BYTES = 256 << 20
+"""Enough for a million arrays."""
+
 
 def load_manifest(folder: str) -> m.Manifest:
     """A checkpoint's manifest, and a look at whether its files are there.
@@ -31,8 +34,7 @@ def load_manifest(folder: str) -> m.Manifest:
     """
     path = os.path.join(folder, checkpoint_folder.MANIFEST)
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
+        text = tensor_files.read_whole(path, _MAX_MANIFEST_BYTES).decode()
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: there is no checkpoint: {checkpoint_folder.MANIFEST} is missing") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -1,0 +1,279 @@
+"""Checkpoints from anywhere: what a manifest or a file says is refused by name, costs no memory and leads nowhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import random
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxpp_async.actors import tensor_files
+from jaxpp_async.actors.tensor_files import Wanted
+from jaxpp_async.checkpoint import manifest as m
+from jaxpp_async.checkpoint.restoring import check_files, load_manifest
+from jaxpp_async.errors import CheckpointError
+
+MIB = 1 << 20
+
+
+def content() -> dict[str, Any]:
+    """A manifest's fields, as JSON has them."""
+    arrays = {"w": m.Array("a.safetensors", "float32", (4,), "00"), "k": m.Array("a.safetensors", "uint32", (2,), "01")}
+    text = m.to_text(m.Manifest({"a.safetensors": m.File(96, "actor 0")}, arrays, {"step": 3, "x": 0.5}))
+    return json.loads(text)
+
+
+def signed(fields: dict[str, Any]) -> str:
+    """Whoever writes a manifest writes its checksum too: it is there against damage."""
+    fields.pop("sha256", None)
+    return json.dumps({**fields, "sha256": m._checksum(fields)})
+
+
+def test_the_checksum_is_no_obstacle_to_a_forger():
+    assert m.parse(signed(content())).values == {"step": 3, "x": 0.5}
+
+
+NAMES = [
+    "/etc/passwd",
+    "../secret.safetensors",
+    "..",
+    ".",
+    "",
+    "a/b.safetensors",
+    "a\\b",
+    "-rf",
+    ".hidden",
+    "a\0b",
+    "a\nb",
+    "\ud800",
+    "\N{SNOWMAN}",
+    "a" * 300,
+    "C:x",
+]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_no_file_name_leads_out_of_the_folder(name):
+    fields = content()
+    fields["files"] = {name: fields["files"]["a.safetensors"]}
+    for array in fields["arrays"].values():
+        array["file"] = name
+    with pytest.raises(CheckpointError, match="is no name of a file in this folder"):
+        m.parse(signed(fields))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("file", "b.safetensors"),
+        ("file", 5),
+        ("file", ["a.safetensors"]),
+        ("shape", [-1]),
+        ("shape", [1.5]),
+        ("shape", [True]),
+        ("shape", ["4"]),
+        ("shape", "44"),
+        ("shape", None),
+        ("shape", {"4": 1}),
+        ("dtype", "object"),
+        ("dtype", "O"),
+        ("dtype", "float32,O"),
+        ("dtype", "f4"),
+        ("dtype", "str"),
+        ("dtype", "S8"),
+        ("dtype", "V8"),
+        ("dtype", "void64"),
+        ("dtype", "datetime64[s]"),
+        ("dtype", "finfo"),
+        ("dtype", "__name__"),
+        ("dtype", "__builtins__"),
+        ("dtype", ">f4"),
+        ("dtype", 5),
+        ("dtype", None),
+        ("dtype", ["float32"]),
+        ("sha256", 5),
+        ("key_impl", 5),
+        ("more", 1),
+    ],
+)
+def test_fields_of_arrays_are_checked(field, value):
+    fields = content()
+    fields["arrays"]["w"][field] = value
+    with pytest.raises(CheckpointError, match="has a field that cannot be read"):
+        m.parse(signed(fields))
+
+
+@pytest.mark.parametrize("value", [-1, "96", 1.0, None, True])
+def test_sizes_are_checked(value):
+    fields = content()
+    fields["files"]["a.safetensors"]["size_bytes"] = value
+    with pytest.raises(CheckpointError, match="describes no file"):
+        m.parse(signed(fields))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"a":' * 100_000, '{"format":' + "[" * 900 + "]" * 900 + "}", "1" * 5000, "NaN", '"', "[1]", ""],
+    ids=lambda text: text[:8],
+)
+def test_texts_that_are_none(text):
+    with pytest.raises(CheckpointError):
+        m.parse(text)
+
+
+def test_a_thousand_mutated_manifests():
+    rng = random.Random(0)
+    hostile = [None, -1, 2**70, 1e308, "", "..", [], {}, [[[]]], True, {"type": []}, {"type": "complex", "value": "x"}]
+    for _ in range(1000):
+        fields: Any = content()
+        here = fields
+        for _ in range(rng.randint(1, 3)):
+            key = rng.choice(list(here))
+            if not isinstance(here[key], dict) or not here[key] or rng.random() < 0.2:
+                break
+            here = here[key]
+        key = rng.choice(list(here))
+        if rng.random() < 0.3:
+            del here[key]
+        else:
+            here[key] = rng.choice(hostile)
+        try:
+            parsed = m.parse(signed(fields))
+        except CheckpointError:
+            continue
+        assert m.parse(m.to_text(parsed)) == parsed  # what it takes is a manifest
+
+
+# ---------------------------------------------------------------- files
+
+
+def write_manifest(folder: pathlib.Path) -> None:
+    (folder / "manifest.json").write_text(signed(content()))
+
+
+def test_pipes_and_devices_are_no_files(tmp_path):
+    os.mkfifo(tmp_path / "manifest.json")
+    with pytest.raises(CheckpointError, match=r"manifest\.json: is no regular file"):
+        load_manifest(str(tmp_path))
+    (tmp_path / "manifest.json").unlink()
+    (tmp_path / "manifest.json").symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=r"manifest\.json: is no regular file"):
+        load_manifest(str(tmp_path))
+    for number, make in enumerate((os.mkfifo, lambda path: os.symlink("/dev/zero", path), os.mkdir)):
+        path = str(tmp_path / f"file {number}")
+        make(path)
+        with pytest.raises(CheckpointError, match="is no regular file"):
+            tensor_files.read(path, [Wanted("w", "float32", (4,), "00")])
+
+
+def test_a_huge_manifest_is_not_read(tmp_path):
+    with open(tmp_path / "manifest.json", "wb") as file:
+        file.truncate(1 << 40)  # takes no room on the disk
+    with pytest.raises(CheckpointError, match=f"has {1 << 40} bytes, which is more than 256 MiB"):
+        load_manifest(str(tmp_path))
+
+
+def test_what_a_link_leads_to_is_not_told(tmp_path):
+    (tmp_path / "secret").write_text("hunter2 hunter2 hunter2")
+    (tmp_path / "manifest.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError) as error:
+        load_manifest(str(tmp_path))
+    (tmp_path / "manifest.json").unlink()
+    write_manifest(tmp_path)
+    (tmp_path / "a.safetensors").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError) as size:
+        check_files(str(tmp_path), load_manifest(str(tmp_path)))
+    with pytest.raises(CheckpointError) as header:
+        tensor_files.read(str(tmp_path / "a.safetensors"), [Wanted("w", "float32", (4,), "00")])
+    assert not any("hunter" in str(e.value) for e in (error, size, header))
+
+
+def file_with(path: pathlib.Path, header: Any, data: bytes = bytes(16)) -> str:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return str(path)
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16], **changes}}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 100_000,
+        b'{"w":' * 50_000,
+        b"{}",
+        b"[]",
+        b"5",
+        b"\xff\xfe",
+        b"1" * 5000,
+        {"w": 5},
+        {"w": {}},
+        entry(dtype=None),
+        entry(dtype="O"),
+        entry(shape=[5]),
+        entry(shape=[-4]),
+        entry(shape=[[4]]),
+        entry(shape="4"),
+        entry(data_offsets=[0, 17]),
+        entry(data_offsets=[16, 0]),
+        entry(data_offsets=[-16, 0]),
+        entry(data_offsets=[-(2**70), 16 - 2**70]),
+        entry(data_offsets=[2**63, 2**63 + 16]),
+        entry(data_offsets=[2**70, 2**70 + 16]),
+        entry(data_offsets=[1, 17]),
+        entry(data_offsets=[0]),
+        entry(data_offsets=[0.0, 16.0]),
+        entry(data_offsets="ab"),
+    ],
+    ids=lambda header: repr(header)[:60],
+)
+def test_headers_that_lie(tmp_path, header):
+    path = file_with(tmp_path / "file", header)
+    with pytest.raises(CheckpointError, match="file: "):
+        tensor_files.read(path, [Wanted("w", "float32", (4,), "00")])
+
+
+@pytest.mark.parametrize("length", [2**63, 2**64 - 1, 100_000_001, 1000])
+def test_headers_longer_than_the_file(tmp_path, length):
+    (tmp_path / "file").write_bytes(length.to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match=f"its header would be {length} bytes long"):
+        tensor_files.read(str(tmp_path / "file"), [])
+
+
+def test_a_promise_of_a_terabyte_takes_no_memory(tmp_path):
+    sizes = [1 << 38]
+    path = file_with(tmp_path / "file", entry(shape=sizes, data_offsets=[0, 4 << 38]))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="was cut off"):
+            tensor_files.read(path, [Wanted("w", "float32", (1 << 38,), "00")])
+        assert tracemalloc.get_traced_memory()[1] < MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_thousand_mutated_files(tmp_path):
+    array = np.arange(4, dtype=np.float32)
+    rng, path = random.Random(0), tmp_path / "file"
+    _, digests = tensor_files.write(str(path), {"w": array}, {}, lambda: False)
+    wanted, good = [Wanted("w", "float32", (4,), digests["w"])], path.read_bytes()
+    for _ in range(1000):
+        data = bytearray(good)
+        if rng.random() < 0.2:
+            del data[rng.randrange(len(data)) :]
+        for _ in range(rng.randint(1, 3)):
+            if data:
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        try:
+            (got,) = tensor_files.read(str(path), wanted)
+        except CheckpointError:
+            continue
+        np.testing.assert_array_equal(got, array)
