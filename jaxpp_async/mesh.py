@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxpp_async import mesh_options
-from jaxpp_async.actors.controller import Controller
+from jaxpp_async.actors.controller import BACKUP_EVERY, Controller
 from jaxpp_async.actors.failure import ActorInfo
 from jaxpp_async.actors.messages import StepStats
 from jaxpp_async.checkpoint.restoring import restore
@@ -41,7 +41,10 @@ class RemoteMesh:
         platform: `"cpu"` (the default) or `"cuda"`.
         setup: `"module:function"` called in each actor before JAX starts.
         env: environment variables of the actors' processes.
-        processes_per_actor, max_restarts: not there yet; anything but one process and no restart is an error.
+        processes_per_actor: not there yet; anything but one is an error.
+        max_restarts: how often actors that died, or hang, may be replaced within ten minutes; training then goes on
+            where it was, with the same numbers. 0: a failure ends the mesh. See docs/restarts.md.
+        backup_every: with `max_restarts`, how many steps lie between two copies of the state in the actors' memory.
         max_inflight: how many steps may be under way at once.
         compilation_cache: folder of JAX's persistent compilation cache, None for none; default: a folder of this host
             in the user's cache folder.
@@ -74,11 +77,12 @@ class RemoteMesh:
         ssh_options: Sequence[str] = (),
         processes_per_actor: int | None = None,
         max_restarts: int = 0,
+        backup_every: int = BACKUP_EVERY,
         max_inflight: int = 2,
         compilation_cache: str | None = mesh_options.DEFAULT_CACHE,
         launch_timeout_s: float = 120.0,
     ):
-        mesh_options.refuse_unbuilt(hosts, processes_per_actor, max_restarts)
+        mesh_options.refuse_unbuilt(processes_per_actor)
         self.num_actors = mesh_options.actor_count(num_actors)
         self.spmd_mesh = mesh_options.axes(spmd_mesh)
         self.axis_rules = mesh_options.checked_rules(axis_rules, self.spmd_mesh)
@@ -108,8 +112,9 @@ class RemoteMesh:
             transport=mesh_options.transport(transport, inline),
             inline=inline,
         )
-        if max_inflight < 1:
-            raise MeshError(f"max_inflight is {max_inflight}; at least one step has to be under way")
+        max_inflight = mesh_options.count_of("max_inflight", max_inflight, least=1)
+        self._max_restarts = mesh_options.count_of("max_restarts", max_restarts, least=0)
+        self._backup_every = mesh_options.count_of("backup_every", backup_every, least=1)
         self._launch_timeout_s = launch_timeout_s
         self._controller: Controller | None = None
         target = mesh_options.target(self.spmd_mesh, kinds, self.axis_rules, self._config.platform)
@@ -126,7 +131,12 @@ class RemoteMesh:
             raise MeshError("this mesh has been entered before; make a new RemoteMesh for another run")
         await mesh_options.prepare(self._launcher)
         self._controller = await Controller.start(
-            self.num_actors, self._launcher, self._config, launch_timeout_s=self._launch_timeout_s
+            self.num_actors,
+            self._launcher,
+            self._config,
+            launch_timeout_s=self._launch_timeout_s,
+            max_restarts=self._max_restarts,
+            backup_every=self._backup_every,
         )
         return self
 

@@ -29,17 +29,23 @@ REMOTE_CACHE = "~/.cache/jaxpp_async/{host}/jax-" + jax.__version__
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
-def refuse_unbuilt(hosts: Any, processes_per_actor: Any, max_restarts: int) -> None:
+def refuse_unbuilt(processes_per_actor: Any) -> None:
     """Raises:
     MeshError: an option of `api.md` that is not there yet. Better an error than a silent local run.
     """
-    asked = {
-        "processes_per_actor": processes_per_actor not in (None, 1),
-        "max_restarts": max_restarts != 0,
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise MeshError(f"RemoteMesh({name}=...) is not there yet in this version; leave it out")
+    if processes_per_actor not in (None, 1):
+        raise MeshError("RemoteMesh(processes_per_actor=...) is not there yet in this version; leave it out")
+
+
+def count_of(name: str, value: Any, *, least: int) -> int:
+    """An option that counts something.
+
+    Raises:
+        MeshError: it is no whole number of at least `least`.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise MeshError(f"{name} is {value!r}; give a whole number of at least {least}")
+    return value
 
 
 def actor_count(num_actors: Any) -> int:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from fake_actor import NullTransport
 
-from jaxpp_async.actors import controller as controller_module
+from jaxpp_async.actors import crew
 from jaxpp_async.actors.bringup import ActorConfig
 from jaxpp_async.actors.connection import Connection
 from jaxpp_async.actors.controller import Controller
@@ -231,7 +231,7 @@ async def test_sigkill_of_an_idle_actor_is_raised_by_the_next_call():
     async with mesh() as controller:
         os.kill(controller.actors[0].pid, signal.SIGKILL)
         async with asyncio.timeout(2):
-            await controller._broken
+            await controller.ended
         with pytest.raises(ActorDiedError, match="actor 0"):
             await controller.inspect()
         with pytest.raises(MeshClosedError, match="actor 0"):
@@ -286,7 +286,7 @@ async def test_the_living_are_told_to_abort():
 async def test_nobody_awaits_and_nobody_complains(caplog):
     async with nothing_left(caplog), mesh() as controller:
         start(controller, await load(controller, "0:raise 1:hang"))
-        await controller._broken
+        await controller.ended
     async with nothing_left(caplog), mesh() as controller:
         handle = start(controller, await load(controller, "hang"))
     with pytest.raises(MeshClosedError, match="was closed while"):
@@ -305,7 +305,7 @@ async def test_death_while_compiling_ends_load():
 
 async def test_stubborn_and_stopped_actors_are_killed(monkeypatch):
     for name in ("SHUTDOWN_S", "TERMINATE_S"):
-        monkeypatch.setattr(controller_module, name, 0.2)
+        monkeypatch.setattr(crew, name, 0.2)
     async with mesh() as controller:
         await load(controller, "stubborn")
         pids = [info.pid for info in controller.actors]

@@ -35,7 +35,13 @@ REQUESTS = [
     m.Abort(10, 2, "because"),
     m.Inspect(11),
     m.Report(11),
-    m.Shutdown(12),
+    m.Renew(12),
+    m.Keep(13, 2),
+    m.Lend(14, 1, 2, 0, 1),
+    m.Hold(15, 1, 2, 0, 3, (m.KeptArray(7, AVAL, (12, 12)),)),
+    m.Forget(16, 2),
+    m.Rollback(17, None),
+    m.Shutdown(18),
 ]
 REPLIES = [
     m.Done(0),
@@ -44,6 +50,8 @@ REPLIES = [
     m.StepDone(3, 8, STATS),
     m.Fetched(4, (((2, 3), "float32", b"data"), ((), "int32", None))),
     m.Written(5, 100, ("00ff", "ff00")),
+    m.Renewed(5, b"address"),
+    m.Kept(6, (m.KeptArray(7, AVAL, (24,)),)),
     m.Inspected(5, {"live_arrays": 3}),
     m.Reported(5, 7, 1, 12, "#12 run", False, 3, (m.OpenTransfer("receive", 2, 1, 4, 64, True, True),)),
     m.Reported(5, None),

@@ -20,6 +20,7 @@ import jax
 
 from jaxpp_async.actors import messages as m
 from jaxpp_async.actors.compute import ComputeThread
+from jaxpp_async.actors.copies import Shelf
 from jaxpp_async.actors.devices import INLINE_DEVICES, Devices, package_versions, start_devices
 from jaxpp_async.actors.executables import Executables
 from jaxpp_async.actors.host_values import HostValues
@@ -28,6 +29,7 @@ from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.plan import ExecutionPlan
 from jaxpp_async.actors.progress import NoteProgress, no_progress
 from jaxpp_async.actors.receive_pool import ReceivePool
+from jaxpp_async.actors.rollback import Rollbacks
 from jaxpp_async.actors.shards import Layouts, memory_held
 from jaxpp_async.actors.snapshots import Snapshots
 from jaxpp_async.actors.step_run import LoadedProgram, Machine, StepFailure, StepRun
@@ -44,12 +46,18 @@ StepKey = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What `Configure` makes."""
+    """What `Configure` makes.
+
+    Args:
+        transport_kind: for `Renew`.
+    """
 
     executables: Executables
     host_values: HostValues
     machine: Machine
     snapshots: Snapshots
+    rollbacks: Rollbacks
+    transport_kind: str
 
 
 class Actor:
@@ -77,7 +85,7 @@ class Actor:
         self._note_progress = note_progress
         self._workers = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix=f"jaxpp-actor-{actor_id}")
         self._parts_or_none: _Parts | None = None
-        self._store = Store()
+        self._store, self._shelf = Store(), Shelf()
         self._programs: dict[int, LoadedProgram] = {}
         self._tasks = OwnedTasks()
         self._epoch = 0
@@ -144,6 +152,19 @@ class Actor:
                 self._answer("read", message.request, self._parts.snapshots.read(message))
             case m.Abort():
                 self._abort(message)
+            case m.Renew():
+                self._answer("renew", message.request, self._renew(message))
+            case m.Keep():
+                self._answer("keep", message.request, self._parts.rollbacks.keep(message, self._leaving()))
+            case m.Lend():
+                self._answer("lend", message.request, self._lend(message))
+            case m.Hold():
+                self._answer("hold", message.request, self._hold(message))
+            case m.Forget():
+                self._shelf.forget(message.generation)
+                self._send(m.Done(message.request))
+            case m.Rollback():
+                self._answer("roll back", message.request, self._parts.rollbacks.roll_back(message))
             case m.Inspect():
                 self._send(m.Inspected(message.request, self._numbers()))
             case m.Shutdown():
@@ -174,6 +195,8 @@ class Actor:
             host_values=HostValues(self._store, layouts, transport, self._workers, self._spawn),
             machine=machine,
             snapshots=Snapshots(self._store, layouts, self._workers),
+            rollbacks=Rollbacks(self.actor_id, self._store, layouts, self._shelf, self._workers),
+            transport_kind=message.transport,
         )
         names = tuple(f"{device.platform}:{device.id}" for device in devices.devices)
         return m.Ready(message.request, transport.address, names, package_versions())
@@ -304,18 +327,40 @@ class Actor:
         for run in dropped:
             run.fail(cause)
         self._store.fail_pending(cause)
-        if self._parts_or_none is not None:
-            self._parts_or_none.snapshots.stop_all()
+        writing = self._parts_or_none.snapshots.stop_all() if self._parts_or_none is not None else []
         self._epoch, self._last_step = message.epoch, -1
-        self._answer("abort", message.request, self._end_transfers(message))
+        self._answer("abort", message.request, self._end_transfers(message, writing))
 
-    async def _end_transfers(self, message: m.Abort) -> m.Done:
+    async def _end_transfers(self, message: m.Abort, writing: list[asyncio.Future[Any]]) -> m.Done:
         if self._parts_or_none is not None:
             await self._parts_or_none.machine.transport.abort()
+        if writing:
+            await asyncio.wait(writing)
         self._broken = None
         return m.Done(message.request)
 
+    async def _renew(self, message: m.Renew) -> m.Renewed:
+        parts = self._parts
+        await parts.machine.transport.aclose()
+        transport = self._make_transport(parts.transport_kind)
+        parts.host_values.transport = transport
+        self._parts_or_none = replace(parts, machine=replace(parts.machine, transport=transport))
+        return m.Renewed(message.request, transport.address)
+
+    async def _lend(self, message: m.Lend) -> m.Done:
+        await self._shelf.lend(self._parts.machine.transport, message)
+        return m.Done(message.request)
+
+    async def _hold(self, message: m.Hold) -> m.Done:
+        await self._shelf.hold(self._parts.machine.transport, message)
+        return m.Done(message.request)
+
     # ------------------------------------------------------------ the rest
+
+    def _leaving(self) -> set[m.ArrayId]:
+        """Arrays that go when the steps under way are done."""
+        runs = [*self._queue, *([self._current] if self._current is not None else [])]
+        return {array_id for run in runs for array_id in run.message.frees_after}
 
     @property
     def _parts(self) -> _Parts:
@@ -337,6 +382,7 @@ class Actor:
             "store_bytes": self._store.size_bytes,
             "table_bytes": executor.table_bytes if executor else 0,
             "pending_bytes": executor.pending_bytes if executor else 0,
+            "copied_bytes": self._shelf.size_bytes,
             "free_receive_buffers": parts.machine.pool.free_buffers,
             "free_receive_bytes": parts.machine.pool.free_bytes,
             "file_descriptors": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,

@@ -1,8 +1,9 @@
-"""controller: owns the actors of one mesh: starts them, loads programs, runs steps, gathers failures, stops everything.
+"""controller: what a mesh asks of its actors: programs loaded, steps run, values put and fetched, and all of it ended.
 Programs and numpy arrays in, step statistics and numpy arrays out. No jax.
 
-The first failure wins: it ends every pending call, the other actors are told to abort, and the mesh is closed.
-Everything runs on one event loop; only `free` may be called from other threads.
+Requests leave through the `outbox`, processes belong to the `crew`. `supervision` says what a failure is; then either
+`recovery` mends it (`max_restarts`) or the first cause ends the mesh: every pending call fails, the other actors are
+told to abort. Everything runs on one event loop; only `free` may be called from other threads.
 """
 
 from __future__ import annotations
@@ -10,52 +11,37 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import secrets
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-import jaxpp_async
-from jaxpp_async.actors.bringup import ActorConfig, Bringup, all_of
-from jaxpp_async.actors.ending import bounded, ignore_late_reply, to_the_end, wait_all_dead
-from jaxpp_async.actors.failure import ActorInfo, abandoned, died_error, is_consequence, lost_error, remote_error
+from jaxpp_async.actors.backups import Backups
+from jaxpp_async.actors.bringup import ActorConfig, all_of
+from jaxpp_async.actors.crew import Crew, CrewOptions
+from jaxpp_async.actors.ending import ignore_late_reply, to_the_end
+from jaxpp_async.actors.failure import ActorInfo, abandoned
 from jaxpp_async.actors.frees import FreeList
-from jaxpp_async.actors.gate import Gate
-from jaxpp_async.actors.handshake import SECRET_BYTES
-from jaxpp_async.actors.host_data import FinishFetch, HostPlane, HostValue
-from jaxpp_async.actors.launch import ActorHandle, Launcher, LaunchSpec
-from jaxpp_async.actors.messages import (
-    Abort,
-    ArrayId,
-    Connect,
-    Done,
-    Inspect,
-    Inspected,
-    Load,
-    Loaded,
-    Shutdown,
-    Step,
-    Store,
-)
+from jaxpp_async.actors.host_data import HostPlane, HostValue, Sending
+from jaxpp_async.actors.launch import Launcher
+from jaxpp_async.actors.messages import ArrayId, Done, Inspect, Inspected, Loaded, Step, Store
+from jaxpp_async.actors.outbox import Outbox
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.programs import Programs
 from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
-from jaxpp_async.actors.rpc import ActorLink, Call, Requests, StepHandle, fail_waiters
-from jaxpp_async.errors import ActorError, MeshClosedError, ProtocolError, TransferError
-from jaxpp_async.program import CONTROLLER, ActorId, ActorProgram, Aval
+from jaxpp_async.actors.recovery import Recovery
+from jaxpp_async.actors.rpc import Call, StepHandle
+from jaxpp_async.actors.supervision import Supervision
+from jaxpp_async.errors import ActorError, MeshClosedError
+from jaxpp_async.program import ActorId, ActorProgram, Aval
 from jaxpp_async.transport.base import Transport
 
 _LOG = logging.getLogger("jaxpp_async")
 
 LAUNCH_TIMEOUT_S = 120.0
-GRACE_S = 1.0
-"""How long a failure that looks like a consequence waits for its cause to be noticed."""
-
-SHUTDOWN_S, TERMINATE_S, KILL_S = 4.0, 1.5, 1.5
-"""What actors may take to end when asked, when signalled, and to be reaped when killed."""
+BACKUP_EVERY = 10
+"""How many steps lie between two copies of the state, with `max_restarts`."""
 
 
 class Controller:
@@ -63,28 +49,47 @@ class Controller:
 
     Attributes:
         cause: the failure that ended the mesh, or None.
+        ended: done once the mesh has failed or been closed.
         requests: single requests to single actors.
     """
 
-    def __init__(self, launcher: Launcher, say: Callable[[str], None]):
-        loop = asyncio.get_running_loop()
+    def __init__(
+        self,
+        launcher: Launcher,
+        options: CrewOptions,
+        say: Callable[[str], None],
+        *,
+        max_restarts: int = 0,
+        backup_every: int = BACKUP_EVERY,
+    ):
+        self._loop, self._say = asyncio.get_running_loop(), say
         self.cause: ActorError | None = None
-        self._loop, self._launcher, self._say = loop, launcher, say
-        self._links: dict[ActorId, ActorLink] = {}
-        self._handles: dict[ActorId, ActorHandle] = {}
-        self._gate: Gate | None = None
-        self._plane: HostPlane | None = None
-        self._epoch = 0
-        self._requests, self._steps = itertools.count(), itertools.count()
-        self.requests = Requests(self._links, self._requests, self._check_usable)
-        self._arrays, self._programs = itertools.count(), Programs()
-        self._frees = FreeList()
-        self._under_way: dict[int, StepHandle] = {}
-        self._broken: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
         self._cause_raised = False
-        self._suspicion: asyncio.TimerHandle | None = None
+        self._steps, self._arrays = itertools.count(), itertools.count()
+        self._programs, self._frees = Programs(), FreeList()
+        self._under_way: dict[int, StepHandle] = {}
         self._tasks = OwnedTasks()
         self._closing: asyncio.Task[None] | None = None
+        self._crew = Crew(launcher, options, number=self._number, say=self._tell, on_transfer_error=self._suspect)
+        links = self._crew.links
+        self.requests = self._outbox = Outbox(links, self._check_usable, remembers=max_restarts > 0)
+        self._supervision = Supervision(self._crew, self._programs, self._under_way, self._on_failure)
+        self._backups = Backups(self._crew, self._outbox, every=backup_every) if max_restarts else None
+        self._recovery = (
+            Recovery(
+                self._crew,
+                self._outbox,
+                self._programs,
+                self._backups,
+                max_restarts=max_restarts,
+                watch=self._supervision.watch,
+                end=self._end,
+                on_restarted=lambda actors, steps: self._supervision.calm_down(),
+            )
+            if self._backups is not None
+            else None
+        )
 
     # ------------------------------------------------------------ start
 
@@ -98,6 +103,8 @@ class Controller:
         launch_timeout_s: float = LAUNCH_TIMEOUT_S,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
         make_transport: Callable[[str], Transport] | None = None,
+        max_restarts: int = 0,
+        backup_every: int = BACKUP_EVERY,
         on_progress: Callable[[str], None] | None = None,
     ) -> Controller:
         """Start actors and connect everyone with everyone.
@@ -109,15 +116,29 @@ class Controller:
             launch_timeout_s: how long all of it may take.
             max_frame_bytes: the longest control frame.
             make_transport: the controller's own end of the data plane; default: the launcher's.
+            max_restarts: how often actors may be replaced within ten minutes.
+            backup_every: how many steps lie between two copies of the state, with `max_restarts`.
             on_progress: called with a line of text at each stage of launching and loading.
 
         Raises:
             LaunchError: an actor did not come up; has the end of its output.
             HandshakeError: an actor runs other versions.
         """
-        self = cls(launcher, on_progress or (lambda text: None))
+        options = CrewOptions(
+            num_actors,
+            config or ActorConfig(),
+            launch_timeout_s,
+            max_frame_bytes,
+            make_transport,
+            copies=max_restarts > 0,
+        )
+        say = on_progress or (lambda text: None)
+        self = cls(launcher, options, say, max_restarts=max_restarts, backup_every=backup_every)
         try:
-            await self._start(num_actors, config or ActorConfig(), launch_timeout_s, max_frame_bytes, make_transport)
+            await self._crew.start()
+            for link in self._crew.links.values():
+                self._supervision.watch(link)
+            await self._crew.connect()
         except BaseException as error:  # also a cancellation: whatever it is, nothing that was started may be left
             if isinstance(error, ActorError):
                 self._cause_raised, self.cause = True, error
@@ -126,53 +147,12 @@ class Controller:
             raise
         return self
 
-    async def _start(
-        self,
-        num_actors: int,
-        config: ActorConfig,
-        timeout_s: float,
-        max_frame_bytes: int,
-        make_transport: Callable[[str], Transport] | None,
-    ) -> None:
-        launcher, secret = self._launcher, secrets.token_bytes(SECRET_BYTES)
-        gate = Gate(secret, version=jaxpp_async.__version__, max_frame_bytes=max_frame_bytes)
-        self._gate = gate
-        address = await gate.listen(launcher.listen_host) if launcher.listen_host is not None else None
-        bringup = Bringup(launcher, gate, timeout_s=timeout_s, say=self._tell)
-        self._handles = bringup.handles
-        self._tell(f"starting {num_actors} actor{'s' if num_actors != 1 else ''}")
-        kind = config.transport or launcher.transports[0]
-
-        async def bring_up(actor_id: ActorId) -> ActorLink:
-            spec = LaunchSpec(actor_id, num_actors, 0, secret, address, config.platform, config.env, max_frame_bytes)
-            link = self._links[actor_id] = await bringup.start_actor(spec)
-            await bringup.configure(link, config.message(self._request(), kind, self._epoch))
-            return link
-
-        links = await all_of({i: bring_up(i) for i in range(num_actors)}, "start")
-        for link in links.values():
-            self._supervise(link)
-        transport = (make_transport or launcher.make_transport)(kind)
-        self._plane = HostPlane(transport, self._epoch, self._suspect)
-        addresses = {i: link.address for i, link in links.items()} | {CONTROLLER: transport.address}
-        for actor_id in links:
-            await transport.connect(actor_id, addresses[actor_id])
-        await self._call_all(lambda i: Connect(self._request(), self._epoch, addresses), Done, "connect")
-
-    def _supervise(self, link: ActorLink) -> None:
-        """From here on a death, a lost connection or a failure of this actor is the mesh's."""
-        link.connection.on_message = lambda message: self._on_message(link, message)
-        link.connection.on_closed = lambda error: self._on_lost(link, error)
-        self._tasks.start(f"watch actor {link.info.id}", self._watch(link))
-        if not link.connection.is_open:
-            self._on_lost(link, None)
-
     # ------------------------------------------------------------ what a mesh asks
 
     @property
     def actors(self) -> tuple[ActorInfo, ...]:
         """Where each actor is and how it does, in order of id."""
-        return tuple(link.info for _, link in sorted(self._links.items()))
+        return self._crew.infos
 
     @property
     def is_closed(self) -> bool:
@@ -206,23 +186,26 @@ class Controller:
             RemoteError: an executable does not compile; the mesh goes on. ActorError: the mesh failed.
         """
         self._check_usable()
+        self._programs.add(program_id, programs, executables, blobs)
 
-        async def load_one(link: ActorLink) -> Loaded:
-            keys = dict(executables.get(link.info.id, {}))
-            new = set(keys.values()) - link.known_blobs
-            text = str(programs[link.info.id])
-            message = Load(self._request(), program_id, text, keys, {key: blobs[key] for key in sorted(new)})
-            link.known_blobs |= new
+        async def load_one(actor: ActorId) -> Loaded:
+            known = self._crew.links[actor].known_blobs
+            message = self._programs.load_message(self._number(), program_id, actor, known)
+            call = Call(Loaded)
+            self._outbox.post(actor, message, call)
+            await self._outbox.drain(actor)
             try:
-                return await link.call(message, Loaded)
+                return await call.future
             except ActorError:
-                link.known_blobs -= new  # what the actor kept of them is unknown: send them again
+                known -= set(message.blobs)  # what the actor kept of them is unknown: send them again
                 raise
 
         self._tell(f"compiling on {len(programs)} actor{'s' if len(programs) != 1 else ''}")
-        loaded = await all_of({i: load_one(self._links[i]) for i in sorted(programs)}, "load")
-        self._programs.add(program_id, programs)
-        return loaded
+        try:
+            return await all_of({actor: load_one(actor) for actor in sorted(programs)}, "load")
+        except BaseException:  # also a cancellation: nobody will ask for it
+            self._programs.remove(program_id)
+            raise
 
     def start_step(
         self,
@@ -249,14 +232,12 @@ class Controller:
         actors = self._programs.actors_of(program_id)
         handle = StepHandle(next(self._steps), program_id, actors)
         frees = self._frees.take()
-        sends: list[asyncio.Future[None]] = []
-        messages: list[tuple[ActorLink, Step, list[tuple[int, np.ndarray[Any, Any]]]]] = []
+        posts: list[tuple[ActorId, Step, list[Sending]]] = []
         for actor in actors:
-            link = self._links[actor]
-            small, large = self._host.prepare(link, (puts or {}).get(actor, ()))
+            small, large = self._plane.prepare(actor, (puts or {}).get(actor, ()))
             message = Step(
-                request=self._request(),
-                epoch=self._epoch,
+                request=self._number(),
+                epoch=self._crew.epoch,
                 step=handle.step,
                 program_id=program_id,
                 inputs=dict(inputs.get(actor, {})),
@@ -265,14 +246,14 @@ class Controller:
                 frees=frees.pop(actor, ()),
                 frees_after=tuple((frees_after or {}).get(actor, ())),
             )
-            messages.append((link, message, large))
+            posts.append((actor, message, large))
         self._under_way[handle.step] = handle
         handle.future.add_done_callback(lambda _: self._under_way.pop(handle.step, None))
-        for link, message, large in messages:
-            link.request(message, handle)
-            sends += self._host.send(link, large)
+        for actor, message, large in posts:
+            self._post_with(actor, message, handle, large, handle.sends)
         self._frees.give_back(frees)  # of actors without a part in this step
-        handle.sends = tuple(sends)
+        if self._backups is not None and not self._is_recovering:
+            self._backups.note_step()
         return handle
 
     async def put(self, values: Mapping[ActorId, Sequence[HostValue]]) -> None:
@@ -284,17 +265,15 @@ class Controller:
         self._check_usable()
         frees = self._frees.take()
 
-        async def put_one(link: ActorLink) -> None:
-            actor = link.info.id
-            small, large = self._host.prepare(link, values.get(actor, ()))
+        async def put_one(actor: ActorId) -> None:
+            small, large = self._plane.prepare(actor, values.get(actor, ()))
             call = Call(Done)
-            link.request(Store(self._request(), small, frees.get(actor, ())), call)
-            self._host.send(link, large)
-            await link.connection.drain()
+            self._post_with(actor, Store(self._number(), small, frees.get(actor, ())), call, large, [])
+            await self._outbox.drain(actor)
             await call.future
 
         actors = sorted(set(values) | set(frees))
-        await all_of({actor: put_one(self._links[actor]) for actor in actors}, "put")
+        await all_of({actor: put_one(actor) for actor in actors}, "put")
 
     async def fetch(self, wanted: Sequence[tuple[ActorId, ArrayId, Aval]]) -> list[np.ndarray[Any, Any]]:
         """Bring whole arrays to the controller.
@@ -310,12 +289,7 @@ class Controller:
         by_actor: dict[ActorId, list[int]] = defaultdict(list)
         for position, (actor, _, _) in enumerate(wanted):
             by_actor[actor].append(position)
-        fetches = {
-            actor: self._fetched(
-                self._host.fetch(self._links[actor], self._request(), [wanted[p][1:] for p in positions], self._broken)
-            )
-            for actor, positions in by_actor.items()
-        }
+        fetches = {actor: self._fetch_one(actor, [wanted[p][1:] for p in by_actor[actor]]) for actor in by_actor}
         results: list[Any] = [None] * len(wanted)
         for actor, arrays in (await all_of(fetches, "fetch")).items():
             for position, array in zip(by_actor[actor], arrays, strict=True):
@@ -334,98 +308,89 @@ class Controller:
         """
         self._check_usable()
         self._send_frees()
-        replies = await self._call_all(lambda i: Inspect(self._request()), Inspected, "inspect")
-        return {actor: reply.numbers for actor, reply in replies.items()}
+        replies = {actor: self._outbox.send(actor, Inspect, Inspected) for actor in sorted(self._crew.links)}
+        return {actor: (await reply).numbers for actor, reply in replies.items()}
 
     # ------------------------------------------------------------ requests and host values
 
-    def _request(self) -> int:
-        return next(self._requests)
+    def _number(self) -> int:
+        return self._outbox.number()
 
-    async def _call_all(self, make: Callable[[ActorId], Any], expected: type, what: str) -> dict[ActorId, Any]:
-        calls = {i: link.call(make(i), expected) for i, link in sorted(self._links.items())}
-        return await all_of(calls, what)
+    def _post_with(
+        self,
+        actor: ActorId,
+        message: Step | Store,
+        waiter: Call | StepHandle,
+        large: Sequence[Sending],
+        sends: list[asyncio.Future[None]],
+    ) -> None:
+        """Post a request and the host values that take the data plane; `sends` gets their transfers."""
+        transfers = (lambda: sends.extend(self._plane.send(actor, large))) if large else None
+        self._outbox.post(actor, message, waiter, transfers, sum(data.nbytes for _, data in large))
+
+    def _fetch_one(
+        self, actor: ActorId, wanted: Sequence[tuple[ArrayId, Aval]]
+    ) -> Coroutine[Any, Any, list[np.ndarray[Any, Any]]]:
+        """The request leaves with the call, ahead of any later step that is given the arrays."""
+        message, fetching = self._plane.fetch(self._number(), actor, wanted)
+        self._outbox.post(actor, message, fetching, fetching.start)
+
+        async def fetched() -> list[np.ndarray[Any, Any]]:
+            await self._outbox.drain(actor)
+            return await fetching.future
+
+        return fetched()
 
     def _send_frees(self) -> None:
         for actor, array_ids in self._frees.take().items():
-            self._links[actor].request(Store(self._request(), (), array_ids), Call(Done, awaited=False))
+            self._outbox.post(actor, Store(self._number(), (), array_ids), Call(Done, awaited=False))
 
     @property
-    def _host(self) -> HostPlane:
-        assert self._plane is not None  # connected by `start`
-        return self._plane
-
-    async def _fetched(self, finish: FinishFetch) -> list[np.ndarray[Any, Any]]:
-        try:
-            return await finish()
-        except TransferError:
-            # Why the transfer failed is known to the mesh, now or when the suspicion is over.
-            await asyncio.wait([self._broken])
-            self._check_usable()
-            raise
+    def _plane(self) -> HostPlane:
+        return self._crew.plane
 
     # ------------------------------------------------------------ failures
 
-    def _on_message(self, link: ActorLink, message: Any) -> None:
-        try:
-            failed = link.settle(message)
-        except ProtocolError as error:
-            self._fail(error)
-            return
-        if failed is not None:
-            error = remote_error(link.info, failed)
-            self._suspect(error) if is_consequence(failed) else self._fail(error)
-
-    async def _watch(self, link: ActorLink) -> None:
-        death = await link.handle.wait_dead()
-        step = self._step_of(link)
-        self._fail(died_error(link.info, death, step, self._instruction_of(link, step)), dead=link)
-
-    def _on_lost(self, link: ActorLink, error: Exception | None) -> None:
-        """The connection ended; if the process did as well, its death says more."""
-        lost = lost_error(link.info, error, link.handle.output_tail(), self._step_of(link))
-        self._suspect(lost)
+    @property
+    def _is_recovering(self) -> bool:
+        return self._recovery is not None and self._recovery.is_under_way
 
     def _suspect(self, error: ActorError) -> None:
-        """Take `error` as the cause unless a better one is noticed within `GRACE_S`."""
-        if self._suspicion is None and not self.is_closed:
-            self._suspicion = self._loop.call_later(GRACE_S, self._fail, error)
+        if not self.is_closed:
+            self._supervision.suspect(error)
 
-    def _instruction_of(self, link: ActorLink, step: int | None) -> str | None:
-        """Text of the instruction that a dead actor was at in `step`, if it left word."""
-        at = link.handle.progress()
-        return self._programs.instruction_at(link.info.id, at) if at is not None and at.step == step else None
+    def _on_failure(self, error: ActorError, dead: ActorId | None) -> None:
+        if self.is_closed:
+            return
+        if self._recovery is not None and self._recovery.can_mend(error):
+            self._recovery.begin(error)
+        else:
+            self._end(error, dead)
 
-    def _step_of(self, link: ActorLink) -> int | None:
-        """The step that this actor is running: the oldest that it has not finished."""
-        return next((s for s, h in self._under_way.items() if h.waits_for(link.info.id)), None)
-
-    def _fail(self, error: ActorError, *, dead: ActorLink | None = None) -> None:
+    def _end(self, error: ActorError, dead: ActorId | None = None) -> None:
         """End the mesh because of `error`, unless it has ended already: the first cause wins."""
         if self.is_closed:
             return
         self.cause = error
-        if self._suspicion is not None:
-            self._suspicion.cancel()
+        self.ended.set_result(None)
+        self._supervision.calm_down()
         _LOG.debug("the mesh failed: %s", error)
-        for link in self._links.values():
-            failed = dead is link or link.info.id == error.actor
-            link.info = replace(link.info, state="failed" if failed else "closed")
+        for actor in self._crew.links:
+            self._crew.set_state(actor, "failed" if actor in (dead, error.actor) else "closed")
         step = error.step if error.step is not None else min(self._under_way, default=None)
-        self._cause_raised |= fail_waiters(self._links.values(), error, step)
-        self._broken.set_result(None)
+        self._cause_raised |= self._outbox.fail_all(error, step)
         self._tasks.start("abort after a failure", self._abort_others(error, dead))
 
-    async def _abort_others(self, error: ActorError, dead: ActorLink | None) -> None:
+    async def _abort_others(self, error: ActorError, dead: ActorId | None) -> None:
         """Tell the living to drop everything; replies are of no interest any more."""
-        self._epoch += 1
-        for link in self._links.values():
-            if link is not dead and link.connection.is_open:
+        await self._end_recovery()
+        crew = self._crew
+        crew.begin_epoch()
+        for actor, link in crew.links.items():
+            if actor != dead and link.connection.is_open:
                 link.connection.on_message = ignore_late_reply
-                link.connection.send(Abort(self._request(), self._epoch, str(error)))
-        if self._plane is not None:
-            self._plane.epoch = self._epoch
-            await self._plane.transport.abort()
+                crew.abort(actor, str(error))
+        await self._plane.transport.abort()
 
     def _check_usable(self) -> None:
         """Raises:
@@ -450,49 +415,29 @@ class Controller:
         """
         if self._closing is None:
             self._closing = self._loop.create_task(self._close(), name="close the mesh")
-        await to_the_end(self._closing, hurry=self._kill_actors)
+        await to_the_end(self._closing, hurry=self._crew.kill)
 
     async def _close(self) -> None:
-        for link in self._links.values():
-            for waiter in tuple(link.waiters.values()):
-                waiter.fail(MeshClosedError("the mesh was closed while this was under way"))
-            link.waiters.clear()
-            link.connection.on_message = ignore_late_reply
-            link.connection.on_closed = None
-            link.connection.send(Shutdown(self._request()))
-        if not self._broken.done():
-            self._broken.set_result(None)
-        if not await wait_all_dead(self._handles, SHUTDOWN_S):
-            for handle in self._handles.values():
-                handle.terminate()
-            if not await wait_all_dead(self._handles, TERMINATE_S):
-                _LOG.warning("actors did not end when asked to; killing them")
-        await self._kill_everything()
-
-    async def _kill_everything(self) -> None:
-        """The end of the end, also of a launch that failed."""
-        self._kill_actors()
-        if not await wait_all_dead(self._handles, KILL_S):
-            _LOG.warning("an actor's process could not be reaped")
-        if self._suspicion is not None:
-            self._suspicion.cancel()
-        for link in self._links.values():
-            link.connection.on_message = ignore_late_reply
-            link.connection.on_closed = None
-            link.connection.abort()
-            link.info = replace(link.info, state="closed")
-        if self._gate is not None:
-            await self._gate.aclose()
-        if self._plane is not None:
-            await bounded(self._plane.transport.aclose(), KILL_S, "the data plane did not close in time")
-        await bounded(self._launcher.aclose(), KILL_S, "the launcher did not close in time")
+        if not self.ended.done():
+            self.ended.set_result(None)
+        await self._end_recovery()
+        self._outbox.close(MeshClosedError("the mesh was closed while this was under way"))
+        await self._supervision.aclose()
+        await self._crew.shut_down()
         await self._tasks.aclose()
 
-    # ------------------------------------------------------------ small things
+    async def _kill_everything(self) -> None:
+        """The end of a launch that failed."""
+        await self._supervision.aclose()
+        await self._crew.kill_all()
+        await self._tasks.aclose()
 
-    def _kill_actors(self) -> None:
-        for handle in self._handles.values():
-            handle.kill()
+    async def _end_recovery(self) -> None:
+        if self._recovery is not None and self._backups is not None:
+            await self._recovery.aclose()
+            await self._backups.aclose()
+
+    # ------------------------------------------------------------ small things
 
     def _tell(self, text: str) -> None:
         _LOG.info("%s", text)

@@ -6,28 +6,26 @@ Small values ride in control frames; larger ones take the data plane, where the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 
+from jaxpp_async.actors.failure import ActorInfo
 from jaxpp_async.actors.messages import INLINE_BYTES, ArrayId, Fetch, Fetched, Put
-from jaxpp_async.actors.rpc import ActorLink, Call
-from jaxpp_async.errors import ActorError, ProtocolError, TransferError
-from jaxpp_async.program import Aval
-from jaxpp_async.transport.base import HOST_CHANNEL, Transport, make_tag
+from jaxpp_async.actors.rpc import ActorLink
+from jaxpp_async.errors import ProtocolError, TransferError
+from jaxpp_async.program import ActorId, Aval
+from jaxpp_async.transport.base import HOST_CHANNEL, SEQUENCE_BITS, Transport, make_tag
 
 Sending: TypeAlias = tuple[int, np.ndarray[Any, Any]]
 """Sequence number and bytes of one value for the data plane."""
 
-FinishFetch: TypeAlias = Callable[[], Coroutine[Any, Any, list[np.ndarray[Any, Any]]]]
-"""Waits for the arrays of a fetch that has been asked for."""
-
-Arriving: TypeAlias = dict[int, tuple[np.ndarray[Any, Any], asyncio.Future[None]]]
-"""By position in a fetch: memory and receive of a value that comes over the data plane."""
+Transferred: TypeAlias = "asyncio.Future[None]"
+"""Done when a transfer is."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,16 +42,32 @@ class HostPlane:
 
     Args:
         transport: the controller's own end; belongs to this from here on.
+        info: where an actor is, for errors.
         on_error: called with what went wrong in a transfer: a hint that its actor may be dead.
+        copies: whether large values are copied before they are sent: they may then have to be sent again.
 
     Attributes:
         epoch: of the tags.
     """
 
-    def __init__(self, transport: Transport, epoch: int, on_error: Callable[[TransferError], None]):
-        self.transport, self.epoch, self._on_error = transport, epoch, on_error
+    def __init__(
+        self,
+        transport: Transport,
+        epoch: int,
+        info: Callable[[ActorId], ActorInfo],
+        on_error: Callable[[TransferError], None],
+        *,
+        copies: bool = False,
+    ):
+        self.transport, self.epoch = transport, epoch
+        self._info, self._on_error, self._copies = info, on_error, copies
+        self._sequences: dict[ActorId, int] = defaultdict(int)
 
-    def prepare(self, link: ActorLink, values: Iterable[HostValue]) -> tuple[tuple[Put, ...], list[Sending]]:
+    def renew(self, transport: Transport, epoch: int) -> None:
+        """Go on with another transport, the old one being closed by the caller."""
+        self.transport, self.epoch = transport, epoch
+
+    def prepare(self, actor: ActorId, values: Iterable[HostValue]) -> tuple[tuple[Put, ...], list[Sending]]:
         """The `Put`s for some values, and what `send` must send once they are on their way.
 
         Raises:
@@ -61,89 +75,131 @@ class HostPlane:
         """
         puts, sendings = [], []
         for value in values:
-            sequence = link.next_sequence() if value.value.nbytes > INLINE_BYTES else 0
+            sequence = self._next_sequence(actor) if value.value.nbytes > INLINE_BYTES else 0
             put, data = prepare_put(value, sequence)
             puts.append(put)
             if data is not None:
-                sendings.append((sequence, data))
+                sendings.append((sequence, data.copy() if self._copies else data))
         return tuple(puts), sendings
 
-    def send(self, link: ActorLink, sendings: Iterable[Sending]) -> list[asyncio.Future[None]]:
+    def send(self, actor: ActorId, sendings: Iterable[Sending]) -> list[asyncio.Future[None]]:
         """Start sending; the arrays must not change until the futures are done."""
         return [
-            self._watched(link, self.transport.send(data, link.info.id, self._tag(sequence)))
-            for sequence, data in sendings
+            self._watched(actor, self.transport.send(data, actor, self._tag(sequence))) for sequence, data in sendings
         ]
 
-    def fetch(
-        self, link: ActorLink, request: int, wanted: Sequence[tuple[ArrayId, Aval]], broken: asyncio.Future[None]
-    ) -> FinishFetch:
-        """Bring arrays from one actor. The request leaves with the call, ahead of any later step that is given them.
+    def fetch(self, request: int, actor: ActorId, wanted: Sequence[tuple[ArrayId, Aval]]) -> tuple[Fetch, Fetching]:
+        """The request for some arrays, and who waits for them; its `start` goes behind the request.
 
         Args:
-            request: number of the request. wanted: array and its aval. broken: done when the mesh has failed.
-
-        Raises:
-            RemoteError: the actor does not have an array. ActorError: a transfer or the mesh failed.
+            request: number of the request. wanted: array and its aval.
         """
-        sequences = tuple(link.next_sequence() for _ in wanted)
-        arriving: Arriving = {}
-        for position, (_, aval) in enumerate(wanted):
-            if aval.size_bytes > INLINE_BYTES:
-                buffer = np.empty(aval.size_bytes, np.uint8)
-                receive = self.transport.recv(buffer, link.info.id, self._tag(sequences[position]))
-                arriving[position] = (buffer, self._watched(link, receive))
-        call = Call(Fetched)
-        link.request(Fetch(request, tuple(array_id for array_id, _ in wanted), sequences), call)
-        return partial(self._fetched, link, len(wanted), call, arriving, broken)
+        sequences = tuple(self._next_sequence(actor) for _ in wanted)
+        message = Fetch(request, tuple(array_id for array_id, _ in wanted), sequences)
+        return message, Fetching(self, actor, [aval for _, aval in wanted], sequences)
 
-    async def _fetched(
-        self, link: ActorLink, count: int, call: Call, arriving: Arriving, broken: asyncio.Future[None]
-    ) -> list[np.ndarray[Any, Any]]:
-        try:
-            await link.connection.drain()
-            fetched: Fetched = await call.future
-        except ActorError:
-            for _, receive in arriving.values():
-                receive.cancel()  # nothing will be sent
-            raise
-        # When cancelled here, the receives go on: the transport keeps their buffers until they are done.
-        receives = [receive for _, receive in arriving.values()]
-        while pending := [receive for receive in receives if not receive.done()]:
-            await asyncio.wait([*pending, broken], return_when=asyncio.FIRST_COMPLETED)
-            if broken.done():
-                raise TransferError(f"the mesh failed while {link.info} was sending arrays", actor=link.info.id)
-        for receive in receives:
-            receive.result()
-        if len(fetched.arrays) != count:
-            raise ProtocolError(f"{link.info} sent {len(fetched.arrays)} arrays, asked for {count}")
-        return [_read(link, entry, arriving.get(k)) for k, entry in enumerate(fetched.arrays)]
+    def receive(self, actor: ActorId, size_bytes: int, sequence: int) -> tuple[np.ndarray[Any, Any], Transferred]:
+        """Memory for a value of an actor, and its receive."""
+        buffer = np.empty(size_bytes, np.uint8)
+        return buffer, self._watched(actor, self.transport.recv(buffer, actor, self._tag(sequence)))
+
+    def _next_sequence(self, actor: ActorId) -> int:
+        self._sequences[actor] = (self._sequences[actor] + 1) % (1 << SEQUENCE_BITS)
+        return self._sequences[actor]
 
     def _tag(self, sequence: int) -> int:
         return make_tag(self.epoch, HOST_CHANNEL, sequence)
 
-    def _watched(self, link: ActorLink, transfer: asyncio.Future[None]) -> asyncio.Future[None]:
-        def on_done(done: asyncio.Future[None]) -> None:
+    def _watched(self, actor: ActorId, transfer: Transferred) -> Transferred:
+        epoch = self.epoch
+
+        def on_done(done: Transferred) -> None:
             error = None if done.cancelled() else done.exception()
-            if error is not None:
-                text = f"a transfer between the controller and {link.info} failed: {error}"
-                self._on_error(TransferError(text, actor=link.info.id, host=link.info.host, pid=link.info.pid))
+            if error is not None and self.epoch == epoch:
+                info = self._info(actor)
+                text = f"a transfer between the controller and {info} failed: {error}"
+                self._on_error(TransferError(text, actor=info.id, host=info.host, pid=info.pid))
 
         transfer.add_done_callback(on_done)
         return transfer
 
 
+class Fetching:
+    """Waits for the arrays that were asked of one actor.
+
+    Attributes:
+        future: the arrays. A cancelled one leaves the transfers going on: their memory is the transport's until then.
+            A transfer that fails leaves it open: why it failed is known to the mesh, now or a moment later.
+    """
+
+    takes_failures = True
+
+    def __init__(self, plane: HostPlane, actor: ActorId, avals: Sequence[Aval], sequences: Sequence[int]):
+        self.future: asyncio.Future[list[np.ndarray[Any, Any]]] = asyncio.get_running_loop().create_future()
+        self.future.add_done_callback(lambda future: future.cancelled() or future.exception())  # nobody has to await it
+        self._plane, self._actor, self._avals, self._sequences = plane, actor, avals, sequences
+        self._arriving: dict[int, tuple[np.ndarray[Any, Any], Transferred]] = {}
+        self._reply: Fetched | None = None
+
+    def start(self) -> None:
+        """Post the receives; behind the request, each time that it is made."""
+        for position, aval in enumerate(self._avals):
+            if aval.size_bytes > INLINE_BYTES:
+                arriving = self._plane.receive(self._actor, aval.size_bytes, self._sequences[position])
+                self._arriving[position] = arriving
+                arriving[1].add_done_callback(lambda _: self._look())
+
+    @property
+    def is_awaited(self) -> bool:
+        return not self.future.done()
+
+    @property
+    def done(self) -> bool:
+        return self.future.done()
+
+    def again(self) -> None:
+        self._arriving, self._reply = {}, None
+
+    def on_reply(self, link: ActorLink, reply: Any) -> None:
+        if not isinstance(reply, Fetched) or len(reply.arrays) != len(self._avals):
+            self.fail(ProtocolError(f"{link.info} answered a fetch of {len(self._avals)} arrays with another reply"))
+            return
+        self._reply = reply
+        self._look()
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+        for _, receive in self._arriving.values():
+            receive.cancel()  # nothing will be sent
+
+    def _look(self) -> None:
+        receives = [receive for _, receive in self._arriving.values()]
+        if self._reply is None or self.future.done() or not all(map(_has_come, receives)):
+            return
+        try:
+            arrays = [_read(self._actor, entry, self._arriving.get(k)) for k, entry in enumerate(self._reply.arrays)]
+        except ProtocolError as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(arrays)
+
+
+def _has_come(receive: Transferred) -> bool:
+    return receive.done() and not receive.cancelled() and receive.exception() is None
+
+
 def _read(
-    link: ActorLink,
+    actor: ActorId,
     entry: tuple[tuple[int, ...], str, bytes | None],
-    arrived: tuple[np.ndarray[Any, Any], asyncio.Future[None]] | None,
+    arrived: tuple[np.ndarray[Any, Any], Transferred] | None,
 ) -> np.ndarray[Any, Any]:
     shape, dtype, data = entry
     if arrived is not None and data is None:
         return from_bytes(arrived[0], shape, dtype)
     if arrived is None and data is not None:
         return from_bytes(data, shape, dtype)
-    raise ProtocolError(f"{link.info} sent {dtype}{list(shape)} by another way than its size calls for")
+    raise ProtocolError(f"actor {actor} sent {dtype}{list(shape)} by another way than its size calls for")
 
 
 def prepare_put(host: HostValue, sequence: int) -> tuple[Put, np.ndarray[Any, Any] | None]:

@@ -32,10 +32,13 @@ class HostValues:
         store: where arrays go and come from.
         workers: threads for copies between host and devices.
         spawn: starts and owns asyncio tasks.
+
+    Attributes:
+        transport: replaced after a restart.
     """
 
     def __init__(self, store: Store, layouts: Layouts, transport: Transport, workers: ThreadPoolExecutor, spawn: Spawn):
-        self._store, self._layouts, self._transport = store, layouts, transport
+        self._store, self._layouts, self.transport = store, layouts, transport
         self._workers, self._spawn = workers, spawn
 
     def take(self, puts: Iterable[Put], epoch: int) -> list[Entry]:
@@ -50,7 +53,7 @@ class HostValues:
                 entry.resolve(place(_shaped(np.frombuffer(put.data, np.uint8), layout), layout))
                 return entry
             memory = aligned_bytes(int(np.prod(put.aval.shape)) * layout.dtype.itemsize)
-            arrival = self._transport.recv(memory, CONTROLLER, make_tag(epoch, HOST_CHANNEL, put.sequence))
+            arrival = self.transport.recv(memory, CONTROLLER, make_tag(epoch, HOST_CHANNEL, put.sequence))
         except Exception as error:  # a value that cannot be placed fails whoever uses it, not the message it came in
             entry.fail(error)
             return entry
@@ -98,7 +101,7 @@ class HostValues:
             small = data.nbytes <= INLINE_BYTES
             replies.append((look.layout.aval.shape, look.layout.aval.dtype, data.tobytes() if small else None))
             if not small:
-                sending = self._transport.send(data, CONTROLLER, make_tag(epoch, HOST_CHANNEL, sequence))
+                sending = self.transport.send(data, CONTROLLER, make_tag(epoch, HOST_CHANNEL, sequence))
                 self._spawn(f"fetch {sequence}", _until_sent(sending, data))
         return Fetched(message.request, tuple(replies))
 

@@ -1,37 +1,87 @@
-"""programs: which part of which program each actor has, as the controller remembers it. Plain data; no jax, no I/O."""
+"""programs: which part of which program each actor has, as the controller remembers it. In: programs and executables;
+out: `Load` messages. Plain data; no jax, no I/O.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from jaxpp_async.actors.messages import Load
 from jaxpp_async.actors.progress import Position
 from jaxpp_async.program import ActorId, ActorProgram
 from jaxpp_async.program_text import format_instruction
 
 
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """Args: texts: each part as it travels. keys: each part's executables, by index."""
+
+    parts: dict[ActorId, ActorProgram]
+    texts: dict[ActorId, str]
+    keys: dict[ActorId, dict[int, str]]
+
+
 class Programs:
-    """The programs that actors have loaded, by id."""
+    """The programs that actors have loaded, or are loading, by id."""
 
     def __init__(self) -> None:
         self._ids = itertools.count()
-        self._parts: dict[int, dict[ActorId, ActorProgram]] = {}
+        self._programs: dict[int, _Program] = {}
+        self._blobs: dict[str, bytes] = {}
 
     def new_id(self) -> int:
         """An id that none has had."""
         return next(self._ids)
 
-    def add(self, program_id: int, parts: Mapping[ActorId, ActorProgram]) -> None:
-        """Its actors have loaded their parts."""
-        self._parts[program_id] = {actor: parts[actor] for actor in sorted(parts)}
+    def add(
+        self,
+        program_id: int,
+        parts: Mapping[ActorId, ActorProgram],
+        keys: Mapping[ActorId, Mapping[int, str]],
+        blobs: Mapping[str, bytes],
+    ) -> None:
+        """Its actors are about to load their parts.
+
+        Args:
+            keys: for each actor, the content key of each executable index that its part uses.
+            blobs: serialized executables by content key.
+        """
+        order = sorted(parts)
+        texts = {actor: str(parts[actor]) for actor in order}
+        used = {actor: dict(keys.get(actor, {})) for actor in order}
+        self._programs[program_id] = _Program({actor: parts[actor] for actor in order}, texts, used)
+        self._blobs.update(blobs)
+
+    def remove(self, program_id: int) -> None:
+        """It could not be loaded."""
+        self._programs.pop(program_id, None)
+
+    def of(self, actor: ActorId) -> tuple[int, ...]:
+        """The programs that an actor has a part in, in order of id."""
+        return tuple(i for i, program in sorted(self._programs.items()) if actor in program.parts)
+
+    def load_message(self, request: int, program_id: int, actor: ActorId, known: set[str]) -> Load:
+        """What an actor is told to load.
+
+        Args:
+            known: content keys that it has been sent before; takes up those of this message.
+        """
+        program = self._programs[program_id]
+        keys = program.keys[actor]
+        new = set(keys.values()) - known
+        known |= new
+        return Load(request, program_id, program.texts[actor], keys, {key: self._blobs[key] for key in sorted(new)})
 
     def actors_of(self, program_id: int) -> tuple[ActorId, ...]:
         """The actors that have a part in it, in order of id."""
-        return tuple(self._parts[program_id])
+        return tuple(self._programs[program_id].parts)
 
     def instruction_at(self, actor: ActorId, at: Position) -> str | None:
         """Text of the instruction that an actor was at; None if that says nothing."""
-        part = self._parts.get(at.program_id, {}).get(actor)
+        program = self._programs.get(at.program_id)
+        part = program.parts.get(actor) if program is not None else None
         if part is None or not 0 <= at.instruction < len(part.instructions):
             return None
         text = format_instruction(part.instructions[at.instruction])

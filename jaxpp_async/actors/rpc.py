@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
 from jaxpp_async.actors.connection import Connection
-from jaxpp_async.actors.failure import ActorInfo, abandoned, remote_error
+from jaxpp_async.actors.failure import ActorInfo, remote_error
 from jaxpp_async.actors.launch import ActorHandle
 from jaxpp_async.actors.messages import Failed, Log, Request, StepDone, StepStats
-from jaxpp_async.errors import ActorError, ProtocolError, StepAbortedError
+from jaxpp_async.errors import ProtocolError
 
 
 class Waiter(Protocol):
@@ -25,8 +25,27 @@ class Waiter(Protocol):
         """Somebody will see its error."""
         ...
 
+    @property
+    def future(self) -> asyncio.Future[Any]:
+        """Done when this is."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """It has what it waited for, has failed, or nobody waits any more."""
+        ...
+
+    @property
+    def takes_failures(self) -> bool:
+        """A request that fails on the actor concerns this alone, not the mesh."""
+        ...
+
     def on_reply(self, link: ActorLink, reply: Any) -> None:
         """The one reply of `link`'s actor, never `Failed`."""
+        ...
+
+    def again(self) -> None:
+        """The request is about to be made anew, after a restart: forget what came of it so far."""
         ...
 
     def fail(self, error: Exception) -> None:
@@ -45,6 +64,8 @@ class Call:
         future: the reply. A cancelled future leaves the request running on the actor.
     """
 
+    takes_failures = True
+
     def __init__(self, expected: type, *, awaited: bool = True):
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.future.add_done_callback(_retrieve)
@@ -53,6 +74,13 @@ class Call:
     @property
     def is_awaited(self) -> bool:
         return self._awaited and not self.future.done()
+
+    @property
+    def done(self) -> bool:
+        return self.future.done()
+
+    def again(self) -> None:
+        """Nothing has come of it."""
 
     def on_reply(self, link: ActorLink, reply: Any) -> None:
         if self.future.done():
@@ -81,13 +109,16 @@ class StepHandle:
         sends: the transfers of its host values, one future each.
     """
 
+    takes_failures = False
+
     def __init__(self, step: int, program_id: int, actors: Sequence[int]):
         self.step, self.program_id = step, program_id
+        self._actors = tuple(actors)
         self._waiting = set(actors)
         self._stats: dict[int, StepStats] = {}
         self._future: asyncio.Future[dict[int, StepStats]] = asyncio.get_running_loop().create_future()
         self._future.add_done_callback(_retrieve)
-        self.sends: tuple[asyncio.Future[None], ...] = ()
+        self.sends: list[asyncio.Future[None]] = []
 
     def __await__(self) -> Generator[Any, None, dict[int, StepStats]]:
         return asyncio.shield(self._future).__await__()
@@ -115,6 +146,10 @@ class StepHandle:
         """Whether this actor has not finished the step yet."""
         return actor_id in self._waiting
 
+    def again(self) -> None:
+        self._waiting = set(self._actors)
+        self._stats.clear()
+
     def on_reply(self, link: ActorLink, reply: Any) -> None:
         if not isinstance(reply, StepDone) or reply.step != self.step:
             raise ProtocolError(
@@ -128,6 +163,25 @@ class StepHandle:
     def fail(self, error: Exception) -> None:
         if not self._future.done():
             self._future.set_exception(error)
+
+
+class Replayed:
+    """Takes the replies to a request that was answered before and is made once more, after a restart."""
+
+    is_awaited, done, takes_failures = False, True, False
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.future.set_result(None)
+
+    def on_reply(self, link: ActorLink, reply: Any) -> None:
+        """Whoever asked has his answer."""
+
+    def again(self) -> None:
+        """Nothing to forget."""
+
+    def fail(self, error: Exception) -> None:
+        """Nobody to tell."""
 
 
 class ActorLink:
@@ -144,7 +198,7 @@ class ActorLink:
         self.waiters: dict[int, Waiter] = {}
         self.known_blobs: set[str] = set()
         self.address = b""
-        self._num_transfers = 0
+        self._dropped: set[int] = set()
 
     def request(self, message: Request, waiter: Waiter) -> None:
         """Send now; the reply goes to `waiter`."""
@@ -170,7 +224,10 @@ class ActorLink:
         """
         if type(reply) is Failed:
             waiter = self.waiters.get(reply.request) if reply.request is not None else None
-            if reply.request is None or not isinstance(waiter, Call):
+            if reply.request in self._dropped:
+                self._dropped.discard(reply.request)
+                return None
+            if reply.request is None or waiter is None or not waiter.takes_failures:
                 return reply  # the waiter stays: the mesh's failure will reach it
             del self.waiters[reply.request]
             waiter.fail(remote_error(self.info, reply))
@@ -179,76 +236,18 @@ class ActorLink:
             logging.getLogger(reply.logger).log(reply.level, "[actor %d] %s", self.info.id, reply.message)
             return None
         waiter = self.waiters.pop(reply.request, None)
+        if waiter is None and reply.request in self._dropped:
+            self._dropped.discard(reply.request)
+            return None
         if waiter is None:
             raise ProtocolError(f"{self.info} answered request {reply.request}, which nobody made", actor=self.info.id)
         waiter.on_reply(self, reply)
         return None
 
-    def next_sequence(self) -> int:
-        """A number for one transfer of the host channel between controller and this actor."""
-        self._num_transfers = (self._num_transfers + 1) % (1 << 24)
-        return self._num_transfers
-
-
-class Requests:
-    """Single requests to single actors, for those who need no more of the controller.
-
-    Args:
-        links: the actors, by id.
-        numbers: gives out request numbers.
-        check_usable: raises if the mesh is closed or has failed.
-    """
-
-    def __init__(self, links: Mapping[int, ActorLink], numbers: Iterator[int], check_usable: Callable[[], None]):
-        self._links, self._numbers, self._check_usable = links, numbers, check_usable
-
-    def send(
-        self, actor: int, make: Callable[[int], Request], expected: type, *, awaited: bool = True
-    ) -> asyncio.Future[Any]:
-        """Send now, behind what was sent before and ahead of what comes after.
-
-        Args:
-            make: request number to request.
-            expected: the reply's type.
-            awaited: whether somebody will see a failure of the mesh through this.
-
-        Returns:
-            The reply, to come; `RemoteError` if the request failed on the actor, `ActorError` if the mesh failed.
-
-        Raises:
-            MeshClosedError: the mesh is closed or has failed.
-        """
-        self._check_usable()
-        call = Call(expected, awaited=awaited)
-        self._links[actor].request(make(next(self._numbers)), call)
-        return call.future
-
-    def info(self, actor: int) -> ActorInfo:
-        """Where an actor is."""
-        return self._links[actor].info
-
-
-def fail_waiters(links: Iterable[ActorLink], error: ActorError, step: int | None) -> bool:
-    """End everything that waits, because of `error`.
-
-    Calls and the step under way (number `step`) get the error itself; steps behind it are aborted because of it.
-
-    Returns:
-        Whether somebody will see the error.
-    """
-    links = tuple(links)
-    waiters = {id(waiter): waiter for link in links for waiter in link.waiters.values()}
-    seen = False
-    for waiter in waiters.values():
-        if isinstance(waiter, StepHandle) and waiter.step != step:
-            text = f"step {waiter.step} was aborted: {str(error).splitlines()[0]}"
-            waiter.fail(abandoned(error, text, StepAbortedError, step=waiter.step))
-        else:
-            seen |= waiter.is_awaited
-            waiter.fail(error)
-    for link in links:
-        link.waiters.clear()
-    return seen
+    def drop_waiters(self) -> None:
+        """Replies to what was asked so far are of no interest any more."""
+        self._dropped.update(self.waiters)
+        self.waiters.clear()
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:

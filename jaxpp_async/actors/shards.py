@@ -7,7 +7,7 @@ first hold them. Sender and receiver have meshes of one shape and the same `Aval
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -124,6 +124,19 @@ def fetch_pieces(array: jax.Array, layout: Layout) -> list[np.ndarray]:
     if len(layout.shards) == 1:
         return [np.asarray(array.addressable_data(0))]
     return [np.asarray(array.addressable_data(shard.positions[0])) for shard in layout.shards]
+
+
+def host_copies(array: jax.Array, layout: Layout) -> list[jax.Array]:
+    """Copies of each distinct shard on their way to host memory. The array may be donated at once: a device keeps the
+    order of what it was asked, and the event loop does not wait for it."""
+    host = jax.local_devices(backend="cpu")[0]
+    positions = [shard.positions[0] for shard in layout.shards] if len(layout.shards) > 1 else [0]
+    return [jax.device_put(array.addressable_data(position), host) for position in positions]
+
+
+def hold_pieces(devices: Devices) -> Callable[[jax.Array, Layout], Sequence[Any]]:
+    """Takes hold of an array's distinct shards, so that a later step may be given the array."""
+    return fetch_pieces if devices.is_cpu else host_copies
 
 
 def join_pieces(pieces: Sequence[np.ndarray], layout: Layout) -> np.ndarray:

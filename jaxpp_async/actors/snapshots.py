@@ -19,7 +19,7 @@ import numpy as np
 from jaxpp_async.actors import checkpoint_folder, tensor_files
 from jaxpp_async.actors.host_values import Look
 from jaxpp_async.actors.messages import ArrayId, Done, ReadFile, Sweep, Take, WriteFile, Written
-from jaxpp_async.actors.shards import Layout, Layouts, fetch_pieces, join_pieces, place
+from jaxpp_async.actors.shards import Layout, Layouts, hold_pieces, join_pieces, place
 from jaxpp_async.actors.store import Entry, Store
 from jaxpp_async.errors import CheckpointError
 
@@ -45,7 +45,7 @@ class Snapshots:
         if message.folder in self._saves:
             raise CheckpointError(f"{message.folder}: another save is writing there")
         entries = {array_id: self._store.get(array_id) for array_id in message.array_ids}
-        loop, read = asyncio.get_running_loop(), fetch_pieces if self._layouts.devices.is_cpu else _host_copies
+        loop, read = asyncio.get_running_loop(), hold_pieces(self._layouts.devices)
         looks: dict[ArrayId, Look] = {}
         for array_id, entry in entries.items():
             look = looks[array_id] = Look(self._layouts.of(entry.aval), loop.create_future(), read)
@@ -105,11 +105,17 @@ class Snapshots:
             entry.resolve(array)
         return Done(message.request)
 
-    def stop_all(self) -> None:
-        """Let go of every array and tell the threads to stop; each removes the file it is at."""
+    def stop_all(self) -> list[asyncio.Future[Any]]:
+        """Let go of every array and tell the threads to stop; each removes the file it is at.
+
+        Returns:
+            The files that are still being written; their names may be used again behind these.
+        """
         for save in self._saves.values():
             save.stop()
+        writing = [save.writing for save in self._saves.values() if save.writing is not None]
         self._saves.clear()
+        return writing
 
 
 class _Save:
@@ -153,14 +159,6 @@ class _Save:
         self.stop()
         if self.writing is not None:
             await asyncio.wait([self.writing])
-
-
-def _host_copies(array: jax.Array, layout: Layout) -> list[jax.Array]:
-    """Copies of each distinct shard on their way to host memory. The array may be donated at once: a device keeps the
-    order of what it was asked, and the event loop does not wait for it."""
-    host = jax.local_devices(backend="cpu")[0]
-    positions = [shard.positions[0] for shard in layout.shards] if len(layout.shards) > 1 else [0]
-    return [jax.device_put(array.addressable_data(position), host) for position in positions]
 
 
 def _write(

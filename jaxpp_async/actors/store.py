@@ -82,6 +82,10 @@ class Store:
             raise ArrayError(f"array {array_id} is not on this actor: it was freed, donated, or made elsewhere")
         return self._entries[array_id]
 
+    def entries(self) -> dict[ArrayId, Entry]:
+        """All entries as they are now, also of arrays on their way."""
+        return dict(self._entries)
+
     def remove(self, array_id: ArrayId) -> None:
         """Forget an array. Whoever holds its entry keeps it alive; an unknown id is no error."""
         self._entries.pop(array_id, None)

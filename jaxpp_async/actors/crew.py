@@ -1,0 +1,254 @@
+"""crew: the actors of one mesh as they are now: processes, control connections and the data plane among them. Starts,
+connects, replaces and ends them.
+
+Knows neither programs nor steps, and does not decide what a failure means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jaxpp_async
+from jaxpp_async.actors.bringup import ActorConfig, Bringup, all_of
+from jaxpp_async.actors.ending import bounded, ignore_late_reply, wait_all_dead
+from jaxpp_async.actors.failure import ActorInfo
+from jaxpp_async.actors.gate import Gate
+from jaxpp_async.actors.handshake import SECRET_BYTES
+from jaxpp_async.actors.host_data import HostPlane
+from jaxpp_async.actors.launch import ActorHandle, Launcher, LaunchSpec
+from jaxpp_async.actors.messages import Abort, Connect, Done, Renew, Renewed, Request, Shutdown
+from jaxpp_async.actors.rpc import ActorLink, Call
+from jaxpp_async.errors import TransferError
+from jaxpp_async.program import CONTROLLER, ActorId
+from jaxpp_async.transport.base import Transport
+
+_LOG = logging.getLogger("jaxpp_async")
+
+SHUTDOWN_S, TERMINATE_S, KILL_S = 4.0, 1.5, 1.5
+"""What actors may take to end when asked, when signalled, and to be reaped when killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrewOptions:
+    """How a crew is started.
+
+    Args:
+        num_actors: how many, at least 1.
+        config: how each is set up.
+        launch_timeout_s: how long all of it may take, and the replacement of one.
+        max_frame_bytes: the longest control frame.
+        make_transport: the controller's own end of the data plane; None: the launcher's.
+        copies: whether large host values are copied before they are sent.
+    """
+
+    num_actors: int
+    config: ActorConfig
+    launch_timeout_s: float
+    max_frame_bytes: int
+    make_transport: Callable[[str], Transport] | None = None
+    copies: bool = False
+
+
+class Crew:
+    """The actors of one mesh.
+
+    Args:
+        launcher: starts them; belongs to the crew from here on.
+        number: gives out request numbers.
+        say: told what is going on.
+        on_transfer_error: told of transfers between actors and controller that failed.
+
+    Attributes:
+        links: the actors by id; a replaced one has another link.
+        epoch: of all tags and steps; another one after every abort.
+        gate: where they come in.
+        plane: the controller's end of the data plane, once started.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        options: CrewOptions,
+        *,
+        number: Callable[[], int],
+        say: Callable[[str], None],
+        on_transfer_error: Callable[[TransferError], None],
+    ):
+        self.links: dict[ActorId, ActorLink] = {}
+        self.epoch = 0
+        self._launcher, self._options, self._number, self._say = launcher, options, number, say
+        self._on_transfer_error = on_transfer_error
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        version, longest = jaxpp_async.__version__, options.max_frame_bytes
+        self.gate = Gate(self._secret, version=version, max_frame_bytes=longest)
+        self._bringup = Bringup(launcher, self.gate, timeout_s=options.launch_timeout_s, say=say)
+        self._address: tuple[str, int] | None = None
+        self._plane: HostPlane | None = None
+        self._incarnations: dict[ActorId, int] = {}
+
+    @property
+    def plane(self) -> HostPlane:
+        assert self._plane is not None  # `start` has made it
+        return self._plane
+
+    @property
+    def handles(self) -> dict[ActorId, ActorHandle]:
+        """Every process started last for its actor."""
+        return self._bringup.handles
+
+    @property
+    def infos(self) -> tuple[ActorInfo, ...]:
+        """Where each actor is and how it does, in order of id."""
+        return tuple(link.info for _, link in sorted(self.links.items()))
+
+    def set_state(self, actor: ActorId, state: str) -> None:
+        """Note how an actor does."""
+        link = self.links[actor]
+        link.info = replace(link.info, state=state)
+
+    # ------------------------------------------------------------ starting
+
+    async def start(self) -> None:
+        """Start every actor. They are connected by `connect`.
+
+        Raises:
+            LaunchError: an actor did not come up; has the end of its output. HandshakeError: one runs other versions.
+        """
+        count = self._options.num_actors
+        if self._launcher.listen_host is not None:
+            self._address = await self.gate.listen(self._launcher.listen_host)
+        self._say(f"starting {count} actor{'s' if count != 1 else ''}")
+        await all_of({actor: self.bring_up(actor) for actor in range(count)}, "start")
+        self._plane = HostPlane(
+            self._make_transport(),
+            self.epoch,
+            lambda actor: self.links[actor].info,
+            self._on_transfer_error,
+            copies=self._options.copies,
+        )
+
+    async def bring_up(self, actor: ActorId) -> ActorLink:
+        """Start one actor, or its successor, up to its JAX and transport.
+
+        Raises:
+            LaunchError, HandshakeError: as `start`.
+        """
+        options = self._options
+        incarnation = self._incarnations[actor] = self._incarnations.get(actor, -1) + 1
+        spec = LaunchSpec(
+            actor,
+            options.num_actors,
+            incarnation,
+            self._secret,
+            self._address,
+            options.config.platform,
+            options.config.env,
+            options.max_frame_bytes,
+        )
+        link = await self._bringup.start_actor(spec)
+        self.links[actor] = link
+        await self._bringup.configure(link, options.config.message(self._number(), self._kind, self.epoch))
+        return link
+
+    async def connect(self) -> None:
+        """Connect everyone with everyone, in this epoch.
+
+        Raises:
+            RemoteError, TransferError: a link could not be made.
+        """
+        addresses = {actor: link.address for actor, link in self.links.items()}
+        addresses[CONTROLLER] = self.plane.transport.address
+        for actor in sorted(self.links):
+            await self.plane.transport.connect(actor, addresses[actor])
+        await self.ask_all(self.links, lambda: Connect(self._number(), self.epoch, addresses), Done, "connect")
+
+    # ------------------------------------------------------------ going on after a failure
+
+    def begin_epoch(self) -> None:
+        """What is under way from before is of no interest any more."""
+        self.epoch += 1
+        if self._plane is not None:
+            self._plane.epoch = self.epoch
+
+    def abort(self, actor: ActorId, cause: str) -> asyncio.Future[Done]:
+        """Tell an actor to drop everything and to enter this epoch."""
+        call = Call(Done, awaited=False)
+        self.links[actor].request(Abort(self._number(), self.epoch, cause), call)
+        return call.future
+
+    async def renew(self, actors: Iterable[ActorId]) -> None:
+        """Have these actors and the controller make new ends of the data plane, which none of the dead ever touched.
+
+        Raises:
+            RemoteError: an actor could not.
+        """
+        await self.plane.transport.aclose()
+        self.plane.renew(self._make_transport(), self.epoch)
+        renewed = await self.ask_all(actors, lambda: Renew(self._number()), Renewed, "renew")
+        for actor, reply in renewed.items():
+            self.links[actor].address = reply.address
+
+    async def ask_all(
+        self, actors: Iterable[ActorId], make: Callable[[], Request], expected: type, what: str
+    ) -> dict[ActorId, Any]:
+        """One request to each of some actors; the first failure is raised."""
+        return await all_of({actor: self.links[actor].call(make(), expected) for actor in sorted(actors)}, what)
+
+    async def remove(self, actor: ActorId) -> None:
+        """End an actor's process, if it has not ended, and let go of its connection."""
+        self.let_go(self.links[actor])
+        handle = self.handles[actor]
+        handle.kill()
+        if not await wait_all_dead({actor: handle}, KILL_S):
+            _LOG.warning("%s could not be reaped; it is left behind", self.links[actor].info)
+
+    def let_go(self, link: ActorLink) -> None:
+        """Whatever comes of this link is of no interest any more."""
+        link.connection.on_message = ignore_late_reply
+        link.connection.on_closed = None
+        link.connection.abort()
+
+    def _make_transport(self) -> Transport:
+        return (self._options.make_transport or self._launcher.make_transport)(self._kind)
+
+    @property
+    def _kind(self) -> str:
+        return self._options.config.transport or self._launcher.transports[0]
+
+    # ------------------------------------------------------------ ending
+
+    async def shut_down(self) -> None:
+        """Ask every actor to end, then make it."""
+        for link in self.links.values():
+            link.connection.on_message = ignore_late_reply
+            link.connection.on_closed = None
+            link.connection.send(Shutdown(self._number()))
+        if not await wait_all_dead(self.handles, SHUTDOWN_S):
+            for handle in self.handles.values():
+                handle.terminate()
+            if not await wait_all_dead(self.handles, TERMINATE_S):
+                _LOG.warning("actors did not end when asked to; killing them")
+        await self.kill_all()
+
+    def kill(self) -> None:
+        """End every process, without waiting for it."""
+        for handle in self.handles.values():
+            handle.kill()
+
+    async def kill_all(self) -> None:
+        """The end of the end, also of a launch that failed: nothing that was started is left."""
+        self.kill()
+        if not await wait_all_dead(self.handles, KILL_S):
+            _LOG.warning("an actor's process could not be reaped")
+        for link in self.links.values():
+            self.let_go(link)
+            link.info = replace(link.info, state="closed")
+        await self.gate.aclose()
+        if self._plane is not None:
+            await bounded(self._plane.transport.aclose(), KILL_S, "the data plane did not close in time")
+        await bounded(self._launcher.aclose(), KILL_S, "the launcher did not close in time")

@@ -1,0 +1,245 @@
+"""outbox: every request to an actor leaves through here, and is remembered for as long as it may have to be made again.
+
+What an actor holds follows from the requests it was sent, in their order. So after a restart, with every actor back at
+a copy of its arrays, the same requests bring it to where it was: those that change what it holds, answered or not, and
+whatever has had no answer yet. Decides nothing about failures; knows neither processes nor clocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, cast
+
+from jaxpp_async.actors.failure import ActorInfo, abandoned
+from jaxpp_async.actors.messages import ReadFile, Request, Step, Store, Sweep, Take
+from jaxpp_async.actors.rpc import ActorLink, Call, Replayed, StepHandle, Waiter
+from jaxpp_async.errors import ActorError, StepAbortedError
+from jaxpp_async.program import ActorId
+
+StartTransfers: TypeAlias = Callable[[], None]
+"""Starts the data that goes with a request, in the data plane's epoch of then."""
+
+_CHANGES = (Store, Step, Take, ReadFile)
+"""Requests on which it depends what an actor holds."""
+
+_LOOK_OVER = 256
+"""How many requests are remembered before it is asked which of them are still needed."""
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request, as it would be made again.
+
+    Args:
+        serial: its place in the order of all.
+        message: its request number, and a step's epoch, are others when it is made again.
+        size_bytes: host memory that remembering it takes.
+    """
+
+    serial: int
+    actor: ActorId
+    message: Request
+    waiter: Waiter
+    transfers: StartTransfers | None
+    size_bytes: int = 0
+
+    @property
+    def is_needed(self) -> bool:
+        return not self.waiter.done or (isinstance(self.message, _CHANGES) and not self._failed)
+
+    @property
+    def _failed(self) -> bool:
+        """Its actor refused it: it has changed nothing."""
+        call = self.waiter
+        return isinstance(call, Call) and not call.future.cancelled() and call.future.exception() is not None
+
+
+class Outbox:
+    """Requests to the actors of one mesh.
+
+    Args:
+        links: the actors as they are now, by id.
+        check_usable: raises if the mesh is closed or has failed.
+        remembers: whether requests are remembered at all.
+    """
+
+    def __init__(self, links: Mapping[ActorId, ActorLink], check_usable: Callable[[], None], *, remembers: bool):
+        self._links, self._check_usable, self._remembers = links, check_usable, remembers
+        self._numbers, self._serials = itertools.count(), itertools.count()
+        self._sent: list[_Sent] = []
+        self._look_over_at = _LOOK_OVER
+        self._holds_back = False
+
+    # ------------------------------------------------------------ asking
+
+    def number(self) -> int:
+        """A request number that none has had."""
+        return next(self._numbers)
+
+    def post(
+        self,
+        actor: ActorId,
+        message: Request,
+        waiter: Waiter,
+        transfers: StartTransfers | None = None,
+        size_bytes: int = 0,
+    ) -> None:
+        """Send now, behind what was posted before; during a restart, as soon as it is over.
+
+        Args:
+            transfers: called behind the request, each time that it is made.
+            size_bytes: of host arrays that `transfers` holds.
+        """
+        sent = _Sent(next(self._serials), actor, message, waiter, transfers, size_bytes)
+        if self._remembers:
+            self._remember(sent)
+        if not self._holds_back:
+            self._send(sent)
+
+    def send(
+        self, actor: ActorId, make: Callable[[int], Request], expected: type, *, awaited: bool = True
+    ) -> asyncio.Future[Any]:
+        """Make one request, for those who need no more of the controller.
+
+        Args:
+            make: request number to request.
+            expected: the reply's type.
+            awaited: whether somebody will see a failure of the mesh through this.
+
+        Returns:
+            The reply, to come; `RemoteError` if the request failed on the actor, `ActorError` if the mesh failed.
+
+        Raises:
+            MeshClosedError: the mesh is closed or has failed.
+        """
+        self._check_usable()
+        call = Call(expected, awaited=awaited)
+        self.post(actor, make(self.number()), call)
+        return call.future
+
+    def info(self, actor: ActorId) -> ActorInfo:
+        """Where an actor is."""
+        return self._links[actor].info
+
+    async def drain(self, actor: ActorId) -> None:
+        """Wait until little is left unsent to an actor, or it has gone."""
+        await self._links[actor].connection.drain()
+
+    def _send(self, sent: _Sent) -> None:
+        self._links[sent.actor].request(sent.message, sent.waiter)
+        if sent.transfers is not None:
+            sent.transfers()
+
+    # ------------------------------------------------------------ remembering
+
+    @property
+    def mark(self) -> int:
+        """This point between two requests."""
+        return next(self._serials)
+
+    @property
+    def size_bytes(self) -> int:
+        """Host memory that remembered requests hold."""
+        return sum(sent.size_bytes for sent in self._sent)
+
+    def unanswered(self, mark: int) -> tuple[Waiter, ...]:
+        """Who still waits for requests before a mark."""
+        return tuple(sent.waiter for sent in self._sent if sent.serial < mark and not sent.waiter.done)
+
+    @property
+    def has_snapshot(self) -> bool:
+        """Arrays were taken for a save that is not over: a copy of what actors hold would lack them."""
+        return any(isinstance(sent.message, Take) for sent in self._needed())
+
+    def forget_before(self, mark: int) -> None:
+        """A copy of what the actors held at `mark` is safe: nothing before is needed again."""
+        self._sent = [sent for sent in self._needed() if sent.serial > mark]
+
+    def _remember(self, sent: _Sent) -> None:
+        self._sent.append(sent)
+        if len(self._sent) > self._look_over_at:  # what was fetched hangs on its request
+            self._sent = self._needed()
+            self._look_over_at = 2 * len(self._sent) + _LOOK_OVER
+
+    def _needed(self) -> list[_Sent]:
+        swept: set[tuple[ActorId, str]] = set()
+        needed: list[_Sent] = []
+        for sent in reversed(self._sent):
+            message = sent.message
+            if isinstance(message, Sweep) and sent.waiter.done:
+                swept.add((sent.actor, message.folder))
+            is_swept = isinstance(message, Take) and (sent.actor, message.folder) in swept
+            if sent.is_needed and not is_swept:
+                needed.append(sent)
+        return needed[::-1]
+
+    # ------------------------------------------------------------ restarts
+
+    def hold_back(self) -> None:
+        """From here on requests are remembered and not sent, until `replay`."""
+        self._holds_back = True
+        for link in self._links.values():
+            link.drop_waiters()
+
+    def replay(self, epoch: int) -> int:
+        """Make again what is needed, in the order of old, then go on as ever.
+
+        Args:
+            epoch: of the steps from here on.
+
+        Returns:
+            How many steps were run before and run again.
+        """
+        self._sent = self._needed()
+        for waiter in {id(sent.waiter): sent.waiter for sent in self._sent if not sent.waiter.done}.values():
+            waiter.again()
+        self._holds_back = False
+        again = set()
+        for sent in self._sent:
+            sent.serial = next(self._serials)  # behind every mark so far
+            changed: dict[str, Any] = {"request": self.number()}
+            if isinstance(sent.message, Step):
+                changed["epoch"] = epoch
+            sent.message = replace(cast(Any, sent.message), **changed)
+            if sent.waiter.done:
+                if isinstance(sent.message, Step):
+                    again.add(sent.message.step)
+                sent.waiter = Replayed()
+            self._send(sent)
+        return len(again)
+
+    # ------------------------------------------------------------ the end
+
+    def fail_all(self, error: ActorError, step: int | None) -> bool:
+        """End everything that waits, because of `error`.
+
+        Calls and the step under way (number `step`) get the error itself; steps behind it are aborted because of it.
+
+        Returns:
+            Whether somebody will see the error.
+        """
+        seen = False
+        for waiter in self._take_waiters():
+            if isinstance(waiter, StepHandle) and waiter.step != step:
+                text = f"step {waiter.step} was aborted: {str(error).splitlines()[0]}"
+                waiter.fail(abandoned(error, text, StepAbortedError, step=waiter.step))
+            else:
+                seen |= waiter.is_awaited
+                waiter.fail(error)
+        return seen
+
+    def close(self, error: ActorError) -> None:
+        """End everything that waits with the same error."""
+        for waiter in self._take_waiters():
+            waiter.fail(error)
+
+    def _take_waiters(self) -> list[Waiter]:
+        waiters = [waiter for link in self._links.values() for waiter in link.waiters.values()]
+        waiters += [sent.waiter for sent in self._sent if not sent.waiter.done]
+        for link in self._links.values():
+            link.waiters.clear()
+        self._sent.clear()
+        return list({id(waiter): waiter for waiter in waiters}.values())

@@ -1,0 +1,220 @@
+"""recovery: after a failure that is not the program's own: the lost actors are replaced, all go back to the last whole
+copy of their arrays, and what was asked since is asked again.
+
+The others keep their processes, their JAX and what they have compiled. Whoever awaits a step waits a little longer: its
+arrays come out as they would have, since the same programs run on the same values in the same order. Decides neither
+what a failure is (`supervision`) nor what is remembered (`outbox`, `backups`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jaxpp_async.actors.backups import Backups
+from jaxpp_async.actors.bringup import all_of
+from jaxpp_async.actors.crew import Crew
+from jaxpp_async.actors.failure import abandoned
+from jaxpp_async.actors.messages import Loaded
+from jaxpp_async.actors.outbox import Outbox
+from jaxpp_async.actors.owned_tasks import OwnedTasks
+from jaxpp_async.actors.programs import Programs
+from jaxpp_async.actors.rpc import ActorLink
+from jaxpp_async.actors.supervision import GRACE_S
+from jaxpp_async.errors import (
+    ActorDiedError,
+    ActorError,
+    ActorUnresponsiveError,
+    HandshakeError,
+    LaunchError,
+    MeshClosedError,
+    ProtocolError,
+    RemoteError,
+    RestartBudgetExceeded,
+    TransferError,
+)
+from jaxpp_async.program import ActorId
+
+_LOG = logging.getLogger("jaxpp_async")
+
+WINDOW_S = 600.0
+"""In how long a time the restarts are counted."""
+
+ABORT_S = 10.0
+"""What a living actor may take to drop what it does and to make a new end of the data plane."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """How many restarts are left.
+
+    Args:
+        limit: how many there may be within `window_s` seconds.
+    """
+
+    limit: int
+    window_s: float = WINDOW_S
+    _times: deque[float] = field(default_factory=deque)
+
+    def take(self, now: float) -> bool:
+        """Use one, at the time `now` in seconds; False if there is none left."""
+        while self._times and now - self._times[0] > self.window_s:
+            self._times.popleft()
+        if len(self._times) >= self.limit:
+            return False
+        self._times.append(now)
+        return True
+
+
+class Recovery:
+    """The restarts of one mesh.
+
+    Args:
+        max_restarts: how many there may be in ten minutes.
+        watch: supervises an actor's successor.
+        end: ends the mesh.
+        on_restarted: told when all is as it was: which actors were replaced, and how many steps are run again.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        outbox: Outbox,
+        programs: Programs,
+        backups: Backups,
+        *,
+        max_restarts: int,
+        watch: Callable[[ActorLink], None],
+        end: Callable[[ActorError], None],
+        on_restarted: Callable[[list[ActorId], int], None],
+    ):
+        self._crew, self._outbox, self._programs, self._backups = crew, outbox, programs, backups
+        self._budget, self._watch, self._end, self._on_restarted = Budget(max_restarts), watch, end, on_restarted
+        self._tasks = OwnedTasks()
+        self._task: asyncio.Task[None] | None = None
+        self._lost: set[ActorId] = set()
+        self._replaced: set[ActorId] = set()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Actors are being replaced; requests wait."""
+        return self._task is not None
+
+    def can_mend(self, error: ActorError) -> bool:
+        """Whether the same requests may well succeed with fresh actors: it is not the user's code that failed."""
+        if isinstance(error, HandshakeError | RestartBudgetExceeded | MeshClosedError):
+            return False
+        if isinstance(error, RemoteError):
+            return error.exception_type.rpartition(".")[2] in ("TransferError", "StepAbortedError")
+        return isinstance(error, ActorDiedError | ActorUnresponsiveError | TransferError | ProtocolError | LaunchError)
+
+    def begin(self, error: ActorError) -> None:
+        """Start because of `error`; in the middle of a recovery: start over, unless this is what it is about."""
+        is_known = error.actor in self._lost - self._replaced or isinstance(error, TransferError | RemoteError)
+        if not (self.is_under_way and is_known):
+            self._begin(error)
+
+    def _begin(self, error: ActorError) -> None:
+        if not self._budget.take(time.monotonic()):
+            text = f"more than {self._budget.limit} restarts within {WINDOW_S / 60:g} minutes (max_restarts): the last"
+            where = {"actor": error.actor, "host": error.host, "pid": error.pid, "step": error.step}
+            first_line = str(error).partition("\n")[0]
+            self._end(abandoned(error, f"{text} failure was: {first_line}", RestartBudgetExceeded, **where))
+            return
+        if error.actor is not None and not isinstance(error, TransferError | RemoteError):
+            self._lost.add(error.actor)
+        _LOG.warning("restarting because of a failure: %s", error)
+        self._outbox.hold_back()
+        for actor in self._crew.links:
+            self._crew.set_state(actor, "restarting" if actor in self._lost else "waiting")
+        before, self._task = self._task, None
+        if before is not None:
+            before.cancel()
+        self._task = self._tasks.start("restart", self._run(before, error))
+
+    async def aclose(self) -> None:
+        """End a recovery under way."""
+        self._task = None
+        await self._tasks.aclose()
+
+    # ------------------------------------------------------------ one attempt
+
+    async def _run(self, before: asyncio.Task[None] | None, cause: ActorError) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        await self._backups.stop()
+        me = asyncio.current_task()
+        try:
+            await self._attempt(cause)
+        except ActorError as error:
+            if isinstance(error, TransferError | RemoteError):
+                await asyncio.sleep(GRACE_S)  # a death that explains it starts over, and ends this
+            if self._task is me:
+                self._begin(error) if self.can_mend(error) and not _is_final(error) else self._end(error)
+        except Exception as error:  # a defect, or a launcher's own error: the mesh must not hang between two lives
+            _LOG.exception("a restart failed")
+            self._end(abandoned(cause, f"the restart failed: {error!r}; its cause: {cause}", ActorDiedError))
+
+    async def _attempt(self, cause: ActorError) -> None:
+        start_s = time.monotonic()
+        crew, lost = self._crew, sorted(self._lost)
+        self._replaced.clear()
+        await all_of({actor: crew.remove(actor) for actor in lost}, "remove")
+        crew.begin_epoch()
+        living = [actor for actor in crew.links if actor not in self._lost]
+        await self._prepare(living, lost, str(cause).partition("\n")[0])
+        await crew.connect()
+        await all_of({actor: self._load(actor) for actor in lost}, "load")
+        await self._backups.roll_back(lost)
+        self._lost.clear()
+        self._task = None
+        for actor in crew.links:
+            crew.set_state(actor, "ready")
+        self._backups.take()  # of what the lost ones held for others there is none
+        steps = self._outbox.replay(crew.epoch)
+        _LOG.warning(
+            "replaced actors %s in %.1f s; %d step%s run again",
+            lost,
+            time.monotonic() - start_s,
+            steps,
+            "s" * (steps != 1),
+        )
+        self._on_restarted(lost, steps)
+
+    async def _prepare(self, living: list[ActorId], lost: list[ActorId], cause: str) -> None:
+        """New processes for the lost, new ends of the data plane for the living."""
+        replacing = {actor: self._replace(actor) for actor in lost}
+        await all_of({**replacing, -2: self._settle(living, cause)}, "prepare")
+
+    async def _settle(self, living: list[ActorId], cause: str) -> None:
+        await all_of({actor: self._abort(actor, cause) for actor in living}, "abort")
+        await self._crew.renew(living)
+
+    async def _abort(self, actor: ActorId, cause: str) -> None:
+        try:
+            async with asyncio.timeout(ABORT_S):
+                await self._crew.abort(actor, cause)
+        except (TimeoutError, RemoteError) as error:
+            info = self._crew.links[actor].info
+            what = f"{info} did not drop its work within {ABORT_S:g} s of a failure elsewhere: {error or 'no answer'}"
+            raise ActorUnresponsiveError(what, actor=actor, host=info.host, pid=info.pid) from error
+
+    async def _replace(self, actor: ActorId) -> None:
+        self._watch(await self._crew.bring_up(actor))
+        self._replaced.add(actor)
+
+    async def _load(self, actor: ActorId) -> None:
+        """All programs that its predecessor had, or was loading."""
+        link = self._crew.links[actor]
+        for program_id in self._programs.of(actor):
+            message = self._programs.load_message(self._outbox.number(), program_id, actor, link.known_blobs)
+            await link.call(message, Loaded)
+
+
+def _is_final(error: ActorError) -> bool:
+    """Another attempt would end the same: the copies are gone."""
+    return isinstance(error, ActorDiedError)
