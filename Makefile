@@ -13,16 +13,18 @@ STAMP  := $(VENV)/.installed
 INTERPRETER := import sys; print(sys.base_prefix, sys.version.split()[0])
 INSTALLED_FROM = "$$("$(PYTHON)" -c '$(INTERPRETER)') $(CURDIR) $$(cksum < pyproject.toml)"
 
-.PHONY: help setup demo test check fmt golden fuzz bench-compile test-ssh
+.PHONY: help setup demo test check fmt golden fuzz bench-compile test-ssh test-net
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    train a small GPT through a pipeline of two processes (ARGS=--help lists its options)"
 	@echo "make test    run the tests, two files at a time (ARGS goes to pytest; JOBS=0 runs them in one process)"
 	@echo "make test-ssh  tests of actors over ssh, with an sshd of their own on a loopback port (Debian: installs openssh-server)"
+	@echo "make test-net  tests with network namespaces as hosts: links that are cut, slow, or firewalled (as root, on Linux)"
 	@echo "make check   lint, format, types, import rules"
 	@echo "make fmt     format the code"
 	@echo "make fuzz    draw random training steps and compare them with plain JAX (ARGS=\"--examples 20000\")"
+	@echo "make fuzz-protocol  attack the control protocol with mutated frames (ARGS=\"--frames 1000000\")"
 	@echo "make bench-compile  time the compiler, pass by pass (ARGS=--help lists its options)"
 	@echo "make golden  rewrite the golden texts of tests/golden; read the diff"
 	@echo "make setup   make .venv and install into it; the others do this when needed"
@@ -55,17 +57,32 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
+# Installs Debian packages whose commands are missing, where that is possible: $(call installed,command:package ...)
+SBIN := PATH="$$PATH:/usr/sbin:/sbin"
+installed = missing=; for pair in $(1); do \
+	    $(SBIN) command -v "$${pair%%:*}" >/dev/null || missing="$$missing $${pair\#\#*:}"; done; \
+	  if [ -n "$$missing" ]; then \
+	    if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+	      echo "$@: missing here, on Debian and Ubuntu: sudo apt-get install$$missing" >&2; exit 1; fi; \
+	    echo "$@: installing$$missing"; export RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive; \
+	    install="apt-get install -y -qq --no-install-recommends $$missing"; \
+	    $$install >/dev/null 2>&1 || { apt-get update -qq && $$install >/dev/null; } || { \
+	      echo "$@: could not be installed:$$missing" >&2; exit 1; }; fi
+
 # Needs no rights but to install sshd where it is missing; the tests start theirs themselves, with throwaway keys.
 test-ssh: setup
-	@PATH="$$PATH:/usr/sbin" command -v sshd >/dev/null || { \
-	  if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
-	    echo "test-ssh: there is no sshd; install it, on Debian and Ubuntu: sudo apt-get install openssh-server" >&2; \
-	    exit 1; fi; \
-	  echo "test-ssh: installing openssh-server"; export RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive; \
-	  install="apt-get install -y -qq --no-install-recommends openssh-server"; \
-	  $$install >/dev/null 2>&1 || { apt-get update -qq && $$install >/dev/null; } || { \
-	    echo "test-ssh: openssh-server could not be installed" >&2; exit 1; }; }
+	@$(call installed,sshd:openssh-server ssh:openssh-client)
 	JAXPP_TEST_SSH=1 $(BIN)/python -m pytest tests/test_launch_ssh.py $(ARGS)
+
+# Hosts are network namespaces. The tests run in a namespace of their own, so this machine's network is never touched,
+# with a /sys that shows it (UCX looks for devices there). Where that cannot be, each test is skipped and says why.
+NET_ROOM := unshare --net --mount sh -c 'mount -t sysfs sysfs /sys && ip link set lo up && exec "$$@"' sh
+test-net: setup
+	@if [ "$$(id -u)" = 0 ]; then \
+	  $(call installed,sshd:openssh-server ssh:openssh-client ip:iproute2 tc:iproute2 nft:nftables unshare:util-linux); fi
+	@export $(SBIN); if $(NET_ROOM) true 2>/dev/null; \
+	then JAXPP_TEST_NET=inside $(NET_ROOM) $(BIN)/python -m pytest -rs tests/test_net.py $(ARGS); \
+	else JAXPP_TEST_NET=outside $(BIN)/python -m pytest -rs tests/test_net.py $(ARGS); fi
 
 check: setup
 	$(BIN)/ruff check
@@ -82,6 +99,10 @@ golden: setup
 
 fuzz: setup
 	@$(BIN)/python tests/fuzz $(ARGS)
+
+.PHONY: fuzz-protocol
+fuzz-protocol: setup
+	@$(BIN)/python tests/protocol_fuzz $(ARGS)
 
 bench-compile: setup
 	@$(BIN)/python benchmarks/compile.py $(ARGS)

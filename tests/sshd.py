@@ -1,4 +1,4 @@
-"""An sshd of the tests' own: on a loopback port, with throwaway keys, in a temporary folder."""
+"""An sshd of the tests' own, with throwaway keys in a temporary folder: on a loopback port, or within a namespace."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 SSHD = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
@@ -28,12 +28,25 @@ def free_port() -> int:
 class Sshd:
     """A running sshd and what a client needs to be let in.
 
+    Args:
+        lines: of its configuration. address, port: where it listens; default: any port of loopback.
+        reached_by: its names for clients; the first is where this process waits for it to answer.
+        within: words before its command.
+
     Attributes:
-        port: on 127.0.0.1. options: for `ssh_options=`. folder: with `known_hosts`, `authorized_keys` and `config`.
+        options: for `ssh_options=`. folder: with `known_hosts`, `authorized_keys` and `config`.
     """
 
-    def __init__(self, folder: Path, *lines: str):
-        self.folder, self.port = folder, free_port()
+    def __init__(
+        self,
+        folder: Path,
+        *lines: str,
+        address: str = "127.0.0.1",
+        port: int | None = None,
+        reached_by: Sequence[str] = ("127.0.0.1", "localhost"),
+        within: Sequence[str] = (),
+    ):
+        self.folder, self.port, self._reached_by = folder, port or free_port(), reached_by
         for name in ("host_key", "user_key", "other_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
         (folder / "authorized_keys").write_text((folder / "user_key.pub").read_text())
@@ -47,7 +60,7 @@ class Sshd:
                 [
                     *lines,  # the first value of an option wins
                     f"Port {self.port}",
-                    "ListenAddress 127.0.0.1",
+                    f"ListenAddress {address}",
                     f"HostKey {folder}/host_key",
                     f"AuthorizedKeysFile {folder}/authorized_keys",
                     f"PidFile {folder}/pid",
@@ -63,7 +76,8 @@ class Sshd:
         if os.geteuid() == 0:
             os.makedirs("/run/sshd", mode=0o755, exist_ok=True)
         self._log = open(folder / "sshd.log", "wb")  # noqa: SIM115 (closed by `stop`)
-        self.process = subprocess.Popen([str(SSHD), "-D", "-e", "-f", folder / "sshd_config"], stderr=self._log)
+        command = [*within, str(SSHD), "-D", "-e", "-f", folder / "sshd_config"]
+        self.process = subprocess.Popen(command, stderr=self._log)
         self._wait_up()
 
     @property
@@ -73,8 +87,8 @@ class Sshd:
     def know(self, key: str) -> None:
         """Write `known_hosts` so that the server is expected to have this key."""
         public = " ".join((self.folder / f"{key}.pub").read_text().split()[:2])
-        names = ("127.0.0.1", "localhost")
-        (self.folder / "known_hosts").write_text("".join(f"[{n}]:{self.port} {public}\n" for n in names))
+        names = [name if self.port == 22 else f"[{name}]:{self.port}" for name in self._reached_by]
+        (self.folder / "known_hosts").write_text("".join(f"{name} {public}\n" for name in names))
 
     def stop(self) -> None:
         self.process.terminate()
@@ -85,7 +99,7 @@ class Sshd:
         for _ in range(100):
             if self.process.poll() is not None:
                 raise RuntimeError(f"sshd ended: {(self.folder / 'sshd.log').read_text()}")
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 0.2) as probe:
+            with contextlib.suppress(OSError), socket.create_connection((self._reached_by[0], self.port), 0.2) as probe:
                 if probe.recv(4) == b"SSH-":
                     return
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,0 +1,308 @@
+"""Actors on hosts of their own (network namespaces): links that are cut or slow, firewalls, addresses. `make test-net`.
+
+After each: no process is left on the hosts, nothing here, and the driver's next mesh works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import namespaces
+import numpy as np
+import psutil
+import pytest
+from fake_actor import NullTransport
+from namespaces import Network
+from resources import nothing_left
+from test_launch import HERE
+
+import jaxpp_async as jpp
+from jaxpp_async.actors.controller import Controller
+from jaxpp_async.actors.launch.hostfile import parse_hosts
+from jaxpp_async.actors.launch.hosts import Settings
+from jaxpp_async.actors.launch.ssh import ssh_launcher
+from jaxpp_async.errors import ActorUnresponsiveError, LaunchError, MeshClosedError, MeshError, TransferError
+from jaxpp_async.testing import assert_close
+
+REASON = namespaces.skip_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+CACHE: str = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+PORTS = (47000, 47100)
+WIDTH = 128
+
+
+def loss(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(jpp.pipeline_yield(jnp.tanh(x @ params[0])) @ params[1])
+
+
+def train_step(params: Any, batch: Any) -> Any:
+    def grads(mb: Any) -> Any:
+        value, grad = jax.value_and_grad(loss)(params, mb)
+        return grad, value
+
+    grad, losses = jpp.accumulate_grads(grads, jpp.Std1F1B(2))(batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grad), losses
+
+
+def arguments(rows: int = 512, microbatches: int = 4) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    params = [rng.normal(size=(WIDTH, n)).astype(np.float32) / 16 for n in (WIDTH, 4)]
+    return params, rng.normal(size=(microbatches, rows, WIDTH)).astype(np.float32)
+
+
+# ---------------------------------------------------------------- hosts and meshes
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    with namespaces.network(tmp_path_factory.mktemp("net"), 3) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+async def hosts_are_left_clean(net: Network, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> AsyncIterator[None]:
+    """Whole links for each test; afterwards nothing is on the hosts that was not there before."""
+    net.heal()
+    monkeypatch.setenv("UCX_TLS", "tcp")  # all hosts share this machine's memory, which UCX would find out
+    monkeypatch.setenv("UCX_NET_DEVICES", namespaces.INTERFACE["data"])
+    before = {host.name: host.pids() for host in net.hosts}
+    yield
+    net.heal()
+    deadline = time.monotonic() + 5
+    for host in net.hosts:
+        while left := host.pids() - before[host.name]:
+            assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in left]
+            await asyncio.sleep(0.05)
+
+
+def new_mesh(net: Network, **options: Any) -> jpp.RemoteMesh:
+    """Two actors, on hosts 0 and 1."""
+    return jpp.RemoteMesh(
+        2,
+        hosts=[host.address["control"] for host in net.hosts[:2]],
+        ssh_options=net.ssh_options,
+        interface=namespaces.INTERFACE["data"],
+        ports=PORTS,
+        compilation_cache=CACHE,
+        **{"env": {"UCX_TLS": "tcp"}, **options},
+    )
+
+
+@pytest.fixture(scope="module")
+async def shared(net: Network) -> AsyncIterator[tuple[jpp.RemoteMesh, Any, Any]]:
+    """A mesh for the tests that leave it whole, its step, and what plain JAX computes."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("UCX_TLS", "tcp")
+        monkeypatch.setenv("UCX_NET_DEVICES", namespaces.INTERFACE["data"])
+        mesh = await new_mesh(net).__aenter__()
+    try:
+        yield mesh, mesh.distributed(train_step), jax.jit(train_step)(*arguments())
+    finally:
+        await mesh.aclose()
+
+
+async def run_fakes(
+    net: Network, hosts: list[str] | None = None, control_address: str | None = None, **options: Any
+) -> Controller:
+    """Actors that need no JAX and no data plane."""
+    launcher = ssh_launcher(
+        parse_hosts(hosts or [host.address["control"] for host in net.hosts[:2]]),
+        ssh_options=net.ssh_options,
+        actor="fake_actor:FakeActor",
+        settings=Settings(env={"PYTHONPATH": str(HERE)}),
+        control_address=control_address,
+    )
+    await launcher.prepare()
+    make_transport: Any = lambda kind: NullTransport()  # noqa: E731
+    return await Controller.start(len(launcher.hosts), launcher, make_transport=make_transport, **options)
+
+
+async def hanging_step(controller: Controller) -> Any:
+    program = controller.new_program_id()
+    hang: Any = dict.fromkeys(range(len(controller.actors)), "hang")  # the fake's whole program
+    await controller.load(program, hang, {}, {})
+    return controller.start_step(program, {}, {})
+
+
+# ---------------------------------------------------------------- addresses
+
+
+async def test_two_hosts_train_as_plain_jax_does(shared):
+    mesh, step, expected = shared
+    assert [actor.host for actor in mesh.actors]
+    assert_close(await mesh.fetch(await mesh.run(step, *arguments())), expected)
+
+
+async def test_everything_listens_where_the_documentation_says(net, shared):
+    """Docs/launching.md: control on the address that reaches the hosts, data on `interface=` and `ports=`."""
+    mesh, step, _ = shared
+    await mesh.run(step, *arguments())
+    for host, actor in zip(net.hosts, mesh.actors, strict=False):
+        (listening,) = host.listening()[actor.pid]
+        address, _, port = listening.rpartition(":")
+        assert address == host.address["data"] and PORTS[0] <= int(port) <= PORTS[1]
+    here = {address.rpartition(":")[0] for address in namespaces.listening()[os.getpid()]}
+    assert here == {net.address("control"), net.address("data")}  # its gate, and its own end of the data plane
+    established = "\n".join(host.run("ss", "-Htn", "state", "established") for host in net.hosts)
+    from_to = {(local.rpartition(":")[0], remote.rpartition(":")[0]) for local, remote in _sockets(established)}
+    for a, b in from_to:
+        assert a.rpartition(".")[0] == b.rpartition(".")[0], f"{a} talks to {b}"
+
+
+def _sockets(listing: str) -> list[tuple[str, str]]:
+    return [(words[2], words[3]) for line in listing.splitlines() if len(words := line.split()) >= 4]
+
+
+async def test_hosts_that_reach_us_by_different_addresses(net, caplog):
+    hosts = [net.hosts[0].address["control"], net.hosts[1].address["data"]]
+    async with nothing_left(caplog):
+        with pytest.raises(MeshError, match=r"10.213.0.1 for 10.213.0.10, 10.214.0.1 for .*control_address="):
+            await run_fakes(net, hosts)
+        controller = await run_fakes(net, hosts, control_address="0.0.0.0")
+        for host, link in ((net.hosts[0], "control"), (net.hosts[1], "data")):
+            assert f"{net.address(link)}:{_gate_port()}" in host.run("ss", "-Htn", "state", "established")
+        await controller.aclose()
+
+
+def _gate_port() -> str:
+    (port,) = {a.rpartition(":")[2] for a in namespaces.listening()[os.getpid()] if a.startswith("0.0.0.0:")}
+    return port
+
+
+# ---------------------------------------------------------------- launches that fail
+
+
+async def test_a_host_that_is_down(net, caplog):
+    """And the hosts that had started are stopped (the fixture looks)."""
+    down = net.hosts[1]
+    net.cut(down, "control")
+    began = time.monotonic()
+    async with nothing_left(caplog):
+        with pytest.raises(LaunchError, match=f"host {down.address['control']}: cannot be reached .*leave it out"):
+            await run_fakes(net, [host.address["control"] for host in net.hosts])
+    assert time.monotonic() - began < 15
+
+
+FIREWALLS = {
+    "rejects": "ip daddr 10.213.0.1 tcp sport != 22 reject with icmp type admin-prohibited",
+    "drops": "ip daddr 10.213.0.1 tcp sport != 22 drop",
+}
+
+
+@pytest.mark.parametrize("how", list(FIREWALLS))
+async def test_a_firewall_on_the_way_back(net, caplog, how):
+    """Ssh comes through, and the actor's own connection does not."""
+    behind = net.hosts[1]
+    async with nothing_left(caplog):
+        with behind.firewall(FIREWALLS[how]):
+            began = time.monotonic()
+            with pytest.raises(LaunchError, match=r"actor 1 .*10\.213\.0\.1.*firewall.*control_address="):
+                await run_fakes(net, launch_timeout_s=4.0)
+            assert time.monotonic() - began < 10
+
+
+async def test_no_route_back(net, caplog):
+    """The host's data network is not the controller's, and nobody routes between them."""
+    there = net.hosts[1]
+    net.cut(there, "control")
+    hosts = [net.hosts[0].address["control"], there.address["data"]]
+    there.run("ip", "route", "add", "prohibit", net.address("control"))
+    try:
+        async with nothing_left(caplog):
+            with pytest.raises(LaunchError, match=r"actor 1 .*10\.213\.0\.1.*control_address="):
+                await run_fakes(net, hosts, launch_timeout_s=10.0, control_address=net.address("control"))
+    finally:
+        there.run("ip", "route", "del", "prohibit", net.address("control"))
+
+
+# ---------------------------------------------------------------- slow links (case 11), short cuts
+
+
+async def test_a_slow_reader_gets_everything_and_memory_stays_bounded(net, shared):
+    """Case 11. What is sent ahead waits in the sender's own buffers: no more than planned, nothing beside it."""
+    mesh, step, _ = shared
+    (params, batch), sent_bytes = arguments(rows=4096, microbatches=16), 32 << 20
+    expected = jax.jit(train_step)(params, batch)
+    plan = (await step.compile(params, batch)).report().actors
+    assert plan[0].sent_bytes >= sent_bytes > 2 * plan[0].peak_bytes
+    batch = await mesh.put(batch, like=(step, 1))
+    await mesh.run(step, params, batch)
+    before = [psutil.Process(actor.pid).memory_info().rss for actor in mesh.actors]
+    net.slow(net.hosts[1], "data", 100)
+    began = time.monotonic()
+    assert_close(await mesh.fetch(await mesh.run(step, params, batch)), expected)
+    assert time.monotonic() - began > 0.8 * sent_bytes * 8 / 100e6  # it was slow
+    assert [stats.peak_bytes for stats in mesh.last_step_stats()] == [actor.peak_bytes for actor in plan]
+    grown = [psutil.Process(a.pid).memory_info().rss - b for a, b in zip(mesh.actors, before, strict=True)]
+    assert max(grown) < sent_bytes / 4
+
+
+@pytest.mark.parametrize("link", ["data", "control"])
+async def test_a_link_that_is_gone_for_two_seconds(net, shared, link):
+    """The step only takes longer."""
+    mesh, step, expected = shared
+    await mesh.run(step, *arguments())
+    net.cut(net.hosts[1], link)
+    running = asyncio.create_task(mesh.run(step, *arguments()))
+    done, _ = await asyncio.wait([running], timeout=2.0)
+    assert not done
+    net.restore(net.hosts[1], link)
+    async with asyncio.timeout(6):
+        assert_close(await mesh.fetch(await running), expected)
+
+
+# ---------------------------------------------------------------- links that stay cut (cases 9, 10)
+
+
+async def test_a_data_link_is_cut_in_the_middle_of_steps(net, caplog):
+    """Case 9. The two actors lose each other; both still talk to the controller, and the driver's next mesh works."""
+    async with nothing_left(caplog), new_mesh(net) as mesh:
+        step = mesh.distributed(train_step)
+        await mesh.run(step, *arguments())
+        net.cut_between(*net.hosts[:2], "data")
+        began = time.monotonic()
+        with pytest.raises(TransferError, match=r"(?s)actor [01] .*actor [01] .*\bb\d+\b") as raised:
+            async with asyncio.timeout(20):
+                while True:
+                    await mesh.run(step, *arguments())
+        assert time.monotonic() - began < 15
+        assert re.search("actor 0", str(raised.value)) and re.search("actor 1", str(raised.value))
+        with pytest.raises(MeshClosedError):
+            await mesh.run(step, *arguments())
+        closing = time.monotonic()
+    assert time.monotonic() - closing < 10
+    net.heal()
+    async with new_mesh(net) as mesh:
+        step = mesh.distributed(train_step)
+        assert_close(await mesh.fetch(await mesh.run(step, *arguments())), jax.jit(train_step)(*arguments()))
+
+
+async def test_a_control_link_is_cut(net, caplog):
+    """Case 10. Nobody can tell the actor anything any more: it ends by itself."""
+    async with nothing_left(caplog):
+        controller = await run_fakes(net)
+        pid, host = controller.actors[1].pid, net.hosts[1]
+        step = await hanging_step(controller)
+        net.cut(host, "control")
+        began = time.monotonic()
+        with pytest.raises(ActorUnresponsiveError, match=r"actor 1 .*heartbeat.*during step 0"):
+            async with asyncio.timeout(20):
+                await step
+        assert time.monotonic() - began < 12
+        await controller.aclose()
+        assert time.monotonic() - began < 25
+        while host.pids():
+            assert time.monotonic() - began < 20, [psutil.Process(pid).cmdline() for pid in host.pids()]
+            await asyncio.sleep(0.1)
+        assert not psutil.pid_exists(pid)
+        net.heal()
+        controller = await run_fakes(net)
+        await controller.aclose()
