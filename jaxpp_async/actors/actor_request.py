@@ -38,7 +38,7 @@ class ActorRequest:
         """The whole environment of the process."""
         env = dict(os.environ)
         if self.cache_dir is not None:
-            env["JAX_COMPILATION_CACHE_DIR"] = os.path.expanduser(self.cache_dir.format(host=os.uname().nodename))
+            env["JAX_COMPILATION_CACHE_DIR"] = os.path.expanduser(self.cache_dir.replace("{host}", os.uname().nodename))
             # JAX would leave out what compiles fast, and that is most of a pipeline's tasks.
             env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
             env["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"

@@ -70,7 +70,7 @@ def decode(data: bytes | memoryview, known: Mapping[str, type]) -> Any:
     cls = known.get(values[0])
     if cls is None:
         raise ProtocolError(f"unknown message {values[0][:60]!r}; expected one of {', '.join(sorted(known))}")
-    return _build(cls, values[1:])
+    return build(cls, values[1:])
 
 
 def decode_as(cls: type[T], data: bytes | memoryview) -> T:
@@ -79,7 +79,19 @@ def decode_as(cls: type[T], data: bytes | memoryview) -> T:
     Raises:
         ProtocolError: not msgpack, missing or extra fields, or a field of a wrong type.
     """
-    return _build(cls, _unpack(data))
+    return build(cls, _unpack(data))
+
+
+def build(cls: type[T], values: Any) -> T:
+    """A dataclass from plain values: a tuple of its fields in order, arrays as tuples, maps as dicts.
+
+    Raises:
+        ProtocolError: missing or extra fields, or a field of a wrong type.
+    """
+    try:
+        return _decoder(cls)(values)
+    except _BadValue as bad:
+        raise ProtocolError(f"{cls.__name__}{bad.path}: expected {bad.expected}, got {bad.got}") from None
 
 
 def message_types(union: Any) -> dict[str, type]:
@@ -114,13 +126,6 @@ def _not_msgpack(error: Exception) -> ProtocolError:
     return ProtocolError(f"a frame is not msgpack ({type(error).__name__})")
 
 
-def _build(cls: type[T], values: Any) -> T:
-    try:
-        return _decoder(cls)(values)
-    except _BadValue as bad:
-        raise ProtocolError(f"{cls.__name__}{bad.path}: expected {bad.expected}, got {bad.got}") from None
-
-
 def _fields_of(value: object) -> Any:
     cls = type(value)
     if not dataclasses.is_dataclass(cls):
@@ -152,7 +157,7 @@ def _decoder(hint: Any) -> Decode:
         return _sequence_decoder(args[0])
     if origin is tuple:
         return _tuple_decoder(args)
-    if origin is dict:
+    if origin in (dict, Mapping):
         return _dict_decoder(*args)
     if origin is typing.Literal:
         return _literal_decoder(args)

@@ -1,18 +1,22 @@
 """keeper_protocol: what a launcher and a keeper say to each other, as lines. Sans-I/O: text in, frozen values out.
 
 Launcher to keeper, one JSON object a line; dots before one are signs of life and mean nothing else. Keeper to launcher,
-`RECORD` and one JSON object a line; whatever else comes (a login banner, a warning of a shell) is no record.
+`RECORD` and one JSON object a line; whatever else comes (a login banner, a warning of a shell) is no record. Both sides
+check every field for its type: a host may be broken, or not what it seems.
 """
 
 from __future__ import annotations
 
 import json
+import typing
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, TypeAlias
 
+from jaxpp_async.actors import codec
 from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.progress import Position
+from jaxpp_async.errors import ProtocolError
 
 RECORD = "\x1e"
 TEXT_CHARS = 600
@@ -36,6 +40,10 @@ class Signal:
 
     key: str
     signum: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.signum < 65:
+            raise ValueError(f"{self.signum} is no signal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +119,7 @@ def read_order(line: bytes) -> Order | None:
     text = line.lstrip(SIGN_OF_LIFE).strip()
     if not text:
         return None
-    order = _read(text.decode(), _ORDERS)
-    if isinstance(order, Start):
-        values: Any = order.request
-        if values["cpus"] is not None:
-            values["cpus"] = tuple(values["cpus"])
-        order = Start(order.key, ActorRequest(**values), order.folder)
-    return order
+    return _read(text.decode(), _ORDERS)
 
 
 def write_record(record: Record) -> bytes:
@@ -140,6 +142,25 @@ def read_record(line: str) -> Record | None:
 def _read(text: str, known: Mapping[str, Any]) -> Any:
     try:
         name, values = json.loads(text)
-        return known[name](**values)
-    except (ValueError, KeyError, TypeError) as error:
+        return codec.build(known[name], _in_order(known[name], values))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ProtocolError) as error:
         raise ValueError(f"no message of a keeper ({type(error).__name__})") from None
+
+
+def _in_order(cls: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A JSON object as the tuple of fields that `codec.build` takes."""
+    hints = typing.get_type_hints(cls)
+    if values.keys() != hints.keys():
+        raise ValueError("missing or extra fields")
+    return tuple(
+        _in_order(hint, values[name]) if is_dataclass(hint) else _with_tuples(values[name])
+        for name, hint in hints.items()
+    )
+
+
+def _with_tuples(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_with_tuples, value))
+    if isinstance(value, dict):
+        return {key: _with_tuples(item) for key, item in value.items()}
+    return value

@@ -46,9 +46,11 @@ class Settings:
         for name, value in self.env.items():
             if not isinstance(name, str) or not isinstance(value, str) or not _VARIABLE.fullmatch(name):
                 raise MeshError(f"env has {name!r}: {value!r}; environment variables are names and strings")
-        if self.python is not None and (not self.python or self.python.startswith("-")):
+            if "\0" in value:
+                raise MeshError(f"env has {name!r}: {value!r}; environment variables hold no NUL")
+        if self.python is not None and (not self.python or self.python.startswith("-") or "\0" in self.python):
             raise MeshError(f"python is {self.python!r}; give the path of an interpreter")
-        if self.cpus is not None and (not self.cpus or min(self.cpus) < 0):
+        if self.cpus is not None and not (self.cpus and min(self.cpus) >= 0 and max(self.cpus) < _MAX_CPUS):
             raise MeshError(f"cpus is {self.cpus}; give CPU numbers, at least one")
         if self.devices is not None and (not self.devices or not all(map(_DEVICE.fullmatch, self.devices))):
             raise MeshError(f"devices is {self.devices}; give what CUDA_VISIBLE_DEVICES takes, at least one")
@@ -177,6 +179,6 @@ def parse_devices(text: str) -> tuple[str, ...]:
     """Devices from `"0,1"` or `"0-3"`; UUIDs stay as they are."""
     found: list[str] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)-(\d+)", part)
+        match = re.fullmatch(r"(\d{1,4})-(\d{1,4})", part)
         found += map(str, range(int(match[1]), int(match[2]) + 1)) if match else [part]
     return tuple(found)

@@ -1,0 +1,260 @@
+"""What comes from outside and must lead nowhere: lines of keepers, names of hosts, code in data. Starts no actor."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxpp_async
+from jaxpp_async.actors import keeper_protocol as kp
+from jaxpp_async.actors.actor_request import ActorRequest
+from jaxpp_async.actors.launch.hostfile import parse_hostfile
+from jaxpp_async.actors.launch.hosts import Host, Placement, Settings
+from jaxpp_async.actors.launch.slurm import srun_command
+from jaxpp_async.actors.launch.ssh import ssh_command
+from jaxpp_async.errors import MeshError
+
+PACKAGE = Path(jaxpp_async.__file__).parent
+
+# ---------------------------------------------------------------- keepers
+
+SECRET = "ab" * 32
+REQUEST = ActorRequest("/py", {"A": "1"}, {"secret": SECRET, "actor_id": 0}, 1, 2, (0, 1), False, "~/{host}")
+ORDERS = [kp.Start("0.1", REQUEST, "/"), kp.Signal("0.1", 9), kp.Close()]
+RECORDS = [
+    kp.Hello("h", 1, "/py", {"jax": None, "jaxlib": "1"}),
+    kp.Started("0.0", 7),
+    kp.Failed("0.0", "no"),
+    kp.Line("0.0", "caf\u00e9 \x1e"),
+    kp.Dead("0.0", -9, (1, 2, 3, True, False)),
+    kp.Dead("0.0", 0, None),
+]
+HOSTILE = [None, -1, 2**70, 1e400, "", "x" * 1000, [], {}, [[[]]], True, {"a": {}}, "\ud800", "\0", 0.5]
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_records_come_back_as_they_were(record):
+    assert kp.read_record(kp.write_record(record).decode().rstrip("\n")) == record
+
+
+WRONG_FIELDS = [
+    ["Hello", {"host": 5, "pid": 1, "python": "", "versions": {}}],
+    ["Hello", {"host": "h", "pid": 1, "python": "", "versions": None}],
+    ["Hello", {"host": "h", "pid": 1, "python": "", "versions": {"jax": 1}}],
+    ["Hello", {"host": "h", "pid": 1, "python": ""}],
+    ["Started", {"key": ["0.0"], "pid": 1}],
+    ["Started", {"key": "0.0", "pid": "1"}],
+    ["Line", {"key": "0.0", "text": 5}],
+    ["Line", {"key": "0.0", "text": "", "more": 1}],
+    ["Dead", {"key": "0.0", "returncode": 1, "position": "abcde"}],
+    ["Dead", {"key": "0.0", "returncode": 1, "position": [1, 2]}],
+    ["Dead", {"key": "0.0", "returncode": None, "position": None}],
+    ["Start", {}],
+    ["Close"],
+    [["Line"], {}],
+    [{}, {}],
+    ["Line", []],
+    {"Line": 1},
+    5,
+]
+
+
+@pytest.mark.parametrize("values", WRONG_FIELDS, ids=str)
+def test_records_with_wrong_fields(values):
+    with pytest.raises(ValueError, match="no message of a keeper"):
+        kp.read_record(kp.RECORD + json.dumps(values))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '["Line", ' + '{"a":' * 50_000, "1" * 5000, "NaN", '"', ""])
+def test_records_that_are_no_json(text):
+    with pytest.raises(ValueError, match="no message of a keeper"):
+        kp.read_record(kp.RECORD + text)
+    with pytest.raises(ValueError, match="no message of a keeper"):
+        kp.read_order((text or "[").encode())
+
+
+@pytest.mark.parametrize("signum", [-1, 0, 65, 2**70, "9", None, 9.0, True])
+def test_signals_that_are_none(signum):
+    with pytest.raises(ValueError, match="no message of a keeper"):
+        kp.read_order(json.dumps(["Signal", {"key": "0", "signum": signum}]).encode())
+
+
+def test_mutated_lines_are_read_or_refused():
+    rng, ends = random.Random(0), {"read": 0, "refused": 0}
+    lines = [(kp.read_order, kp.write_order(order)) for order in ORDERS]
+    lines += [(lambda line: kp.read_record(line.decode(errors="replace")), kp.write_record(r)) for r in RECORDS]
+    for _ in range(3000):
+        read, line = rng.choice(lines)
+        data: Any = _mutated_json(line, rng) if rng.random() < 0.5 else bytearray(line.rstrip(b"\n"))
+        if isinstance(data, bytearray):
+            for _ in range(rng.randint(1, 3)):
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        try:
+            message = read(bytes(data))
+        except ValueError as error:
+            assert SECRET not in str(error)
+            ends["refused"] += 1
+            continue
+        ends["read"] += 1
+        if isinstance(message, kp.Start):
+            assert isinstance(message.request, ActorRequest) and message.request.environment()
+        elif isinstance(message, kp.Dead):
+            message.progress()
+        assert message is None or hash(getattr(message, "key", "")) is not None
+    assert min(ends.values()) > 300
+
+
+def _mutated_json(line: bytes, rng: random.Random) -> bytes:
+    mark, text = (line[:1], line[1:]) if line.startswith(kp.RECORD.encode()) else (b"", line)
+    values = json.loads(text)
+    here: Any = values[1]
+    while here:
+        key = rng.choice(list(here))
+        if not isinstance(here[key], dict) or rng.random() < 0.5:
+            if rng.random() < 0.2:
+                del here[key]
+            else:
+                here[key] = rng.choice(HOSTILE)
+            break
+        here = here[key]
+    return mark + json.dumps(values).encode()
+
+
+# ---------------------------------------------------------------- hosts and shells
+
+OPTIONS_IN_DISGUISE = [
+    "-oProxyCommand=touch x",
+    "--",
+    "-l",
+    "a b",
+    "a;b",
+    "a$(b)",
+    "a`b`",
+    "a|b",
+    "a\nb",
+    "a'b",
+    "a\0b",
+    "",
+]
+
+
+@pytest.mark.parametrize("word", OPTIONS_IN_DISGUISE, ids=ascii)
+def test_names_of_hosts_and_users_are_names(word):
+    with pytest.raises(MeshError, match="is no host name"):
+        Host(word)
+    with pytest.raises(MeshError, match="is no user name"):
+        Host("a", user=word)
+    with pytest.raises(MeshError, match="give a network device"):
+        Settings(interface=word)
+    with pytest.raises(MeshError):
+        parse_hostfile(f'"{word}"')
+
+
+@pytest.mark.parametrize(
+    "settings", [{"env": {"A": "x\0y"}}, {"env": {"A B": ""}}, {"env": {"-x": ""}}, {"env": {"A=B": ""}}]
+)
+def test_environments_are_environments(settings):
+    with pytest.raises(MeshError, match="env has"):
+        Settings(**settings)
+
+
+@pytest.mark.parametrize("python", ["", "-c", "a\0b"])
+def test_interpreters_are_paths(python):
+    with pytest.raises(MeshError, match="give the path of an interpreter"):
+        Settings(python=python)
+
+
+@pytest.mark.parametrize("cpus", [(), (-1,), (1 << 16,), (1 << 70,)])
+def test_cpus_are_numbers_of_cpus(cpus):
+    with pytest.raises(MeshError, match="give CPU numbers"):
+        Settings(cpus=cpus)
+
+
+HOSTILE_FOLDERS = [
+    "two words",
+    "it's",
+    'a "quote"',
+    "a;touch injected",
+    "$(touch injected)",
+    "`touch injected`",
+    "a&b|c",
+    "*",
+    "!x",
+    "line\nbreak",
+]
+
+
+@pytest.mark.parametrize("folder", HOSTILE_FOLDERS, ids=ascii)
+def test_the_shell_there_runs_the_interpreter_and_nothing_else(tmp_path, folder):
+    python = tmp_path / folder / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\nprintf "%s|" ran "$@"\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    command = ssh_command(Host("n1"), [str(python), "-m", "keeper", "1; touch injected"])
+    assert command[-2] == "n1" and command[-3] == "--"  # all that follows is no option
+    shell = ["sh", "-c", command[-1]]
+    done = subprocess.run(shell, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=10)
+    assert done.stdout.splitlines()[-1] == "ran|-m|keeper|1; touch injected|", done
+    assert not (tmp_path / "injected").exists()
+
+
+def test_slurm_gets_no_shell_and_no_option():
+    command = srun_command(Placement(Host("n1"), 0, 1), ["/a b/python", "-m", "x;y"], (23,))
+    assert command[-3:] == ["/a b/python", "-m", "x;y"] and "--nodelist=n1" in command
+
+
+@pytest.mark.parametrize(
+    "values", [{"A": "two\nlines"}, {"A": '"; touch x'}, {"A": "\x1e[]"}, {"PATH": "$(x)"}, {"A": "\ud800"}]
+)
+def test_values_travel_as_data(values):
+    request = ActorRequest("/py", values, {"secret": SECRET})
+    line = kp.write_order(kp.Start("0", request, "/a;b 'c"))
+    assert line.count(b"\n") == 1 and line.endswith(b"\n")
+    assert kp.read_order(line) == kp.Start("0", request, "/a;b 'c")
+
+
+# ---------------------------------------------------------------- code in data
+
+BANNED_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml", "xmlrpc", "code"}
+BANNED_CALLS = {"eval", "exec", "__import__"}
+BANNED_ATTRIBUTES = {("os", "system"), ("os", "popen"), ("np", "load"), ("numpy", "load"), ("torch", "load")}
+
+
+def _violations(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        yield from (name for name in names if name.split(".")[0] in BANNED_MODULES)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BANNED_CALLS:
+            yield f"{node.func.id}()"
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            where = (node.value.id, node.attr)
+            yield from [".".join(where)] if where in BANNED_ATTRIBUTES else []
+        if isinstance(node, ast.keyword) and node.arg in ("shell", "allow_pickle"):
+            yield f"{node.arg}="
+
+
+def test_nothing_in_the_package_makes_code_of_data():
+    found = {
+        str(path.relative_to(PACKAGE)): list(_violations(ast.parse(path.read_text()))) for path in PACKAGE.rglob("*.py")
+    }
+    assert len(found) > 80 and {path: bad for path, bad in found.items() if bad} == {}
+
+
+def test_that_the_search_would_find_it():
+    for code in (
+        "import pickle",
+        "from pickle import loads",
+        "eval('1')",
+        "import os; os.system('x')",
+        "run(shell=True)",
+    ):
+        assert list(_violations(ast.parse(code)))
