@@ -12,9 +12,11 @@ An `ActorProgram` prints as text and parses back; the text is also what travels 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
+
+from jaxpp_async.frozen import frozen
 
 ActorId: TypeAlias = int
 BufferId: TypeAlias = int
@@ -95,7 +97,7 @@ def itemsize(dtype: str) -> int:
 ValueKind: TypeAlias = Literal["input", "temp", "accumulator", "result"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen()
 class Value:
     """One array of the step, assigned once.
 
@@ -112,7 +114,7 @@ class Value:
     kind: ValueKind = "temp"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen()
 class Node:
     """One run of one executable on one actor.
 
@@ -161,11 +163,11 @@ class TaskGraph:
 
     `nodes` is in a topological order that, restricted to one actor, is that actor's order of execution. Every value is
     an input or an output of exactly one node; a value used or returned on another actor than it is made on is
-    transferred there once.
+    transferred there once. `values` may be any sequence (`compiler.columns` has one that makes them when asked for).
     """
 
     num_actors: int
-    values: tuple[Value, ...]
+    values: Sequence[Value]
     nodes: tuple[Node, ...]
     inputs: tuple[GraphInput, ...]
     outputs: tuple[GraphOutput, ...]
@@ -184,7 +186,7 @@ class Input:
     donated: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@frozen()
 class Run:
     """Call a compiled executable. `donated` are positions in `inputs` whose buffers the call consumes."""
 
@@ -195,7 +197,7 @@ class Run:
     donated: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen()
 class Send:
     """Start a send as soon as the buffer is ready; never waits. Tags count from zero over all programs of a step."""
 
@@ -204,7 +206,7 @@ class Send:
     tag: Tag
 
 
-@dataclass(frozen=True, slots=True)
+@frozen()
 class Recv:
     """Post a receive; the buffer becomes ready when the data is in."""
 
@@ -214,7 +216,7 @@ class Recv:
     aval: Aval
 
 
-@dataclass(frozen=True, slots=True)
+@frozen()
 class Delete:
     """Free the buffer now or, while a send of it is under way, when that send completes."""
 

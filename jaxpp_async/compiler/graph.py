@@ -109,7 +109,7 @@ class _Builder:
                     loop = positions[id(placement.items[i])]
                     unroll(self.draft, self.loops[loop], self.parts[loop])
         outputs = self._outputs(placement)
-        graph = TaskGraph(self.num_actors, tuple(self.draft.values), tuple(self.draft.nodes), inputs, outputs)
+        graph = TaskGraph(self.num_actors, self.draft.values(), tuple(self.draft.nodes), inputs, outputs)
         return PlacedStep(
             graph,
             tuple(self.draft.recipes),
@@ -227,7 +227,7 @@ class _Builder:
         for arg, v in enumerate(self.traced.flat.inputs):
             donated = arg < num_args and bool(self.donated[arg])
             name = self.names.get(v, f"captured[{arg - num_args}]")
-            value = self.draft.value(v, name, "input")
+            value = self.draft.named(v, name, "input")
             actors = tuple(sorted(placement.input_homes[v]))
             for a in actors:
                 self.draft.where[v, a] = value
@@ -248,7 +248,7 @@ class _Builder:
         for i in range(count):
             v = self.types.new(ValueType(Aval((), "int32")))
             self.draft.index_ids.append(v)
-            value = self.draft.value(v, f"microbatch index {i}", "input")
+            value = self.draft.named(v, f"microbatch index {i}", "input")
             for a in users:
                 self.draft.where[v, a] = value
             found.append(GraphInput(value, first_arg + i, tuple(sorted(users))))
@@ -312,7 +312,7 @@ class _Builder:
         sources = tuple(self.draft.read(v, actor) for v in inputs)
         results = []
         for o in outputs:
-            value = self.draft.value(o, f"%{o}@outer({level})")
+            value = self.draft.made(o, f"outer({level})")
             self.draft.where[o, actor] = value
             results.append(value)
         donatable = self._outer_donations(inputs, outputs)

@@ -18,11 +18,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from jaxpp_async.compiler.columns import avals_of, kinds_of
+from jaxpp_async.frozen import frozen
 from jaxpp_async.program import (
     ActorId,
     ActorProgram,
+    Aval,
     BufferId,
     Delete,
     ExecutableId,
@@ -64,7 +67,7 @@ def lower(graph: TaskGraph, *, recv_lookahead: int = 2) -> Programs:
 # ---------------------------------------------------------------- transfers
 
 
-@dataclass(frozen=True, slots=True)
+@frozen()
 class Transfer:
     """One value on its way from the actor that makes or holds it to one that needs it.
 
@@ -90,14 +93,17 @@ def _missing(graph: TaskGraph) -> list[tuple[ValueId, ActorId, int]]:
     found: list[tuple[ValueId, ActorId, int]] = []
 
     def need(actor: ActorId, values: Iterable[ValueId], index: int) -> None:
-        missing = dict.fromkeys(v for v in values if v not in held[actor])
-        held[actor].update(missing)
-        found.extend([(v, actor, index) for v in missing])
+        here = held[actor]
+        missing = [v for v in values if v not in here]
+        for v in dict.fromkeys(missing) if len(missing) > 1 else missing:
+            here.add(v)
+            found.append((v, actor, index))
 
     for index, node in enumerate(graph.nodes):
-        if not held[node.actor].issuperset(node.inputs):
+        here = held[node.actor]
+        if not here.issuperset(node.inputs):
             need(node.actor, node.inputs, index)
-        held[node.actor].update(node.outputs)
+        here.update(node.outputs)
     for output in graph.outputs:
         for actor in output.actors:
             need(actor, (output.value,), len(graph.nodes))
@@ -116,8 +122,8 @@ def plan_transfers(graph: TaskGraph) -> tuple[Transfer, ...]:
     for position, i in enumerate(graph.inputs):
         source[i.value] = -1, position, i.actors[0]
     for index, node in enumerate(graph.nodes):
-        if not wanted_values.isdisjoint(node.outputs):
-            source.update((v, (index, position, node.actor)) for position, v in enumerate(node.outputs))
+        for v in wanted_values.intersection(node.outputs):
+            source[v] = index, node.outputs.index(v), node.actor
     wanted = [(source[v][0], needed, source[v][1], v, source[v][2], actor) for v, actor, needed in missing]
     wanted.sort(key=lambda w: w[:3])
     return tuple(
@@ -143,11 +149,24 @@ def _receive_positions(
     return positions
 
 
+@frozen()
+class _Columns:
+    """What streams look up of the graph's values: their types, and which are left out of peak bytes."""
+
+    avals: Sequence[Aval]
+    uncounted: frozenset[ValueId]
+
+    @classmethod
+    def of(cls, graph: TaskGraph) -> _Columns:
+        uncounted = [v for v, kind in enumerate(kinds_of(graph.values)) if kind in ("input", "result")]
+        return cls(avals_of(graph.values), frozenset(uncounted))
+
+
 class _Stream:
     """A program under construction: instructions and the slot of each value."""
 
-    def __init__(self, graph: TaskGraph, actor: ActorId):
-        self.graph, self.actor = graph, actor
+    def __init__(self, graph: TaskGraph, columns: _Columns, actor: ActorId):
+        self.graph, self.columns, self.actor = graph, columns, actor
         self.slots: dict[ValueId, BufferId] = {}
         self.instructions: list[Instruction] = []
 
@@ -159,7 +178,7 @@ class _Stream:
     def bind(self) -> None:
         for i in sorted(self.graph.inputs, key=lambda i: i.arg):
             if self.actor in i.actors:
-                aval = self.graph.values[i.value].aval
+                aval = self.columns.avals[i.value]
                 self.instructions.append(Input(self.define(i.value), i.arg, aval, i.donated))
 
     def send(self, transfers: Iterable[Transfer]) -> None:
@@ -167,12 +186,12 @@ class _Stream:
 
     def receive(self, transfers: Iterable[Transfer]) -> None:
         for t in transfers:
-            aval = self.graph.values[t.value].aval
+            aval = self.columns.avals[t.value]
             self.instructions.append(Recv(self.define(t.value), t.from_actor, t.tag, aval))
 
     def run(self, node: Node) -> None:
         slots = self.slots
-        inputs = tuple([slots[v] for v in node.inputs])
+        inputs = tuple(map(slots.__getitem__, node.inputs))
         first, count = len(slots), len(node.outputs)
         outputs = tuple(range(first, first + count))
         slots.update(zip(node.outputs, outputs, strict=True))
@@ -185,19 +204,28 @@ class _Stream:
                 self.instructions.append(Output(self.slots[o.value], o.result))
 
     def program(self) -> ActorProgram:
-        values = [self.graph.values[v] for v in self.slots]
-        uncounted = frozenset([slot for slot, v in enumerate(values) if v.kind in ("input", "result")])
-        return ActorProgram(self.actor, tuple(self.instructions), tuple([v.aval for v in values]), uncounted)
+        slots = self.slots
+        uncounted = frozenset([slots[v] for v in self.columns.uncounted & slots.keys()])
+        avals = tuple(map(self.columns.avals.__getitem__, slots))
+        return ActorProgram(self.actor, tuple(self.instructions), avals, uncounted)
 
 
-def _stream(graph: TaskGraph, actor: ActorId, nodes: list[tuple[int, Node]], sent, received, lookahead: int):
+def _stream(
+    graph: TaskGraph,
+    columns: _Columns,
+    actor: ActorId,
+    nodes: list[tuple[int, Node]],
+    sent: list[Transfer],
+    received: list[Transfer],
+    lookahead: int,
+) -> ActorProgram:
     position_of = {index: position for position, (index, _) in enumerate(nodes)}
     due = _receive_positions(received, position_of, len(nodes), lookahead)
     sends: dict[int, list[Transfer]] = defaultdict(list)
     for t in sent:
         sends[t.node].append(t)
 
-    stream = _Stream(graph, actor)
+    stream = _Stream(graph, columns, actor)
     stream.bind()
     stream.send(sends[-1])
     for position, (index, node) in enumerate(nodes):
@@ -224,6 +252,7 @@ def insert_transfers(graph: TaskGraph, *, recv_lookahead: int = 2) -> Programs:
     """
     if recv_lookahead < 1:
         raise ValueError(f"recv_lookahead is {recv_lookahead}; it counts runs and is at least 1")
+    columns = _Columns.of(graph)
     nodes, sent, received = (defaultdict(list) for _ in range(3))
     for index, node in enumerate(graph.nodes):
         nodes[node.actor].append((index, node))
@@ -231,7 +260,7 @@ def insert_transfers(graph: TaskGraph, *, recv_lookahead: int = 2) -> Programs:
         sent[t.from_actor].append(t)
         received[t.to_actor].append(t)
     return tuple(
-        _stream(graph, actor, nodes[actor], sent[actor], received[actor], recv_lookahead)
+        _stream(graph, columns, actor, nodes[actor], sent[actor], received[actor], recv_lookahead)
         for actor in range(graph.num_actors)
     )
 
@@ -243,13 +272,15 @@ def reads(instruction: Instruction) -> tuple[BufferId, ...]:
     """The slots an instruction reads. `Delete` reads nothing."""
     if isinstance(instruction, Run):
         return instruction.inputs
-    return (instruction.buffer,) if isinstance(instruction, Send | Output) else ()
+    return (instruction.buffer,) if isinstance(instruction, (Send, Output)) else ()
 
 
-def _last_reads(instructions: Sequence[Instruction]) -> dict[BufferId, int]:
-    last: dict[BufferId, int] = {}
-    for index, instruction in enumerate(instructions):
-        last.update(dict.fromkeys(reads(instruction), index))
+def _last_reads(program: ActorProgram) -> list[int]:
+    """For each slot the last instruction that reads it; -1 for those that none reads."""
+    last = [-1] * len(program.avals)
+    for index, instruction in enumerate(program.instructions):
+        for b in reads(instruction):
+            last[b] = index
     return last
 
 
@@ -266,19 +297,25 @@ def _never_donated(instructions: Iterable[Instruction]) -> set[BufferId]:
     }
 
 
-def _donations(graph: TaskGraph, program: ActorProgram) -> dict[ExecutableId, tuple[int, ...]]:
-    """The positions that every run of an executable on this actor can donate."""
-    last, kept = _last_reads(program.instructions), _never_donated(program.instructions)
-    nodes = iter([n for n in graph.nodes if n.actor == program.actor])
+def _donations(nodes: Iterable[Node], program: ActorProgram) -> dict[ExecutableId, tuple[int, ...]]:
+    """The positions that every run of an executable on this actor can donate.
+
+    Args:
+        nodes: of this actor.
+    """
+    last, kept = _last_reads(program), _never_donated(program.instructions)
+    remaining = iter(nodes)
     common: dict[ExecutableId, set[int]] = {}
     for index, run in enumerate(program.instructions):
         if not isinstance(run, Run):
             continue
-        donatable = next(nodes).donatable
-        free = {p for p in donatable if (b := run.inputs[p]) not in kept and last[b] == index}
-        if len(set(run.inputs)) != len(run.inputs):
-            times = Counter(run.inputs)
-            free = {p for p in free if times[run.inputs[p]] == 1}
+        donatable, inputs = next(remaining).donatable, run.inputs
+        if run.executable in common and not common[run.executable]:
+            continue
+        free = {p for p in donatable if (b := inputs[p]) not in kept and last[b] == index}
+        if free and len(set(inputs)) != len(inputs):
+            times = Counter(inputs)
+            free = {p for p in free if times[inputs[p]] == 1}
         # One executable is compiled once an actor, so all its runs donate alike.
         common[run.executable] = common.get(run.executable, free) & free
     return {executable: tuple(sorted(positions)) for executable, positions in common.items()}
@@ -299,8 +336,12 @@ def donate_buffers(graph: TaskGraph, programs: Programs) -> Programs:
         The same programs with `Run.donated` set.
     """
 
+    nodes: dict[ActorId, list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        nodes[node.actor].append(node)
+
     def donate(program: ActorProgram) -> ActorProgram:
-        donations = _donations(graph, program)
+        donations = _donations(nodes[program.actor], program)
         instructions = tuple(
             # As `replace` would, which costs more than all the rest of this pass.
             Run(i.label, i.executable, i.inputs, i.outputs, donations[i.executable]) if isinstance(i, Run) else i
@@ -317,7 +358,7 @@ def donate_buffers(graph: TaskGraph, programs: Programs) -> Programs:
 def _definitions(instruction: Instruction) -> tuple[BufferId, ...]:
     if isinstance(instruction, Run):
         return instruction.outputs
-    return (instruction.buffer,) if isinstance(instruction, Input | Recv) else ()
+    return (instruction.buffer,) if isinstance(instruction, (Input, Recv)) else ()
 
 
 def _deletable(program: ActorProgram) -> set[BufferId]:
@@ -340,18 +381,19 @@ def _last_uses(program: ActorProgram) -> list[int]:
     return [index if b in deletable else -1 for b, index in enumerate(last)]
 
 
-def _with_deletes(program: ActorProgram) -> Iterator[Instruction]:
+def _with_deletes(program: ActorProgram, deletes: Sequence[Delete]) -> Iterator[Instruction]:
     last = _last_uses(program)
     due: list[BufferId] = []
     for index, instruction in enumerate(program.instructions):
         # Sends first: a peer waits for them. Deletes before receives and runs: those take memory.
-        if due and not isinstance(instruction, Input | Send):
-            yield from map(Delete, due)
+        if due and not isinstance(instruction, (Input, Send)):
+            yield from map(deletes.__getitem__, due)
             due.clear()
         yield instruction
         ended = [b for b in reads(instruction) + _definitions(instruction) if last[b] == index]
-        due += dict.fromkeys(ended)
-    yield from map(Delete, due)
+        if ended:
+            due += dict.fromkeys(ended)
+    yield from map(deletes.__getitem__, due)
 
 
 def delete_buffers(programs: Programs) -> Programs:
@@ -366,4 +408,6 @@ def delete_buffers(programs: Programs) -> Programs:
     Returns:
         The same programs with `Delete`s.
     """
-    return tuple(replace(p, instructions=tuple(_with_deletes(p))) for p in programs)
+    # One `Delete` a slot serves all actors.
+    deletes = list(map(Delete, range(max((len(p.avals) for p in programs), default=0))))
+    return tuple(replace(p, instructions=tuple(_with_deletes(p, deletes))) for p in programs)

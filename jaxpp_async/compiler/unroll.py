@@ -6,15 +6,15 @@ Every microbatch of a task runs the same recipe; accumulators go from one to the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from jaxpp_async.compiler.columns import ValueTable
 from jaxpp_async.compiler.ir import Lit, Ref, Types
 from jaxpp_async.compiler.outer import giver
 from jaxpp_async.compiler.partition import OutputPart, StagedLoop, StageTask, TaskKey
 from jaxpp_async.compiler.recipes import Accumulate, Recipe, Start, literal_type
-from jaxpp_async.compiler.variants import ScheduledLoop
-from jaxpp_async.program import ActorId, Node, Task, Value, ValueId, ValueKind
+from jaxpp_async.compiler.variants import ScheduledLoop, Variant
+from jaxpp_async.program import ActorId, Aval, Node, Task, ValueId, ValueKind
 
 
 @dataclass(eq=False)
@@ -24,7 +24,9 @@ class Draft:
     Args:
         types: of every value id; new ids come from here.
         num_actors: of the mesh.
-        values, value_ids: the graph's values, and the value id in the traced step that each stands for.
+        value_ids: for each of the graph's values, the value id in the traced step that it stands for.
+        avals, kinds, places: the graph's values, by column. A place is what a task calls itself, for what it makes.
+        names: value id to label, for values that have no place.
         where: (value id, actor) to the graph value that this actor holds.
         index_ids: value ids of the microbatch indices.
         same_sharding: accumulator ids inside recipes to the ids of their final values.
@@ -34,30 +36,42 @@ class Draft:
     num_actors: int
     recipes: list[Recipe] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
-    values: list[Value] = field(default_factory=list)
     value_ids: list[int] = field(default_factory=list)
+    avals: list[Aval] = field(default_factory=list)
+    kinds: list[ValueKind] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
     where: dict[tuple[int, ActorId], ValueId] = field(default_factory=dict)
     index_ids: list[int] = field(default_factory=list)
     same_sharding: dict[int, int] = field(default_factory=dict)
 
-    def value(self, ir_id: int, label: str, kind: ValueKind = "temp") -> ValueId:
-        """A new graph value that stands for `ir_id`."""
-        self.values.append(Value(self.types[ir_id].aval, label, kind))
-        self.value_ids.append(ir_id)
-        return len(self.values) - 1
+    def named(self, ir_id: int, name: str, kind: ValueKind) -> ValueId:
+        """A new graph value that stands for `ir_id`, for which all such values have one name."""
+        self.names[ir_id] = name
+        return self.add(Batch((ir_id,), (self.types[ir_id].aval,), (kind,), 0), "").start
 
-    def again(self, value: ValueId) -> ValueId:
-        """A new graph value like another: an accumulator after one more microbatch."""
-        self.values.append(self.values[value])
-        self.value_ids.append(self.value_ids[value])
-        return len(self.values) - 1
+    def made(self, ir_id: int, place: str) -> ValueId:
+        """A new graph value that a task makes."""
+        return self.add(Batch((ir_id,), (self.types[ir_id].aval,), ("temp",), 1), place).start
 
-    def temporaries(self, ir_ids: Sequence[int], where: str) -> list[ValueId]:
-        """New graph values that a node makes, one an id."""
-        first, types = len(self.values), self.types
-        self.values += [Value(types[v].aval, f"%{v}@{where}") for v in ir_ids]
-        self.value_ids += ir_ids
-        return list(range(first, len(self.values)))
+    def add(self, batch: Batch, place: str) -> range:
+        """New graph values."""
+        first = len(self.avals)
+        self.avals += batch.avals
+        self.kinds += batch.kinds
+        self.value_ids += batch.ir_ids
+        self.places += [place] * batch.num_placed
+        self.places += [""] * (len(batch.avals) - batch.num_placed)
+        return range(first, len(self.avals))
+
+    def values(self) -> ValueTable:
+        """The graph's values."""
+        ids, places, names = tuple(self.value_ids), tuple(self.places), self.names
+
+        def label(value: ValueId) -> str:
+            return f"%{ids[value]}@{places[value]}" if places[value] else names[ids[value]]
+
+        return ValueTable(tuple(self.avals), tuple(self.kinds), label)
 
     def read(self, ir_id: int, actor: ActorId) -> ValueId:
         """The value of an id on `actor`, or else the one to be sent there."""
@@ -65,6 +79,21 @@ class Draft:
             return self.where[ir_id, actor]
         holders = [a for a in range(self.num_actors) if (ir_id, a) in self.where]
         return self.where[ir_id, giver(holders, actor)]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Graph values that one task makes, the same for each microbatch.
+
+    Args:
+        ir_ids, avals, kinds: of each value.
+        num_placed: how many of the first ones are labelled by the task; the others have names.
+    """
+
+    ir_ids: tuple[int, ...]
+    avals: tuple[Aval, ...]
+    kinds: tuple[ValueKind, ...]
+    num_placed: int
 
 
 def needs_index(staged: StagedLoop, task: StageTask) -> bool:
@@ -88,6 +117,30 @@ def unroll(draft: Draft, scheduled: ScheduledLoop, finals: list[list[int]]) -> N
     unroller.finish()
 
 
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """A form of a task on its actor.
+
+    Args:
+        recipe: its executable.
+        inputs: for each input but accumulators its value id in the body, and the graph value that is it for every
+            microbatch; None for what the microbatch's tasks make.
+        index: position of the microbatch's index among `inputs`.
+        finals: the accumulators that it adds to, by their final ids.
+        makes: value ids of what it makes for other tasks.
+        outputs: all that it makes: those, then the accumulators.
+        donatable: positions of the accumulators among its inputs.
+    """
+
+    recipe: int
+    inputs: list[tuple[int, ValueId | None]]
+    index: int | None
+    finals: list[int]
+    makes: tuple[int, ...]
+    outputs: Batch
+    donatable: tuple[int, ...]
+
+
 class _Unroller:
     def __init__(self, draft: Draft, scheduled: ScheduledLoop, finals: list[list[int]]) -> None:
         self.draft, self.scheduled, self.staged = draft, scheduled, scheduled.staged
@@ -96,54 +149,69 @@ class _Unroller:
         self.outer = dict(zip((*invariants, *batch), self.loop.inputs, strict=True))
         self.batch = set(batch)
         self.made: dict[int, dict[int, ValueId]] = defaultdict(dict)  # microbatch to body id to value
-        self.held: dict[TaskKey, dict[int, ValueId]] = {}  # inputs that are the same for every microbatch
-        self.recipes: dict[TaskKey, int] = {}
+        self.forms: dict[TaskKey, _Form] = {}
         self.accumulators: dict[int, ValueId] = {}  # final IR id to its current value
-        self.added: dict[TaskKey, list[int]] = {}  # the accumulators that a task adds to
         self.started: set[TaskKey] = set()
         self.finals = finals
 
     def add(self, actor: ActorId, task: Task, key: TaskKey) -> None:
+        form = self.forms.get(key) or self._form(actor, key)
+        made, draft = self.made[task.i], self.draft
+        inputs = [made[v] if held is None else held for v, held in form.inputs]
+        if form.index is not None:
+            inputs[form.index] = draft.read(draft.index_ids[task.i], actor)
+        inputs += [self.accumulators[final] for final in form.finals]
+        label = f"{key[0]}(stage {task.stage}, mb {task.i})"
+        outputs = draft.add(form.outputs, label)
+        made.update(zip(form.makes, outputs, strict=False))
+        self.accumulators.update(zip(form.finals, outputs[len(form.makes) :], strict=True))
+        draft.nodes.append(Node(label, actor, form.recipe, tuple(inputs), tuple(outputs), form.donatable, task))
+
+    def _form(self, actor: ActorId, key: TaskKey) -> _Form:
+        """What all microbatches of a form have in common, found when the first one is added."""
         variant = self.scheduled.variants[key]
         adds = variant.task.adds
-        if key not in self.recipes:
-            for whole in dict.fromkeys(self._part(add).task for add in adds):
-                if whole not in self.started:
-                    self._start(actor, whole)
-            self.recipes[key] = self._recipe(key)
-            self.added[key] = [self._final(add) for add in adds]
-        finals = self.added[key]
-        recipe = self.draft.recipes[self.recipes[key]]
-        inputs = self._inputs(key, recipe.inputs[: len(recipe.inputs) - len(adds)], actor, task.i)
-        donatable = tuple(range(len(inputs), len(inputs) + len(adds)))
-        inputs += [self.accumulators[final] for final in finals]
-        label = f"{key[0]}(stage {task.stage}, mb {task.i})"
-        outputs = self.draft.temporaries(variant.makes, label)
-        self.made[task.i].update(zip(variant.makes, outputs, strict=True))
-        updated = [self.draft.again(old) for old in inputs[len(inputs) - len(adds) :]]
-        self.accumulators.update(zip(finals, updated, strict=True))
-        outputs += updated
-        self.draft.nodes.append(Node(label, actor, self.recipes[key], tuple(inputs), tuple(outputs), donatable, task))
+        for whole in dict.fromkeys(self._part(add).task for add in adds):
+            if whole not in self.started:
+                self._start(actor, whole)
+        number = self._recipe(key)
+        finals = [self._final(add) for add in adds]
+        recipe, draft = self.draft.recipes[number], self.draft
+        own = recipe.inputs[: len(recipe.inputs) - len(adds)]
+        olds = [self.accumulators[final] for final in finals]
+        temps: list[ValueKind] = ["temp"] * len(variant.makes)
+        batch = Batch(
+            ir_ids=(*variant.makes, *(draft.value_ids[old] for old in olds)),
+            avals=(*(draft.types[v].aval for v in variant.makes), *(draft.avals[old] for old in olds)),
+            kinds=(*temps, *(draft.kinds[old] for old in olds)),
+            num_placed=len(variant.makes),
+        )
+        form = self.forms[key] = _Form(
+            recipe=number,
+            inputs=[(v, self._held(v, variant, actor)) for v in own],
+            index=own.index(self.index) if self.index in own else None,
+            finals=finals,
+            makes=variant.makes,
+            outputs=batch,
+            donatable=tuple(range(len(own), len(recipe.inputs))),
+        )
+        return form
+
+    def _held(self, value: int, variant: Variant, actor: ActorId) -> ValueId | None:
+        """The graph value of an input that all microbatches share; None: a task of the microbatch makes it."""
+        if value in variant.takes:
+            return None
+        if value == self.index:
+            return -1  # another value for each microbatch
+        ref = self.outer.get(value, value)  # a whole batch leaf goes by its outer id
+        assert isinstance(ref, int)
+        return self.draft.read(ref, actor)
 
     def _part(self, add: tuple[int, int]) -> OutputPart:
         return self.staged.outputs[add[0]][add[1]]
 
     def _final(self, add: tuple[int, int]) -> int:
         return self.finals[add[0]][add[1]]
-
-    def _inputs(self, key: TaskKey, ir_ids: Sequence[int], actor: ActorId, microbatch: int) -> list[ValueId]:
-        made, held = self.made[microbatch], self.held.setdefault(key, {})
-        found = []
-        for v in ir_ids:
-            if (value := made.get(v)) is None and (value := held.get(v)) is None:
-                if v == self.index:
-                    value = self.draft.read(self.draft.index_ids[microbatch], actor)
-                else:
-                    ref = self.outer.get(v, v)  # a whole batch leaf goes by its outer id
-                    assert isinstance(ref, int)
-                    value = held[v] = self.draft.read(ref, actor)
-            found.append(value)
-        return found
 
     def _start(self, actor: ActorId, whole: TaskKey) -> None:
         """The accumulators of one whole task, made on its actor just before they are first needed."""
@@ -155,7 +223,7 @@ class _Unroller:
             aval = self.draft.types[value].aval if isinstance(value, int) else literal_type(value).aval
             starts.append(Start(aval, reduction, self.loop.num_microbatches, final))
             kind: ValueKind = "result" if reduction.grows else "accumulator"
-            outputs.append(self.draft.value(final, f"accumulator of %{final}", kind))
+            outputs.append(self.draft.named(final, f"accumulator of %{final}", kind))
             self.accumulators[final] = outputs[-1]
         name, results = f"start_{whole[0]}{whole[1]}", tuple(s.result for s in starts)
         self.draft.recipes.append(Recipe(name, (), results, starts=tuple(starts)))
