@@ -1,11 +1,14 @@
 """Faults inside real actors: `RemoteMesh(setup="faults:install", env=faults.at(...))`. The first run of that label in
-that step or a later one goes wrong, inside the actor's own way of calling an executable."""
+that step or a later one goes wrong, inside the actor's own way of calling an executable. Some faults are not of one
+run: `"die while sending"` (whatever the label) and `"slow"` (every run whose label begins like it)."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import os
+import pathlib
+import resource
 import signal
 import sys
 import threading
@@ -30,7 +33,8 @@ def install() -> None:
     original = StepRun._compute
 
     def compute(self: Any, command: Any) -> Any:
-        if self.message.step >= step and self._program.plan.program.instructions[command.instruction].label == label:
+        here = self._program.plan.program.instructions[command.instruction].label
+        if what in FAULTS and self.message.step >= step and here == label:
             calls = {**self._program.calls, command.instruction: FAULTS[what]}
             self._program = replace(self._program, calls=calls)
         return original(self, command)
@@ -38,6 +42,8 @@ def install() -> None:
     StepRun._compute = compute  # type: ignore[method-assign]
     if what == "die while sending":
         StepRun._send = _send_and_die(StepRun._send)  # type: ignore[method-assign]
+    if what == "slow":
+        StepRun._call = _slow(StepRun._call, label)  # type: ignore[method-assign]
 
 
 def refuse() -> None:
@@ -69,9 +75,39 @@ def _crash(*arrays: Any) -> Any:
     ctypes.string_at(0)
 
 
+def _exhaust(*arrays: Any) -> Any:
+    """XLA finds no memory for a result."""
+    import jax.numpy as jnp
+
+    used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), limits[1]))
+    try:
+        return [jnp.zeros(1 << 28) + 1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def _fill(*arrays: Any) -> Any:
+    """Uses a GiB, which a memory limit of the test's is to end."""
+    held = []
+    for _ in range(64):
+        held.append(b"x" * (16 << 20))
+    raise MemoryError("nobody has ended this process")
+
+
 def _hang(*arrays: Any) -> Any:
     print("hanging", flush=True)
     time.sleep(60)
+
+
+def _slow(original: Any, label: str) -> Any:
+    def call(self: Any, command: Any, arguments: Any) -> Any:
+        if self._program.plan.program.instructions[command.instruction].label.startswith(label):
+            time.sleep(0.01)
+        return original(self, command, arguments)
+
+    return call
 
 
 def _send_and_die(original: Any) -> Any:
@@ -85,4 +121,4 @@ def _send_and_die(original: Any) -> Any:
     return send
 
 
-FAULTS = {"raise": _raise, "exit": _exit, "crash": _crash, "hang": _hang, "die while sending": None}
+FAULTS = {"raise": _raise, "exit": _exit, "crash": _crash, "hang": _hang, "exhaust": _exhaust, "fill": _fill}
