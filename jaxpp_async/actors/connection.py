@@ -56,6 +56,7 @@ class Connection(asyncio.Protocol):
         self._closed: asyncio.Future[None] = loop.create_future()
         self._transport: asyncio.Transport | None = None
         self._error: Exception | None = None
+        self._is_aborted = False
         self._writable = asyncio.Event()
         self._writable.set()
         self._late = loop.call_later(HANDSHAKE_TIMEOUT_S, self._handshake_late)
@@ -99,8 +100,9 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """Close at once; unsent data is lost."""
+        """Close at once; unsent data is lost. One that has no socket yet closes as soon as it gets it."""
         self._late.cancel()
+        self._is_aborted = True
         if self._transport is not None:
             self._transport.abort()
 
@@ -112,6 +114,9 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
+        if self._is_aborted:
+            transport.abort()
+            return
         transport.set_write_buffer_limits(high=DRAIN_ABOVE_BYTES)
         _tune(transport.get_extra_info("socket"))
         self._send_greeting()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,12 +19,14 @@ from typing import Any, TypeAlias
 from jaxpp_async.actors.connection import Connection, attach_socket
 from jaxpp_async.actors.messages import Beat
 from jaxpp_async.actors.protocol import Identity, Wire
+from jaxpp_async.actors.refusals import Refusals
 from jaxpp_async.errors import HandshakeError, ProtocolError
 
 _LOG = logging.getLogger("jaxpp_async.control")
 
 MAX_UNPROVEN = 256
-"""Connections that may be in their handshake at one time; more are closed at once."""
+"""Connections that may be in their handshake at one time. One more, and the oldest is closed: it had the most time, and
+silent peers could keep everybody out for the whole of theirs otherwise."""
 
 Arrival: TypeAlias = "asyncio.Future[Connection]"
 
@@ -44,7 +47,8 @@ class Gate:
         self._expected: dict[Identity, Arrival] = {}
         self._let_in: dict[int, Connection] = {}  # each actor's control connection, the newest
         self._beating: dict[int, Connection] = {}
-        self._unproven: set[Connection] = set()
+        self._unproven: dict[Connection, None] = {}  # in order of arrival
+        self._refusals = Refusals(lambda text: _LOG.warning("%s", text), time.monotonic)
         self._attaching: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -75,6 +79,7 @@ class Gate:
 
     async def aclose(self) -> None:
         """Stop accepting and drop every handshake under way. Connections handed out stay open."""
+        self._refusals.flush()
         if self._server is not None:
             self._server.close()
         for task in tuple(self._attaching):
@@ -93,16 +98,17 @@ class Gate:
         connection.on_message = partial(self._on_message, connection)
         connection.opened.add_done_callback(lambda opened: self._on_opened(connection, opened))
         if len(self._unproven) >= MAX_UNPROVEN:
-            _LOG.warning("refused a control connection: %d are already in their handshake", len(self._unproven))
-            # The transport exists only after this returns.
-            asyncio.get_running_loop().call_soon(connection.abort)
-        self._unproven.add(connection)
+            oldest = next(iter(self._unproven))
+            del self._unproven[oldest]
+            oldest.abort()
+            self._refusals.say(f"refused a control connection: {MAX_UNPROVEN} later ones are in their handshake")
+        self._unproven[connection] = None
         return connection
 
     def _on_opened(self, connection: Connection, opened: asyncio.Future[None]) -> None:
         if connection not in self._unproven:
             return
-        self._unproven.discard(connection)
+        del self._unproven[connection]
         identity = connection.wire.identity
         if identity is not None and identity.channel == "beats" and opened.exception() is None:
             self._on_heart(connection, identity)
@@ -117,7 +123,7 @@ class Gate:
         if error is None:
             error = HandshakeError(f"{identity} is not expected (it came before, or belongs to an earlier life)")
         connection.abort()
-        _LOG.warning("refused a control connection: %s", error)
+        self._refusals.say(f"refused a control connection: {error}")
         # Only a proven peer may end a launch: anyone can open a socket.
         if isinstance(error, HandshakeError) and arrival is not None and not arrival.done():
             arrival.set_exception(error)
@@ -128,7 +134,7 @@ class Gate:
         """A connection for signs of life alone: of an actor that is here, or refused."""
         if not self._is_here(identity):
             connection.abort()
-            _LOG.warning("refused a heartbeat connection: %s is not here (any more)", identity)
+            self._refusals.say(f"refused a heartbeat connection: {identity} is not here (any more)")
             return
         before = self._beating.get(identity.actor_id)
         if before is not None:
