@@ -1,0 +1,199 @@
+"""lockstep: trains one tiny model on two meshes, one that faults are let loose on and one that is left alone, and
+compares the losses of every step bit for bit. Knows nothing of how faults are made."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+from fault_plan import Fault
+
+import jaxpp_async as jpp
+
+STEP_LIMIT_S = 90.0
+"""What a step may take: an actor that is stopped for ever is noticed after 10 s and replaced in a few more."""
+
+NUM_MICROBATCHES = 4
+
+
+class SoakFailure(Exception):
+    """What a soak must never see."""
+
+
+def make_step(num_stages: int) -> tuple[models.Model, Any]:
+    """A model, and a training step with all that a state may hold: parameters, momentum, a key and a counter."""
+    model = models.mlp(num_stages)
+
+    def step(state: Any, batch: Any) -> Any:
+        key, noise_key = jax.random.split(state["key"])
+        batch = {**batch, "x": batch["x"] + 0.01 * jax.random.normal(noise_key, batch["x"].shape)}
+
+        def microbatch_grads(mb: Any) -> Any:
+            loss, grads = jax.value_and_grad(model.loss)(state["params"], mb)
+            return grads, loss
+
+        grads, losses = jpp.accumulate_grads(microbatch_grads, jpp.Std1F1B(num_stages))(batch)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], grads)
+        params = jax.tree.map(lambda p, m: p - 0.003 * m, state["params"], momentum)
+        return {"params": params, "momentum": momentum, "key": key, "count": state["count"] + 1}, losses
+
+    return model, step
+
+
+class Trainer:
+    """Trains on `mesh` and, step by step, on `reference`.
+
+    Args:
+        folder: for checkpoints.
+
+    Attributes:
+        number: of the next step.
+        num_run: how many steps were run, those after a restore again.
+        wishes: faults that it is to commit itself, and those it has, in order.
+    """
+
+    def __init__(self, mesh: jpp.RemoteMesh, reference: jpp.RemoteMesh, num_actors: int, folder: Path):
+        self._mesh, self._reference, self._folder = mesh, reference, folder
+        self._model, step = make_step(num_actors)
+        self._step = mesh.distributed(step, donate_argnums=0)
+        self._kept_step = mesh.distributed(step)  # for runs that are cancelled and made again
+        self._reference_step = reference.distributed(step, donate_argnums=0)
+        self._state, self._reference_state = self._initial_state(), self._initial_state()
+        self._expected: dict[int, bytes] = {}
+        self._saved: tuple[int, Path] | None = None
+        self._saving: tuple[int, Any] | None = None
+        self.number, self.num_run = 0, 0
+        self.wishes: deque[Fault] = deque()
+        self.granted: list[Fault] = []
+
+    async def run_one(self) -> None:
+        """One step on both, with the oldest wish if there is one.
+
+        Raises:
+            SoakFailure: it took too long, or the losses differ.
+        """
+        wish = self.wishes.popleft() if self.wishes else None
+        number = self.number
+        try:
+            async with asyncio.timeout(STEP_LIMIT_S):
+                losses = await self._one(wish)
+        except TimeoutError as error:
+            raise SoakFailure(f"step {number} took more than {STEP_LIMIT_S:g} s (with {wish})") from error
+        if wish is not None:
+            self.granted.append(wish)
+        if losses is not None:
+            await self._compare(losses)
+            self.number, self.num_run = self.number + 1, self.num_run + 1
+
+    async def compare_states(self) -> None:
+        """The whole state of both, bit for bit.
+
+        Raises:
+            SoakFailure: they differ.
+        """
+        ours, theirs = await self._mesh.fetch(self._state), await self._reference.fetch(self._reference_state)
+        for (path, a), (_, b) in zip(
+            jax.tree_util.tree_leaves_with_path(ours), jax.tree_util.tree_leaves_with_path(theirs), strict=True
+        ):
+            if _bytes(a) != _bytes(b):
+                raise SoakFailure(f"after step {self.number - 1} the state differs at {jax.tree_util.keystr(path)}")
+
+    # ------------------------------------------------------------ one step
+
+    async def _one(self, wish: Fault | None) -> np.ndarray | None:
+        """The losses of a step; None if the wish was no step."""
+        batch = self._batch(self.number)
+        match wish.kind if wish else None:
+            case "cancel a run":
+                self._state, losses = await self._cancelled_run(wish, batch)
+            case "cancel an await":
+                future = await self._mesh.submit(self._step, self._state, batch)
+                self._state, losses = future.outputs
+                await _cancelled(future, wish.seconds)
+                await future
+            case "save" | "cancel a save":
+                await self._save(wish)
+                return None
+            case "restore":
+                await self._restore()
+                return None
+            case _:
+                self._state, losses = await self._mesh.run(self._step, self._state, batch)
+        if wish is not None and wish.kind == "cancel a fetch":
+            await _cancelled(losses, wish.seconds)
+        return await losses
+
+    async def _cancelled_run(self, wish: Fault, batch: Any) -> Any:
+        """A `run` that is cancelled loses its results; without donation it can be made again."""
+        for seconds in (wish.seconds, wish.seconds / 2):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._mesh.run(self._kept_step, self._state, batch)
+        return await self._mesh.run(self._kept_step, self._state, batch)
+
+    async def _save(self, wish: Fault) -> None:
+        await self._finish_save()
+        path = self._folder / f"step-{self.number}-{self.num_run}"
+        if wish.kind == "cancel a save":
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wish.seconds):
+                    await self._mesh.save(path, {"state": self._state})
+            return
+        saving = await self._mesh.save(path, {"state": self._state}, wait=wish.number % 2 == 0)
+        self._saving = self.number, saving
+
+    async def _finish_save(self) -> None:
+        if self._saving is not None:
+            (number, saving), self._saving = self._saving, None
+            await saving
+            self._saved = number, Path(saving.path)
+
+    async def _restore(self) -> None:
+        """Back to the last checkpoint; the losses of the steps since must come out again."""
+        await self._finish_save()
+        if self._saved is None:
+            await self._save(Fault(0, "save", 0, 0, 0))
+            await self._finish_save()
+        assert self._saved is not None
+        number, path = self._saved
+        self._state = (await self._mesh.restore(path, {"state": (self._step, 0)}))["state"]
+        self.number = number
+
+    # ------------------------------------------------------------ the other mesh
+
+    async def _compare(self, losses: np.ndarray) -> None:
+        if self.number not in self._expected:
+            self._reference_state, expected = await self._reference.run(
+                self._reference_step, self._reference_state, self._batch(self.number)
+            )
+            self._expected[self.number] = _bytes(await expected)
+        if _bytes(losses) != self._expected[self.number]:
+            expected = np.frombuffer(self._expected[self.number], losses.dtype)
+            raise SoakFailure(f"step {self.number} has the losses {losses}, undisturbed {expected}")
+
+    def _initial_state(self) -> Any:
+        params = self._model.init(0)
+        momentum = jax.tree.map(np.zeros_like, params)
+        return {"params": params, "momentum": momentum, "key": jax.random.key(7), "count": jnp.int32(0)}
+
+    def _batch(self, number: int) -> Any:
+        return self._model.batch(number, NUM_MICROBATCHES)
+
+
+async def _cancelled(awaitable: Any, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await awaitable
+
+
+def _bytes(value: Any) -> bytes:
+    if jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return np.asarray(value).tobytes()
