@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpp_async.actors.autopsy import Autopsy
 from jaxpp_async.actors.lifeline import EXIT_REASONS
 from jaxpp_async.actors.messages import Failed
 from jaxpp_async.actors.warden import Death
 from jaxpp_async.errors import (
     ActorDiedError,
     ActorError,
+    ActorUnresponsiveError,
     LaunchError,
     ProtocolError,
     RemoteError,
@@ -100,6 +102,40 @@ def lost_error(actor: ActorInfo, error: Exception | None, tail: Sequence[str], s
     why = f": {error}" if error is not None else ""
     text = f"{actor} closed its control connection though its process still runs{why}{describe_tail(tail)}"
     return ActorDiedError(text, step=step, **_place(actor))
+
+
+def silent_error(actor: ActorInfo, silence_s: float, step: int | None, at: str | None) -> ActorUnresponsiveError:
+    """The error for an actor whose signs of life have stopped.
+
+    Args:
+        step: the step that it was running, or None.
+        at: where it was last heard to be.
+    """
+    return ActorUnresponsiveError(describe_silence(actor, silence_s, at), step=step, instruction=at, **_place(actor))
+
+
+def describe_silence(actor: ActorInfo, silence_s: float, at: str | None) -> str:
+    """That nothing was heard of an actor, and why that may be."""
+    was = f"it was last at {at}; " if at is not None else ""
+    return (
+        f"{actor} has not been heard of for {silence_s:.1f} s; {was}it may be stopped (SIGSTOP), swapping, in native "
+        "code that keeps Python's GIL, or its host or network down"
+    )
+
+
+def stuck_error(autopsy: Autopsy, still_s: float, actors: Mapping[int, ActorInfo]) -> ActorError:
+    """The error for a step that does not go on: `TransferError` if a transfer was lost on its way.
+
+    Args:
+        still_s: for how long nothing has happened.
+        actors: all of the mesh.
+    """
+    text = autopsy.text({a: str(info) for a, info in actors.items()})
+    cls = ActorUnresponsiveError if autopsy.lost is None else TransferError
+    info = actors.get(autopsy.actor) if autopsy.actor is not None else None
+    where: dict[str, Any] = _place(info) if info is not None else {}
+    said = f"step {autopsy.step} has not gone on for {still_s:.1f} s: {text}"
+    return cls(said, step=autopsy.step, instruction=autopsy.instruction, **where)
 
 
 def launch_error(actor_id: int, what: str, tail: Sequence[str] = ()) -> LaunchError:

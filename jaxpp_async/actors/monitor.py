@@ -1,0 +1,136 @@
+"""monitor: signs of life and a clock in, who is suspect, back, or dead out. Pure: no I/O, and the clock is a parameter.
+
+Silence is an actor's only if this process could have heard: time in which it was stopped, or its event loop blocked,
+is nobody's silence (`AwakeClock`). Wall clocks are not used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from jaxpp_async.actors.progress import Position
+from jaxpp_async.program import ActorId
+
+SUSPECT_S, DEAD_S = 3.0, 10.0
+"""Silence after which an actor is suspect, and after which it is given up."""
+
+TICK_S = 0.5
+"""Between two judgements."""
+
+
+class AwakeClock:
+    """Counts the time that this process was awake, in seconds: between two ticks never more than twice their distance.
+
+    Args:
+        now: of the monotonic clock. tick_s: the ticks' distance.
+    """
+
+    def __init__(self, now: float, tick_s: float = TICK_S):
+        self._last, self._awake, self._most = now, 0.0, 2 * tick_s
+
+    def tick(self, now: float) -> float:
+        """The time at a tick."""
+        self._awake, self._last = self.read(now), now
+        return self._awake
+
+    def read(self, now: float) -> float:
+        """The time in between."""
+        return self._awake + min(now - self._last, self._most)
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """Nothing was heard of an actor for a while. `position`: where it was then, if that was ever heard."""
+
+    actor: ActorId
+    silence_s: float
+    position: Position | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A suspect was heard again, after so much silence."""
+
+    actor: ActorId
+    silence_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """Nothing was heard of an actor for so long that it is given up; it is watched no longer."""
+
+    actor: ActorId
+    silence_s: float
+    position: Position | None
+
+
+Verdict: TypeAlias = Suspect | Recovered | Dead
+
+
+@dataclass(slots=True)
+class _Patient:
+    heard_at: float
+    position: Position | None = None
+    suspect: bool = False
+    silence_s: float = 0.0
+
+
+class Monitor:
+    """Who of the watched actors lives. `now` is an `AwakeClock`'s.
+
+    Args:
+        suspect_s, dead_s: silence after which an actor is suspect, and dead.
+    """
+
+    def __init__(self, suspect_s: float = SUSPECT_S, dead_s: float = DEAD_S):
+        self._suspect_s, self._dead_s = suspect_s, dead_s
+        self._patients: dict[ActorId, _Patient] = {}
+
+    @property
+    def watched(self) -> tuple[ActorId, ...]:
+        """Those that are judged, in order of id."""
+        return tuple(sorted(self._patients))
+
+    def watch(self, actor: ActorId, now: float) -> None:
+        """Judge an actor from now on, as if it had just been heard."""
+        self._patients[actor] = _Patient(now)
+
+    def unwatch(self, actor: ActorId) -> None:
+        """Judge it no longer. Nothing happens if it is not watched."""
+        self._patients.pop(actor, None)
+
+    def heard(self, actor: ActorId, now: float, position: Position | None) -> None:
+        """It lives, and is there. Nothing happens if it is not watched."""
+        patient = self._patients.get(actor)
+        if patient is not None:
+            patient.silence_s = max(patient.silence_s, now - patient.heard_at)
+            patient.heard_at, patient.position = now, position
+
+    def position(self, actor: ActorId) -> Position | None:
+        """Where it was last heard to be."""
+        patient = self._patients.get(actor)
+        return patient.position if patient is not None else None
+
+    def silent(self, now: float, for_s: float) -> frozenset[ActorId]:
+        """Those of whom nothing was heard for so long."""
+        return frozenset(actor for actor, patient in self._patients.items() if now - patient.heard_at >= for_s)
+
+    def judge(self, now: float) -> list[Verdict]:
+        """What has changed since the last judgement."""
+        found: list[Verdict] = []
+        for actor in self.watched:
+            patient = self._patients[actor]
+            silence_s = now - patient.heard_at
+            if silence_s >= self._dead_s:
+                self.unwatch(actor)
+                found.append(Dead(actor, silence_s, patient.position))
+            elif silence_s >= self._suspect_s and not patient.suspect:
+                patient.suspect, patient.silence_s = True, silence_s
+                found.append(Suspect(actor, silence_s, patient.position))
+            elif silence_s < self._suspect_s and patient.suspect:
+                patient.suspect = False
+                found.append(Recovered(actor, patient.silence_s))
+            if not patient.suspect:
+                patient.silence_s = 0.0
+        return found

@@ -1,0 +1,197 @@
+"""watch: the asyncio shell around `monitor` and `stuck`: beats in; warnings about suspects, and the errors that hung
+actors and stuck steps are, out. Judges every half second; never decides what an error means for the mesh.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from jaxpp_async.actors.autopsy import Part, place
+from jaxpp_async.actors.failure import ActorInfo, describe_silence, silent_error, stuck_error
+from jaxpp_async.actors.messages import Beat, Reported
+from jaxpp_async.actors.monitor import DEAD_S, SUSPECT_S, TICK_S, AwakeClock, Dead, Monitor, Recovered, Suspect, Verdict
+from jaxpp_async.actors.owned_tasks import OwnedTasks
+from jaxpp_async.actors.progress import Position
+from jaxpp_async.actors.protocol import Identity
+from jaxpp_async.actors.rpc import StepHandle
+from jaxpp_async.actors.stuck import PROGRESS_S, Stall, StuckSteps
+from jaxpp_async.errors import ActorError
+from jaxpp_async.program import ActorId
+
+_LOG = logging.getLogger("jaxpp_async")
+
+REPORT_S = 2.0
+"""What an actor may take to say where it is."""
+
+_QUIET_S = 1.5
+"""An actor that was not heard for so long is the monitor's affair: it may be stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """In seconds: how long actors may be silent until they are suspect and dead; how long a step may stand still."""
+
+    suspect_s: float = SUSPECT_S
+    dead_s: float = DEAD_S
+    progress_s: float = PROGRESS_S
+
+
+class Watch:
+    """Watches the actors of one mesh. Everything runs on its event loop.
+
+    Args:
+        part: (program id, actor) to the actor's program, or None.
+        under_way: the steps under way, by number.
+        info: where an actor is.
+        ask: sends `Report` to an actor; gives the reply, to come. May raise `ActorError`.
+        fail: takes the error that a silent actor or a stuck step is.
+        tell: told of suspects and of those that are back.
+    """
+
+    def __init__(
+        self,
+        *,
+        part: Part,
+        under_way: Mapping[int, StepHandle],
+        info: Callable[[ActorId], ActorInfo],
+        ask: Callable[[ActorId], asyncio.Future[Reported]],
+        fail: Callable[[ActorError], None],
+        tell: Callable[[Suspect | Recovered], None] = lambda verdict: None,
+        patience: Patience | None = None,
+    ):
+        patience = patience or Patience()
+        self._part, self._under_way, self._info, self._ask = part, under_way, info, ask
+        self._fail, self._tell, self._patience = fail, tell, patience
+        self._clock = AwakeClock(time.monotonic())
+        self._monitor = Monitor(patience.suspect_s, patience.dead_s)
+        self._stuck = StuckSteps(part, patience.progress_s)
+        self._pauses = 0
+        self._tasks = OwnedTasks()
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    # ------------------------------------------------------------ for owners
+
+    def watch(self, actor: ActorId) -> None:
+        """Watch an actor from now on: one that is ready, and whose process beats."""
+        self._monitor.watch(actor, self._now())
+        if self._timer is None and not self._closed:
+            self._schedule()
+
+    def unwatch(self, actor: ActorId) -> None:
+        """Watch an actor no longer: it is dead, or will be made dead."""
+        self._monitor.unwatch(actor)
+
+    def heard(self, identity: Identity, beat: Beat) -> None:
+        """Take a sign of life (`Gate.on_beat`)."""
+        position = Position(*beat.position) if beat.position is not None else None
+        self._monitor.heard(identity.actor_id, self._now(), position)
+
+    def restart(self) -> None:
+        """Steps begin anew: after an abort."""
+        self._stuck.restart()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """No step is stuck meanwhile: actors are busy with something else, such as compiling, or are started anew."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            self._stuck.restart()
+
+    def stop(self) -> None:
+        """Judge nobody any more."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def aclose(self) -> None:
+        """Stop, and end what is asked. A second call does nothing."""
+        self.stop()
+        await self._tasks.aclose()
+
+    # ------------------------------------------------------------ judging
+
+    def _now(self) -> float:
+        return self._clock.read(time.monotonic())
+
+    def _schedule(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        now = self._clock.tick(time.monotonic())
+        if self._closed:
+            return
+        self._schedule()
+        for verdict in self._monitor.judge(now):
+            self._pronounce(verdict)
+        if not self._closed and not self._tasks and not self._pauses:
+            self._judge_steps(now)
+
+    def _pronounce(self, verdict: Verdict) -> None:
+        info = self._info(verdict.actor)
+        if isinstance(verdict, Recovered):
+            _LOG.warning("%s is heard again, after %.1f s", info, verdict.silence_s)
+            self._tell(verdict)
+            return
+        position = verdict.position
+        at = place(self._part, verdict.actor, position) if position is not None else None
+        if isinstance(verdict, Dead):
+            step = self._unfinished().get(verdict.actor)
+            self._fail(silent_error(info, verdict.silence_s, step, at))
+            return
+        said = describe_silence(info, verdict.silence_s, at)
+        _LOG.warning("%s; it is given up after %g s", said, self._patience.dead_s)
+        self._tell(verdict)
+
+    def _unfinished(self) -> dict[ActorId, int]:
+        """Each watched actor's oldest step that it has not finished."""
+        found: dict[ActorId, int] = {}
+        for step, handle in sorted(self._under_way.items()):
+            for actor in self._monitor.watched:
+                if actor not in found and handle.waits_for(actor):
+                    found[actor] = step
+        return found
+
+    def _judge_steps(self, now: float) -> None:
+        unfinished = self._unfinished()
+        positions = {actor: self._monitor.position(actor) for actor in unfinished}
+        silent = self._monitor.silent(now, self._patience.suspect_s)
+        stall = self._stuck.judge(now, unfinished, positions, silent)
+        if stall is not None:
+            self._tasks.start("ask about a step that stands still", self._inquire(stall))
+
+    async def _inquire(self, stall: Stall) -> None:
+        reports = await self._reports(self._unfinished())
+        now = self._now()
+        silent = self._monitor.silent(now, min(_QUIET_S, self._patience.suspect_s))
+        unfinished = {actor: step for actor, step in self._unfinished().items() if actor in reports}
+        autopsy = self._stuck.conclude(now, stall, unfinished, reports, silent)
+        if autopsy is None or self._pauses or self._closed:
+            return
+        actors = {actor: self._info(actor) for actor in unfinished}
+        self._stuck.restart()
+        self._fail(stuck_error(autopsy, stall.still_s, actors))
+
+    async def _reports(self, actors: Mapping[ActorId, int]) -> dict[ActorId, Reported | None]:
+        """What the actors say; None of one that does not in time."""
+        asked: dict[ActorId, asyncio.Future[Reported]] = {}
+        for actor in actors:
+            with contextlib.suppress(ActorError):  # the mesh has failed or closed meanwhile
+                asked[actor] = self._ask(actor)
+        if asked:
+            await asyncio.wait(asked.values(), timeout=REPORT_S)
+        return {actor: _result(asked.get(actor)) for actor in actors}
+
+
+def _result(future: asyncio.Future[Reported] | None) -> Reported | None:
+    if future is None or not future.done() or future.cancelled() or future.exception() is not None:
+        return None
+    return future.result()

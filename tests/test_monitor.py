@@ -1,0 +1,119 @@
+"""Who is suspect, back or dead, by a clock that the test turns."""
+
+from __future__ import annotations
+
+import inspect
+import time
+
+import pytest
+
+from jaxpp_async.actors import monitor as monitor_module
+from jaxpp_async.actors.monitor import AwakeClock, Dead, Monitor, Recovered, Suspect, Verdict
+from jaxpp_async.actors.progress import Position
+
+AT = Position(7, 1, 12, False, True)
+
+
+def run(script: str, tick_s: float = 0.5) -> list[tuple[float, Verdict]]:
+    """What a monitor of actors 0 and 1 says, and when.
+
+    Args:
+        script: `"0: 0-4, 6-20"`: actor 0 beats every 0.5 s in these seconds; `"blocked: 5-12"`: this process was.
+    """
+    beats: dict[str, list[tuple[float, float]]] = {}
+    for line in script.strip().splitlines():
+        who, _, spans = line.partition(":")
+        pairs = [span.split("-") for span in spans.split(",")]
+        beats[who.strip()] = [(float(a), float(b)) for a, b in pairs]
+    blocked = beats.pop("blocked", [])
+    end = max(b for spans in beats.values() for _, b in spans)
+    clock, monitor = AwakeClock(100.0), Monitor()
+    for actor in (0, 1):
+        monitor.watch(actor, 0.0)
+    found: list[tuple[float, Verdict]] = []
+    waiting: list[tuple[int, float]] = []  # beats that came while nobody read
+    for half in range(1, int(end * 2) + 1):
+        t = half / 2
+        is_blocked = any(a < t < b for a, b in blocked)
+        for actor in (0, 1):
+            if any(a <= t <= b for a, b in beats.get(str(actor), [])):
+                waiting.append((actor, t))
+        if is_blocked:
+            continue
+        for actor, _ in waiting:
+            monitor.heard(actor, clock.read(100.0 + t), AT)
+        waiting.clear()
+        found += [(t, verdict) for verdict in monitor.judge(clock.tick(100.0 + t))]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("0: 0-30\n1: 0-30", []),
+        ("0: 0-30\n1: 0-5, 7.5-30", []),
+        ("0: 0-30\n1: 0-5, 9-30", [(8.0, "Suspect 1"), (9.0, "Recovered 1")]),
+        ("0: 0-30\n1: 0-5", [(8.0, "Suspect 1"), (15.0, "Dead 1")]),
+        ("0: 0-30\n1: 0-5, 16-30", [(8.0, "Suspect 1"), (15.0, "Dead 1")]),
+        ("0: 0-4\n1: 0-30", [(7.0, "Suspect 0"), (14.0, "Dead 0")]),
+        (
+            "0: 0-40\n1: 0-5, 9-20, 24-40",
+            [(8.0, "Suspect 1"), (9.0, "Recovered 1"), (23.0, "Suspect 1"), (24.0, "Recovered 1")],
+        ),
+        # This process was stopped, or blocked: nobody is to blame, whatever came meanwhile.
+        ("0: 0-60\n1: 0-60\nblocked: 5-45", []),
+        ("0: 0-5, 45-60\n1: 0-5, 45-60\nblocked: 5-45", []),
+        ("0: 0-5, 45.5-60\n1: 0-60\nblocked: 5-45", []),
+        ("0: 0-70\n1: 0-70\nblocked: 5-24, 24-43, 43-62", []),
+        # Silence from before counts on afterwards; so does one that begins then, and no sooner.
+        ("0: 0-60\n1: 0-4\nblocked: 6-46", [(46.0, "Suspect 1"), (53.0, "Dead 1")]),
+        ("0: 0-60\n1: 0-45\nblocked: 5-45", [(48.0, "Suspect 1"), (55.0, "Dead 1")]),
+    ],
+)
+def test_verdicts(script, said):
+    assert [(t, f"{type(v).__name__} {v.actor}") for t, v in run(script)] == said
+
+
+def test_verdicts_say_how_long_and_where():
+    (_, suspect), (_, recovered) = run("0: 0-20\n1: 0-5, 9-20")
+    assert suspect == Suspect(1, 3.0, AT) and recovered == Recovered(1, 4.0)
+    assert run("0: 0-20\n1: 0-5")[-1][1] == Dead(1, 10.0, AT)
+
+
+def test_only_the_watched_are_judged():
+    monitor = Monitor()
+    monitor.heard(0, 0.0, AT)
+    monitor.watch(1, 0.0)
+    monitor.watch(2, 0.0)
+    monitor.unwatch(2)
+    monitor.unwatch(5)
+    assert [v.actor for v in monitor.judge(20.0)] == [1] and monitor.watched == ()
+    assert monitor.judge(40.0) == [] and monitor.position(1) is None
+    monitor.watch(1, 40.0)  # its successor
+    assert monitor.judge(41.0) == [] and monitor.watched == (1,)
+
+
+def test_the_silent():
+    monitor = Monitor()
+    for actor in (0, 1):
+        monitor.watch(actor, 0.0)
+    monitor.heard(0, 4.0, None)
+    assert monitor.silent(4.5, 1.5) == {1} and monitor.silent(6.0, 1.5) == {0, 1}
+
+
+def test_an_awake_clock_counts_no_more_than_it_saw():
+    clock = AwakeClock(10.0)
+    assert clock.tick(10.5) == 0.5 and clock.read(10.8) == pytest.approx(0.8)
+    assert clock.read(60.0) == 1.5  # before the late tick, too
+    assert clock.tick(60.0) == 1.5 and clock.tick(60.5) == 2.0
+
+
+def test_wall_clocks_are_not_read(monkeypatch):
+    """Case 21: the modules that judge read no wall clock, so moving it does nothing."""
+    from jaxpp_async.actors import autopsy, heartbeat, lifeline, stuck, warden, watch
+
+    for module in (monitor_module, stuck, autopsy, watch, heartbeat, lifeline, warden):
+        source = inspect.getsource(module)
+        assert not any(name in source for name in ("time.time(", "datetime", "localtime", "loop.time(")), module
+    monkeypatch.setattr(time, "time", lambda: pytest.fail("a wall clock was read"))
+    assert run("0: 0-20\n1: 0-20") == []
