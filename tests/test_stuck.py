@@ -236,7 +236,12 @@ def test_large_transfers_get_a_second_for_50_mb():
         ),
         ({**LOST, 1: None}, "deaf", "actor 1 lives but does not answer: its event loop is blocked", 1),
         ({**LOST, 1: m.Reported(0, None)}, "idle", "actor 1 has not begun step 7, which it was told to run", 1),
-        ({**LOST, 1: reported(4, step=6)}, "idle", "actor 1 has not begun step 7", 1),
+        (  # 0 is a step ahead; what 1 lacks of the step before is what holds both up
+            {0: reported(4, receive(2, 1, 3)), 1: reported(1, receive(0, 0, 0), step=6)},
+            "lost",
+            "b0 of actor 1 (4,096 bytes, tag 0) is on its way from actor 0 to actor 1",
+            2,
+        ),
         (
             {0: reported(1, receive(0, CONTROLLER, -1, kind="argument"))},
             "controller",

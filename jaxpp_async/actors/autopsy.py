@@ -26,9 +26,10 @@ _MOST_WAITS, _MOST_LINES, _MOST_CHARS = 4, 32, 160  # of an actor, of a list, of
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """An actor and what it cannot go on without."""
+    """An actor and what it cannot go on without, in a step."""
 
     actor: ActorId
+    step: int
     transfer: OpenTransfer
 
     @property
@@ -56,7 +57,7 @@ class Autopsy:
     """Why a step does not go on.
 
     Args:
-        step: which.
+        step: the oldest that one of the chain has not finished.
         cause: of what kind the first culprit is.
         culprit: the first culprit, as a clause.
         actor: that actor; of a lost transfer its receiver; None: the controller.
@@ -141,14 +142,14 @@ class _Examination:
         if reported is None:
             self._find("deaf", actor)
             return
-        if reported.step is None or reported.step < self._unfinished[actor]:
+        if reported.step is None:
             self._find("idle", actor)
             return
         wanted = [t for t in reported.transfers if t.needed or t.kind == "argument"]
         if not wanted:
             self._find("none", actor)
         for transfer in wanted:
-            wait = Wait(actor, transfer)
+            wait = Wait(actor, reported.step, transfer)
             self._waits.append(wait)
             if transfer.kind == "argument" or transfer.peer == CONTROLLER:
                 self._find("controller", actor, wait)
@@ -162,13 +163,12 @@ class _Examination:
 
     def _other_end_has_begun(self, wait: Wait) -> bool:
         """Whether the peer has posted its half of the transfer, or is done with it."""
-        step, peer, tag = self._unfinished[wait.actor], wait.transfer.peer, wait.transfer.tag
-        reached = self._unfinished.get(peer)
-        if reached is None or reached > step:
-            return True
+        peer, tag = wait.transfer.peer, wait.transfer.tag
         reported = self._reports.get(peer)
-        if reported is None or reported.step != step:
-            return False
+        if reported is None or reported.step is None:
+            return self._unfinished.get(peer, wait.step + 1) > wait.step
+        if reported.step != wait.step:
+            return reported.step > wait.step
         kind, half = ("send", Send) if wait.transfer.kind == "receive" else ("receive", Recv)
         for other in reported.transfers:
             if (other.kind, other.tag, other.peer) == (kind, tag, wait.actor):
@@ -187,7 +187,7 @@ class _Examination:
             blamed = wait.receiver
         reported = self._reports.get(actor)
         return Autopsy(
-            step=self._unfinished[actor],
+            step=min(self._unfinished[a] for a in self._chain),
             cause=cause,
             culprit=self._culprit(cause, actor, wait),
             actor=blamed,

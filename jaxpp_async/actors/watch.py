@@ -50,6 +50,7 @@ class Watch:
         info: where an actor is.
         ask: sends `Report` to an actor; gives the reply, to come. May raise `ActorError`.
         fail: takes the error that a silent actor or a stuck step is.
+        is_busy: whether actors do something else than steps, such as being started anew; no step is stuck then.
         tell: told of suspects and of those that are back.
     """
 
@@ -61,12 +62,13 @@ class Watch:
         info: Callable[[ActorId], ActorInfo],
         ask: Callable[[ActorId], asyncio.Future[Reported]],
         fail: Callable[[ActorError], None],
+        is_busy: Callable[[], bool] = lambda: False,
         tell: Callable[[Suspect | Recovered], None] = lambda verdict: None,
         patience: Patience | None = None,
     ):
         patience = patience or Patience()
         self._part, self._under_way, self._info, self._ask = part, under_way, info, ask
-        self._fail, self._tell, self._patience = fail, tell, patience
+        self._fail, self._is_busy, self._tell, self._patience = fail, is_busy, tell, patience
         self._clock = AwakeClock(time.monotonic())
         self._monitor = Monitor(patience.suspect_s, patience.dead_s)
         self._stuck = StuckSteps(part, patience.progress_s)
@@ -92,13 +94,9 @@ class Watch:
         position = Position(*beat.position) if beat.position is not None else None
         self._monitor.heard(identity.actor_id, self._now(), position)
 
-    def restart(self) -> None:
-        """Steps begin anew: after an abort."""
-        self._stuck.restart()
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """No step is stuck meanwhile: actors are busy with something else, such as compiling, or are started anew."""
+        """No step is stuck meanwhile: actors compile."""
         self._pauses += 1
         try:
             yield
@@ -119,6 +117,10 @@ class Watch:
 
     # ------------------------------------------------------------ judging
 
+    @property
+    def _is_paused(self) -> bool:
+        return self._pauses > 0 or self._is_busy()
+
     def _now(self) -> float:
         return self._clock.read(time.monotonic())
 
@@ -132,7 +134,9 @@ class Watch:
         self._schedule()
         for verdict in self._monitor.judge(now):
             self._pronounce(verdict)
-        if not self._closed and not self._tasks and not self._pauses:
+        if self._is_paused:
+            self._stuck.restart()
+        elif not self._closed and not self._tasks:
             self._judge_steps(now)
 
     def _pronounce(self, verdict: Verdict) -> None:
@@ -174,7 +178,7 @@ class Watch:
         silent = self._monitor.silent(now, min(_QUIET_S, self._patience.suspect_s))
         unfinished = {actor: step for actor, step in self._unfinished().items() if actor in reports}
         autopsy = self._stuck.conclude(now, stall, unfinished, reports, silent)
-        if autopsy is None or self._pauses or self._closed:
+        if autopsy is None or self._is_paused or self._closed:
             return
         actors = {actor: self._info(actor) for actor in unfinished}
         self._stuck.restart()
