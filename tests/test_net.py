@@ -6,10 +6,11 @@ After each: no process is left on the hosts, nothing here, and the driver's next
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 from fake_actor import NullTransport
-from namespaces import Network
+from namespaces import Host, Network
 from resources import nothing_left
 from test_launch import HERE
 
@@ -79,15 +80,27 @@ async def hosts_are_left_clean(net: Network, monkeypatch: pytest.MonkeyPatch, ca
     deadline = time.monotonic() + 5
     for host in net.hosts:
         while left := host.pids() - before[host.name]:
-            assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in left]
+            assert time.monotonic() < deadline, [command(pid) for pid in left]
             await asyncio.sleep(0.05)
 
 
-def new_mesh(net: Network, **options: Any) -> jpp.RemoteMesh:
-    """Two actors, on hosts 0 and 1."""
+def command(pid: int) -> str:
+    """The command line of a process; nothing, if it has ended."""
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return ""
+
+
+def control_addresses(hosts: Sequence[Host]) -> list[str]:
+    return [host.address["control"] for host in hosts]
+
+
+def new_mesh(net: Network, hosts: Sequence[Host], **options: Any) -> jpp.RemoteMesh:
+    """An actor a host."""
     return jpp.RemoteMesh(
-        2,
-        hosts=[host.address["control"] for host in net.hosts[:2]],
+        len(hosts),
+        hosts=control_addresses(hosts),
         ssh_options=net.ssh_options,
         interface=namespaces.INTERFACE["data"],
         ports=PORTS,
@@ -98,23 +111,24 @@ def new_mesh(net: Network, **options: Any) -> jpp.RemoteMesh:
 
 @pytest.fixture(scope="module")
 async def shared(net: Network) -> AsyncIterator[tuple[jpp.RemoteMesh, Any, Any]]:
-    """A mesh for the tests that leave it whole, its step, and what plain JAX computes."""
+    """A mesh on hosts 0 and 1, its step, and what plain JAX computes. Tests that break something break it on host 2."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("UCX_TLS", "tcp")
         monkeypatch.setenv("UCX_NET_DEVICES", namespaces.INTERFACE["data"])
-        mesh = await new_mesh(net).__aenter__()
+        mesh = await new_mesh(net, net.hosts[:2]).__aenter__()
     try:
         yield mesh, mesh.distributed(train_step), jax.jit(train_step)(*arguments())
     finally:
         await mesh.aclose()
 
 
-async def run_fakes(
-    net: Network, hosts: list[str] | None = None, control_address: str | None = None, **options: Any
-) -> Controller:
-    """Actors that need no JAX and no data plane."""
+@contextlib.asynccontextmanager
+async def fakes(
+    net: Network, hosts: Sequence[str], control_address: str | None = None, **options: Any
+) -> AsyncIterator[Controller]:
+    """Actors that need no JAX and no data plane, one at each of these addresses."""
     launcher = ssh_launcher(
-        parse_hosts(hosts or [host.address["control"] for host in net.hosts[:2]]),
+        parse_hosts(list(hosts)),
         ssh_options=net.ssh_options,
         actor="fake_actor:FakeActor",
         settings=Settings(env={"PYTHONPATH": str(HERE)}),
@@ -122,7 +136,17 @@ async def run_fakes(
     )
     await launcher.prepare()
     make_transport: Any = lambda kind: NullTransport()  # noqa: E731
-    return await Controller.start(len(launcher.hosts), launcher, make_transport=make_transport, **options)
+    controller = await Controller.start(len(launcher.hosts), launcher, make_transport=make_transport, **options)
+    try:
+        yield controller
+    finally:
+        await controller.aclose()
+
+
+async def refused(net: Network, hosts: Sequence[str], **options: Any) -> None:
+    """A launch that fails, as the caller expects."""
+    async with fakes(net, hosts, **options):
+        pass
 
 
 async def hanging_step(controller: Controller) -> Any:
@@ -165,11 +189,10 @@ async def test_hosts_that_reach_us_by_different_addresses(net, caplog):
     hosts = [net.hosts[0].address["control"], net.hosts[1].address["data"]]
     async with nothing_left(caplog):
         with pytest.raises(MeshError, match=r"10.213.0.1 for 10.213.0.10, 10.214.0.1 for .*control_address="):
-            await run_fakes(net, hosts)
-        controller = await run_fakes(net, hosts, control_address="0.0.0.0")
-        for host, link in ((net.hosts[0], "control"), (net.hosts[1], "data")):
-            assert f"{net.address(link)}:{_gate_port()}" in host.run("ss", "-Htn", "state", "established")
-        await controller.aclose()
+            await refused(net, hosts)
+        async with fakes(net, hosts, control_address="0.0.0.0"):
+            for host, link in ((net.hosts[0], "control"), (net.hosts[1], "data")):
+                assert f"{net.address(link)}:{_gate_port()}" in host.run("ss", "-Htn", "state", "established")
 
 
 def _gate_port() -> str:
@@ -182,12 +205,12 @@ def _gate_port() -> str:
 
 async def test_a_host_that_is_down(net, caplog):
     """And the hosts that had started are stopped (the fixture looks)."""
-    down = net.hosts[1]
+    down = net.hosts[2]
     net.cut(down, "control")
     began = time.monotonic()
     async with nothing_left(caplog):
         with pytest.raises(LaunchError, match=f"host {down.address['control']}: cannot be reached .*leave it out"):
-            await run_fakes(net, [host.address["control"] for host in net.hosts])
+            await refused(net, control_addresses(net.hosts))
     assert time.monotonic() - began < 15
 
 
@@ -200,27 +223,58 @@ FIREWALLS = {
 @pytest.mark.parametrize("how", list(FIREWALLS))
 async def test_a_firewall_on_the_way_back(net, caplog, how):
     """Ssh comes through, and the actor's own connection does not."""
-    behind = net.hosts[1]
+    behind = net.hosts[2]
     async with nothing_left(caplog):
         with behind.firewall(FIREWALLS[how]):
             began = time.monotonic()
             with pytest.raises(LaunchError, match=r"actor 1 .*10\.213\.0\.1.*firewall.*control_address="):
-                await run_fakes(net, launch_timeout_s=4.0)
+                await refused(net, control_addresses(net.hosts[1:]), launch_timeout_s=4.0)
             assert time.monotonic() - began < 10
 
 
 async def test_no_route_back(net, caplog):
     """The host's data network is not the controller's, and nobody routes between them."""
-    there = net.hosts[1]
+    there = net.hosts[2]
     net.cut(there, "control")
     hosts = [net.hosts[0].address["control"], there.address["data"]]
     there.run("ip", "route", "add", "prohibit", net.address("control"))
     try:
         async with nothing_left(caplog):
             with pytest.raises(LaunchError, match=r"actor 1 .*10\.213\.0\.1.*control_address="):
-                await run_fakes(net, hosts, launch_timeout_s=10.0, control_address=net.address("control"))
+                await refused(net, hosts, launch_timeout_s=10.0, control_address=net.address("control"))
     finally:
         there.run("ip", "route", "del", "prohibit", net.address("control"))
+
+
+@pytest.mark.parametrize("lost", ["between the actors", "with everyone"])
+async def test_a_data_network_that_lets_nobody_through(net, caplog, lost):
+    """The first step says so. Meanwhile no event loop stands still: UCX's connects wait for nobody."""
+    net.cut_between(*net.hosts[1:], "data") if lost == "between the actors" else net.cut(net.hosts[2], "data")
+    began = time.monotonic()
+    async with nothing_left(caplog), longest_pause() as pause, new_mesh(net, net.hosts[1:]) as mesh:
+        with pytest.raises(TransferError, match=r"(?s)actor [01] .* (send +b\d+ to|recv +b\d+ from) [01] .*timeout"):
+            await mesh.run(mesh.distributed(train_step), *arguments())
+        assert time.monotonic() - began < 25
+    assert pause() < 3
+
+
+@contextlib.asynccontextmanager
+async def longest_pause() -> AsyncIterator[Callable[[], float]]:
+    """How long this event loop has been kept from its work at most, in seconds."""
+    pauses: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0.02)
+            pauses.append(time.monotonic() - began)
+
+    task = asyncio.create_task(watch(), name="watch the event loop")
+    try:
+        yield lambda: max(pauses)
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 # ---------------------------------------------------------------- slow links (case 11), short cuts
@@ -264,10 +318,10 @@ async def test_a_link_that_is_gone_for_two_seconds(net, shared, link):
 
 async def test_a_data_link_is_cut_in_the_middle_of_steps(net, caplog):
     """Case 9. The two actors lose each other; both still talk to the controller, and the driver's next mesh works."""
-    async with nothing_left(caplog), new_mesh(net) as mesh:
+    async with nothing_left(caplog), new_mesh(net, net.hosts[1:]) as mesh:
         step = mesh.distributed(train_step)
         await mesh.run(step, *arguments())
-        net.cut_between(*net.hosts[:2], "data")
+        net.cut_between(*net.hosts[1:], "data")
         began = time.monotonic()
         with pytest.raises(TransferError, match=r"(?s)actor [01] .*actor [01] .*\bb\d+\b") as raised:
             async with asyncio.timeout(20):
@@ -280,29 +334,28 @@ async def test_a_data_link_is_cut_in_the_middle_of_steps(net, caplog):
         closing = time.monotonic()
     assert time.monotonic() - closing < 10
     net.heal()
-    async with new_mesh(net) as mesh:
+    async with new_mesh(net, net.hosts[1:]) as mesh:
         step = mesh.distributed(train_step)
         assert_close(await mesh.fetch(await mesh.run(step, *arguments())), jax.jit(train_step)(*arguments()))
 
 
 async def test_a_control_link_is_cut(net, caplog):
-    """Case 10. Nobody can tell the actor anything any more: it ends by itself."""
+    """Case 10. Nobody can tell the actor anything any more: it ends by itself, and so does its keeper."""
+    host, hosts = net.hosts[2], control_addresses(net.hosts[1:])
     async with nothing_left(caplog):
-        controller = await run_fakes(net)
-        pid, host = controller.actors[1].pid, net.hosts[1]
-        step = await hanging_step(controller)
-        net.cut(host, "control")
-        began = time.monotonic()
-        with pytest.raises(ActorUnresponsiveError, match=r"actor 1 .*heartbeat.*during step 0"):
-            async with asyncio.timeout(20):
-                await step
-        assert time.monotonic() - began < 12
-        await controller.aclose()
-        assert time.monotonic() - began < 25
-        while host.pids():
-            assert time.monotonic() - began < 20, [psutil.Process(pid).cmdline() for pid in host.pids()]
+        async with fakes(net, hosts) as controller:
+            step = await hanging_step(controller)
+            net.cut(host, "control")
+            began = time.monotonic()
+            with pytest.raises(ActorUnresponsiveError, match=r"actor 1 .*during step 0"):
+                async with asyncio.timeout(20):
+                    await step
+            assert time.monotonic() - began < 12
+            closing = time.monotonic()
+        assert time.monotonic() - closing < 10
+        while left := [pid for pid in host.pids() if "jaxpp_async" in command(pid)]:
+            assert time.monotonic() - began < 20, [command(pid) for pid in left]
             await asyncio.sleep(0.1)
-        assert not psutil.pid_exists(pid)
         net.heal()
-        controller = await run_fakes(net)
-        await controller.aclose()
+        async with fakes(net, hosts):
+            pass

@@ -201,12 +201,13 @@ class KeeperLink:
 
     async def _watch(self, stream: Stream) -> None:
         self._end = end = await stream.wait_over()
+        said = [x for x in end.output_tail if not x.startswith(kp.RECORD) and x.strip() != self._login_mark]
         for actor in self._actors.values():
             if not actor.started.done():
                 actor.started.set_exception(OSError(f"the connection to {self.name} has ended"))
                 actor.started.exception()  # whoever awaits it still gets it
             if not actor.dead.done():
-                last_words = (*actor.tail, f"the connection to {self.name} has ended", *end.output_tail[-3:])
+                last_words = (*actor.tail, f"the connection to {self.name} has ended", *said[-3:])
                 actor.dead.set_result(Death(ExitCode.HOST_LOST, last_words))
 
 
