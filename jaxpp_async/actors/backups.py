@@ -24,6 +24,8 @@ from jaxpp_async.program import CONTROLLER, ActorId
 
 _LOG = logging.getLogger("jaxpp_async")
 
+_ATTEMPTS = 10
+
 MAX_REMEMBERED_BYTES = 1 << 30
 """With this much host data in remembered requests a copy is taken before it is due."""
 
@@ -52,14 +54,27 @@ class Backups:
         if is_due and self._task is None and not self._outbox.has_snapshot:
             self.take()
 
-    def take(self) -> None:
-        """Take a copy of everything as it is behind the requests made so far, while later ones go on."""
+    def take(self) -> asyncio.Task[None]:
+        """Take a copy of everything as it is behind the requests made so far, while later ones go on.
+
+        Returns:
+            Done when the copy is whole, or could not be taken.
+        """
         self._since = 0
         generation, mark = next(self._generations), self._outbox.mark
         asked = {actor: self._ask(actor, Keep(self._outbox.number(), generation), Kept) for actor in self._crew.links}
         work = self._unless_it_fails(generation, mark, asked)
-        self._task = self._tasks.start(f"copy {generation} of the state", work)
-        self._task.add_done_callback(self._ended)
+        task = self._task = self._tasks.start(f"copy {generation} of the state", work)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def secure(self) -> None:
+        """Wait until a copy has what was read from files: from then on they may go."""
+        for _ in range(_ATTEMPTS):
+            await self._outbox.wait_open()
+            if not self._outbox.needs_files or self._outbox.has_snapshot:
+                return
+            await asyncio.wait([self._task or self.take()])
 
     async def stop(self) -> None:
         """Give up the copy that is being taken, if there is one."""

@@ -296,6 +296,12 @@ class Controller:
                 results[position] = array
         return results
 
+    async def secure(self) -> None:
+        """With `max_restarts`: wait until a restart would not need the files that arrays were read from."""
+        if self._backups is not None:
+            await self._backups.secure()
+        self._check_usable()
+
     def free(self, actor: ActorId, array_id: ArrayId) -> None:
         """Free an array with the next request to its actor. Any thread may call this, also in a collection."""
         self._frees.add(actor, array_id)

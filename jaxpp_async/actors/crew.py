@@ -228,6 +228,10 @@ class Crew:
             link.connection.on_message = ignore_late_reply
             link.connection.on_closed = None
             link.connection.send(Shutdown(self._number()))
+        for actor, handle in self.handles.items():
+            link = self.links.get(actor)
+            if link is None or link.handle is not handle or not link.connection.is_open:
+                handle.kill()  # it cannot be asked: it is being started or replaced
         if not await wait_all_dead(self.handles, SHUTDOWN_S):
             for handle in self.handles.values():
                 handle.terminate()

@@ -71,7 +71,8 @@ class Outbox:
         self._numbers, self._serials = itertools.count(), itertools.count()
         self._sent: list[_Sent] = []
         self._look_over_at = _LOOK_OVER
-        self._holds_back = False
+        self._is_open = asyncio.Event()
+        self._is_open.set()
 
     # ------------------------------------------------------------ asking
 
@@ -96,7 +97,7 @@ class Outbox:
         sent = _Sent(next(self._serials), actor, message, waiter, transfers, size_bytes)
         if self._remembers:
             self._remember(sent)
-        if not self._holds_back:
+        if self._is_open.is_set():
             self._send(sent)
 
     def send(
@@ -154,6 +155,15 @@ class Outbox:
         """Arrays were taken for a save that is not over: a copy of what actors hold would lack them."""
         return any(isinstance(sent.message, Take) for sent in self._needed())
 
+    @property
+    def needs_files(self) -> bool:
+        """What actors hold would be read from files again, which may by then be gone."""
+        return any(isinstance(sent.message, ReadFile) for sent in self._needed())
+
+    async def wait_open(self) -> None:
+        """Wait until requests are sent when they are made."""
+        await self._is_open.wait()
+
     def forget_before(self, mark: int) -> None:
         """A copy of what the actors held at `mark` is safe: nothing before is needed again."""
         self._sent = [sent for sent in self._needed() if sent.serial > mark]
@@ -180,7 +190,7 @@ class Outbox:
 
     def hold_back(self) -> None:
         """From here on requests are remembered and not sent, until `replay`."""
-        self._holds_back = True
+        self._is_open.clear()
         for link in self._links.values():
             link.drop_waiters()
 
@@ -196,7 +206,7 @@ class Outbox:
         self._sent = self._needed()
         for waiter in {id(sent.waiter): sent.waiter for sent in self._sent if not sent.waiter.done}.values():
             waiter.again()
-        self._holds_back = False
+        self._is_open.set()
         again = set()
         for sent in self._sent:
             sent.serial = next(self._serials)  # behind every mark so far
@@ -242,4 +252,5 @@ class Outbox:
         for link in self._links.values():
             link.waiters.clear()
         self._sent.clear()
+        self._is_open.set()  # nothing is sent any more; nobody is to wait for it
         return list({id(waiter): waiter for waiter in waiters}.values())

@@ -97,6 +97,7 @@ class Recovery:
         self._tasks = OwnedTasks()
         self._task: asyncio.Task[None] | None = None
         self._lost: set[ActorId] = set()
+        self._is_new_epoch = False  # what fails to travel before belongs to what is being mended
         self._replaced: set[ActorId] = set()
 
     @property
@@ -114,7 +115,9 @@ class Recovery:
 
     def begin(self, error: ActorError) -> None:
         """Start because of `error`; in the middle of a recovery: start over, unless this is what it is about."""
-        is_known = error.actor in self._lost - self._replaced or isinstance(error, TransferError | RemoteError)
+        is_known = error.actor in self._lost - self._replaced or (
+            isinstance(error, TransferError | RemoteError) and not self._is_new_epoch
+        )
         if not (self.is_under_way and is_known):
             self._begin(error)
 
@@ -163,8 +166,10 @@ class Recovery:
         start_s = time.monotonic()
         crew, lost = self._crew, sorted(self._lost)
         self._replaced.clear()
+        self._is_new_epoch = False
         await all_of({actor: crew.remove(actor) for actor in lost}, "remove")
         crew.begin_epoch()
+        self._is_new_epoch = True
         living = [actor for actor in crew.links if actor not in self._lost]
         await self._prepare(living, lost, str(cause).partition("\n")[0])
         await crew.connect()

@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
 from jaxpp_async.actors.connection import Connection
-from jaxpp_async.actors.failure import ActorInfo, remote_error
+from jaxpp_async.actors.failure import ActorInfo, is_consequence, remote_error
 from jaxpp_async.actors.launch import ActorHandle
 from jaxpp_async.actors.messages import Failed, Log, Request, StepDone, StepStats
 from jaxpp_async.errors import ProtocolError
@@ -227,8 +227,8 @@ class ActorLink:
             if reply.request in self._dropped:
                 self._dropped.discard(reply.request)
                 return None
-            if reply.request is None or waiter is None or not waiter.takes_failures:
-                return reply  # the waiter stays: the mesh's failure will reach it
+            if reply.request is None or waiter is None or not waiter.takes_failures or is_consequence(reply):
+                return reply  # the waiter stays: the mesh's failure will reach it, or the reply after a restart
             del self.waiters[reply.request]
             waiter.fail(remote_error(self.info, reply))
             return None

@@ -107,6 +107,7 @@ class _Reading:
             if path in self._manifest.arrays:
                 self._ask_for(path, array, by_actor)
         await all_of({actor: self._read_on(actor, files) for actor, files in by_actor.items()}, "restore")
+        await self._controller.secure()
         await self._values.fill([(remote[p], self._plain(p, remote[p])) for p in remote if p in self._manifest.values])
         hosts = await asyncio.to_thread(self._read_here, [path for path in here if path in self._manifest.arrays])
         return {path: self._finished(target, hosts.get(path), path) for path, target in here.items()}

@@ -1,0 +1,337 @@
+"""`max_restarts`: actors are killed at every kind of moment; the numbers are those of an undisturbed run, bit for bit.
+
+Inline actors die when their task is cancelled: same controller, same protocol, no process to start. One test has
+processes, UCX and SIGKILL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import grads_step, mlp
+from resources import everything, nothing_left
+
+import jaxpp_async as jpp
+from jaxpp_async.actors.copies import holders
+from jaxpp_async.actors.launch import LocalLauncher
+from jaxpp_async.actors.recovery import Budget
+from jaxpp_async.errors import ActorDiedError, MeshClosedError, MeshError, RemoteError, RestartBudgetExceeded
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+MODEL = mlp(2)
+BATCHES = [MODEL.batch(seed, 4) for seed in range(8)]
+TURNS = (0, 1, 2, 3, 5, 8, 13, 21)
+"""Turns of the event loop between the start of an operation and the death: all of it lies within the first dozens."""
+
+
+def train_step(state: Any, batch: Any) -> tuple[Any, Any]:
+    params, count = state
+    params, _, losses = grads_step(MODEL, jpp.Std1F1B(2))(params, batch)
+    return (params, count + 1), losses
+
+
+def start() -> tuple[Any, Any]:
+    return MODEL.init(0), np.int32(0)
+
+
+@contextlib.asynccontextmanager
+async def a_mesh(num_actors: int = 2, **options: Any) -> AsyncIterator[jpp.RemoteMesh]:
+    options = {"launcher": "inline", "max_restarts": 1000, "backup_every": 3} | options
+    async with jpp.RemoteMesh(num_actors, **options) as mesh:
+        yield mesh
+
+
+@pytest.fixture(scope="module")
+async def mesh() -> AsyncIterator[jpp.RemoteMesh]:
+    async with a_mesh() as mesh:
+        yield mesh
+
+
+@pytest.fixture(scope="module")
+async def undisturbed(remote_mesh) -> list[Any]:
+    """Losses of each step, then the state."""
+    mesh = await remote_mesh(2, launcher="inline")
+    return await train(mesh, mesh.distributed(train_step, donate_argnums=0))
+
+
+async def train(
+    mesh: jpp.RemoteMesh, step: Any, before: Callable[[int], Awaitable[None]] | None = None, model: Any = MODEL
+) -> list[Any]:
+    state, losses = (model.init(0), np.int32(0)), []
+    for i, batch in enumerate([model.batch(seed, 4) for seed in range(len(BATCHES))]):
+        if before is not None:
+            await before(i)
+        state, loss = await mesh.run(step, state, batch)
+        losses.append(await loss)
+    return [*losses, await mesh.fetch(state)]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Bit for bit."""
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def kill(mesh: jpp.RemoteMesh, *actors: int) -> None:
+    for actor in actors:
+        mesh._running()._crew.handles[actor].kill()
+
+
+async def killing(mesh: jpp.RemoteMesh, actor: int, turns: int, work: Awaitable[Any]) -> Any:
+    """The result of `work`, `actor` being killed so many turns of the event loop after its start."""
+    task = asyncio.ensure_future(work)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    kill(mesh, actor)
+    return await task
+
+
+# ---------------------------------------------------------------- the same numbers
+
+
+@pytest.mark.parametrize("actor", [0, 1])
+async def test_killed_in_the_middle_of_steps(mesh, undisturbed, actor):
+    step = mesh.distributed(train_step, donate_argnums=0)
+    state = start()
+    for i, batch in enumerate(BATCHES):
+        state, losses = await killing(mesh, actor, TURNS[i], mesh.run(step, state, batch))
+        assert_same(await losses, undisturbed[i])
+    assert_same(await mesh.fetch(state), undisturbed[-1])
+
+
+async def test_killed_between_steps_that_were_submitted_ahead(mesh, undisturbed):
+    step = mesh.distributed(train_step, donate_argnums=0)
+    state, losses, fetches = start(), [], []
+    for i, batch in enumerate(BATCHES):
+        future = await mesh.submit(step, state, batch)
+        state, loss = future.outputs
+        fetches.append(asyncio.ensure_future(mesh.fetch([state[1], loss])))  # before the next step is given it
+        await asyncio.sleep(0)
+        losses.append(loss)
+        if i in (1, 4):
+            kill(mesh, i % 2)
+    await future
+    for i, fetch in enumerate(fetches):
+        count, loss = await fetch
+        assert count == i + 1
+        assert_same(loss, undisturbed[i])
+    assert_same(await mesh.fetch(state), undisturbed[-1])
+
+
+async def test_every_other_operation_goes_on(mesh, undisturbed, tmp_path):
+    step = mesh.distributed(train_step, donate_argnums=0)
+    state, _ = await mesh.run(step, start(), BATCHES[0])
+    large = np.arange(1 << 16, dtype=np.float32)  # takes the data plane
+    for actor, turns in ((0, 0), (1, 2), (1, 6), (0, 12)):
+        one = await killing(mesh, actor, turns, mesh.put([large, np.float32(3)], like=[state[1], state[1]]))
+        np.testing.assert_array_equal((await killing(mesh, actor, turns, mesh.fetch(one)))[0], large)
+        await killing(mesh, actor, turns, mesh.save(tmp_path / "saved", state))
+        back = await killing(mesh, actor, turns, mesh.restore(tmp_path / "saved", ((step, 0))))
+        assert_same(await mesh.fetch(back), await mesh.fetch(state))
+        made = await killing(mesh, actor, turns, step.init(0, lambda: jax.tree.map(jnp.asarray, start())))
+        assert_same(await mesh.fetch(made), start())
+        other = mesh.distributed(lambda x, scale=float(turns + actor): x * scale)
+        np.testing.assert_array_equal(await (await killing(mesh, actor, turns, other(large))), large * (turns + actor))
+
+
+async def test_what_is_printed_is_printed_once(mesh, capsys):
+    def noisy(batch):
+        def microbatch(mb):
+            jax.debug.print("saw {}", mb.sum())
+            return jpp.pipeline_yield(mb).sum()
+
+        return jpp.accumulate_grads(lambda mb: (jnp.zeros(()), microbatch(mb)), jpp.GPipe(2))(batch)
+
+    step = mesh.distributed(noisy)
+    for i in range(6):
+        await killing(mesh, i % 2, TURNS[i], mesh.run(step, np.full((2, 3), i, np.float32)))
+    said = capsys.readouterr().out.split("\n")
+    assert [line for line in said if line] == [f"saw {3.0 * i}" for i in range(6) for _ in range(2)]
+
+
+@pytest.mark.parametrize(("num_actors", "spmd"), [(1, {}), (2, {"data": 2})])
+async def test_other_meshes(num_actors, spmd):
+    """One actor has no neighbour: the controller holds its copies. Shards go back where they were."""
+    model = mlp(num_actors)
+
+    def sgd(params, batch):
+        return grads_step(model, jpp.Std1F1B(num_actors))(params, batch)[::2]
+
+    results = []
+    for dead in (None, 0):
+        async with a_mesh(num_actors, spmd_mesh=spmd) as mesh:
+            step = mesh.distributed(sgd, donate_argnums=0)
+            params, losses = model.init(0), None
+            for i in range(5):
+                if i == 3 and dead is not None:
+                    kill(mesh, dead)
+                params, losses = await mesh.run(step, params, model.batch(i, 4))
+            results.append(await mesh.fetch((params, losses)))
+            recovery: Any = mesh._running()._recovery
+            assert len(recovery._budget._times) == (dead is not None)
+    assert_same(*results)
+
+
+async def test_nothing_is_left_of_a_restart(mesh, undisturbed):
+    step = mesh.distributed(train_step, donate_argnums=0)
+    await train(mesh, step)
+    before = await settled(mesh)
+    await train(mesh, step, lambda i: _killed_at(mesh, i, 4))
+    assert await settled(mesh) == before
+
+
+async def settled(mesh: jpp.RemoteMesh) -> dict[str, Any]:
+    """What is held, once the last copy of the state is whole."""
+    backups: Any = mesh._running()._backups
+    while backups._task is not None:
+        await asyncio.wait([backups._task])
+    gc.collect()
+    found = await everything(mesh)
+    # Inline actors share one process: JAX's own count has what the test itself and the copies hold.
+    return {k: v for k, v in found.items() if "live_" not in k and k != "driver's arrays" and "compilations" not in k}
+
+
+async def _killed_at(mesh: jpp.RemoteMesh, i: int, when: int) -> None:
+    if i == when:
+        kill(mesh, 1)
+
+
+# ---------------------------------------------------------------- failures of failures
+
+
+async def test_a_second_death_while_the_first_is_mended(undisturbed):
+    async with a_mesh() as mesh:
+        step = mesh.distributed(train_step, donate_argnums=0)
+        state = start()
+        for i, batch in enumerate(BATCHES):
+            run = asyncio.ensure_future(mesh.run(step, state, batch))
+            await asyncio.sleep(0)
+            if i in (2, 5):
+                kill(mesh, 0)
+                for _ in range(TURNS[i]):
+                    await asyncio.sleep(0)
+                await until(lambda: mesh._running()._is_recovering)
+                epoch = mesh._running()._crew.epoch
+                await until(lambda epoch=epoch: mesh._running()._crew.epoch > epoch)  # its successor is being started
+                kill(mesh, 0)
+            state, losses = await run
+            assert_same(await losses, undisturbed[i])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0)
+
+
+async def test_a_crash_loop_ends(caplog):
+    async with nothing_left(caplog), a_mesh(max_restarts=2) as mesh:
+        step = mesh.distributed(train_step, donate_argnums=0)
+        state, _ = await mesh.run(step, start(), BATCHES[0])
+        with pytest.raises(RestartBudgetExceeded, match=r"more than 2 restarts within 10 minutes") as caught:
+            for _ in range(3):
+                kill(mesh, 1)
+                state, _ = await mesh.run(step, state, BATCHES[0])
+        assert isinstance(caught.value.__cause__, ActorDiedError)
+        assert caught.value.actor == 1
+        with pytest.raises(MeshClosedError):
+            await mesh.run(step, start(), BATCHES[0])
+
+
+async def test_an_actor_and_the_holder_of_its_copy_are_lost_together():
+    async with a_mesh() as mesh:
+        step = mesh.distributed(train_step, donate_argnums=0)
+        state, _ = await mesh.run(step, start(), BATCHES[0])
+        await settled(mesh)
+        kill(mesh, 0, 1)
+        with pytest.raises(ActorDiedError, match=r"were lost together.*mesh\.restore"):
+            await mesh.run(step, state, BATCHES[1])
+
+
+async def test_an_error_of_the_users_own_is_no_reason_to_restart():
+    async with a_mesh() as mesh:
+        failing = mesh.distributed(lambda x: x + 1)
+        array = await failing(np.float32(1))
+        handle: Any = mesh._running()._crew.handles[0]
+        mesh._running()._on_failure(RemoteError("it does not divide", exception_type="ValueError"), None)
+        with pytest.raises((RemoteError, MeshClosedError), match="it does not divide"):
+            await failing(array)
+        assert not mesh._running()._is_recovering
+        assert not handle._task.cancelled()
+
+
+async def test_a_mesh_is_closed_in_the_middle_of_a_restart(caplog):
+    async with nothing_left(caplog):
+        for turns in TURNS:
+            async with a_mesh() as mesh:
+                step = mesh.distributed(train_step)
+                run = asyncio.ensure_future(mesh.run(step, start(), BATCHES[0]))
+                kill(mesh, turns % 2)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+            with pytest.raises(MeshClosedError):
+                await run
+
+
+@pytest.mark.parametrize("options", [{"max_restarts": -1}, {"max_restarts": True}, {"backup_every": 0}])
+def test_options(options):
+    with pytest.raises(MeshError, match=f"{next(iter(options))} is"):
+        jpp.RemoteMesh(2, **options)
+
+
+def test_the_budget_counts_what_is_recent():
+    budget = Budget(2, window_s=600.0)
+    assert [budget.take(now) for now in (0.0, 1.0, 2.0, 600.5, 601.5, 602.0)] == [True, True, False, True, True, False]
+    assert not Budget(0).take(0.0)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        (["a", "a"], {0: 1, 1: 0}),
+        (["a", "b"], {0: 1, 1: 0}),
+        (["a", "a", "b", "b"], {0: 2, 1: 3, 2: 0, 3: 1}),
+        (["a", "a", "a", "b"], {0: 1, 1: 2, 2: 3, 3: 0}),
+        (["a", "a", "b", "b", "c", "c"], {0: 2, 1: 3, 2: 4, 3: 5, 4: 0, 5: 1}),
+    ],
+)
+def test_copies_lie_on_other_hosts_where_they_can(hosts, expected):
+    assert holders(hosts) == expected
+
+
+# ---------------------------------------------------------------- processes
+
+
+async def test_sigkill_of_processes(caplog):
+    """Case 19. The others keep their processes and what they have compiled."""
+    async with a_mesh(3, max_restarts=0) as mesh:
+        undisturbed = await train(mesh, mesh.distributed(three_stages, donate_argnums=0), model=mlp(3))
+    async with nothing_left(caplog), a_mesh(3, launcher=LocalLauncher()) as mesh:
+        seen = []
+
+        async def before(i: int) -> None:
+            if i in (2, 5):
+                numbers = await mesh._running().inspect()
+                seen.append([(info.pid, numbers[info.id]["compilations"]) for info in mesh.actors])
+                os.kill(mesh.actors[i % 3].pid, signal.SIGKILL)
+
+        async with asyncio.timeout(60):
+            step = mesh.distributed(three_stages, donate_argnums=0)
+            assert_same(await train(mesh, step, before, model=mlp(3)), undisturbed)
+        assert [info.state for info in mesh.actors] == ["ready"] * 3
+        assert [a == b for a, b in zip(*seen, strict=True)] == [True, True, False]
+
+
+def three_stages(state: Any, batch: Any) -> tuple[Any, Any]:
+    params, _, losses = grads_step(mlp(3), jpp.Std1F1B(3))(state[0], batch)
+    return (params, state[1] + 1), losses
