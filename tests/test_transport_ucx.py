@@ -9,6 +9,7 @@ import importlib.util
 import os
 import random
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -207,6 +208,17 @@ def test_mutated_addresses_are_refused():
 def test_addresses_round_trip():
     for peer, epoch in ((-1, 0), (0, 65535), (65534, 1)):
         assert unseal("ucx", memoryview(seal("ucx", WORKER_ADDRESS, peer, epoch)), peer, epoch) == WORKER_ADDRESS
+
+
+@pytest.mark.skipif("UCX_TLS" in os.environ and os.environ["UCX_TLS"] != "^sysv", reason="UCX_TLS is set")
+async def test_shared_memory_is_the_users_own(make_transport):
+    await make_transport(0)
+    with open("/proc/self/maps") as maps:
+        assert "/SYSV" not in maps.read()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            descriptor = os.path.join("/proc/self/fd", name)
+            assert "ucx_shm" not in os.readlink(descriptor) or stat.S_IMODE(os.stat(descriptor).st_mode) == 0o600
 
 
 @pytest.mark.parametrize("peer_id", [-2, 65535])

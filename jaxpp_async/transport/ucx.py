@@ -40,6 +40,7 @@ lasts for ever where that peer died (see above): past the first time, look only 
 
 _ENVIRONMENT = {
     "UCX_MM_ERROR_HANDLING": "y",  # else error handling drops shared memory, which is four times faster than TCP
+    "UCX_TLS": "^sysv",  # the user's whole group may map its segments; POSIX shared memory is the user's own
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "UCX_TCP_CONN_NB": "y",  # else a connect stops the event loop until it is answered: 131 s where packets are lost
     "UCX_TCP_SYN_CNT": "2",  # and gives up after 7 s
