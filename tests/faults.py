@@ -1,6 +1,6 @@
 """Faults inside real actors: `RemoteMesh(setup="faults:install", env=faults.at(...))`. The first run of that label in
 that step or a later one goes wrong, inside the actor's own way of calling an executable. Some faults are not of one
-run: `"die while sending"` (whatever the label) and `"slow"` (every run whose label begins like it)."""
+run: `"die while sending"` and `"lose"` (whatever the label) and `"slow"` (every run whose label begins like it)."""
 
 from __future__ import annotations
 
@@ -42,6 +42,10 @@ def install() -> None:
     StepRun._compute = compute  # type: ignore[method-assign]
     if what == "die while sending":
         StepRun._send = _send_and_die(StepRun._send)  # type: ignore[method-assign]
+    if what == "lose":
+        StepRun._send = _lose(StepRun._send, step)  # type: ignore[method-assign]
+    if what == "hold":
+        StepRun._call = _hold(StepRun._call, step, label)  # type: ignore[method-assign]
     if what == "slow":
         StepRun._call = _slow(StepRun._call, label)  # type: ignore[method-assign]
 
@@ -99,6 +103,32 @@ def _fill(*arrays: Any) -> Any:
 def _hang(*arrays: Any) -> Any:
     print("hanging", flush=True)
     time.sleep(60)
+
+
+def _hold(original: Any, step: int, label: str) -> Any:
+    """Native code keeps Python's global lock for 5 s, once."""
+    held: list[int] = []
+
+    def call(self: Any, command: Any, arguments: Any) -> Any:
+        here = self._program.plan.program.instructions[command.instruction].label
+        if self.message.step >= step and here == label and not held:
+            held.append(self.message.step)
+            ctypes.PyDLL(None).usleep(5_000_000)
+        return original(self, command, arguments)
+
+    return call
+
+
+def _lose(original: Any, step: int) -> Any:
+    """The link takes what this actor sends, from this step on, and it never arrives."""
+
+    def send(self: Any, command: Any) -> None:
+        if self.message.step < step:
+            original(self, command)
+        else:
+            self._pieces_left[command.instruction] = 1
+
+    return send
 
 
 def _slow(original: Any, label: str) -> Any:

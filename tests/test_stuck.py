@@ -299,7 +299,7 @@ def test_the_error_of_a_lost_transfer():
         "step 7 has not gone on for 10.4 s: b0 of actor 2 (4,096 bytes, tag 1) is on its way from"
     )
     assert lines[1] == "Who waits for whom:" and lines[5] == "Where each actor is:"
-    assert lines[6] == "  actor 0 (host node0, pid 100): step 7, #4 run"
+    assert lines[6] == "  actor 0 (host node0, pid 100): step 7, #4 run bwd(stage 0, mb 0)"
 
 
 def test_the_errors_of_other_causes():
@@ -317,7 +317,7 @@ def test_the_error_of_a_silent_actor():
     where = place(part, 1, at(1, waiting=False, computing=True))
     error = silent_error(INFOS[1], 10.24, 7, where)
     assert str(error).startswith("actor 1 (host node1, pid 101) has not been heard of for 10.2 s; it was last at ")
-    assert "fwd(stage 1, mb 0)" in str(error) and "of step 7; it may be stopped (SIGSTOP)" in str(error)
+    assert "last at run fwd(stage 1, mb 0) of step 7; it may be stopped (SIGSTOP)" in str(error)
     assert (error.actor, error.host, error.pid, error.step) == (1, "node1", 101, 7)
     assert "last at" not in str(silent_error(INFOS[1], 10.0, None, None))
 

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 from jaxpp_async.actors.messages import OpenTransfer, Reported
 from jaxpp_async.actors.progress import Position
-from jaxpp_async.program import CONTROLLER, ActorId, ActorProgram, Recv, Send
+from jaxpp_async.program import CONTROLLER, ActorId, ActorProgram, Instruction, Recv, Run, Send
 from jaxpp_async.program_text import format_instruction
 
 Part: TypeAlias = Callable[[int, ActorId], ActorProgram | None]
@@ -21,7 +21,7 @@ Cause: TypeAlias = Literal["lost", "deaf", "idle", "controller", "none", "cycle"
 not begun the step, that waits for the controller, that waits for nothing; a circle of actors."""
 
 _CAUSES: tuple[Cause, ...] = ("lost", "deaf", "idle", "controller", "none", "cycle")
-_MOST_WAITS, _MOST_LINES, _MOST_CHARS = 4, 32, 160  # of an actor, of a list, of an instruction
+_MOST_WAITS, _MOST_LINES = 4, 32  # lines about one actor, and in one list
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def place(part: Part, actor: ActorId, at: Position) -> str:
         return f"step {at.step}"
     if at.instruction == len(program.instructions):
         return f"the end of step {at.step}, with transfers open"
-    text = _cut(format_instruction(program.instructions[at.instruction]))
+    text = _short(program.instructions[at.instruction])
     return f"{text} of step {at.step}{', waiting for data' if at.waiting else ''}"
 
 
@@ -243,7 +243,10 @@ class _Examination:
             return "did not answer"
         if reported.step is None:
             return "between steps"
-        return f"step {reported.step}, {_cut(reported.at)}"
+        program = self._part(reported.program_id, actor)
+        if program is None or reported.instruction >= len(program.instructions):
+            return f"step {reported.step}, {reported.at}"
+        return f"step {reported.step}, #{reported.instruction} {_short(program.instructions[reported.instruction])}"
 
 
 def _lines(lines: Sequence[str]) -> str:
@@ -254,5 +257,8 @@ def _lines(lines: Sequence[str]) -> str:
     return "".join(f"\n  {line}" for line in lines)
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]} ..."
+def _short(instruction: Instruction) -> str:
+    """A run by its task alone; other instructions as they are."""
+    if isinstance(instruction, Run) and instruction.label:
+        return f"run {instruction.label}"
+    return format_instruction(instruction)

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxpp_async.actors.autopsy import Part, place
@@ -50,6 +50,7 @@ class Watch:
         info: where an actor is.
         ask: sends `Report` to an actor; gives the reply, to come. May raise `ActorError`.
         fail: takes the error that a silent actor or a stuck step is.
+        look: where an actor is by the page that it shares with this host, if it does; a stopped one has told since.
         is_busy: whether actors do something else than steps, such as being started anew; no step is stuck then.
         tell: told of suspects and of those that are back.
     """
@@ -62,13 +63,14 @@ class Watch:
         info: Callable[[ActorId], ActorInfo],
         ask: Callable[[ActorId], asyncio.Future[Reported]],
         fail: Callable[[ActorError], None],
+        look: Callable[[ActorId], Position | None] = lambda actor: None,
         is_busy: Callable[[], bool] = lambda: False,
         tell: Callable[[Suspect | Recovered], None] = lambda verdict: None,
         patience: Patience | None = None,
     ):
         patience = patience or Patience()
         self._part, self._under_way, self._info, self._ask = part, under_way, info, ask
-        self._fail, self._is_busy, self._tell, self._patience = fail, is_busy, tell, patience
+        self._look, self._fail, self._is_busy, self._tell, self._patience = look, fail, is_busy, tell, patience
         self._clock = AwakeClock(time.monotonic())
         self._monitor = Monitor(patience.suspect_s, patience.dead_s)
         self._stuck = StuckSteps(part, patience.progress_s)
@@ -145,27 +147,27 @@ class Watch:
             _LOG.warning("%s is heard again, after %.1f s", info, verdict.silence_s)
             self._tell(verdict)
             return
-        position = verdict.position
+        position = self._look(verdict.actor) or verdict.position
         at = place(self._part, verdict.actor, position) if position is not None else None
         if isinstance(verdict, Dead):
-            step = self._unfinished().get(verdict.actor)
+            step = self._unfinished([verdict.actor]).get(verdict.actor)
             self._fail(silent_error(info, verdict.silence_s, step, at))
             return
         said = describe_silence(info, verdict.silence_s, at)
         _LOG.warning("%s; it is given up after %g s", said, self._patience.dead_s)
         self._tell(verdict)
 
-    def _unfinished(self) -> dict[ActorId, int]:
-        """Each watched actor's oldest step that it has not finished."""
+    def _unfinished(self, actors: Sequence[ActorId]) -> dict[ActorId, int]:
+        """Each actor's oldest step that it has not finished; those without one are left out."""
         found: dict[ActorId, int] = {}
         for step, handle in sorted(self._under_way.items()):
-            for actor in self._monitor.watched:
+            for actor in actors:
                 if actor not in found and handle.waits_for(actor):
                     found[actor] = step
         return found
 
     def _judge_steps(self, now: float) -> None:
-        unfinished = self._unfinished()
+        unfinished = self._unfinished(self._monitor.watched)
         positions = {actor: self._monitor.position(actor) for actor in unfinished}
         silent = self._monitor.silent(now, self._patience.suspect_s)
         stall = self._stuck.judge(now, unfinished, positions, silent)
@@ -173,10 +175,10 @@ class Watch:
             self._tasks.start("ask about a step that stands still", self._inquire(stall))
 
     async def _inquire(self, stall: Stall) -> None:
-        reports = await self._reports(self._unfinished())
+        reports = await self._reports(self._unfinished(self._monitor.watched))
         now = self._now()
         silent = self._monitor.silent(now, min(_QUIET_S, self._patience.suspect_s))
-        unfinished = {actor: step for actor, step in self._unfinished().items() if actor in reports}
+        unfinished = self._unfinished([actor for actor in self._monitor.watched if actor in reports])
         autopsy = self._stuck.conclude(now, stall, unfinished, reports, silent)
         if autopsy is None or self._is_paused or self._closed:
             return
