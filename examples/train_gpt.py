@@ -128,7 +128,11 @@ class Pipeline:
         async with AsyncExitStack() as stack:
             with self.reporter.phase(f"launching {o.actors} {kind}"):
                 mesh = jpp.RemoteMesh(
-                    o.actors, spmd_mesh={"data": o.dp, "model": o.tp}, axis_rules=AXIS_RULES, launcher=o.launcher
+                    o.actors,
+                    spmd_mesh={"data": o.dp, "model": o.tp},
+                    axis_rules=AXIS_RULES,
+                    launcher=o.launcher,
+                    max_restarts=o.max_restarts,
                 )
                 await stack.enter_async_context(mesh)
             if o.checkpoint_dir:

@@ -111,16 +111,15 @@ async def test_killed_in_the_middle_of_steps(mesh, undisturbed, actor):
 
 async def test_killed_between_steps_that_were_submitted_ahead(mesh, undisturbed):
     step = mesh.distributed(train_step, donate_argnums=0)
-    state, losses, fetches = start(), [], []
+    state, futures, fetches = start(), [], []
     for i, batch in enumerate(BATCHES):
-        future = await mesh.submit(step, state, batch)
-        state, loss = future.outputs
+        futures.append(await mesh.submit(step, state, batch))
+        state, loss = futures[-1].outputs
         fetches.append(asyncio.ensure_future(mesh.fetch([state[1], loss])))  # before the next step is given it
         await asyncio.sleep(0)
-        losses.append(loss)
         if i in (1, 4):
             kill(mesh, i % 2)
-    await future
+    await futures[-1]
     for i, fetch in enumerate(fetches):
         count, loss = await fetch
         assert count == i + 1

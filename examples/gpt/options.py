@@ -41,6 +41,7 @@ class Options:
     checkpoint_dir: Path | None = None
     save_every: int = 0  # 0: at the end only.
     resume: bool = False
+    max_restarts: int = 0
 
     @property
     def num_stages(self) -> int:
@@ -77,9 +78,10 @@ _HELP = {
     "dump_passes": "write the text of every compiler pass and each actor's program into this folder",
     "checkpoint_dir": "save the run here, at its end and with --save-every; the newest three checkpoints stay",
     "save_every": "also save after every SAVE_EVERY steps, while training goes on",
+    "max_restarts": "replace actors that died and go on with the same numbers, so many times in ten minutes",
 }
 _FOLDERS = ("dump_passes", "checkpoint_dir")
-_AT_LEAST_ZERO = ("stages", "seed", "verify")
+_AT_LEAST_ZERO = ("stages", "seed", "verify", "max_restarts")
 
 
 def parse_options(argv: Sequence[str] | None = None) -> Options:
