@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import random
+import re
 import stat
 import subprocess
 from collections.abc import Iterator
@@ -247,6 +248,18 @@ def test_nothing_in_the_package_makes_code_of_data():
         str(path.relative_to(PACKAGE)): list(_violations(ast.parse(path.read_text()))) for path in PACKAGE.rglob("*.py")
     }
     assert len(found) > 80 and {path: bad for path, bad in found.items() if bad} == {}
+
+
+def test_the_threat_model_names_tests_that_exist():
+    tests = Path(__file__).parent
+    page = (tests.parent / "docs" / "security.md").read_text()
+    rows = [line.split("|")[3] for line in page.splitlines() if line.count("|") == 4 and ("test_" in line)]
+    assert len(rows) > 10
+    for row in rows:
+        file, *names = re.findall(r"`([\w/.]+)…?`", row)
+        paths = [tests / file] if file.endswith(".py") else list((tests / file).glob("test_*.py"))
+        text = "".join(path.read_text() for path in paths)
+        assert text and all(f"def {name}" in text for name in names if name.startswith("test_")), row
 
 
 def test_that_the_search_would_find_it():
