@@ -65,6 +65,7 @@ class Trainer:
         self._step = mesh.distributed(step, donate_argnums=0)
         self._kept_step = mesh.distributed(step)  # for runs that are cancelled and made again
         self._reference_step = reference.distributed(step, donate_argnums=0)
+        self._reference_kept_step = reference.distributed(step)
         self._state, self._reference_state = self._initial_state(), self._initial_state()
         self._expected: dict[int, bytes] = {}
         self._saved: tuple[int, Path] | None = None
@@ -72,6 +73,12 @@ class Trainer:
         self.number, self.num_run = 0, 0
         self.wishes: deque[Fault] = deque()
         self.granted: list[Fault] = []
+
+    async def warm_up(self) -> None:
+        """Compile everything on both, which leaves arrays there: both are to have the same."""
+        for mesh, step in ((self._mesh, self._kept_step), (self._reference, self._reference_kept_step)):
+            await mesh.run(step, self._initial_state(), self._batch(0))
+        await self.run_one()
 
     async def run_one(self) -> None:
         """One step on both, with the oldest wish if there is one.
@@ -91,6 +98,11 @@ class Trainer:
         if losses is not None:
             await self._compare(losses)
             self.number, self.num_run = self.number + 1, self.num_run + 1
+
+    @property
+    def is_behind(self) -> bool:
+        """The other mesh has gone further: this one was restored."""
+        return self.number in self._expected
 
     async def compare_states(self) -> None:
         """The whole state of both, bit for bit.
@@ -170,13 +182,16 @@ class Trainer:
 
     async def _compare(self, losses: np.ndarray) -> None:
         if self.number not in self._expected:
-            self._reference_state, expected = await self._reference.run(
-                self._reference_step, self._reference_state, self._batch(self.number)
-            )
-            self._expected[self.number] = _bytes(await expected)
+            self._expected[self.number] = await self.run_reference()
         if _bytes(losses) != self._expected[self.number]:
             expected = np.frombuffer(self._expected[self.number], losses.dtype)
             raise SoakFailure(f"step {self.number} has the losses {losses}, undisturbed {expected}")
+
+    async def run_reference(self) -> bytes:
+        """One more step on the other mesh: its losses."""
+        batch = self._batch(len(self._expected))
+        self._reference_state, losses = await self._reference.run(self._reference_step, self._reference_state, batch)
+        return _bytes(await losses)
 
     def _initial_state(self) -> Any:
         params = self._model.init(0)
