@@ -65,7 +65,13 @@ class InlineLauncher:
         task = loop.create_task(serving, name=name, context=name_actor(spec.actor_id))
         handle = _InlineHandle(task)
         self._handles.append(handle)
+        # A task that was cancelled keeps its frames, and with them its actor.
+        task.add_done_callback(lambda _: self._forget(handle))
         return handle
+
+    def _forget(self, handle: _InlineHandle) -> None:
+        if handle in self._handles:
+            self._handles.remove(handle)
 
     async def aclose(self) -> None:
         """See `Launcher.aclose`."""
