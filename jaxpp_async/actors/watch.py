@@ -71,7 +71,7 @@ class Watch:
         patience = patience or Patience()
         self._part, self._under_way, self._info, self._ask = part, under_way, info, ask
         self._look, self._fail, self._is_busy, self._tell, self._patience = look, fail, is_busy, tell, patience
-        self._clock = AwakeClock(time.monotonic())
+        self._clock = AwakeClock(time.monotonic(), TICK_S)
         self._monitor = Monitor(patience.suspect_s, patience.dead_s)
         self._stuck = StuckSteps(part, patience.progress_s)
         self._pauses = 0
@@ -187,17 +187,17 @@ class Watch:
         self._fail(stuck_error(autopsy, stall.still_s, actors))
 
     async def _reports(self, actors: Mapping[ActorId, int]) -> dict[ActorId, Reported | None]:
-        """What the actors say; None of one that does not in time."""
-        asked: dict[ActorId, asyncio.Future[Reported]] = {}
-        for actor in actors:
-            with contextlib.suppress(ActorError):  # the mesh has failed or closed meanwhile
-                asked[actor] = self._ask(actor)
+        """What the actors say; None of one that does not in time. Nothing at all if the mesh ends meanwhile."""
+        try:
+            asked = {actor: self._ask(actor) for actor in actors}
+        except ActorError:
+            return {}
         if asked:
             await asyncio.wait(asked.values(), timeout=REPORT_S)
-        return {actor: _result(asked.get(actor)) for actor in actors}
+        return {actor: _result(future) for actor, future in asked.items()}
 
 
-def _result(future: asyncio.Future[Reported] | None) -> Reported | None:
-    if future is None or not future.done() or future.cancelled() or future.exception() is not None:
+def _result(future: asyncio.Future[Reported]) -> Reported | None:
+    if not future.done() or future.cancelled() or future.exception() is not None:
         return None
     return future.result()
