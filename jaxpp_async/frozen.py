@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar, dataclass_transform
+from typing import Any, Generic, TypeVar, dataclass_transform, overload
 
 _T = TypeVar("_T")
 
@@ -23,3 +23,24 @@ def frozen(*, eq: bool = True, slots: bool = True) -> Callable[[type[_T]], type[
         slots: no other attributes than the fields.
     """
     return dataclass(slots=slots, eq=eq, unsafe_hash=eq)
+
+
+class kept(Generic[_T]):
+    """A property that is computed when it is first asked for, of a class without slots.
+
+    `functools.cached_property`, without the lock that this has up to Python 3.11 and that takes longer than what is
+    computed here. Two threads that ask at once both compute it.
+    """
+
+    def __init__(self, compute: Callable[[Any], _T]) -> None:
+        self._compute, self._name, self.__doc__ = compute, compute.__name__, compute.__doc__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> kept[_T]: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> _T: ...
+    def __get__(self, instance: object | None, owner: type) -> _T | kept[_T]:
+        if instance is None:
+            return self
+        value = instance.__dict__[self._name] = self._compute(instance)
+        return value

@@ -186,6 +186,21 @@ def sub_jaxprs(eqn: Any) -> list[Any]:
     return [v.jaxpr if type(v) is ClosedJaxpr else v for v in found] if found else found
 
 
+def is_simple(eqn: Any) -> bool:
+    """Whether an equation carries no jaxprs and has no effects."""
+    if eqn.effects:
+        return False
+    for value in eqn.params.values():
+        kind = type(value)
+        if kind is ClosedJaxpr or kind is Jaxpr:
+            return False
+        if kind is tuple or kind is list:
+            for v in value:
+                if type(v) is ClosedJaxpr or type(v) is Jaxpr:
+                    return False
+    return True
+
+
 def primitives_inside(jaxpr: Any) -> set[str]:
     """Names of all primitives in `jaxpr`, at any depth."""
     found = set()
@@ -284,15 +299,21 @@ def with_inner(eqn: Any, fn: Callable) -> tuple[Any, list[Any]]:
     return eqn.replace(params=params, invars=invars, outvars=outvars, effects=lifted.effects), consts
 
 
-def is_transposed(eqn: Any) -> bool:
-    """Whether JAX's transpose (reverse-mode differentiation) made this equation."""
-    stack = eqn.source_info.name_stack.stack
-    return any(type(e) is _source_info.Transform and e.name == "transpose" for e in stack)
+class Origins:
+    """What made equations, found once for all that share a stack of names."""
 
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, bool, bool]] = {}  # by id() of the stack, which is kept alive
 
-def is_recomputed(eqn: Any) -> bool:
-    """Whether a checkpoint's backward computes this equation again."""
-    return "rematted_computation" in str(eqn.source_info.name_stack)
+    def of(self, eqn: Any) -> tuple[bool, bool]:
+        """Whether JAX's transpose (reverse-mode differentiation) made an equation, and whether it is one that a
+        checkpoint's backward computes again."""
+        stack = eqn.source_info.name_stack.stack
+        if (known := self._known.get(id(stack))) is None:
+            transposed = any(type(e) is _source_info.Transform and e.name == "transpose" for e in stack)
+            recomputed = any("rematted_computation" in e.name for e in stack)
+            known = self._known[id(stack)] = stack, transposed, recomputed
+        return known[1], known[2]
 
 
 def same_computation(a: Any, b: Any) -> bool:

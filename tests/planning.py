@@ -53,7 +53,7 @@ def cross_task_values(staged: StagedLoop) -> dict[TaskKey, tuple[list[int], list
     """For each task, the values it takes from other tasks and those it makes for them, in order of first use."""
     made_by: dict[int, TaskKey] = {}
     for key, task in staged.tasks.items():
-        for v in task.made():
+        for v in task.made:
             made_by.setdefault(v, key)
     takes = {key: staged.takes(task) for key, task in staged.tasks.items()}
     makes: dict[TaskKey, dict[int, None]] = {key: {} for key in staged.tasks}

@@ -11,8 +11,7 @@ def eliminate_dead(flat: Flat) -> Flat:
     needed = {r for r in flat.outputs if isinstance(r, int)}
     kept: list[Op | Loop] = []
     for op in reversed(flat.ops):
-        wanted = any(o in needed for o in op.outputs)
-        if not wanted and not (isinstance(op, Op) and op.name == MARKER):
+        if needed.isdisjoint(op.outputs) and not (isinstance(op, Op) and op.name == MARKER):
             continue
         kept.append(_prune_loop(op, needed) if isinstance(op, Loop) else op)
         needed.update(kept[-1].reads)

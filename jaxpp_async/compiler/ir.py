@@ -6,12 +6,11 @@ Value ids count from zero over the whole step, loop bodies included.
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from jaxpp_async.frozen import frozen, kept
 from jaxpp_async.program import Aval
 
 
@@ -50,7 +49,7 @@ def stacked_type(element: ValueType, length: int) -> ValueType:
     return ValueType(aval, element.key_impl, sharding=sharding)
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False, slots=False)
 class Op:
     """One operation.
 
@@ -79,9 +78,9 @@ class Op:
     split: Callable[[Op, frozenset[int]], tuple[Op, Op] | None] | None = None
     branches: Branches | None = None
 
-    @functools.cached_property  # passes ask for it again and again
+    @kept
     def reads(self) -> tuple[int, ...]:
-        return tuple(r for r in self.inputs if isinstance(r, int))
+        return tuple([r for r in self.inputs if isinstance(r, int)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,10 +145,9 @@ class Types:
     def __init__(self) -> None:
         self._types: dict[int, ValueType] = {}
         self._sizes: dict[int, int] = {}
-        self._ids = itertools.count()
 
     def new(self, value_type: ValueType) -> int:
-        value_id = next(self._ids)
+        value_id = len(self._types)
         self._types[value_id] = value_type
         return value_id
 

@@ -18,6 +18,7 @@ from jaxpp_async.compiler.ir import Loop, Op, Ref, Types
 from jaxpp_async.compiler.primitives import MARKER, MARKER_SIDE
 from jaxpp_async.compiler.stages import LIGHTWEIGHT, Stages, TaskKey
 from jaxpp_async.compiler.tails import OutputPart, Results, Tail, results
+from jaxpp_async.frozen import kept
 
 __all__ = ["OutputPart", "StageTask", "StagedLoop", "TaskKey", "partition"]
 
@@ -36,9 +37,10 @@ class StageTask:
     ops: tuple[Op, ...]
     adds: tuple[tuple[int, int], ...] = ()
 
-    def made(self) -> set[int]:
+    @kept
+    def made(self) -> frozenset[int]:
         """Ids of the values it makes."""
-        return {o for op in self.ops for o in op.outputs if o >= 0}
+        return frozenset([o for op in self.ops for o in op.outputs if o >= 0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,14 +77,24 @@ class StagedLoop:
 
     def reads(self, task: StageTask) -> list[int]:
         """What a task reads and does not make, in order of first use."""
-        made = task.made()
-        wanted = [r for op in task.ops for r in op.reads] + self.added(task)
-        return [r for r in dict.fromkeys(wanted) if r not in made]
+        if (known := self._reads.get(task)) is None:
+            made = task.made
+            wanted = [r for op in task.ops for r in op.reads] + self.added(task)
+            known = self._reads[task] = [r for r in dict.fromkeys(wanted) if r not in made]
+        return known
 
     def takes(self, task: StageTask) -> list[int]:
         """What a task needs of other tasks, in order of first use."""
-        roots = set(self.loop.body.inputs)
-        return [r for r in self.reads(task) if r not in roots]
+        return [r for r in self.reads(task) if r not in self._roots]
+
+    @kept
+    def _reads(self) -> dict[StageTask, list[int]]:
+        """What tasks read, of those that were asked about."""
+        return {}
+
+    @kept
+    def _roots(self) -> frozenset[int]:
+        return frozenset(self.loop.body.inputs)
 
 
 def partition(loop: Loop, types: Types) -> StagedLoop:

@@ -54,8 +54,11 @@ class Stages:
         self.num_uses = self._count_uses()
         self._classify()
         self._place_forward()
+        self.held_in = self.homes()
         self._place_backward()
         self.reused = self._reuse()
+        if self.reused:
+            self.held_in = self.homes()
 
     def _aliases(self) -> dict[int, Ref]:
         """Results of markers to the values they mark."""
@@ -70,7 +73,8 @@ class Stages:
     def _count_uses(self) -> Counter[int]:
         """How often each value is read or returned, under its own name or behind markers."""
         reads = [r for op in self.ops if op.name not in (MARKER, MARKER_SIDE) for r in op.reads]
-        return Counter(self.root(r) for r in [*reads, *self.body.outputs] if isinstance(r, int))
+        reads += [r for r in self.body.outputs if isinstance(r, int)]
+        return Counter([self.root(r) if r in self.alias else r for r in reads])
 
     def resolve(self, ref: Ref) -> Ref:
         while isinstance(ref, int) and ref in self.alias:
@@ -98,7 +102,8 @@ class Stages:
         backward: set[int] = set()
         for i, op in enumerate(self.ops):
             reads = op.reads
-            if op.name == MARKER_SIDE and op.params["side"] == "tangent" and any(r in backward for r in reads):
+            after = not backward.isdisjoint(reads)
+            if after and op.name == MARKER_SIDE and op.params["side"] == "tangent":
                 raise StageError(
                     f"{op.line}: the gradient of a gradient that goes through this pipeline_yield needs its stages "
                     "forward again, behind the backward pass of the same microbatch; take the inner gradient without a "
@@ -106,9 +111,9 @@ class Stages:
                 )
             if op.name == MARKER or (op.name == MARKER_SIDE and op.params["side"] == "tangent"):
                 kind = MARK
-            elif op.name == MARKER_SIDE or any(r in backward for r in reads):
+            elif after or op.name == MARKER_SIDE:
                 kind = BACKWARD
-            elif op.name in LIGHT and not any(r in computed for r in reads):
+            elif op.name in LIGHT and computed.isdisjoint(reads):
                 kind = LIGHTWEIGHT
             elif op.transposed and i not in ancestors:
                 kind = BACKWARD
@@ -207,19 +212,18 @@ class Stages:
 
     def _place_backward(self) -> None:
         """The latest stage, not later than its cotangents', that already holds its other operands."""
-        homes = self.homes()
+        homes = self.held_in
         for i, op in enumerate(self.ops):
             if self.kind[i] != BACKWARD:
                 continue
             if op.name == MARKER_SIDE:
                 self.stage[i] = self._token_marker(i)
                 continue
-            placed = [r for r in op.reads if self._stage_of(r) is not None]
-            cotangents = [r for r in placed if self._kind_of(r) == BACKWARD]
-            limit = self._limit(cotangents, placed)
+            limit = self._limit(op)
             if limit is None:
                 continue
-            self.stage[i] = max(self._common_homes(op, homes, limit), default=limit)
+            last = self._last_home(op, homes, limit)
+            self.stage[i] = limit if last is None else last
         # What comes from roots alone (a checkpoint computes it again, or the cotangent is a constant, as a sum's is)
         # belongs to whoever uses it first.
         # So does what its operands would put behind its user: values of an early stage alone, handed on at a later one.
@@ -230,37 +234,45 @@ class Stages:
             wanted = max((s for s in users if s is not None), default=None)
             stage = self.stage[i]
             if stage is None:
-                held = self._common_homes(self.ops[i], homes, self.num_stages - 1)
-                self.stage[i] = max(held, default=0) if wanted is None else wanted
+                last = self._last_home(self.ops[i], homes, self.num_stages - 1)
+                self.stage[i] = wanted if wanted is not None else last or 0
             elif wanted is not None:
                 self.stage[i] = max(stage, wanted)
 
-    def _common_homes(self, op: Op, homes: dict[int, set[int]], limit: int) -> set[int]:
-        """Stages up to `limit` whose forward holds every operand of `op` that is no cotangent."""
-        common = set(range(limit + 1))
+    def _last_home(self, op: Op, homes: dict[int, set[int]], limit: int) -> int | None:
+        """The last stage up to `limit` whose forward holds every operand of `op` that is no cotangent."""
+        common: set[int] | None = None
         for r in op.reads:
-            if self._kind_of(r) != BACKWARD:
-                common &= homes.get(self.root(r), common)
-        return common
+            p = self.producer.get(r)
+            if p is not None and self.kind[p] == BACKWARD:
+                continue
+            held = homes.get(self.root(r))
+            if held is not None:
+                common = held if common is None else common & held
+        if common is None:
+            return limit
+        return max([s for s in common if s <= limit], default=None)
 
     def _wanted_by(self, user: int) -> int | None:
         """The stage whose backward hands a value to `user`: a cotangent marker takes it from the stage behind it."""
         stage = self.stage[user]
         return stage + 1 if stage is not None and self.ops[user].name == MARKER_SIDE else stage
 
-    def _limit(self, cotangents: list[int], placed: list[int]) -> int | None:
-        """The last stage whose backward may hold an operation, by its operands; None when they do not say."""
-        if cotangents:
-            return min(s for r in cotangents if (s := self._stage_of(r)) is not None)
-        return max((s for r in placed if (s := self._stage_of(r)) is not None), default=None)
-
-    def _kind_of(self, value: int) -> str | None:
-        p = self.producer.get(value)
-        return None if p is None else FORWARD if self.kind[p] == MARK else self.kind[p]
-
-    def _stage_of(self, value: int) -> int | None:
-        p = self.producer.get(value)
-        return None if p is None else self.stage[p]
+    def _limit(self, op: Op) -> int | None:
+        """The last stage whose backward may hold `op`: the first of its cotangents', or else the last of its other
+        operands'. None when they do not say."""
+        first: int | None = None
+        last: int | None = None
+        for r in op.reads:
+            p = self.producer.get(r)
+            stage = None if p is None else self.stage[p]
+            if p is None or stage is None:
+                continue
+            if self.kind[p] == BACKWARD:
+                first = stage if first is None or stage < first else first
+            elif last is None or stage > last:
+                last = stage
+        return last if first is None else first
 
     def root(self, value: int) -> int:
         """The value behind markers."""
@@ -279,7 +291,8 @@ class Stages:
             for o in op.outputs:
                 homes[o].add(stage)
             for r in op.reads:
-                self._add_home(homes, r, stage)
+                if r in self.alias or stage not in homes[r]:
+                    self._add_home(homes, r, stage)
         return homes
 
     def _add_home(self, homes: dict[int, set[int]], value: int, stage: int) -> None:
@@ -300,6 +313,8 @@ class Stages:
 
         They are at home where the repetition would run: a skip connection brought them there.
         """
+        if not any("repeats" in op.params for op in self.ops):
+            return set()
         first = {self._signature(op): i for i, op in enumerate(self.ops) if self.kind[i] == FORWARD}
         reused: set[int] = set()
         for i, op in enumerate(self.ops):

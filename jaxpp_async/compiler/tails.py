@@ -103,7 +103,7 @@ class _Finder:
         self.stages, self.types = stages, types
         self.dropped: set[int] = set()
         self.added: dict[TaskKey, list[Op]] = defaultdict(list)
-        self.homes = stages.homes()
+        self.homes = stages.held_in
         self.joined: dict[int, _Expr] = {}  # what splits take apart, by position
 
     def result(self, index: int) -> tuple[tuple[OutputPart, ...], Tail | None]:

@@ -19,8 +19,9 @@ from jaxpp_async import explicit, jax_compat, markers
 from jaxpp_async.compiler import choices, prints, scan_halves, scans
 from jaxpp_async.compiler.avals import value_type
 from jaxpp_async.compiler.dead import eliminate_dead
-from jaxpp_async.compiler.ir import Captured, Flat, Lit, Loop, Op, Print, Ref, Shown, Traced, Types, used_ids
+from jaxpp_async.compiler.ir import Captured, Flat, Lit, Loop, Op, Print, Ref, Shown, Traced, Types, ValueType, used_ids
 from jaxpp_async.compiler.primitives import (
+    CALLBACKS,
     CALLS,
     CHECKPOINTS,
     LOOP,
@@ -97,11 +98,17 @@ def _traced(fn: Callable, args: Sequence[Any]) -> tuple[Any, Any]:
         ) from error
 
 
+_LOOKED_AT = CALLBACKS | {LOOP, MARKER, MARKER_SIDE}
+"""Primitives whose equations are more than one operation among others, though they may carry no jaxpr."""
+
+
 class _Flattener:
     """Inlines calls and numbers values."""
 
     def __init__(self) -> None:
         self.types = Types()
+        self.known: dict[int, tuple[Any, ValueType]] = {}  # by id() of the aval, which is kept alive
+        self.origins = jax_compat.Origins()
         self.captured: dict[int, Captured] = {}  # by id() of the array, which `Captured` keeps alive
         self.prints: list[Any] = []  # of the body that is being inlined
         self.stacks: dict[int, list[Ref]] = {}  # see `scans.Flattener`
@@ -120,16 +127,46 @@ class _Flattener:
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             env[var] = self.constant(const)
 
-        def read(atom: Any) -> Ref:
-            return self.constant(atom.val) if isinstance(atom, jax_compat.Literal) else env[atom]
+        literal, constant = jax_compat.Literal, self.constant
 
         for eqn in jaxpr.eqns:
-            inputs = [read(a) for a in eqn.invars]
-            results = self.equation(eqn, inputs, ops, _where(eqn, where))
+            inputs: list[Ref] = [constant(a.val) if isinstance(a, literal) else env[a] for a in eqn.invars]
+            if eqn.primitive.name not in _LOOKED_AT and jax_compat.is_simple(eqn):
+                results = self.simple(eqn, inputs, ops, where)
+            else:
+                results = self.equation(eqn, inputs, ops, self.where(eqn, where))
             env.update(zip(eqn.outvars, results, strict=True))
-        return [read(a) for a in jaxpr.outvars]
+        return [constant(a.val) if isinstance(a, literal) else env[a] for a in jaxpr.outvars]
 
-    def equation(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> list[Ref]:
+    def where(self, eqn: Any, around: Where) -> Where:
+        """Where an equation of a jaxpr stands that itself stands `around`."""
+        return Where(_line(eqn, around), around.transposed or self.origins.of(eqn)[0], around.in_loop)
+
+    def made(self, eqn: Any) -> tuple[int, ...]:
+        """New ids for an equation's results; -1 for those that nobody wants."""
+        drop, types, known = jax_compat.DropVar, self.types, self.known
+        found = []
+        for v in eqn.outvars:
+            if isinstance(v, drop):
+                found.append(-1)
+                continue
+            aval = v.aval
+            if (entry := known.get(id(aval))) is None:
+                entry = known[id(aval)] = aval, value_type(aval)
+            found.append(types.new(entry[1]))
+        return tuple(found)
+
+    def simple(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> Sequence[Ref]:
+        """Append an equation that wraps nothing: one of the thousands of which a step consists."""
+        outputs = self.made(eqn)
+        transposed, recomputed = self.origins.of(eqn)
+        params = {"repeats": functools.partial(_repeats, eqn)} if recomputed and where.in_loop else {}
+        run = functools.partial(jax_compat.bind_eqn, eqn)
+        transposed = transposed or where.transposed
+        ops.append(Op(eqn.primitive.name, tuple(inputs), outputs, run, _line(eqn, where), transposed, params))
+        return outputs
+
+    def equation(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> Sequence[Ref]:
         name = eqn.primitive.name
         if name == LOOP:
             return self.loop(eqn, inputs, ops)
@@ -160,18 +197,16 @@ class _Flattener:
                 "move it out (write the loop or the choice in Python)"
             )
         prints.refuse_host(eqn, where.line, functools.partial(_stage, ops) if where.in_loop else None)
-        outputs = tuple(
-            -1 if isinstance(v, jax_compat.DropVar) else self.types.new(value_type(v.aval)) for v in eqn.outvars
-        )
+        outputs = self.made(eqn)
         params = {"side": eqn.params["side"]} if name == MARKER_SIDE else {}
         if name in (MARKER, MARKER_SIDE):
             params["name"] = eqn.params["name"]
-        if where.in_loop and jax_compat.is_recomputed(eqn):
+        if where.in_loop and self.origins.of(eqn)[1]:
             params["repeats"] = functools.partial(_repeats, eqn)
         run = functools.partial(jax_compat.bind_eqn, eqn)
         op = Op(name, tuple(inputs), outputs, run, where.line, where.transposed, params)
         ops.append(self.cuttable(op, eqn) if where.in_loop else self.opened(op, eqn))
-        return list(outputs)
+        return outputs
 
     def cuttable(self, op: Op, eqn: Any) -> Op:
         """An operation in a stage, with what a split of the stage's backward needs to take it apart."""
@@ -237,7 +272,7 @@ class _Flattener:
         for inner, operands in inside:
             refs = [results[o] if isinstance(o, int) else self.constant(o.val) for o in operands]
             self.prints.append(prints.print_of(inner, refs, jax_compat.source_line(inner)))
-        return results[: len(eqn.outvars)]
+        return list(results[: len(eqn.outvars)])
 
     def loop(self, eqn: Any, inputs: list[Ref], ops: list) -> list[Ref]:
         spec: markers.LoopSpec = eqn.params["spec"]
@@ -305,11 +340,9 @@ class _Flattener:
         return self.captured[id(value)].value_id
 
 
-def _where(eqn: Any, around: Where) -> Where:
-    """Where an equation of a jaxpr stands that itself stands `around`."""
+def _line(eqn: Any, around: Where) -> str:
     own = jax_compat.source_line(eqn)
-    line = own if own != "unknown line" else around.line or own
-    return Where(line, around.transposed or jax_compat.is_transposed(eqn), around.in_loop)
+    return own if own != "unknown line" else around.line or own
 
 
 def _stage(ops: Sequence[Op | Loop]) -> int:

@@ -157,7 +157,7 @@ class _Forms:
         """What a form makes for others, in the order in which the whole tasks read it."""
         ty, stage = task.key
         own = {(kind, stage) for kind in _WHOLE[ty]}
-        made = task.made()
+        made = task.made
         found = {v: None for v, readers in self._readers.items() if v in made and any(k not in own for k in readers)}
         if ty.endswith("bwd_input") and (rest := self.find(("bwd_weight", stage))) is not None:
             found |= {v: None for v in self.staged.takes(rest) if v in made}
@@ -166,6 +166,6 @@ class _Forms:
 
 def _joined(key: TaskKey, first: StageTask, second: StageTask) -> StageTask:
     """Two tasks as one. Light operations that both have are run once."""
-    made = first.made()
+    made = first.made
     ops = (*first.ops, *(op for op in second.ops if not made.intersection(op.outputs)))
     return replace(first, key=key, ops=ops, adds=(*first.adds, *second.adds))
