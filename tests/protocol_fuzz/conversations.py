@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from jaxpp_async.actors.protocol import TO_ACTOR, TO_CONTROLLER, Identity, Wire
+from jaxpp_async.actors.protocol import BEATS, TO_ACTOR, TO_CONTROLLER, Identity, Wire
 
 VERSION = "1.2.3"
 INTEGERS = (0, 1, 2, 127, 128, 255, 256, 65535, 65536, 2**31, 2**32, 2**53, 2**63 - 1, 2**64 - 1, -1, -33, -(2**63))
@@ -47,6 +47,10 @@ class Conversation:
         """What came to this side in frames."""
         return self.messages_to_actor if role == "actor" else self.messages_to_controller
 
+    def known(self, role: str) -> dict[str, type]:
+        """The message types that this side takes."""
+        return KNOWN[role, self.identity.channel]
+
     def wire(self, role: str, max_frame_bytes: int = 1 << 20) -> Wire:
         """This side's wire again, as it was before the first word."""
         actor_nonce, controller_nonce = self.nonces
@@ -62,6 +66,13 @@ class Conversation:
         return Wire("controller", self.secret, version=VERSION, nonce=controller_nonce, max_frame_bytes=max_frame_bytes)
 
 
+KNOWN: dict[tuple[str, str], dict[str, type]] = {
+    ("actor", "control"): TO_ACTOR,
+    ("controller", "control"): TO_CONTROLLER,
+    ("actor", "beats"): {},
+    ("controller", "beats"): BEATS,
+}
+
 GREETINGS = {"actor": 1, "controller": 2}
 """How many of the pieces that come to a side are its handshake."""
 
@@ -69,7 +80,8 @@ GREETINGS = {"actor": 1, "controller": 2}
 def converse(rng: random.Random, secret: bytes | None = None, num_frames: int = 4) -> Conversation:
     """A conversation of two wires that trust each other."""
     secret = rng.randbytes(32) if secret is None else secret
-    identity = Identity(rng.choice((0, 3, 511)), rng.choice((0, 1, 7)))
+    channel = "beats" if rng.random() < 0.2 else "control"
+    identity = Identity(rng.choice((0, 3, 511)), rng.choice((0, 1, 7)), channel)
     nonces = (rng.randbytes(32), rng.randbytes(32))
     blank = Conversation(secret, identity, nonces, (), (), (), (), (b"", b""))
     actor, controller = blank.wire("actor"), blank.wire("controller")
@@ -80,8 +92,10 @@ def converse(rng: random.Random, secret: bytes | None = None, num_frames: int = 
     actor.feed(to_actor[0])
     to_controller.append(actor.take_outgoing())
     controller.feed(to_controller[1])
-    down = tuple(draw(rng.choice(list(TO_ACTOR.values())), rng) for _ in range(num_frames))
-    up = tuple(draw(rng.choice(list(TO_CONTROLLER.values())), rng) for _ in range(num_frames))
+    down, up = (
+        tuple(draw(rng.choice(list(known)), rng) for _ in range(num_frames)) if known else ()
+        for known in (blank.known("actor").values(), blank.known("controller").values())
+    )
     to_actor += [b"".join(controller.encode(message)) for message in down]
     to_controller += [b"".join(actor.encode(message)) for message in up]
     keys = (controller._send_key, actor._send_key)

@@ -128,6 +128,7 @@ def mutate_pieces(pieces: list[bytes], role: str, elsewhere: Conversation, here:
     Args:
         elsewhere: another conversation, of the same mesh or of another one, to take pieces from.
     """
+    pieces = pieces or [rng.randbytes(64)]  # all has come: this is more
     index = rng.randrange(len(pieces))
     other_way = "controller" if role == "actor" else "actor"
     match rng.randrange(10):
