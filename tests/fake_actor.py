@@ -105,6 +105,11 @@ class FakeActor:
         print(f"aborted: {message.cause.splitlines()[0]}", flush=True)
         self._send(m.Done(message.request))
 
+    async def _on_report(self, message: m.Report) -> None:
+        # A step that hangs here is one that computes: nobody waits for anybody.
+        last = self._steps[-1].step if self._steps else None
+        self._send(m.Reported(message.request, last, running=last is not None))
+
     async def _on_inspect(self, message: m.Inspect) -> None:
         numbers = {"arrays": len(self._arrays), "blobs": len(self._blobs), "steps": len(self._steps)}
         numbers["cores"] = len(os.sched_getaffinity(0))

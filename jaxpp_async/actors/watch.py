@@ -190,14 +190,8 @@ class Watch:
         """What the actors say; None of one that does not in time. Nothing at all if the mesh ends meanwhile."""
         try:
             asked = {actor: self._ask(actor) for actor in actors}
+            if asked:
+                await asyncio.wait(asked.values(), timeout=REPORT_S)
+            return {actor: future.result() if future.done() else None for actor, future in asked.items()}
         except ActorError:
             return {}
-        if asked:
-            await asyncio.wait(asked.values(), timeout=REPORT_S)
-        return {actor: _result(future) for actor, future in asked.items()}
-
-
-def _result(future: asyncio.Future[Reported]) -> Reported | None:
-    if not future.done() or future.cancelled() or future.exception() is not None:
-        return None
-    return future.result()
