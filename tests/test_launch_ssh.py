@@ -197,6 +197,40 @@ async def test_two_hosts_equal_plain_jax(sshd, tmp_path, caplog):
     await none_left(before)
 
 
+@needs_sshd
+async def test_restarts_reach_the_host_again(sshd, tmp_path, caplog):
+    """An actor dies, then the way to a host, with all that is there."""
+    (tmp_path / "hosts").write_text(f"127.0.0.1 port={sshd.port}\nlocalhost port={sshd.port}\n")
+
+    def step(w, x):
+        return jpp.accumulate_grads(lambda mb: jnp.sin(jpp.pipeline_yield(jnp.tanh(mb @ w)) @ w), jpp.GPipe(2))(x)
+
+    before = keepers()
+    async with (
+        nothing_left(caplog),
+        jpp.RemoteMesh(
+            2,
+            hosts=tmp_path / "hosts",
+            ssh_options=sshd.options,
+            compilation_cache=CACHE,
+            max_restarts=2,
+            backup_every=1,
+        ) as mesh,
+    ):
+        distributed, args = mesh.distributed(step), (np.eye(3, dtype=np.float32), np.ones((2, 2, 3), np.float32))
+        expected = jax.jit(step)(*args)
+        for kill in (
+            lambda: None,
+            lambda: os.kill(mesh.actors[1].pid, signal.SIGKILL),
+            lambda: next(p for p in psutil.Process().children() if p.name() == "ssh").kill(),
+        ):
+            kill()
+            async with asyncio.timeout(30):
+                np.testing.assert_allclose(await (await mesh.run(distributed, *args)), expected, rtol=1e-5)
+        assert [info.state for info in mesh.actors] == ["ready", "ready"]
+    await none_left(before)
+
+
 def script(path: Path, text: str) -> str:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)

@@ -233,6 +233,20 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
+async def test_neighbours_die_one_after_the_other(undisturbed):
+    """Each holds the other's copy, and no new one is taken in between."""
+    async with a_mesh(backup_every=1000) as mesh:
+        step = mesh.distributed(train_step, donate_argnums=0)
+
+        async def before(i: int) -> None:
+            if i == 1:
+                await settled(mesh)
+            elif i > 2:
+                kill(mesh, i % 2)
+
+        assert_same(await train(mesh, step, before), undisturbed)
+
+
 async def test_a_crash_loop_ends(caplog):
     async with nothing_left(caplog), a_mesh(max_restarts=2) as mesh:
         step = mesh.distributed(train_step, donate_argnums=0)

@@ -96,6 +96,10 @@ class Backups:
         if generation is not None:
             await self._ask_each(everyone, lambda: Forget(self._outbox.number(), generation))
             await all_of({actor: self._bring_back(actor, generation, lost) for actor in sorted(lost)}, "bring back")
+            # What the lost ones held for others; until it is there again, one more loss would be one too many.
+            orphans = [actor for actor in everyone if self._holder_of(actor) in lost]
+            contents = self._contents
+            await all_of({a: self._hand_over(a, generation, contents[a]) for a in orphans}, "hand over copies")
         await self._ask_each(everyone, lambda: Rollback(self._outbox.number(), generation))
 
     async def aclose(self) -> None:

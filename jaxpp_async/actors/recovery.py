@@ -44,6 +44,9 @@ _LOG = logging.getLogger("jaxpp_async")
 WINDOW_S = 600.0
 """In how long a time the restarts are counted."""
 
+MAX_PAUSE_S = 30.0
+"""How long the next attempt waits, at most, when an actor could not be started."""
+
 ABORT_S = 10.0
 """What a living actor may take to drop what it does and to make a new end of the data plane."""
 
@@ -99,6 +102,7 @@ class Recovery:
         self._lost: set[ActorId] = set()
         self._is_new_epoch = False  # what fails to travel before belongs to what is being mended
         self._replaced: set[ActorId] = set()
+        self._late_starts = 0
 
     @property
     def is_under_way(self) -> bool:
@@ -118,11 +122,14 @@ class Recovery:
         is_known = error.actor in self._lost - self._replaced or (
             isinstance(error, TransferError | RemoteError) and not self._is_new_epoch
         )
-        if not (self.is_under_way and is_known):
-            self._begin(error)
+        if self.is_under_way and is_known:
+            return
+        # Actors of one host die together: that is one restart, not one each.
+        is_more_of_it = self.is_under_way and error.actor not in self._replaced
+        self._begin(error, counts=not is_more_of_it)
 
-    def _begin(self, error: ActorError) -> None:
-        if not self._budget.take(time.monotonic()):
+    def _begin(self, error: ActorError, *, counts: bool) -> None:
+        if counts and not self._budget.take(time.monotonic()):
             text = f"more than {self._budget.limit} restarts within {WINDOW_S / 60:g} minutes (max_restarts): the last"
             where = {"actor": error.actor, "host": error.host, "pid": error.pid, "step": error.step}
             first_line = str(error).partition("\n")[0]
@@ -156,8 +163,11 @@ class Recovery:
         except ActorError as error:
             if isinstance(error, TransferError | RemoteError):
                 await asyncio.sleep(GRACE_S)  # a death that explains it starts over, and ends this
+            if isinstance(error, LaunchError):
+                self._late_starts += 1
+                await asyncio.sleep(min(2**self._late_starts, MAX_PAUSE_S))  # a host may be starting up again
             if self._task is me:
-                self._begin(error) if self.can_mend(error) and not _is_final(error) else self._end(error)
+                self._begin(error, counts=True) if self.can_mend(error) and not _is_final(error) else self._end(error)
         except Exception as error:  # a defect, or a launcher's own error: the mesh must not hang between two lives
             _LOG.exception("a restart failed")
             self._end(abandoned(cause, f"the restart failed: {error!r}; its cause: {cause}", ActorDiedError))
@@ -176,10 +186,9 @@ class Recovery:
         await all_of({actor: self._load(actor) for actor in lost}, "load")
         await self._backups.roll_back(lost)
         self._lost.clear()
-        self._task = None
+        self._task, self._late_starts = None, 0
         for actor in crew.links:
             crew.set_state(actor, "ready")
-        self._backups.take()  # of what the lost ones held for others there is none
         steps = self._outbox.replay(crew.epoch)
         _LOG.warning(
             "replaced actors %s in %.1f s; %d step%s run again",
