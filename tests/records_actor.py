@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 import warnings
@@ -34,6 +35,8 @@ class RecordsActor(FakeActor):
 
 
 def _log() -> None:
+    print("to stdout", flush=True)
+    print("to stderr", file=sys.stderr, flush=True)
     log = logging.getLogger("user.code")
     log.debug("not this one")
     log.info("%d apples", 3)
