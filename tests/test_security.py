@@ -15,12 +15,17 @@ from typing import Any
 import pytest
 
 import jaxpp_async
+from jaxpp_async.actors import __main__ as actor_main
 from jaxpp_async.actors import keeper_protocol as kp
 from jaxpp_async.actors.actor_request import ActorRequest
+from jaxpp_async.actors.handshake import derive_keys
+from jaxpp_async.actors.heartbeat import Beating
+from jaxpp_async.actors.launch import LaunchSpec
 from jaxpp_async.actors.launch.hostfile import parse_hostfile
 from jaxpp_async.actors.launch.hosts import Host, Placement, Settings
 from jaxpp_async.actors.launch.slurm import srun_command
 from jaxpp_async.actors.launch.ssh import ssh_command
+from jaxpp_async.actors.protocol import Identity, Wire
 from jaxpp_async.errors import MeshError
 
 PACKAGE = Path(jaxpp_async.__file__).parent
@@ -220,6 +225,28 @@ def test_values_travel_as_data(values):
     line = kp.write_order(kp.Start("0", request, "/a;b 'c"))
     assert line.count(b"\n") == 1 and line.endswith(b"\n")
     assert kp.read_order(line) == kp.Start("0", request, "/a;b 'c")
+
+
+# ---------------------------------------------------------------- what holds the secret
+
+
+def test_nothing_that_holds_the_secret_shows_it():
+    """A log line or an assertion may print any of these."""
+    secret, place = bytes.fromhex(SECRET), ("127.0.0.1", 1)
+    spec = LaunchSpec(0, 1, 0, secret, place)
+    holders = [
+        spec,
+        ActorRequest("/py", {}, spec.config()),
+        kp.Start("0", REQUEST, "/"),
+        actor_main._parse(json.dumps(spec.config()).encode()),
+        Beating(Identity(0, 0), secret, place),
+        derive_keys(secret, b""),
+        Wire("controller", secret, version="1"),
+    ]
+    keys = derive_keys(secret, b"")
+    for text in map(repr, holders):
+        for hidden in (secret, keys.to_actor, keys.to_controller):
+            assert hidden.hex() not in text and repr(hidden)[2:-1] not in text, text
 
 
 # ---------------------------------------------------------------- code in data

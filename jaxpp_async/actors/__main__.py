@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpp_async.actors.lifeline import ExitCode, die_with_parent, leave, watch_stdin
@@ -27,7 +27,7 @@ class _Config:
 
     actor_id: int
     incarnation: int
-    secret: bytes
+    secret: bytes = field(repr=False)
     controller: tuple[str, int]
     lease_s: float
     actor: str

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from jaxpp_async.actors.codec import pack
@@ -61,8 +61,8 @@ class Proof:
 class Keys:
     """What an authenticated conversation is signed with, one key a direction."""
 
-    to_actor: bytes
-    to_controller: bytes
+    to_actor: bytes = field(repr=False)
+    to_controller: bytes = field(repr=False)
 
 
 def transcript(hello: Hello, role: str, version: str, nonce: bytes) -> bytes:
