@@ -34,6 +34,7 @@ from jaxpp_async.actors.launch import LaunchSpec, LocalLauncher
 from jaxpp_async.actors.launch.hostfile import parse_hosts
 from jaxpp_async.actors.launch.hosts import Settings
 from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
+from jaxpp_async.actors.messages import Done
 from jaxpp_async.actors.protocol import HANDSHAKE_TIMEOUT_S, Identity, Wire
 from jaxpp_async.actors.refusals import MOST, WINDOW_S, Refusals
 from jaxpp_async.errors import HandshakeError, LaunchError, ProtocolError
@@ -437,6 +438,26 @@ async def test_a_connection_that_is_over_before_it_has_a_socket():
         await connection.opened
     assert there.recv(1) == b""
     there.close()
+
+
+async def test_an_authenticated_peer_that_breaks_the_rules_ends_its_connection_only(caplog):
+    def refuse(message: Any) -> None:
+        raise ProtocolError(f"nobody asked for {type(message).__name__}")
+
+    ended: list[Any] = []
+    ours = connection_module.Connection(
+        Wire("controller", b"s" * 32, version="1"), on_message=refuse, on_closed=ended.append
+    )
+    theirs = connection_module.Connection(Wire("actor", b"s" * 32, version="1", identity=Identity(0, 0)))
+    for connection, sock in zip((ours, theirs), socket.socketpair(), strict=True):
+        await connection_module.attach_socket(connection, sock)
+    async with asyncio.timeout(WITHIN_S):
+        await asyncio.gather(ours.opened, theirs.opened)
+        theirs.send(Done(7))
+        theirs.send(Done(8))
+        await asyncio.gather(ours.wait_closed(), theirs.wait_closed())
+    assert [str(error) for error in ended] == ["nobody asked for Done"]
+    assert [r for r in caplog.records if r.name == "asyncio" and r.levelno > logging.INFO] == []
 
 
 # ---------------------------------------------------------------- the log

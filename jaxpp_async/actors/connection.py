@@ -137,7 +137,11 @@ class Connection(asyncio.Protocol):
             if self.on_message is None:
                 self.fail(ProtocolError(f"unexpected {type(message).__name__}"))
                 return
-            self.on_message(message)
+            try:
+                self.on_message(message)
+            except ProtocolError as error:  # an authenticated peer that does not keep to the protocol
+                self.fail(error)
+                return
 
     def pause_writing(self) -> None:
         self._writable.clear()
