@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import pathlib
 import random
@@ -17,6 +18,8 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
+from collections import deque
 from typing import Any
 
 HERE = pathlib.Path(__file__).parent
@@ -41,6 +44,32 @@ SETTLE_S = 10.0
 CONSOLE = Console(width=110)
 
 
+class Listener(logging.Handler):
+    """Keeps what was logged last, and what asyncio had to complain of, also in the actors."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
+        self.last: deque[str] = deque(maxlen=40)
+        self.complaints: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called by `logging`."""
+        text = self.format(record)
+        self.last.append(text[:2000])
+        is_leak = record.name == "py.warnings" and ("ResourceWarning" in text or "never awaited" in text)
+        if is_leak or (record.name == "asyncio" and record.levelno >= logging.WARNING):
+            self.complaints.append(text)
+
+    def check(self) -> None:
+        """Raises:
+        SoakFailure: there was a complaint.
+        """
+        gc.collect()
+        if self.complaints:
+            raise SoakFailure(f"{len(self.complaints)} complaints, the first: {self.complaints[0]}")
+
+
 def main() -> None:
     """Run one soak."""
     parser = argparse.ArgumentParser(description=__doc__, prog="make soak")
@@ -55,12 +84,16 @@ def main() -> None:
         f"seed {options.seed}, {options.minutes:g} minutes, {options.actors} actors, "
         f"data over {os.environ.get('UCX_TLS', 'whatever UCX takes')}"
     )
-    tally = Tally()
+    tally, log = Tally(), Listener()
+    logging.getLogger().addHandler(log)
+    logging.captureWarnings(True)
+    warnings.simplefilter("default", ResourceWarning)
     try:
         steps, seconds = asyncio.run(soak(options, tally))
+        log.check()
     except BaseException as error:  # whatever it is: a soak that ends early has failed, Ctrl-C too
         CONSOLE.print(report(tally))
-        for line in [*tally.events[-20:], "the last faults:", *tally.last]:
+        for line in ["what was logged last:", *log.last, "the last faults:", *tally.last]:
             CONSOLE.print(f"  {line}", markup=False)
         traceback.print_exc()
         CONSOLE.print(
