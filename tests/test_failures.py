@@ -39,7 +39,8 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 MODEL = mlp(2)
 STEP = grads_step(MODEL, jpp.Std1F1B(2))
-WITHIN_S = 3.0
+# From the event to the error, in seconds, as in `docs/failures.md`.
+IDLE_DEATH_S, DEATH_S, OWN_END_S, EXCEPTION_S = 2.0, 3.0, 2.0, 2.0
 
 
 def arguments() -> tuple[Any, Any]:
@@ -48,11 +49,19 @@ def arguments() -> tuple[Any, Any]:
 
 @pytest.fixture(autouse=True)
 async def warm(remote_mesh, caplog) -> AsyncIterator[None]:
-    """What a first mesh opens for good (libraries, pools) is open before; what each test's mesh opens is gone after."""
+    """What a first mesh opens for good (libraries, pools) is open before; what each test's mesh opens is gone after.
+
+    Another mesh of this driver works all the while.
+    """
     for launcher in ("inline", "local"):
-        await remote_mesh(2, launcher=launcher)
+        mesh = await remote_mesh(2, launcher=launcher)
     async with nothing_left(caplog):
         yield
+        assert await (await mesh.run(mesh.distributed(_add), np.float32(1))) == 2
+
+
+def _add(x: Any) -> Any:
+    return x + 1
 
 
 class Said:
@@ -110,7 +119,7 @@ async def test_an_idle_actor_is_killed_and_another_mesh_works():
         with pytest.raises(ActorDiedError) as error:
             while True:
                 await mesh.run(step, *arguments())
-        assert time.monotonic() - began < WITHIN_S
+        assert time.monotonic() - began < IDLE_DEATH_S
         where = f"actor 1 (host {victim.host}, pid {victim.pid}) was killed by SIGKILL (possibly out of memory)"
         assert str(error.value).startswith(where)
         assert (error.value.actor, error.value.host, error.value.pid) == (1, victim.host, victim.pid)
@@ -136,7 +145,7 @@ async def test_an_actor_is_killed_in_the_middle_of_a_step(victim):
         began = time.monotonic()
         with pytest.raises(ActorDiedError, match=rf"actor {1 - victim} .*SIGKILL.* during step 1") as error:
             await first
-        assert time.monotonic() - began < WITHIN_S
+        assert time.monotonic() - began < DEATH_S
         assert (error.value.actor, error.value.step) == (1 - victim, 1)
         with pytest.raises(StepAbortedError, match=rf"step 2 was aborted: actor {1 - victim}") as aborted:
             await second
@@ -163,7 +172,7 @@ async def test_an_actor_is_killed_while_it_sends_64_mib():
         began = time.monotonic()
         with pytest.raises(ActorDiedError, match=r"actor 0 .*was killed by SIGKILL.* during step 0"):
             await mesh.run(step, params, batch)
-        assert time.monotonic() - began < WITHIN_S
+        assert time.monotonic() - began < DEATH_S
 
 
 @pytest.mark.parametrize(
@@ -180,7 +189,7 @@ async def test_an_actor_ends_by_itself(what, said):
         began = time.monotonic()
         with pytest.raises(ActorDiedError, match=rf"(?s)actor 1 .*{said}") as error:
             await mesh.run(step, *arguments())
-        assert time.monotonic() - began < WITHIN_S
+        assert time.monotonic() - began < OWN_END_S
         await check_over(mesh, step, error.value)
 
 
@@ -194,7 +203,7 @@ async def test_an_executable_fails_on_an_actor():
         began = time.monotonic()
         with pytest.raises(RemoteError) as raised:
             await mesh.run(step, *arguments())
-        assert time.monotonic() - began < WITHIN_S
+        assert time.monotonic() - began < EXCEPTION_S
         error, actor = raised.value, mesh.actors[1]
         assert (error.actor, error.host, error.pid, error.step) == (1, actor.host, actor.pid, 1)
         assert error.exception_type == "ValueError" and error.instruction is not None
