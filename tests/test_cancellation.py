@@ -24,6 +24,8 @@ import jaxpp_async as jpp
 from jaxpp_async.actors.bringup import ActorConfig
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.launch import LocalLauncher
+from jaxpp_async.actors.launch.hostfile import parse_hosts
+from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
 from jaxpp_async.errors import MeshClosedError
 from jaxpp_async.testing import assert_close
 
@@ -301,6 +303,13 @@ def local_fake() -> Any:
     return LocalLauncher(actor="fake_actor:FakeActor")
 
 
+def through_a_command() -> Any:
+    """The same, through keepers, as on other hosts."""
+    reach = CommandReach(lambda placement, keeper: ["sh", "-c", 'exec "$@"', "sh", *keeper])
+    options: dict[str, Any] = {"control_address": "127.0.0.1", "actor": "fake_actor:FakeActor"}
+    return RemoteLauncher(reach, parse_hosts(["a", "b"]), **options)
+
+
 async def entered(launcher: Any) -> Any:
     """A mesh; of fake actors, its controller."""
     if launcher == "inline":
@@ -311,7 +320,11 @@ async def entered(launcher: Any) -> Any:
 
 
 # Which launcher, and after how many turns of the loop.
-LAUNCHERS = [pytest.param("inline", (0, 3, 21), id="inline"), pytest.param(local_fake, (1,), id="local")]
+LAUNCHERS = [
+    pytest.param("inline", (0, 3, 21), id="inline"),
+    pytest.param(local_fake, (1,), id="local"),
+    pytest.param(through_a_command, (1,), id="command"),
+]
 
 
 @pytest.mark.parametrize(("launcher", "turns"), LAUNCHERS)
