@@ -25,7 +25,6 @@ KEPT = 1000
 """How many events a mesh remembers: for who subscribes late, and for who reads slowly."""
 
 _LOG = logging.getLogger("jaxpp_async.events")
-_ALARMING = ("suspect", "died", "restarted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +89,8 @@ class EventLog:
     def emit(self, kind: Kind, text: str, *, actor: int | None = None, step: int | None = None, **details: Any) -> None:
         """Tell everyone, and the logger `jaxpp_async.events`. On the event loop; after `closed` it does nothing.
 
+        Whoever notices something alarming logs a warning with all there is to say; this is an `INFO` record.
+
         Args:
             text: its first line is kept.
             details: plain data.
@@ -101,7 +102,7 @@ class EventLog:
         self._num_emitted += 1
         self._is_closed = kind == "closed"
         extra = {"actor": actor, "step": step, "host": details.get("host")}
-        _LOG.log(logging.WARNING if kind in _ALARMING else logging.INFO, "%s: %s", kind, event.text, extra=extra)
+        _LOG.info("%s: %s", kind, event.text, extra=extra)
         for waiting in self._waiting:
             if not waiting.done():  # its reader may just have been cancelled
                 waiting.set_result(None)

@@ -9,6 +9,10 @@ import json
 import logging
 from datetime import UTC, datetime
 
+from jaxpp_async.actors.failure import ActorInfo
+from jaxpp_async.actors.monitor import Recovered, Suspect
+from jaxpp_async.actors.telling import Telling
+from jaxpp_async.errors import ActorDiedError, RemoteError
 from jaxpp_async.events import Event, EventLog, Events
 
 
@@ -102,6 +106,30 @@ async def test_readers_that_share_an_iterator_share_its_events():
     assert sorted([kind for reader in readers for kind in await reader]) == ["closed", "started"]
 
 
+def test_what_is_told():
+    log = EventLog()
+    telling, info = Telling(log), ActorInfo(1, "n1", 47, ("cpu:0",), "ready")
+    telling.started(info)
+    telling.judged(info, Suspect(1, 3.2, None))
+    telling.judged(info, Recovered(1, 4.0))
+    telling.failed(RemoteError("the user's own", actor=1))  # nobody died
+    telling.failed(ActorDiedError("actor 1 was killed", actor=1, host="n1", pid=47, step=7))
+    telling.restarted([info], 3)
+    telling.restarted([], 0)
+    telling.closed(ActorDiedError("actor 1 was killed"))
+    telling.closed(None)
+    assert [(event.kind, event.actor, event.step, event.details.get("pid")) for event in log._kept] == [
+        ("started", 1, None, 47),
+        ("suspect", 1, None, 47),
+        ("recovered", 1, None, 47),
+        ("died", 1, 7, 47),
+        ("restarted", 1, None, 47),
+        ("restarted", None, None, None),
+        ("closed", None, None, None),
+    ]
+    assert log._kept[-1].text == "the mesh is closed: actor 1 was killed"
+
+
 async def test_events_are_logged_with_actor_and_step(caplog):
     with caplog.at_level(logging.INFO, "jaxpp_async"):
         log = told("started")
@@ -109,5 +137,5 @@ async def test_events_are_logged_with_actor_and_step(caplog):
     records = [(r.levelname, r.actor, r.step, r.host, r.getMessage()) for r in caplog.records]  # type: ignore[attr-defined]
     assert records == [
         ("INFO", None, None, None, "started: it started"),
-        ("WARNING", 1, 4, "n1", "died: actor 1 died"),
+        ("INFO", 1, 4, "n1", "died: actor 1 died"),
     ]
