@@ -34,6 +34,7 @@ from jaxpp_async.actors.shards import Layouts, memory_held
 from jaxpp_async.actors.snapshots import Snapshots
 from jaxpp_async.actors.step_run import LoadedProgram, Machine, StepFailure, StepRun
 from jaxpp_async.actors.store import Entry, Store
+from jaxpp_async.actors.stuck_report import report
 from jaxpp_async.errors import MeshError, ProtocolError, StepAbortedError
 from jaxpp_async.program import ActorId
 from jaxpp_async.transport.base import Transport
@@ -167,6 +168,8 @@ class Actor:
                 self._answer("roll back", message.request, self._parts.rollbacks.roll_back(message))
             case m.Inspect():
                 self._send(m.Inspected(message.request, self._numbers()))
+            case m.Report():
+                self._send(report(message.request, self._current))
             case m.Shutdown():
                 self._answer("shutdown", message.request, self._shutdown(message))
             case _:
@@ -179,6 +182,7 @@ class Actor:
         start = partial(start_devices, message, inline=self._inline)
         devices: Devices = await loop.run_in_executor(self._workers, start)
         transport = self._make_transport(message.transport)
+        transport.epoch = message.epoch
         layouts = Layouts(devices)
         shared = self._inline and len(devices.devices) > 1
         machine = Machine(
@@ -343,6 +347,7 @@ class Actor:
         parts = self._parts
         await parts.machine.transport.aclose()
         transport = self._make_transport(parts.transport_kind)
+        transport.epoch = self._epoch
         parts.host_values.transport = transport
         self._parts_or_none = replace(parts, machine=replace(parts.machine, transport=transport))
         return m.Renewed(message.request, transport.address)

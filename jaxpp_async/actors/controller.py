@@ -33,7 +33,7 @@ from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.actors.recovery import Recovery
 from jaxpp_async.actors.rpc import Call, StepHandle
 from jaxpp_async.actors.supervision import Supervision
-from jaxpp_async.errors import ActorError, MeshClosedError
+from jaxpp_async.errors import ActorError, ActorUnresponsiveError, MeshClosedError
 from jaxpp_async.program import ActorId, ActorProgram, Aval
 from jaxpp_async.transport.base import Transport
 
@@ -74,7 +74,9 @@ class Controller:
         self._crew = Crew(launcher, options, number=self._number, say=self._tell, on_transfer_error=self._suspect)
         links = self._crew.links
         self.requests = self._outbox = Outbox(links, self._check_usable, remembers=max_restarts > 0)
-        self._supervision = Supervision(self._crew, self._programs, self._under_way, self._on_failure)
+        self._supervision = Supervision(
+            self._crew, self._programs, self._under_way, self._on_failure, lambda: self._is_recovering
+        )
         self._backups = Backups(self._crew, self._outbox, every=backup_every) if max_restarts else None
         self._recovery = (
             Recovery(
@@ -84,6 +86,7 @@ class Controller:
                 self._backups,
                 max_restarts=max_restarts,
                 watch=self._supervision.watch,
+                unwatch=self._supervision.hearts.unwatch,
                 end=self._end,
                 on_restarted=lambda actors, steps: self._supervision.calm_down(),
             )
@@ -202,7 +205,8 @@ class Controller:
 
         self._tell(f"compiling on {len(programs)} actor{'s' if len(programs) != 1 else ''}")
         try:
-            return await all_of({actor: load_one(actor) for actor in sorted(programs)}, "load")
+            with self._supervision.hearts.paused():
+                return await all_of({actor: load_one(actor) for actor in sorted(programs)}, "load")
         except BaseException:  # also a cancellation: nobody will ask for it
             self._programs.remove(program_id)
             raise
@@ -383,6 +387,8 @@ class Controller:
         _LOG.debug("the mesh failed: %s", error)
         for actor in self._crew.links:
             self._crew.set_state(actor, "failed" if actor in (dead, error.actor) else "closed")
+        if isinstance(error, ActorUnresponsiveError) and error.actor is not None:
+            self._crew.handles[error.actor].kill()  # it would hold up the end
         step = error.step if error.step is not None else min(self._under_way, default=None)
         self._cause_raised |= self._outbox.fail_all(error, step)
         self._tasks.start("abort after a failure", self._abort_others(error, dead))

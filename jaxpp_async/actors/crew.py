@@ -21,7 +21,7 @@ from jaxpp_async.actors.gate import Gate
 from jaxpp_async.actors.handshake import SECRET_BYTES
 from jaxpp_async.actors.host_data import HostPlane
 from jaxpp_async.actors.launch import ActorHandle, Launcher, LaunchSpec
-from jaxpp_async.actors.messages import Abort, Connect, Done, Renew, Renewed, Request, Shutdown
+from jaxpp_async.actors.messages import Abort, Connect, Done, Renew, Renewed, Report, Reported, Request, Shutdown
 from jaxpp_async.actors.rpc import ActorLink, Call
 from jaxpp_async.errors import TransferError
 from jaxpp_async.program import CONTROLLER, ActorId
@@ -181,6 +181,17 @@ class Crew:
         self.links[actor].request(Abort(self._number(), self.epoch, cause), call)
         return call.future
 
+    @property
+    def has_hearts(self) -> bool:
+        """Actors are processes, which beat."""
+        return self._launcher.listen_host is not None
+
+    def ask_where(self, actor: ActorId) -> asyncio.Future[Reported]:
+        """Ask an actor where it is; past the outbox, since that is not to be asked again."""
+        call = Call(Reported, awaited=False)
+        self.links[actor].request(Report(self._number()), call)
+        return call.future
+
     async def renew(self, actors: Iterable[ActorId]) -> None:
         """Have these actors and the controller make new ends of the data plane, which none of the dead ever touched.
 
@@ -214,7 +225,9 @@ class Crew:
         link.connection.abort()
 
     def _make_transport(self) -> Transport:
-        return (self._options.make_transport or self._launcher.make_transport)(self._kind)
+        transport = (self._options.make_transport or self._launcher.make_transport)(self._kind)
+        transport.epoch = self.epoch
+        return transport
 
     @property
     def _kind(self) -> str:

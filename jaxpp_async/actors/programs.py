@@ -78,6 +78,12 @@ class Programs:
         """The actors that have a part in it, in order of id."""
         return tuple(self._programs[program_id].parts)
 
+    def part(self, program_id: int, actor: ActorId) -> ActorProgram | None:
+        """What an actor has of a program; None if it has no part in it, or there is no such program."""
+        program = self._programs.get(program_id)
+        part = program.parts.get(actor) if program is not None else None
+        return part if isinstance(part, ActorProgram) else None  # tests of the control plane load plain text
+
     def instruction_at(self, actor: ActorId, at: Position) -> str | None:
         """Text of the instruction that an actor was at; None if that says nothing."""
         program = self._programs.get(at.program_id)

@@ -78,7 +78,7 @@ class Recovery:
 
     Args:
         max_restarts: how many there may be in ten minutes.
-        watch: supervises an actor's successor.
+        watch, unwatch: begin to supervise an actor's successor; listen for an actor no longer.
         end: ends the mesh.
         on_restarted: told when all is as it was: which actors were replaced, and how many steps are run again.
     """
@@ -92,11 +92,13 @@ class Recovery:
         *,
         max_restarts: int,
         watch: Callable[[ActorLink], None],
+        unwatch: Callable[[ActorId], None],
         end: Callable[[ActorError], None],
         on_restarted: Callable[[list[ActorId], int], None],
     ):
         self._crew, self._outbox, self._programs, self._backups = crew, outbox, programs, backups
-        self._budget, self._watch, self._end, self._on_restarted = Budget(max_restarts), watch, end, on_restarted
+        self._budget, self._watch, self._unwatch = Budget(max_restarts), watch, unwatch
+        self._end, self._on_restarted = end, on_restarted
         self._tasks = OwnedTasks()
         self._task: asyncio.Task[None] | None = None
         self._lost: set[ActorId] = set()
@@ -137,6 +139,7 @@ class Recovery:
             return
         if error.actor is not None and not isinstance(error, TransferError | RemoteError):
             self._lost.add(error.actor)
+            self._unwatch(error.actor)
         _LOG.warning("restarting because of a failure: %s", error)
         self._outbox.hold_back()
         for actor in self._crew.links:

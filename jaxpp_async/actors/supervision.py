@@ -16,6 +16,7 @@ from jaxpp_async.actors.failure import died_error, is_consequence, lost_error, r
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.programs import Programs
 from jaxpp_async.actors.rpc import ActorLink, StepHandle
+from jaxpp_async.actors.watch import Patience, Watch
 from jaxpp_async.errors import ActorError, ProtocolError
 from jaxpp_async.program import ActorId
 
@@ -37,16 +38,31 @@ class Supervision:
         programs: Programs,
         under_way: dict[int, StepHandle],
         on_failure: Callable[[ActorError, ActorId | None], None],
+        is_recovering: Callable[[], bool],
+        patience: Patience | None = None,
     ):
         self._crew, self._programs, self._under_way, self._on_failure = crew, programs, under_way, on_failure
         self._suspicion: asyncio.TimerHandle | None = None
         self._tasks = OwnedTasks()
+        self.hearts = Watch(
+            part=programs.part,
+            under_way=under_way,
+            info=lambda actor: crew.links[actor].info,
+            ask=crew.ask_where,
+            look=lambda actor: crew.links[actor].handle.progress(),
+            fail=self.report,
+            is_busy=is_recovering,
+            patience=patience,
+        )
+        crew.gate.on_beat = self.hearts.heard
 
     def watch(self, link: ActorLink) -> None:
         """From here on a death, a lost connection or a failure of this actor is the mesh's."""
         link.connection.on_message = lambda message: self._on_message(link, message)
         link.connection.on_closed = lambda error: self._on_lost(link, error)
         self._tasks.start(f"watch actor {link.info.id}", self._watch(link))
+        if self._crew.has_hearts:
+            self.hearts.watch(link.info.id)
         if not link.connection.is_open:
             self._on_lost(link, None)
 
@@ -73,6 +89,7 @@ class Supervision:
     async def aclose(self) -> None:
         """Stop watching."""
         self.calm_down()
+        await self.hearts.aclose()
         await self._tasks.aclose()
 
     # ------------------------------------------------------------ what is noticed
@@ -94,6 +111,7 @@ class Supervision:
     async def _watch(self, link: ActorLink) -> None:
         death = await link.handle.wait_dead()
         if self._is_current(link):
+            self.hearts.unwatch(link.info.id)
             step = self.step_of(link.info.id)
             self.report(died_error(link.info, death, step, self._instruction_of(link, step)), link.info.id)
 
