@@ -186,9 +186,10 @@ async def test_end_of_file_on_stdin_ends_an_actor():
     actor = start_by_hand(controller=list(server.sockets[0].getsockname()))
     async with asyncio.timeout(10):
         await connected.wait()  # it waits for the handshake now
-    assert actor.stdin is not None
+    assert actor.stdin is not None and actor.stderr is not None
     actor.stdin.close()
     assert await asyncio.to_thread(actor.wait, 2) == ExitCode.CONTROLLER_GONE
+    actor.stderr.close()
     server.close()
 
 
