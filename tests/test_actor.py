@@ -32,7 +32,7 @@ class Harness:
         self.transport = MemoryTransport(network, CONTROLLER)
         self.transports = {}
         self.waiting, self.requests, self.sequences = {}, 0, 0
-        self.epoch = 1
+        self.epoch = self.transport.epoch = 1
         self.actors = [
             Actor(k, make_transport=lambda name, k=k: self._transport(k), send=self._replied, inline=True)
             for k in range(num_actors)
