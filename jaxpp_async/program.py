@@ -11,6 +11,7 @@ An `ActorProgram` prints as text and parses back; the text is also what travels 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -79,6 +80,7 @@ class Aval:
 _ITEMSIZES = {"bool": 1, "bfloat16": 2, "int2": 1, "int4": 1, "uint2": 1, "uint4": 1}
 
 
+@functools.cache  # bounded by the types there are
 def itemsize(dtype: str) -> int:
     """Bytes of one element in host memory. Sub-byte types take a byte each, as in numpy."""
     if dtype in _ITEMSIZES:

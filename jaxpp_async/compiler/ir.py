@@ -160,6 +160,12 @@ class Types:
             size = self._sizes[value_id] = self._types[value_id].aval.size_bytes
         return size
 
+    def sizes(self) -> list[int]:
+        """The same of all values so far, by id."""
+        known = {id(t.aval): t.aval for t in self._types.values()}
+        sizes = {key: aval.size_bytes for key, aval in known.items()}
+        return [sizes[id(t.aval)] for t in self._types.values()]
+
     def items(self) -> Iterable[tuple[int, ValueType]]:
         return self._types.items()
 

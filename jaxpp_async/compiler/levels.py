@@ -57,18 +57,21 @@ def _earliest(
 
     def available(value: int, actor: ActorId) -> int:
         """The first level at which an operation on `actor` can read `value`."""
-        if value in made_in:
-            return made_in[value] + 1
         i = producer.get(value)
         if i is None:
-            return 0
-        source = giver(actors[i], actor)
-        return early[i, source] + (source != actor)
+            return made_in.get(value, -1) + 1
+        if actor in actors[i]:
+            return early[i, actor]
+        return early[i, giver(actors[i], actor)] + 1
 
     for i, op in enumerate(step.items):
         if isinstance(op, Op):
-            for a in sorted(actors[i]):
-                early[i, a] = max([available(r, a) for r in op.reads], default=0)
+            for a in actors[i]:
+                first = 0
+                for r in op.reads:
+                    if (level := available(r, a)) > first:
+                        first = level
+                early[i, a] = first
             continue
         before = [
             # An operation's result enters the loop one level after the operation, on any actor.
@@ -98,14 +101,21 @@ def _latest(
         op = step.items[i]
         if not isinstance(op, Op):
             continue
-        limits = dict.fromkeys(actors[i], last)
+        here = actors[i]
+        limits = dict.fromkeys(here, last)
         for o in op.outputs:
             for u in users.get(o, ()):
                 for b in actors[u]:
-                    a = giver(actors[i], b)
-                    limits[a] = min(limits[a], late[u, b] - (a != b))
-            for b, limit in in_loops.get(o, {}).items():
-                a = giver(actors[i], b)
-                limits[a] = min(limits[a], limit)
-        late.update(((i, a), limit) for a, limit in limits.items())
+                    if b in here:
+                        a, limit = b, late[u, b]
+                    else:
+                        a, limit = giver(here, b), late[u, b] - 1
+                    if limit < limits[a]:
+                        limits[a] = limit
+            if o in in_loops:
+                for b, limit in in_loops[o].items():
+                    a = giver(here, b)
+                    limits[a] = min(limits[a], limit)
+        for a, limit in limits.items():
+            late[i, a] = limit
     return late

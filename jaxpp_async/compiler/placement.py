@@ -117,20 +117,21 @@ class _Placer:
     """
 
     def __init__(self, step: OuterStep, types: Types) -> None:
-        self.step, self.types, self.size = step, types, types.size_bytes
+        self.step, self.types, self.size = step, types, types.sizes()
         self.items = step.items
-        self.producer = {o: i for i, op in enumerate(self.items) if isinstance(op, Op) for o in op.outputs if o >= 0}
+        self.ops = {i: op for i, op in enumerate(self.items) if isinstance(op, Op)}
+        self.producer = {o: i for i, op in self.ops.items() for o in op.outputs if o >= 0}
         self.users: dict[int, list[int]] = defaultdict(list)
-        for i, op in enumerate(self.items):
-            if isinstance(op, Op):
-                for r in op.reads:
-                    self.users[r].append(i)
+        for i, op in self.ops.items():
+            for r in op.reads:
+                self.users[r].append(i)
+        self.can_open = {i for i, op in self.ops.items() if conditions.can_open(op)}
         self.loop_home = {v: a for makes in step.loop_makes.values() for v, a in makes.items()}
         self.bound = self._bound_ops()
         self.anchored = self._anchored_ops()
         self.single = self.bound | self.anchored
         self.owned = self._owned_ops()
-        self.actors: dict[int, set[ActorId]] = {i: set() for i, op in enumerate(self.items) if isinstance(op, Op)}
+        self.actors: dict[int, set[ActorId]] = {i: set() for i in self.ops}
         self.homes: dict[int, set[ActorId]] = defaultdict(set)  # of inputs
         self.wanted: dict[int, set[ActorId]] = defaultdict(set)  # of anchored operations: who needs them
         self.leans: dict[int, set[ActorId]] = {}  # where a free operation would run, were it for its operands only
@@ -139,28 +140,29 @@ class _Placer:
 
     def _bound_ops(self) -> set[int]:
         values, ops = set(self.loop_home), set()
-        for i, op in enumerate(self.items):
-            if isinstance(op, Op) and any(r in values for r in op.reads):
+        for i, op in self.ops.items():
+            if not values.isdisjoint(op.reads):
                 ops.add(i)
                 values.update(op.outputs)
         return ops
 
     def _anchored_ops(self) -> set[int]:
-        heavy = {v for v in self.step.inputs if self.size(v) > SCALAR_BYTES}
+        size = self.size
+        heavy = {v for v in self.step.inputs if size[v] > SCALAR_BYTES}
         ops: set[int] = set()
         taken: set[int] = set()  # small values that anchored operations made
-        for i, op in enumerate(self.items):
-            if not isinstance(op, Op) or i in self.bound:
+        for i, op in self.ops.items():
+            if i in self.bound:
                 continue
-            made = max((self.size(o) for o in op.outputs if o >= 0), default=0)
-            read = max((self.size(r) for r in op.reads if r in heavy), default=0)
+            made = max((size[o] for o in op.outputs if o >= 0), default=0)
+            read = max((size[r] for r in op.reads if r in heavy), default=0)
             reduces = any(made <= limit < read for limit in (SCALAR_BYTES, SMALL_BYTES))
             follows = made <= SMALL_BYTES and any(r in taken for r in op.reads)
-            if reduces or follows or (read and conditions.can_open(op)):
+            if reduces or follows or (read and i in self.can_open):
                 ops.add(i)
-                taken.update(o for o in op.outputs if o >= 0 and self.size(o) <= SMALL_BYTES)
+                taken.update(o for o in op.outputs if o >= 0 and size[o] <= SMALL_BYTES)
             if read:
-                heavy.update(o for o in op.outputs if o >= 0 and self.size(o) > SCALAR_BYTES)
+                heavy.update(o for o in op.outputs if o >= 0 and size[o] > SCALAR_BYTES)
         return ops
 
     def _owned_ops(self) -> set[int]:
@@ -178,9 +180,7 @@ class _Placer:
         }
 
     def op(self, position: int) -> Op:
-        op = self.items[position]
-        assert isinstance(op, Op)
-        return op
+        return self.ops[position]
 
     def seen(self) -> Seen:
         """For regrouping."""
@@ -203,8 +203,14 @@ class _Placer:
         self._place_results()
 
     def _is_large(self, position: int) -> bool:
-        op = self.op(position)
-        return any(self.size(v) > SMALL_BYTES for v in (*op.reads, *op.outputs) if v >= 0)
+        op, size = self.ops[position], self.size
+        for v in op.outputs:
+            if v >= 0 and size[v] > SMALL_BYTES:
+                return True
+        for v in op.reads:  # noqa: SIM110
+            if size[v] > SMALL_BYTES:
+                return True
+        return False
 
     def _need(self, value: int, actors: Iterable[ActorId]) -> None:
         """`value` is used on `actors`: free operations run there too, inputs live there."""
@@ -231,12 +237,12 @@ class _Placer:
     # ---- operations on one actor
 
     def _where(self, value: int) -> set[ActorId]:
+        i = self.producer.get(value)
+        if i is not None:
+            return self.actors[i] or self.leans.get(i) or set()
         if value in self.loop_home:
             return {self.loop_home[value]}
-        i = self.producer.get(value)
-        if i is None:
-            return self.homes.get(value, set())
-        return self.actors[i] or self.leans.get(i, set())
+        return self.homes.get(value) or set()
 
     def _lean(self) -> None:
         """Where free operations that nobody needs yet would run: with most of their operands' bytes."""
@@ -248,21 +254,24 @@ class _Placer:
 
     def _weights(self, values: Sequence[int]) -> dict[ActorId, int]:
         """Bytes of `values` that each actor holds."""
-        held: dict[ActorId, int] = defaultdict(int)
+        held: dict[ActorId, int] = {}
         for v in values:
             for a in self._where(v):
-                held[a] += max(self.size(v), 1)
+                held[a] = held.get(a, 0) + (self.size[v] or 1)
         return held
 
     def _choose(self, position: int, threshold: int) -> bool:
         """Run where most of the operands' bytes are. False: they are scalars, and the operation is large."""
-        op = self.op(position)
-        held = self._weights(op.reads)
-        best = max(held.values(), default=0)
-        if position in self.bound and best <= threshold and self._is_large(position):
+        held = self._weights(self.ops[position].reads)
+        best = max(held.values()) if held else 0
+        if best <= threshold and position in self.bound and self._is_large(position):
             return False
-        wanted = [a for a in held if held[a] == best] or self.wanted[position]
-        self._assign(position, {min(wanted, default=0)})
+        if len(held) == 1:
+            (chosen,) = held
+        else:
+            wanted = [a for a in held if held[a] == best] or self.wanted[position]
+            chosen = min(wanted, default=0)
+        self._assign(position, {chosen})
         return True
 
     def _choose_by_users(self, position: int) -> None:
@@ -284,14 +293,18 @@ class _Placer:
             self._assign(position, {min(a for a in held if held[a] == max(held.values()))})
 
     def _assign(self, position: int, actors: set[ActorId]) -> None:
-        op = self.op(position)
-        if conditions.can_open(op) and any(
-            (where := self._where(r)) and not where & actors for r in op.reads if self.size(r) > SMALL_BYTES
+        op = self.ops[position]
+        if position in self.can_open and any(
+            (where := self._where(r)) and not where & actors for r in op.reads if self.size[r] > SMALL_BYTES
         ):
             self.joining.append(position)
         self.actors[position] = actors
         for r in op.reads:
-            self._need(r, actors)
+            i = self.producer.get(r)
+            if i is not None and i in self.single:
+                self.wanted[i] |= actors  # all there is to it, for nearly all
+            else:
+                self._need(r, actors)
 
     # ---- results
 

@@ -90,9 +90,10 @@ def _trees(seen: Seen, kept: set[int]) -> dict[int, tuple[set[int], list[int]]]:
 def _is_sum(seen: Seen, op: Op) -> bool:
     if op.name not in ASSOCIATIVE or len(op.inputs) != 2 or len(op.reads) != 2:
         return False
+    if seen.types.size_bytes(op.outputs[0]) > SMALL_BYTES:
+        return False
     out = seen.types[op.outputs[0]].aval
-    same = all(seen.types[r].aval.shape == out.shape and seen.types[r].aval.dtype == out.dtype for r in op.reads)
-    return same and out.size_bytes <= SMALL_BYTES
+    return all(seen.types[r].aval.shape == out.shape and seen.types[r].aval.dtype == out.dtype for r in op.reads)
 
 
 def _by_actor(seen: Seen, values: Sequence[int]) -> list[list[int]]:

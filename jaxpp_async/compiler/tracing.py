@@ -115,7 +115,7 @@ class _Flattener:
 
     def top(self, closed: Any) -> Flat:
         jaxpr, consts = jax_compat.open_jaxpr(closed)
-        inputs = [self.types.new(value_type(v.aval)) for v in jaxpr.invars]
+        inputs = [self.types.new(self.type_of(v.aval)) for v in jaxpr.invars]
         env: dict[Any, Ref] = dict(zip(jaxpr.invars, inputs, strict=True))
         ops: list[Op | Loop] = []
         outputs = self.inline(jaxpr, consts, env, ops, Where(""))
@@ -142,19 +142,16 @@ class _Flattener:
         """Where an equation of a jaxpr stands that itself stands `around`."""
         return Where(_line(eqn, around), around.transposed or self.origins.of(eqn)[0], around.in_loop)
 
+    def type_of(self, aval: Any) -> ValueType:
+        """The type of a value; a step has thousands of values and a few dozen avals."""
+        if (entry := self.known.get(id(aval))) is None:
+            entry = self.known[id(aval)] = aval, value_type(aval)
+        return entry[1]
+
     def made(self, eqn: Any) -> tuple[int, ...]:
         """New ids for an equation's results; -1 for those that nobody wants."""
-        drop, types, known = jax_compat.DropVar, self.types, self.known
-        found = []
-        for v in eqn.outvars:
-            if isinstance(v, drop):
-                found.append(-1)
-                continue
-            aval = v.aval
-            if (entry := known.get(id(aval))) is None:
-                entry = known[id(aval)] = aval, value_type(aval)
-            found.append(types.new(entry[1]))
-        return tuple(found)
+        drop, new, type_of = jax_compat.DropVar, self.types.new, self.type_of
+        return tuple([-1 if isinstance(v, drop) else new(type_of(v.aval)) for v in eqn.outvars])
 
     def simple(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> Sequence[Ref]:
         """Append an equation that wraps nothing: one of the thousands of which a step consists."""
@@ -250,7 +247,7 @@ class _Flattener:
     def body(self, closed: Any, where: Where) -> Flat:
         """A branch, or a scan's body, as flat operations, over value ids of its own."""
         jaxpr, consts = jax_compat.open_jaxpr(closed)
-        inputs = [self.types.new(value_type(v.aval)) for v in jaxpr.invars]
+        inputs = [self.types.new(self.type_of(v.aval)) for v in jaxpr.invars]
         ops: list[Op | Loop] = []
         outputs = self.inline(jaxpr, consts, dict(zip(jaxpr.invars, inputs, strict=True)), ops, where)
         return Flat(tuple(inputs), tuple(ops), tuple(outputs))
@@ -277,7 +274,7 @@ class _Flattener:
     def loop(self, eqn: Any, inputs: list[Ref], ops: list) -> list[Ref]:
         spec: markers.LoopSpec = eqn.params["spec"]
         jaxpr, consts = jax_compat.open_jaxpr(spec.body)
-        body_inputs = [self.types.new(value_type(v.aval)) for v in jaxpr.invars]
+        body_inputs = [self.types.new(self.type_of(v.aval)) for v in jaxpr.invars]
         body_ops: list[Op | Loop] = []
         env: dict[Any, Ref] = dict(zip(jaxpr.invars, body_inputs, strict=True))
         outer_prints, self.prints = self.prints, []
@@ -295,7 +292,7 @@ class _Flattener:
         inside = [c.value_id for c in self.captured.values() if c.value_id in used]
         ids = body_inputs[: spec.num_consts] + inside + body_inputs[spec.num_consts :]
         invariants = [*inputs[: spec.num_consts], *inside]
-        outputs = tuple(self.types.new(value_type(v.aval)) for v in eqn.outvars)
+        outputs = tuple(self.types.new(self.type_of(v.aval)) for v in eqn.outvars)
         ops.append(
             Loop(
                 body=Flat(tuple(ids), tuple(body_ops), tuple(body_outputs)),

@@ -117,6 +117,7 @@ class _Forms:
         for key, task in staged.tasks.items():
             for v in staged.takes(task):
                 self._readers.setdefault(v, []).append(key)
+        self._rank = {v: rank for rank, v in enumerate(self._readers)}
 
     def find(self, key: TaskKey) -> StageTask | None:
         """The form of a task; None if there is nothing to compute."""
@@ -158,7 +159,8 @@ class _Forms:
         ty, stage = task.key
         own = {(kind, stage) for kind in _WHOLE[ty]}
         made = task.made
-        found = {v: None for v, readers in self._readers.items() if v in made and any(k not in own for k in readers)}
+        crossing = [v for v in made if any(k not in own for k in self._readers.get(v, ()))]
+        found = dict.fromkeys(sorted(crossing, key=self._rank.__getitem__))
         if ty.endswith("bwd_input") and (rest := self.find(("bwd_weight", stage))) is not None:
             found |= {v: None for v in self.staged.takes(rest) if v in made}
         return list(found)
