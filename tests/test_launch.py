@@ -181,16 +181,18 @@ def start_by_hand(**changes: Any) -> subprocess.Popen[str]:
 
 
 async def test_end_of_file_on_stdin_ends_an_actor():
-    connected = asyncio.Event()
-    server = await asyncio.start_server(lambda reader, writer: connected.set(), "127.0.0.1", 0)
+    connected: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
+    server = await asyncio.start_server(lambda reader, writer: connected.set_result(writer), "127.0.0.1", 0)
     actor = start_by_hand(controller=list(server.sockets[0].getsockname()))
     async with asyncio.timeout(10):
-        await connected.wait()  # it waits for the handshake now
+        writer = await connected  # it waits for the handshake now
     assert actor.stdin is not None and actor.stderr is not None
     actor.stdin.close()
     assert await asyncio.to_thread(actor.wait, 2) == ExitCode.CONTROLLER_GONE
     actor.stderr.close()
+    writer.close()
     server.close()
+    await asyncio.gather(writer.wait_closed(), server.wait_closed(), return_exceptions=True)
 
 
 def test_the_kernel_ends_an_actor_whose_stdin_stays_open():
