@@ -13,6 +13,8 @@ from jaxpp_async import mesh_options
 from jaxpp_async.actors.controller import BACKUP_EVERY, Controller
 from jaxpp_async.actors.failure import ActorInfo
 from jaxpp_async.actors.messages import StepStats
+from jaxpp_async.actors.stuck import PROGRESS_S
+from jaxpp_async.actors.watch import Patience
 from jaxpp_async.checkpoint.restoring import restore
 from jaxpp_async.checkpoint.saving import OnProgress, Saver, Saving
 from jaxpp_async.errors import MeshError
@@ -45,6 +47,8 @@ class RemoteMesh:
         max_restarts: how often actors that died, or hang, may be replaced within ten minutes; training then goes on
             where it was, with the same numbers. 0: a failure ends the mesh. See docs/restarts.md.
         backup_every: with `max_restarts`, how many steps lie between two copies of the state in the actors' memory.
+        progress_timeout_s: how long a step may stand still while nobody computes (longer by a second for each 50 MB
+            that are on their way) until its actors are asked why, and it is given up.
         max_inflight: how many steps may be under way at once.
         compilation_cache: folder of JAX's persistent compilation cache, None for none; default: a folder of this host
             in the user's cache folder.
@@ -78,6 +82,7 @@ class RemoteMesh:
         processes_per_actor: int | None = None,
         max_restarts: int = 0,
         backup_every: int = BACKUP_EVERY,
+        progress_timeout_s: float = PROGRESS_S,
         max_inflight: int = 2,
         compilation_cache: str | None = mesh_options.DEFAULT_CACHE,
         launch_timeout_s: float = 120.0,
@@ -114,6 +119,7 @@ class RemoteMesh:
         )
         max_inflight = mesh_options.count_of("max_inflight", max_inflight, least=1)
         self._max_restarts = mesh_options.count_of("max_restarts", max_restarts, least=0)
+        self._patience = Patience(progress_s=mesh_options.seconds("progress_timeout_s", progress_timeout_s))
         self._backup_every = mesh_options.count_of("backup_every", backup_every, least=1)
         self._launch_timeout_s = launch_timeout_s
         self._controller: Controller | None = None
@@ -137,6 +143,7 @@ class RemoteMesh:
             launch_timeout_s=self._launch_timeout_s,
             max_restarts=self._max_restarts,
             backup_every=self._backup_every,
+            patience=self._patience,
         )
         return self
 

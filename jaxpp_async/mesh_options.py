@@ -48,6 +48,17 @@ def count_of(name: str, value: Any, *, least: int) -> int:
     return value
 
 
+def seconds(name: str, value: Any) -> float:
+    """An option that is a time.
+
+    Raises:
+        MeshError: it is no positive number.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise MeshError(f"{name} is {value!r}; give a positive number of seconds")
+    return float(value)
+
+
 def actor_count(num_actors: Any) -> int:
     """The number of actors, from an int or a tuple of one."""
     count = num_actors[0] if isinstance(num_actors, tuple) and len(num_actors) == 1 else num_actors

@@ -296,7 +296,9 @@ async def test_a_mesh_is_closed_in_the_middle_of_a_restart(caplog):
                 await run
 
 
-@pytest.mark.parametrize("options", [{"max_restarts": -1}, {"max_restarts": True}, {"backup_every": 0}])
+@pytest.mark.parametrize(
+    "options", [{"max_restarts": -1}, {"max_restarts": True}, {"backup_every": 0}, {"progress_timeout_s": 0}]
+)
 def test_options(options):
     with pytest.raises(MeshError, match=f"{next(iter(options))} is"):
         jpp.RemoteMesh(2, **options)

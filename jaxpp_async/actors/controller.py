@@ -33,6 +33,7 @@ from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.actors.recovery import Recovery
 from jaxpp_async.actors.rpc import Call, StepHandle
 from jaxpp_async.actors.supervision import Supervision
+from jaxpp_async.actors.watch import Patience
 from jaxpp_async.errors import ActorError, ActorUnresponsiveError, MeshClosedError
 from jaxpp_async.program import ActorId, ActorProgram, Aval
 from jaxpp_async.transport.base import Transport
@@ -61,6 +62,7 @@ class Controller:
         *,
         max_restarts: int = 0,
         backup_every: int = BACKUP_EVERY,
+        patience: Patience | None = None,
     ):
         self._loop, self._say = asyncio.get_running_loop(), say
         self.cause: ActorError | None = None
@@ -75,7 +77,7 @@ class Controller:
         links = self._crew.links
         self.requests = self._outbox = Outbox(links, self._check_usable, remembers=max_restarts > 0)
         self._supervision = Supervision(
-            self._crew, self._programs, self._under_way, self._on_failure, lambda: self._is_recovering
+            self._crew, self._programs, self._under_way, self._on_failure, lambda: self._is_recovering, patience
         )
         self._backups = Backups(self._crew, self._outbox, every=backup_every) if max_restarts else None
         self._recovery = (
@@ -108,6 +110,7 @@ class Controller:
         make_transport: Callable[[str], Transport] | None = None,
         max_restarts: int = 0,
         backup_every: int = BACKUP_EVERY,
+        patience: Patience | None = None,
         on_progress: Callable[[str], None] | None = None,
     ) -> Controller:
         """Start actors and connect everyone with everyone.
@@ -121,6 +124,7 @@ class Controller:
             make_transport: the controller's own end of the data plane; default: the launcher's.
             max_restarts: how often actors may be replaced within ten minutes.
             backup_every: how many steps lie between two copies of the state, with `max_restarts`.
+            patience: how long actors may be silent, and steps stand still.
             on_progress: called with a line of text at each stage of launching and loading.
 
         Raises:
@@ -136,7 +140,7 @@ class Controller:
             copies=max_restarts > 0,
         )
         say = on_progress or (lambda text: None)
-        self = cls(launcher, options, say, max_restarts=max_restarts, backup_every=backup_every)
+        self = cls(launcher, options, say, max_restarts=max_restarts, backup_every=backup_every, patience=patience)
         try:
             await self._crew.start()
             for link in self._crew.links.values():
