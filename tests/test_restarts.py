@@ -23,6 +23,7 @@ from resources import everything, nothing_left
 
 import jaxpp_async as jpp
 from jaxpp_async.actors.copies import holders
+from jaxpp_async.actors.inline import InlineLauncher
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.recovery import Budget
 from jaxpp_async.errors import ActorDiedError, MeshClosedError, MeshError, RemoteError, RestartBudgetExceeded
@@ -245,6 +246,17 @@ async def test_neighbours_die_one_after_the_other(undisturbed):
                 kill(mesh, i % 2)
 
         assert_same(await train(mesh, step, before), undisturbed)
+
+
+async def test_a_death_before_all_are_connected_ends_the_launch(caplog):
+    class Dying(InlineLauncher):
+        def make_transport(self, kind):  # the controller's own: its actors are up, and not yet connected
+            self._handles[1].kill()
+            return super().make_transport(kind)
+
+    async with nothing_left(caplog), asyncio.timeout(20):
+        with pytest.raises(ActorDiedError, match="actor 1"):
+            await a_mesh(launcher=Dying()).__aenter__()
 
 
 async def test_a_crash_loop_ends(caplog):

@@ -67,7 +67,7 @@ class Controller:
         self._loop, self._say = asyncio.get_running_loop(), say
         self.cause: ActorError | None = None
         self.ended: asyncio.Future[None] = self._loop.create_future()
-        self._cause_raised = False
+        self._is_started = self._cause_raised = False
         self._steps, self._arrays = itertools.count(), itertools.count()
         self._programs, self._frees = Programs(), FreeList()
         self._under_way: dict[int, StepHandle] = {}
@@ -146,6 +146,7 @@ class Controller:
             for link in self._crew.links.values():
                 self._supervision.watch(link)
             await self._crew.connect()
+            self._is_started = True
         except BaseException as error:  # also a cancellation: whatever it is, nothing that was started may be left
             if isinstance(error, ActorError):
                 self._cause_raised, self.cause = True, error
@@ -376,7 +377,7 @@ class Controller:
     def _on_failure(self, error: ActorError, dead: ActorId | None) -> None:
         if self.is_closed:
             return
-        if self._recovery is not None and self._recovery.can_mend(error):
+        if self._is_started and self._recovery is not None and self._recovery.can_mend(error):
             self._recovery.begin(error)
         else:
             self._end(error, dead)
