@@ -16,6 +16,7 @@ from jaxpp_async.actors.connection import Connection
 from jaxpp_async.actors.failure import ActorInfo, describe_end, launch_error, remote_error
 from jaxpp_async.actors.gate import Gate
 from jaxpp_async.actors.launch import ActorHandle, Launcher, LaunchSpec
+from jaxpp_async.actors.lifeline import ExitCode
 from jaxpp_async.actors.messages import Configure, Ready
 from jaxpp_async.actors.protocol import Identity
 from jaxpp_async.actors.rpc import ActorLink
@@ -82,7 +83,7 @@ class Bringup:
         try:
             async with asyncio.timeout(self._timeout_s):
                 handle = self.handles[spec.actor_id] = await self._launcher.start(spec, self._gate.adopt)
-                connection = await self._unless_dead(spec.actor_id, arrival)
+                connection = await self._unless_dead(spec.actor_id, arrival, _way_back(spec.controller))
         except OSError as error:
             if isinstance(error, TimeoutError):
                 raise self._late(spec.actor_id, "did not connect", _way_back(spec.controller)) from None
@@ -111,8 +112,8 @@ class Bringup:
         link.address = ready.address
         self._say(f"{link.info} is ready: {', '.join(ready.devices)}")
 
-    async def _unless_dead(self, actor_id: int, wanted: asyncio.Future[T]) -> T:
-        """Wait for `wanted`, or raise if the actor dies first."""
+    async def _unless_dead(self, actor_id: int, wanted: asyncio.Future[T], unconnected: str = "") -> T:
+        """Wait for `wanted`, or raise if the actor dies first; `unconnected` is the remedy if it cannot reach us."""
         handle = self.handles[actor_id]
         dead = asyncio.get_running_loop().create_task(handle.wait_dead(), name=f"watch the start of actor {actor_id}")
         try:
@@ -124,7 +125,9 @@ class Bringup:
                 await asyncio.wait([dead], timeout=_LAST_WORDS_S)
             if dead.done() and not _has_answer(wanted):
                 death = dead.result()
-                raise launch_error(actor_id, f"{describe_end(death.returncode)} before it was ready", death.output_tail)
+                remedy = unconnected if death.returncode == ExitCode.CONNECTION_LOST else ""
+                what = f"{describe_end(death.returncode)} before it was ready{remedy}"
+                raise launch_error(actor_id, what, death.output_tail)
             return await wanted
         finally:
             dead.cancel()
