@@ -29,8 +29,6 @@ from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
 from jaxpp_async.errors import MeshClosedError
 from jaxpp_async.testing import assert_close
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 MODEL = mlp(2)
 STEP = grads_step(MODEL, jpp.Std1F1B(2))
 BIG = (64, 128)  # 32 KiB: goes over the data plane

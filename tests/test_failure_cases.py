@@ -27,8 +27,6 @@ from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.errors import ActorDiedError, ActorError, MeshClosedError, ProtocolError, RemoteError, ScheduleError
 from jaxpp_async.testing import assert_close
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 MIB = 1 << 20
 warm = test_failures.warm
 

@@ -35,8 +35,6 @@ from jaxpp_async.errors import (
 )
 from jaxpp_async.testing import assert_close
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 MODEL = mlp(2)
 STEP = grads_step(MODEL, jpp.Std1F1B(2))
 # From the event to the error, in seconds, as in `docs/failures.md`.
