@@ -600,7 +600,7 @@ OPTIONS = [
         MeshError,
         r"axis_types\['data'\] is 'manual'; it is 'auto' or 'explicit'",
     ),
-    ({"max_inflight": 0}, MeshError, "max_inflight is 0; at least one"),
+    ({"max_inflight": 0}, MeshError, "max_inflight is 0; give a whole number of at least 1"),
     ({"setup": "nocolon"}, MeshError, "setup is 'nocolon'; name a function as 'module:function'"),
     ({"env": {"A": 1}}, MeshError, "env has 'A': 1; environment variables are strings"),
     ({"hosts": ["a"]}, MeshError, "2 actors do not fit 1 slot on 1 host; add hosts, raise slots="),
