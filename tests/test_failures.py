@@ -23,6 +23,7 @@ from models import grads_step, mlp
 from resources import nothing_left
 
 import jaxpp_async as jpp
+from jaxpp_async.actors.inline import InlineLauncher
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.errors import (
     ActorDiedError,
@@ -32,8 +33,11 @@ from jaxpp_async.errors import (
     MeshClosedError,
     RemoteError,
     StepAbortedError,
+    TransferError,
 )
+from jaxpp_async.program import CONTROLLER
 from jaxpp_async.testing import assert_close
+from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
 
 MODEL = mlp(2)
 STEP = grads_step(MODEL, jpp.Std1F1B(2))
@@ -296,3 +300,18 @@ def test_ctrl_c_in_the_middle_of_a_step():
     assert driver.returncode == -signal.SIGINT and said.rstrip().endswith("KeyboardInterrupt")
     for complaint in ("never retrieved", "was destroyed", "Warning", "Fatal"):
         assert complaint not in said and not any(complaint in line for line in before)
+
+
+@pytest.mark.parametrize("sender", [CONTROLLER, 0])
+async def test_host_values_that_get_lost_on_their_way(sender):
+    """No step waits for them: their transfers have a deadline of their own."""
+    network = MemoryNetwork()
+    launcher = InlineLauncher(make_transport=lambda kind, peer: MemoryTransport(network, peer))
+    large = np.zeros(1 << 16, np.float32)
+    async with jpp.RemoteMesh(1, launcher=launcher, progress_timeout_s=0.5) as mesh:
+        array = await mesh.distributed(lambda x: x + 1)(large)
+        network.drop = lambda source, to, tag, size: source == sender
+        broken = r"262,144 bytes between the controller and actor 0 .* on their way since [1-9] s: the link"
+        async with asyncio.timeout(5):
+            with pytest.raises(TransferError, match=broken):
+                await (mesh.put(large, like=array) if sender == CONTROLLER else mesh.fetch(array))

@@ -138,6 +138,7 @@ class Controller:
             max_frame_bytes,
             make_transport,
             copies=max_restarts > 0,
+            patience_s=(patience or Patience()).progress_s,
         )
         say = on_progress or (lambda text: None)
         self = cls(launcher, options, say, max_restarts=max_restarts, backup_every=backup_every, patience=patience)

@@ -23,6 +23,7 @@ from jaxpp_async.actors.host_data import HostPlane
 from jaxpp_async.actors.launch import ActorHandle, Launcher, LaunchSpec
 from jaxpp_async.actors.messages import Abort, Connect, Done, Renew, Renewed, Report, Reported, Request, Shutdown
 from jaxpp_async.actors.rpc import ActorLink, Call
+from jaxpp_async.actors.stuck import PROGRESS_S
 from jaxpp_async.errors import TransferError
 from jaxpp_async.program import CONTROLLER, ActorId
 from jaxpp_async.transport.base import Transport
@@ -44,6 +45,7 @@ class CrewOptions:
         max_frame_bytes: the longest control frame.
         make_transport: the controller's own end of the data plane; None: the launcher's.
         copies: whether large host values are copied before they are sent.
+        patience_s: how long transfers of host values may take.
     """
 
     num_actors: int
@@ -52,6 +54,7 @@ class CrewOptions:
     max_frame_bytes: int
     make_transport: Callable[[str], Transport] | None = None
     copies: bool = False
+    patience_s: float = PROGRESS_S
 
 
 class Crew:
@@ -130,6 +133,7 @@ class Crew:
             lambda actor: self.links[actor].info,
             self._on_transfer_error,
             copies=self._options.copies,
+            patience_s=self._options.patience_s,
         )
 
     async def bring_up(self, actor: ActorId) -> ActorLink:
@@ -267,5 +271,6 @@ class Crew:
             link.info = replace(link.info, state="closed")
         await self.gate.aclose()
         if self._plane is not None:
+            self._plane.close()
             await bounded(self._plane.transport.aclose(), KILL_S, "the data plane did not close in time")
         await bounded(self._launcher.aclose(), KILL_S, "the launcher did not close in time")

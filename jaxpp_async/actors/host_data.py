@@ -6,6 +6,7 @@ Small values ride in control frames; larger ones take the data plane, where the 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ import numpy as np
 
 from jaxpp_async.actors.failure import ActorInfo
 from jaxpp_async.actors.messages import INLINE_BYTES, ArrayId, Fetch, Fetched, Put
+from jaxpp_async.actors.monitor import TICK_S, AwakeClock
 from jaxpp_async.actors.rpc import ActorLink
+from jaxpp_async.actors.stuck import PROGRESS_S, SLOW_BYTES_PER_S
 from jaxpp_async.errors import ProtocolError, TransferError
 from jaxpp_async.program import ActorId, Aval
 from jaxpp_async.transport.base import HOST_CHANNEL, SEQUENCE_BITS, Transport, make_tag
@@ -37,6 +40,21 @@ class HostValue:
     value: np.ndarray[Any, Any]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Expected:
+    """Transfers that nothing keeps from ending: both ends have begun them, or will as soon as they hear of them."""
+
+    actor: ActorId
+    transfers: tuple[Transferred, ...]
+    size_bytes: int
+    since: float
+    epoch: int
+
+    @property
+    def done(self) -> bool:
+        return all(transfer.done() for transfer in self.transfers)
+
+
 class HostPlane:
     """Moves host values between the controller and its actors.
 
@@ -45,6 +63,7 @@ class HostPlane:
         info: where an actor is, for errors.
         on_error: called with what went wrong in a transfer: a hint that its actor may be dead.
         copies: whether large values are copied before they are sent: they may then have to be sent again.
+        patience_s: how long transfers may take; more by a second for each 50 MB.
 
     Attributes:
         epoch: of the tags.
@@ -58,7 +77,12 @@ class HostPlane:
         on_error: Callable[[TransferError], None],
         *,
         copies: bool = False,
+        patience_s: float = PROGRESS_S,
     ):
+        self._patience_s = patience_s
+        self._expected: list[_Expected] = []
+        self._clock = AwakeClock(time.monotonic())
+        self._timer: asyncio.TimerHandle | None = None
         self.transport, self.epoch = transport, epoch
         self._info, self._on_error, self._copies = info, on_error, copies
         self._sequences: dict[ActorId, int] = defaultdict(int)
@@ -84,9 +108,12 @@ class HostPlane:
 
     def send(self, actor: ActorId, sendings: Iterable[Sending]) -> list[asyncio.Future[None]]:
         """Start sending; the arrays must not change until the futures are done."""
-        return [
+        sendings = tuple(sendings)
+        sends = [
             self._watched(actor, self.transport.send(data, actor, self._tag(sequence))) for sequence, data in sendings
         ]
+        self.expect(actor, sends, sum(data.nbytes for _, data in sendings))
+        return sends
 
     def fetch(self, request: int, actor: ActorId, wanted: Sequence[tuple[ArrayId, Aval]]) -> tuple[Fetch, Fetching]:
         """The request for some arrays, and who waits for them; its `start` goes behind the request.
@@ -102,6 +129,42 @@ class HostPlane:
         """Memory for a value of an actor, and its receive."""
         buffer = np.empty(size_bytes, np.uint8)
         return buffer, self._watched(actor, self.transport.recv(buffer, actor, self._tag(sequence)))
+
+    def expect(self, actor: ActorId, transfers: Iterable[Transferred], size_bytes: int) -> None:
+        """From now on nothing keeps these from ending: if they do not, the link is broken, whatever the medium says."""
+        pending = tuple(transfer for transfer in transfers if not transfer.done())
+        if pending:
+            now = self._clock.read(time.monotonic())
+            self._expected.append(_Expected(actor, pending, size_bytes, now, self.epoch))
+            if self._timer is None:
+                self._tick()
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        self._expected.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tick(self) -> None:
+        now = self._clock.tick(time.monotonic())
+        self._expected = [e for e in self._expected if not e.done and e.epoch == self.epoch]
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if self._expected else None
+        for late in self._expected:
+            # They share the link, so each may take as long as all of them.
+            total = sum(e.size_bytes for e in self._expected if e.actor == late.actor)
+            if now - late.since > self._patience_s + total / SLOW_BYTES_PER_S:
+                self._give_up(late, now - late.since)
+                return
+
+    def _give_up(self, late: _Expected, waited_s: float) -> None:
+        self._expected = [e for e in self._expected if e.actor != late.actor]
+        info = self._info(late.actor)
+        text = (
+            f"{late.size_bytes:,} bytes between the controller and {info} are on their way since {waited_s:.0f} s: the "
+            "link between them is broken, or slower than 50 MB/s (progress_timeout_s)"
+        )
+        self._on_error(TransferError(text, actor=info.id, host=info.host, pid=info.pid))
 
     def _next_sequence(self, actor: ActorId) -> int:
         self._sequences[actor] = (self._sequences[actor] + 1) % (1 << SEQUENCE_BITS)
@@ -165,6 +228,8 @@ class Fetching:
             self.fail(ProtocolError(f"{link.info} answered a fetch of {len(self._avals)} arrays with another reply"))
             return
         self._reply = reply
+        receives = [receive for _, receive in self._arriving.values()]
+        self._plane.expect(self._actor, receives, sum(memory.nbytes for memory, _ in self._arriving.values()))
         self._look()
 
     def fail(self, error: Exception) -> None:

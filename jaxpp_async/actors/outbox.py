@@ -69,6 +69,7 @@ class Outbox:
     def __init__(self, links: Mapping[ActorId, ActorLink], check_usable: Callable[[], None], *, remembers: bool):
         self._links, self._check_usable, self._remembers = links, check_usable, remembers
         self._numbers, self._serials = itertools.count(), itertools.count()
+        self._open: set[Waiter] = set()  # also those that have had their reply, and wait for what comes behind it
         self._sent: list[_Sent] = []
         self._look_over_at = _LOOK_OVER
         self._is_open = asyncio.Event()
@@ -94,6 +95,9 @@ class Outbox:
             transfers: called behind the request, each time that it is made.
             size_bytes: of host arrays that `transfers` holds.
         """
+        if waiter not in self._open:  # a step is posted to several actors
+            self._open.add(waiter)
+            waiter.future.add_done_callback(lambda _: self._open.discard(waiter))
         sent = _Sent(next(self._serials), actor, message, waiter, transfers, size_bytes)
         if self._remembers:
             self._remember(sent)
@@ -247,10 +251,9 @@ class Outbox:
             waiter.fail(error)
 
     def _take_waiters(self) -> list[Waiter]:
-        waiters = [waiter for link in self._links.values() for waiter in link.waiters.values()]
-        waiters += [sent.waiter for sent in self._sent if not sent.waiter.done]
+        waiters = {waiter for link in self._links.values() for waiter in link.waiters.values()} | self._open
         for link in self._links.values():
             link.waiters.clear()
         self._sent.clear()
         self._is_open.set()  # nothing is sent any more; nobody is to wait for it
-        return list({id(waiter): waiter for waiter in waiters}.values())
+        return list(waiters)
