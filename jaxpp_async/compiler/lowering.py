@@ -17,8 +17,9 @@ in the order of the graph, so between two actors they rise in both programs.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import compress
 
 from jaxpp_async.compiler.columns import avals_of, kinds_of
 from jaxpp_async.frozen import frozen
@@ -158,7 +159,8 @@ class _Columns:
 
     @classmethod
     def of(cls, graph: TaskGraph) -> _Columns:
-        uncounted = [v for v, kind in enumerate(kinds_of(graph.values)) if kind in ("input", "result")]
+        kinds = kinds_of(graph.values)
+        uncounted = compress(range(len(kinds)), map({"input", "result"}.__contains__, kinds))
         return cls(avals_of(graph.values), frozenset(uncounted))
 
 
@@ -275,15 +277,6 @@ def reads(instruction: Instruction) -> tuple[BufferId, ...]:
     return (instruction.buffer,) if isinstance(instruction, (Send, Output)) else ()
 
 
-def _last_reads(program: ActorProgram) -> list[int]:
-    """For each slot the last instruction that reads it; -1 for those that none reads."""
-    last = [-1] * len(program.avals)
-    for index, instruction in enumerate(program.instructions):
-        for b in reads(instruction):
-            last[b] = index
-    return last
-
-
 def _never_donated(instructions: Iterable[Instruction]) -> set[BufferId]:
     """Slots that are not the program's to overwrite.
 
@@ -293,29 +286,28 @@ def _never_donated(instructions: Iterable[Instruction]) -> set[BufferId]:
     return {
         i.buffer
         for i in instructions
-        if isinstance(i, Recv | Send | Output) or (isinstance(i, Input) and not i.donated)
+        if isinstance(i, (Recv, Send, Output)) or (isinstance(i, Input) and not i.donated)
     }
 
 
-def _donations(nodes: Iterable[Node], program: ActorProgram) -> dict[ExecutableId, tuple[int, ...]]:
+def _donations(nodes: Sequence[Node], program: ActorProgram) -> dict[ExecutableId, tuple[int, ...]]:
     """The positions that every run of an executable on this actor can donate.
 
     Args:
         nodes: of this actor.
     """
-    last, kept = _last_reads(program), _never_donated(program.instructions)
-    remaining = iter(nodes)
+    taken = _never_donated(program.instructions)  # and, from the end of the program back, whatever is still read
+    remaining = reversed(nodes)
     common: dict[ExecutableId, set[int]] = {}
-    for index, run in enumerate(program.instructions):
+    for run in reversed(program.instructions):
         if not isinstance(run, Run):
             continue
-        donatable, inputs = next(remaining).donatable, run.inputs
-        if run.executable in common and not common[run.executable]:
-            continue
-        free = {p for p in donatable if (b := inputs[p]) not in kept and last[b] == index}
+        inputs = run.inputs
+        free = {p for p in next(remaining).donatable if inputs[p] not in taken}
         if free and len(set(inputs)) != len(inputs):
             times = Counter(inputs)
             free = {p for p in free if times[inputs[p]] == 1}
+        taken.update(inputs)
         # One executable is compiled once an actor, so all its runs donate alike.
         common[run.executable] = common.get(run.executable, free) & free
     return {executable: tuple(sorted(positions)) for executable, positions in common.items()}
@@ -361,39 +353,39 @@ def _definitions(instruction: Instruction) -> tuple[BufferId, ...]:
     return (instruction.buffer,) if isinstance(instruction, (Input, Recv)) else ()
 
 
-def _deletable(program: ActorProgram) -> set[BufferId]:
-    """Slots that the program has to free itself."""
+def _not_deleted(program: ActorProgram) -> set[BufferId]:
+    """Slots that the program does not free itself."""
     instructions = program.instructions
     left = {i.buffer for i in instructions if isinstance(i, Output) or (isinstance(i, Input) and not i.donated)}
-    left |= {run.inputs[p] for run in runs(instructions) for p in run.donated}
-    return set(range(len(program.avals))) - left
+    return left.union([run.inputs[p] for run in runs(instructions) for p in run.donated])
 
 
-def _last_uses(program: ActorProgram) -> list[int]:
-    """For each slot the instruction behind which it is deleted; -1 for those that are not."""
-    last = [-1] * len(program.avals)
-    for index, i in enumerate(program.instructions):
-        for b in _definitions(i):
-            last[b] = index
-        for b in reads(i):
-            last[b] = index
-    deletable = _deletable(program)
-    return [index if b in deletable else -1 for b, index in enumerate(last)]
+def _ends(program: ActorProgram) -> list[Sequence[BufferId]]:
+    """For each instruction the slots that are deleted behind it, in the order in which it names them."""
+    needed = _not_deleted(program)  # and whatever the instructions behind use
+    ends: list[Sequence[BufferId]] = []
+    for i in reversed(program.instructions):
+        ended = [b for b in reads(i) if b not in needed]
+        if not needed.issuperset(made := _definitions(i)):
+            ended += [b for b in made if b not in needed]
+        needed.update(ended)
+        ends.append(tuple(dict.fromkeys(ended)) if len(ended) > 1 else ended)
+    ends.reverse()
+    return ends
 
 
-def _with_deletes(program: ActorProgram, deletes: Sequence[Delete]) -> Iterator[Instruction]:
-    last = _last_uses(program)
+def _with_deletes(program: ActorProgram, deletes: Sequence[Delete]) -> tuple[Instruction, ...]:
+    found: list[Instruction] = []
     due: list[BufferId] = []
-    for index, instruction in enumerate(program.instructions):
+    for instruction, ended in zip(program.instructions, _ends(program), strict=True):
         # Sends first: a peer waits for them. Deletes before receives and runs: those take memory.
         if due and not isinstance(instruction, (Input, Send)):
-            yield from map(deletes.__getitem__, due)
+            found += map(deletes.__getitem__, due)
             due.clear()
-        yield instruction
-        ended = [b for b in reads(instruction) + _definitions(instruction) if last[b] == index]
-        if ended:
-            due += dict.fromkeys(ended)
-    yield from map(deletes.__getitem__, due)
+        found.append(instruction)
+        due += ended
+    found += map(deletes.__getitem__, due)
+    return tuple(found)
 
 
 def delete_buffers(programs: Programs) -> Programs:
@@ -410,4 +402,4 @@ def delete_buffers(programs: Programs) -> Programs:
     """
     # One `Delete` a slot serves all actors.
     deletes = list(map(Delete, range(max((len(p.avals) for p in programs), default=0))))
-    return tuple(replace(p, instructions=tuple(_with_deletes(p, deletes))) for p in programs)
+    return tuple(replace(p, instructions=_with_deletes(p, deletes)) for p in programs)

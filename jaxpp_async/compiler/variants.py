@@ -76,11 +76,19 @@ def schedule_loop(staged: StagedLoop, tasks: Sequence[Sequence[Task]]) -> Schedu
     """
     forms = _Forms(staged)
     fused = _fused(staged, tasks, forms)
+    last = staged.num_stages - 1
     order: list[tuple[ActorId, Task, TaskKey]] = []
+    names: dict[TaskKey, TaskKey | None] = {}  # None: nothing to compute
     for actor, task in schedules.global_order(tasks):
-        key = fused.get(task, (task.ty, task.stage))
-        if key is not None and forms.find(key) is not None:
-            order.append((actor, task, forms.name(key)))
+        key = (task.ty, task.stage)
+        if task.stage == last and task in fused:
+            key = fused[task]
+            if key is None:
+                continue
+        if key not in names:
+            names[key] = None if forms.find(key) is None else forms.name(key)
+        if (name := names[key]) is not None:
+            order.append((actor, task, name))
     used = dict.fromkeys(key for _, _, key in order)
     variants = {key: forms.variant(key) for key in sorted(used, key=_order)}
     rows = tuple(tuple(row) for row in tasks)
@@ -97,6 +105,8 @@ def _fused(staged: StagedLoop, tasks: Sequence[Sequence[Task]], forms: _Forms) -
     last = staged.num_stages - 1
     found: dict[Task, TaskKey | None] = {}
     for row in tasks:
+        if not any(t.stage == last for t in row):
+            continue
         real = [t for t in row if forms.find((t.ty, t.stage)) is not None]
         for first, second in itertools.pairwise(real):
             follows = second.ty in ("bwd", "bwd_input") and (second.stage, second.i) == (last, first.i)
@@ -159,7 +169,7 @@ class _Forms:
         ty, stage = task.key
         own = {(kind, stage) for kind in _WHOLE[ty]}
         made = task.made
-        crossing = [v for v in made if any(k not in own for k in self._readers.get(v, ()))]
+        crossing = [v for v in made & self._readers.keys() if any(k not in own for k in self._readers[v])]
         found = dict.fromkeys(sorted(crossing, key=self._rank.__getitem__))
         if ty.endswith("bwd_input") and (rest := self.find(("bwd_weight", stage))) is not None:
             found |= {v: None for v in self.staged.takes(rest) if v in made}

@@ -103,19 +103,25 @@ def run_ahead(tasks: Rows, durations: Durations = UNIT) -> Timeline:
     runnable = list(range(len(tasks)))
     while runnable:
         actor = runnable.pop()
-        for step in range(len(ends[actor]), len(rows[actor])):
+        began, ended, row = starts[actor], ends[actor], tasks[actor]
+        now = ended[-1] if ended else 0
+        for step in range(len(ended), len(row)):
             number, needs = rows[actor][step]
-            start = ends[actor][-1] if step else 0
-            missing = [need for need in needs if need not in done]
-            if missing:
-                waiting.setdefault(missing[0], []).append(actor)
-                break
+            missing = None
             for need in needs:
-                start = max(start, done[need])
-            starts[actor].append(start)
-            ends[actor].append(start + duration(tasks[actor][step]))
-            done[number] = ends[actor][-1]
-            runnable += waiting.pop(number, ())
+                if (end := done.get(need)) is None:
+                    missing = need
+                    break
+                if end > now:
+                    now = end
+            if missing is not None:
+                waiting.setdefault(missing, []).append(actor)
+                break
+            began.append(now)
+            now = done[number] = now + duration(row[step])
+            ended.append(now)
+            if number in waiting:
+                runnable += waiting.pop(number)
     return Timeline(tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
@@ -130,10 +136,9 @@ def _numbered(tasks: Rows) -> list[list[tuple[int, tuple[int, ...]]]]:
     num_stages = num_stages_of(tasks)
     next_stage = 4 * (1 + max((task.i for row in tasks for task in row), default=0))
 
-    def number(task: Task) -> int:
-        return task.stage * next_stage + 4 * task.i + _CODES[task.ty]
-
-    split = {number(task) for row in tasks for task in row if task.ty == "bwd_input"}
+    numbers = [[task.stage * next_stage + 4 * task.i + _CODES[task.ty] for task in row] for row in tasks]
+    entries = [list(zip(row, own, strict=True)) for row, own in zip(tasks, numbers, strict=True)]
+    split = {own for row in entries for task, own in row if task.ty == "bwd_input"}
 
     def needs(task: Task, own: int) -> tuple[int, ...]:
         if task.ty == "fwd":
@@ -146,7 +151,7 @@ def _numbered(tasks: Rows) -> list[list[tuple[int, tuple[int, ...]]]]:
         halved = forward + next_stage + _CODES["bwd_input"]
         return forward, halved if halved in split else forward + next_stage + _CODES["bwd"]
 
-    return [[(own := number(task), needs(task, own)) for task in row] for row in tasks]
+    return [[(own, needs(task, own)) for task, own in row] for row in entries]
 
 
 @dataclass(frozen=True, slots=True)
