@@ -173,7 +173,7 @@ OPERATIONS: dict[str, Callable[[Bench], Operation]] = {
     )
 }
 TURNS = {"compile_anew": (0, 2, 8), "init": (0, 2, 8)}
-MANY_TURNS = (0, 1, 3, 8, 21)
+MANY_TURNS = (0, 2, 8, 21)
 
 
 # ---------------------------------------------------------------- a mesh goes on
@@ -237,7 +237,7 @@ async def test_many_operations_at_once_are_cancelled_at_random(remote_mesh, laun
     for operation in operations:
         await operation()
     async with goes_on(bench, caplog):
-        for _ in range(15):
+        for _ in range(12 if launcher == "inline" else 6):
             chosen = rng.choice(len(operations), 4)
             cuts = [Point(int(rng.integers(6)), int(rng.integers(30)), str(rng.choice(WAYS))) for _ in chosen]
             try:
@@ -339,7 +339,7 @@ async def test_entering_a_mesh_is_cancelled_at_each_of_its_waits(inline, launche
 async def test_closing_a_mesh_is_cancelled_at_each_of_its_waits(inline, launcher, turns, caplog):
     await (await entered(launcher)).aclose()
     async with nothing_left(caplog):
-        for after, way in itertools.product(turns, WAYS):
+        for after, way in itertools.product(turns, WAYS if launcher == "inline" else ("timeout", "twice")):
             mesh = await entered(launcher)
             if launcher == "inline":
                 step, x = mesh.distributed(lambda x: x + 1), np.ones(3, np.float32)
