@@ -5,6 +5,7 @@
 VENV   := .venv
 PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python3)
 ARGS   ?=
+MINUTES ?= 20
 JOBS   ?= 2
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -13,7 +14,7 @@ STAMP  := $(VENV)/.installed
 INTERPRETER := import sys; print(sys.base_prefix, sys.version.split()[0])
 INSTALLED_FROM = "$$("$(PYTHON)" -c '$(INTERPRETER)') $(CURDIR) $$(cksum < pyproject.toml)"
 
-.PHONY: help setup demo test check fmt golden fuzz bench-compile test-ssh test-net
+.PHONY: help setup demo test check fmt golden fuzz bench-compile test-ssh test-net soak
 .NOTPARALLEL:
 
 help:
@@ -21,6 +22,7 @@ help:
 	@echo "make test    run the tests, two files at a time (ARGS goes to pytest; JOBS=0 runs them in one process)"
 	@echo "make test-ssh  tests of actors over ssh, with an sshd of their own on a loopback port (Debian: installs openssh-server)"
 	@echo "make test-net  tests with network namespaces as hosts: links that are cut, slow, or firewalled (as root, on Linux)"
+	@echo "make soak    train for MINUTES=20 while actors are killed, stopped and cut off (ARGS=--help lists its options)"
 	@echo "make check   lint, format, types, import rules"
 	@echo "make fmt     format the code"
 	@echo "make fuzz    draw random training steps and compare them with plain JAX (ARGS=\"--examples 20000\")"
@@ -83,6 +85,9 @@ test-net: setup
 	@export $(SBIN); if $(NET_ROOM) true 2>/dev/null; \
 	then JAXPP_TEST_NET=inside $(NET_ROOM) $(BIN)/python -m pytest -rs tests/test_net.py $(ARGS); \
 	else JAXPP_TEST_NET=outside $(BIN)/python -m pytest -rs tests/test_net.py $(ARGS); fi
+
+soak: setup
+	@$(BIN)/python tests/soak --minutes $(MINUTES) $(ARGS)
 
 check: setup
 	$(BIN)/ruff check

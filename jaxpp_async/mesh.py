@@ -18,6 +18,7 @@ from jaxpp_async.actors.watch import Patience
 from jaxpp_async.checkpoint.restoring import restore
 from jaxpp_async.checkpoint.saving import OnProgress, Saver, Saving
 from jaxpp_async.errors import MeshError
+from jaxpp_async.events import EventLog, Events
 from jaxpp_async.running import StepFuture, StepRunner
 from jaxpp_async.step import DistributedStep, StepOptions
 from jaxpp_async.values import RemoteValues
@@ -125,7 +126,8 @@ class RemoteMesh:
         self._controller: Controller | None = None
         target = mesh_options.target(self.spmd_mesh, kinds, self.axis_rules, self._config.platform)
         self._values = RemoteValues(self._running, target)
-        self._saver = Saver(self._running, self._values)
+        self._events = EventLog()
+        self._saver = Saver(self._running, self._values, self._events.emit)
         self._runner = StepRunner(
             self._running, self._values, num_actors=self.num_actors, target=target, max_inflight=max_inflight
         )
@@ -144,6 +146,7 @@ class RemoteMesh:
             max_restarts=self._max_restarts,
             backup_every=self._backup_every,
             patience=self._patience,
+            events=self._events,
         )
         return self
 
@@ -171,6 +174,15 @@ class RemoteMesh:
     def actors(self) -> tuple[ActorInfo, ...]:
         """One entry an actor: `id host pid devices state`."""
         return tuple(self._running().actors)
+
+    def events(self, *, history: bool = True) -> Events:
+        """What happens to the mesh and its actors, as it happens: an async iterator of `events.Event`s that ends after
+        `closed`. Any number of them; one that is not read holds nobody up. See docs/operations.md.
+
+        Args:
+            history: begin with what has happened so far; False: with what happens next.
+        """
+        return self._events.subscribe(history=history)
 
     def _running(self) -> Controller:
         if self._controller is None:

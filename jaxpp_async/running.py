@@ -169,8 +169,6 @@ class StepRunner:
     async def _load(self, request: StepRequest, step: DistributedStep) -> CompiledStep:
         start_s = time.perf_counter()
         compiled = compile_step(request)
-        seconds = time.perf_counter() - start_s
-        _LOG.info("compiled %s in %.1f s: %d tasks", step.__name__, seconds, len(compiled.placed.graph.nodes))
         if compiled.placed.loops and (idle := _idle(compiled.programs)):
             _LOG.warning(
                 "step %r leaves actors %s of %d idle: its schedule has fewer actors than the mesh; make more stages, "
@@ -180,6 +178,8 @@ class StepRunner:
                 self.num_actors,
             )
         program_id, loaded = await self._load_programs(compiled.programs, compiled.executables)
+        seconds = time.perf_counter() - start_s
+        self._controller().telling.compiled(step.__name__, seconds, len(compiled.placed.graph.nodes))
         inputs, outputs = slots(compiled)
         return CompiledStep(
             compiled=compiled,

@@ -33,6 +33,8 @@ class NullTransport:
 
 
 class FakeActor:
+    current_step: int | None = None
+
     def __init__(self, actor_id: int, *, make_transport: Callable[[str], Any], send: Callable[[Any], None], **_: Any):
         self._id, self._send = actor_id, send
         self._programs: dict[int, str] = {}

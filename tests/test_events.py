@@ -7,12 +7,22 @@ import asyncio
 import gc
 import json
 import logging
+import os
+import signal
 from datetime import UTC, datetime
 
+import models
+import pytest
+from fake_actor import NullTransport
+
+import jaxpp_async as jpp
+from jaxpp_async.actors.bringup import ActorConfig
+from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.failure import ActorInfo
+from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.monitor import Recovered, Suspect
 from jaxpp_async.actors.telling import Telling
-from jaxpp_async.errors import ActorDiedError, RemoteError
+from jaxpp_async.errors import ActorDiedError, LaunchError, RemoteError
 from jaxpp_async.events import Event, EventLog, Events
 
 
@@ -139,3 +149,59 @@ async def test_events_are_logged_with_actor_and_step(caplog):
         ("INFO", None, None, None, "started: it started"),
         ("INFO", 1, 4, "n1", "died: actor 1 died"),
     ]
+
+
+# ---------------------------------------------------------------- of real meshes
+
+
+async def test_the_life_of_a_mesh(tmp_path):
+    model = models.mlp(2)
+    mesh = jpp.RemoteMesh(2, launcher="inline")
+    reading = asyncio.create_task(everything(mesh.events()))  # before it has started
+    async with mesh:
+        step = mesh.distributed(models.grads_step(model, jpp.Std1F1B(2)), name="train")
+        state, _, _ = await mesh.run(step, model.init(0), model.batch(0, 2))
+        await mesh.save(tmp_path / "a", state)
+    async with asyncio.timeout(5):
+        events = await reading
+    assert [(event.kind, event.actor) for event in events] == [
+        ("started", 0),
+        ("started", 1),
+        ("compiled", None),
+        ("checkpointed", None),
+        ("closed", None),
+    ]
+    started, _, compiled, saved, closed = (event.details for event in events)
+    assert started["pid"] == os.getpid() and started["devices"] == ("cpu:0",)
+    assert compiled["name"] == "train" and compiled["seconds"] > 0 and compiled["num_tasks"] > 0
+    assert saved["path"] == str(tmp_path / "a") and saved["size_bytes"] > 0 and closed["error"] is None
+
+
+async def test_a_mesh_that_does_not_start_is_closed():
+    mesh = jpp.RemoteMesh(1, launcher=LocalLauncher(python="/no/such/python"))
+    with pytest.raises(LaunchError):
+        await mesh.__aenter__()
+    async with asyncio.timeout(5):
+        [closed] = await everything(mesh.events())
+    assert (closed.kind, closed.details["error"]) == ("closed", "LaunchError")
+    assert "No such file" in closed.text
+
+
+async def test_a_death_is_told():
+    launcher = LocalLauncher(actor="fake_actor:FakeActor")
+    log = EventLog()
+    config = ActorConfig(env={"PYTHONPATH": os.path.dirname(__file__)})
+    controller = await Controller.start(1, launcher, config, make_transport=lambda kind: NullTransport(), events=log)
+    os.kill(controller.actors[0].pid, signal.SIGKILL)
+    events = log.subscribe()
+    async with asyncio.timeout(5):
+        started, died = await anext(events), await anext(events)
+        await controller.aclose()
+        [closed] = await everything(events)
+    assert (started.kind, died.kind, died.actor, died.details["error"]) == ("started", "died", 0, "ActorDiedError")
+    assert died.details["pid"] == started.details["pid"] == controller.actors[0].pid
+    assert closed.details["error"] == "ActorDiedError" and "SIGKILL" in closed.text
+
+
+async def everything(events: Events) -> list[Event]:
+    return [event async for event in events]

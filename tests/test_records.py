@@ -8,16 +8,24 @@ import pathlib
 import re
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import psutil
 import pytest
+from records_actor import STORM_S
+from test_control_plane import load, mesh, start
 
 import jaxpp_async
 from jaxpp_async.actors import records
+from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.failure import ActorInfo
+from jaxpp_async.actors.launch import LocalLauncher
+from jaxpp_async.actors.launch.hostfile import parse_hosts
+from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
 from jaxpp_async.actors.messages import Log
-from jaxpp_async.actors.records import BURST, PER_TURN, RateLimit, RecordSender, as_message, log_remote
+from jaxpp_async.actors.records import BURST, PER_TURN, RECORDS_PER_S, RateLimit, RecordSender, as_message, log_remote
 
 INFO = ActorInfo(1, "n1", 4711, (), "ready")
 
@@ -174,3 +182,69 @@ def test_every_record_of_the_package_has_the_attributes(caplog):
 def test_an_inline_actors_records_name_it(caplog):
     records.name_actor(3).run(logging.getLogger("jaxpp_async").warning, "hello")
     assert [seen.actor for seen in caplog.records] == [3]  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- from a process to the controller
+
+
+def by_logger(caplog: pytest.LogCaptureFixture, prefix: str) -> list[Any]:
+    return [seen for seen in caplog.records if seen.name.startswith(prefix)]
+
+
+@pytest.fixture(scope="module")
+async def controller() -> AsyncIterator[Controller]:
+    logging.getLogger("jaxpp_async").setLevel(logging.INFO)  # before the mesh, as a user does
+    try:
+        async with mesh(1, launcher=LocalLauncher(actor="records_actor:RecordsActor")) as controller:
+            yield controller
+    finally:
+        logging.getLogger("jaxpp_async").setLevel(logging.NOTSET)
+
+
+async def test_what_a_process_logs(controller, caplog):
+    step = start(controller, await load(controller, "log"))
+    await step
+    await until(lambda: len(by_logger(caplog, "user.code")) == 3)
+    apples, failed, thread = by_logger(caplog, "user.code")
+    assert [seen.getMessage() for seen in (apples, failed, thread)] == [
+        "[actor 0] 3 apples",
+        "[actor 0] it failed",
+        "[actor 0] from a thread",
+    ]
+    assert {(seen.actor, seen.step, seen.process) for seen in (apples, thread)} == {
+        (0, step.step, controller.actors[0].pid)
+    }
+    assert "ValueError: no apples" in caplog.text and thread.threadName == "picker"
+    [warned] = by_logger(caplog, "py.warnings")
+    assert "old apples" in warned.getMessage() and warned.levelno == logging.WARNING
+
+
+async def test_what_a_process_elsewhere_prints_and_logs(caplog):
+    """Through a keeper, as over ssh."""
+    lines: list[str] = []
+    caplog.set_level(logging.INFO, "jaxpp_async")
+    reach = CommandReach(lambda placement, keeper: ["sh", "-c", 'exec "$@"', "sh", *keeper])
+    launcher = RemoteLauncher(reach, parse_hosts(["a"]), actor="records_actor:RecordsActor", forward=lines.append)
+    async with mesh(1, launcher=launcher) as controller:
+        await start(controller, await load(controller, "log"))
+        await until(lambda: len(by_logger(caplog, "user.code")) == 3 and len(lines) >= 2)
+        host = controller.actors[0].host
+    assert {"[actor 0, a] to stdout", "[actor 0, a] to stderr"} <= set(lines)
+    assert {(seen.actor, seen.host) for seen in by_logger(caplog, "user.code")} == {(0, host)}
+
+
+async def test_a_storm_of_records_holds_nobody_up(controller, caplog):
+    """10,000 records a second for a second: 200 a second and a burst arrive, steps go on, memory stays."""
+    process = psutil.Process(controller.actors[0].pid)
+    resident = process.memory_info().rss
+    program = await load(controller, "storm")
+    began, longest_s, steps = time.monotonic(), 0.0, 0
+    while time.monotonic() - began < STORM_S:
+        step_began = time.monotonic()
+        await start(controller, program)
+        longest_s, steps = max(longest_s, time.monotonic() - step_began), steps + 1
+    await until(lambda: by_logger(caplog, "jaxpp_async.records"))
+    took_s = time.monotonic() - began
+    assert len(by_logger(caplog, "user.storm")) <= BURST + RECORDS_PER_S * (took_s + 0.5)
+    assert steps > 50 and longest_s < 1
+    assert process.memory_info().rss - resident < 16 << 20

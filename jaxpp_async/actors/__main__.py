@@ -32,6 +32,7 @@ class _Config:
     lease_s: float
     actor: str
     max_frame_bytes: int
+    log_level: int
     parent_pid: int | None = None
     cores: tuple[int, ...] = ()
     progress_page: int | None = None
@@ -92,6 +93,7 @@ async def _serve(config: _Config) -> ExitCode:
     from jaxpp_async.actors.launch import make_process_transport
     from jaxpp_async.actors.progress import ProgressPage
     from jaxpp_async.actors.protocol import Identity
+    from jaxpp_async.actors.records import send_records
     from jaxpp_async.actors.serve import ActorLike, serve
 
     identity, page = Identity(config.actor_id, config.incarnation), ProgressPage(config.progress_page)
@@ -100,7 +102,10 @@ async def _serve(config: _Config) -> ExitCode:
         # After the handshake: nobody hears the heart of an actor that has not come, and importing JAX takes longer
         # than a handshake may.
         start_beating(Beating(identity, config.secret, config.controller), page.read, leave)
-        return load_actor_class(config.actor)(actor_id, note_progress=page.note, **seams)
+        sender = send_records(seams["send"], config.log_level)  # before JAX is imported, which may log
+        actor = load_actor_class(config.actor)(actor_id, note_progress=page.note, **seams)
+        sender.step = lambda: actor.current_step
+        return actor
 
     return await serve(
         identity,

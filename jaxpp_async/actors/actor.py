@@ -106,6 +106,12 @@ class Actor:
         except Exception as error:  # a request that cannot be taken up fails; the actor goes on
             self._send(failed(request, error, step=getattr(message, "step", None)))
 
+    @property
+    def current_step(self) -> int | None:
+        """The number of the step under way. Any thread may ask."""
+        run = self._current
+        return run.message.step if run is not None else None
+
     async def aclose(self) -> None:
         """End every task and transfer, the transport and the threads. A second call does nothing."""
         if self._closed:

@@ -33,8 +33,10 @@ from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.actors.recovery import Recovery
 from jaxpp_async.actors.rpc import Call, StepHandle
 from jaxpp_async.actors.supervision import Supervision
+from jaxpp_async.actors.telling import Telling
 from jaxpp_async.actors.watch import Patience
 from jaxpp_async.errors import ActorError, ActorUnresponsiveError, MeshClosedError
+from jaxpp_async.events import EventLog
 from jaxpp_async.program import ActorId, ActorProgram, Aval
 from jaxpp_async.transport.base import Transport
 
@@ -63,9 +65,11 @@ class Controller:
         max_restarts: int = 0,
         backup_every: int = BACKUP_EVERY,
         patience: Patience | None = None,
+        events: EventLog | None = None,
     ):
         self._loop, self._say = asyncio.get_running_loop(), say
         self.cause: ActorError | None = None
+        self.telling = Telling(events)
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._is_started = self._cause_raised = False
         self._steps, self._arrays = itertools.count(), itertools.count()
@@ -77,7 +81,13 @@ class Controller:
         links = self._crew.links
         self.requests = self._outbox = Outbox(links, self._check_usable, remembers=max_restarts > 0)
         self._supervision = Supervision(
-            self._crew, self._programs, self._under_way, self._on_failure, lambda: self._is_recovering, patience
+            self._crew,
+            self._programs,
+            self._under_way,
+            self._on_failure,
+            lambda: self._is_recovering,
+            self.telling,
+            patience,
         )
         self._backups = Backups(self._crew, self._outbox, every=backup_every) if max_restarts else None
         self._recovery = (
@@ -90,7 +100,7 @@ class Controller:
                 watch=self._supervision.watch,
                 unwatch=self._supervision.hearts.unwatch,
                 end=self._end,
-                on_restarted=lambda actors, steps: self._supervision.calm_down(),
+                on_restarted=self._on_restarted,
             )
             if self._backups is not None
             else None
@@ -111,6 +121,7 @@ class Controller:
         max_restarts: int = 0,
         backup_every: int = BACKUP_EVERY,
         patience: Patience | None = None,
+        events: EventLog | None = None,
         on_progress: Callable[[str], None] | None = None,
     ) -> Controller:
         """Start actors and connect everyone with everyone.
@@ -125,6 +136,7 @@ class Controller:
             max_restarts: how often actors may be replaced within ten minutes.
             backup_every: how many steps lie between two copies of the state, with `max_restarts`.
             patience: how long actors may be silent, and steps stand still.
+            events: told of what happens to the mesh.
             on_progress: called with a line of text at each stage of launching and loading.
 
         Raises:
@@ -141,7 +153,15 @@ class Controller:
             patience_s=(patience or Patience()).progress_s,
         )
         say = on_progress or (lambda text: None)
-        self = cls(launcher, options, say, max_restarts=max_restarts, backup_every=backup_every, patience=patience)
+        self = cls(
+            launcher,
+            options,
+            say,
+            max_restarts=max_restarts,
+            backup_every=backup_every,
+            patience=patience,
+            events=events,
+        )
         try:
             await self._crew.start()
             for link in self._crew.links.values():
@@ -375,9 +395,14 @@ class Controller:
         if not self.is_closed:
             self._supervision.suspect(error)
 
+    def _on_restarted(self, actors: list[ActorId], steps: int) -> None:
+        self._supervision.calm_down()
+        self.telling.restarted([self._crew.links[actor].info for actor in actors], steps)
+
     def _on_failure(self, error: ActorError, dead: ActorId | None) -> None:
         if self.is_closed:
             return
+        self.telling.failed(error)
         if self._is_started and self._recovery is not None and self._recovery.can_mend(error):
             self._recovery.begin(error)
         else:
@@ -443,12 +468,14 @@ class Controller:
         await self._supervision.aclose()
         await self._crew.shut_down()
         await self._tasks.aclose()
+        self.telling.closed(self.cause)
 
     async def _kill_everything(self) -> None:
         """The end of a launch that failed."""
         await self._supervision.aclose()
         await self._crew.kill_all()
         await self._tasks.aclose()
+        self.telling.closed(self.cause)
 
     async def _end_recovery(self) -> None:
         if self._recovery is not None and self._backups is not None:

@@ -42,7 +42,8 @@ class ActorInfo:
     """Where an actor is.
 
     Args:
-        state: `"starting"`, `"ready"`, `"failed"` or `"closed"`.
+        state: `"starting"`, `"ready"`, `"failed"` or `"closed"`; while lost actors are replaced these are
+            `"restarting"` and the others `"waiting"`.
         devices: one text a device, such as `"cpu:0"`.
     """
 

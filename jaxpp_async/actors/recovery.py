@@ -140,7 +140,8 @@ class Recovery:
         if error.actor is not None and not isinstance(error, TransferError | RemoteError):
             self._lost.add(error.actor)
             self._unwatch(error.actor)
-        _LOG.warning("restarting because of a failure: %s", error)
+        where = {"actor": error.actor, "host": error.host, "step": error.step}
+        _LOG.warning("restarting because of a failure: %s", error, extra=where)
         self._outbox.hold_back()
         for actor in self._crew.links:
             self._crew.set_state(actor, "restarting" if actor in self._lost else "waiting")

@@ -6,7 +6,6 @@ No asyncio task and no extra trip through the loop a request: a step's replies s
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ from jaxpp_async.actors.connection import Connection
 from jaxpp_async.actors.failure import ActorInfo, is_consequence, remote_error
 from jaxpp_async.actors.launch import ActorHandle
 from jaxpp_async.actors.messages import Failed, Log, Request, StepDone, StepStats
+from jaxpp_async.actors.records import log_remote
 from jaxpp_async.errors import ProtocolError
 
 
@@ -233,7 +233,7 @@ class ActorLink:
             waiter.fail(remote_error(self.info, reply))
             return None
         if type(reply) is Log:
-            logging.getLogger(reply.logger).log(reply.level, "[actor %d] %s", self.info.id, reply.message)
+            log_remote(self.info, reply)
             return None
         waiter = self.waiters.pop(reply.request, None)
         if waiter is None and reply.request in self._dropped:

@@ -28,6 +28,11 @@ CLOSE_S = 3.0
 class ActorLike(Protocol):
     """What answers requests (`actors.actor.Actor`, or a fake in tests)."""
 
+    @property
+    def current_step(self) -> int | None:
+        """The number of the step under way. Any thread may ask."""
+        ...
+
     async def handle(self, message: Request) -> None:
         """Take one request, in order of arrival. Returns quickly and never raises for the request's sake."""
         ...

@@ -16,6 +16,7 @@ from jaxpp_async.actors.failure import died_error, is_consequence, lost_error, r
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.programs import Programs
 from jaxpp_async.actors.rpc import ActorLink, StepHandle
+from jaxpp_async.actors.telling import Telling
 from jaxpp_async.actors.watch import Patience, Watch
 from jaxpp_async.errors import ActorError, ProtocolError
 from jaxpp_async.program import ActorId
@@ -39,9 +40,11 @@ class Supervision:
         under_way: dict[int, StepHandle],
         on_failure: Callable[[ActorError, ActorId | None], None],
         is_recovering: Callable[[], bool],
+        telling: Telling,
         patience: Patience | None = None,
     ):
         self._crew, self._programs, self._under_way, self._on_failure = crew, programs, under_way, on_failure
+        self._telling = telling
         self._suspicion: asyncio.TimerHandle | None = None
         self._tasks = OwnedTasks()
         self.hearts = Watch(
@@ -52,6 +55,7 @@ class Supervision:
             look=lambda actor: crew.links[actor].handle.progress(),
             fail=self.report,
             is_busy=is_recovering,
+            tell=lambda verdict: telling.judged(crew.links[verdict.actor].info, verdict),
             patience=patience,
         )
         crew.gate.on_beat = self.hearts.heard
@@ -60,6 +64,7 @@ class Supervision:
         """From here on a death, a lost connection or a failure of this actor is the mesh's."""
         link.connection.on_message = lambda message: self._on_message(link, message)
         link.connection.on_closed = lambda error: self._on_lost(link, error)
+        self._telling.started(link.info)
         self._tasks.start(f"watch actor {link.info.id}", self._watch(link))
         if self._crew.has_hearts:
             self.hearts.watch(link.info.id)

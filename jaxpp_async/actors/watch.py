@@ -144,7 +144,7 @@ class Watch:
     def _pronounce(self, verdict: Verdict) -> None:
         info = self._info(verdict.actor)
         if isinstance(verdict, Recovered):
-            _LOG.warning("%s is heard again, after %.1f s", info, verdict.silence_s)
+            _LOG.warning("%s is heard again, after %.1f s", info, verdict.silence_s, extra=_where(info))
             self._tell(verdict)
             return
         position = self._look(verdict.actor) or verdict.position
@@ -154,7 +154,7 @@ class Watch:
             self._fail(silent_error(info, verdict.silence_s, step, at))
             return
         said = describe_silence(info, verdict.silence_s, at)
-        _LOG.warning("%s; it is given up after %g s", said, self._patience.dead_s)
+        _LOG.warning("%s; it is given up after %g s", said, self._patience.dead_s, extra=_where(info))
         self._tell(verdict)
 
     def _unfinished(self, actors: Sequence[ActorId]) -> dict[ActorId, int]:
@@ -195,3 +195,8 @@ class Watch:
             return {actor: future.result() if future.done() else None for actor, future in asked.items()}
         except ActorError:
             return {}
+
+
+def _where(info: ActorInfo) -> dict[str, object]:
+    """For log records."""
+    return {"actor": info.id, "host": info.host}

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from jaxpp_async.actors.lifeline import LEASE_S
 from jaxpp_async.actors.progress import Position
 from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
+from jaxpp_async.actors.records import package_level
 from jaxpp_async.actors.warden import Death
 from jaxpp_async.errors import MeshError
 from jaxpp_async.transport.base import Transport
@@ -62,6 +63,7 @@ class LaunchSpec:
             "lease_s": lease_s,
             "actor": actor,
             "max_frame_bytes": self.max_frame_bytes,
+            "log_level": package_level(),
         }
 
 
