@@ -139,12 +139,27 @@ class Flat:
     outputs: tuple[Ref, ...]
 
 
+class _Sizes(dict[int, int]):
+    """Bytes of one whole copy of each value, found when first asked for: some values have none (`float0`)."""
+
+    def __init__(self, types: dict[int, ValueType]) -> None:
+        self._types = types
+
+    def __missing__(self, value_id: int) -> int:
+        size = self[value_id] = self._types[value_id].aval.size_bytes
+        return size
+
+
 class Types:
-    """The type of every value id, growing while a step is compiled."""
+    """The type of every value id, growing while a step is compiled.
+
+    Attributes:
+        sizes: bytes of one whole copy of a value, by id.
+    """
 
     def __init__(self) -> None:
         self._types: dict[int, ValueType] = {}
-        self._sizes: dict[int, int] = {}
+        self.sizes = _Sizes(self._types)
 
     def new(self, value_type: ValueType) -> int:
         value_id = len(self._types)
@@ -155,16 +170,8 @@ class Types:
         return self._types[value_id]
 
     def size_bytes(self, value_id: int) -> int:
-        """Bytes of one whole copy of a value; known at once from the second time on."""
-        if (size := self._sizes.get(value_id)) is None:
-            size = self._sizes[value_id] = self._types[value_id].aval.size_bytes
-        return size
-
-    def sizes(self) -> list[int]:
-        """The same of all values so far, by id."""
-        known = {id(t.aval): t.aval for t in self._types.values()}
-        sizes = {key: aval.size_bytes for key, aval in known.items()}
-        return [sizes[id(t.aval)] for t in self._types.values()]
+        """Bytes of one whole copy of a value."""
+        return self.sizes[value_id]
 
     def items(self) -> Iterable[tuple[int, ValueType]]:
         return self._types.items()

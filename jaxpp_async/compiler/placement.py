@@ -117,7 +117,7 @@ class _Placer:
     """
 
     def __init__(self, step: OuterStep, types: Types) -> None:
-        self.step, self.types, self.size = step, types, types.sizes()
+        self.step, self.types, self.size = step, types, types.sizes
         self.items = step.items
         self.ops = {i: op for i, op in enumerate(self.items) if isinstance(op, Op)}
         self.producer = {o: i for i, op in self.ops.items() for o in op.outputs if o >= 0}
