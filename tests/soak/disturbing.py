@@ -96,10 +96,11 @@ class Disturber:
 
     async def _lose(self, fault: Fault) -> None:
         await self.calm()
-        before, began_s = self.tally.num_events("restarted"), time.monotonic()
+        began_s = time.monotonic()
         if not await self._kill(fault):
             self.tally.missed[fault.kind] += 1
             return
+        before = self.tally.num_events("restarted")
         self.tally.injected[fault.kind] += 1
         try:
             async with asyncio.timeout(RESTART_LIMIT_S):
@@ -122,7 +123,10 @@ class Disturber:
             case "kill, and its successor":
                 was_there = injecting.send(pid, signal.SIGKILL)
                 await asyncio.sleep(fault.seconds)
+                is_at_work, deaths = self._all_ready(), self.tally.num_events("died")
                 injecting.send(self._pid(fault), signal.SIGKILL)
+                if is_at_work:  # a death of its own; until it is noticed all looks calm
+                    await _until(lambda: self.tally.num_events("died") > deaths)
                 return was_there
             case _:
                 return injecting.send(pid, signal.SIGKILL)
