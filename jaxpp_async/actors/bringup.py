@@ -126,7 +126,7 @@ class Bringup:
             if dead.done() and not _has_answer(wanted):
                 death = dead.result()
                 remedy = unconnected if death.returncode == ExitCode.CONNECTION_LOST else ""
-                what = f"{describe_end(death.returncode)} before it was ready{remedy}"
+                what = f"{describe_end(death.returncode, death.output_tail)} before it was ready{remedy}"
                 raise launch_error(actor_id, what, death.output_tail)
             return await wanted
         finally:

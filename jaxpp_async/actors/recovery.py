@@ -117,6 +117,8 @@ class Recovery:
             return False
         if isinstance(error, RemoteError):
             return error.exception_type.rpartition(".")[2] in ("TransferError", "StepAbortedError")
+        if isinstance(error, ProtocolError) and error.instruction is not None:
+            return False  # a transfer of the wrong size: it would come again
         return isinstance(error, ActorDiedError | ActorUnresponsiveError | TransferError | ProtocolError | LaunchError)
 
     def begin(self, error: ActorError) -> None:

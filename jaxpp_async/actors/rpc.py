@@ -168,9 +168,10 @@ class StepHandle:
 class Replayed:
     """Takes the replies to a request that was answered before and is made once more, after a restart."""
 
-    is_awaited, done, takes_failures = False, True, False
+    is_awaited, done = False, True
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_failures: bool) -> None:
+        self.takes_failures = takes_failures
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.future.set_result(None)
 
