@@ -1,0 +1,180 @@
+"""What requests are remembered, and which are made again, in which order. Links that only take notes; no JAX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxpp_async.actors import messages as m
+from jaxpp_async.actors.failure import ActorInfo
+from jaxpp_async.actors.outbox import Outbox
+from jaxpp_async.actors.rpc import Call, StepHandle
+from jaxpp_async.errors import ActorDiedError, StepAbortedError
+
+STATS = m.StepStats(0.0, 0.0, 0.0, 0, 0)
+
+
+class Link:
+    """Takes note of what it is asked, and answers when told to."""
+
+    def __init__(self, actor: int) -> None:
+        self.info = ActorInfo(actor, "here", 1, (), "ready")
+        self.asked: list[Any] = []
+        self.waiters: dict[int, Any] = {}
+
+    def request(self, message: Any, waiter: Any) -> None:
+        self.asked.append(message)
+        self.waiters[message.request] = waiter
+
+    def drop_waiters(self) -> None:
+        self.waiters.clear()
+        self.asked.clear()
+
+    def answer(self, make: Any = m.Done) -> None:
+        """The oldest request that has no answer."""
+        request = next(iter(self.waiters))
+        self.waiters.pop(request).on_reply(self, make(request))
+
+
+class Desk:
+    """An outbox with two links, and one request of each kind."""
+
+    def __init__(self, *, remembers: bool = True) -> None:
+        self.links = {0: Link(0), 1: Link(1)}
+        self.outbox = Outbox(self.links, lambda: None, remembers=remembers)  # type: ignore[arg-type]
+        self.num_steps = 0
+
+    def post(self, kind: type, *fields: Any, actor: int = 0, reply: type = m.Done) -> Call:
+        call = Call(reply)
+        self.outbox.post(actor, kind(self.outbox.number(), *fields), call)
+        return call
+
+    def step(self) -> StepHandle:
+        handle = StepHandle(self.num_steps, 0, (0, 1))
+        for actor in handle._actors:
+            self.outbox.post(actor, m.Step(self.outbox.number(), 0, self.num_steps, 0, {}, {}), handle)
+        self.num_steps += 1
+        return handle
+
+    def finish(self, step: int) -> None:
+        for link in self.links.values():
+            link.answer(lambda request: m.StepDone(request, step, STATS))
+
+    def again(self, epoch: int = 1) -> list[str]:
+        """What actor 0 is asked after a restart."""
+        self.outbox.hold_back()
+        self.outbox.replay(epoch)
+        return [type(message).__name__ for message in self.links[0].asked]
+
+
+async def test_what_changes_an_actor_is_made_again_and_questions_only_without_an_answer():
+    desk = Desk()
+    desk.post(m.Store, (), (1,))
+    desk.links[0].answer()
+    desk.step()
+    desk.finish(0)
+    desk.post(m.Inspect, reply=m.Inspected)
+    desk.links[0].answer(lambda request: m.Inspected(request, {}))
+    open_question, open_step = desk.post(m.Inspect, reply=m.Inspected), desk.step()
+    numbers = {message.request for message in desk.links[0].asked}
+    assert desk.again() == ["Store", "Step", "Inspect", "Step"]
+    assert [message.epoch for message in desk.links[0].asked if isinstance(message, m.Step)] == [1, 1]
+    assert not numbers & {message.request for message in desk.links[0].asked}
+    assert not open_question.done and open_step.waits_for(0) and open_step.waits_for(1)
+    desk.links[0].answer()  # nobody waits for these any more
+    desk.finish(0)
+    desk.links[0].answer(lambda request: m.Inspected(request, {"a": 1}))
+    assert (await open_question.future).numbers == {"a": 1}
+
+
+async def test_what_is_asked_meanwhile_goes_behind_what_is_made_again():
+    desk = Desk()
+    desk.step()
+    desk.outbox.hold_back()
+    desk.post(m.Store, (), (7,))
+    assert desk.links[0].asked == []
+    assert desk.outbox.replay(1) == 0  # the step had not been run
+    assert [type(message).__name__ for message in desk.links[0].asked] == ["Step", "Store"]
+
+
+async def test_a_step_that_one_actor_has_finished_is_run_by_all():
+    desk = Desk()
+    handle = desk.step()
+    desk.links[0].answer(lambda request: m.StepDone(request, 0, STATS))
+    assert not handle.waits_for(0)
+    desk.again()
+    assert handle.waits_for(0) and len(desk.links[1].asked) == 1
+    desk.finish(0)
+    assert set(await handle) == {0, 1}
+
+
+async def test_nothing_before_a_copy_is_needed():
+    desk = Desk()
+    desk.step()
+    desk.finish(0)
+    mark = desk.outbox.mark
+    desk.step()
+    assert desk.outbox.unanswered(mark) == ()
+    assert len(desk.outbox.unanswered(desk.outbox.mark)) == 2
+    desk.outbox.forget_before(mark)
+    assert desk.again() == ["Step"]
+    assert desk.links[0].asked[0].step == 1
+    desk.outbox.forget_before(mark)  # of before the restart: what was made again lies behind it
+    assert desk.again() == ["Step"]
+
+
+async def test_arrays_that_a_save_has_taken_are_taken_again_until_it_is_over():
+    desk = Desk()
+    for _ in range(2):  # the second save goes to the folder of the first
+        desk.post(m.Take, "/folder", (1,))
+        assert desk.outbox.has_snapshot
+        desk.links[0].answer()
+        desk.post(m.Sweep, "/folder")
+        assert desk.outbox.has_snapshot
+        desk.links[0].answer()
+        assert not desk.outbox.has_snapshot
+    desk.post(m.Take, "/folder", (1,))
+    desk.links[0].answer()
+    assert desk.again() == ["Take"]
+
+
+async def test_files_are_needed_until_a_copy_has_what_was_read():
+    desk = Desk()
+    desk.post(m.ReadFile, "/file", ())
+    desk.links[0].answer()
+    mark = desk.outbox.mark
+    assert desk.outbox.needs_files
+    desk.outbox.forget_before(mark)
+    assert not desk.outbox.needs_files
+
+
+async def test_what_an_actor_refused_is_not_made_again():
+    desk = Desk()
+    desk.post(m.Store, (), (1,)).fail(ActorDiedError("refused"))
+    desk.step()
+    assert desk.again() == ["Step"]
+
+
+async def test_answered_questions_do_not_pile_up():
+    desk = Desk()
+    for _ in range(2000):
+        desk.post(m.Inspect, reply=m.Inspected)
+        desk.links[0].answer(lambda request: m.Inspected(request, {}))
+    assert len(desk.outbox._sent) < 600
+    forgetful = Desk(remembers=False)
+    forgetful.step()
+    assert forgetful.outbox._sent == []
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+async def test_the_end_reaches_everyone_once(remembers):
+    desk = Desk(remembers=remembers)
+    question, first, second = desk.post(m.Inspect), desk.step(), desk.step()
+    if remembers:
+        desk.outbox.hold_back()  # also in the middle of a restart
+    assert desk.outbox.fail_all(ActorDiedError("gone", step=0), 0)
+    for waiter, kind in ((question, ActorDiedError), (first, ActorDiedError), (second, StepAbortedError)):
+        with pytest.raises(kind):
+            await waiter.future
+    assert not desk.outbox.fail_all(ActorDiedError("gone"), None)
