@@ -103,7 +103,8 @@ def all_cases(args: argparse.Namespace) -> None:
             print(_line(cases[-1]), flush=True)
     growth = _growth(cases)
     print("growth, as the exponent of stages x microbatches:", growth)
-    print("written to", harness.write("compile", {"cases": cases, "growth": growth}))
+    figures = {"cases": cases, "growth": growth} | ({"note": args.note} if args.note else {})
+    print("written to", harness.write("compile", figures))
 
 
 def _growth(cases: list[dict[str, Any]]) -> dict[str, float]:
@@ -131,6 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5, help="runs a figure is the median of")
     parser.add_argument("--emit", action="store_true", help="up to the serialized executables")
+    parser.add_argument("--note", help="what a reader of the results should know, such as who else used the machine")
     parser.add_argument("--data", type=int, default=1, help="devices of an actor, on one axis")
     parser.add_argument("--sort", default="tottime", help="order of a profile: tottime or cumtime")
     parser.add_argument("what", nargs="?", choices=("all", "case", "profile"), default="all")
