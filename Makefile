@@ -22,7 +22,8 @@ help:
 	@echo "make test    run the tests, two files at a time (ARGS goes to pytest; JOBS=0 runs them in one process)"
 	@echo "make test-ssh  tests of actors over ssh, with an sshd of their own on a loopback port (Debian: installs openssh-server)"
 	@echo "make test-net  tests with network namespaces as hosts: links that are cut, slow, or firewalled (as root, on Linux)"
-	@echo "make soak    train for MINUTES=20 while actors are killed, stopped and cut off (ARGS=--help lists its options)"
+	@echo "make soak    train for MINUTES=20 while actors are killed, stopped and cut off (ARGS=--help lists its options);"
+	@echo "             as root, on Linux, with network namespaces as hosts: their links are cut as well (ARGS=--local: not)"
 	@echo "make check   lint, format, types, import rules"
 	@echo "make fmt     format the code"
 	@echo "make fuzz    draw random training steps and compare them with plain JAX (ARGS=\"--examples 20000\")"
@@ -76,18 +77,26 @@ test-ssh: setup
 	@$(call installed,sshd:openssh-server ssh:openssh-client)
 	JAXPP_TEST_SSH=1 $(BIN)/python -m pytest tests/test_launch_ssh.py $(ARGS)
 
-# Hosts are network namespaces. The tests run in a namespace of their own, so this machine's network is never touched,
-# with a /sys that shows it (UCX looks for devices there). Where that cannot be, each test is skipped and says why.
+# Hosts are network namespaces. What uses them runs in a namespace of its own, so this machine's network is never
+# touched, with a /sys that shows it (UCX looks for devices there): $(call in_net_room,command ...)
+# Where that cannot be, it runs outside, and says why it does less: each test is skipped, the soak cuts no links.
 NET_ROOM := unshare --net --mount sh -c 'mount -t sysfs sysfs /sys && ip link set lo up && exec "$$@"' sh
+NET_COMMANDS := sshd:openssh-server ssh:openssh-client ip:iproute2 tc:iproute2 nft:nftables unshare:util-linux
+net_installed = if [ "$$(id -u)" = 0 ]; then $(call installed,$(NET_COMMANDS)); fi
+in_net_room = export $(SBIN); if $(NET_ROOM) true 2>/dev/null; \
+	then JAXPP_TEST_NET=inside $(NET_ROOM) $(1); else JAXPP_TEST_NET=outside $(1); fi
+
 test-net: setup
-	@if [ "$$(id -u)" = 0 ]; then \
-	  $(call installed,sshd:openssh-server ssh:openssh-client ip:iproute2 tc:iproute2 nft:nftables unshare:util-linux); fi
-	@export $(SBIN); if $(NET_ROOM) true 2>/dev/null; \
-	then JAXPP_TEST_NET=inside $(NET_ROOM) $(BIN)/python -m pytest -rs tests/test_net.py $(ARGS); \
-	else JAXPP_TEST_NET=outside $(BIN)/python -m pytest -rs tests/test_net.py $(ARGS); fi
+	@$(net_installed)
+	@$(call in_net_room,$(BIN)/python -m pytest -rs tests/test_net.py $(ARGS))
 
 soak: setup
+ifeq ($(filter --local,$(ARGS)),)
+	@($(net_installed)) || true
+	@$(call in_net_room,$(BIN)/python tests/soak --minutes $(MINUTES) $(ARGS))
+else
 	@$(BIN)/python tests/soak --minutes $(MINUTES) $(ARGS)
+endif
 
 check: setup
 	$(BIN)/ruff check

@@ -38,17 +38,21 @@ _CHECKOUT = Path(__file__).parents[1]
 _NOBODY = "02:00:00:00:00:00"  # a hardware address that nobody has
 
 
-def skip_reason() -> str | None:
-    """Why the tests that need namespaces cannot run here; None if they can."""
+def skip_reason(target: str = "make test-net") -> str | None:
+    """Why what needs namespaces cannot run here; None if it can.
+
+    Args:
+        target: what makes a room for them and runs it there.
+    """
     if not os.environ.get("JAXPP_TEST_NET"):
-        return "needs network namespaces: run `make test-net`"
+        return f"needs network namespaces: run `{target}`"
     if os.geteuid() != 0:
-        return "only root can make network namespaces: run `make test-net` as root"
+        return f"only root can make network namespaces: run `{target}` as root"
     for name in ("ip", "tc", "ss", "nft", "ssh"):
         if shutil.which(name) is None:
-            return f"there is no {name} here: `make test-net` installs iproute2, nftables and openssh-server (Debian)"
+            return f"there is no {name} here: `{target}` installs iproute2, nftables and openssh-server (Debian)"
     if SSHD is None:
-        return "there is no sshd here: `make test-net` installs openssh-server (Debian)"
+        return f"there is no sshd here: `{target}` installs openssh-server (Debian)"
     if os.environ["JAXPP_TEST_NET"] != "inside":
         return "this machine does not let us make network namespaces (a container without CAP_SYS_ADMIN?)"
     return None
@@ -198,13 +202,17 @@ class Network:
             *("tbf", "rate", f"{megabits_per_s}mbit", "burst", "64kb", "latency", "200ms"),
         )
 
+    def speed_up(self, host: Host, link: Link) -> None:
+        """Undo `slow`."""
+        with contextlib.suppress(RuntimeError):  # it was not slow
+            run("tc", "-n", self._switch, "qdisc", "del", "dev", _port(host.index, link), "root")
+
     def heal(self) -> None:
         """Every link whole and fast."""
         for host in self.hosts:
             for link in NETWORKS:
                 self.restore(host, link)
-                with contextlib.suppress(RuntimeError):  # it was not slow
-                    run("tc", "-n", self._switch, "qdisc", "del", "dev", _port(host.index, link), "root")
+                self.speed_up(host, link)
             for other in self.hosts[host.index + 1 :]:
                 self.restore_between(host, other, "data")
 
@@ -273,6 +281,17 @@ def _marked() -> Iterator[tuple[psutil.Process, int]]:
         with contextlib.suppress(psutil.Error):  # it has ended, or is a zombie
             if pid := process.environ().get(_MARK):
                 yield process, int(pid)
+
+
+def present() -> set[str]:
+    """What there is of this process's networks: namespaces, interfaces, processes on hosts."""
+    mine = f"jaxpp-{os.getpid()}-"
+    names = os.listdir("/run/netns") if os.path.isdir("/run/netns") else ()
+    return {
+        *(f"namespace {name}" for name in names if name.startswith(mine)),
+        *(f"interface {name}" for name in os.listdir("/sys/class/net")),
+        *(f"process {process.pid}" for process, pid in _marked() if pid == os.getpid()),
+    }
 
 
 def remove_runs(runs: set[int]) -> None:

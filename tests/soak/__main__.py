@@ -1,17 +1,16 @@
 """Train while everything goes wrong: `make soak MINUTES=20`. Exit status 1, and the seed, if something is not right.
 
 Two meshes train the same model on the same data; faults are let loose on one of them. Each step's losses must be
-equal bit for bit, and in the end nothing may be left: processes, buffers, descriptors, shared memory.
+equal bit for bit, and in the end nothing may be left: processes, buffers, descriptors, shared memory. Where network
+namespaces can be made (as root, on Linux), they are its actors' hosts, and their links are cut and restored as well.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import gc
 import logging
-import os
 import pathlib
 import random
 import sys
@@ -20,6 +19,7 @@ import time
 import traceback
 import warnings
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 HERE = pathlib.Path(__file__).parent
@@ -28,8 +28,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import conftest  # noqa: F401, E402  (settings of JAX, before it starts)
 import psutil  # noqa: E402
 from disturbing import Disturber, Tally  # noqa: E402
-from fault_plan import KINDS, LETHAL, fault_plan  # noqa: E402
+from fault_plan import KINDS, LETHAL, LINKS, Fault, fault_plan  # noqa: E402
 from lockstep import SoakFailure, Trainer  # noqa: E402
+from namespaces import Network, skip_reason  # noqa: E402
+from places import Place, place  # noqa: E402
 from resources import differences, held, no_new_shared_memory, shared_memory  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
@@ -41,14 +43,18 @@ COUNTED = ("live_arrays", "store_arrays")
 SETTLE_S = 10.0
 """What frees and ends that are on their way may take."""
 
+HOSTS_SETTLE_S = 30.0
+"""The same on other hosts: an sshd notices only by TCP's own clocks that a client went away while its link was cut."""
+
 CONSOLE = Console(width=110)
 
 
 class Listener(logging.Handler):
-    """Keeps what was logged last, and what asyncio had to complain of, also in the actors."""
+    """Keeps what was logged last, and what asyncio had to complain of, also in the actors; counts restarts."""
 
-    def __init__(self) -> None:
+    def __init__(self, tally: Tally) -> None:
         super().__init__(logging.INFO)
+        self._tally = tally
         self.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
         self.last: deque[str] = deque(maxlen=40)
         self.complaints: list[str] = []
@@ -57,6 +63,8 @@ class Listener(logging.Handler):
         """Called by `logging`."""
         text = self.format(record)
         self.last.append(text[:2000])
+        if record.name == "jaxpp_async" and record.getMessage().startswith("restarting because of"):
+            self._tally.num_attempts += 1
         is_leak = record.name == "py.warnings" and ("ResourceWarning" in text or "never awaited" in text)
         if is_leak or (record.name == "asyncio" and record.levelno >= logging.WARNING):
             self.complaints.append(text)
@@ -76,37 +84,43 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0, help="how long faults go on (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32), help="default: a fresh one")
     parser.add_argument("--actors", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--without", action="append", default=[], choices=KINDS, help="leave these faults out")
+    parser.add_argument("--without", action="append", default=[], choices=KINDS + LINKS, help="leave these faults out")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--net", action="store_true", help="actors on network namespaces as hosts, or not at all")
+    where.add_argument("--local", action="store_true", help="actors on this machine, whose links cannot be cut")
     options = parser.parse_args()
-    if options.seed % 2:  # without it, actors of one host share memory, and there is no connection to cut
-        os.environ.setdefault("UCX_TLS", "tcp,self")
-    CONSOLE.print(
-        f"seed {options.seed}, {options.minutes:g} minutes, {options.actors} actors, "
-        f"data over {os.environ.get('UCX_TLS', 'whatever UCX takes')}"
-    )
-    tally, log = Tally(), Listener()
+    reason = None if options.local else skip_reason("make soak")
+    if reason and options.net:
+        parser.error(f"--net: {reason}")
+    if reason:
+        CONSOLE.print(f"all actors are on this machine, and no links are cut: {reason}", markup=False)
+    options.net = not options.local and not reason
+    tally = Tally()
+    log = Listener(tally)
     logging.getLogger().addHandler(log)
     logging.captureWarnings(True)
     warnings.simplefilter("default", ResourceWarning)
     try:
-        steps, seconds = asyncio.run(soak(options, tally))
+        with place(options.actors, with_links=options.net, tcp=options.seed % 2 == 1) as chosen:
+            CONSOLE.print(f"seed {options.seed}, {options.minutes:g} minutes, {options.actors} actors {chosen}")
+            steps, seconds = asyncio.run(soak(options, tally, chosen))
         log.check()
     except BaseException as error:  # whatever it is: a soak that ends early has failed, Ctrl-C too
-        CONSOLE.print(report(tally))
+        CONSOLE.print(report(tally, options))
         for line in ["what was logged last:", *log.last, "the last faults:", *tally.last]:
             CONSOLE.print(f"  {line}", markup=False)
         traceback.print_exc()
         CONSOLE.print(
             f"FAILED: {type(error).__name__}: {error}\nto repeat it: make soak MINUTES={options.minutes:g} "
-            f'ARGS="--seed {options.seed} --actors {options.actors}"',
+            f'ARGS="--seed {options.seed} --actors {options.actors} {"--net" if options.net else "--local"}"',
             markup=False,
         )
         sys.exit(1)
-    CONSOLE.print(report(tally))
+    CONSOLE.print(report(tally, options))
     CONSOLE.print(f"{steps} steps in {seconds:.0f} s, all equal to the undisturbed run bit for bit; nothing is left")
 
 
-async def soak(options: argparse.Namespace, tally: Tally) -> tuple[int, float]:
+async def soak(options: argparse.Namespace, tally: Tally, chosen: Place) -> tuple[int, float]:
     """Steps run and seconds taken.
 
     Raises:
@@ -115,10 +129,11 @@ async def soak(options: argparse.Namespace, tally: Tally) -> tuple[int, float]:
     async with _mesh(1):  # whatever a process takes once and keeps
         pass
     before, files, start_s = held(), shared_memory(), time.monotonic()
+    on_hosts = _on_hosts(chosen.network)
     with tempfile.TemporaryDirectory(prefix="jaxpp-soak-") as folder:
-        async with _mesh(options.actors) as reference, _mesh(options.actors) as mesh:
+        async with _mesh(options.actors) as reference, _mesh(options.actors, chosen) as mesh:
             trainer = Trainer(mesh, reference, options.actors, pathlib.Path(folder))
-            disturber = Disturber(mesh, trainer, steps_between=2 * BACKUP_EVERY)
+            disturber = Disturber(mesh, trainer, steps_between=2 * BACKUP_EVERY, network=chosen.network)
             disturber.tally = tally
             watching = asyncio.create_task(disturber.watch(), name="watch the events")
             await trainer.warm_up()
@@ -126,20 +141,22 @@ async def soak(options: argparse.Namespace, tally: Tally) -> tuple[int, float]:
             await trainer.compare_states()
             await _same_buffers(mesh, reference, trainer)
         await watching
+    await _hosts_are_clean(chosen.network, on_hosts)
     await _nothing_left(before, files, tally)
     return trainer.num_run, time.monotonic() - start_s
 
 
-def _mesh(num_actors: int) -> jpp.RemoteMesh:
-    return jpp.RemoteMesh(num_actors, max_restarts=1_000_000, backup_every=BACKUP_EVERY)
+def _mesh(num_actors: int, chosen: Place | None = None) -> jpp.RemoteMesh:
+    where = chosen.options if chosen else {}
+    return jpp.RemoteMesh(num_actors, max_restarts=1_000_000, backup_every=BACKUP_EVERY, **where)
 
 
 async def _train(trainer: Trainer, disturber: Disturber, options: argparse.Namespace) -> None:
     """Until the time is over, the last wish granted, the mesh calm again and as far as the other one."""
     seconds = 60 * options.minutes
-    plan = fault_plan(options.seed, seconds, options.actors)
+    plan = fault_plan(options.seed, seconds, options.actors, links=options.net)
     wanted = [fault for fault in plan if fault.kind not in options.without]
-    disturbing = asyncio.create_task(_until(seconds, disturber, wanted), name="disturb the mesh")
+    disturbing = asyncio.create_task(_disturb(disturber, wanted, seconds), name="disturb the mesh")
     try:
         while not disturbing.done() or trainer.wishes:
             await trainer.run_one()
@@ -152,11 +169,9 @@ async def _train(trainer: Trainer, disturber: Disturber, options: argparse.Names
         await trainer.run_one()
 
 
-async def _until(seconds: float, disturber: Disturber, plan: Any) -> None:
+async def _disturb(disturber: Disturber, plan: Sequence[Fault], seconds: float) -> None:
     """Disturb for so long; then wait for the recovery from the last fault."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await disturber.disturb(plan)
+    await disturber.disturb(plan, seconds)
     await disturber.calm()
 
 
@@ -185,6 +200,19 @@ async def _buffers(mesh: jpp.RemoteMesh) -> dict[str, int]:
     return {f"actor {actor}: {name}": numbers[actor][name] for actor in sorted(numbers) for name in COUNTED}
 
 
+def _on_hosts(network: Network | None) -> dict[str, set[int]]:
+    """Processes on each host."""
+    return {host.name: host.pids() for host in network.hosts} if network else {}
+
+
+async def _hosts_are_clean(network: Network | None, before: dict[str, set[int]]) -> None:
+    deadline = time.monotonic() + HOSTS_SETTLE_S
+    while left := [(name, pid) for name, pids in _on_hosts(network).items() for pid in pids - before[name]]:
+        if time.monotonic() > deadline:
+            raise SoakFailure(f"left on hosts: {[(name, pid, _command(pid)) for name, pid in left]}")
+        await asyncio.sleep(0.2)
+
+
 async def _nothing_left(before: dict[str, Any], files: set[str], tally: Tally) -> None:
     deadline = time.monotonic() + SETTLE_S
     while left := differences(before, held()):
@@ -199,23 +227,29 @@ async def _nothing_left(before: dict[str, Any], files: set[str], tally: Tally) -
 
 
 def _is_actor(pid: int) -> bool:
+    return "jaxpp_async.actors" in _command(pid)
+
+
+def _command(pid: int) -> list[str]:
     try:
-        return "jaxpp_async.actors" in psutil.Process(pid).cmdline()
+        return psutil.Process(pid).cmdline()
     except psutil.Error:
-        return False
+        return []
 
 
-def report(tally: Tally) -> Table:
+def report(tally: Tally, options: argparse.Namespace) -> Table:
     """How many faults of each kind."""
     restarts, suspicions = tally.num_events("restarted"), tally.num_events("suspect")
-    table = Table(title=f"faults ({restarts} restarts, {suspicions} suspicions)", title_justify="left")
+    title = f"faults ({restarts} restarts, {tally.num_attempts} attempts, {suspicions} suspicions)"
+    table = Table(title=title, title_justify="left")
     table.add_column("fault")
-    for name in ("survived", "not possible", "longest until it went on"):
+    for name in ("survived", "not possible", "longest until it went on", "most attempts"):
         table.add_column(name, justify="right")
-    for kind in KINDS:
+    for kind in KINDS + (LINKS if options.net else ()):
         longest = f"{tally.longest_restart_s[kind]:.1f} s" if kind in tally.longest_restart_s else ""
         name = f"{kind} (lost)" if kind in LETHAL else kind
-        table.add_row(name, str(tally.injected[kind]), str(tally.missed[kind] or ""), longest)
+        missed, attempts = tally.missed[kind] or "", tally.most_restarts[kind] or ""
+        table.add_row(name, str(tally.injected[kind]), str(missed), longest, str(attempts))
     return table
 
 

@@ -10,10 +10,9 @@ import os
 import random
 import signal
 import socket
-from collections.abc import Callable
-from typing import Any
-
-import psutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 _PIDFD_GETFD = 438
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -80,21 +79,36 @@ async def slow_down(pid: int, seconds: float) -> bool:
     return was_there
 
 
-def connections(pid: int) -> list[Any]:
-    """The established TCP connections of a process (`psutil`'s; `raddr.port` is the other end's)."""
-    with contextlib.suppress(psutil.Error):
-        found = psutil.Process(pid).net_connections("tcp")
-        return [connection for connection in found if connection.status == psutil.CONN_ESTABLISHED]
-    return []
+@dataclass(frozen=True)
+class Connection:
+    """An established TCP connection of a process: its descriptor there, and the port of the other end."""
+
+    descriptor: int
+    remote_port: int
 
 
-def control_port(pid: int) -> int | None:
-    """The port of this process that an actor is connected to."""
-    mine = {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-    return next((c.raddr.port for c in connections(pid) if c.raddr.port in mine), None)
+def connections(pid: int) -> list[Connection]:
+    """Those of a process, in whatever network namespace it is (`psutil` looks only into this one's)."""
+    found: list[Connection] = []
+    with contextlib.suppress(OSError):  # it has ended
+        remote_ports = dict((*_established(pid, "tcp"), *_established(pid, "tcp6")))
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if (name := os.readlink(entry)) in remote_ports:
+                    found.append(Connection(int(entry.name), remote_ports[name]))
+    return found
 
 
-def cut_connections(pid: int, which: Callable[[Any], bool]) -> int | None:
+def _established(pid: int, table: str) -> Iterator[tuple[str, int]]:
+    """(`socket:[inode]`, remote port) of each; see proc(5), `/proc/net/tcp`."""
+    path = Path(f"/proc/{pid}/net/{table}")
+    for line in path.read_text().splitlines()[1:] if path.exists() else ():
+        words = line.split()
+        if words[3] == "01":
+            yield f"socket:[{words[9]}]", int(words[2].rpartition(":")[2], 16)
+
+
+def cut_connections(pid: int, which: Callable[[Connection], bool]) -> int | None:
     """Shut down TCP connections of another process, as if the network had.
 
     Returns:
@@ -107,7 +121,7 @@ def cut_connections(pid: int, which: Callable[[Any], bool]) -> int | None:
         return 0
     try:
         for connection in filter(which, connections(pid)):
-            taken = _LIBC.syscall(_PIDFD_GETFD, process, connection.fd, 0)
+            taken = _LIBC.syscall(_PIDFD_GETFD, process, connection.descriptor, 0)
             if taken < 0:
                 return None
             with socket.socket(fileno=taken) as sock, contextlib.suppress(OSError):  # closed meanwhile
@@ -118,15 +132,15 @@ def cut_connections(pid: int, which: Callable[[Any], bool]) -> int | None:
     return count
 
 
-async def garbage(port: int, number: int) -> None:
-    """Strangers at a port: some say random bytes, some nothing, some hang up."""
+async def garbage(address: tuple[str, int], number: int) -> None:
+    """Strangers at a listening socket: some say random bytes, some nothing, some hang up."""
     rng = random.Random(number)
     writers: list[asyncio.StreamWriter] = []
     try:
         for _ in range(20):
             with contextlib.suppress(OSError):
                 async with asyncio.timeout(2):
-                    _, writer = await asyncio.open_connection("127.0.0.1", port)
+                    _, writer = await asyncio.open_connection(*address)
                     writers.append(writer)
                     writer.write(rng.randbytes(rng.choice([0, 1, 100, 100_000])))
                     if rng.random() < 0.3:

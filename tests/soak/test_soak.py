@@ -10,7 +10,7 @@ import sys
 
 import psutil
 import pytest
-from fault_plan import KINDS, fault_plan
+from fault_plan import KINDS, LINKS, fault_plan
 from injecting import Process, cut_connections
 
 
@@ -29,9 +29,18 @@ def test_two_minutes_have_every_kind(seed):
     assert kinds == set(KINDS)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_links_come_first_where_there_are_any(seed):
+    plan = fault_plan(seed, seconds=300, num_actors=2, links=True)
+    assert {fault.kind for fault in plan[: len(LINKS)]} == set(LINKS)
+    assert {fault.kind for fault in plan[: len(LINKS) + len(KINDS)]} == {*LINKS, *KINDS}
+
+
 def test_a_process_that_is_gone_is_not_signalled():
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    with Process(child.pid) as process:
+    with (
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child,
+        Process(child.pid) as process,
+    ):
         assert process.signal(signal.SIGSTOP) and process.signal(signal.SIGCONT)
         child.kill()
         child.wait()
@@ -48,7 +57,7 @@ def test_connections_of_another_process_are_cut():
         there, _ = server.accept()
         with there:
             before = psutil.Process(os.getpid()).num_fds()
-            cut = cut_connections(child.pid, lambda connection: connection.raddr.port == port)
+            cut = cut_connections(child.pid, lambda connection: connection.remote_port == port)
             if cut is None:
                 child.kill()
                 pytest.skip("this system does not let one process take another's descriptor")
