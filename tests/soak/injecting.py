@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import os
 import random
 import signal
@@ -123,7 +124,9 @@ def cut_connections(pid: int, which: Callable[[Connection], bool]) -> int | None
         for connection in filter(which, connections(pid)):
             taken = _LIBC.syscall(_PIDFD_GETFD, process, connection.descriptor, 0)
             if taken < 0:
-                return None
+                if ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):
+                    return None
+                continue  # closed meanwhile: whoever has lost one connection may be ending
             with socket.socket(fileno=taken) as sock, contextlib.suppress(OSError):  # closed meanwhile
                 sock.shutdown(socket.SHUT_RDWR)
                 count += 1
