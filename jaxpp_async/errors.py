@@ -74,6 +74,10 @@ class ActorDiedError(ActorError):
     """An actor's process ended. The message has the signal or exit code and the end of its stderr."""
 
 
+class StateLostError(ActorDiedError):
+    """An actor was lost together with the one that held the copy of its arrays: no restart can bring them back."""
+
+
 class ActorUnresponsiveError(ActorError):
     """An actor's heartbeats stopped, or a step made no progress."""
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxpp_async import mesh_options
+from jaxpp_async.actors.actor_info import ActorInfo
 from jaxpp_async.actors.controller import BACKUP_EVERY, Controller
-from jaxpp_async.actors.failure import ActorInfo
 from jaxpp_async.actors.messages import StepStats
 from jaxpp_async.actors.stuck import PROGRESS_S
 from jaxpp_async.actors.watch import Patience
@@ -226,8 +226,8 @@ class RemoteMesh:
     async def run(self, step: DistributedStep, *args: Any) -> Any:
         """Run one step; returns when every actor has finished it.
 
-        A cancelled `run` leaves its step running; the mesh stays usable. Its host arrays may then still be on their way:
-        with `max_restarts=0` do not change them in place before another step has returned.
+        A cancelled `run` leaves its step running; the mesh stays usable. Its host arrays may then still be on their
+        way: with `max_restarts=0` do not change them in place before another step has returned.
 
         Returns:
             `fn`'s result tree, of `RemoteArray`s.

@@ -26,7 +26,14 @@ from jaxpp_async.actors.copies import holders
 from jaxpp_async.actors.inline import InlineLauncher
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.recovery import Budget
-from jaxpp_async.errors import ActorDiedError, MeshClosedError, MeshError, RemoteError, RestartBudgetExceeded
+from jaxpp_async.errors import (
+    ActorDiedError,
+    MeshClosedError,
+    MeshError,
+    RemoteError,
+    RestartBudgetExceeded,
+    StateLostError,
+)
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -281,7 +288,7 @@ async def test_an_actor_and_the_holder_of_its_copy_are_lost_together():
         state, _ = await mesh.run(step, start(), BATCHES[0])
         await settled(mesh)
         kill(mesh, 0, 1)
-        with pytest.raises(ActorDiedError, match=r"were lost together.*mesh\.restore"):
+        with pytest.raises(StateLostError, match=r"were lost together.*mesh\.restore"):
             await mesh.run(step, state, BATCHES[1])
 
 

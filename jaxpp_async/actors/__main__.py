@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import json
+import logging
 import os
 import sys
 import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpp_async.actors.lifeline import ExitCode, die_with_parent, leave, watch_stdin
+from jaxpp_async.actors.exit_codes import ExitCode
+from jaxpp_async.actors.lifeline import die_with_parent, leave, watch_stdin
 from jaxpp_async.errors import HandshakeError
 
 _MAX_LINE_BYTES = 1 << 16
@@ -32,8 +34,8 @@ class _Config:
     lease_s: float
     actor: str
     max_frame_bytes: int
-    log_level: int
     parent_pid: int | None = None
+    log_level: int = logging.INFO
     cores: tuple[int, ...] = ()
     progress_page: int | None = None
 

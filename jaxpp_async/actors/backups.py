@@ -19,12 +19,16 @@ from jaxpp_async.actors.messages import Done, Forget, Hold, Keep, Kept, KeptArra
 from jaxpp_async.actors.outbox import Outbox
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.rpc import Call
-from jaxpp_async.errors import ActorDiedError, RemoteError
+from jaxpp_async.actors.stuck import PROGRESS_S, SLOW_BYTES_PER_S
+from jaxpp_async.errors import ActorError, ActorUnresponsiveError, RemoteError, StateLostError, TransferError
 from jaxpp_async.program import CONTROLLER, ActorId
 
 _LOG = logging.getLogger("jaxpp_async")
 
 _ATTEMPTS = 10
+
+ROLLBACK_S = 30.0
+"""How long going back may take; more by a second for each 50 MB."""
 
 MAX_REMEMBERED_BYTES = 1 << 30
 """With this much host data in remembered requests a copy is taken before it is due."""
@@ -35,10 +39,21 @@ class Backups:
 
     Args:
         every: how many steps lie between two copies.
+        on_error: told of a copy that does not arrive: a hint that its link is broken.
+        patience_s: how long copies may be on their way; more by a second for each 50 MB.
     """
 
-    def __init__(self, crew: Crew, outbox: Outbox, *, every: int):
+    def __init__(
+        self,
+        crew: Crew,
+        outbox: Outbox,
+        *,
+        every: int,
+        on_error: Callable[[TransferError], None],
+        patience_s: float = PROGRESS_S,
+    ):
         self._crew, self._outbox, self._every = crew, outbox, every
+        self._on_error, self._patience_s = on_error, patience_s
         self._since = every - 1  # the first one soon: until then all that was ever put is remembered
         self._generations = itertools.count()
         self._generation: int | None = None
@@ -90,17 +105,22 @@ class Backups:
             lost: actors whose successors have nothing.
 
         Raises:
-            ActorDiedError: an actor was lost together with the holder of its copy.
+            StateLostError: an actor was lost together with the holder of its copy.
+            TransferError: a copy does not arrive. ActorUnresponsiveError: an actor does not go back.
         """
         generation, everyone = self._generation, sorted(self._crew.links)
         if generation is not None:
             await self._ask_each(everyone, lambda: Forget(self._outbox.number(), generation))
-            await all_of({actor: self._bring_back(actor, generation, lost) for actor in sorted(lost)}, "bring back")
+            await self._bring_back(generation, lost)
             # What the lost ones held for others; until it is there again, one more loss would be one too many.
-            orphans = [actor for actor in everyone if self._holder_of(actor) in lost]
-            contents = self._contents
-            await all_of({a: self._hand_over(a, generation, contents[a]) for a in orphans}, "hand over copies")
-        await self._ask_each(everyone, lambda: Rollback(self._outbox.number(), generation))
+            orphans = {a: self._contents[a] for a in everyone if self._holder_of(a) in lost}
+            await self._hand_over(generation, orphans)
+        size_bytes = sum(n for kept in self._contents.values() for array in kept for n in array.shard_bytes)
+        try:
+            async with asyncio.timeout(ROLLBACK_S + size_bytes / SLOW_BYTES_PER_S):
+                await self._ask_each(everyone, lambda: Rollback(self._outbox.number(), generation))
+        except TimeoutError:
+            raise ActorUnresponsiveError("actors did not go back to the last copy of their arrays in time") from None
 
     async def aclose(self) -> None:
         """End whatever is under way."""
@@ -111,13 +131,16 @@ class Backups:
     async def _unless_it_fails(self, generation: int, mark: int, asked: Mapping[ActorId, asyncio.Future[Any]]) -> None:
         try:
             await self._finish(generation, mark, asked)
+        except TransferError as error:
+            self._on_error(error)
         except RemoteError as error:  # such as too little memory; the copy before it still stands
             _LOG.warning("no copy of the state could be taken, the next is tried in %d steps: %s", self._every, error)
+        except ActorError:  # the mesh has ended, and says why to whoever asks it for something
+            _LOG.debug("copy %d of the state was not finished", generation)
 
     async def _finish(self, generation: int, mark: int, asked: Mapping[ActorId, asyncio.Future[Any]]) -> None:
         kept = {actor: (await reply).arrays for actor, reply in asked.items()}
-        copies = {actor: self._hand_over(actor, generation, arrays) for actor, arrays in kept.items()}
-        await all_of(copies, "hand over copies")
+        await self._hand_over(generation, kept)
         for waiter in self._outbox.unanswered(mark):
             await asyncio.wait([waiter.future])
         self._generation, self._contents = generation, kept
@@ -129,29 +152,59 @@ class Backups:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._task = None
 
-    async def _hand_over(self, of: ActorId, generation: int, arrays: tuple[KeptArray, ...]) -> None:
-        """From an actor to its holder."""
-        await self._carry(of, generation, arrays, of, self._holder_of(of))
+    async def _hand_over(self, generation: int, arrays: Mapping[ActorId, tuple[KeptArray, ...]]) -> None:
+        """From actors to their holders."""
+        ways = {actor: (actor, self._holder_of(actor)) for actor in arrays}
+        await self._carry(generation, arrays, ways)
 
-    async def _bring_back(self, actor: ActorId, generation: int, lost: Collection[ActorId]) -> None:
-        """From the holder to the actor's successor."""
-        holder = self._holder_of(actor)
-        if holder in lost:
-            info = self._crew.links[actor].info
-            raise ActorDiedError(
-                f"actors {actor} and {holder} were lost together, and with them both copies of actor {actor}'s arrays; "
-                "start again from a checkpoint (mesh.restore)",
-                actor=actor,
-                host=info.host,
-            )
-        await self._carry(actor, generation, self._contents[actor], holder, actor)
+    async def _bring_back(self, generation: int, lost: Collection[ActorId]) -> None:
+        """From the holders to the successors of the lost."""
+        for actor in sorted(lost):
+            if (holder := self._holder_of(actor)) in lost:
+                raise StateLostError(
+                    f"actors {actor} and {holder} were lost together, and with them both copies of actor {actor}'s "
+                    "arrays; start again from a checkpoint (mesh.restore)",
+                    actor=actor,
+                    host=self._crew.links[actor].info.host,
+                )
+        ways = {actor: (self._holder_of(actor), actor) for actor in sorted(lost)}
+        await self._carry(generation, self._contents, ways)
 
     async def _carry(
-        self, of: ActorId, generation: int, arrays: tuple[KeptArray, ...], source: ActorId, to: ActorId
+        self,
+        generation: int,
+        arrays: Mapping[ActorId, tuple[KeptArray, ...]],
+        ways: Mapping[ActorId, tuple[ActorId, ActorId]],
     ) -> None:
-        number, epoch = self._outbox.number, self._crew.epoch
-        hold, lend = Hold(number(), epoch, generation, of, source, arrays), Lend(number(), epoch, generation, of, to)
-        await all_of({to: self._hold(to, hold), source: self._lend(source, lend)}, f"carry the copy of actor {of}")
+        """Carry copies, all at once.
+
+        Args:
+            arrays: what each actor's copy has.
+            ways: whose copies, each from where to where.
+
+        Raises:
+            TransferError: one does not arrive.
+        """
+        size_bytes = sum(n for of in ways for array in arrays[of] for n in array.shard_bytes)
+        arrived: set[ActorId] = set()
+
+        async def one(of: ActorId, source: ActorId, to: ActorId) -> None:
+            number, epoch = self._outbox.number, self._crew.epoch
+            hold = Hold(number(), epoch, generation, of, source, arrays[of])
+            lend = Lend(number(), epoch, generation, of, to)
+            await all_of({to: self._hold(to, hold), source: self._lend(source, lend)}, f"carry the copy of actor {of}")
+            arrived.add(of)
+
+        try:
+            async with asyncio.timeout(self._patience_s + size_bytes / SLOW_BYTES_PER_S):
+                await all_of({of: one(of, source, to) for of, (source, to) in ways.items()}, "carry copies")
+        except TimeoutError:
+            of = next(of for of in ways if of not in arrived)
+            source, to = ways[of]
+            what = (
+                f"the copy of actor {of}'s arrays does not arrive: the link between actors {source} and {to} is broken"
+            )
+            raise TransferError(f"{what}, or slower than 50 MB/s (progress_timeout_s)", actor=to) from None
 
     async def _hold(self, actor: ActorId, message: Hold) -> None:
         if actor == CONTROLLER:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any, TypeVar
 
+from jaxpp_async.actors.actor_info import ActorInfo
 from jaxpp_async.actors.connection import Connection
-from jaxpp_async.actors.failure import ActorInfo, describe_end, launch_error, remote_error
+from jaxpp_async.actors.exit_codes import ExitCode
+from jaxpp_async.actors.failure import describe_end, launch_error, remote_error
 from jaxpp_async.actors.gate import Gate
 from jaxpp_async.actors.launch import ActorHandle, Launcher, LaunchSpec
-from jaxpp_async.actors.lifeline import ExitCode
 from jaxpp_async.actors.messages import Configure, Ready
 from jaxpp_async.actors.protocol import Identity
 from jaxpp_async.actors.rpc import ActorLink

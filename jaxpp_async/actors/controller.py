@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxpp_async.actors.actor_info import ActorInfo
 from jaxpp_async.actors.backups import Backups
 from jaxpp_async.actors.bringup import ActorConfig, all_of
 from jaxpp_async.actors.crew import Crew, CrewOptions
 from jaxpp_async.actors.ending import ignore_late_reply, to_the_end
-from jaxpp_async.actors.failure import ActorInfo, abandoned
+from jaxpp_async.actors.failure import abandoned
 from jaxpp_async.actors.frees import FreeList
 from jaxpp_async.actors.host_data import HostPlane, HostValue, Sending
 from jaxpp_async.actors.launch import Launcher
@@ -89,7 +90,17 @@ class Controller:
             self.telling,
             patience,
         )
-        self._backups = Backups(self._crew, self._outbox, every=backup_every) if max_restarts else None
+        self._backups = (
+            Backups(
+                self._crew,
+                self._outbox,
+                every=backup_every,
+                on_error=self._suspect,
+                patience_s=options.patience_s,
+            )
+            if max_restarts
+            else None
+        )
         self._recovery = (
             Recovery(
                 self._crew,

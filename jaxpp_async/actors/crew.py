@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jaxpp_async
+from jaxpp_async.actors.actor_info import ActorInfo
 from jaxpp_async.actors.bringup import ActorConfig, Bringup, all_of
 from jaxpp_async.actors.ending import bounded, ignore_late_reply, wait_all_dead
-from jaxpp_async.actors.failure import ActorInfo
 from jaxpp_async.actors.gate import Gate
 from jaxpp_async.actors.handshake import SECRET_BYTES
 from jaxpp_async.actors.host_data import HostPlane
@@ -196,17 +196,20 @@ class Crew:
         self.links[actor].request(Report(self._number()), call)
         return call.future
 
-    async def renew(self, actors: Iterable[ActorId]) -> None:
-        """Have these actors and the controller make new ends of the data plane, which none of the dead ever touched.
+    async def renew(self, actor: ActorId) -> None:
+        """Have an actor make a new end of the data plane, which none of the dead ever touched.
 
         Raises:
-            RemoteError: an actor could not.
+            RemoteError: it could not.
         """
+        link = self.links[actor]
+        renewed: Renewed = await link.call(Renew(self._number()), Renewed)
+        link.address = renewed.address
+
+    async def renew_plane(self) -> None:
+        """The same for the controller."""
         await self.plane.transport.aclose()
         self.plane.renew(self._make_transport(), self.epoch)
-        renewed = await self.ask_all(actors, lambda: Renew(self._number()), Renewed, "renew")
-        for actor, reply in renewed.items():
-            self.links[actor].address = reply.address
 
     async def ask_all(
         self, actors: Iterable[ActorId], make: Callable[[], Request], expected: type, what: str

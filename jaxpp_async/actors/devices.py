@@ -15,7 +15,6 @@ from functools import lru_cache
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -73,11 +72,6 @@ def start_devices(configure: Configure, *, inline: bool) -> Devices:
     if configure.setup:
         _run_setup(configure.setup)
     return Devices(_make_mesh(configure))
-
-
-def numpy_dtype(name: str) -> np.dtype:
-    """The numpy dtype of this name, those of ml_dtypes (bfloat16, float8, int4) included."""
-    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def package_versions() -> dict[str, str]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jaxpp_async.actors.actor_info import ActorInfo
 from jaxpp_async.actors.autopsy import Autopsy
-from jaxpp_async.actors.lifeline import EXIT_REASONS
+from jaxpp_async.actors.exit_codes import EXIT_REASONS
 from jaxpp_async.actors.messages import Failed
-from jaxpp_async.actors.warden import Death
 from jaxpp_async.errors import (
     ActorDiedError,
     ActorError,
@@ -21,6 +20,9 @@ from jaxpp_async.errors import (
     RemoteError,
     TransferError,
 )
+
+if TYPE_CHECKING:
+    from jaxpp_async.actors.warden import Death
 
 _CONSEQUENCES = ("TransferError", "StepAbortedError", "CancelledError")
 """Remote exceptions that usually follow from another actor's death, which may be noticed a moment later."""
@@ -35,26 +37,6 @@ _NEED = "the actor ran out of memory; `(await step.compile(...)).report()` says 
 
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)(: |$)")
 _RUN = re.compile(r'#\d+ run +"([^"]*)"')
-
-
-@dataclass(frozen=True, slots=True)
-class ActorInfo:
-    """Where an actor is.
-
-    Args:
-        state: `"starting"`, `"ready"`, `"failed"` or `"closed"`; while lost actors are replaced these are
-            `"restarting"` and the others `"waiting"`.
-        devices: one text a device, such as `"cpu:0"`.
-    """
-
-    id: int
-    host: str
-    pid: int
-    devices: tuple[str, ...]
-    state: str
-
-    def __str__(self) -> str:
-        return f"actor {self.id} (host {self.host}, pid {self.pid})"
 
 
 def is_consequence(failed: Failed) -> bool:

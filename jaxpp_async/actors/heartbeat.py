@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jaxpp_async
-from jaxpp_async.actors.lifeline import ExitCode
+from jaxpp_async.actors.exit_codes import ExitCode
 from jaxpp_async.actors.messages import Beat
 from jaxpp_async.actors.progress import Position
 from jaxpp_async.actors.protocol import Identity, Wire

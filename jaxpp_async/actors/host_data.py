@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import ml_dtypes
 import numpy as np
 
-from jaxpp_async.actors.failure import ActorInfo
+from jaxpp_async.actors.actor_info import ActorInfo
 from jaxpp_async.actors.messages import INLINE_BYTES, ArrayId, Fetch, Fetched, Put
 from jaxpp_async.actors.monitor import TICK_S, AwakeClock
+from jaxpp_async.actors.numpy_types import numpy_dtype
 from jaxpp_async.actors.rpc import ActorLink
 from jaxpp_async.actors.stuck import PROGRESS_S, SLOW_BYTES_PER_S
 from jaxpp_async.errors import ProtocolError, TransferError
@@ -279,11 +279,6 @@ def prepare_put(host: HostValue, sequence: int) -> tuple[Put, np.ndarray[Any, An
     if array.nbytes <= INLINE_BYTES:
         return Put(host.array_id, host.aval, array.tobytes()), None
     return Put(host.array_id, host.aval, None, sequence), array.reshape(-1).view(np.uint8)
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """A dtype by the name that `Aval` carries."""
-    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def from_bytes(data: bytes | np.ndarray[Any, Any], shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:

@@ -14,8 +14,8 @@ from importlib import import_module
 from typing import Any
 
 from jaxpp_async.actors.connection import attach_socket
+from jaxpp_async.actors.exit_codes import ExitCode
 from jaxpp_async.actors.launch import DEFAULT_ACTOR, ActorHandle, LaunchSpec
-from jaxpp_async.actors.lifeline import ExitCode
 from jaxpp_async.actors.progress import Position
 from jaxpp_async.actors.protocol import Identity
 from jaxpp_async.actors.records import name_actor

@@ -24,7 +24,8 @@ from importlib import metadata
 import jaxpp_async
 from jaxpp_async.actors import keeper_protocol as kp
 from jaxpp_async.actors.actor_process import ActorProcess, spawn_actor
-from jaxpp_async.actors.lifeline import BEAT_S, LEASE_S, ExitCode
+from jaxpp_async.actors.exit_codes import LEASE_S, ExitCode
+from jaxpp_async.actors.lifeline import BEAT_S
 from jaxpp_async.actors.warden import Warden
 
 VERSIONED = ("jax", "jaxlib")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import enum
 import os
 import select
 import signal
@@ -18,37 +17,12 @@ import threading
 import time
 from collections.abc import Callable
 
-LEASE_S = 15.0
-"""Silence on stdin after which an actor ends itself."""
+from jaxpp_async.actors.exit_codes import ExitCode
 
 BEAT_S = 3.0
 """How often the controller writes to each actor's stdin."""
 
 _PR_SET_PDEATHSIG = 1
-
-
-class ExitCode(enum.IntEnum):
-    """How an actor process ends itself; `ActorDiedError` explains the code."""
-
-    OK = 0
-    CRASH = 1
-    CONFIG = 80
-    CONTROLLER_GONE = 81
-    LEASE_EXPIRED = 82
-    REFUSED = 83
-    CONNECTION_LOST = 84
-    HOST_LOST = 85
-
-
-EXIT_REASONS: dict[int, str] = {
-    ExitCode.CRASH: "it raised outside any request",
-    ExitCode.CONFIG: "its configuration on stdin was unusable",
-    ExitCode.CONTROLLER_GONE: "its stdin reached end of file: the controller was gone",
-    ExitCode.LEASE_EXPIRED: f"nothing came on its stdin for {LEASE_S:g} s: the controller was stopped or gone",
-    ExitCode.REFUSED: "the handshake with the controller failed",
-    ExitCode.CONNECTION_LOST: "its control connection broke",
-    ExitCode.HOST_LOST: "unknown how: the connection to its host ended",
-}
 
 
 def die_with_parent(parent_pid: int) -> None:

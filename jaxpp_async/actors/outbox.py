@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
-from jaxpp_async.actors.failure import ActorInfo, abandoned
+from jaxpp_async.actors.actor_info import ActorInfo
+from jaxpp_async.actors.failure import abandoned
 from jaxpp_async.actors.messages import ReadFile, Request, Step, Store, Sweep, Take
 from jaxpp_async.actors.rpc import ActorLink, Call, Replayed, StepHandle, Waiter
 from jaxpp_async.errors import ActorError, StepAbortedError

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from jaxpp_async.actors.failure import ActorInfo
+from jaxpp_async.actors.actor_info import ActorInfo
 from jaxpp_async.actors.messages import Log
 
 RECORDS_PER_S = 200.0

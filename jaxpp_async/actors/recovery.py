@@ -35,9 +35,10 @@ from jaxpp_async.errors import (
     ProtocolError,
     RemoteError,
     RestartBudgetExceeded,
+    StateLostError,
     TransferError,
 )
-from jaxpp_async.program import ActorId
+from jaxpp_async.program import CONTROLLER, ActorId
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -47,8 +48,9 @@ WINDOW_S = 600.0
 MAX_PAUSE_S = 30.0
 """How long the next attempt waits, at most, when an actor could not be started."""
 
-ABORT_S = 10.0
-"""What a living actor may take to drop what it does and to make a new end of the data plane."""
+ABORT_S, CONNECT_S = 10.0, 30.0
+"""What a living actor may take to drop what it does and to make a new end of the data plane, and what all may take to
+connect them."""
 
 
 @dataclass(slots=True)
@@ -113,7 +115,7 @@ class Recovery:
 
     def can_mend(self, error: ActorError) -> bool:
         """Whether the same requests may well succeed with fresh actors: it is not the user's code that failed."""
-        if isinstance(error, HandshakeError | RestartBudgetExceeded | MeshClosedError):
+        if isinstance(error, HandshakeError | RestartBudgetExceeded | MeshClosedError | StateLostError):
             return False
         if isinstance(error, RemoteError):
             return error.exception_type.rpartition(".")[2] in ("TransferError", "StepAbortedError")
@@ -173,7 +175,7 @@ class Recovery:
                 self._late_starts += 1
                 await asyncio.sleep(min(2**self._late_starts, MAX_PAUSE_S))  # a host may be starting up again
             if self._task is me:
-                self._begin(error, counts=True) if self.can_mend(error) and not _is_final(error) else self._end(error)
+                self._begin(error, counts=True) if self.can_mend(error) else self._end(error)
         except Exception as error:  # a defect, or a launcher's own error: the mesh must not hang between two lives
             _LOG.exception("a restart failed")
             self._end(abandoned(cause, f"the restart failed: {error!r}; its cause: {cause}", ActorDiedError))
@@ -188,7 +190,7 @@ class Recovery:
         self._is_new_epoch = True
         living = [actor for actor in crew.links if actor not in self._lost]
         await self._prepare(living, lost, str(cause).partition("\n")[0])
-        await crew.connect()
+        await self._connect()
         await all_of({actor: self._load(actor) for actor in lost}, "load")
         await self._backups.roll_back(lost)
         self._lost.clear()
@@ -208,20 +210,26 @@ class Recovery:
     async def _prepare(self, living: list[ActorId], lost: list[ActorId], cause: str) -> None:
         """New processes for the lost, new ends of the data plane for the living."""
         replacing = {actor: self._replace(actor) for actor in lost}
-        await all_of({**replacing, -2: self._settle(living, cause)}, "prepare")
+        settling = {actor: self._settle(actor, cause) for actor in living}
+        await all_of({**replacing, **settling, CONTROLLER: self._crew.renew_plane()}, "prepare")
 
-    async def _settle(self, living: list[ActorId], cause: str) -> None:
-        await all_of({actor: self._abort(actor, cause) for actor in living}, "abort")
-        await self._crew.renew(living)
-
-    async def _abort(self, actor: ActorId, cause: str) -> None:
+    async def _settle(self, actor: ActorId, cause: str) -> None:
+        """Have a living actor drop what it does, and make a new end of the data plane."""
         try:
             async with asyncio.timeout(ABORT_S):
                 await self._crew.abort(actor, cause)
+                await self._crew.renew(actor)
         except (TimeoutError, RemoteError) as error:
             info = self._crew.links[actor].info
             what = f"{info} did not drop its work within {ABORT_S:g} s of a failure elsewhere: {error or 'no answer'}"
             raise ActorUnresponsiveError(what, actor=actor, host=info.host, pid=info.pid) from error
+
+    async def _connect(self) -> None:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await self._crew.connect()
+        except TimeoutError:
+            raise TransferError(f"the data plane could not be connected anew within {CONNECT_S:g} s") from None
 
     async def _replace(self, actor: ActorId) -> None:
         self._watch(await self._crew.bring_up(actor))
@@ -233,8 +241,3 @@ class Recovery:
         for program_id in self._programs.of(actor):
             message = self._programs.load_message(self._outbox.number(), program_id, actor, link.known_blobs)
             await link.call(message, Loaded)
-
-
-def _is_final(error: ActorError) -> bool:
-    """Another attempt would end the same: the copies are gone."""
-    return isinstance(error, ActorDiedError)

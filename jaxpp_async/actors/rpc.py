@@ -9,8 +9,9 @@ import asyncio
 from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
+from jaxpp_async.actors.actor_info import ActorInfo
 from jaxpp_async.actors.connection import Connection
-from jaxpp_async.actors.failure import ActorInfo, is_consequence, remote_error
+from jaxpp_async.actors.failure import is_consequence, remote_error
 from jaxpp_async.actors.launch import ActorHandle
 from jaxpp_async.actors.messages import Failed, Log, Request, StepDone, StepStats
 from jaxpp_async.actors.records import log_remote

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import jaxpp_async
 from jaxpp_async.actors.connection import Connection
-from jaxpp_async.actors.lifeline import ExitCode
+from jaxpp_async.actors.exit_codes import ExitCode
 from jaxpp_async.actors.messages import Done, Failed, Message, Request, Shutdown
 from jaxpp_async.actors.protocol import Identity, Wire
 from jaxpp_async.transport.base import Transport

@@ -16,7 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpp_async.actors.devices import Devices, numpy_dtype
+from jaxpp_async.actors.devices import Devices
+from jaxpp_async.actors.numpy_types import numpy_dtype
 from jaxpp_async.program import Aval, Tag
 
 ALIGNMENT = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxpp_async.actors.failure import ActorInfo
+from jaxpp_async.actors.actor_info import ActorInfo
 from jaxpp_async.actors.monitor import Recovered, Suspect
 from jaxpp_async.errors import ActorDiedError, ActorError, ActorUnresponsiveError
 from jaxpp_async.events import EventLog

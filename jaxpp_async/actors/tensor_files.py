@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxpp_async.actors.host_data import numpy_dtype
+from jaxpp_async.actors.numpy_types import numpy_dtype
 from jaxpp_async.errors import CheckpointError
 
 PARTIAL = ".partial"

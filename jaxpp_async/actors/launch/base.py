@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from jaxpp_async.actors.lifeline import LEASE_S
+from jaxpp_async.actors.exit_codes import LEASE_S
 from jaxpp_async.actors.progress import Position
 from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.actors.records import package_level

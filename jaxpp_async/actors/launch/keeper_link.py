@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from jaxpp_async.actors import keeper_protocol as kp
 from jaxpp_async.actors.actor_request import ActorRequest
-from jaxpp_async.actors.lifeline import ExitCode
+from jaxpp_async.actors.exit_codes import ExitCode
 from jaxpp_async.actors.progress import Position
 from jaxpp_async.actors.warden import TAIL_LINES, Death
 

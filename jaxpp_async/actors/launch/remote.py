@@ -18,6 +18,7 @@ from typing import Protocol
 
 import jaxpp_async
 from jaxpp_async.actors.actor_request import ActorRequest
+from jaxpp_async.actors.exit_codes import LEASE_S
 from jaxpp_async.actors.handshake import version_mismatch
 from jaxpp_async.actors.keeper import VERSIONED
 from jaxpp_async.actors.keeper_protocol import Hello
@@ -28,7 +29,7 @@ from jaxpp_async.actors.launch.explain import Explanation, explain_python
 from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, environment, place
 from jaxpp_async.actors.launch.keeper_link import KeeperError, KeeperLink, Stream
 from jaxpp_async.actors.launch.local import print_to_stderr
-from jaxpp_async.actors.lifeline import BEAT_S, LEASE_S
+from jaxpp_async.actors.lifeline import BEAT_S
 from jaxpp_async.actors.warden import Death, Process, Warden
 from jaxpp_async.errors import HandshakeError, LaunchError
 from jaxpp_async.program import CONTROLLER
