@@ -8,7 +8,8 @@ import time
 import pytest
 
 from jaxpp_async.actors import monitor as monitor_module
-from jaxpp_async.actors.monitor import AwakeClock, Dead, Monitor, Recovered, Suspect, Verdict
+from jaxpp_async.actors.awake import AwakeClock
+from jaxpp_async.actors.monitor import Dead, Monitor, Recovered, Suspect, Verdict
 from jaxpp_async.actors.progress import Position
 
 AT = Position(7, 1, 12, False, True)

@@ -326,7 +326,8 @@ class Actor:
         while len(self._replies) > REPLIES_KEPT:
             self._replies.popitem(last=False)
         for request in self._under_way.pop(key, ()):
-            self._send(replace(reply, request=request))
+            if not self._closed:  # what ends because the actor does is no failure of its own
+                self._send(replace(reply, request=request))
 
     def _abort(self, message: m.Abort) -> None:
         self._broken = f"aborted: {message.cause}"
@@ -337,15 +338,14 @@ class Actor:
         for run in dropped:
             run.fail(cause)
         self._store.fail_pending(cause)
-        writing = self._parts_or_none.snapshots.stop_all() if self._parts_or_none is not None else []
+        if self._parts_or_none is not None:
+            self._parts_or_none.snapshots.stop_all()
         self._epoch, self._last_step = message.epoch, -1
-        self._answer("abort", message.request, self._end_transfers(message, writing))
+        self._answer("abort", message.request, self._end_transfers(message))
 
-    async def _end_transfers(self, message: m.Abort, writing: list[asyncio.Future[Any]]) -> m.Done:
+    async def _end_transfers(self, message: m.Abort) -> m.Done:
         if self._parts_or_none is not None:
             await self._parts_or_none.machine.transport.abort()
-        if writing:
-            await asyncio.wait(writing)
         self._broken = None
         return m.Done(message.request)
 
@@ -412,6 +412,8 @@ class Actor:
         try:
             reply = await work
         except Exception as error:  # a request's failure is its reply
+            if self._closed:
+                return
             reply = failed(request, error)
         self._send(reply)
 

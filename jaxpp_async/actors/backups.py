@@ -15,6 +15,7 @@ from typing import Any
 from jaxpp_async.actors.bringup import all_of
 from jaxpp_async.actors.copies import Shelf, holders
 from jaxpp_async.actors.crew import Crew
+from jaxpp_async.actors.deadlines import awake_timeout
 from jaxpp_async.actors.messages import Done, Forget, Hold, Keep, Kept, KeptArray, Lend, Request, Rollback
 from jaxpp_async.actors.outbox import Outbox
 from jaxpp_async.actors.owned_tasks import OwnedTasks
@@ -25,7 +26,7 @@ from jaxpp_async.program import CONTROLLER, ActorId
 
 _LOG = logging.getLogger("jaxpp_async")
 
-_ATTEMPTS = 10
+_ATTEMPTS, _LOOK_AGAIN_S = 10, 0.1
 
 ROLLBACK_S = 30.0
 """How long going back may take; more by a second for each 50 MB."""
@@ -65,8 +66,13 @@ class Backups:
     def note_step(self) -> None:
         """A step was just sent. Takes a copy behind it if one is due."""
         self._since += 1
+        self.take_if_due()
+
+    def take_if_due(self) -> None:
+        """Take a copy now if enough has happened since the last. To be called also ahead of each save: until it is
+        over there will be none, and the next save may follow at once."""
         is_due = self._since >= self._every or self._outbox.size_bytes > MAX_REMEMBERED_BYTES
-        if is_due and self._task is None and not self._outbox.has_snapshot:
+        if is_due and self._task is None and self._outbox.is_open and not self._outbox.has_snapshot:
             self.take()
 
     def take(self) -> asyncio.Task[None]:
@@ -85,11 +91,17 @@ class Backups:
 
     async def secure(self) -> None:
         """Wait until a copy has what was read from files: from then on they may go."""
-        for _ in range(_ATTEMPTS):
+        attempts = 0
+        while self._outbox.needs_files:
             await self._outbox.wait_open()
-            if not self._outbox.needs_files or self._outbox.has_snapshot:
+            if self._outbox.has_snapshot:
+                await asyncio.sleep(_LOOK_AGAIN_S)  # a save is under way: there is no event for its end
+            elif attempts < _ATTEMPTS:
+                attempts += 1
+                await asyncio.wait([self._task or self.take()])
+            else:
+                _LOG.warning("no copy has what was restored: keep the files, a restart would read them again")
                 return
-            await asyncio.wait([self._task or self.take()])
 
     async def stop(self) -> None:
         """Give up the copy that is being taken, if there is one."""
@@ -117,7 +129,7 @@ class Backups:
             await self._hand_over(generation, orphans)
         size_bytes = sum(n for kept in self._contents.values() for array in kept for n in array.shard_bytes)
         try:
-            async with asyncio.timeout(ROLLBACK_S + size_bytes / SLOW_BYTES_PER_S):
+            async with awake_timeout(ROLLBACK_S + size_bytes / SLOW_BYTES_PER_S):
                 await self._ask_each(everyone, lambda: Rollback(self._outbox.number(), generation))
         except TimeoutError:
             raise ActorUnresponsiveError("actors did not go back to the last copy of their arrays in time") from None
@@ -196,7 +208,7 @@ class Backups:
             arrived.add(of)
 
         try:
-            async with asyncio.timeout(self._patience_s + size_bytes / SLOW_BYTES_PER_S):
+            async with awake_timeout(self._patience_s + size_bytes / SLOW_BYTES_PER_S):
                 await all_of({of: one(of, source, to) for of, (source, to) in ways.items()}, "carry copies")
         except TimeoutError:
             of = next(of for of in ways if of not in arrived)

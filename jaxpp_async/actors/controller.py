@@ -293,7 +293,7 @@ class Controller:
         for actor, message, large in posts:
             self._post_with(actor, message, handle, large, handle.sends)
         self._frees.give_back(frees)  # of actors without a part in this step
-        if self._backups is not None and not self._is_recovering:
+        if self._backups is not None:
             self._backups.note_step()
         return handle
 
@@ -342,6 +342,11 @@ class Controller:
         if self._backups is not None:
             await self._backups.secure()
         self._check_usable()
+
+    def before_save(self) -> None:
+        """With `max_restarts`: copy the state if that is due, since no copy is taken while a save is under way."""
+        if self._backups is not None:
+            self._backups.take_if_due()
 
     def free(self, actor: ActorId, array_id: ArrayId) -> None:
         """Free an array with the next request to its actor. Any thread may call this, also in a collection."""

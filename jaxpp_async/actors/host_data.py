@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jaxpp_async.actors.actor_info import ActorInfo
+from jaxpp_async.actors.awake import TICK_S, AwakeClock
 from jaxpp_async.actors.messages import INLINE_BYTES, ArrayId, Fetch, Fetched, Put
-from jaxpp_async.actors.monitor import TICK_S, AwakeClock
 from jaxpp_async.actors.numpy_types import numpy_dtype
 from jaxpp_async.actors.rpc import ActorLink
 from jaxpp_async.actors.stuck import PROGRESS_S, SLOW_BYTES_PER_S

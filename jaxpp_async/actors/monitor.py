@@ -15,29 +15,6 @@ from jaxpp_async.program import ActorId
 SUSPECT_S, DEAD_S = 3.0, 10.0
 """Silence after which an actor is suspect, and after which it is given up."""
 
-TICK_S = 0.5
-"""Between two judgements."""
-
-
-class AwakeClock:
-    """Counts the time that this process was awake, in seconds: between two ticks never more than twice their distance.
-
-    Args:
-        now: of the monotonic clock. tick_s: the ticks' distance.
-    """
-
-    def __init__(self, now: float, tick_s: float = TICK_S):
-        self._last, self._awake, self._most = now, 0.0, 2 * tick_s
-
-    def tick(self, now: float) -> float:
-        """The time at a tick."""
-        self._awake, self._last = self.read(now), now
-        return self._awake
-
-    def read(self, now: float) -> float:
-        """The time in between."""
-        return self._awake + min(now - self._last, self._most)
-
 
 @dataclass(frozen=True, slots=True)
 class Suspect:

@@ -72,6 +72,7 @@ class Outbox:
         self._numbers, self._serials = itertools.count(), itertools.count()
         self._open: set[Waiter] = set()  # also those that have had their reply, and wait for what comes behind it
         self._sent: list[_Sent] = []
+        self._size_bytes = 0
         self._look_over_at = _LOOK_OVER
         self._is_open = asyncio.Event()
         self._is_open.set()
@@ -149,7 +150,7 @@ class Outbox:
     @property
     def size_bytes(self) -> int:
         """Host memory that remembered requests hold."""
-        return sum(sent.size_bytes for sent in self._sent)
+        return self._size_bytes
 
     def unanswered(self, mark: int) -> tuple[Waiter, ...]:
         """Who still waits for requests before a mark."""
@@ -165,19 +166,28 @@ class Outbox:
         """What actors hold would be read from files again, which may by then be gone."""
         return any(isinstance(sent.message, ReadFile) for sent in self._needed())
 
+    @property
+    def is_open(self) -> bool:
+        """Requests are sent when they are made; False during a restart."""
+        return self._is_open.is_set()
+
     async def wait_open(self) -> None:
         """Wait until requests are sent when they are made."""
         await self._is_open.wait()
 
     def forget_before(self, mark: int) -> None:
         """A copy of what the actors held at `mark` is safe: nothing before is needed again."""
-        self._sent = [sent for sent in self._needed() if sent.serial > mark]
+        self._keep([sent for sent in self._needed() if sent.serial > mark])
 
     def _remember(self, sent: _Sent) -> None:
         self._sent.append(sent)
+        self._size_bytes += sent.size_bytes
         if len(self._sent) > self._look_over_at:  # what was fetched hangs on its request
-            self._sent = self._needed()
+            self._keep(self._needed())
             self._look_over_at = 2 * len(self._sent) + _LOOK_OVER
+
+    def _keep(self, sent: list[_Sent]) -> None:
+        self._sent, self._size_bytes = sent, sum(one.size_bytes for one in sent)
 
     def _needed(self) -> list[_Sent]:
         swept: set[tuple[ActorId, str]] = set()
@@ -208,7 +218,7 @@ class Outbox:
         Returns:
             How many steps were run before and run again.
         """
-        self._sent = self._needed()
+        self._keep(self._needed())
         for waiter in {id(sent.waiter): sent.waiter for sent in self._sent if not sent.waiter.done}.values():
             waiter.again()
         self._is_open.set()
@@ -256,6 +266,6 @@ class Outbox:
         waiters = {waiter for link in self._links.values() for waiter in link.waiters.values()} | self._open
         for link in self._links.values():
             link.waiters.clear()
-        self._sent.clear()
+        self._keep([])
         self._is_open.set()  # nothing is sent any more; nobody is to wait for it
         return list(waiters)

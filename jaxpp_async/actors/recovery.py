@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from jaxpp_async.actors.backups import Backups
 from jaxpp_async.actors.bringup import all_of
 from jaxpp_async.actors.crew import Crew
+from jaxpp_async.actors.deadlines import awake_timeout
 from jaxpp_async.actors.failure import abandoned
 from jaxpp_async.actors.messages import Loaded
 from jaxpp_async.actors.outbox import Outbox
@@ -44,6 +45,9 @@ _LOG = logging.getLogger("jaxpp_async")
 
 WINDOW_S = 600.0
 """In how long a time the restarts are counted."""
+
+FREE_STARTS = 2
+"""How many attempts to start an actor may fail without being counted: this process may have been blocked meanwhile."""
 
 MAX_PAUSE_S = 30.0
 """How long the next attempt waits, at most, when an actor could not be started."""
@@ -131,7 +135,8 @@ class Recovery:
         if self.is_under_way and is_known:
             return
         # Actors of one host die together: that is one restart, not one each.
-        is_more_of_it = self.is_under_way and error.actor not in self._replaced
+        is_an_end = isinstance(error, ActorDiedError | ActorUnresponsiveError)
+        is_more_of_it = self.is_under_way and is_an_end and error.actor not in self._replaced
         self._begin(error, counts=not is_more_of_it)
 
     def _begin(self, error: ActorError, *, counts: bool) -> None:
@@ -175,7 +180,8 @@ class Recovery:
                 self._late_starts += 1
                 await asyncio.sleep(min(2**self._late_starts, MAX_PAUSE_S))  # a host may be starting up again
             if self._task is me:
-                self._begin(error, counts=True) if self.can_mend(error) else self._end(error)
+                counts = not isinstance(error, LaunchError) or self._late_starts > FREE_STARTS
+                self._begin(error, counts=counts) if self.can_mend(error) else self._end(error)
         except Exception as error:  # a defect, or a launcher's own error: the mesh must not hang between two lives
             _LOG.exception("a restart failed")
             self._end(abandoned(cause, f"the restart failed: {error!r}; its cause: {cause}", ActorDiedError))
@@ -216,7 +222,7 @@ class Recovery:
     async def _settle(self, actor: ActorId, cause: str) -> None:
         """Have a living actor drop what it does, and make a new end of the data plane."""
         try:
-            async with asyncio.timeout(ABORT_S):
+            async with awake_timeout(ABORT_S):
                 await self._crew.abort(actor, cause)
                 await self._crew.renew(actor)
         except (TimeoutError, RemoteError) as error:
@@ -226,7 +232,7 @@ class Recovery:
 
     async def _connect(self) -> None:
         try:
-            async with asyncio.timeout(CONNECT_S):
+            async with awake_timeout(CONNECT_S):
                 await self._crew.connect()
         except TimeoutError:
             raise TransferError(f"the data plane could not be connected anew within {CONNECT_S:g} s") from None

@@ -42,19 +42,22 @@ class Rollbacks:
             leaving: arrays that are only here until a step before this is done.
         """
         loop, read = asyncio.get_running_loop(), hold_pieces(self._layouts.devices)
+        entries = {i: entry for i, entry in self._store.entries().items() if i not in leaving}
         looks: dict[ArrayId, Look] = {}
-        for array_id, entry in self._store.entries().items():
-            if array_id in leaving:
-                continue
+        for array_id, entry in entries.items():
             look = looks[array_id] = Look(self._layouts.of(entry.aval), loop.create_future(), read)
             entry.when_done(look.take)
-        return self._kept(message, looks)
+        return self._kept(message, entries, looks)
 
-    async def _kept(self, message: Keep, looks: Mapping[ArrayId, Look]) -> Kept:
+    async def _kept(self, message: Keep, entries: Mapping[ArrayId, Entry], looks: Mapping[ArrayId, Look]) -> Kept:
         if looks:
             await asyncio.wait([look.pieces for look in looks.values()])
         # One that failed is no array: whoever names it learns why, before a restart and after it.
-        found = {array_id: look for array_id, look in looks.items() if look.pieces.exception() is None}
+        found = {array_id: look for array_id, look in looks.items() if entries[array_id].error is None}
+        for look in looks.values():
+            look.pieces.exception()  # seen
+        for look in found.values():
+            look.pieces.result()  # one that is there and could not be held makes the whole copy worthless
         loop = asyncio.get_running_loop()
         copy = await loop.run_in_executor(self._workers, _copied, found)
         self._shelf.put(message.generation, self._actor_id, copy)

@@ -35,6 +35,7 @@ class Snapshots:
     def __init__(self, store: Store, layouts: Layouts, workers: ThreadPoolExecutor):
         self._store, self._layouts, self._workers = store, layouts, workers
         self._saves: dict[str, _Save] = {}
+        self._stopped: list[asyncio.Future[Any]] = []
 
     def take(self, message: Take) -> Coroutine[Any, Any, Done]:
         """Take hold of the arrays, now; what is returned waits until they are there.
@@ -66,6 +67,7 @@ class Snapshots:
         for array_id, _ in message.arrays:
             save.looks.pop(array_id, None)  # one array may have two names
         await asyncio.gather(*(look.pieces for look in looks.values()))
+        await self._until_stopped()
         save.check_going_on()
         path = os.path.join(message.folder, message.file)
         loop = asyncio.get_running_loop()
@@ -83,6 +85,7 @@ class Snapshots:
         save = self._saves.pop(message.folder, None)
         if save is not None:
             await save.end()
+        await self._until_stopped()
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._workers, _sweep, message)
         return Done(message.request)
@@ -105,17 +108,21 @@ class Snapshots:
             entry.resolve(array)
         return Done(message.request)
 
-    def stop_all(self) -> list[asyncio.Future[Any]]:
+    def stop_all(self) -> None:
         """Let go of every array and tell the threads to stop; each removes the file it is at.
 
-        Returns:
-            The files that are still being written; their names may be used again behind these.
+        They may take a while: a thread that waits for a disk cannot be stopped. Later requests that touch files wait
+        for them, since they may use the same names.
         """
         for save in self._saves.values():
             save.stop()
-        writing = [save.writing for save in self._saves.values() if save.writing is not None]
+        self._stopped += [save.writing for save in self._saves.values() if save.writing is not None]
         self._saves.clear()
-        return writing
+
+    async def _until_stopped(self) -> None:
+        stopped, self._stopped = self._stopped, []
+        if stopped:
+            await asyncio.wait(stopped)
 
 
 class _Save:

@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from jaxpp_async.actors.autopsy import Autopsy, Part, examine
+from jaxpp_async.actors.awake import TICK_S
 from jaxpp_async.actors.messages import Reported
-from jaxpp_async.actors.monitor import TICK_S
 from jaxpp_async.actors.progress import Position
 from jaxpp_async.program import CONTROLLER, ActorId, Recv, Run, Send
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from jaxpp_async.actors.actor_info import ActorInfo
 from jaxpp_async.actors.autopsy import Part, place
+from jaxpp_async.actors.awake import TICK_S, AwakeClock
 from jaxpp_async.actors.failure import describe_silence, silent_error, stuck_error
 from jaxpp_async.actors.messages import Beat, Reported
-from jaxpp_async.actors.monitor import DEAD_S, SUSPECT_S, TICK_S, AwakeClock, Dead, Monitor, Recovered, Suspect, Verdict
+from jaxpp_async.actors.monitor import DEAD_S, SUSPECT_S, Dead, Monitor, Recovered, Suspect, Verdict
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.progress import Position
 from jaxpp_async.actors.protocol import Identity

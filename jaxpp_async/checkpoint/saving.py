@@ -167,6 +167,7 @@ class Saver:
         leaves = to_save(tree, self._owner)
         plan = _plan(leaves)
         controller, save_id = self._controller(), checkpoint_folder.new_save_id()
+        controller.before_save()
         takes = {
             actor: controller.requests.send(actor, lambda r, ids=ids: Take(r, folder, ids), Done, awaited=awaited)
             for actor, ids in plan.takes.items()
