@@ -107,6 +107,9 @@ class FakeActor:
         print(f"aborted: {message.cause.splitlines()[0]}", flush=True)
         self._send(m.Done(message.request))
 
+    async def _on_rollback(self, message: m.Rollback) -> None:
+        self._send(m.Done(message.request))
+
     async def _on_report(self, message: m.Report) -> None:
         # A step that hangs here is one that computes: nobody waits for anybody.
         last = self._steps[-1].step if self._steps else None

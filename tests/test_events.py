@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 from datetime import UTC, datetime
+from typing import Any
 
 import models
 import pytest
@@ -22,6 +23,7 @@ from jaxpp_async.actors.failure import ActorInfo
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.monitor import Recovered, Suspect
 from jaxpp_async.actors.telling import Telling
+from jaxpp_async.actors.watch import Patience
 from jaxpp_async.errors import ActorDiedError, LaunchError, RemoteError
 from jaxpp_async.events import Event, EventLog, Events
 
@@ -141,13 +143,13 @@ def test_what_is_told():
 
 
 async def test_events_are_logged_with_actor_and_step(caplog):
-    with caplog.at_level(logging.INFO, "jaxpp_async"):
+    with caplog.at_level(logging.DEBUG, "jaxpp_async"):
         log = told("started")
         log.emit("died", "actor 1 died", actor=1, step=4, host="n1")
     records = [(r.levelname, r.actor, r.step, r.host, r.getMessage()) for r in caplog.records]  # type: ignore[attr-defined]
     assert records == [
-        ("INFO", None, None, None, "started: it started"),
-        ("INFO", 1, 4, "n1", "died: actor 1 died"),
+        ("DEBUG", None, None, None, "started: it started"),
+        ("ERROR", 1, 4, "n1", "died: actor 1 died"),
     ]
 
 
@@ -201,6 +203,25 @@ async def test_a_death_is_told():
     assert (started.kind, died.kind, died.actor, died.details["error"]) == ("started", "died", 0, "ActorDiedError")
     assert died.details["pid"] == started.details["pid"] == controller.actors[0].pid
     assert closed.details["error"] == "ActorDiedError" and "SIGKILL" in closed.text
+
+
+async def test_an_actor_that_is_given_up_dies_once():
+    """Its process is killed then, and that is no death of its own."""
+    launcher, log = LocalLauncher(actor="fake_actor:FakeActor"), EventLog()
+    config = ActorConfig(env={"PYTHONPATH": os.path.dirname(__file__)})
+    options: Any = {"make_transport": lambda kind: NullTransport(), "events": log, "max_restarts": 2}
+    controller = await Controller.start(1, launcher, config, patience=Patience(suspect_s=0.8, dead_s=1.6), **options)
+    try:
+        os.kill(controller.actors[0].pid, signal.SIGSTOP)
+        events = log.subscribe()
+        async with asyncio.timeout(20):
+            seen = [await anext(events)]
+            while seen[-1].kind != "restarted":
+                seen.append(await anext(events))
+    finally:
+        await controller.aclose()
+    assert [event.kind for event in seen] == ["started", "suspect", "died", "started", "restarted"]
+    assert seen[2].details["error"] == "ActorUnresponsiveError"
 
 
 async def everything(events: Events) -> list[Event]:

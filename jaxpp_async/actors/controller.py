@@ -21,7 +21,7 @@ from jaxpp_async.actors.actor_info import ActorInfo
 from jaxpp_async.actors.backups import Backups
 from jaxpp_async.actors.bringup import ActorConfig, all_of
 from jaxpp_async.actors.crew import Crew, CrewOptions
-from jaxpp_async.actors.ending import ignore_late_reply, to_the_end
+from jaxpp_async.actors.ending import to_the_end
 from jaxpp_async.actors.failure import abandoned
 from jaxpp_async.actors.frees import FreeList
 from jaxpp_async.actors.host_data import HostPlane, HostValue, Sending
@@ -447,7 +447,7 @@ class Controller:
         crew.begin_epoch()
         for actor, link in crew.links.items():
             if actor != dead and link.connection.is_open:
-                link.connection.on_message = ignore_late_reply
+                link.let_go()
                 crew.abort(actor, str(error))
         await self._plane.transport.abort()
 

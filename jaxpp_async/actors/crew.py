@@ -16,7 +16,7 @@ from typing import Any
 import jaxpp_async
 from jaxpp_async.actors.actor_info import ActorInfo
 from jaxpp_async.actors.bringup import ActorConfig, Bringup, all_of
-from jaxpp_async.actors.ending import bounded, ignore_late_reply, wait_all_dead
+from jaxpp_async.actors.ending import bounded, wait_all_dead
 from jaxpp_async.actors.gate import Gate
 from jaxpp_async.actors.handshake import SECRET_BYTES
 from jaxpp_async.actors.host_data import HostPlane
@@ -227,8 +227,7 @@ class Crew:
 
     def let_go(self, link: ActorLink) -> None:
         """Whatever comes of this link is of no interest any more."""
-        link.connection.on_message = ignore_late_reply
-        link.connection.on_closed = None
+        link.let_go()
         link.connection.abort()
 
     def _make_transport(self) -> Transport:
@@ -245,8 +244,7 @@ class Crew:
     async def shut_down(self) -> None:
         """Ask every actor to end, then make it."""
         for link in self.links.values():
-            link.connection.on_message = ignore_late_reply
-            link.connection.on_closed = None
+            link.let_go()
             link.connection.send(Shutdown(self._number()))
         for actor, handle in self.handles.items():
             link = self.links.get(actor)

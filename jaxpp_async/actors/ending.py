@@ -60,7 +60,3 @@ async def to_the_end(task: asyncio.Task[None], hurry: Callable[[], None]) -> Non
     if cancelled is not None:
         raise cancelled
     task.result()
-
-
-def ignore_late_reply(message: Any) -> None:
-    """What a connection does with a reply that came after the end."""

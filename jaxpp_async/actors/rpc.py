@@ -193,7 +193,10 @@ class ActorLink:
         info: where the actor is and how it does.
         known_blobs: content keys that the actor has been sent.
         waiters: by request number.
+        is_let_go: see `let_go`.
     """
+
+    is_let_go = False
 
     def __init__(self, info: ActorInfo, handle: ActorHandle, connection: Connection):
         self.info, self.handle, self.connection = info, handle, connection
@@ -246,10 +249,20 @@ class ActorLink:
         waiter.on_reply(self, reply)
         return None
 
+    def let_go(self) -> None:
+        """Whatever comes of it from here on, replies or its end, is of no interest any more."""
+        self.is_let_go = True
+        self.connection.on_message = _ignore_late_reply
+        self.connection.on_closed = None
+
     def drop_waiters(self) -> None:
         """Replies to what was asked so far are of no interest any more."""
         self._dropped.update(self.waiters)
         self.waiters.clear()
+
+
+def _ignore_late_reply(message: Any) -> None:
+    """Nobody waits for it."""
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:

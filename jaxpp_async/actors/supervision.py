@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpp_async.actors.crew import Crew
-from jaxpp_async.actors.ending import ignore_late_reply
 from jaxpp_async.actors.failure import died_error, is_consequence, lost_error, remote_error
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.programs import Programs
@@ -101,7 +100,7 @@ class Supervision:
 
     def _is_current(self, link: ActorLink) -> bool:
         """It has not been replaced, and nobody has seen to its end already."""
-        return self._crew.links.get(link.info.id) is link and link.connection.on_message is not ignore_late_reply
+        return self._crew.links.get(link.info.id) is link and not link.is_let_go
 
     def _on_message(self, link: ActorLink, message: Any) -> None:
         try:

@@ -168,9 +168,9 @@ class Disturber:
             except TimeoutError:
                 raise SoakFailure(f"{fault} was not noticed within {SILENCE_LIMIT_S:g} s") from None
             await asyncio.sleep(fault.seconds)
-        died = [(e.actor, e.details["error"]) for e in self.tally.events[before:] if e.kind == "died"]
-        if died != [(fault.actor, "ActorUnresponsiveError")]:
-            raise SoakFailure(f"{fault} was noticed as {died}")
+        died = [event for event in self.tally.events[before:] if event.kind == "died"]
+        if [(event.actor, event.details["error"]) for event in died] != [(fault.actor, "ActorUnresponsiveError")]:
+            raise SoakFailure(f"{fault} was noticed as {[str(event) for event in died]}")
         return True
 
     async def _hurt_link(self, fault: Fault) -> None:
