@@ -34,24 +34,34 @@ _HOMES = {
     "Checkpoints": "checkpoint.series",
     "CompiledStep": "step",
     "RemoteArray": "arrays",
+    "Event": "events",
+    "ActorInfo": "actors.actor_info",
+    "StepFuture": "running",
+    "Saving": "checkpoint.saving",
+    "Launcher": "actors.launch",
 }
 
 __all__ = (
+    "ActorInfo",
     "Checkpoints",
     "CompiledStep",
     "Concat",
     "DualPipeV",
     "Eager1F1B",
+    "Event",
     "GPipe",
     "Interleaved1F1B",
+    "Launcher",
     "LoopedBFS",
     "Max",
     "Mean",
     "Min",
     "RemoteArray",
     "RemoteMesh",
+    "Saving",
     "Stack",
     "Std1F1B",
+    "StepFuture",
     "Sum",
     "Task",
     "ZeroBubbleH1",
@@ -68,8 +78,12 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from jaxpp_async import errors as errors
+    from jaxpp_async.actors.actor_info import ActorInfo as ActorInfo
+    from jaxpp_async.actors.launch import Launcher as Launcher
     from jaxpp_async.arrays import RemoteArray as RemoteArray
+    from jaxpp_async.checkpoint.saving import Saving as Saving
     from jaxpp_async.checkpoint.series import Checkpoints as Checkpoints
+    from jaxpp_async.events import Event as Event
     from jaxpp_async.markers import accumulate_grads as accumulate_grads
     from jaxpp_async.markers import pipeline_yield as pipeline_yield
     from jaxpp_async.mesh import RemoteMesh as RemoteMesh
@@ -80,6 +94,7 @@ if TYPE_CHECKING:
     from jaxpp_async.reductions import Min as Min
     from jaxpp_async.reductions import Stack as Stack
     from jaxpp_async.reductions import Sum as Sum
+    from jaxpp_async.running import StepFuture as StepFuture
     from jaxpp_async.schedules import DualPipeV as DualPipeV
     from jaxpp_async.schedules import Eager1F1B as Eager1F1B
     from jaxpp_async.schedules import GPipe as GPipe

@@ -89,7 +89,7 @@ class EventLog:
     def emit(self, kind: Kind, text: str, *, actor: int | None = None, step: int | None = None, **details: Any) -> None:
         """Tell everyone, and the logger `jaxpp_async.events`. On the event loop; after `closed` it does nothing.
 
-        Whoever notices something alarming logs a warning with all there is to say; this is an `INFO` record.
+        Whoever notices something logs it with all there is to say; this is a `DEBUG` record, or `ERROR` for a death.
 
         Args:
             text: its first line is kept.
@@ -102,7 +102,7 @@ class EventLog:
         self._num_emitted += 1
         self._is_closed = kind == "closed"
         extra = {"actor": actor, "step": step, "host": details.get("host")}
-        _LOG.info("%s: %s", kind, event.text, extra=extra)
+        _LOG.log(logging.ERROR if kind == "died" else logging.DEBUG, "%s: %s", kind, event.text, extra=extra)
         for waiting in self._waiting:
             if not waiting.done():  # its reader may just have been cancelled
                 waiting.set_result(None)

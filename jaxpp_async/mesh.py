@@ -122,7 +122,7 @@ class RemoteMesh:
         self._max_restarts = mesh_options.count_of("max_restarts", max_restarts, least=0)
         self._patience = Patience(progress_s=mesh_options.seconds("progress_timeout_s", progress_timeout_s))
         self._backup_every = mesh_options.count_of("backup_every", backup_every, least=1)
-        self._launch_timeout_s = launch_timeout_s
+        self._launch_timeout_s = mesh_options.seconds("launch_timeout_s", launch_timeout_s)
         self._controller: Controller | None = None
         target = mesh_options.target(self.spmd_mesh, kinds, self.axis_rules, self._config.platform)
         self._values = RemoteValues(self._running, target)

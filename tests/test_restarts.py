@@ -10,7 +10,10 @@ import asyncio
 import contextlib
 import gc
 import os
+import shutil
 import signal
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -22,10 +25,14 @@ from models import grads_step, mlp
 from resources import everything, nothing_left
 
 import jaxpp_async as jpp
+from jaxpp_async.actors import recovery, rollback, supervision, tensor_files
 from jaxpp_async.actors.copies import holders
+from jaxpp_async.actors.deadlines import awake_timeout
 from jaxpp_async.actors.inline import InlineLauncher
 from jaxpp_async.actors.launch import LocalLauncher
+from jaxpp_async.actors.messages import Step
 from jaxpp_async.actors.recovery import Budget
+from jaxpp_async.actors.shards import hold_pieces
 from jaxpp_async.errors import (
     ActorDiedError,
     MeshClosedError,
@@ -33,7 +40,10 @@ from jaxpp_async.errors import (
     RemoteError,
     RestartBudgetExceeded,
     StateLostError,
+    TransferError,
 )
+from jaxpp_async.transport.base import COPY_CHANNEL, SEQUENCE_BITS
+from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -186,8 +196,8 @@ async def test_other_meshes(num_actors, spmd):
                     kill(mesh, dead)
                 params, losses = await mesh.run(step, params, model.batch(i, 4))
             results.append(await mesh.fetch((params, losses)))
-            recovery: Any = mesh._running()._recovery
-            assert len(recovery._budget._times) == (dead is not None)
+            restarts: Any = mesh._running()._recovery
+            assert len(restarts._budget._times) == (dead is not None)
     assert_same(*results)
 
 
@@ -266,6 +276,151 @@ async def test_a_death_before_all_are_connected_ends_the_launch(caplog):
     async with nothing_left(caplog), asyncio.timeout(20):
         with pytest.raises(ActorDiedError, match="actor 1"):
             await a_mesh(launcher=Dying()).__aenter__()
+
+
+async def test_a_link_that_stays_broken_counts(monkeypatch):
+    """A living actor that cannot connect anew is a failure like another, however often it is the same one."""
+    async with a_mesh(max_restarts=3) as mesh:
+        step = mesh.distributed(train_step, donate_argnums=0)
+        state, _ = await mesh.run(step, start(), BATCHES[0])
+
+        async def connect(self: Any, peer: int, address: bytes) -> None:
+            raise TransferError("no route to host")
+
+        monkeypatch.setattr(MemoryTransport, "connect", connect)
+        monkeypatch.setattr(recovery, "GRACE_S", 0.01)
+        monkeypatch.setattr(supervision, "GRACE_S", 0.01)
+        kill(mesh, 1)
+        async with asyncio.timeout(20):
+            with pytest.raises(RestartBudgetExceeded, match=r"more than 3 restarts.*no route to host.*checkpoint"):
+                await mesh.run(step, state, BATCHES[1])
+
+
+async def test_copies_are_taken_between_saves_that_follow_each_other(mesh, tmp_path):
+    step, state = mesh.distributed(train_step, donate_argnums=0), start()
+    backups: Any = mesh._running()._backups
+    state, _ = await mesh.run(step, state, BATCHES[0])
+    await settled(mesh)
+    before, saving = backups._generation, None
+    for batch in BATCHES[1:]:
+        saving = await mesh.save(tmp_path / "saved", state, wait=False)
+        state, _ = await mesh.run(step, state, batch)
+    assert saving is not None
+    await saving
+    await settled(mesh)
+    assert backups._generation > before
+    assert sum(isinstance(sent.message, Step) for sent in mesh._running()._outbox._sent) < 2 * len(BATCHES)
+
+
+async def test_what_is_restored_beside_a_save_does_not_need_its_files_later(tmp_path, monkeypatch):
+    async with a_mesh(backup_every=1000) as mesh:
+        step = mesh.distributed(train_step, donate_argnums=0)
+        state, _ = await mesh.run(step, start(), BATCHES[0])
+        await mesh.save(tmp_path / "one", state)
+        write, go_on = tensor_files.write, threading.Event()
+        monkeypatch.setattr(tensor_files, "write", lambda *args: go_on.wait(10) and write(*args))
+        saving = await mesh.save(tmp_path / "two", state, wait=False)
+        restoring = asyncio.ensure_future(mesh.restore(tmp_path / "one", ((step, 0))))
+        await until(lambda: mesh._running()._outbox.needs_files)
+        go_on.set()
+        back = await restoring
+        await saving
+        shutil.rmtree(tmp_path / "one")
+        kill(mesh, 1)
+        assert_same(await mesh.fetch(back), await mesh.fetch(state))
+
+
+async def test_a_copy_that_lacks_an_array_is_none(monkeypatch, caplog):
+    refused = []
+
+    def hold(devices: Any) -> Any:
+        def read(array: Any, layout: Any) -> Any:
+            if array.ndim == 2 and not refused:
+                refused.append(array)
+                raise MemoryError("no host memory")
+            return hold_pieces(devices)(array, layout)
+
+        return read
+
+    async with a_mesh(backup_every=1000) as mesh:
+        step = mesh.distributed(train_step, donate_argnums=0)
+        state, _ = await mesh.run(step, start(), BATCHES[0])
+        await settled(mesh)
+        backups: Any = mesh._running()._backups
+        before = backups._generation
+        monkeypatch.setattr(rollback, "hold_pieces", hold)
+        await asyncio.wait([backups.take()])
+        assert backups._generation == before and "no copy of the state could be taken" in caplog.text
+        kill(mesh, 1)
+        state, _ = await mesh.run(step, state, BATCHES[1])
+
+
+async def test_a_disk_that_hangs_holds_no_restart_up(tmp_path, monkeypatch, undisturbed):
+    """The disk of an actor that lives: a thread of a process that dies would die with it, but not inline."""
+    real, go_on = tensor_files.write, threading.Event()
+
+    def write(path: str, *args: Any) -> Any:
+        if "actor-0" in path:
+            go_on.wait(10)
+        return real(path, *args)
+
+    monkeypatch.setattr(tensor_files, "write", write)
+    async with a_mesh() as mesh:
+        step = mesh.distributed(train_step, donate_argnums=0)
+        state, _ = await mesh.run(step, start(), BATCHES[0])
+        saving = await mesh.save(tmp_path / "saved", state, wait=False)
+        await asyncio.sleep(0.05)
+        kill(mesh, 1)
+        async with asyncio.timeout(5):
+            state, losses = await mesh.run(step, state, BATCHES[1])
+            assert_same(await losses, undisturbed[1])
+        go_on.set()
+        await saving
+        back = await mesh.restore(tmp_path / "saved", ((step, 0)))
+        assert_same((await mesh.fetch(back))[1], np.int32(1))
+
+
+async def test_time_in_which_the_driver_was_blocked_counts_for_nobody():
+    """What came meanwhile is heard before the time is over."""
+    loop = asyncio.get_running_loop()
+    late = loop.create_future()
+    answer = threading.Timer(0.1, lambda: loop.call_soon_threadsafe(late.set_result, "here"))
+    async with awake_timeout(0.7):
+        await asyncio.sleep(0)
+        answer.start()
+        time.sleep(1.5)  # noqa: ASYNC251 - that is the point
+        assert await late == "here"
+    with pytest.raises(TimeoutError):
+        async with awake_timeout(0.1):
+            await asyncio.sleep(10)
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["in training", "in a restart"])
+async def test_copies_that_do_not_arrive(undisturbed, dies):
+    """A link that swallows them is found, and what they are needed for does not wait for ever."""
+    network = MemoryNetwork()
+    launcher = InlineLauncher(make_transport=lambda kind, peer: MemoryTransport(network, peer))
+    swallowed: list[int] = []
+
+    def swallow(source: int, to: int, tag: int, size: int) -> bool:
+        is_copy = tag >> SEQUENCE_BITS & 0xFF == COPY_CHANNEL
+        swallowed.extend([tag] * is_copy)
+        return is_copy and len(swallowed) < 2
+
+    async with a_mesh(launcher=launcher, progress_timeout_s=0.3) as mesh:
+        step = mesh.distributed(train_step, donate_argnums=0)
+
+        async def before(i: int) -> None:
+            if i == 2:
+                await settled(mesh)
+                network.eager_bytes, network.drop = 0, swallow
+                if dies:
+                    kill(mesh, 1)
+            if i == 6:
+                await until(lambda: bool(swallowed) and mesh._running()._crew.epoch > 0)
+
+        assert_same(await train(mesh, step, before), undisturbed)
+        assert mesh._running()._crew.epoch == (2 if dies else 1)
 
 
 async def test_a_crash_loop_ends(caplog):

@@ -136,7 +136,7 @@ class Bringup:
     def _late(self, actor_id: int, what: str, remedy: str = "") -> ActorError:
         handle = self.handles.get(actor_id)
         tail = handle.output_tail() if handle is not None else ()
-        return launch_error(actor_id, f"{what} within {self._timeout_s:g} s{remedy}", tail)
+        return launch_error(actor_id, f"{what} within {self._timeout_s:g} s (launch_timeout_s){remedy}", tail)
 
 
 def _way_back(controller: tuple[str, int] | None) -> str:

@@ -36,7 +36,7 @@ from jaxpp_async.actors.rpc import Call, StepHandle
 from jaxpp_async.actors.supervision import Supervision
 from jaxpp_async.actors.telling import Telling
 from jaxpp_async.actors.watch import Patience
-from jaxpp_async.errors import ActorError, ActorUnresponsiveError, MeshClosedError
+from jaxpp_async.errors import ActorDiedError, ActorError, ActorUnresponsiveError, MeshClosedError
 from jaxpp_async.events import EventLog
 from jaxpp_async.program import ActorId, ActorProgram, Aval
 from jaxpp_async.transport.base import Transport
@@ -74,7 +74,7 @@ class Controller:
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._is_started = self._cause_raised = False
         self._steps, self._arrays = itertools.count(), itertools.count()
-        self._programs, self._frees = Programs(), FreeList()
+        self._programs, self._frees = Programs(for_successors=max_restarts > 0), FreeList()
         self._under_way: dict[int, StepHandle] = {}
         self._tasks = OwnedTasks()
         self._closing: asyncio.Task[None] | None = None
@@ -243,10 +243,12 @@ class Controller:
         self._tell(f"compiling on {len(programs)} actor{'s' if len(programs) != 1 else ''}")
         try:
             with self._supervision.hearts.paused():
-                return await all_of({actor: load_one(actor) for actor in sorted(programs)}, "load")
+                loaded = await all_of({actor: load_one(actor) for actor in sorted(programs)}, "load")
         except BaseException:  # also a cancellation: nobody will ask for it
             self._programs.remove(program_id)
             raise
+        self._programs.note_loaded(program_id)
+        return loaded
 
     def start_step(
         self,
@@ -434,6 +436,8 @@ class Controller:
         _LOG.debug("the mesh failed: %s", error)
         for actor in self._crew.links:
             self._crew.set_state(actor, "failed" if actor in (dead, error.actor) else "closed")
+        if self._recovery is None and isinstance(error, ActorDiedError | ActorUnresponsiveError):
+            error.add_note("RemoteMesh(max_restarts=n) replaces actors that die or hang, and goes on: docs/restarts.md")
         if isinstance(error, ActorUnresponsiveError) and error.actor is not None:
             self._crew.handles[error.actor].kill()  # it would hold up the end
         step = error.step if error.step is not None else min(self._under_way, default=None)

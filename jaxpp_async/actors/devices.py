@@ -115,7 +115,9 @@ def _run_setup(setup: str) -> None:
         raise InstallError(
             f"setup={setup!r}: the actor cannot import {error.name!r}; install it there or add its folder to PYTHONPATH"
         ) from error
-    getattr(module, function_name)()
+    if not callable(function := getattr(module, function_name, None)):
+        raise InstallError(f"setup={setup!r}: {module_name} has no function {function_name!r}")
+    function()
 
 
 def _make_mesh(configure: Configure) -> Mesh:

@@ -36,7 +36,8 @@ _OUT_OF_MEMORY = re.compile(
 _NEED = "the actor ran out of memory; `(await step.compile(...)).report()` says what each actor needs at its peak"
 
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)(: |$)")
-_RUN = re.compile(r'#\d+ run +"([^"]*)"')
+_RUN = re.compile(r'(?:#\d+ )?run +"([^"]*)".*?( \(waiting for data\))?$')
+_MOST_CHARS = 120
 
 
 def is_consequence(failed: Failed) -> bool:
@@ -74,7 +75,7 @@ def died_error(actor: ActorInfo, death: Death, step: int | None, instruction: st
         instruction: text of the instruction it was at in that step, where that is known.
     """
     during = f" during step {step}" if step is not None else ""
-    at = f", at {instruction}" if instruction is not None else ""
+    at = f", at {_short(instruction)}" if instruction is not None else ""
     end = describe_end(death.returncode, death.output_tail)
     text = f"{actor} {end}{during}{at}{_last_error(death.output_tail)}{describe_tail(death.output_tail)}"
     return ActorDiedError(text, step=step, instruction=instruction, **_place(actor))
@@ -159,9 +160,11 @@ def _last_error(tail: Sequence[str]) -> str:
 
 
 def _short(instruction: str) -> str:
-    """A run by its task alone; other instructions as they are."""
+    """A run by its task alone; other instructions by their beginning."""
     run = _RUN.match(instruction)
-    return run[1] if run else instruction
+    if run:
+        return run[1] + (run[2] or "")
+    return instruction if len(instruction) <= _MOST_CHARS else f"{instruction[:_MOST_CHARS]} ..."
 
 
 def abandoned(error: ActorError, message: str, cls: type[ActorError], **where: Any) -> ActorError:

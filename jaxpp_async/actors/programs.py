@@ -16,20 +16,25 @@ from jaxpp_async.program_text import format_instruction
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """Args: texts: each part as it travels. keys: each part's executables, by index."""
+    """Args: texts: each part as it travels. keys: each part's executables, by index. blobs: executables, by key."""
 
     parts: dict[ActorId, ActorProgram]
     texts: dict[ActorId, str]
     keys: dict[ActorId, dict[int, str]]
+    blobs: dict[str, bytes]
 
 
 class Programs:
-    """The programs that actors have loaded, or are loading, by id."""
+    """The programs that actors have loaded, or are loading, by id.
 
-    def __init__(self) -> None:
+    Args:
+        for_successors: whether actors that are replaced will have to load them again.
+    """
+
+    def __init__(self, *, for_successors: bool = False) -> None:
+        self._for_successors = for_successors
         self._ids = itertools.count()
         self._programs: dict[int, _Program] = {}
-        self._blobs: dict[str, bytes] = {}
 
     def new_id(self) -> int:
         """An id that none has had."""
@@ -51,8 +56,14 @@ class Programs:
         order = sorted(parts)
         texts = {actor: str(parts[actor]) for actor in order}
         used = {actor: dict(keys.get(actor, {})) for actor in order}
-        self._programs[program_id] = _Program({actor: parts[actor] for actor in order}, texts, used)
-        self._blobs.update(blobs)
+        self._programs[program_id] = _Program({actor: parts[actor] for actor in order}, texts, used, dict(blobs))
+
+    def note_loaded(self, program_id: int) -> None:
+        """All its actors have it: unless it may be needed again, what only travels is dropped."""
+        if not self._for_successors:
+            program = self._programs[program_id]
+            program.texts.clear()
+            program.blobs.clear()
 
     def remove(self, program_id: int) -> None:
         """It could not be loaded."""
@@ -72,7 +83,7 @@ class Programs:
         keys = program.keys[actor]
         new = set(keys.values()) - known
         known |= new
-        return Load(request, program_id, program.texts[actor], keys, {key: self._blobs[key] for key in sorted(new)})
+        return Load(request, program_id, program.texts[actor], keys, {key: program.blobs[key] for key in sorted(new)})
 
     def actors_of(self, program_id: int) -> tuple[ActorId, ...]:
         """The actors that have a part in it, in order of id."""

@@ -144,7 +144,8 @@ class Recovery:
             text = f"more than {self._budget.limit} restarts within {WINDOW_S / 60:g} minutes (max_restarts): the last"
             where = {"actor": error.actor, "host": error.host, "pid": error.pid, "step": error.step}
             first_line = str(error).partition("\n")[0]
-            self._end(abandoned(error, f"{text} failure was: {first_line}", RestartBudgetExceeded, **where))
+            text = f"{text} failure was: {first_line}; start again from a checkpoint"
+            self._end(abandoned(error, text, RestartBudgetExceeded, **where))
             return
         if error.actor is not None and not isinstance(error, TransferError | RemoteError):
             self._lost.add(error.actor)
@@ -173,6 +174,10 @@ class Recovery:
         me = asyncio.current_task()
         try:
             await self._attempt(cause)
+        except StateLostError as error:
+            first = str(cause).partition("\n")[0]
+            where = {"actor": error.actor, "host": error.host, "step": cause.step}
+            self._end(abandoned(cause, f"{error}; the last failure was: {first}", StateLostError, **where))
         except ActorError as error:
             if isinstance(error, TransferError | RemoteError):
                 await asyncio.sleep(GRACE_S)  # a death that explains it starts over, and ends this

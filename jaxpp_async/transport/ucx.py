@@ -17,9 +17,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import socket
 from typing import Any
 
-from jaxpp_async.errors import InstallError, ProtocolError, TransferError
+from jaxpp_async.errors import InstallError, MeshError, ProtocolError, TransferError
 from jaxpp_async.transport.addresses import seal, unseal
 from jaxpp_async.transport.base import EPOCH_SHIFT, MISPLACED_TAG_BITS, SENDER_BITS, SENDER_SHIFT, Peer, check_tag
 from jaxpp_async.transport.buffers import locate
@@ -59,6 +60,7 @@ class _ProcessContext:
         """Returns ucxx's low-level module and the context; pair with `release`."""
         ucxx = _import_ucxx()
         if self._context is None:
+            _check_devices(os.environ.get("UCX_NET_DEVICES", ""))
             features = (ucxx.Feature.TAG, ucxx.Feature.WAKEUP)
             self._context, self._pid = ucxx.UCXContext({}, feature_flags=features), os.getpid()
         if self._pid != os.getpid():
@@ -75,6 +77,28 @@ class _ProcessContext:
 # The one piece of process-wide state: UCX wants a single context in a process (each registers memory and opens devices
 # of its own), and transports of one process cannot know of each other.
 _process_context = _ProcessContext()
+
+
+def _check_devices(names: str) -> None:
+    """UCX only warns of devices that do not exist, and goes on with what is left: perhaps none that leaves the host.
+
+    Args:
+        names: of `UCX_NET_DEVICES`, such as `"eth0,mlx5_0:1"`.
+
+    Raises:
+        MeshError: there is none of that name here.
+    """
+    folders = ("/sys/class/net", "/sys/class/infiniband")
+    there = {name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)}
+    asked = [
+        name.partition(":")[0] for name in names.split(",") if name and not set("*^") & set(name) and name != "all"
+    ]
+    missing = [name for name in asked if name not in there]
+    if missing and there:
+        raise MeshError(
+            f"there is no network device {', '.join(missing)} on host {socket.gethostname()} (interface=, or "
+            f"UCX_NET_DEVICES); it has {', '.join(sorted(there))}"
+        )
 
 
 def _import_ucxx() -> Any:

@@ -125,10 +125,9 @@ def place(hosts: Sequence[Host], num_actors: int) -> tuple[Placement, ...]:
     """
     slots = sum(host.slots for host in hosts)
     if num_actors > slots:
-        raise MeshError(
-            f"{num_actors} actors do not fit {slots} slot{'s' * (slots != 1)} on {len(hosts)} "
-            f"host{'s' * (len(hosts) != 1)}; add hosts, raise slots=, or start at most {slots} actors"
-        )
+        room = f"{slots} slot{'s' * (slots != 1)} on {len(hosts)} host{'s' * (len(hosts) != 1)}"
+        fewer = f"start at most {slots} actor{'s' * (slots != 1)}"
+        raise MeshError(f"{num_actors} actors do not fit {room}; add hosts, raise slots=, or {fewer}")
     placements: list[Placement] = []
     for host in hosts:
         count = min(host.slots, num_actors - len(placements))
