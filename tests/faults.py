@@ -134,7 +134,7 @@ def _lose(original: Any, step: int) -> Any:
 def _slow(original: Any, label: str) -> Any:
     def call(self: Any, command: Any, arguments: Any) -> Any:
         if self._program.plan.program.instructions[command.instruction].label.startswith(label):
-            time.sleep(0.01)
+            time.sleep(0.01)  # the fault itself: a slow device
         return original(self, command, arguments)
 
     return call

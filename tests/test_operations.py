@@ -68,7 +68,7 @@ def no_handlers() -> Iterator[None]:
 def log_something() -> None:
     log_remote(ActorInfo(3, "n1", 4711, (), "ready"), Log(20, "user.setup", "hello", 7, {"traceback": "Traceback: x"}))
     logging.getLogger("jaxpp_async").info("ours")
-    logging.getLogger("another.library").warning("theirs")
+    logging.getLogger("another.package").warning("theirs")
 
 
 def test_the_log_format_fits_every_record(capsys):
@@ -78,7 +78,7 @@ def test_the_log_format_fits_every_record(capsys):
     first, traceback, ours, theirs = capsys.readouterr().err.splitlines()
     assert first.endswith("INFO actor=3 step=7 user.setup: [actor 3] hello") and traceback == "Traceback: x"
     assert ours.endswith("INFO actor=None step=None jaxpp_async: ours")
-    assert theirs.endswith("WARNING actor=None step=None another.library: theirs")
+    assert theirs.endswith("WARNING actor=None step=None another.package: theirs")
 
 
 def test_json_lines(capsys):

@@ -163,9 +163,9 @@ def test_a_remote_record_has_actor_host_and_step(caplog):
 )
 def test_levels_are_those_of_the_logger_or_of_the_package(caplog, package, own, level, is_seen):
     caplog.handler.setLevel(logging.DEBUG)
-    with caplog.at_level(package, "jaxpp_async"), caplog.at_level(own, "some.library"):
+    with caplog.at_level(package, "jaxpp_async"), caplog.at_level(own, "some.package"):
         caplog.handler.setLevel(logging.DEBUG)
-        log_remote(INFO, Log(level, "some.library.part", "hello"))
+        log_remote(INFO, Log(level, "some.package.part", "hello"))
     assert bool(caplog.records) == is_seen
 
 

@@ -213,7 +213,7 @@ def log_remote(actor: ActorInfo, message: Log) -> None:
     record.threadName, record.thread = str(fields.get("thread", "")), None
     record.process, record.processName = actor.pid, f"actor {actor.id}"
     record.exc_text = str(fields["traceback"]) if "traceback" in fields else None
-    record.actor, record.host, record.step = actor.id, actor.host, message.step  # type: ignore[attr-defined]
+    record.__dict__.update(actor=actor.id, host=actor.host, step=message.step)
     logger.handle(record)
 
 
@@ -239,11 +239,11 @@ def name_actor(actor_id: int) -> contextvars.Context:
 
 def _label(record: logging.LogRecord) -> bool:
     """A filter that gives this package's records the attributes that a format may name."""
-    record.actor = getattr(record, "actor", None)  # type: ignore[attr-defined]
-    if record.actor is None:  # type: ignore[attr-defined]
-        record.actor = _HERE.get()  # type: ignore[attr-defined]
-    record.host = getattr(record, "host", None)  # type: ignore[attr-defined]
-    record.step = getattr(record, "step", None)  # type: ignore[attr-defined]
+    fields = record.__dict__
+    if fields.setdefault("actor", None) is None:
+        fields["actor"] = _HERE.get()
+    fields.setdefault("host", None)
+    fields.setdefault("step", None)
     return True
 
 

@@ -17,7 +17,7 @@ from jaxpp_async.actors.copies import Copy, Shelf
 from jaxpp_async.actors.host_values import Look
 from jaxpp_async.actors.messages import ArrayId, Done, Keep, Kept, KeptArray, Rollback
 from jaxpp_async.actors.shards import Layout, Layouts, hold_pieces, host_bytes, joined, private
-from jaxpp_async.actors.store import Entry, Store
+from jaxpp_async.actors.store import Entry, Store, fill
 from jaxpp_async.program import ActorId
 
 
@@ -75,16 +75,11 @@ class Rollbacks:
         return self._filled(message, copy, entries)
 
     async def _filled(self, message: Rollback, copy: Copy, entries: Sequence[Entry]) -> Done:
-        layouts = [self._layouts.of(kept.aval) for kept in copy.arrays]
-        loop = asyncio.get_running_loop()
-        try:
-            arrays = await loop.run_in_executor(self._workers, _placed, copy, layouts)
-        except BaseException as error:  # also a cancellation: steps that wait for the arrays must hear of it
-            for entry in entries:
-                entry.fail(error)
-            raise
-        for entry, array in zip(entries, arrays, strict=True):
-            entry.resolve(array)
+        async def making() -> list[jax.Array]:
+            layouts = [self._layouts.of(kept.aval) for kept in copy.arrays]
+            return await asyncio.get_running_loop().run_in_executor(self._workers, _placed, copy, layouts)
+
+        await fill(entries, making())
         return Done(message.request)
 
 

@@ -20,7 +20,7 @@ from jaxpp_async.actors import checkpoint_folder, tensor_files
 from jaxpp_async.actors.host_values import Look
 from jaxpp_async.actors.messages import ArrayId, Done, ReadFile, Sweep, Take, WriteFile, Written
 from jaxpp_async.actors.shards import Layout, Layouts, hold_pieces, join_pieces, place
-from jaxpp_async.actors.store import Entry, Store
+from jaxpp_async.actors.store import Entry, Store, fill
 from jaxpp_async.errors import CheckpointError
 
 
@@ -96,16 +96,11 @@ class Snapshots:
         return self._read(message, entries)
 
     async def _read(self, message: ReadFile, entries: Sequence[Entry]) -> Done:
-        try:
+        async def making() -> list[jax.Array]:
             layouts = [self._layouts.of(part.aval) for part in message.parts]
-            loop = asyncio.get_running_loop()
-            arrays = await loop.run_in_executor(self._workers, _read_and_place, message, layouts)
-        except BaseException as error:  # also a cancellation: steps that wait for the arrays must hear of it
-            for entry in entries:
-                entry.fail(error)
-            raise
-        for entry, array in zip(entries, arrays, strict=True):
-            entry.resolve(array)
+            return await asyncio.get_running_loop().run_in_executor(self._workers, _read_and_place, message, layouts)
+
+        await fill(entries, making())
         return Done(message.request)
 
     def stop_all(self) -> None:

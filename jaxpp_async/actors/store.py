@@ -1,8 +1,8 @@
-"""store: the actor's arrays by id, some of them still on their way. Never waits and never transfers."""
+"""store: the actor's arrays by id, some of them still on their way. Never transfers, and only `fill` waits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import jax
 
@@ -59,6 +59,22 @@ class Entry:
         waiting, self._waiting = self._waiting, []
         for callback in waiting:
             callback(self)
+
+
+async def fill(entries: Sequence[Entry], making: Awaitable[Sequence[jax.Array]]) -> None:
+    """Let the arrays that `making` gives be those of the entries, in order.
+
+    Raises:
+        Whatever `making` does; the entries have then failed of it.
+    """
+    try:
+        arrays = await making
+    except BaseException as error:  # also a cancellation: steps that wait for the arrays must hear of it
+        for entry in entries:
+            entry.fail(error)
+        raise
+    for entry, array in zip(entries, arrays, strict=True):
+        entry.resolve(array)
 
 
 class Store:
