@@ -31,6 +31,13 @@ class NullTransport:
 
     recv = send
 
+    def post_send(self, memory: Any, peer: int, tag: int, done: Any) -> bool:
+        raise AssertionError("the fake actor takes inline values only")
+
+    post_recv = post_send
+
+    def hurry(self, on: bool) -> None: ...
+
 
 class FakeActor:
     current_step: int | None = None

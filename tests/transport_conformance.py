@@ -14,6 +14,7 @@ import pytest
 
 from jaxpp_async.errors import ProtocolError, TransferError
 from jaxpp_async.transport.base import PROGRAM_CHANNEL, make_tag
+from jaxpp_async.transport.buffers import memory_of
 
 ODD_SIZES = (0, 1, 3, 8, 4095, 4096, 65537, 5 << 20)
 EAGER, LARGE = 64, 4 << 20
@@ -52,6 +53,49 @@ async def transfer(sender, receiver, size: int, sequence: int, epoch: int = 1) -
         sender.send(sent, receiver.peer_id, tag(sequence, epoch)),
     )
     assert np.array_equal(sent, got)
+
+
+class Posted:
+    """Posts transfers on one transport and takes down how each ended."""
+
+    def __init__(self, transport):
+        self.transport = transport
+        self.ends: dict[int, list] = {}
+        self._posting = False
+        self._changed = asyncio.Event()
+
+    def send(self, buffer, peer: int, sequence: int, epoch: int = 1) -> bool:
+        return self._post(self.transport.post_send, buffer, False, peer, sequence, epoch)
+
+    def recv(self, buffer, peer: int, sequence: int, epoch: int = 1) -> bool:
+        return self._post(self.transport.post_recv, buffer, True, peer, sequence, epoch)
+
+    def _post(self, post, buffer, writable: bool, peer: int, sequence: int, epoch: int) -> bool:
+        ends = self.ends[len(self.ends)] = []
+        self._posting = True
+        try:
+            at_once = post(
+                memory_of(buffer, writable=writable), peer, tag(sequence, epoch), lambda e: self._done(ends, e)
+            )
+        finally:
+            self._posting = False
+        if at_once:
+            ends.append("at once")
+        return at_once
+
+    def _done(self, ends: list, error: Exception | None) -> None:
+        ends.append("inside a post call" if self._posting else error)
+        self._changed.set()
+
+    async def wait(self) -> list:
+        """How each ended, in the order they were posted, once all have; "at once" is None here."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while not all(self.ends.values()):
+                self._changed.clear()
+                await self._changed.wait()
+        await asyncio.sleep(0.002)  # for one that is told twice
+        assert all(len(ends) == 1 for ends in self.ends.values()), self.ends
+        return [None if ends[0] == "at once" else ends[0] for ends in self.ends.values()]
 
 
 class TransportConformance:
@@ -210,6 +254,146 @@ class TransportConformance:
         for future in (a.send(data(4, 1), 9, tag(1)), a.recv(np.zeros(4), 9, tag(1))):
             with pytest.raises(TransferError, match=r"peer 9.*not connected"):
                 await within(future)
+
+    # ------------------------------------------------------------ posting without futures
+
+    @pytest.mark.parametrize("size", ODD_SIZES)
+    @pytest.mark.parametrize("receive_first", [True, False])
+    async def test_posted_transfers_end_once(self, pair, size, receive_first):
+        a, b = (Posted(t) for t in pair)
+        sent, got = data(size, 1), np.zeros(size, np.uint8)
+        if receive_first:
+            assert not b.recv(got, 0, 1)
+        a.send(sent, 1, 1)
+        if not receive_first:
+            await asyncio.sleep(0.002)
+            b.recv(got, 0, 1)
+        assert [await a.wait(), await b.wait()] == [[None], [None]]
+        assert np.array_equal(sent, got)
+
+    async def test_many_are_posted_both_ways_and_none_is_told_inside_a_post(self, pair):
+        sizes = [random.Random(i).choice((0, 1, 100, 8192, 20_000, 300_000)) for i in range(100)]
+        posters, checks = [Posted(t) for t in pair], []
+        for i, size in enumerate(sizes):
+            for here, there in ((0, 1), (1, 0)):
+                sent, got = data(size, here * 1000 + i), np.zeros(size, np.uint8)
+                checks.append((sent, got))
+                first, last = posters[there].recv, posters[here].send
+                for post, buffer, peer in ((first, got, here), (last, sent, there))[:: 1 if i % 3 else -1]:
+                    post(buffer, peer, i)
+        for poster in posters:
+            assert set(await poster.wait()) == {None}
+        assert all(np.array_equal(s, g) for s, g in checks)
+
+    async def test_what_is_told_may_post(self, pair):
+        """A ping-pong of which every message is posted where the one before is told."""
+        ball, rounds, finished = [np.zeros(1, np.int64) for _ in pair], 300, asyncio.Event()
+        memories = [memory_of(b, writable=True) for b in ball]
+
+        def caught(here: int):
+            def done(error):
+                assert error is None
+                ball[here][0] += 1
+                count[here] += 1
+                if count[here] == rounds:
+                    finished.set()
+                    return
+                receive(here)
+                pair[here].post_send(memories[here], 1 - here, tag(1), lambda error: None)
+
+            return done
+
+        def receive(here: int):
+            ended = pair[here].post_recv(memories[here], 1 - here, tag(1), told := caught(here))
+            if ended:
+                told(None)
+
+        count = [0, 0]
+        receive(0), receive(1)
+        pair[0].post_send(memories[0], 1, tag(1), lambda error: None)
+        await within(finished.wait())
+        assert max(count) == rounds and min(count) >= rounds - 1
+
+    @pytest.mark.parametrize(("sent", "expected"), [(8, 100), (100, 8), (8, 0), (1000, LARGE), (LARGE, 1000)])
+    @pytest.mark.parametrize("receive_first", [True, False])
+    async def test_a_wrong_size_is_told(self, pair, sent, expected, receive_first):
+        a, b = (Posted(t) for t in pair)
+        got = np.zeros(expected, np.uint8)
+        if receive_first:
+            b.recv(got, 0, 1)
+        a.send(data(sent, 1), 1, 1)
+        await asyncio.sleep(0.005)
+        if not receive_first:
+            assert not b.recv(got, 0, 1)
+        assert await a.wait() == [None]
+        (error,) = await b.wait()
+        assert isinstance(error, ProtocolError) and f"expected {expected} bytes, got {sent}" in str(error)
+
+    async def test_what_cannot_be_posted_is_raised_at_once_and_never_told(self, pair):
+        a = Posted(pair[0])
+        for post in (a.send, a.recv):
+            with pytest.raises(TransferError, match=r"peer 9.*not connected"):
+                post(np.zeros(4), 9, 1)
+        for post in (pair[0].post_send, pair[0].post_recv):
+            for bad in (-1, 1 << 64, 1 << 40):
+                with pytest.raises(ValueError, match="make_tag"):
+                    post(memory_of(np.zeros(4), writable=True), 1, bad, a.ends[0].append)
+        await within(pair[0].aclose())
+        with pytest.raises(TransferError, match="closed"):
+            a.send(np.zeros(4), 1, 1)
+        assert not any(a.ends.values())
+
+    async def test_an_abort_tells_everything_open_before_it_returns(self, pair):
+        a, b = (Posted(t) for t in pair)
+        a.recv(np.zeros(8), 1, 1), a.recv(np.zeros(LARGE), 1, 2), a.send(data(LARGE, 1), 1, 3)
+        await asyncio.sleep(0.002)
+        await within(a.transport.abort(1))
+        assert [len(ends) for ends in a.ends.values()] == [1, 1, 1]
+        assert all(isinstance(error, TransferError) for error in await a.wait())
+        await within(b.transport.abort(0))
+        await join(*pair)
+        await transfer(*pair, LARGE, 1, epoch=2)
+
+    async def test_only_the_transport_holds_posted_memory(self, pair):
+        a, b = (Posted(t) for t in pair)
+        a.send(data(LARGE, 1), 1, 1)
+        rubbish = [np.full(LARGE, 255, np.uint8) for _ in range(4)]
+        got = np.zeros(LARGE, np.uint8)
+        b.recv(got, 0, 1)
+        assert [await a.wait(), await b.wait()] == [[None], [None]]
+        assert np.array_equal(got, data(LARGE, 1)) and rubbish
+
+    async def test_a_caller_that_raises_harms_no_other_transfer(self, pair):
+        def broken(error):
+            raise RuntimeError("injected")
+
+        a, b = pair
+        loop, noise = asyncio.get_running_loop(), []
+        loop.set_exception_handler(lambda _, context: noise.append(context["exception"]))
+        try:
+            got = np.zeros(8, np.uint8)
+            b.post_recv(memory_of(np.zeros(8, np.uint8), writable=True), 0, tag(1), broken)
+            fine = b.recv(got, 0, tag(2))
+            await within(a.send(data(8, 1), 1, tag(1)), a.send(data(8, 2), 1, tag(2)), fine)
+            await transfer(a, b, LARGE, 3)
+        finally:
+            loop.set_exception_handler(None)
+        assert np.array_equal(got, data(8, 2)) and [str(e) for e in noise] == ["injected"]
+
+    @pytest.mark.parametrize("size", [EAGER, LARGE])
+    async def test_in_a_hurry(self, pair, size):
+        a, b = pair
+        for transport in (a, b, a):
+            transport.hurry(True)
+            for i in range(5):
+                await transfer(a, b, size, i)
+                await transfer(b, a, size, i)
+            await asyncio.sleep(0.01)  # nothing comes
+            transport.hurry(False)
+        b.hurry(True)
+        late = b.recv(np.zeros(size, np.uint8), 0, tag(9))
+        await asyncio.sleep(0.01)
+        await within(a.send(data(size, 1), 1, tag(9)), late)
 
     # ------------------------------------------------------------ cancel
 

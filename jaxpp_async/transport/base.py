@@ -6,10 +6,22 @@ A transport moves plain buffers between peers. It knows nothing of programs, ste
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from jaxpp_async.errors import TransferError
+
+if TYPE_CHECKING:
+    from jaxpp_async.transport.buffers import Memory
 
 Peer: TypeAlias = int
 """An actor's id, or `program.CONTROLLER`."""
+
+Done: TypeAlias = Callable[[Exception | None], object]
+"""Told how a posted transfer ended: None, or what a future would have raised. Must not raise."""
+
+Post: TypeAlias = "Callable[[Memory, Peer, int, Done], bool]"
+"""`Transport.post_send` or `Transport.post_recv`."""
 
 EPOCH_BITS, SENDER_BITS, CHANNEL_BITS, SEQUENCE_BITS = 16, 16, 8, 24
 
@@ -57,6 +69,9 @@ class Transport(Protocol):
     and takes its message, and only `abort` and `aclose` end it early. A misused call (a read-only or strided buffer, a
     malformed tag) raises ValueError at once; everything that happens later is raised on the future.
 
+    `send` and `recv` are `post_send` and `post_recv` with a future made for each. Whoever moves thousands of messages a
+    second posts: a future costs more than a small message does, and its callbacks run a pass of the loop later.
+
     Attributes:
         epoch: of the mesh, 0 at first. Whoever made the transport sets it before `address` is read and `connect` is
             called: an address is good in its epoch only, so that one of a transport that is gone is never taken.
@@ -99,6 +114,47 @@ class Transport(Protocol):
         """
         ...
 
+    def post_send(self, memory: Memory, peer: Peer, tag: int, done: Done) -> bool:
+        """Start sending the whole of `memory`, without a future.
+
+        Args:
+            memory: of `buffers.memory_of`; it belongs to the transport until the transfer has ended.
+            done: called exactly once, with None or with what `send` would raise on its future, and only where the
+                result is False: on the loop's thread, from the transport's own progress or its `abort`, never inside a
+                post call. It may post, and may not wait.
+
+        Returns:
+            True: the send has completed already, and `done` is never called.
+
+        Raises:
+            TransferError: `peer` is not connected, its link has failed, or the medium refuses. ValueError: a malformed
+                tag. `done` is not called then, and the memory is the caller's.
+        """
+        ...
+
+    def post_recv(self, memory: Memory, peer: Peer, tag: int, done: Done) -> bool:
+        """Post a receive of exactly `memory`'s size, without a future.
+
+        Args:
+            memory: of `memory_of(..., writable=True)`.
+            done: as for `post_send`; its error may be a ProtocolError, where another size arrived.
+
+        Returns:
+            True: the data is in already, and `done` is never called.
+
+        Raises:
+            TransferError, ValueError: as `post_send`.
+        """
+        ...
+
+    def hurry(self, on: bool) -> None:
+        """Say whether the caller has nothing to compute and waits for transfers only. A hint, off at first.
+
+        While it is on, the transport may look for messages for some microseconds before the loop sleeps, where that
+        has helped lately. The core is offered to others meanwhile, and the loop's other work is not kept waiting.
+        """
+        ...
+
     async def abort(self, peer: Peer | None = None) -> None:
         """End every open transfer with `peer` (with all peers: None) with `TransferError`, and forget the peer.
 
@@ -114,3 +170,30 @@ class Transport(Protocol):
     async def aclose(self) -> None:
         """Abort everything and give back descriptors and memory. A second call does nothing."""
         ...
+
+
+def post_future(
+    loop: asyncio.AbstractEventLoop, post: Post, memory: Memory, peer: Peer, tag: int
+) -> asyncio.Future[None]:
+    """Post a transfer and return a future of it: what a transport's `send` and `recv` do.
+
+    Every TransferError, also that the peer is not connected, is raised on the future.
+    """
+    future: asyncio.Future[None] = loop.create_future()
+
+    def done(error: Exception | None) -> None:
+        if future.done():  # its await was cancelled
+            return
+        if error is None:
+            future.set_result(None)
+            return
+        future.set_exception(error)
+        if isinstance(error, TransferError):
+            future.exception()  # marks it as seen: a failed link ends many transfers, most of which nobody awaits
+
+    try:
+        if post(memory, peer, tag, done):
+            future.set_result(None)
+    except TransferError as error:
+        done(error)
+    return future

@@ -1,6 +1,6 @@
-"""buffers: a user's buffer in, its bytes or its address out, after checking. Never copies.
+"""buffers: a user's buffer in, its `Memory` out, after checking. Never copies.
 
-Accepts numpy arrays of any dtype (bfloat16 and the like too) and, where asked for an address, device arrays with
+Accepts numpy arrays of any dtype (bfloat16 and the like too) and device arrays with
 `__cuda_array_interface__`. What is not C-contiguous, or read-only where bytes will arrive, is refused: UCX would take
 it and write over other memory.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,14 +17,34 @@ _Start = ctypes.c_char * 0
 """A window of no bytes: enough to read where a buffer starts, whatever its size."""
 
 
-def byte_view(buffer: Any, *, writable: bool) -> np.ndarray:
-    """The bytes of a numpy array, as a flat uint8 view.
+class Memory(NamedTuple):
+    """Bytes that a transport may read or, if they were checked for it, write. Made by `memory_of`.
+
+    Whoever sends or receives from the same buffer again and again keeps one: checking costs more than posting.
+
+    Args:
+        address: of the first byte, on the host or on a device.
+        size_bytes: how many.
+        owner: keeps the bytes alive; the transport holds it for as long as it holds the memory.
+    """
+
+    address: int
+    size_bytes: int
+    owner: Any
+
+
+def memory_of(buffer: Any, *, writable: bool) -> Memory:
+    """The memory of a numpy or device array, which owns it.
+
+    Args:
+        buffer: C-contiguous, of any dtype without references.
+        writable: it is to receive.
 
     Raises:
-        ValueError: not a numpy array, not C-contiguous, or read-only though `writable` is asked.
+        ValueError: as `locate`.
     """
-    _check_array(buffer, writable)
-    return buffer.reshape(-1).view(np.uint8)
+    address, size_bytes = locate(buffer, writable=writable)
+    return Memory(address, size_bytes, buffer)
 
 
 def locate(buffer: Any, *, writable: bool) -> tuple[int, int]:

@@ -8,16 +8,15 @@ posted. Tests set delays and faults on the `MemoryNetwork`. It never starts a th
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.transport.base import Peer, check_tag
-from jaxpp_async.transport.buffers import byte_view
+from jaxpp_async.transport.base import Done, Peer, check_tag, post_future
+from jaxpp_async.transport.buffers import Memory, memory_of
 
 Rule: TypeAlias = Callable[[Peer, Peer, int, int], float]
 """(from, to, tag, size in bytes) to a delay in seconds."""
@@ -65,28 +64,20 @@ class MemoryNetwork:
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """An open send or receive."""
+    """An open send or receive, and how it ended once it has."""
 
-    bytes: np.ndarray
-    future: asyncio.Future[None]
+    memory: Memory
+    done: Done
     what: str
-
-    def finish(self) -> None:
-        if not self.future.done():
-            self.future.set_result(None)
-
-    def fail(self, error: Exception, *, seen: bool = False) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
-            if seen:
-                self.future.exception()  # a failed link ends many transfers, most of which nobody awaits
+    ended: bool = False
+    error: Exception | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Message:
     """A message on its way or arrived: its own copy of the bytes or, for a large one, the sender's open transfer."""
 
-    bytes: np.ndarray
+    bytes: bytes | Memory
     sending: _Transfer | None
     arrived: bool = False
     withdrawn: bool = False
@@ -123,6 +114,7 @@ class MemoryTransport:
         self._loop = asyncio.get_running_loop()
         self._links: dict[Peer, _Link] = {}
         self._streams: dict[tuple[Peer, int], _Stream] = {}
+        self._ended: list[_Transfer] = []  # whose `done` is still to be called
         self._closed = False
         self._address = network.join(self)
 
@@ -150,31 +142,35 @@ class MemoryTransport:
         self._links[peer] = _Link(remote)
 
     def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
-        view = byte_view(buffer, writable=False)
-        check_tag(tag)
-        transfer = self._transfer(view, f"transfer from peer {self.peer_id} to peer {peer}, tag {tag:#x}")
-        link = self._usable_link(peer, transfer)
-        if link is not None:
-            if link.remote._closed:
-                transfer.fail(TransferError(f"{transfer.what} failed: the peer has closed"), seen=True)
-            else:
-                self._post_message(link, transfer, peer, tag)
-        return transfer.future
+        return post_future(self._loop, self.post_send, _host_memory(buffer, writable=False), peer, tag)
 
     def recv(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
-        view = byte_view(buffer, writable=True)
+        return post_future(self._loop, self.post_recv, _host_memory(buffer, writable=True), peer, tag)
+
+    def post_send(self, memory: Memory, peer: Peer, tag: int, done: Done) -> bool:
         check_tag(tag)
-        transfer = self._transfer(view, f"transfer from peer {peer} to peer {self.peer_id}, tag {tag:#x}")
+        transfer = _Transfer(memory, done, f"transfer from peer {self.peer_id} to peer {peer}, tag {tag:#x}")
         link = self._usable_link(peer, transfer)
-        if link is not None:
-            self._streams.setdefault((peer, tag), _Stream()).receives.append(transfer)
-            self._match((peer, tag))
-        return transfer.future
+        if link.remote._closed:
+            raise TransferError(f"{transfer.what} failed: the peer has closed")
+        return self._post_message(link, transfer, peer, tag)
+
+    def post_recv(self, memory: Memory, peer: Peer, tag: int, done: Done) -> bool:
+        check_tag(tag)
+        transfer = _Transfer(memory, done, f"transfer from peer {peer} to peer {self.peer_id}, tag {tag:#x}")
+        self._usable_link(peer, transfer)
+        self._streams.setdefault((peer, tag), _Stream()).receives.append(transfer)
+        self._match((peer, tag))
+        return self._ended_already(transfer)
+
+    def hurry(self, on: bool) -> None:
+        """Does nothing: what is sent here has arrived."""
 
     async def abort(self, peer: Peer | None = None) -> None:
         for other in [p for p in self._links if peer is None or p == peer]:
             self._end_transfers(other, self._links[other].failure or "aborted")
             del self._links[other]
+        self._tell()
 
     async def aclose(self) -> None:
         self._closed = True
@@ -190,39 +186,57 @@ class MemoryTransport:
     def _end_transfers(self, peer: Peer, cause: str) -> None:
         for transfer, message in self._links[peer].sends.items():
             message.withdrawn = True
-            transfer.fail(TransferError(f"{transfer.what} failed: {cause}"), seen=True)
+            self._end(transfer, TransferError(f"{transfer.what} failed: {cause}"))
         self._links[peer].sends.clear()
         for key in [key for key in self._streams if key[0] == peer]:
             # Messages that came without a receive go with their epoch.
             for transfer in self._streams.pop(key).receives:
-                transfer.fail(TransferError(f"{transfer.what} failed: {cause}"), seen=True)
+                self._end(transfer, TransferError(f"{transfer.what} failed: {cause}"))
+
+    # ------------------------------------------------------------ telling
+
+    def _end(self, transfer: _Transfer, error: Exception | None = None) -> None:
+        """Note the end of a transfer. It is told in the loop's next pass: this may be inside somebody's post call."""
+        if not self._ended:
+            self._loop.call_soon(self._tell)
+        transfer.ended, transfer.error = True, error
+        self._ended.append(transfer)
+
+    def _ended_already(self, transfer: _Transfer) -> bool:
+        """True, and nothing to tell, for a transfer that its own post call has ended well."""
+        if not transfer.ended or transfer.error is not None:
+            return False
+        self._ended.remove(transfer)
+        return True
+
+    def _tell(self) -> None:
+        ended, self._ended = self._ended, []
+        for transfer in ended:
+            try:
+                transfer.done(transfer.error)
+            except Exception as failure:  # of the caller's code; the others have to be told all the same
+                self._loop.call_exception_handler({"message": f"{transfer.done} failed", "exception": failure})
 
     # ------------------------------------------------------------ sending
 
-    def _transfer(self, view: np.ndarray, what: str) -> _Transfer:
-        return _Transfer(view, self._loop.create_future(), what)
-
-    def _usable_link(self, peer: Peer, transfer: _Transfer) -> _Link | None:
+    def _usable_link(self, peer: Peer, transfer: _Transfer) -> _Link:
         link = self._links.get(peer)
         if link is not None and link.failure is None:
             return link
         why = "the transport has closed" if self._closed else "not connected; call connect first"
-        transfer.fail(TransferError(f"{transfer.what} failed: {(link and link.failure) or why}"), seen=True)
-        return None
+        raise TransferError(f"{transfer.what} failed: {(link and link.failure) or why}")
 
-    def _post_message(self, link: _Link, transfer: _Transfer, peer: Peer, tag: int) -> None:
-        network, size_bytes = self._network, transfer.bytes.size
-        eager = network.eager_bytes is None or size_bytes <= network.eager_bytes
-        message = _Message(transfer.bytes.copy(), None) if eager else _Message(transfer.bytes, transfer)
-        if eager:
-            transfer.finish()
-        else:
+    def _post_message(self, link: _Link, transfer: _Transfer, peer: Peer, tag: int) -> bool:
+        network, memory = self._network, transfer.memory
+        eager = network.eager_bytes is None or memory.size_bytes <= network.eager_bytes
+        message = _Message(_copy(memory), None) if eager else _Message(memory, transfer)
+        if not eager:
             link.sends[transfer] = message
-        where = (self.peer_id, peer, tag, size_bytes)
-        if network.drop is not None and network.drop(*where):
-            return
-        delay_s = network.delay(*where) if network.delay is not None else 0.0
-        link.remote._accept((self.peer_id, tag), message, delay_s)
+        where = (self.peer_id, peer, tag, memory.size_bytes)
+        if network.drop is None or not network.drop(*where):
+            delay_s = network.delay(*where) if network.delay is not None else 0.0
+            link.remote._accept((self.peer_id, tag), message, delay_s)
+        return eager or self._ended_already(transfer)
 
     # ------------------------------------------------------------ receiving
 
@@ -251,15 +265,26 @@ class MemoryTransport:
             del self._streams[key]
 
     def _deliver(self, sender: Peer, message: _Message, receive: _Transfer) -> None:
-        expected, got = receive.bytes.size, message.bytes.size
+        source = message.bytes
+        expected, got = receive.memory.size_bytes, source.size_bytes if isinstance(source, Memory) else len(source)
         if expected == got:
-            receive.bytes[:] = message.bytes
-            receive.finish()
+            ctypes.memmove(receive.memory.address, source.address if isinstance(source, Memory) else source, got)
+            self._end(receive)
         else:
-            receive.fail(ProtocolError(f"{receive.what}: expected {expected} bytes, got {got}"))
+            self._end(receive, ProtocolError(f"{receive.what}: expected {expected} bytes, got {got}"))
         if message.sending is not None:
             self._links[sender].remote._sent(self.peer_id, message.sending)
 
     def _sent(self, peer: Peer, transfer: _Transfer) -> None:
         self._links[peer].sends.pop(transfer, None)
-        transfer.finish()
+        self._end(transfer)
+
+
+def _host_memory(buffer: Any, *, writable: bool) -> Memory:
+    if hasattr(buffer, "__cuda_array_interface__"):
+        raise ValueError("transport 'memory' moves host memory only; use transport 'ucx' for device arrays")
+    return memory_of(buffer, writable=writable)
+
+
+def _copy(memory: Memory) -> bytes:
+    return ctypes.string_at(memory.address, memory.size_bytes)

@@ -1,4 +1,4 @@
-"""ucx: buffers and tags in, futures of the running loop out, over UCX. The only importer of ucxx.
+"""ucx: memory and tags in, its bytes at the peer out, over UCX. The only importer of ucxx.
 
 UCX is driven on the event loop's own descriptor: progress until nothing is left, arm, sleep in the loop. No thread, no
 polling, no copy. Every endpoint has error handling on, so that a large send can be ended; `abort` force-closes the
@@ -22,8 +22,17 @@ from typing import Any
 
 from jaxpp_async.errors import InstallError, MeshError, ProtocolError, TransferError
 from jaxpp_async.transport.addresses import seal, unseal
-from jaxpp_async.transport.base import EPOCH_SHIFT, MISPLACED_TAG_BITS, SENDER_BITS, SENDER_SHIFT, Peer, check_tag
-from jaxpp_async.transport.buffers import locate
+from jaxpp_async.transport.base import (
+    EPOCH_SHIFT,
+    MISPLACED_TAG_BITS,
+    SENDER_BITS,
+    SENDER_SHIFT,
+    Done,
+    Peer,
+    check_tag,
+    post_future,
+)
+from jaxpp_async.transport.buffers import Memory, memory_of
 from jaxpp_async.transport.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED, Posted, TagPort
 
 RELEASE_TIMEOUT_S = 5.0
@@ -128,14 +137,14 @@ class _Link:
 
 
 class _Transfer:
-    """An operation that UCX has not finished. Holds the buffer: UCX itself keeps no reference."""
+    """An operation that UCX has not finished. Holds the memory: UCX itself keeps no reference."""
 
-    __slots__ = ("buffer", "future", "link", "request", "size_bytes", "tag")
+    __slots__ = ("done", "link", "memory", "request", "size_bytes", "tag")
 
-    def __init__(self, link: _Link | None, request: int, buffer: Any, size_bytes: int, tag: int, future: Any):
-        self.link, self.request, self.buffer, self.tag = link, request, buffer, tag
+    def __init__(self, link: _Link | None, memory: Memory | None, size_bytes: int, tag: int, done: Done | None):
+        self.link, self.memory, self.tag, self.done = link, memory, tag, done
         self.size_bytes = size_bytes  # expected, or _SENDING
-        self.future: asyncio.Future[None] | None = future
+        self.request = 0
 
 
 _SENDING = -1
@@ -165,7 +174,7 @@ class UCXTransport:
         self._identities = itertools.count(1)
         self._failed: list[_Link] = []
         self._past_epochs: dict[Peer, int] = {}
-        self._kicked = self._stalled = False
+        self._kicked = self._stalled = self._hurried = False
         self._idle_since_s: float | None = None
         self._closing: asyncio.Task[None] | None = None
         self._descriptor: int = self._worker.epoll_file_descriptor
@@ -202,32 +211,36 @@ class UCXTransport:
         self._kick()
 
     def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
-        address, size_bytes = locate(buffer, writable=False)
-        if tag & MISPLACED_TAG_BITS:
-            check_tag(tag)
-        future = self._loop.create_future()
-        link = self._links.get(peer)
-        if link is None or link.failure is not None:
-            return self._refused(future, peer, link)
-        link.epoch = tag >> EPOCH_SHIFT
-        identity = next(self._identities)
-        posted = self._port.send(link.handle, address, size_bytes, tag | self._sender_bits, identity)
-        transfer = _Transfer(link, posted.request, buffer, _SENDING, tag, future)
-        return self._track(transfer, identity, posted)
+        return post_future(self._loop, self.post_send, memory_of(buffer, writable=False), peer, tag)
 
     def recv(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
-        address, size_bytes = locate(buffer, writable=True)
+        return post_future(self._loop, self.post_recv, memory_of(buffer, writable=True), peer, tag)
+
+    def post_send(self, memory: Memory, peer: Peer, tag: int, done: Done) -> bool:
         if tag & MISPLACED_TAG_BITS:
             check_tag(tag)
-        future = self._loop.create_future()
         link = self._links.get(peer)
         if link is None or link.failure is not None:
-            return self._refused(future, peer, link)
+            raise self._refusal(peer, link)
         link.epoch = tag >> EPOCH_SHIFT
         identity = next(self._identities)
-        posted = self._port.recv(address, size_bytes, tag | link.sender_bits, identity)
-        transfer = _Transfer(link, posted.request, buffer, size_bytes, tag, future)
-        return self._track(transfer, identity, posted)
+        posted = self._port.send(link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity)
+        return self._track(_Transfer(link, memory, _SENDING, tag, done), identity, posted)
+
+    def post_recv(self, memory: Memory, peer: Peer, tag: int, done: Done) -> bool:
+        if tag & MISPLACED_TAG_BITS:
+            check_tag(tag)
+        link = self._links.get(peer)
+        if link is None or link.failure is not None:
+            raise self._refusal(peer, link)
+        link.epoch = tag >> EPOCH_SHIFT
+        identity = next(self._identities)
+        size_bytes = memory.size_bytes
+        posted = self._port.recv(memory.address, size_bytes, tag | link.sender_bits, identity)
+        return self._track(_Transfer(link, memory, size_bytes, tag, done), identity, posted)
+
+    def hurry(self, on: bool) -> None:
+        self._hurried = on
 
     async def abort(self, peer: Peer | None = None) -> None:
         for link in [link for link in self._links.values() if peer is None or link.peer == peer]:
@@ -309,34 +322,39 @@ class UCXTransport:
             for link in failed:
                 self._fail_link(link, self._endpoint_error(link))
         completed = self._port.completed
-        if not completed:
-            return
+        # A transfer's `done` may post, and what then ends at once is appended while this goes on.
         for identity, status, length in completed:
             transfer = self._open.pop(identity)
             self._port.free(transfer.request)
             self._finish(transfer, status, length)
         completed.clear()
 
-    def _track(self, transfer: _Transfer, identity: int, posted: Posted) -> asyncio.Future[None]:
-        if posted.request:
-            self._open[identity] = transfer
-        else:
-            self._finish(transfer, posted.status, 0)
+    def _track(self, transfer: _Transfer, identity: int, posted: Posted) -> bool:
+        """Note a posted operation. True: it has ended well already."""
         self._kick()
-        assert transfer.future is not None
-        return transfer.future
+        if not posted.request:
+            if posted.status == STATUS_OK:
+                return True
+            raise TransferError(f"{self._describe(transfer)} failed: {self._cause(transfer, posted.status)}")
+        transfer.request = posted.request
+        self._open[identity] = transfer
+        return False
 
     def _finish(self, transfer: _Transfer, status: int, length: int) -> None:
-        future = transfer.future
-        if future is None or future.done():  # a discarded message, or a cancelled await
+        done, transfer.done = transfer.done, None
+        if done is None:  # a discarded message, or told already
             return
         expected = transfer.size_bytes
-        if status == STATUS_OK and (expected == _SENDING or length == expected):
-            future.set_result(None)
-        elif status in (STATUS_OK, STATUS_TRUNCATED):
-            future.set_exception(ProtocolError(f"{self._describe(transfer)}: expected {expected} bytes, got {length}"))
+        error: Exception | None = None
+        if status in (STATUS_OK, STATUS_TRUNCATED):
+            if expected not in (_SENDING, length):
+                error = ProtocolError(f"{self._describe(transfer)}: expected {expected} bytes, got {length}")
         else:
-            self._fail(future, f"{self._describe(transfer)} failed: {self._cause(transfer, status)}")
+            error = TransferError(f"{self._describe(transfer)} failed: {self._cause(transfer, status)}")
+        try:
+            done(error)
+        except Exception as failure:  # of the caller's code; the other transfers' ends have to be told all the same
+            self._loop.call_exception_handler({"message": f"{done} failed", "exception": failure})
 
     def _describe(self, transfer: _Transfer) -> str:
         assert transfer.link is not None
@@ -350,15 +368,9 @@ class UCXTransport:
             return link.failure
         return self._port.status_text(status) if status != STATUS_CANCELED else "UCX canceled it"
 
-    def _refused(self, future: asyncio.Future[None], peer: Peer, link: _Link | None) -> asyncio.Future[None]:
+    def _refusal(self, peer: Peer, link: _Link | None) -> TransferError:
         why = "the transport has closed" if self._closing else "not connected; call connect first"
-        self._fail(future, f"peer {self.peer_id}, link to peer {peer}: {(link and link.failure) or why}")
-        return future
-
-    @staticmethod
-    def _fail(future: asyncio.Future[None], message: str) -> None:
-        future.set_exception(TransferError(message))
-        future.exception()  # marks it as seen: a failed link ends many transfers, most of which nobody awaits
+        return TransferError(f"peer {self.peer_id}, link to peer {peer}: {(link and link.failure) or why}")
 
     # ------------------------------------------------------------ ending
 
@@ -422,7 +434,8 @@ class UCXTransport:
         mask = ((1 << 64) - 1) >> EPOCH_SHIFT << EPOCH_SHIFT | ((1 << SENDER_BITS) - 1) << SENDER_SHIFT
         while posted := self._port.discard_unexpected(tag, mask, identity := next(self._identities)):
             if posted.request:
-                self._open[identity] = _Transfer(None, posted.request, None, 0, tag, None)
+                discarded = self._open[identity] = _Transfer(None, None, 0, tag, None)
+                discarded.request = posted.request
 
     async def _close(self) -> None:
         await self.abort()
