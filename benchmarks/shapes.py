@@ -36,5 +36,5 @@ class Shape:
 
 
 TINY = Shape("tiny", num_microbatches=8, num_rows=8, width=8, num_blocks=0, hidden=0, learning_rate=0.1)
-BIG = Shape("big", num_microbatches=8, num_rows=64, width=512, num_blocks=4, hidden=2048, learning_rate=0.1)
+BIG = Shape("big", num_microbatches=8, num_rows=64, width=512, num_blocks=4, hidden=2048, learning_rate=0.003)
 SHAPES = {shape.name: shape for shape in (TINY, BIG)}
