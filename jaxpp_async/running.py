@@ -70,10 +70,9 @@ class StepFuture:
         Raises:
             MeshError: it has not finished.
         """
-        future = self._handle.future
-        if not future.done() or future.cancelled() or future.exception() is not None:
+        if not self._handle.done or self._handle.error is not None:
             raise MeshError("a step has stats once it has finished; await it first")
-        return _by_actor(future.result())
+        return _by_actor(self._handle.result())
 
     async def wait_sent(self) -> None:
         """Wait until the step's host arguments have left: they may change again."""
@@ -314,7 +313,7 @@ class StepRunner:
             compiled.program_id, arguments.array_ids, outputs, puts=arguments.puts, frees_after=arguments.frees_after
         )
         donated = self._retire_donated(step, compiled, leaves)
-        handle.future.add_done_callback(lambda future: self._finished(future, results, donated, step.__name__))
+        handle.when_done(lambda: self._finished(handle, results, donated, step.__name__))
         traced = compiled.compiled.traced
         count = len(traced.out_names)
         printing = self._printer.start(traced, results[count:], handle) if traced.prints else None
@@ -369,23 +368,18 @@ class StepRunner:
         return donated_arrays
 
     def _finished(
-        self,
-        future: asyncio.Future[dict[ActorId, StepStats]],
-        results: Sequence[RemoteArray],
-        donated: Sequence[RemoteArray],
-        name: str,
+        self, handle: StepHandle, results: Sequence[RemoteArray], donated: Sequence[RemoteArray], name: str
     ) -> None:
         self._admission.release()
-        error = None if future.cancelled() else future.exception()
-        if future.cancelled() or error is not None:
-            why = next(iter(str(error or "it was cancelled").splitlines()), type(error).__name__)
-            for array in results:
-                if not array.is_deleted():
-                    array.retire(FAILED, f"its step failed: {why}")
-            for array in donated:
-                array.retire(DONATED, f"it was donated to step {name!r}, which failed: {why}")
-        else:
-            self.last_stats = _by_actor(future.result())
+        if handle.error is None:
+            self.last_stats = _by_actor(handle.result())
+            return
+        why = next(iter(str(handle.error).splitlines()), type(handle.error).__name__)
+        for array in results:
+            if not array.is_deleted():
+                array.retire(FAILED, f"its step failed: {why}")
+        for array in donated:
+            array.retire(DONATED, f"it was donated to step {name!r}, which failed: {why}")
 
 
 def _idle(programs: Sequence[ActorProgram]) -> list[ActorId]:

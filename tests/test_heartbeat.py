@@ -20,6 +20,7 @@ from jaxpp_async.actors import messages as m
 from jaxpp_async.actors.bringup import Bringup
 from jaxpp_async.actors.connection import Connection, connect_tcp
 from jaxpp_async.actors.gate import Gate
+from jaxpp_async.actors.handshake import FrameKey
 from jaxpp_async.actors.heartbeat import Beating, start_beating
 from jaxpp_async.actors.launch import LaunchSpec, LocalLauncher
 from jaxpp_async.actors.lifeline import ExitCode
@@ -153,7 +154,7 @@ async def test_a_forged_beat_ends_its_connection_and_no_other():
     async with open_gate() as (gate, address, heard):
         arrival = gate.expect(ACTOR)
         control, heart = await knock(address, ACTOR), await knock(address, HEART)
-        heart.wire._send_key = b"x" * 32
+        heart.wire._send_key = FrameKey(b"x" * 32)
         heart.send(BEAT)
         await closed(heart)
         assert heard.beats == [] and (await arrival).is_open

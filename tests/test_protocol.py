@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import random
 import tracemalloc
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import pytest
 
 from jaxpp_async.actors import codec
 from jaxpp_async.actors import messages as m
+from jaxpp_async.actors.handshake import FrameKey
 from jaxpp_async.actors.protocol import MAX_HANDSHAKE_BYTES, TO_ACTOR, TO_CONTROLLER, Identity, Wire
 from jaxpp_async.errors import HandshakeError, ProtocolError
 from jaxpp_async.program import Aval
@@ -321,6 +323,14 @@ def test_nothing_is_sent_before_the_handshake():
     _, controller = pair()
     with pytest.raises(ProtocolError, match="greeting, not open"):
         controller.encode(m.Inspect(0))
+
+
+@pytest.mark.parametrize("size", [0, 16, 63, 64, 65, 100_000])
+def test_frames_are_signed_with_hmac_sha256(size):
+    key, data = bytes(range(100, 132)), bytes(k % 251 for k in range(size))
+    expected = hmac.digest(key, data, "sha256")[:16]
+    for cut in (0, size // 3, size):
+        assert FrameKey(key).sign(data[:cut], memoryview(data)[cut:]) == expected
 
 
 def test_2000_mutated_frames_are_refused_and_leave_no_memory():

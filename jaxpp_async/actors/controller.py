@@ -291,7 +291,7 @@ class Controller:
             )
             posts.append((actor, message, large))
         self._under_way[handle.step] = handle
-        handle.future.add_done_callback(lambda _: self._under_way.pop(handle.step, None))
+        handle.when_done(lambda: self._under_way.pop(handle.step, None))
         for actor, message, large in posts:
             self._post_with(actor, message, handle, large, handle.sends)
         self._frees.give_back(frees)  # of actors without a part in this step

@@ -220,6 +220,9 @@ class Fetching:
     def done(self) -> bool:
         return self.future.done()
 
+    def when_done(self, callback: Callable[[], None]) -> None:
+        self.future.add_done_callback(lambda _: callback())
+
     def again(self) -> None:
         self._arriving, self._reply = {}, None
 

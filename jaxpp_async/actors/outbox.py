@@ -99,12 +99,11 @@ class Outbox:
         """
         if waiter not in self._open:  # a step is posted to several actors
             self._open.add(waiter)
-            waiter.future.add_done_callback(lambda _: self._open.discard(waiter))
-        sent = _Sent(next(self._serials), actor, message, waiter, transfers, size_bytes)
+            waiter.when_done(lambda: self._open.discard(waiter))
         if self._remembers:
-            self._remember(sent)
+            self._remember(_Sent(next(self._serials), actor, message, waiter, transfers, size_bytes))
         if self._is_open.is_set():
-            self._send(sent)
+            self._send(actor, message, waiter, transfers)
 
     def send(
         self, actor: ActorId, make: Callable[[int], Request], expected: type, *, awaited: bool = True
@@ -135,10 +134,10 @@ class Outbox:
         """Wait until little is left unsent to an actor, or it has gone."""
         await self._links[actor].connection.drain()
 
-    def _send(self, sent: _Sent) -> None:
-        self._links[sent.actor].request(sent.message, sent.waiter)
-        if sent.transfers is not None:
-            sent.transfers()
+    def _send(self, actor: ActorId, message: Request, waiter: Waiter, transfers: StartTransfers | None) -> None:
+        self._links[actor].request(message, waiter)
+        if transfers is not None:
+            transfers()
 
     # ------------------------------------------------------------ remembering
 
@@ -234,7 +233,7 @@ class Outbox:
                     again.add(sent.message.step)
                 # What is put or read and cannot be had again fails whoever uses it, if anyone still does.
                 sent.waiter = Replayed(takes_failures=not isinstance(sent.message, Step))
-            self._send(sent)
+            self._send(sent.actor, sent.message, sent.waiter, sent.transfers)
         return len(again)
 
     # ------------------------------------------------------------ the end

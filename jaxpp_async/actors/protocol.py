@@ -23,11 +23,13 @@ from typing import Final, Literal, TypeAlias
 
 from jaxpp_async.actors import codec
 from jaxpp_async.actors.handshake import (
+    MAC_BYTES,
     MAGIC,
     NONCE_BYTES,
     SECRET_BYTES,
     Challenge,
     Channel,
+    FrameKey,
     Hello,
     Keys,
     Proof,
@@ -54,10 +56,9 @@ DEFAULT_MAX_FRAME_BYTES: Final = 1 << 30
 MAX_BEAT_BYTES: Final = 256
 """The longest frame of a channel that carries signs of life alone."""
 
-_MAC_BYTES: Final = 16
 _GREETING = struct.Struct(">4sH")
 _HEADER = struct.Struct(">QQ")
-_PREFIX_BYTES: Final = _HEADER.size + _MAC_BYTES
+_PREFIX_BYTES: Final = _HEADER.size + MAC_BYTES
 _JOIN_BYTES: Final = 1 << 16  # below this, one copy is cheaper than one more write
 
 TO_ACTOR = codec.message_types(Request)
@@ -114,7 +115,8 @@ class Wire:
         self._outgoing: list[bytes] = []
         self._hello: Hello | None = None
         self._said = b""
-        self._send_key = self._receive_key = b""
+        self._send_key: FrameKey | None = None
+        self._receive_key: FrameKey | None = None
         self._num_sent = self._num_received = 0
         self._frame_bytes = 0  # length of the frame at the buffer's head, once its prefix is checked
         if identity is not None:
@@ -145,7 +147,7 @@ class Wire:
         except BaseException:  # whatever it is, the stream is out of step from here: nothing of it may be trusted
             self.state = "failed"
             self._buffer = bytearray()
-            self._send_key = self._receive_key = b""
+            self._send_key = self._receive_key = None
             raise
 
     def encode(self, message: Message) -> list[bytes]:
@@ -154,7 +156,8 @@ class Wire:
         Raises:
             ProtocolError: the wire is not open, or the message is longer than a frame may be.
         """
-        if self.state != "open":
+        key = self._send_key
+        if self.state != "open" or key is None:
             raise ProtocolError(f"cannot send {type(message).__name__}: the conversation is {self.state}, not open")
         payload = codec.encode(message)
         if len(payload) > self._max_frame_bytes:
@@ -164,13 +167,9 @@ class Wire:
             )
         header = _HEADER.pack(len(payload), self._num_sent)
         self._num_sent += 1
-        prefix = header + _short_mac(self._send_key, header)
-        if len(payload) <= _JOIN_BYTES:
-            signed = prefix + payload
-            return [signed + _short_mac(self._send_key, signed)]
-        mac = hmac.new(self._send_key, prefix, "sha256")
-        mac.update(payload)
-        return [prefix, payload, mac.digest()[:_MAC_BYTES]]
+        prefix = header + key.sign(header)
+        pieces = [prefix, payload, key.sign(prefix, payload)]
+        return [b"".join(pieces)] if len(payload) <= _JOIN_BYTES else pieces
 
     # ------------------------------------------------------------ handshake
 
@@ -250,7 +249,7 @@ class Wire:
             if not self._frame_bytes:
                 if len(buffer) < _PREFIX_BYTES:
                     return messages
-                self._frame_bytes = _PREFIX_BYTES + self._check_prefix() + _MAC_BYTES
+                self._frame_bytes = _PREFIX_BYTES + self._check_prefix() + MAC_BYTES
             if len(buffer) < self._frame_bytes:
                 return messages
             messages.append(self._read_frame(self._frame_bytes))
@@ -259,9 +258,11 @@ class Wire:
             self._num_received += 1
 
     def _check_prefix(self) -> int:
+        key = self._receive_key
+        assert key is not None  # the wire is open
         header = bytes(self._buffer[: _HEADER.size])
         mac = self._buffer[_HEADER.size : _PREFIX_BYTES]
-        if not hmac.compare_digest(_short_mac(self._receive_key, header), mac):
+        if not hmac.compare_digest(key.sign(header), mac):
             raise ProtocolError(f"frame {self._num_received}: the MAC of its length does not match")
         size, sequence = _HEADER.unpack(header)
         if sequence != self._num_received:
@@ -273,9 +274,11 @@ class Wire:
         return size
 
     def _read_frame(self, frame_bytes: int) -> Message:
-        end = frame_bytes - _MAC_BYTES
+        key = self._receive_key
+        assert key is not None  # the wire is open
+        end = frame_bytes - MAC_BYTES
         with memoryview(self._buffer) as whole, whole[:end] as signed, whole[end:frame_bytes] as mac:
-            if not hmac.compare_digest(_short_mac(self._receive_key, signed), mac):
+            if not hmac.compare_digest(key.sign(signed), mac):
                 raise ProtocolError(f"frame {self._num_received}: its MAC does not match")
             with signed[_PREFIX_BYTES:] as payload:
                 return codec.decode(payload, self._known)
@@ -294,7 +297,3 @@ def _read_greeting(cls, body: bytes):
         return codec.decode_as(cls, body)
     except ProtocolError as error:
         raise HandshakeError(f"bad greeting: {error}") from None
-
-
-def _short_mac(key: bytes, data: bytes | memoryview) -> bytes:
-    return hmac.digest(key, data, "sha256")[:_MAC_BYTES]

@@ -6,7 +6,7 @@ No asyncio task and no extra trip through the loop a request: a step's replies s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 from jaxpp_async.actors.actor_info import ActorInfo
@@ -28,7 +28,11 @@ class Waiter(Protocol):
 
     @property
     def future(self) -> asyncio.Future[Any]:
-        """Done when this is."""
+        """Done when this is, or a moment later."""
+        ...
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call back when this is done, or a moment later."""
         ...
 
     @property
@@ -80,6 +84,9 @@ class Call:
     def done(self) -> bool:
         return self.future.done()
 
+    def when_done(self, callback: Callable[[], None]) -> None:
+        self.future.add_done_callback(lambda _: callback())
+
     def again(self) -> None:
         """Nothing has come of it."""
 
@@ -104,29 +111,49 @@ class StepHandle:
     Awaiting it waits until every actor has finished the step and gives each actor's `StepStats`, or raises the step's
     error. A cancelled await leaves the step running: it may be awaited again.
 
+    Not a future itself: its end calls back at once and wakes those who await it with the next pass of the event loop,
+    where a shielded future takes two.
+
     Attributes:
         step: the step's number, counted from 0 over the mesh's life.
         program_id: what it runs.
         sends: the transfers of its host values, one future each.
+        error: why it failed, or None.
     """
 
     takes_failures = False
 
     def __init__(self, step: int, program_id: int, actors: Sequence[int]):
         self.step, self.program_id = step, program_id
+        self.sends: list[asyncio.Future[None]] = []
+        self.error: Exception | None = None
         self._actors = tuple(actors)
         self._waiting = set(actors)
         self._stats: dict[int, StepStats] = {}
-        self._future: asyncio.Future[dict[int, StepStats]] = asyncio.get_running_loop().create_future()
-        self._future.add_done_callback(_retrieve)
-        self.sends: list[asyncio.Future[None]] = []
+        self._done = False
+        self._callbacks: list[Callable[[], None]] = []
+        self._awaiting: list[asyncio.Future[None]] = []
 
     def __await__(self) -> Generator[Any, None, dict[int, StepStats]]:
-        return asyncio.shield(self._future).__await__()
+        if not self._done:
+            awaited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._awaiting.append(awaited)
+            yield from awaited
+        return self.result()
+
+    def result(self) -> dict[int, StepStats]:
+        """Each actor's statistics, of a step that is done.
+
+        Raises:
+            The step's error, if it failed.
+        """
+        if self.error is not None:
+            raise self.error
+        return self._stats
 
     @property
     def is_awaited(self) -> bool:
-        return not self._future.done()
+        return not self._done
 
     async def wait_sent(self) -> None:
         """Wait until its host values have left, or could not: their arrays may then be changed again."""
@@ -136,12 +163,22 @@ class StepHandle:
     @property
     def done(self) -> bool:
         """It has finished or failed."""
-        return self._future.done()
+        return self._done
 
     @property
     def future(self) -> asyncio.Future[dict[int, StepStats]]:
-        """For callbacks; awaiting the handle itself is safe against cancellation, awaiting this is not."""
-        return self._future
+        """A future of its own for each who asks. Cancelling it does not touch the step."""
+        future: asyncio.Future[dict[int, StepStats]] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(_retrieve)
+        self.when_done(lambda: self._tell(future))
+        return future
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call back when it is done, at once and in the order of these calls; now, if it is. Must not raise."""
+        if self._done:
+            callback()
+        else:
+            self._callbacks.append(callback)
 
     def waits_for(self, actor_id: int) -> bool:
         """Whether this actor has not finished the step yet."""
@@ -158,12 +195,31 @@ class StepHandle:
             )
         self._stats[link.info.id] = reply.stats
         self._waiting.discard(link.info.id)
-        if not self._waiting and not self._future.done():
-            self._future.set_result(self._stats)
+        if not self._waiting:
+            self._end(None)
 
     def fail(self, error: Exception) -> None:
-        if not self._future.done():
-            self._future.set_exception(error)
+        self._end(error)
+
+    def _end(self, error: Exception | None) -> None:
+        if self._done:
+            return
+        self._done, self.error = True, error
+        callbacks, self._callbacks = self._callbacks, []
+        awaiting, self._awaiting = self._awaiting, []
+        for callback in callbacks:
+            callback()
+        for awaited in awaiting:
+            if not awaited.done():
+                awaited.set_result(None)
+
+    def _tell(self, future: asyncio.Future[dict[int, StepStats]]) -> None:
+        if future.done():
+            return
+        if self.error is not None:
+            future.set_exception(self.error)
+        else:
+            future.set_result(self._stats)
 
 
 class Replayed:
@@ -175,6 +231,9 @@ class Replayed:
         self.takes_failures = takes_failures
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.future.set_result(None)
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        callback()
 
     def on_reply(self, link: ActorLink, reply: Any) -> None:
         """Whoever asked has his answer."""

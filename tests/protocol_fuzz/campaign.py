@@ -16,7 +16,7 @@ from conversations import GREETINGS, Conversation, converse, draw
 from mutations import bombs, mutate_bytes, mutate_pieces, mutate_value, split
 
 from jaxpp_async.actors import codec
-from jaxpp_async.actors.protocol import _HEADER, MAX_HANDSHAKE_BYTES, TO_ACTOR, Wire, _short_mac
+from jaxpp_async.actors.protocol import _HEADER, MAX_HANDSHAKE_BYTES, TO_ACTOR, Wire
 from jaxpp_async.errors import HandshakeError, ProtocolError
 
 _EACH = 50
@@ -115,9 +115,9 @@ def _authenticated(here: Conversation, role: str, rng: random.Random, all_bombs:
         wire.feed(piece)
     header = _HEADER.pack(len(payload), 0)
     key = here.keys[role == "controller"]
-    signed = header + _short_mac(key, header) + payload
+    signed = header + key.sign(header) + payload
     got: list[Any] = []
-    error = _feed(wire, signed + _short_mac(key, signed), rng, got)
+    error = _feed(wire, signed + key.sign(signed), rng, got)
     if isinstance(error, HandshakeError):
         raise Broken(f"a frame failed as a greeting: {error}")
     if error is None and len(got) != 1:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from jaxpp_async.actors.handshake import FrameKey
 from jaxpp_async.actors.protocol import BEATS, TO_ACTOR, TO_CONTROLLER, Identity, Wire
 
 VERSION = "1.2.3"
@@ -37,7 +38,7 @@ class Conversation:
     to_controller: tuple[bytes, ...]
     messages_to_actor: tuple[Any, ...]
     messages_to_controller: tuple[Any, ...]
-    keys: tuple[bytes, bytes]
+    keys: tuple[FrameKey, FrameKey]
 
     def pieces(self, role: str) -> tuple[bytes, ...]:
         """What came to this side."""
@@ -98,6 +99,7 @@ def converse(rng: random.Random, secret: bytes | None = None, num_frames: int = 
     )
     to_actor += [b"".join(controller.encode(message)) for message in down]
     to_controller += [b"".join(actor.encode(message)) for message in up]
+    assert controller._send_key is not None and actor._send_key is not None
     keys = (controller._send_key, actor._send_key)
     return Conversation(secret, identity, nonces, tuple(to_actor), tuple(to_controller), down, up, keys)
 

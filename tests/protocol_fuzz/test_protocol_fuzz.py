@@ -19,7 +19,7 @@ from mutations import bombs
 from jaxpp_async.actors import codec
 from jaxpp_async.actors import messages as m
 from jaxpp_async.actors.codec import MAX_DEPTH
-from jaxpp_async.actors.protocol import _HEADER, MAX_HANDSHAKE_BYTES, TO_ACTOR, TO_CONTROLLER, _short_mac
+from jaxpp_async.actors.protocol import _HEADER, MAX_HANDSHAKE_BYTES, TO_ACTOR, TO_CONTROLLER
 from jaxpp_async.errors import HandshakeError, ProtocolError
 
 NUM_FRAMES = 10_000
@@ -85,8 +85,8 @@ def test_a_bomb_takes_no_memory(index):
             for piece in conversation.pieces(role)[: GREETINGS[role]]:
                 wire.feed(piece)
             key, header = conversation.keys[role == "controller"], _HEADER.pack(len(bomb), 0)
-            signed = header + _short_mac(key, header) + bomb
-            data = signed + _short_mac(key, signed)
+            signed = header + key.sign(header) + bomb
+            data = signed + key.sign(signed)
             if b"Log" in bomb and role == "controller" and index == _TWICE:
                 assert wire.feed(data) == [m.Log(1, "a", "b", None, {"a": 2})]
                 continue
@@ -142,7 +142,7 @@ def test_lengths_up_to_2_to_the_64_are_refused_before_a_byte_is_kept():
             wire.feed(piece)
         header = _HEADER.pack(size, 0)
         with pytest.raises(ProtocolError, match=f"has {size} bytes, at most {1 << 20}"):
-            wire.feed(header + _short_mac(conversation.keys[role == "controller"], header))
+            wire.feed(header + conversation.keys[role == "controller"].sign(header))
         assert not wire._buffer
     stranger = conversation.wire("controller")
     with pytest.raises(HandshakeError, match=f"at most {MAX_HANDSHAKE_BYTES}"):
