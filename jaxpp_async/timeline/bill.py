@@ -1,0 +1,165 @@
+"""bill: a step's events in, what each second of it was spent on out: computing, and the causes of all the rest.
+
+The step is played again with the task times that were measured, first without anything that holds it up, then with one
+cause after the other. What a cause adds to the length of the step is its item, so the items add up to the whole.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxpp_async.program import ActorId
+from jaxpp_async.timeline.events import ActorTimeline, Event, Transfer, task_type
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """Where the time of one step went, in seconds. The items add up to `total_s`; one that is negative saved time.
+
+    Args:
+        queue_s: from when the controller sent the step until the first actor took it up: the way there, and steps that
+            were under way before it.
+        compute_s: all tasks, shared evenly by the actors: the step if nothing ever waited.
+        schedule_s: what the order of tasks adds, if tasks of one type took the same time in every stage: its bubble.
+        imbalance_s: what it adds that they do not.
+        transfer_s: what it adds that data takes a while from the start of its send until it is there.
+        start_s: what it adds that some actors took the step up later than the first, or got arguments late.
+        dispatch_s: the rest between taking up and end: everything was there, and the next thing had not begun.
+        reply_s: from the end of the last instruction until the controller had heard of it.
+    """
+
+    queue_s: float
+    compute_s: float
+    schedule_s: float
+    imbalance_s: float
+    transfer_s: float
+    start_s: float
+    dispatch_s: float
+    reply_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The step, from sent to heard of."""
+        return self.queue_s + self.bound_s + self.transfer_s + self.start_s + self.dispatch_s + self.reply_s
+
+    @property
+    def bound_s(self) -> float:
+        """What the schedule and the measured task times allow at best: the critical path of the step's tasks."""
+        return self.compute_s + self.schedule_s + self.imbalance_s
+
+    @property
+    def span_s(self) -> float:
+        """From the first actor's taking it up to the end of the last instruction."""
+        return self.bound_s + self.transfer_s + self.start_s + self.dispatch_s
+
+    @property
+    def efficiency(self) -> float:
+        """`bound_s` over `span_s`: 1 is a step that loses nothing beside what its schedule loses."""
+        return self.bound_s / self.span_s if self.span_s > 0 else 1.0
+
+
+def make_bill(actors: Sequence[ActorTimeline], transfers: Sequence[Transfer], duration_s: float) -> Bill:
+    """The bill of a step.
+
+    Args:
+        duration_s: from when the controller sent it until the last actor was heard.
+
+    Raises:
+        ValueError: the tasks wait for each other in a circle: these are not events of one step.
+    """
+    working = [a for a in actors if a.events]
+    begin_s = min((a.begin_s for a in working), default=0.0)
+    end_s = max((a.end_s for a in working), default=0.0)
+    replay = _Replay(working, transfers)
+    typical = _typical(working)
+    compute_s = sum(run.duration_s for a in working for run in a.runs) / max(len(working), 1)
+    even_s = replay.length(run_s=lambda run: typical[task_type(run.label)])
+    bound_s = replay.length()
+    moved_s = replay.length(moves=True)
+    started_s = replay.length(moves=True, starts=True)
+    return Bill(
+        queue_s=begin_s,
+        compute_s=compute_s,
+        schedule_s=even_s - compute_s,
+        imbalance_s=bound_s - even_s,
+        transfer_s=moved_s - bound_s,
+        start_s=started_s - moved_s,
+        dispatch_s=end_s - begin_s - started_s,
+        reply_s=duration_s - end_s,
+    )
+
+
+def _typical(actors: Sequence[ActorTimeline]) -> dict[str, float]:
+    """The mean time of a task, by type."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for actor in actors:
+        for run in actor.runs:
+            times[task_type(run.label)].append(run.duration_s)
+    return {kind: sum(all_s) / len(all_s) for kind, all_s in times.items()}
+
+
+class _Replay:
+    """Plays the tasks of a step again: each actor's in its order, each as soon as what it reads is there."""
+
+    def __init__(self, actors: Sequence[ActorTimeline], transfers: Sequence[Transfer]):
+        self._runs = {a.actor: a.runs for a in actors}
+        self._events = {(a.actor, e.instruction): e for a in actors for e in a.events}
+        self._senders: Mapping[tuple[ActorId, int], Transfer] = {
+            (t.receive.actor, t.receive.instruction): t for t in transfers
+        }
+        first_s = min((a.begin_s for a in actors), default=0.0)
+        self._begins = {a.actor: a.begin_s - first_s for a in actors}
+        self._first_s = first_s
+
+    def length(
+        self, *, run_s: Callable[[Event], float] = lambda run: run.duration_s, moves: bool = False, starts: bool = False
+    ) -> float:
+        """How long the step then takes.
+
+        Args:
+            run_s: how long a task takes.
+            moves: transfers take as long as they did; else no time.
+            starts: actors begin, and have their arguments, when they did; else at once.
+        """
+        ready: dict[tuple[ActorId, int], float] = {}
+        free_s = {actor: self._begins[actor] if starts else 0.0 for actor in self._runs}
+        at = dict.fromkeys(self._runs, 0)
+        moved = True
+        while moved:
+            moved = False
+            for actor, runs in self._runs.items():
+                while at[actor] < len(runs):
+                    run = runs[at[actor]]
+                    there = [self._ready((actor, i), ready, moves, starts) for i in run.needs]
+                    if any(t is None for t in there):
+                        break
+                    start_s = max([free_s[actor], *(t for t in there if t is not None)])
+                    free_s[actor] = ready[actor, run.instruction] = start_s + run_s(run)
+                    at[actor], moved = at[actor] + 1, True
+        if any(at[actor] < len(runs) for actor, runs in self._runs.items()):
+            raise ValueError("tasks wait for each other in a circle")
+        arrivals = [self._ready(key, ready, moves, starts) for key in self._senders]
+        return max([0.0, *free_s.values(), *(t for t in arrivals if t is not None)])
+
+    def _ready(
+        self, key: tuple[ActorId, int], ready: dict[tuple[ActorId, int], float], moves: bool, starts: bool
+    ) -> float | None:
+        """When the replay has what an instruction makes; None: it cannot be said yet."""
+        if key in ready:
+            return ready[key]
+        event = self._events.get(key)
+        if event is None:
+            return 0.0
+        if event.kind == "input":
+            return event.end_s - self._first_s if starts else 0.0
+        transfer = self._senders.get(key)
+        if event.kind != "recv" or transfer is None:
+            return None if event.kind == "run" else 0.0
+        sent = [self._ready((transfer.send.actor, i), ready, moves, starts) for i in transfer.send.needs]
+        if any(t is None for t in sent):
+            return None
+        took_s = max(0.0, transfer.duration_s) if moves else 0.0
+        ready[key] = max([0.0, *(t for t in sent if t is not None)]) + took_s
+        return ready[key]

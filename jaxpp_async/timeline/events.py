@@ -1,0 +1,270 @@
+"""events: one actor's program and the time stamps of its instructions in, what happened when out. Pure data.
+
+Nothing is measured here, and times keep the clock that they come with but for one number that is taken off.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from jaxpp_async.program import (
+    ActorId,
+    ActorProgram,
+    BufferId,
+    Delete,
+    Input,
+    Instruction,
+    Output,
+    Recv,
+    Run,
+    Send,
+    Tag,
+)
+
+Kind: TypeAlias = Literal["run", "send", "recv", "input", "output", "delete"]
+
+TransferKey: TypeAlias = tuple[ActorId, ActorId, Tag]
+"""(from, to, tag) of one transfer of a step."""
+
+_STAMPS = struct.Struct("<dd")
+_KINDS: dict[type[Instruction], Kind] = {
+    Run: "run",
+    Send: "send",
+    Recv: "recv",
+    Input: "input",
+    Output: "output",
+    Delete: "delete",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One instruction of an actor in one step. Times are seconds since the step's start, on the controller's clock.
+
+    Args:
+        actor: whose.
+        instruction: its index in the actor's program.
+        kind: `"run"`, `"send"`, `"recv"`, `"input"`, `"output"` or `"delete"`.
+        label: as a user reads it: of a run `"fwd(stage 0, mb 3)"`, of a transfer what made the value that travels.
+        start_s, end_s: a run: of the call; a send: until the buffer is free again; a receive: from when there was a
+            place for the data until it was there; an input: from asked for to there; output, delete: the moment.
+        size_bytes: of the value that is sent, received, bound, returned or freed; 0 of a run.
+        peer: the other actor of a transfer.
+        tag: the transfer's; with both actors it names it.
+        needs: instructions of this actor that made what this one reads.
+    """
+
+    actor: ActorId
+    instruction: int
+    kind: Kind
+    label: str
+    start_s: float
+    end_s: float
+    size_bytes: int = 0
+    peer: ActorId | None = None
+    tag: Tag | None = None
+    needs: tuple[int, ...] = ()
+
+    @property
+    def duration_s(self) -> float:
+        """From start to end."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class ActorTimeline:
+    """What one actor did in one step.
+
+    Args:
+        events: in program order; an instruction that was given no time (such as a delete) is not among them.
+        clock_error_s: by how much all its times may be off against those of the controller; 0: they share a clock.
+        host, pid: where it ran.
+    """
+
+    actor: ActorId
+    events: tuple[Event, ...]
+    clock_error_s: float = 0.0
+    host: str = ""
+    pid: int = 0
+
+    @property
+    def runs(self) -> tuple[Event, ...]:
+        """The tasks, in order."""
+        return tuple(e for e in self.events if e.kind == "run")
+
+    @property
+    def begin_s(self) -> float:
+        """When it took the step up."""
+        return min((e.start_s for e in self.events), default=0.0)
+
+    @property
+    def end_s(self) -> float:
+        """When the last of its instructions was done, sends included."""
+        return max((e.end_s for e in self.events), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A send and the receive that took it."""
+
+    send: Event
+    receive: Event
+
+    @property
+    def duration_s(self) -> float:
+        """From the start of the send until the data was there."""
+        return self.receive.end_s - self.send.start_s
+
+
+def read_stamps(stamps: bytes) -> list[tuple[float, float]]:
+    """`StepStats.stamps` as a pair an instruction: taken up, done; NaN for what has no such moment."""
+    return list(_STAMPS.iter_unpack(stamps))
+
+
+def span(stamps: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """The first and the last moment among stamps; None if there is none at all."""
+    moments = [t for pair in stamps for t in pair if not math.isnan(t)]
+    return (min(moments), max(moments)) if moments else None
+
+
+def read_events(
+    program: ActorProgram, stamps: Sequence[tuple[float, float]], origin_s: float, labels: Mapping[TransferKey, str]
+) -> tuple[Event, ...]:
+    """The events of one actor.
+
+    Args:
+        program: what it ran.
+        stamps: a pair an instruction, in seconds of one clock.
+        origin_s: what that clock showed at the step's start.
+        labels: what makes the value of each transfer, from `transfer_labels`.
+
+    Raises:
+        ValueError: there are more or fewer stamps than instructions.
+    """
+    if len(stamps) != len(program.instructions):
+        raise ValueError(f"{len(stamps)} pairs of stamps for {len(program.instructions)} instructions")
+    made_by = _Makers()
+    events: list[Event] = []
+    for index, (instruction, moments) in enumerate(zip(program.instructions, stamps, strict=True)):
+        needs = made_by.read(instruction)
+        made_by.note(index, instruction)
+        known = [t for t in moments if not math.isnan(t)]
+        if not known:
+            continue
+        peer, tag = _transfer_of(instruction)
+        events.append(
+            Event(
+                actor=program.actor,
+                instruction=index,
+                kind=_KINDS[type(instruction)],
+                label=_label(program.actor, instruction, labels),
+                start_s=known[0] - origin_s,
+                end_s=known[-1] - origin_s,
+                size_bytes=0 if isinstance(instruction, Run) else program.avals[instruction.buffer].size_bytes,
+                peer=peer,
+                tag=tag,
+                needs=needs,
+            )
+        )
+    return tuple(events)
+
+
+def transfer_labels(programs: Sequence[ActorProgram]) -> dict[TransferKey, str]:
+    """For each transfer, by (from, to, tag), what made the value: a task, `"arg 3"`, or, passed on, what made that."""
+    makers: dict[TransferKey, Instruction | None] = {}
+    for program in programs:
+        made: dict[BufferId, Instruction] = {}
+        for instruction in program.instructions:
+            if isinstance(instruction, Send):
+                makers[(program.actor, instruction.to_actor, instruction.tag)] = made.get(instruction.buffer)
+            for buffer in _made(instruction):
+                made[buffer] = instruction
+
+    def name(key: TransferKey, hops: int) -> str:
+        maker = makers.get(key)
+        if isinstance(maker, Run):
+            return maker.label
+        if isinstance(maker, Input):
+            return f"arg {maker.arg}"
+        if isinstance(maker, Recv) and hops:  # passed on
+            return name((maker.from_actor, key[0], maker.tag), hops - 1)
+        return "?"
+
+    return {key: name(key, len(programs)) for key in makers}
+
+
+def pair(actors: Sequence[ActorTimeline]) -> tuple[Transfer, ...]:
+    """Each send with its receive, by (from, to, tag), in the order in which the sends were started."""
+    receives: dict[tuple[ActorId, ActorId | None, Tag | None], Event] = {
+        (e.actor, e.peer, e.tag): e for a in actors for e in a.events if e.kind == "recv"
+    }
+    sends = [e for a in actors for e in a.events if e.kind == "send"]
+    both = [Transfer(e, r) for e in sends for r in [receives.get((e.peer or 0, e.actor, e.tag))] if r is not None]
+    return tuple(sorted(both, key=lambda t: (t.send.start_s, t.send.actor, t.send.instruction)))
+
+
+_MICROBATCH = re.compile(r",? ?\bmb \d+")
+_PLACE = re.compile(r",? ?\b(?:mb|stage|actor) \d+")
+
+
+def task_kind(label: str) -> str:
+    """A task's label without its microbatch: `"fwd(stage 0)"`."""
+    return _MICROBATCH.sub("", label).replace("()", "")
+
+
+def task_type(label: str) -> str:
+    """A task's label without microbatch, stage and actor: `"fwd"`."""
+    return _PLACE.sub("", label).replace("()", "")
+
+
+class _Makers:
+    """Which instruction made what a slot holds just now."""
+
+    def __init__(self) -> None:
+        self._by_buffer: dict[BufferId, int] = {}
+
+    def note(self, index: int, instruction: Instruction) -> None:
+        for buffer in _made(instruction):
+            self._by_buffer[buffer] = index
+
+    def read(self, instruction: Instruction) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self._by_buffer[b] for b in _read(instruction) if b in self._by_buffer))
+
+
+def _made(instruction: Instruction) -> tuple[BufferId, ...]:
+    if isinstance(instruction, Run):
+        return instruction.outputs
+    return (instruction.buffer,) if isinstance(instruction, Input | Recv) else ()
+
+
+def _read(instruction: Instruction) -> tuple[BufferId, ...]:
+    if isinstance(instruction, Run):
+        return instruction.inputs
+    return (instruction.buffer,) if isinstance(instruction, Send | Output | Delete) else ()
+
+
+def _transfer_of(instruction: Instruction) -> tuple[ActorId | None, Tag | None]:
+    if isinstance(instruction, Send):
+        return instruction.to_actor, instruction.tag
+    return (instruction.from_actor, instruction.tag) if isinstance(instruction, Recv) else (None, None)
+
+
+def _label(actor: ActorId, instruction: Instruction, labels: Mapping[TransferKey, str]) -> str:
+    match instruction:
+        case Run(label=label):
+            return label
+        case Send(to_actor=peer, tag=tag):
+            return labels.get((actor, peer, tag), "?")
+        case Recv(from_actor=peer, tag=tag):
+            return labels.get((peer, actor, tag), "?")
+        case Input(arg=arg):
+            return f"arg {arg}"
+        case Output(result=result):
+            return f"result {result}"
+        case Delete(buffer=buffer):
+            return f"b{buffer}"

@@ -1,0 +1,288 @@
+"""Timelines: stamps to events and transfers, where time went, the bill, clocks of other hosts, the trace, and what real
+steps say. The pure ones are played on programs of a few lines with stamps that add up by hand."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import struct
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from jaxpp_async.program import ActorProgram
+from jaxpp_async.program_text import parse_program
+from jaxpp_async.timeline import Recorded, Timeline, chrome_trace, make_timeline, write_trace
+from jaxpp_async.timeline.events import task_kind, task_type, transfer_labels
+
+NAN = math.nan
+NO = (NAN, NAN)
+
+STAGE_0 = """\
+actor 0: 5 slots
+input  b0 = arg 0 f32[4]
+run    "fwd(stage 0, mb 0)" exe 0 (b0) -> (b1 f32[4])
+send   b1 to 1 tag 0
+delete b1
+run    "fwd(stage 0, mb 1)" exe 0 (b0) -> (b2 f32[4])
+send   b2 to 1 tag 1
+recv   b3 from 1 tag 2 f32[8]
+run    "bwd(stage 0, mb 0)" exe 1 (b3) -> (b4 f32[4])
+output b4 = result 0
+"""
+STAGE_1 = """\
+actor 1: 4 slots
+recv   b0 from 0 tag 0 f32[4]
+recv   b1 from 0 tag 1 f32[4]
+run    "fwd_bwd(stage 1, mb 0)" exe 2 (b0) -> (b2 f32[8])
+send   b2 to 0 tag 2
+run    "fwd_bwd(stage 1, mb 1)" exe 2 (b1) -> (b3 f32[8])
+output b3 = result 1
+"""
+PROGRAMS = [parse_program(STAGE_0), parse_program(STAGE_1)]
+
+# In seconds since the step was sent, at 100 on the controller's clock. Actor 0 takes it up at 1, actor 1 at 2.
+STAMPS: list[list[tuple[float, float]]] = [
+    [(1, 1), (2, 4), (4, 5), NO, (4, 6), (7, 8), (1, 16), (17, 20), (20, 20)],
+    [(2, 5), (2, 9), (5, 9), (9, 15), (10, 14), (14, NAN)],
+]
+
+
+def packed(stamps: Sequence[tuple[float, float]], shift: float) -> bytes:
+    return b"".join(struct.pack("<dd", a + shift, b + shift) for a, b in stamps)
+
+
+def made(
+    programs: Sequence[ActorProgram] = PROGRAMS,
+    stamps: Sequence[Sequence[tuple[float, float]]] = STAMPS,
+    *,
+    origin: float = 100.0,
+    ahead: Sequence[float] = (0.0, 0.0),
+    heard: float = 22.0,
+    **known: Any,
+) -> Timeline:
+    """The timeline of a step of `heard` seconds; clock k is ahead by `ahead[k]`."""
+    recorded = {
+        p.actor: Recorded(p, packed(s, origin + ahead[k]), origin + heard, **{"offset_s": ahead[k], **known})
+        for k, (p, s) in enumerate(zip(programs, stamps, strict=True))
+    }
+    return make_timeline(7, "train_step", origin, recorded)
+
+
+# ---------------------------------------------------------------- events
+
+
+def test_every_stamped_instruction_is_an_event_in_program_order():
+    timeline = made()
+    assert (timeline.step, timeline.name, timeline.duration_s) == (7, "train_step", 22.0)
+    said = [(e.instruction, e.kind, e.label, e.start_s, e.end_s, e.size_bytes, e.peer, e.tag) for e in a0(timeline)]
+    assert said == [
+        (0, "input", "arg 0", 1, 1, 16, None, None),
+        (1, "run", "fwd(stage 0, mb 0)", 2, 4, 0, None, None),
+        (2, "send", "fwd(stage 0, mb 0)", 4, 5, 16, 1, 0),
+        (4, "run", "fwd(stage 0, mb 1)", 4, 6, 0, None, None),
+        (5, "send", "fwd(stage 0, mb 1)", 7, 8, 16, 1, 1),
+        (6, "recv", "fwd_bwd(stage 1, mb 0)", 1, 16, 32, 1, 2),
+        (7, "run", "bwd(stage 0, mb 0)", 17, 20, 0, None, None),
+        (8, "output", "result 0", 20, 20, 16, None, None),
+    ]
+    assert [e.needs for e in a0(timeline)] == [(), (0,), (1,), (0,), (4,), (), (6,), (7,)]
+    assert timeline.actors[1].events[-1].duration_s == 0  # one stamp of two is a moment
+    assert [e.start_s for e in timeline.events] == sorted(e.start_s for e in timeline.events)
+
+
+def a0(timeline: Timeline):
+    return timeline.actors[0].events
+
+
+def test_transfers_pair_a_send_with_its_receive():
+    found = [(t.send.actor, t.receive.actor, t.send.tag, t.send.start_s, t.receive.end_s) for t in made().transfers]
+    assert found == [(0, 1, 0, 4, 5), (0, 1, 1, 7, 9), (1, 0, 2, 9, 16)]
+    assert [t.duration_s for t in made().transfers] == [1, 2, 7]
+
+
+def test_what_is_passed_on_is_called_after_what_made_it():
+    programs = [
+        parse_program('actor 0: 2 slots\ninput  b0 = arg 5 f32[2]\nsend   b0 to 1 tag 0\nrun    "f" exe 0 () -> '
+                      "(b1 f32[2])\nsend   b1 to 1 tag 1\n"),
+        parse_program("actor 1: 2 slots\nrecv   b0 from 0 tag 0 f32[2]\nrecv   b1 from 0 tag 1 f32[2]\n"
+                      "send   b0 to 2 tag 0\nsend   b1 to 2 tag 1\n"),
+        parse_program("actor 2: 2 slots\nrecv   b0 from 1 tag 0 f32[2]\nrecv   b1 from 1 tag 1 f32[2]\n"),
+    ]  # fmt: skip
+    assert transfer_labels(programs) == {(0, 1, 0): "arg 5", (0, 1, 1): "f", (1, 2, 0): "arg 5", (1, 2, 1): "f"}
+
+
+@pytest.mark.parametrize(
+    ("label", "kind", "type_"),
+    [
+        ("fwd(stage 1, mb 12)", "fwd(stage 1)", "fwd"),
+        ("bwd_input(stage 0, mb 3)", "bwd_input(stage 0)", "bwd_input"),
+        ("start(bwd, stage 1)", "start(bwd, stage 1)", "start(bwd)"),
+        ("outer(2, actor 1)", "outer(2, actor 1)", "outer(2)"),
+        ("acc(mb 0)", "acc", "acc"),
+        ("anything", "anything", "anything"),
+    ],
+)
+def test_kinds_of_tasks(label, kind, type_):
+    assert (task_kind(label), task_type(label)) == (kind, type_)
+
+
+def test_stamps_of_another_program_are_refused():
+    with pytest.raises(ValueError, match="8 pairs of stamps for 9 instructions"):
+        made(stamps=[STAMPS[0][1:], STAMPS[1]])
+
+
+# ---------------------------------------------------------------- where time went
+
+
+def test_shares_say_what_each_actor_did():
+    """Actor 0, from 1 on: 1-2 dispatch, 2-6 fwd, then nothing until its gradient, which is sent at 9 and there at 16,
+    17-20 bwd. Actor 1, from 2 on: the first activation is sent at 4 and there at 5, ..."""
+    zero, one = made().shares
+    assert (zero.compute_s, zero.wait_s, zero.transfer_s, zero.dispatch_s, zero.idle_s) == (7, 3, 7, 2, 3)
+    assert (one.compute_s, one.wait_s, one.transfer_s, one.dispatch_s, one.idle_s) == (8, 2, 2, 1, 9)
+    assert zero.duration_s == one.duration_s == 22
+
+
+def test_the_bill_says_why():
+    """Alone on the critical path, without anything in the way: fwd 2, fwd_bwd 4, bwd 3."""
+    bill = made().bill
+    assert bill.compute_s == (7 + 8) / 2
+    assert bill.bound_s == 10  # fwd 2, fwd_bwd 4, fwd_bwd 4: longer than fwd, fwd_bwd, bwd
+    assert bill.imbalance_s == 0  # one stage has each type: all of one type take the same time
+    assert bill.schedule_s == 10 - 7.5
+    assert bill.transfer_s == 17 - 10  # fwd until 2, there at 3, fwd_bwd until 7, there at 14, bwd until 17
+    assert bill.queue_s == 1 and bill.reply_s == 2
+    assert bill.total_s == 22 and bill.span_s == 19
+    assert bill.efficiency == 10 / 19
+
+
+def test_the_bill_of_stages_that_are_not_alike():
+    programs = [
+        parse_program(f'actor {a}: 2 slots\nrun    "fwd(stage {a}, mb 0)" exe 0 () -> (b0 f32[1])\n'
+                      f'run    "fwd(stage {a}, mb 1)" exe 0 () -> (b1 f32[1])\n')
+        for a in (0, 1)
+    ]  # fmt: skip
+    bill = made(programs, [[(0, 3), (3, 6)], [(0, 1), (1, 2)]], heard=6.0).bill
+    assert (bill.compute_s, bill.schedule_s, bill.imbalance_s) == (4, 0, 2)
+    assert (bill.queue_s, bill.transfer_s, bill.start_s, bill.dispatch_s, bill.reply_s) == (0, 0, 0, 0, 0)
+    late = made(programs, [[(0, 3), (4, 7)], [(7, 8), (8, 9)]], heard=9.0).bill
+    assert (late.start_s, late.dispatch_s) == (3, 0)  # actor 1 began when all could have been over
+
+
+def test_a_step_that_is_not_one():
+    circle = [
+        parse_program('actor 0: 2 slots\nrecv   b0 from 1 tag 0 f32[1]\nrun    "f" exe 0 (b0) -> (b1 f32[1])\n'
+                      "send   b1 to 1 tag 0\n"),
+        parse_program('actor 1: 2 slots\nrecv   b0 from 0 tag 0 f32[1]\nrun    "g" exe 0 (b0) -> (b1 f32[1])\n'
+                      "send   b1 to 0 tag 0\n"),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="in a circle"):
+        _ = made(circle, [[(0, 1), (1, 2), (2, 3)]] * 2).bill
+    nothing = make_timeline(0, "empty", 5.0, {})
+    assert nothing.bill.total_s == 0 and nothing.events == () and "0 actors" in str(nothing)
+
+
+def test_a_timeline_prints():
+    text = str(made())
+    assert text.startswith("step 7 of 'train_step': 22.00 s on 2 actors\n")
+    for line in ("actor 0        32%      14%", "fwd_bwd(stage 1)     2  4.00 s", "schedule    2.50 s   11%"):
+        assert line in text, text
+    assert made().task_times["fwd(stage 0)"] == (2, 2) and made().median_s("bwd(stage 0)") == 3
+
+
+# ---------------------------------------------------------------- clocks
+
+
+@pytest.mark.parametrize(
+    ("offset_s", "error_s", "off", "within"),
+    [
+        (50.0, 0.0, 0.0, 0.0),  # a clock that is shared is believed
+        (50.25, 0.5, 0.25, 0.5),  # an estimate within the step's own bounds is believed
+        (52.0, 2.0, 0.5, 0.5),  # one that reaches beyond them is cut: it was taken up after it was sent, ...
+        (0.0, None, -0.5, 1.5),  # ... and done before it was heard of: which is all that is known without one
+        (80.0, 0.5, -0.5, 1.5),  # one that contradicts them is wrong
+    ],
+)
+def test_the_step_bounds_what_a_clock_may_be_off(offset_s, error_s, off, within):
+    """Actor 0's clock is ahead by 50; its stamps are from 1 to 20 of a step of 22 s."""
+    recorded = {
+        0: Recorded(PROGRAMS[0], packed(STAMPS[0], 150.0), 122.0, offset_s, error_s, "far", 9),
+        1: Recorded(PROGRAMS[1], packed(STAMPS[1], 100.0), 122.0),
+    }
+    timeline = make_timeline(7, "s", 100.0, recorded)
+    zero = timeline.actors[0]
+    assert zero.begin_s == 1 - off and zero.clock_error_s == within == timeline.clock_error_s
+    assert zero.begin_s >= 0 and zero.end_s <= timeline.duration_s
+    assert ("clocks within" in str(timeline)) == (within > 0)
+
+
+# ---------------------------------------------------------------- the trace
+
+
+def check_trace(trace: dict[str, Any]) -> None:
+    """What a viewer needs: names for all tracks, slices that do not overlap on one, arrows inside of slices."""
+    events = json.loads(json.dumps(trace, allow_nan=False))["traceEvents"]
+    named = {(e["pid"], e.get("tid")) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    ends: dict[int, dict[str, dict]] = defaultdict(dict)
+    for e in events:
+        if e["ph"] == "X":
+            assert e["dur"] > 0 and e["ts"] >= 0
+            tracks[e["pid"], e["tid"]].append((e["ts"], e["ts"] + e["dur"]))
+        elif e["ph"] in "sf":
+            assert e["ph"] not in ends[e["id"]], "an arrow has one start and one end"
+            ends[e["id"]][e["ph"]] = e
+    assert set(tracks) <= named
+    for track in tracks.values():
+        track.sort()
+        assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(track))
+    for arrow in ends.values():
+        assert arrow["s"]["ts"] <= arrow["f"]["ts"] and arrow["f"]["bp"] == "e"
+        for e in arrow.values():
+            assert any(a <= e["ts"] < b for a, b in tracks[e["pid"], e["tid"]]), e
+
+
+def test_a_trace_has_a_track_an_actor_and_arrows_for_transfers():
+    trace = made().to_chrome_trace()
+    check_trace(trace)
+    events = trace["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert processes == {0: "controller", 1: "actor 0", 2: "actor 1"}
+    threads = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
+    assert {(1, "tasks"), (1, "sends"), (1, "receives"), (2, "tasks"), (2, "sends"), (2, "receives")} <= threads
+    slices = {(e["pid"], e["cat"], e["name"]): e for e in events if e["ph"] == "X"}
+    run = slices[1, "task", "fwd(stage 0, mb 1)"]
+    assert (run["ts"], run["dur"], run["args"]) == (4e6, 2e6, {"step": 7, "instruction": 4})
+    sent, received = slices[1, "send", "fwd(stage 0, mb 1)"], slices[2, "recv", "fwd(stage 0, mb 1)"]
+    assert (sent["ts"], sent["args"]["bytes"], sent["args"]["to_actor"]) == (7e6, 16, 1)
+    assert (received["ts"], received["dur"], received["args"]["from_actor"]) == (7e6, 2e6, 0)
+    assert sum(e["ph"] == "s" for e in events) == 3
+    assert slices[0, "step", "step 7"]["dur"] == 22e6
+
+
+def test_slices_that_overlap_get_threads_of_their_own():
+    """Three receives at once, and two steps under way at once."""
+    receives = "".join(f"recv   b{k} from 0 tag {k} f32[1]\n" for k in range(3))
+    sends = "".join(f"send   b0 to 1 tag {k}\n" for k in range(3))
+    programs = [
+        parse_program(f'actor 0: 1 slots\nrun    "f" exe 0 () -> (b0 f32[1])\n{sends}'),
+        parse_program(f"actor 1: 3 slots\n{receives}"),
+    ]
+    stamps = [[(0, 1), (1, 9), (1, 8), (1, 1)], [(0, 9), (0, 8), (0, 1)]]
+    one, other = made(programs, stamps), made(programs, stamps, origin=105.0)
+    trace = chrome_trace([other, one])
+    check_trace(trace)
+    steps = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 0]
+    assert [(e["ts"], e["tid"]) for e in steps] == [(0, 0), (5e6, 1)]
+    assert len({e["id"] for e in trace["traceEvents"] if e["ph"] == "s"}) == 6
+
+
+def test_a_trace_is_a_file(tmp_path):
+    made().write(tmp_path / "one.json")
+    write_trace(tmp_path / "two.json", [made(), made(origin=130.0)])
+    assert json.loads((tmp_path / "one.json").read_text()) == made().to_chrome_trace()
+    check_trace(json.loads((tmp_path / "two.json").read_text()))
