@@ -49,14 +49,15 @@ def busiest_s(programs: Sequence[ActorProgram], times: Mapping[Kind, float]) -> 
     return max(sum(times[p.actor, i.executable] for i in p.instructions if isinstance(i, Run)) for p in programs)
 
 
-def critical_path_s(programs: Sequence[ActorProgram], times: Mapping[Kind, float]) -> float:
-    """The end of the last task, where transfers take no time.
+def critical_path_s(programs: Sequence[ActorProgram], times: Mapping[Kind, float], transfer_s: float = 0.0) -> float:
+    """The end of the last task.
 
     Args:
         programs: one an actor; they do not deadlock.
         times: seconds by kind.
+        transfer_s: what each transfer takes, beside all others.
     """
-    walk = _Walk(times)
+    walk = _Walk(times, transfer_s)
     heads = {p.actor: 0 for p in programs}
     moved = True
     while moved:
@@ -71,14 +72,14 @@ def critical_path_s(programs: Sequence[ActorProgram], times: Mapping[Kind, float
 
 
 class _Walk:
-    """All programs, run in thought: each actor's time, when its buffers were made and when each tag was sent."""
+    """All programs, run in thought: each actor's time, when its buffers were made and when each tag came."""
 
-    def __init__(self, times: Mapping[Kind, float]):
-        self.times = times
+    def __init__(self, times: Mapping[Kind, float], transfer_s: float):
+        self.times, self.transfer_s = times, transfer_s
         self.now: dict[ActorId, float] = defaultdict(float)
         self.made: dict[tuple[ActorId, BufferId], float] = {}
         self.coming: dict[tuple[ActorId, BufferId], Tag] = {}
-        self.sent: dict[Tag, float] = {}
+        self.came: dict[Tag, float] = {}
 
     def advance(self, program: ActorProgram, start: int) -> int:
         """Run a program on from `start`; returns the first instruction that needs what nobody has made yet."""
@@ -101,7 +102,7 @@ class _Walk:
             there = self._there(actor, instruction.buffer)
             if there is None:
                 return False
-            self.sent[instruction.tag] = there
+            self.came[instruction.tag] = there + self.transfer_s
         elif isinstance(instruction, Recv):
             self.coming[actor, instruction.buffer] = instruction.tag
         elif isinstance(instruction, Delete):
@@ -112,5 +113,5 @@ class _Walk:
     def _there(self, actor: ActorId, buffer: BufferId) -> float | None:
         """When a buffer's value is there; None: not yet known. Arguments of the step always were."""
         if (actor, buffer) in self.coming:
-            return self.sent.get(self.coming[actor, buffer])
+            return self.came.get(self.coming[actor, buffer])
         return self.made.get((actor, buffer), 0.0)

@@ -48,11 +48,11 @@ class Trainer:
         compiled = await self.step.compile(self.state, self.batch)
         self.programs = compiled.compiled.programs
         await self._run()
-        first_loss = float(np.mean(await self.losses))
+        loss = float(np.mean(await self.losses))
         for _ in range(WARM_UP):
             await self._run()
         num_tasks = sum(isinstance(i, Run) for p in self.programs for i in p.instructions)
-        return {"jax": jax.__version__, "first_loss": first_loss, "tasks": num_tasks, "actors": self._actors()}
+        return {"jax": jax.__version__, "loss": loss, "tasks": num_tasks, "actors": self._actors()}
 
     async def one_by_one(self, num_steps: int) -> Answer:
         """Each step's own duration, and where the actors' time went."""
@@ -69,6 +69,7 @@ class Trainer:
             "ms": ms,
             "bound_ms": bound.critical_path_s(self.programs, times) * 1e3,
             "busiest_ms": bound.busiest_s(self.programs, times) * 1e3,
+            **self.more_bounds(times),
             "task_ms": {name: t * 1e3 for name, t in _named(self.programs, times).items()},
         }
 
@@ -88,6 +89,10 @@ class Trainer:
 
     async def _run(self) -> None:
         self.state, self.losses = await self.mesh.run(self.step, self.state, self.batch)
+
+    def more_bounds(self, times: dict[bound.Kind, float]) -> dict[str, float]:
+        """Further figures made of the times of tasks."""
+        return {}
 
     def _actors(self) -> list[dict[str, Any]]:
         """CPUs and threads of each actor's process: two that share a core would hold each other up."""

@@ -45,7 +45,7 @@ def training(shape: Shape, schedule: Any, *, blocks_per_stage: int | None = None
     else:
         state = [{"w": w} for (w,) in values.stages]
         forward = _tiny
-    return Training(_sgd(forward, schedule, shape), state, batch)
+    return Training(sgd(forward, schedule, shape), state, batch)
 
 
 def _tiny(state: Any, x: Any) -> Any:
@@ -63,7 +63,9 @@ def _blocks(per_stage: int) -> Callable[[Any, Any], Any]:
     return forward
 
 
-def _sgd(forward: Callable[[Any, Any], Any], schedule: Any, shape: Shape) -> Callable[[Any, Any], tuple[Any, Any]]:
+def sgd(forward: Callable[[Any, Any], Any], schedule: Any, shape: Shape) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """A training step: the mean squared error of `forward`, and plain SGD."""
+
     def loss_fn(state: Any, microbatch: Any) -> Any:
         return jnp.mean((forward(state, microbatch["x"]) - microbatch["target"]) ** 2)
 
