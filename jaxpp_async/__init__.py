@@ -37,6 +37,7 @@ _HOMES = {
     "Event": "events",
     "ActorInfo": "actors.actor_info",
     "StepFuture": "running",
+    "Timeline": "timeline",
     "Saving": "checkpoint.saving",
     "Launcher": "actors.launch",
 }
@@ -64,6 +65,7 @@ __all__ = (
     "StepFuture",
     "Sum",
     "Task",
+    "Timeline",
     "ZeroBubbleH1",
     "ZeroBubbleH2",
     "ZeroBubbleV",
@@ -108,6 +110,7 @@ if TYPE_CHECKING:
     from jaxpp_async.schedules import schedule_to_csv as schedule_to_csv
     from jaxpp_async.sharding import shard as shard
     from jaxpp_async.step import CompiledStep as CompiledStep
+    from jaxpp_async.timeline import Timeline as Timeline
 
 
 def __getattr__(name: str) -> Any:

@@ -18,6 +18,7 @@ import jaxpp_async
 from jaxpp_async.actors import heartbeat
 from jaxpp_async.actors import messages as m
 from jaxpp_async.actors.bringup import Bringup
+from jaxpp_async.actors.clocks import clock_name
 from jaxpp_async.actors.connection import Connection, connect_tcp
 from jaxpp_async.actors.gate import Gate
 from jaxpp_async.actors.handshake import FrameKey
@@ -30,7 +31,7 @@ from jaxpp_async.errors import HandshakeError, ProtocolError
 
 ACTOR = Identity(3, 1)
 HEART = Identity(3, 1, "beats")
-BEAT = m.Beat((2**62, 2**62, 2**62, True, False))
+BEAT = m.Beat((2**62, 2**62, 2**62, True, False), clock_name())
 
 # ---------------------------------------------------------------- the channel
 
@@ -182,9 +183,9 @@ async def test_the_thread_says_where_the_actor_is_and_ends_it_when_nobody_listen
         control = await knock(address, ACTOR)
         link = await arrival
         thread = start_beating(Beating(ACTOR, SECRET, address), page.read, leave)
-        assert await heard.one() == m.Beat(None)
+        assert (await heard.one()).position is None
         page.note(7, 1, 12, False, True)
-        while await heard.one() != m.Beat((7, 1, 12, False, True)):
+        while await heard.one() != m.Beat((7, 1, 12, False, True), clock_name()):
             pass
         assert not left.done() and threading.active_count() > 1
         for connection in (control, link):
@@ -227,7 +228,7 @@ async def test_a_process_beats_and_a_stopped_one_does_not():
         spec: Any = LaunchSpec(0, 1, 0, SECRET, address, env=env)
         link = await Bringup(launcher, gate, timeout_s=30, say=lambda text: None).start_actor(spec)
         try:
-            assert await heard.one() == m.Beat(None)
+            assert (await heard.one()).position is None
             os.kill(link.handle.pid, signal.SIGSTOP)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.2):  # what was on its way

@@ -20,6 +20,7 @@ import numpy as np
 from jaxpp_async.actors.actor_info import ActorInfo
 from jaxpp_async.actors.backups import Backups
 from jaxpp_async.actors.bringup import ActorConfig, all_of
+from jaxpp_async.actors.clocks import Offset
 from jaxpp_async.actors.crew import Crew, CrewOptions
 from jaxpp_async.actors.ending import to_the_end
 from jaxpp_async.actors.failure import abandoned
@@ -198,6 +199,10 @@ class Controller:
     def is_closed(self) -> bool:
         """The mesh has failed, or was closed."""
         return self.cause is not None or self._closing is not None
+
+    def clock_offset(self, actor: ActorId, at_s: float) -> Offset | None:
+        """By how much an actor's clock was ahead of this process's when this showed `at_s`; None: not known yet."""
+        return self._supervision.clocks.offset(actor, at_s) if self._crew.has_hearts else Offset(0.0, 0.0)
 
     def new_array_id(self) -> ArrayId:
         """An id that no array of this mesh has had."""

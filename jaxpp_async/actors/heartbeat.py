@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jaxpp_async
+from jaxpp_async.actors.clocks import clock_name
 from jaxpp_async.actors.exit_codes import ExitCode
 from jaxpp_async.actors.messages import Beat
 from jaxpp_async.actors.progress import Position
@@ -113,7 +114,7 @@ def _beat(sock: socket.socket, wire: Wire, read: Callable[[], Position | None]) 
     while True:
         at = read()
         position = (at.step, at.program_id, at.instruction, at.waiting, at.computing) if at is not None else None
-        sock.sendall(b"".join(wire.encode(Beat(position))))
+        sock.sendall(b"".join(wire.encode(Beat(position, clock_name()))))
         deadline = time.monotonic() + BEAT_S
         while (left_s := deadline - time.monotonic()) > 0:
             if poller.poll(left_s * 1000):

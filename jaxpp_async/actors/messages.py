@@ -436,6 +436,7 @@ class Reported:
         at: text of the instruction.
         running: whether it executes a task.
         transfers_done: of this step, so far.
+        now_s: what its clock shows (`clocks`).
     """
 
     request: int
@@ -446,6 +447,7 @@ class Reported:
     running: bool = False
     transfers_done: int = 0
     transfers: tuple[OpenTransfer, ...] = ()
+    now_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,9 +483,11 @@ class Beat:
 
     Args:
         position: where the actor is, as `progress.Position`'s fields; None before its first instruction.
+        clock: which clock it stamps with (`clocks.clock_name`).
     """
 
     position: tuple[int, int, int, bool, bool] | None
+    clock: str = ""
 
 
 Request: TypeAlias = (

@@ -6,6 +6,7 @@ No asyncio task and no extra trip through the loop a request: a step's replies s
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
@@ -119,6 +120,7 @@ class StepHandle:
         program_id: what it runs.
         sends: the transfers of its host values, one future each.
         error: why it failed, or None.
+        sent_s, heard_s: when it was sent, and when each actor's reply came, by this process's monotonic clock.
     """
 
     takes_failures = False
@@ -127,6 +129,7 @@ class StepHandle:
         self.step, self.program_id = step, program_id
         self.sends: list[asyncio.Future[None]] = []
         self.error: Exception | None = None
+        self.sent_s, self.heard_s = time.monotonic(), dict[int, float]()
         self._actors = tuple(actors)
         self._waiting = set(actors)
         self._stats: dict[int, StepStats] = {}
@@ -187,13 +190,14 @@ class StepHandle:
     def again(self) -> None:
         self._waiting = set(self._actors)
         self._stats.clear()
+        self.sent_s = time.monotonic()
 
     def on_reply(self, link: ActorLink, reply: Any) -> None:
         if not isinstance(reply, StepDone) or reply.step != self.step:
             raise ProtocolError(
                 f"{link.info} answered step {self.step} with {type(reply).__name__}", actor=link.info.id
             )
-        self._stats[link.info.id] = reply.stats
+        self._stats[link.info.id], self.heard_s[link.info.id] = reply.stats, time.monotonic()
         self._waiting.discard(link.info.id)
         if not self._waiting:
             self._end(None)

@@ -4,6 +4,8 @@ only; it is asked when a step does not go on.
 
 from __future__ import annotations
 
+import time
+
 from jaxpp_async.actors.messages import OpenTransfer, Reported
 from jaxpp_async.actors.plan import BindInput, PostRecv, StartSend
 from jaxpp_async.actors.step_run import StepRun
@@ -17,7 +19,7 @@ def report(request: int, run: StepRun | None) -> Reported:
         run: the step under way, if there is one.
     """
     if run is None or run.ended:
-        return Reported(request, None)
+        return Reported(request, None, now_s=time.monotonic())
     executor = run.executor
     return Reported(
         request=request,
@@ -28,6 +30,7 @@ def report(request: int, run: StepRun | None) -> Reported:
         running=not executor.starved and not executor.draining,
         transfers_done=run.transfers[1],
         transfers=tuple(_open_transfers(run)),
+        now_s=time.monotonic(),
     )
 
 

@@ -10,10 +10,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from jaxpp_async.actors.clock_watch import ClockWatch
 from jaxpp_async.actors.crew import Crew
 from jaxpp_async.actors.failure import died_error, is_consequence, lost_error, remote_error
+from jaxpp_async.actors.messages import Beat
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.programs import Programs
+from jaxpp_async.actors.protocol import Identity
 from jaxpp_async.actors.rpc import ActorLink, StepHandle
 from jaxpp_async.actors.telling import Telling
 from jaxpp_async.actors.watch import Patience, Watch
@@ -30,6 +33,9 @@ class Supervision:
     Args:
         under_way: the steps that have not ended, by number.
         on_failure: told of each failure and of the actor whose process is gone with it, if any.
+
+    Attributes:
+        hearts: who lives. clocks: what their clocks show.
     """
 
     def __init__(
@@ -57,7 +63,8 @@ class Supervision:
             tell=lambda verdict: telling.judged(crew.links[verdict.actor].info, verdict),
             patience=patience,
         )
-        crew.gate.on_beat = self.hearts.heard
+        self.clocks = ClockWatch(crew.ask_where)
+        crew.gate.on_beat = self._on_beat
 
     def watch(self, link: ActorLink) -> None:
         """From here on a death, a lost connection or a failure of this actor is the mesh's."""
@@ -65,6 +72,7 @@ class Supervision:
         link.connection.on_closed = lambda error: self._on_lost(link, error)
         self._telling.started(link.info)
         self._tasks.start(f"watch actor {link.info.id}", self._watch(link))
+        self.clocks.begin(link.info.id)
         if self._crew.has_hearts:
             self.hearts.watch(link.info.id)
         if not link.connection.is_open:
@@ -97,6 +105,10 @@ class Supervision:
         await self._tasks.aclose()
 
     # ------------------------------------------------------------ what is noticed
+
+    def _on_beat(self, identity: Identity, beat: Beat) -> None:
+        self.hearts.heard(identity, beat)
+        self.clocks.heard(identity, beat)
 
     def _is_current(self, link: ActorLink) -> bool:
         """It has not been replaced, and nobody has seen to its end already."""
