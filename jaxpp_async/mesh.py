@@ -21,6 +21,7 @@ from jaxpp_async.errors import MeshError
 from jaxpp_async.events import EventLog, Events
 from jaxpp_async.running import StepFuture, StepRunner
 from jaxpp_async.step import DistributedStep, StepOptions
+from jaxpp_async.timeline import Timeline
 from jaxpp_async.values import RemoteValues
 
 
@@ -253,6 +254,24 @@ class RemoteMesh:
     def last_step_stats(self) -> list[StepStats]:
         """Where each actor's time went in the last finished step, and what its buffers held."""
         return list(self._runner.last_stats)
+
+    def last_step_timeline(self) -> Timeline:
+        """What each actor did in the last finished step, instruction by instruction, and when.
+
+        `print` shows where the time went, by actor, by task and by cause; `.write(path)` makes a trace for Perfetto.
+        Actors stamp every instruction of every step, so nothing has to be switched on before. With several steps under
+        way, `StepFuture.timeline()` has that of a certain one. See docs/timeline.md.
+
+        Returns:
+            Its times are seconds since the step's start, on this process's clock; how far off those of actors on other
+            hosts may be, its `clock_error_s` says.
+
+        Raises:
+            MeshError: no step has finished yet.
+        """
+        if self._runner.last is None:
+            raise MeshError("no step has finished on this mesh; a timeline is there after the first `mesh.run`")
+        return self._runner.last.timeline()
 
     def _checked(self, step: DistributedStep) -> DistributedStep:
         self._running()

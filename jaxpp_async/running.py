@@ -28,7 +28,9 @@ from jaxpp_async.errors import ArrayError, MeshError
 from jaxpp_async.leaves import host_array
 from jaxpp_async.printing import Printer
 from jaxpp_async.program import ActorId, ActorProgram, runs
+from jaxpp_async.recording import Recording
 from jaxpp_async.step import CompiledStep, DistributedStep, Slot, StepOptions, hidden_values, slots
+from jaxpp_async.timeline import Timeline
 from jaxpp_async.values import RemoteValues
 
 _LOG = logging.getLogger("jaxpp_async")
@@ -47,11 +49,12 @@ class StepFuture:
     def __init__(
         self,
         outputs: Any,
-        handle: StepHandle,
+        recording: Recording,
         printing: asyncio.Task[None] | None = None,
         moved: tuple[moves.Moved, ...] = (),
     ):
-        self.outputs, self.moves, self._handle, self._printing = outputs, moved, handle, printing
+        self.outputs, self.moves, self._recording, self._printing = outputs, moved, recording, printing
+        self._handle = recording.handle
 
     def __await__(self) -> Generator[Any, None, Any]:
         yield from self._handle.__await__()
@@ -73,6 +76,14 @@ class StepFuture:
         if not self._handle.done or self._handle.error is not None:
             raise MeshError("a step has stats once it has finished; await it first")
         return _by_actor(self._handle.result())
+
+    def timeline(self) -> Timeline:
+        """What each actor did in this step, instruction by instruction. See docs/timeline.md.
+
+        Raises:
+            MeshError: it has not finished, or failed.
+        """
+        return self._recording.timeline()
 
     async def wait_sent(self) -> None:
         """Wait until the step's host arguments have left: they may change again."""
@@ -106,6 +117,7 @@ class StepRunner:
 
     Attributes:
         last_stats: of the last step that finished, by actor.
+        last: the last step that finished.
     """
 
     def __init__(
@@ -120,6 +132,7 @@ class StepRunner:
         self._controller, self._values = controller, values
         self.num_actors, self.target = num_actors, target
         self.last_stats: list[StepStats] = []
+        self.last: Recording | None = None
         self._admission = asyncio.Semaphore(max_inflight)
         self._compile_lock, self._start_lock = asyncio.Lock(), asyncio.Lock()
         self._move_programs: dict[moves.Move, int] = {}
@@ -313,11 +326,12 @@ class StepRunner:
             compiled.program_id, arguments.array_ids, outputs, puts=arguments.puts, frees_after=arguments.frees_after
         )
         donated = self._retire_donated(step, compiled, leaves)
-        handle.when_done(lambda: self._finished(handle, results, donated, step.__name__))
+        recording = Recording(step.__name__, handle, compiled.compiled.programs, self._controller)
+        handle.when_done(lambda: self._finished(recording, results, donated))
         traced = compiled.compiled.traced
         count = len(traced.out_names)
         printing = self._printer.start(traced, results[count:], handle) if traced.prints else None
-        return StepFuture(jax.tree.unflatten(traced.out_tree, results[:count]), handle, printing, moved)
+        return StepFuture(jax.tree.unflatten(traced.out_tree, results[:count]), recording, printing, moved)
 
     def _bind(self, compiled: CompiledStep, leaves: Sequence[Any]) -> _Arguments:
         """Find an array for every argument; host values get one, and go with the step."""
@@ -367,19 +381,18 @@ class StepRunner:
                     self._controller().free(a, leaf.array_id)
         return donated_arrays
 
-    def _finished(
-        self, handle: StepHandle, results: Sequence[RemoteArray], donated: Sequence[RemoteArray], name: str
-    ) -> None:
+    def _finished(self, ran: Recording, results: Sequence[RemoteArray], donated: Sequence[RemoteArray]) -> None:
+        handle = ran.handle
         self._admission.release()
         if handle.error is None:
-            self.last_stats = _by_actor(handle.result())
+            self.last_stats, self.last = _by_actor(handle.result()), ran
             return
         why = next(iter(str(handle.error).splitlines()), type(handle.error).__name__)
         for array in results:
             if not array.is_deleted():
                 array.retire(FAILED, f"its step failed: {why}")
         for array in donated:
-            array.retire(DONATED, f"it was donated to step {name!r}, which failed: {why}")
+            array.retire(DONATED, f"it was donated to step {ran.name!r}, which failed: {why}")
 
 
 def _idle(programs: Sequence[ActorProgram]) -> list[ActorId]:
