@@ -167,6 +167,14 @@ class RemoteArray:
         if self._state != LIVE:
             raise ArrayError(f"{name} cannot be used: {self._why}")
 
+    def id_at(self, owner: Owner, actors: tuple[ActorId, ...], spec: tuple[SpecEntry, ...]) -> int | None:
+        """Its id, if it may be used on `owner` now and lies on all of `actors` in this sharding, else None."""
+        if self._state != LIVE or self._owner is not owner or self._host is not None:
+            return None
+        if self._actors != actors and not set(actors) <= set(self._actors):
+            return None
+        return self._id if self._type.aval.spec == spec else None
+
     # Here it would be a wrong answer (`if loss`) or an error that says nothing of actors.
     __bool__, __int__, __float__, __complex__, __index__ = map(
         _not_here, ("bool()", "int()", "float()", "complex()", "use as an index")

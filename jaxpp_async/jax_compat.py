@@ -497,6 +497,12 @@ _COPIED_CONFIG = (
 )
 
 
+def config_values() -> tuple[Any, ...]:
+    """What `copied_config` is made of: equal as long as nothing of it has changed, and quick to get."""
+    config = jax.config
+    return tuple([getattr(config, name, None) for name in _COPIED_CONFIG])
+
+
 def copied_config() -> dict[str, Any]:
     """`jax.config` names and plain values that actors need to compute the same as this process."""
     found = {}

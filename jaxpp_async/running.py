@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,10 +17,10 @@ import numpy as np
 
 from jaxpp_async import jax_compat, moves
 from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.host_data import HostValue
 from jaxpp_async.actors.messages import Loaded, StepStats
 from jaxpp_async.actors.rpc import StepHandle
 from jaxpp_async.arrays import DONATED, FAILED, RemoteArray, is_remote
+from jaxpp_async.binding import Binding, Slot
 from jaxpp_async.compiler.emit import Emitted, Target
 from jaxpp_async.compiler.ir import Traced
 from jaxpp_async.compiler.passes import StepRequest, compile_step
@@ -29,7 +29,7 @@ from jaxpp_async.leaves import host_array
 from jaxpp_async.printing import Printer
 from jaxpp_async.program import ActorId, ActorProgram, runs
 from jaxpp_async.recording import Recording
-from jaxpp_async.step import CompiledStep, DistributedStep, Slot, StepOptions, hidden_values, slots
+from jaxpp_async.step import CompiledStep, DistributedStep, StepOptions, hidden_values, slots
 from jaxpp_async.timeline import Timeline
 from jaxpp_async.values import RemoteValues
 
@@ -90,21 +90,6 @@ class StepFuture:
         await self._handle.wait_sent()
 
 
-@dataclass(frozen=True, slots=True)
-class _Arguments:
-    """What the actors of one step are told about its arguments.
-
-    Args:
-        array_ids: for each actor, the array of each argument.
-        puts: host values that go to each actor with the step.
-        frees_after: arrays of each actor that live for this step only.
-    """
-
-    array_ids: dict[ActorId, dict[int, int]]
-    puts: dict[ActorId, list[HostValue]]
-    frees_after: dict[ActorId, list[int]]
-
-
 class StepRunner:
     """Compiles and runs the steps of one mesh; their `step.Runner`.
 
@@ -144,8 +129,11 @@ class StepRunner:
 
     async def submit(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
         """See `RemoteMesh.submit`."""
-        compiled = await self.compile(step, args)
-        future = await self._admit(step, compiled, step.leaves(args))
+        leaves, compiled = step.recall(args)
+        if compiled is None:
+            compiled = await self.compile(step, args)
+            step.remember(args, compiled)
+        future = await self._admit(step, compiled, leaves)
         # The step's host values may change again once they have left.
         await future.wait_sent()
         return future
@@ -193,12 +181,14 @@ class StepRunner:
         seconds = time.perf_counter() - start_s
         self._controller().telling.compiled(step.__name__, seconds, len(compiled.placed.graph.nodes))
         inputs, outputs = slots(compiled)
+        donated = tuple(arg in request.donated for arg in compiled.traced.arg_of)
         return CompiledStep(
             compiled=compiled,
             program_id=program_id,
             inputs=inputs,
             outputs=outputs,
-            donated=tuple(arg in request.donated for arg in compiled.traced.arg_of),
+            donated=donated,
+            binding=Binding(inputs, outputs, donated),
             compile_s={a: reply.compile_s for a, reply in loaded.items()},
             temp_bytes={a: reply.temp_bytes for a, reply in loaded.items()},
             hidden_values=hidden_values(compiled),
@@ -296,34 +286,61 @@ class StepRunner:
 
     async def _admit(self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]) -> StepFuture:
         """Wait for a place among the steps under way, bring the arguments where they belong, and start the step."""
-        self._check_leaves(leaves, compiled)
+        binding = compiled.binding
+        if (self._admission.locked() or self._start_lock.locked()) and binding.ids(self._values, leaves) is None:
+            self._check_leaves(leaves, compiled)  # what is wrong is said at once, not after the steps under way
         await self._admission.acquire()
         try:
             # One at a time: two steps that start together must not both move the same array.
             async with self._start_lock:
-                self._check_leaves(leaves, compiled)  # another step may have been given them meanwhile
-                await self._place_hidden(compiled)
-                moved = await self._move_in(leaves, compiled)
-                if moved:
-                    _LOG.info(moves.summary(moved, step.__name__))
-                self._check_leaves(leaves, compiled)  # the user may have deleted one meanwhile
-                return self._start(step, compiled, leaves, moved)
+                moved: tuple[moves.Moved, ...] = ()
+                ids = binding.ids(self._values, leaves)
+                if ids is None or len(compiled.hidden) < len(compiled.hidden_values):
+                    moved = await self._bring(step, compiled, leaves)
+                    ids = binding.ids(self._values, leaves)
+                return self._start(step, compiled, leaves, ids, moved)
         except BaseException:  # also a cancellation: the place goes to the next step
             self._admission.release()
             raise
 
+    async def _bring(
+        self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
+    ) -> tuple[moves.Moved, ...]:
+        """See to what keeps a step from starting at once: errors, arrays that lie elsewhere, the first run."""
+        self._check_leaves(leaves, compiled)
+        await self._place_hidden(compiled)
+        moved = await self._move_in(leaves, compiled)
+        if moved:
+            _LOG.info(moves.summary(moved, step.__name__))
+        self._check_leaves(leaves, compiled)  # the user may have deleted one meanwhile
+        return moved
+
     def _start(
-        self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any], moved: tuple[moves.Moved, ...]
+        self,
+        step: DistributedStep,
+        compiled: CompiledStep,
+        leaves: Sequence[Any],
+        ids: list[int] | None,
+        moved: tuple[moves.Moved, ...],
     ) -> StepFuture:
-        """Send the step to its actors; from here on nothing is awaited until it has left."""
-        arguments = self._bind(compiled, leaves)
-        results = [self._values.new_array(slot.type, slot.actors) for slot in compiled.outputs]
-        outputs: dict[ActorId, dict[int, int]] = {a: {} for a in range(self.num_actors)}
-        for k, array in enumerate(results):
-            for a in array.actors:
-                outputs[a][k] = array.array_id
-        handle = self._controller().start_step(
-            compiled.program_id, arguments.array_ids, outputs, puts=arguments.puts, frees_after=arguments.frees_after
+        """Send the step to its actors; from here on nothing is awaited until it has left.
+
+        Args:
+            ids: where the leaves lie, if there is nothing to be careful about.
+        """
+        controller, binding = self._controller(), compiled.binding
+        new_id, hidden = controller.new_array_id, compiled.hidden
+        if ids is not None:
+            arguments = binding.bind(leaves, ids, hidden, new_id)
+        else:
+            arguments = binding.bind_with_care(leaves, hidden, new_id)
+        results = self._values.new_arrays(compiled.outputs)
+        handle = controller.start_step(
+            compiled.program_id,
+            arguments.array_ids,
+            binding.results(results),
+            puts=arguments.puts,
+            frees_after=arguments.frees_after,
         )
         donated = self._retire_donated(step, compiled, leaves)
         recording = Recording(step.__name__, handle, compiled.compiled.programs, self._controller)
@@ -333,51 +350,21 @@ class StepRunner:
         printing = self._printer.start(traced, results[count:], handle) if traced.prints else None
         return StepFuture(jax.tree.unflatten(traced.out_tree, results[:count]), recording, printing, moved)
 
-    def _bind(self, compiled: CompiledStep, leaves: Sequence[Any]) -> _Arguments:
-        """Find an array for every argument; host values get one, and go with the step."""
-        actors = range(self.num_actors)
-        # One that lies here may be several arguments, on different actors.
-        homes: dict[int, set[ActorId]] = {}
-        for leaf, slot in zip(leaves, compiled.inputs, strict=False):
-            if is_remote(leaf):
-                homes.setdefault(leaf.array_id, set()).update(slot.actors)
-        found = _Arguments({a: {} for a in actors}, {a: [] for a in actors}, {a: [] for a in actors})
-        for arg, (leaf, slot) in enumerate(zip([*leaves, *compiled.hidden], compiled.inputs, strict=True)):
-            donated = arg < len(compiled.donated) and compiled.donated[arg]
-            home = homes[leaf.array_id] if arg < len(leaves) and is_remote(leaf) else slot.actors
-            array_id = self._bind_one(leaf, slot, tuple(sorted(home)), donated, found)
-            for a in slot.actors:
-                found.array_ids[a][arg] = array_id
-        return found
-
-    def _bind_one(self, leaf: Any, slot: Slot, home: tuple[ActorId, ...], donated: bool, found: _Arguments) -> int:
-        """The id under which the actors in `home` find an argument; host values are added to `found`."""
-        if is_remote(leaf):
-            array_id, host = leaf.array_id, leaf.host
-            if host is None:
-                return array_id
-            leaf.relocate(home, value_type=replace(slot.type, weak=leaf.weak_type))
-        else:
-            array_id, host = self._controller().new_array_id(), host_array(leaf)
-            if not donated:
-                for a in home:
-                    found.frees_after[a].append(array_id)
-        for a in home:
-            found.puts[a].append(HostValue(array_id, slot.type.aval, host))
-        return array_id
-
     def _retire_donated(
         self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
     ) -> list[RemoteArray]:
         donated_arrays: list[RemoteArray] = []
-        for leaf, slot, donated in zip(leaves, compiled.inputs, compiled.donated, strict=False):
-            if not donated or not is_remote(leaf):
+        why = f"it was donated to step {step.__name__!r}; use the step's result instead"
+        for k in compiled.binding.donated:
+            leaf = leaves[k]
+            if not is_remote(leaf):
                 continue
-            leaf.retire(DONATED, f"it was donated to step {step.__name__!r}; use the step's result instead")
+            leaf.retire(DONATED, why)
             donated_arrays.append(leaf)
             # The step frees it where it uses it; no program names the copies elsewhere.
-            for a in leaf.actors:
-                if a not in slot.actors:
+            taken = compiled.inputs[k].actors
+            if leaf.actors != taken:
+                for a in set(leaf.actors).difference(taken):
                     self._controller().free(a, leaf.array_id)
         return donated_arrays
 

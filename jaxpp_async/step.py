@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -16,23 +17,15 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_async import explicit, jax_compat, report, sharding
 from jaxpp_async.arrays import RemoteArray
+from jaxpp_async.binding import Binding, Slot
 from jaxpp_async.compiler.avals import value_type
 from jaxpp_async.compiler.emit import Target
-from jaxpp_async.compiler.ir import Loop, Traced, ValueType
+from jaxpp_async.compiler.ir import Loop, Traced
 from jaxpp_async.compiler.passes import Compiled, StepRequest
 from jaxpp_async.compiler.sharing import Exports
 from jaxpp_async.errors import MeshError, ShardingError
-from jaxpp_async.leaves import leaf_type, shape_struct
+from jaxpp_async.leaves import kind, leaf_type, shape_struct
 from jaxpp_async.program import ActorId
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """An argument or result leaf of a compiled step: its type and the actors that hold it."""
-
-    name: str
-    type: ValueType
-    actors: tuple[ActorId, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +38,7 @@ class CompiledStep:
         inputs: its argument leaves, then its hidden arguments (captured arrays, microbatch indices).
         outputs: its result leaves, then what its prints show.
         donated: for each argument leaf, whether the step reuses its buffers.
+        binding: what follows from these for a call.
         compile_s: what compiling took, by actor.
         temp_bytes: XLA's temporaries of each executable, by actor.
         hidden_values: host values of the hidden arguments.
@@ -56,6 +50,7 @@ class CompiledStep:
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
     donated: tuple[bool, ...]
+    binding: Binding
     compile_s: dict[ActorId, float]
     temp_bytes: dict[ActorId, dict[int, int]]
     hidden_values: tuple[Any, ...]
@@ -120,6 +115,21 @@ class StepOptions:
     schedule: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a call was made with, as far as its compiled form depends on it, and this form."""
+
+    treedef: Any
+    static: tuple[Any, ...]
+    config: tuple[Any, ...]
+    kinds: list[Any]
+    compiled: CompiledStep
+
+
+_CALLS_KEPT = 4
+"""How many calls are recalled: for training, evaluation, and the shorter batch at the end of either."""
+
+
 class DistributedStep:
     """A step function bound to a mesh; made by `mesh.distributed`.
 
@@ -140,6 +150,7 @@ class DistributedStep:
         self._line = line or jax_compat.caller_line()  # of `mesh.distributed`, for errors in shardings
         self._compiled: dict[Any, CompiledStep] = {}
         self._latest: CompiledStep | None = None
+        self._calls: deque[_Call] = deque(maxlen=_CALLS_KEPT)
         self.__name__ = getattr(fn, "__name__", "step")
         try:
             self._names = tuple(inspect.signature(fn).parameters)
@@ -149,8 +160,8 @@ class DistributedStep:
     def __repr__(self) -> str:
         return f"<DistributedStep {self.__name__!r}>"
 
-    def __call__(self, *args: Any) -> _Call:
-        return _Call(self, args)
+    def __call__(self, *args: Any) -> _Running:
+        return _Running(self, args)
 
     def with_schedule(self, schedule: Any) -> DistributedStep:
         """The same step under another schedule of as many stages.
@@ -206,7 +217,38 @@ class DistributedStep:
 
     def leaves(self, args: Sequence[Any]) -> list[Any]:
         """Flat values of the dynamic arguments."""
-        return jax.tree.leaves(tuple(a for i, a in enumerate(args) if i not in self._options.static_argnums))
+        return jax.tree.leaves(self._dynamic(args))
+
+    def recall(self, args: Sequence[Any]) -> tuple[list[Any], CompiledStep | None]:
+        """Flat values of the dynamic arguments, and the compiled form of an earlier call that was just like this one.
+
+        None in place of the form says nothing: `signature` has to be asked. As `find` this sets `latest`.
+        """
+        leaves, treedef = jax.tree.flatten(self._dynamic(args))
+        if self._calls:
+            kinds, config = [kind(leaf) for leaf in leaves], jax_compat.config_values()
+            static = self._static(args)
+            for call in self._calls:
+                if call.kinds == kinds and call.treedef == treedef and call.config == config and call.static == static:
+                    self._latest = call.compiled
+                    call.kinds[:] = kinds  # the next call will most often bring these very objects: quick to compare
+                    return leaves, call.compiled
+        return leaves, None
+
+    def remember(self, args: Sequence[Any], compiled: CompiledStep) -> None:
+        """Enter a call and its compiled form, for `recall`."""
+        leaves, treedef = jax.tree.flatten(self._dynamic(args))
+        kinds = [kind(leaf) for leaf in leaves]
+        if None not in kinds:
+            call = _Call(treedef, self._static(args), jax_compat.config_values(), kinds, compiled)
+            self._calls.appendleft(call)
+
+    def _dynamic(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        static = self._options.static_argnums
+        return tuple(a for i, a in enumerate(args) if i not in static) if static else tuple(args)
+
+    def _static(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(args[i] for i in self._options.static_argnums if i < len(args))
 
     def signature(self, args: Sequence[Any]) -> Any:
         """What a compiled form depends on."""
@@ -341,7 +383,7 @@ class DistributedStep:
         return sharding.leaf_specs(prefix, tree, names, shapes, axes=target.axes, rules=target.axis_rules, what=what)
 
 
-class _Call:
+class _Running:
     """What calling a step returns: awaitable."""
 
     def __init__(self, step: DistributedStep, args: tuple[Any, ...]):

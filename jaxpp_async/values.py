@@ -17,6 +17,7 @@ from jaxpp_async import leaves
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.host_data import HostValue
 from jaxpp_async.arrays import RemoteArray, is_remote
+from jaxpp_async.binding import Slot
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.compiler.ir import ValueType
 from jaxpp_async.errors import ArrayError
@@ -47,6 +48,11 @@ class RemoteValues:
     def new_array(self, value_type: ValueType, actors: Iterable[ActorId]) -> RemoteArray:
         """The handle of an array that a program or a put is about to make on `actors`."""
         return RemoteArray(self, self._controller().new_array_id(), value_type, tuple(actors))
+
+    def new_arrays(self, slots: Sequence[Slot]) -> list[RemoteArray]:
+        """The handles of a step's results."""
+        new_id = self._controller().new_array_id
+        return [RemoteArray(self, new_id(), slot.type, slot.actors) for slot in slots]
 
     async def fill(self, pairs: Sequence[tuple[RemoteArray, np.ndarray]]) -> None:
         """Send host values to the actors of new arrays.

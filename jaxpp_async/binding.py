@@ -1,0 +1,165 @@
+"""binding: which array each argument of a step is. In: the leaves of a call. Out: what its actors are told of them.
+
+What follows from the compiled step alone is prepared once, as a `Binding`; a call whose arrays lie where the step takes
+them goes over its leaves once. Moves nothing, sends nothing, and says nothing of what is wrong with an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from jaxpp_async.actors.host_data import HostValue
+from jaxpp_async.actors.numpy_types import numpy_dtype
+from jaxpp_async.arrays import Owner, RemoteArray, is_remote
+from jaxpp_async.compiler.ir import ValueType
+from jaxpp_async.leaves import host_array
+from jaxpp_async.program import ActorId
+
+ArrayId: TypeAlias = int
+
+HERE: ArrayId = -1
+"""In place of an id: the value is here, and goes to the actors with the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """An argument or result leaf of a compiled step: its type and the actors that hold it."""
+
+    name: str
+    type: ValueType
+    actors: tuple[ActorId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What the actors of one step are told about its arguments.
+
+    Args:
+        array_ids: for each actor that takes any, the array of each argument.
+        puts: host values that go to each actor with the step.
+        frees_after: arrays of each actor that live for this step only.
+    """
+
+    array_ids: dict[ActorId, dict[int, ArrayId]]
+    puts: dict[ActorId, list[HostValue]] = field(default_factory=dict)
+    frees_after: dict[ActorId, list[ArrayId]] = field(default_factory=dict)
+
+
+class Binding:
+    """What is known of a compiled step's arguments and results before it is called.
+
+    Args:
+        inputs: the step's argument leaves, then its hidden arguments.
+        outputs: its result leaves.
+        donated: for each argument leaf, whether the step reuses its buffers.
+
+    Attributes:
+        donated: positions of the donated argument leaves.
+    """
+
+    def __init__(self, inputs: Sequence[Slot], outputs: Sequence[Slot], donated: Sequence[bool]):
+        self.donated = tuple(k for k, is_donated in enumerate(donated) if is_donated)
+        self._inputs, self._is_donated = tuple(inputs), tuple(donated)
+        self._places = tuple((slot.actors, slot.type.aval.spec) for slot in inputs[: len(donated)])
+        self._dtypes = tuple(numpy_dtype(slot.type.aval.dtype) for slot in inputs)
+        self._taken, self._made = _by_actor(inputs), _by_actor(outputs)
+
+    def ids(self, owner: Owner, leaves: Sequence[Any]) -> list[ArrayId] | None:
+        """The array of each argument leaf, `HERE` for host values; None if there is more to do, or to complain about.
+
+        Args:
+            owner: whose arrays they have to be.
+        """
+        found: list[ArrayId] = []
+        remote: set[ArrayId] = set()
+        for leaf, (actors, spec) in zip(leaves, self._places, strict=True):
+            if type(leaf) is RemoteArray:
+                array_id = leaf.id_at(owner, actors, spec)
+                if array_id is None or array_id in remote:
+                    return None
+                remote.add(array_id)
+                found.append(array_id)
+            elif isinstance(leaf, jax.ShapeDtypeStruct):
+                return None
+            else:
+                found.append(HERE)
+        return found
+
+    def bind(
+        self,
+        leaves: Sequence[Any],
+        ids: list[ArrayId],
+        hidden: Sequence[RemoteArray],
+        new_id: Callable[[], ArrayId],
+    ) -> Arguments:
+        """The arguments of a call of which `ids` has told where they are.
+
+        Args:
+            hidden: the hidden arguments. new_id: gives the id of a new array.
+        """
+        bound = Arguments({})
+        for arg, array_id in enumerate(ids):
+            if array_id == HERE:
+                ids[arg] = new_id()
+                self._send_along(arg, ids[arg], leaves[arg], self._inputs[arg].actors, bound)
+        ids.extend(array.array_id for array in hidden)
+        bound.array_ids.update({actor: {arg: ids[arg] for arg in args} for actor, args in self._taken})
+        return bound
+
+    def bind_with_care(
+        self, leaves: Sequence[Any], hidden: Sequence[RemoteArray], new_id: Callable[[], ArrayId]
+    ) -> Arguments:
+        """The same for a call in which an array is several arguments, or lies here still, waiting for its first use."""
+        # One that lies here may be several arguments, on different actors.
+        homes: dict[ArrayId, set[ActorId]] = {}
+        for leaf, slot in zip(leaves, self._inputs, strict=False):
+            if is_remote(leaf):
+                homes.setdefault(leaf.array_id, set()).update(slot.actors)
+        ids: list[ArrayId] = []
+        bound = Arguments({})
+        for arg, (leaf, slot) in enumerate(zip(leaves, self._inputs, strict=False)):
+            home = tuple(sorted(homes[leaf.array_id])) if is_remote(leaf) else slot.actors
+            array_id = leaf.array_id if is_remote(leaf) else new_id()
+            if not is_remote(leaf) or leaf.host is not None:
+                self._send_along(arg, array_id, leaf, home, bound)
+            ids.append(array_id)
+        ids.extend(array.array_id for array in hidden)
+        bound.array_ids.update({actor: {arg: ids[arg] for arg in args} for actor, args in self._taken})
+        return bound
+
+    def results(self, arrays: Sequence[RemoteArray]) -> dict[ActorId, dict[int, ArrayId]]:
+        """What each actor is told of the results that it makes."""
+        ids = [array.array_id for array in arrays]
+        return {actor: {result: ids[result] for result in results} for actor, results in self._made}
+
+    def _send_along(self, arg: int, array_id: ArrayId, leaf: Any, home: tuple[ActorId, ...], bound: Arguments) -> None:
+        """Have a value that is here go to the actors in `home`."""
+        slot = self._inputs[arg]
+        if is_remote(leaf):
+            host = leaf.host
+            assert host is not None
+            leaf.relocate(home, value_type=replace(slot.type, weak=leaf.weak_type))
+        else:
+            # Most often it is already what travels, and finding this out costs less than making it.
+            is_ready = type(leaf) is np.ndarray and leaf.dtype == self._dtypes[arg] and leaf.flags.c_contiguous
+            host = leaf if is_ready else host_array(leaf)
+            if not self._is_donated[arg]:
+                for actor in home:
+                    bound.frees_after.setdefault(actor, []).append(array_id)
+        value = HostValue(array_id, slot.type.aval, host)
+        for actor in home:
+            bound.puts.setdefault(actor, []).append(value)
+
+
+def _by_actor(slots: Sequence[Slot]) -> tuple[tuple[ActorId, tuple[int, ...]], ...]:
+    """The positions of the slots of each actor that has any."""
+    found: dict[ActorId, list[int]] = {}
+    for k, slot in enumerate(slots):
+        for actor in slot.actors:
+            found.setdefault(actor, []).append(k)
+    return tuple((actor, tuple(positions)) for actor, positions in sorted(found.items()))
