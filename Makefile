@@ -14,7 +14,7 @@ STAMP  := $(VENV)/.installed
 INTERPRETER := import sys; print(sys.base_prefix, sys.version.split()[0])
 INSTALLED_FROM = "$$("$(PYTHON)" -c '$(INTERPRETER)') $(CURDIR) $$(cksum < pyproject.toml)"
 
-.PHONY: help setup demo test check fmt golden fuzz bench-compile test-ssh test-net soak
+.PHONY: help setup demo test check fmt golden fuzz bench bench-compile test-ssh test-net soak
 .NOTPARALLEL:
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make fmt     format the code"
 	@echo "make fuzz    draw random training steps and compare them with plain JAX (ARGS=\"--examples 20000\")"
 	@echo "make fuzz-protocol  attack the control protocol with mutated frames (ARGS=\"--frames 1000000\")"
+	@echo "make bench   measure and compare with the targets (ARGS=\"tiny_step big_step\" these parts; ARGS=--show the last)"
 	@echo "make bench-compile  time the compiler, pass by pass (ARGS=--help lists its options)"
 	@echo "make golden  rewrite the golden texts of tests/golden; read the diff"
 	@echo "make setup   make .venv and install into it; the others do this when needed"
@@ -117,6 +118,9 @@ fuzz: setup
 .PHONY: fuzz-protocol
 fuzz-protocol: setup
 	@$(BIN)/python tests/protocol_fuzz $(ARGS)
+
+bench: setup
+	@$(BIN)/python benchmarks/bench.py $(ARGS)
 
 bench-compile: setup
 	@$(BIN)/python benchmarks/compile.py $(ARGS)

@@ -132,6 +132,16 @@ async def take(contenders: Sequence[Contender], plan: Plan) -> dict[str, Taken]:
     return taken
 
 
+async def once(contender: Contender) -> dict[str, Any]:
+    """What a program says that measures something by itself and answers with the `ready` line.
+
+    Raises:
+        ContenderError: it died, was late, or said something else.
+    """
+    async with _started(contender) as line:
+        return await line.answer("ready", contender.ready_s)
+
+
 async def _turn(contender: Contender, line: _Line, plan: Plan, taken: Taken) -> None:
     with _failures_into(taken):
         if plan.num_settling:
@@ -207,7 +217,7 @@ class _Line:
     def _last_words(self) -> str:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return "Its last words: " + " | ".join(lines[-4:]) if lines else "It printed nothing."
+        return "Its last words: " + " | ".join(lines[-12:]) if lines else "It printed nothing."
 
 
 @contextlib.asynccontextmanager

@@ -6,6 +6,7 @@
 Two actors, each a process on a core of its own. The state stays on them and is donated; the batch comes from the
 controller's host memory with every step, as in a training loop. Between measurements everybody waits for messages;
 nothing spins.
+A step has ended when `mesh.run` returns: every actor has finished it. `--fetch` also brings the losses here.
 
 `--in-flight 2` submits each step before the one before it has ended; a step's duration is then the whole run's, divided
 by its steps. Otherwise the answers also hold, of the steps that were measured, `bound_ms` (the critical path of the
@@ -38,7 +39,8 @@ WARM_UP = 5
 class Trainer:
     """A mesh's step, its state and what was measured of it."""
 
-    def __init__(self, mesh: jpp.RemoteMesh, training: steps.Training):
+    def __init__(self, mesh: jpp.RemoteMesh, training: steps.Training, *, fetches: bool = False):
+        self.fetches = fetches
         self.mesh, self.state, self.batch = mesh, training.state, training.batch
         self.step = mesh.distributed(training.step, donate_argnums=0)
         self.losses: Any = None
@@ -89,6 +91,8 @@ class Trainer:
 
     async def _run(self) -> None:
         self.state, self.losses = await self.mesh.run(self.step, self.state, self.batch)
+        if self.fetches:
+            await self.losses
 
     def more_bounds(self, times: dict[bound.Kind, float]) -> dict[str, float]:
         """Further figures made of the times of tasks."""
@@ -125,7 +129,7 @@ async def main(args: argparse.Namespace, channel: Channel) -> None:
     schedule = getattr(jpp, args.schedule)(num_stages)
     training = steps.training(shape, schedule, blocks_per_stage=args.blocks)
     async with jpp.RemoteMesh(2) as mesh:
-        trainer = Trainer(mesh, training)
+        trainer = Trainer(mesh, training, fetches=args.fetch)
         facts = await trainer.prepare()
         if args.in_flight > 1:
             await channel.serve_async(lambda n: trainer.in_flight(n, args.in_flight), **facts)
@@ -139,6 +143,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--schedule", default="Std1F1B", help="a class of jaxpp_async (default: %(default)s)")
     parser.add_argument("--blocks", type=int, help="blocks a stage, of the big model (default: its four)")
     parser.add_argument("--in-flight", type=int, default=1, metavar="N", help="steps under way at once")
+    parser.add_argument("--fetch", action="store_true", help="a step has ended when its losses are here")
     return parser.parse_args()
 
 
