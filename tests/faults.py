@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import replace
 from typing import Any
 
 HERE = os.path.dirname(__file__)
@@ -30,16 +29,15 @@ def install() -> None:
     from jaxpp_async.actors.step_run import StepRun
 
     step, label, what = json.loads(os.environ["JAXPP_TEST_FAULT"])
-    original = StepRun._compute
+    original = StepRun._call
 
-    def compute(self: Any, command: Any) -> Any:
+    def call(self: Any, command: Any) -> Any:
         here = self._program.plan.program.instructions[command.instruction].label
         if what in FAULTS and self.message.step >= step and here == label:
-            calls = {**self._program.calls, command.instruction: FAULTS[what]}
-            self._program = replace(self._program, calls=calls)
+            self._program.tasks[command.instruction]._call = FAULTS[what]
         return original(self, command)
 
-    StepRun._compute = compute  # type: ignore[method-assign]
+    StepRun._call = call  # type: ignore[method-assign]
     if what == "die while sending":
         StepRun._send = _send_and_die(StepRun._send)  # type: ignore[method-assign]
     if what == "lose":
@@ -109,12 +107,12 @@ def _hold(original: Any, step: int, label: str) -> Any:
     """Native code keeps Python's global lock for 5 s, once."""
     held: list[int] = []
 
-    def call(self: Any, command: Any, arguments: Any) -> Any:
+    def call(self: Any, command: Any) -> Any:
         here = self._program.plan.program.instructions[command.instruction].label
         if self.message.step >= step and here == label and not held:
             held.append(self.message.step)
             ctypes.PyDLL(None).usleep(5_000_000)
-        return original(self, command, arguments)
+        return original(self, command)
 
     return call
 
@@ -132,10 +130,10 @@ def _lose(original: Any, step: int) -> Any:
 
 
 def _slow(original: Any, label: str) -> Any:
-    def call(self: Any, command: Any, arguments: Any) -> Any:
+    def call(self: Any, command: Any) -> Any:
         if self._program.plan.program.instructions[command.instruction].label.startswith(label):
             time.sleep(0.01)  # the fault itself: a slow device
-        return original(self, command, arguments)
+        return original(self, command)
 
     return call
 

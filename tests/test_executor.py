@@ -126,10 +126,9 @@ def test_scenarios(name, program, events, expected, peak):
         if word == "start":
             found = executor.start()
         elif word == "in":
-            found = executor.arrived(number, plan.avals[number].size_bytes)
+            found = executor.arrived(number)
         elif word == "ran":
-            outputs = plan.commands[number].outputs
-            found = executor.ran(number, [plan.avals[key].size_bytes for key in outputs])
+            found = executor.ran(number)
         else:
             found = executor.sent(number)
         assert short(found) == commands, event
@@ -137,20 +136,25 @@ def test_scenarios(name, program, events, expected, peak):
     assert executor.peak_bytes == peak
 
 
-def test_bytes_measured_are_the_ones_reported():
-    """The plan is not asked for sizes of arrays that exist."""
-    executor = Executor(make_plan(program(Input(0, 0, A), run([0], [1]), Output(1, 0), uncounted=[0])))
-    executor.start()
-    executor.arrived(0, 16)
-    executor.ran(1, [1000])
-    assert executor.peak_bytes == 1000
+def test_inputs_that_are_bound_are_not_asked_for():
+    plan = make_plan(program(Input(0, 0, BIG), Input(1, 1, A), run([0], [2]), run([1], [3]), Delete(2), Delete(3)))
+    executor = Executor(plan)
+    assert short(executor.start(here=[0])) == "bind1 run2"
+    assert executor.table_bytes == 32
+    assert short(executor.arrived(1)) == "run3"
+
+
+def test_a_run_that_is_alone_holds_the_next_one_back():
+    plan = make_plan(program(run([], [0]), Send(0, 1, 0), run([], [1]), run([], [2])))
+    executor = Executor(plan, alone={0})
+    assert [short(executor.start()), short(executor.ran(0))] == ["run0", "send0 run2 run3"]
 
 
 def test_deleted_buffers_under_send_are_pending_and_not_in_the_table():
     executor = Executor(make_plan(program(Input(0, 0, A), run([0], [1]), Send(1, 1, 0), Delete(1), Delete(0))))
     executor.start()
-    executor.arrived(0, 16)
-    executor.ran(1, [16])
+    executor.arrived(0)
+    executor.ran(1)
     assert (executor.table_bytes, executor.pending_bytes) == (0, 16)
     assert executor.position() == "end of program, 1 transfers open"
     executor.sent(1)
@@ -272,13 +276,13 @@ class Checker:
                 done = self.running.pop(0)
                 self.gone |= {done.inputs[p] for p in done.donated}
                 self.here |= set(done.outputs)
-                self.obey(self.executor.ran(done.instruction, [16] * len(done.outputs)))
+                self.obey(self.executor.ran(done.instruction))
                 continue
             waiting = getattr(self, kind)
             key = waiting.pop(self.rng.randrange(len(waiting)))
             if kind == "arriving":
                 self.here.add(key)
-                self.obey(self.executor.arrived(key, 16))
+                self.obey(self.executor.arrived(key))
             else:
                 self.obey(self.executor.sent(key))
         assert self.finished, self.executor.position()
@@ -291,7 +295,7 @@ def test_any_program_finishes_in_any_order_of_completion(seed, ahead):
     plan = make_plan(random_program(rng))
     peaks = set()
     for _ in range(3):
-        checker = Checker(Executor(plan, ahead=ahead), plan, rng)
+        checker = Checker(Executor(plan, alone=() if ahead else range(len(plan.commands))), plan, rng)
         checker.drive()
         assert checker.most_running <= (2 if ahead else 1)
         assert checker.executor.pending_bytes == 0

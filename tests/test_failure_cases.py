@@ -131,8 +131,10 @@ async def test_the_kernel_ends_an_actor_at_its_memory_limit():
 
 async def test_a_transfer_of_the_wrong_size(monkeypatch):
     """Case 13. Between processes, over UCX: `test_transport_ucx.py::test_wrong_size_from_another_process`."""
-    views = step_run.send_views
-    monkeypatch.setattr(step_run, "send_views", lambda *args: [view[: view.size // 2] for view in views(*args)])
+    memories = step_run.send_memories
+    monkeypatch.setattr(
+        step_run, "send_memories", lambda *args: [m._replace(size_bytes=m.size_bytes // 2) for m in memories(*args)]
+    )
     async with jpp.RemoteMesh(2, launcher="inline") as mesh:
         step, args = mesh.distributed(wide(jpp.GPipe(2), train=False)), wide_arguments(1)
         await step.compile(*args)

@@ -181,7 +181,7 @@ async def test_an_actor_is_killed_while_it_sends_64_mib():
     ("what", "said"),
     [
         ("exit", "exited with code 3 during step 1, .*last words"),
-        ("crash", "was killed by SIGSEGV during step 1, .*Fatal"),
+        ("crash", "was killed by SIGSEGV during step 1, .*Current thread .*in _crash"),
     ],
 )
 async def test_an_actor_ends_by_itself(what, said):

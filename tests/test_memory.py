@@ -3,8 +3,6 @@ arrays, memory that is used in place. `docs/memory.md` explains the numbers."""
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -129,7 +127,9 @@ def held_in_table(run: step_run.StepRun) -> int:
     """What a step says it holds: its table, deletions that wait for sends, and uncounted results of the loop."""
     plan, executor = run._program.plan, run.executor
     bound = {command.buffer for command in plan.binds}
-    arrays = [a for key, a in enumerate(run._arrays) if a is not None and not plan.counted[key] and key not in bound]
+    arrays = [
+        a for key, a in enumerate(run._arrays) if a is not None and not plan.counted_bytes[key] and key not in bound
+    ]
     return executor.table_bytes + executor.pending_bytes + sum(a.nbytes for a in arrays)
 
 
@@ -147,10 +147,11 @@ async def test_before_every_run_the_table_is_what_jax_holds(remote_mesh, monkeyp
         seen.append((memory_held(jax.live_arrays())[1], held_in_table(self)))
         return original(self, command)
 
-    original = step_run.StepRun._compute
-    monkeypatch.setattr(step_run.StepRun, "_compute", compute)
+    original = step_run.StepRun._call
+    monkeypatch.setattr(step_run.StepRun, "_call", compute)
     # One run at a time, so that between two of them nothing is on its way.
-    monkeypatch.setattr(step_run, "Executor", partial(Executor, ahead=False))
+    everything = range(10_000)
+    monkeypatch.setattr(step_run, "Executor", lambda plan, alone: Executor(plan, alone=everything))
     await mesh.run(step, state, batch)
     before = seen[0][0]
     assert [live - before for live, _ in seen] == [table for _, table in seen]
@@ -205,8 +206,8 @@ async def test_donated_state_and_accumulators_stay_where_they_are(remote_mesh, m
         moved.extend(label for address in before if address not in made)
         return after
 
-    original = step_run.StepRun._compute
-    monkeypatch.setattr(step_run.StepRun, "_compute", compute)
+    original = step_run.StepRun._call
+    monkeypatch.setattr(step_run.StepRun, "_call", compute)
     state = (await mesh.run(step, state, batch))[0]
     assert not moved
     assert in_place["bwd"] == 4, "the first stage's gradient accumulates in place, for each microbatch"

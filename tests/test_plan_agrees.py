@@ -39,14 +39,12 @@ class Step:
 
     def finish_run(self, actor: int) -> None:
         run, executor = self.runs[actor].pop(0), self.executors[actor]
-        sizes = [executor.plan.avals[b].size_bytes for b in run.outputs]
-        self.take(actor, executor.ran(run.instruction, sizes))
+        self.take(actor, executor.ran(run.instruction))
 
     def finish_transfer(self, index: int) -> None:
         actor, what, buffer = self.events.pop(index)
         executor = self.executors[actor]
-        size = executor.plan.avals[buffer].size_bytes
-        self.take(actor, executor.sent(buffer) if what == "sent" else executor.arrived(buffer, size))
+        self.take(actor, executor.sent(buffer) if what == "sent" else executor.arrived(buffer))
 
     def measure(self) -> list[int]:
         for actor, executor in enumerate(self.executors):

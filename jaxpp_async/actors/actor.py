@@ -24,6 +24,7 @@ from jaxpp_async.actors.copies import Shelf
 from jaxpp_async.actors.devices import INLINE_DEVICES, Devices, package_versions, start_devices
 from jaxpp_async.actors.executables import Executables
 from jaxpp_async.actors.host_values import HostValues
+from jaxpp_async.actors.loaded_program import LoadedProgram
 from jaxpp_async.actors.loading import load_program
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.plan import ExecutionPlan
@@ -32,7 +33,7 @@ from jaxpp_async.actors.receive_pool import ReceivePool
 from jaxpp_async.actors.rollback import Rollbacks
 from jaxpp_async.actors.shards import Layouts, memory_held
 from jaxpp_async.actors.snapshots import Snapshots
-from jaxpp_async.actors.step_run import LoadedProgram, Machine, StepFailure, StepRun
+from jaxpp_async.actors.step_run import Machine, StepFailure, StepRun
 from jaxpp_async.actors.store import Entry, Store
 from jaxpp_async.actors.stuck_report import report
 from jaxpp_async.errors import MeshError, ProtocolError, StepAbortedError

@@ -6,11 +6,11 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 from jaxpp_async.actors.executables import ContentKey, Executable, Executables, check_signature
+from jaxpp_async.actors.loaded_program import LoadedProgram
 from jaxpp_async.actors.messages import Load, Loaded
 from jaxpp_async.actors.plan import Execute, ExecutionPlan, make_plan
 from jaxpp_async.actors.receive_pool import ReceivePool
 from jaxpp_async.actors.shards import Layouts
-from jaxpp_async.actors.step_run import LoadedProgram
 from jaxpp_async.program_text import parse_program
 
 
@@ -39,7 +39,7 @@ async def load_program(
         calls[run.instruction] = executable.call
         temp_bytes[run.executable] = max(temp_bytes[run.executable], executable.temp_bytes)
     pool.reserve(plan.max_receives)
-    return LoadedProgram(plan, calls), Loaded(message.request, compile_s, temp_bytes)
+    return LoadedProgram(plan, calls, layouts), Loaded(message.request, compile_s, temp_bytes)
 
 
 def _read(text: str) -> ExecutionPlan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, final
 
 from jaxpp_async.program import ActorId, ActorProgram, Aval, Delete, Input, Instruction, Output, Recv, Run, Send, Tag
 from jaxpp_async.program_text import format_instruction
@@ -17,6 +17,7 @@ BufferKey: TypeAlias = int
 """Numbers one definition of a buffer within one step, from zero."""
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class BindInput:
     """Find step argument `arg`; answer with `Executor.arrived`. A donated one is the step's to consume."""
@@ -27,6 +28,7 @@ class BindInput:
     donated: bool
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class PostRecv:
     """Post a receive; answer with `Executor.arrived`.
@@ -42,6 +44,7 @@ class PostRecv:
     private: bool
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class Execute:
     """Call an executable; answer with `Executor.ran`. `donated` are the buffers that the call consumes."""
@@ -53,6 +56,7 @@ class Execute:
     donated: tuple[int, ...]
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class StartSend:
     """Start a send; answer with `Executor.sent`."""
@@ -63,6 +67,7 @@ class StartSend:
     tag: Tag
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class Drop:
     """Free the buffer: nothing reads it any more."""
@@ -70,6 +75,7 @@ class Drop:
     buffer: BufferKey
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class KeepOutput:
     """The buffer is step result `result`. With `copy` somebody else keeps the same buffer: make another one."""
@@ -79,6 +85,7 @@ class KeepOutput:
     copy: bool
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class Finish:
     """Every instruction is done and every transfer has completed."""
@@ -95,7 +102,8 @@ class ExecutionPlan:
         program: what it was made of.
         commands: one an instruction (for a `Delete` the `Drop` it ends in).
         avals: one a buffer key.
-        counted: for each buffer key, whether it counts towards peak bytes.
+        counted_bytes: for each buffer key, what it adds to the buffer table while it is held, in bytes: its aval's
+            size, or 0 where the program does not count it. Loading checks that executables keep to the avals.
         next_run: for each `Run` instruction, the next one, or None where that one must not be issued before the
             instructions between the two are done.
         max_receives: for each aval, the most receive buffers that the program holds at once.
@@ -106,7 +114,7 @@ class ExecutionPlan:
     program: ActorProgram
     commands: tuple[Command, ...]
     avals: tuple[Aval, ...]
-    counted: tuple[bool, ...]
+    counted_bytes: tuple[int, ...]
     next_run: dict[int, int | None]
     max_receives: dict[Aval, int]
     binds: tuple[BindInput, ...]
@@ -131,7 +139,7 @@ class _Planner:
         self.program = program
         self.current: dict[int, BufferKey] = {}
         self.avals: list[Aval] = []
-        self.counted: list[bool] = []
+        self.counted_bytes: list[int] = []
         self.shared: set[BufferKey] = set()
         self.kept: set[BufferKey] = set()
         self.position = 0
@@ -147,7 +155,7 @@ class _Planner:
             program=self.program,
             commands=tuple(commands),
             avals=tuple(self.avals),
-            counted=tuple(self.counted),
+            counted_bytes=tuple(self.counted_bytes),
             next_run=_next_runs(commands),
             max_receives=_max_receives(commands),
             binds=tuple(c for c in commands if isinstance(c, BindInput)),
@@ -185,8 +193,9 @@ class _Planner:
         if slot in self.current and self.current[slot] not in self.kept:
             raise ValueError(self._fault(slot, "is defined while it holds a buffer"))
         key = self.current[slot] = len(self.avals)
-        self.avals.append(self.program.avals[slot])
-        self.counted.append(slot not in self.program.uncounted)
+        aval = self.program.avals[slot]
+        self.avals.append(aval)
+        self.counted_bytes.append(0 if slot in self.program.uncounted else aval.size_bytes)
         return key
 
     def _use(self, slot: int) -> BufferKey:

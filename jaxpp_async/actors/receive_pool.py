@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxpp_async.actors.shards import Layout, Layouts, aligned_bytes, buffer_addresses, joined, place, private
 from jaxpp_async.program import Aval
+from jaxpp_async.transport.buffers import memory_of
 
 
 class ReceiveBuffer:
@@ -23,13 +24,15 @@ class ReceiveBuffer:
     Attributes:
         layout: how the array lies on the devices.
         memory: a flat uint8 array for each distinct shard.
+        pieces: the same, as the transport takes it.
         array: the array that aliases `memory`, or None where the devices cannot (then each message is copied).
     """
 
-    __slots__ = ("array", "layout", "memory")
+    __slots__ = ("array", "layout", "memory", "pieces")
 
     def __init__(self, layout: Layout, memory: tuple[np.ndarray, ...], array: jax.Array | None):
         self.layout, self.memory, self.array = layout, memory, array
+        self.pieces = tuple(memory_of(part, writable=True) for part in memory)
 
     def received(self, *, private_copy: bool) -> jax.Array:
         """The array, now that the data is in.

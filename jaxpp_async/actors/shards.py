@@ -7,6 +7,7 @@ first hold them. Sender and receiver have meshes of one shape and the same `Aval
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,9 +20,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_async.actors.devices import Devices
 from jaxpp_async.actors.numpy_types import numpy_dtype
 from jaxpp_async.program import Aval, Tag
+from jaxpp_async.transport.buffers import Memory, memory_of
 
 ALIGNMENT = 64
 """Host memory aligned like this becomes a CPU device buffer without a copy."""
+
+_PACKED = ("int2", "int4", "uint2", "uint4", "float4", "float6")
+"""Types of which devices may keep several elements in a byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +46,19 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """An aval on an actor's devices: its distinct shards in transfer order."""
+    """An aval on an actor's devices: its distinct shards in transfer order.
+
+    Args:
+        is_plain: its elements lie in a device's memory as in numpy's: a byte or more each, on a CPU.
+        size_bytes: of the whole array in numpy.
+    """
 
     aval: Aval
     dtype: np.dtype
     sharding: NamedSharding
     shards: tuple[Shard, ...]
+    is_plain: bool
+    size_bytes: int
 
 
 class Layouts:
@@ -81,7 +93,9 @@ class Layouts:
             indices.setdefault(key, index)
             holders.setdefault(key, []).append(position)
         shards = tuple(Shard(indices[key], shape, tuple(positions)) for key, positions in holders.items())
-        return Layout(aval, numpy_dtype(aval.dtype), sharding, shards)
+        dtype = numpy_dtype(aval.dtype)
+        is_plain = self.devices.is_cpu and not aval.dtype.startswith(_PACKED)
+        return Layout(aval, dtype, sharding, shards, is_plain, math.prod(aval.shape) * dtype.itemsize)
 
     def _coordinates(self, position: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Where a device stands along these axes of the mesh."""
@@ -102,6 +116,15 @@ def send_views(array: jax.Array, layout: Layout) -> list[np.ndarray]:
         host_bytes(np.asarray(array.addressable_data(shard.positions[0] if len(layout.shards) > 1 else 0)))
         for shard in layout.shards
     ]
+
+
+def send_memories(array: jax.Array, layout: Layout) -> list[Memory]:
+    """The memory of each distinct shard, to be sent: where it lies, without a copy and without a view being made."""
+    if layout.is_plain and len(layout.shards) == 1:
+        if len(layout.shards[0].positions) > 1:
+            array = array.addressable_data(0)
+        return [Memory(array.unsafe_buffer_pointer(), layout.size_bytes, array)]
+    return [memory_of(view, writable=False) for view in send_views(array, layout)]
 
 
 def host_bytes(array: np.ndarray) -> np.ndarray:

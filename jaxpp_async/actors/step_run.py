@@ -1,25 +1,29 @@
-"""step_run: one step of a loaded program, from the executor's commands to transport, compute thread and store.
+"""step_run: one step of a loaded program, from the executor's commands to transport, devices and store.
 
-Everything but `_compute` runs on the event loop and never waits: completions call back, the executor answers with
-commands, and these are carried out at once. One object a step, no asyncio task an instruction.
+Everything runs on the event loop and never waits, but for tasks that take their time: those run on the compute thread.
+Completions call back, the executor answers with commands, and these are carried out at once. One object a step, no
+asyncio task and no future an instruction.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+from array import array as packed
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 
 from jaxpp_async.actors import special_values
 from jaxpp_async.actors.compute import ComputeThread
 from jaxpp_async.actors.executor import Executor
+from jaxpp_async.actors.loaded_program import LoadedProgram
 from jaxpp_async.actors.messages import Step, StepStats
 from jaxpp_async.actors.plan import (
     BindInput,
@@ -35,21 +39,12 @@ from jaxpp_async.actors.plan import (
 )
 from jaxpp_async.actors.progress import NoteProgress, no_progress
 from jaxpp_async.actors.receive_pool import ReceiveBuffer, ReceivePool
-from jaxpp_async.actors.shards import Layouts, duplicate, send_views, transfer_sequence
+from jaxpp_async.actors.shards import Layouts, duplicate, send_memories
 from jaxpp_async.actors.store import Entry
 from jaxpp_async.transport.base import PROGRAM_CHANNEL, Transport, make_tag
 
-
-@dataclass(frozen=True, slots=True)
-class LoadedProgram:
-    """A plan with its compiled executables.
-
-    Args:
-        calls: the callable of each `Run`, by instruction.
-    """
-
-    plan: ExecutionPlan
-    calls: Mapping[int, Callable[..., Sequence[jax.Array]]]
+MAX_PASS_S = 0.002
+"""How long tasks may follow each other on the event loop before it looks at its other work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +97,22 @@ class StepRun:
         on_end: StepEnd,
     ):
         self.message = message
-        self.executor = Executor(program.plan)
+        # Where actors share devices a task may have to wait for its turn, which the event loop must not.
+        self._quick = program.quick if machine.device_lock is None else frozenset()
+        self.executor = Executor(program.plan, alone=self._quick)
         self.ended = False
         self._program, self._machine, self._on_end = program, machine, on_end
         self._bound, self._results = bound, results
-        self._entries_twice = _shared_entries(bound)
-        self._num_devices = len(machine.layouts.devices.devices)
         self._arrays: list[jax.Array | None] = [None] * len(program.plan.avals)
         self._receiving: dict[BufferKey, ReceiveBuffer] = {}
         self._pieces_left: dict[int, int] = {}
+        self._transfers_done = 0
+        self._tag_base = make_tag(message.epoch, PROGRAM_CHANNEL, 0)
         self._todo: deque[Command] = deque()
         self._carrying_out = False
-        self._runs: list[tuple[str, float, float]] = []
+        self._on_thread = 0  # runs that the compute thread has and has not told of
+        self._checked = special_values.wanted()
+        self._stamps = packed("d", program.no_stamps)
         self._started_s = self._waited_s = self._computed_s = 0.0
         self._starved_since: float | None = None
         self._drains = False
@@ -126,13 +125,12 @@ class StepRun:
     @property
     def transfers(self) -> tuple[frozenset[int], int]:
         """The instructions whose transfers are under way, and how many transfers have ended."""
-        open_ones = frozenset(instruction for instruction, left in self._pieces_left.items() if left)
-        return open_ones, len(self._pieces_left) - len(open_ones)
+        return frozenset(self._pieces_left), self._transfers_done
 
     def start(self) -> None:
         """Take the step up."""
         self._started_s = time.monotonic()
-        self._obey(self.executor.start())
+        self._obey(self.executor.start(self._bind_present()))
 
     def fail(self, error: BaseException, instruction: int | None = None) -> None:
         """End the step early. Transfers under way keep their memory until the transport has ended them."""
@@ -140,6 +138,7 @@ class StepRun:
             return
         text = self.executor.position() if instruction is None else self._program.plan.text(instruction)
         self.ended = True
+        self._machine.transport.hurry(False)
         for entry in self._results.values():
             entry.fail(error)
         self._on_end(self, StepFailure(error, text))
@@ -147,37 +146,49 @@ class StepRun:
     # ------------------------------------------------------------ commands
 
     def _obey(self, commands: list[Command]) -> None:
-        self._todo.extend(commands)
+        todo = self._todo
+        todo.extend(commands)
         if self._carrying_out:
             return  # a command that is done at once brought more: the loop below takes them in order
         self._carrying_out = True
+        yield_at_s = 0.0
         try:
-            while self._todo and not self.ended:
-                command = self._todo.popleft()
+            while todo and not self.ended:
+                command = todo.popleft()
                 try:
-                    self._carry_out(command)
+                    getattr(self, _CARRY_OUT[type(command)])(command)
                 except Exception as error:  # whatever fails here is the step's failure, never the event loop's
                     self.fail(error, getattr(command, "instruction", None))
+                if todo and type(command) is Execute:
+                    now = time.monotonic()
+                    if not yield_at_s:
+                        yield_at_s = now + MAX_PASS_S
+                    elif now > yield_at_s:
+                        asyncio.get_running_loop().call_soon(self._obey, [])
+                        return
         finally:
             self._carrying_out = False
-        self._watch_starvation()
+        if not self.ended:
+            self._watch_starvation()
 
-    def _carry_out(self, command: Command) -> None:
-        match command:
-            case Execute():
-                self._machine.compute.submit(partial(self._compute, command))
-            case StartSend():
-                self._send(command)
-            case PostRecv():
-                self._receive(command)
-            case Drop(buffer=key):
-                self._drop(key)
-            case BindInput():
-                self._bound[command.arg].when_done(partial(self._bind, command))
-            case KeepOutput():
-                self._keep(command)
-            case Finish():
-                self._finish()
+    def _bind_present(self) -> list[BufferKey]:
+        """Bind the arguments that are there: nearly always all of them, and nothing has to be told of each."""
+        now = self._started_s
+        present: list[BufferKey] = []
+        twice = _shared_entries(self._bound) if self._program.donates else frozenset()
+        for command in self._program.plan.binds:
+            entry = self._bound[command.arg]
+            array = entry.array
+            if array is None or (command.donated and id(entry) in twice):
+                continue
+            self._arrays[command.buffer] = array
+            present.append(command.buffer)
+            self._stamps[2 * command.instruction] = self._stamps[2 * command.instruction + 1] = now
+        return present
+
+    def _ask(self, command: BindInput) -> None:
+        self._stamps[2 * command.instruction] = time.monotonic()
+        self._bound[command.arg].when_done(partial(self._bind, command))
 
     def _bind(self, command: BindInput, entry: Entry) -> None:
         if self.ended:
@@ -185,59 +196,78 @@ class StepRun:
         if entry.array is None:
             self.fail(entry.error or RuntimeError("array was never made"), command.instruction)
             return
-        alone = not command.donated or id(entry) not in self._entries_twice
-        array = entry.array if alone else duplicate(entry.array)
-        self._arrays[command.buffer] = array
-        self._obey(self.executor.arrived(command.buffer, array.nbytes))
+        alone = not command.donated or id(entry) not in _shared_entries(self._bound)
+        self._arrays[command.buffer] = entry.array if alone else duplicate(entry.array)
+        self._stamps[2 * command.instruction + 1] = time.monotonic()
+        self._obey(self.executor.arrived(command.buffer))
 
     def _receive(self, command: PostRecv) -> None:
-        buffer = self._machine.pool.take(command.aval)
-        self._receiving[command.buffer] = buffer
+        instruction = command.instruction
+        self._stamps[2 * instruction] = time.monotonic()
+        buffer = self._receiving[command.buffer] = self._machine.pool.take(command.aval)
+        self._pieces_left[instruction] = len(buffer.pieces)
         done = partial(self._piece_received, command)
-        self._pieces_left[command.instruction] = len(buffer.memory)
-        for k, memory in enumerate(buffer.memory):
-            self._machine.transport.recv(memory, command.from_actor, self._tag(command.tag, k)).add_done_callback(done)
+        tag, post = self._tag_base + self._program.sequences[instruction], self._machine.transport.post_recv
+        for piece in buffer.pieces:
+            if post(piece, command.from_actor, tag, done):
+                done(None)
+            tag += 1
 
-    def _piece_received(self, command: PostRecv, future: Any) -> None:
-        if not self._piece_done(command, future):
+    def _piece_received(self, command: PostRecv, error: Exception | None) -> None:
+        if not self._piece_done(command, error):
             return
-        buffer = self._receiving[command.buffer]
-        try:
-            array = self._arrays[command.buffer] = buffer.received(private_copy=command.private)
-        except Exception as error:  # making the copy failed: the step's failure, like a failed transfer
-            self.fail(error, command.instruction)
-            return
-        if command.private:
-            self._machine.pool.give(self._receiving.pop(command.buffer))
-        self._obey(self.executor.arrived(command.buffer, array.nbytes))
+        key = command.buffer
+        buffer = self._receiving[key]
+        if command.private or buffer.array is None:
+            try:
+                self._arrays[key] = buffer.received(private_copy=command.private)
+            except Exception as failure:  # making the copy failed: the step's failure, like a failed transfer
+                self.fail(failure, command.instruction)
+                return
+            if command.private:
+                self._machine.pool.give(self._receiving.pop(key))
+        else:
+            self._arrays[key] = buffer.array
+        self._obey(self.executor.arrived(key))
 
     def _send(self, command: StartSend) -> None:
+        instruction = command.instruction
+        self._stamps[2 * instruction] = time.monotonic()
         array = self._arrays[command.buffer]
         assert array is not None
-        views = send_views(array, self._machine.layouts.of(self._program.plan.avals[command.buffer]))
+        pieces = send_memories(array, self._program.layouts[command.buffer])
+        self._pieces_left[instruction] = len(pieces)
         done = partial(self._piece_sent, command)
-        self._pieces_left[command.instruction] = len(views)
-        for k, view in enumerate(views):
-            self._machine.transport.send(view, command.to_actor, self._tag(command.tag, k)).add_done_callback(done)
+        tag, post = self._tag_base + self._program.sequences[instruction], self._machine.transport.post_send
+        for piece in pieces:
+            if post(piece, command.to_actor, tag, done):
+                done(None)
+            tag += 1
 
-    def _piece_sent(self, command: StartSend, future: Any) -> None:
-        if self._piece_done(command, future):
+    def _piece_sent(self, command: StartSend, error: Exception | None) -> None:
+        if self._piece_done(command, error):
             self._obey(self.executor.sent(command.buffer))
 
-    def _piece_done(self, command: PostRecv | StartSend, future: Any) -> bool:
+    def _piece_done(self, command: PostRecv | StartSend, error: Exception | None) -> bool:
         """Whether this was the last piece of a transfer, and all went well."""
-        error = RuntimeError("the transfer was cancelled") if future.cancelled() else future.exception()
         if self.ended:
             return False
+        instruction = command.instruction
         if error is not None:
-            self.fail(error, command.instruction)
+            self.fail(error, instruction)
             return False
-        self._pieces_left[command.instruction] -= 1
-        return self._pieces_left[command.instruction] == 0
+        left = self._pieces_left[instruction] - 1
+        if left:
+            self._pieces_left[instruction] = left
+            return False
+        del self._pieces_left[instruction]
+        self._transfers_done += 1
+        self._stamps[2 * instruction + 1] = time.monotonic()
+        return True
 
-    def _drop(self, key: BufferKey) -> None:
-        self._arrays[key] = None
-        buffer = self._receiving.pop(key, None)
+    def _drop(self, command: Drop) -> None:
+        self._arrays[command.buffer] = None
+        buffer = self._receiving.pop(command.buffer, None)
         if buffer is not None:
             self._machine.pool.give(buffer)
 
@@ -247,9 +277,11 @@ class StepRun:
         if entry is not None:
             entry.resolve(duplicate(array) if command.copy else array)
 
-    def _finish(self) -> None:
+    def _finish(self, _: Finish) -> None:
         self.ended = True
         now = time.monotonic()
+        self._note(self.executor.at)
+        self._machine.transport.hurry(False)
         self._arrays, self._receiving = [], {}
         stats = StepStats(
             compute_s=self._computed_s,
@@ -257,72 +289,95 @@ class StepRun:
             total_s=now - self._started_s,
             peak_bytes=self.executor.peak_bytes,
             live_buffers=0,
-            runs=tuple(self._runs),
+            stamps=self._stamps.tobytes(),
         )
         self._on_end(self, stats)
 
-    def _tag(self, tag: int, shard_index: int) -> int:
-        return make_tag(self.message.epoch, PROGRAM_CHANNEL, transfer_sequence(tag, shard_index, self._num_devices))
-
     # ------------------------------------------------------------ computing
+
+    def _execute(self, command: Execute) -> None:
+        """A task that has been quick runs here and now: handing it to a thread and back costs more than it does."""
+        if self._on_thread or command.instruction not in self._quick:
+            self._on_thread += 1
+            self._machine.compute.submit(partial(self._compute, command))
+            return
+        self._note(command.instruction, computing=True)
+        start_s, end_s = self._call(command)
+        self._obey(self._ran(command, start_s, end_s))
 
     def _compute(self, command: Execute) -> Callable[[], None]:
         """Runs on the compute thread."""
         if self.ended:
             return _nothing
         self._note(command.instruction, computing=True)
-        arrays = self._arrays
         lock: AbstractContextManager = self._machine.device_lock or nullcontext()
         try:
             with lock:
-                start_s = time.monotonic()
-                arguments = [arrays[key] for key in command.inputs]
-                for position in command.donated:
-                    arrays[command.inputs[position]] = None
-                outputs = self._call(command, arguments)
-                for array in outputs:
-                    array.block_until_ready()
-            for key, array in zip(command.outputs, outputs, strict=True):
-                arrays[key] = array
+                start_s, end_s = self._call(command)
         except Exception as error:  # whatever an executable raises is reported, with its instruction
             return partial(self.fail, error, command.instruction)
         finally:
             if not self.ended:  # the next step may be at work already
                 self._note(command.instruction)
-        return partial(self._ran, command, start_s, time.monotonic(), [array.nbytes for array in outputs])
+        return partial(self._computed, command, start_s, end_s)
 
-    def _call(self, command: Execute, arguments: list[Any]) -> Sequence[jax.Array]:
-        call = self._program.calls[command.instruction]
-        if not special_values.wanted():
-            return call(*arguments)
-        label: Any = self._program.plan.program.instructions[command.instruction]
-        return special_values.call_checked(call, arguments, infs=not label.label.startswith("start("))
+    def _call(self, command: Execute) -> tuple[float, float]:
+        """Call the executable and wait until it has computed. Returns when it began and ended."""
+        task, arrays = self._program.tasks[command.instruction], self._arrays
+        start_s = time.monotonic()
+        arguments = [arrays[key] for key in command.inputs]
+        for position in command.donated:
+            arrays[command.inputs[position]] = None
+        outputs = task.run(arguments, checked=self._checked)
+        for key, array in zip(command.outputs, outputs, strict=True):
+            arrays[key] = array
+        return start_s, time.monotonic()
 
-    def _ran(self, command: Execute, start_s: float, end_s: float, nbytes: list[int]) -> None:
-        if self.ended:
-            return
-        label: Any = self._program.plan.program.instructions[command.instruction]
-        self._runs.append((label.label, start_s, end_s))
+    def _computed(self, command: Execute, start_s: float, end_s: float) -> None:
+        self._on_thread -= 1
+        if not self.ended:
+            self._obey(self._ran(command, start_s, end_s))
+
+    def _ran(self, command: Execute, start_s: float, end_s: float) -> list[Command]:
+        instruction = command.instruction
+        self._stamps[2 * instruction], self._stamps[2 * instruction + 1] = start_s, end_s
         self._computed_s += end_s - start_s
-        self._obey(self.executor.ran(command.instruction, nbytes))
+        self._program.took(instruction, end_s - start_s)
+        return self.executor.ran(instruction)
+
+    # ------------------------------------------------------------ waiting
 
     def _note(self, instruction: int, *, waiting: bool = False, computing: bool = False) -> None:
         self._machine.note_progress(self.message.step, self.message.program_id, instruction, waiting, computing)
 
     def _watch_starvation(self) -> None:
-        if not self._drains and not self.ended and self.executor.draining:
+        executor = self.executor
+        if not self._drains and executor.draining:
             self._drains = True
-            self._note(self.executor.at, waiting=True)
-        starved = not self.ended and self.executor.starved
-        if starved == (self._starved_since is not None):
+            self._note(executor.at, waiting=True)
+            self._machine.transport.hurry(True)
+        if executor.starved == (self._starved_since is not None):
             return
         now = time.monotonic()
+        self._machine.transport.hurry(executor.starved)
         if self._starved_since is None:
             self._starved_since = now
-            self._note(self.executor.at, waiting=True)
+            self._note(executor.at, waiting=True)
         else:
             self._waited_s += now - self._starved_since
             self._starved_since = None
+
+
+_CARRY_OUT: dict[type, str] = {
+    Execute: "_execute",
+    StartSend: "_send",
+    PostRecv: "_receive",
+    Drop: "_drop",
+    BindInput: "_ask",
+    KeepOutput: "_keep",
+    Finish: "_finish",
+}
+"""Names and not methods: a table of bound ones in each step would be a cycle, and keep its arrays until it is found."""
 
 
 def _shared_entries(bound: Mapping[int, Entry]) -> frozenset[int]:

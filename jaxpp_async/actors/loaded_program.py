@@ -1,0 +1,134 @@
+"""loaded_program: a plan with all that can be known of it before its first step: executables, layouts, tags, and which
+of its tasks are quick. No I/O, no clock: it is told how long tasks took.
+"""
+
+from __future__ import annotations
+
+from array import array as packed
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxpp_async.actors import special_values
+from jaxpp_async.actors.plan import Execute, ExecutionPlan, PostRecv, StartSend
+from jaxpp_async.actors.shards import Layouts, transfer_sequence
+from jaxpp_async.program import Run
+
+Call = Callable[..., Sequence[jax.Array]]
+
+QUICK_S = 0.0003
+"""A task that takes less is run on the event loop's thread: a thread of its own costs some 100 us for each hand-over
+and back, and the loop can be without its other work for that long."""
+
+_QUICK_AFTER = 3
+"""Runs before a task is called quick: the first one fills JAX's caches."""
+
+_FORGETTING = 0.05
+"""How far the typical time moves towards a longer one. A shorter one is believed at once: what disturbs a run only ever
+makes it longer."""
+
+
+class LoadedTask:
+    """A `Run` made ready.
+
+    Args:
+        call: the executable.
+        label: the run's.
+    """
+
+    __slots__ = ("_call", "_check_infs")
+
+    def __init__(self, call: Call, label: str):
+        self._call = call
+        self._check_infs = not label.startswith("start(")  # an accumulator of `Max` begins with one
+
+    def run(self, arguments: Sequence[Any], *, checked: bool) -> Sequence[jax.Array]:
+        """Call it, and wait until it has computed.
+
+        Args:
+            checked: look for special values that the configuration forbids.
+
+        Raises:
+            FloatingPointError: a result is a NaN or an infinity, which the configuration forbids.
+            Whatever the executable does.
+        """
+        if checked:
+            outputs = special_values.call_checked(self._call, arguments, infs=self._check_infs)
+        else:
+            outputs = self._call(*arguments)
+        if outputs:
+            outputs[-1].block_until_ready()  # results of one executable are there together
+        return outputs
+
+
+class _Pace:
+    """How long one executable takes."""
+
+    __slots__ = ("instructions", "is_quick", "runs", "typical_s")
+
+    def __init__(self) -> None:
+        self.instructions: list[int] = []
+        self.typical_s, self.runs, self.is_quick = float("inf"), 0, False
+
+
+class LoadedProgram:
+    """One program of an actor.
+
+    Args:
+        plan: what it executes.
+        calls: the callable of each `Run`, by instruction.
+        layouts: of the actor's devices.
+
+    Attributes:
+        tasks: each `Run`, by instruction.
+        layouts: of each buffer key.
+        sequences: of each `Send` and `Recv`, by instruction: the first of its wire tags.
+        no_stamps: the time stamps of a step that has not begun: two NaNs an instruction, as `array("d")` packs them.
+        donates: whether it consumes any of its arguments.
+        quick: the `Run`s that have been taking less than `QUICK_S`; changes from step to step.
+    """
+
+    def __init__(self, plan: ExecutionPlan, calls: Mapping[int, Call], layouts: Layouts):
+        self.plan = plan
+        self.tasks = {at: LoadedTask(call, _label(plan, at)) for at, call in calls.items()}
+        self.layouts = tuple(layouts.of(aval) for aval in plan.avals)
+        num_devices = len(layouts.devices.devices)
+        self.sequences = {
+            command.instruction: transfer_sequence(command.tag, 0, num_devices)
+            for command in plan.commands
+            if isinstance(command, StartSend | PostRecv)
+        }
+        self.no_stamps = packed("d", [float("nan")] * (2 * len(plan.commands))).tobytes()
+        self.donates = any(command.donated for command in plan.binds)
+        self.quick: set[int] = set()
+        self._paces = _paces(plan)
+
+    def took(self, instruction: int, seconds: float) -> None:
+        """Remember how long a `Run` took."""
+        pace = self._paces[instruction]
+        if seconds < pace.typical_s:
+            pace.typical_s = seconds
+        else:
+            pace.typical_s += _FORGETTING * (seconds - pace.typical_s)
+        pace.runs += 1
+        if (pace.runs > _QUICK_AFTER and pace.typical_s < QUICK_S) != pace.is_quick:
+            pace.is_quick = not pace.is_quick
+            (self.quick.update if pace.is_quick else self.quick.difference_update)(pace.instructions)
+
+
+def _label(plan: ExecutionPlan, at: int) -> str:
+    run = plan.program.instructions[at]
+    assert isinstance(run, Run)
+    return run.label
+
+
+def _paces(plan: ExecutionPlan) -> dict[int, _Pace]:
+    of_executable: dict[tuple[int, tuple[int, ...]], _Pace] = {}
+    found: dict[int, _Pace] = {}
+    for command in plan.commands:
+        if isinstance(command, Execute):
+            pace = of_executable.setdefault((command.executable, command.donated), _Pace())
+            pace.instructions.append(command.instruction)
+            found[command.instruction] = pace
+    return found
