@@ -6,24 +6,24 @@ cause after the other. What a cause adds to the length of the step is its item, 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxpp_async.program import ActorId
-from jaxpp_async.timeline.events import ActorTimeline, Event, Transfer, task_type
+from jaxpp_async.timeline.events import ActorTimeline, Transfer
 
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """Where the time of one step went, in seconds. The items add up to `total_s`; one that is negative saved time.
+    """Where the time of one step went, in seconds. The items add up to `total_s`; none is
+    negative, but by what the clocks of two hosts may be off.
 
     Args:
         queue_s: from when the controller sent the step until the first actor took it up: the way there, and steps that
             were under way before it.
         compute_s: all tasks, shared evenly by the actors: the step if nothing ever waited.
-        schedule_s: what the order of tasks adds, if tasks of one type took the same time in every stage: its bubble.
-        imbalance_s: what it adds that they do not.
+        imbalance_s: what the busiest actor has to compute beyond that.
+        schedule_s: what the order of tasks adds to that, since tasks wait for others: the bubble.
         transfer_s: what it adds that data takes a while from the start of its send until it is there.
         start_s: what it adds that some actors took the step up later than the first, or got arguments late.
         dispatch_s: the rest between taking up and end: everything was there, and the next thing had not begun.
@@ -32,8 +32,8 @@ class Bill:
 
     queue_s: float
     compute_s: float
-    schedule_s: float
     imbalance_s: float
+    schedule_s: float
     transfer_s: float
     start_s: float
     dispatch_s: float
@@ -47,7 +47,7 @@ class Bill:
     @property
     def bound_s(self) -> float:
         """What the schedule and the measured task times allow at best: the critical path of the step's tasks."""
-        return self.compute_s + self.schedule_s + self.imbalance_s
+        return self.compute_s + self.imbalance_s + self.schedule_s
 
     @property
     def span_s(self) -> float:
@@ -73,31 +73,20 @@ def make_bill(actors: Sequence[ActorTimeline], transfers: Sequence[Transfer], du
     begin_s = min((a.begin_s for a in working), default=0.0)
     end_s = max((a.end_s for a in working), default=0.0)
     replay = _Replay(working, transfers)
-    typical = _typical(working)
-    compute_s = sum(run.duration_s for a in working for run in a.runs) / max(len(working), 1)
-    even_s = replay.length(run_s=lambda run: typical[task_type(run.label)])
+    work_s = [sum(run.duration_s for run in a.runs) for a in working] or [0.0]
     bound_s = replay.length()
     moved_s = replay.length(moves=True)
     started_s = replay.length(moves=True, starts=True)
     return Bill(
         queue_s=begin_s,
-        compute_s=compute_s,
-        schedule_s=even_s - compute_s,
-        imbalance_s=bound_s - even_s,
+        compute_s=sum(work_s) / len(work_s),
+        imbalance_s=max(work_s) - sum(work_s) / len(work_s),
+        schedule_s=bound_s - max(work_s),
         transfer_s=moved_s - bound_s,
         start_s=started_s - moved_s,
         dispatch_s=end_s - begin_s - started_s,
         reply_s=duration_s - end_s,
     )
-
-
-def _typical(actors: Sequence[ActorTimeline]) -> dict[str, float]:
-    """The mean time of a task, by type."""
-    times: dict[str, list[float]] = defaultdict(list)
-    for actor in actors:
-        for run in actor.runs:
-            times[task_type(run.label)].append(run.duration_s)
-    return {kind: sum(all_s) / len(all_s) for kind, all_s in times.items()}
 
 
 class _Replay:
@@ -113,13 +102,10 @@ class _Replay:
         self._begins = {a.actor: a.begin_s - first_s for a in actors}
         self._first_s = first_s
 
-    def length(
-        self, *, run_s: Callable[[Event], float] = lambda run: run.duration_s, moves: bool = False, starts: bool = False
-    ) -> float:
+    def length(self, *, moves: bool = False, starts: bool = False) -> float:
         """How long the step then takes.
 
         Args:
-            run_s: how long a task takes.
             moves: transfers take as long as they did; else no time.
             starts: actors begin, and have their arguments, when they did; else at once.
         """
@@ -136,7 +122,7 @@ class _Replay:
                     if any(t is None for t in there):
                         break
                     start_s = max([free_s[actor], *(t for t in there if t is not None)])
-                    free_s[actor] = ready[actor, run.instruction] = start_s + run_s(run)
+                    free_s[actor] = ready[actor, run.instruction] = start_s + run.duration_s
                     at[actor], moved = at[actor] + 1, True
         if any(at[actor] < len(runs) for actor, runs in self._runs.items()):
             raise ValueError("tasks wait for each other in a circle")

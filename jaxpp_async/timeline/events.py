@@ -209,17 +209,11 @@ def pair(actors: Sequence[ActorTimeline]) -> tuple[Transfer, ...]:
 
 
 _MICROBATCH = re.compile(r",? ?\bmb \d+")
-_PLACE = re.compile(r",? ?\b(?:mb|stage|actor) \d+")
 
 
 def task_kind(label: str) -> str:
     """A task's label without its microbatch: `"fwd(stage 0)"`."""
     return _MICROBATCH.sub("", label).replace("()", "")
-
-
-def task_type(label: str) -> str:
-    """A task's label without microbatch, stage and actor: `"fwd"`."""
-    return _PLACE.sub("", label).replace("()", "")
 
 
 class _Makers:

@@ -14,8 +14,8 @@ from jaxpp_async.timeline.shares import Shares
 _ITEMS = (
     ("queue", "until the first actor took it up"),
     ("compute", "all tasks, shared evenly by the actors"),
-    ("schedule", "the order of tasks, were all stages alike"),
-    ("imbalance", "stages are not alike"),
+    ("imbalance", "the busiest actor computes more than that"),
+    ("schedule", "tasks wait for others: the bubble"),
     ("transfer", "data was on its way"),
     ("start", "an actor began, or had its arguments, later than the first"),
     ("dispatch", "everything was there, and the next thing had not begun"),
