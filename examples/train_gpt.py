@@ -28,6 +28,7 @@ from gpt import data, report, steps
 from gpt.model import AXIS_RULES, ModelConfig, sample, state_specs
 from gpt.options import Options, parse_options
 from jaxpp_async.errors import CheckpointError
+from jaxpp_async.timeline import Timeline, write_trace
 
 MAX_VALIDATION_BYTES = 64 * 1024
 SAMPLE_PROMPT, SAMPLE_BYTES = b"def ", 300
@@ -90,6 +91,7 @@ class Pipeline:
         verified_params: after `--verify` steps.
         actor_times: where each actor's time went during training.
         train_s: seconds of training, launch and compilation left out.
+        timelines: of the steps that `--trace` wants.
         validation_loss: nats a byte.
     """
 
@@ -119,6 +121,7 @@ class Pipeline:
         self.verified_params: Any = None
         self.actor_times = [report.ActorTime()] * options.actors
         self.train_s = 0.0
+        self.timelines: list[Timeline] = []
         self.validation_loss = float("nan")
 
     async def run(self, batches: data.TrainBatches, validation: list[data.Batch]) -> None:
@@ -143,6 +146,8 @@ class Pipeline:
             state = await self._train(mesh, step, state, batches)
             with self.reporter.phase("evaluating"):
                 await self._evaluate(mesh, state["params"], validation)
+        if o.trace:
+            self._write_trace(o.trace)
 
     async def _compile(self, mesh: Any, batch: data.Batch) -> Any:
         """The training step; compiled, it knows where it keeps each part of the state."""
@@ -233,6 +238,8 @@ class Pipeline:
         await future
         self.actor_times = [spent.add(one) for spent, one in zip(self.actor_times, future.stats, strict=True)]
         self.losses.append(float(await loss))
+        if self.options.is_traced(self.first_step + len(self.losses)):
+            self.timelines.append(future.timeline())
         progress.advance(self.losses[-1])
 
     async def _evaluate(self, mesh: Any, params: Any, validation: list[data.Batch]) -> None:
@@ -241,6 +248,14 @@ class Pipeline:
         losses = [await (await mesh.run(step, params, batch)) for batch in validation]
         self.validation_loss = float(np.mean(losses))
         self.params = await mesh.fetch(params)
+
+    def _write_trace(self, path: Path) -> None:
+        if not self.timelines:
+            self.reporter.line(f"no trace: this run had none of the steps that --trace {path} wants")
+            return
+        write_trace(path, self.timelines)
+        self.reporter.lines(["", *str(self.timelines[-1]).splitlines(), ""])
+        self.reporter.line(f"trace of {len(self.timelines)} steps: {path}; open it at https://ui.perfetto.dev")
 
     @property
     def tokens_per_s(self) -> float:

@@ -9,6 +9,7 @@ import errno
 import gc
 import inspect
 import itertools
+import json
 import os
 import pathlib
 import re
@@ -701,7 +702,7 @@ def tiny(tmp_path) -> Iterator[tuple[Any, Any]]:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog; " * 80)
     words = f"--launcher inline --steps 4 --save-every 2 --layers 2 --dim 8 --heads 2 --seq-len 8 --microbatches 2 \
-        --batch-size 4 --data {text} --checkpoint-dir {tmp_path / 'run'}"
+        --batch-size 4 --data {text} --checkpoint-dir {tmp_path / 'run'} --trace {tmp_path / 'trace.json'}"
     options = parse_options(words.split())
     yield options, dataclasses.replace(options, resume=True)
 
@@ -735,4 +736,8 @@ async def test_train_gpt_resumes_bit_for_bit(tiny, tmp_path, capsys):
     assert resumed.first_step == 2 and len(whole.losses) == 4
     assert resumed.losses == whole.losses[2:] and resumed.validation_loss == whole.validation_loss
     equal(resumed.params, whole.params)
-    assert "going on after step 2" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "going on after step 2" in said
+    assert "trace of 3 steps: " in said and "trace of 2 steps: " in said  # the last three; two of them were resumed
+    traced = [e["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert "fwd(stage 0, mb 1)" in traced

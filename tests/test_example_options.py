@@ -46,6 +46,15 @@ def test_paths_and_switches():
 
 
 @pytest.mark.parametrize(
+    ("line", "traced"),
+    [("", []), ("--trace x.json", [6, 7, 8]), ("--trace x.json --trace-step 1", [1]), ("--trace x --steps 2", [1, 2])],
+)
+def test_the_steps_that_are_traced(line: str, traced: list[int]):
+    options = parse_options(["--steps", "8", *line.split()])
+    assert [number for number in range(1, options.steps + 1) if options.is_traced(number)] == traced
+
+
+@pytest.mark.parametrize(
     ("line", "message"),
     [
         ("--schedule 2F2B", "no schedule '2F2B'; there are GPipe, Std1F1B, Eager1F1B, ZeroBubbleH1, "),
@@ -62,6 +71,10 @@ def test_paths_and_switches():
         ("--tp 3", "--heads 4 is not a multiple of --tp 3"),
         ("--verify 9 --steps 8", "--verify 9 is more than --steps 8"),
         (f"--dump-passes {__file__}", "is a file; name a folder"),
+        ("--trace no/such/folder/x.json", "--trace no/such/folder/x.json cannot be written; name a file"),
+        (f"--trace {Path(__file__).parent}", "cannot be written; name a file"),
+        ("--trace-step 3", "--trace-step 3 needs --trace FILE"),
+        ("--trace x.json --trace-step 9 --steps 8", "--trace-step 9 is more than --steps 8"),
     ],
 )
 def test_options_that_do_not_go_together(line: str, message: str, capsys: pytest.CaptureFixture[str]):

@@ -12,6 +12,10 @@ TWO_STAGES = ("Interleaved1F1B", "LoopedBFS", "ZeroBubbleV", "DualPipeV")
 SCHEDULES = ("GPipe", "Std1F1B", "Eager1F1B", "ZeroBubbleH1", "ZeroBubbleH2", *TWO_STAGES)
 
 
+TRACED_STEPS = 3
+"""How many steps `--trace` writes: a few in a row show how one begins before the last has ended."""
+
+
 class OptionError(ValueError):
     """Options that do not go together. The message names the option and says what to change."""
 
@@ -42,6 +46,8 @@ class Options:
     save_every: int = 0  # 0: at the end only.
     resume: bool = False
     max_restarts: int = 0
+    trace: Path | None = None
+    trace_step: int = 0  # 0: the last TRACED_STEPS.
 
     @property
     def num_stages(self) -> int:
@@ -56,6 +62,12 @@ class Options:
     @property
     def tokens_per_step(self) -> int:
         return self.batch_size * self.seq_len
+
+    def is_traced(self, step_number: int) -> bool:
+        """Whether a step, counted from 1, is in the file that `--trace` names."""
+        if self.trace is None:
+            return False
+        return step_number == self.trace_step if self.trace_step else step_number > self.steps - TRACED_STEPS
 
 
 _HELP = {
@@ -79,8 +91,11 @@ _HELP = {
     "checkpoint_dir": "save the run here, at its end and with --save-every; the newest three checkpoints stay",
     "save_every": "also save after every SAVE_EVERY steps, while training goes on",
     "max_restarts": "replace actors that died and go on with the same numbers, so many times in ten minutes",
+    "trace": f"write what every actor did in the last {TRACED_STEPS} steps, as a trace for ui.perfetto.dev",
+    "trace_step": f"the one step to trace, counted from 1, instead of the last {TRACED_STEPS}",
 }
 _FOLDERS = ("dump_passes", "checkpoint_dir")
+_FILES = ("data", "trace")
 _AT_LEAST_ZERO = ("stages", "seed", "verify", "max_restarts")
 
 
@@ -109,12 +124,12 @@ def _parser() -> argparse.ArgumentParser:
             parser.add_argument(flag, type=_schedule_name, default=default, metavar="NAME", help=text)
         elif name == "launcher":
             parser.add_argument(flag, choices=("local", "inline"), default=default, help=text)
-        elif name in ("data", *_FOLDERS):
-            metavar = "DIR" if name in _FOLDERS else "PATH"
+        elif name in (*_FILES, *_FOLDERS):
+            metavar = "DIR" if name in _FOLDERS else "FILE" if name == "trace" else "PATH"
             parser.add_argument(flag, type=Path, default=argparse.SUPPRESS, metavar=metavar, help=text)
         else:
             least = 0 if name in _AT_LEAST_ZERO else 1
-            shown = argparse.SUPPRESS if name in ("stages", "verify", "save_every") else default
+            shown = argparse.SUPPRESS if name in ("stages", "verify", "save_every", "trace_step") else default
             parser.add_argument(flag, type=_whole_number(least), default=shown, metavar="N", help=text)
     parser.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir, if there is one"
@@ -162,6 +177,12 @@ def check(options: Options) -> None:
             o.dump_passes is None or not o.dump_passes.exists() or o.dump_passes.is_dir(),
             f"--dump-passes {o.dump_passes} is a file; name a folder",
         ),
+        (
+            o.trace is None or (o.trace.parent.is_dir() and not o.trace.is_dir()),
+            f"--trace {o.trace} cannot be written; name a file in a folder that there is",
+        ),
+        (o.trace is not None or not o.trace_step, f"--trace-step {o.trace_step} needs --trace FILE"),
+        (o.trace_step <= o.steps, f"--trace-step {o.trace_step} is more than --steps {o.steps}"),
         (o.checkpoint_dir is not None or not o.save_every, f"--save-every {o.save_every} needs --checkpoint-dir DIR"),
         (
             o.checkpoint_dir is not None or not o.resume,
