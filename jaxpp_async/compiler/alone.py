@@ -87,14 +87,31 @@ class _Walk:
         self.donations: dict[ExecutableId, tuple[int, ...]] = {}
 
     def walk(self) -> None:
-        live, kept = self.live, self.kept
-        for index, i in enumerate(self.program.instructions):
-            if isinstance(i, Delete) and (b := i.buffer) in live and b not in kept:
-                live.remove(b)
-                continue
-            self.index, self.instruction = index, i
-            _STEPS[type(i)](self, i)
+        instructions, after = self.program.instructions, 0
+        for index in [k for k, i in enumerate(instructions) if not isinstance(i, Delete)]:
+            if after < index:
+                self.delete_all(range(after, index))
+            self.step(index)
+            after = index + 1
+        self.delete_all(range(after, len(instructions)))
         self.instruction = None
+
+    def step(self, index: int) -> None:
+        self.index, self.instruction = index, self.program.instructions[index]
+        _STEPS[type(self.instruction)](self, self.instruction)
+
+    def delete_all(self, indices: range) -> None:
+        """The `Delete`s at these positions."""
+        deletes = self.program.instructions[indices.start : indices.stop]
+        buffers = [i.buffer for i in deletes if isinstance(i, Delete)]
+        held = len(self.live)
+        if self.live.issuperset(buffers) and self.kept.isdisjoint(buffers):
+            self.live.difference_update(buffers)
+            if len(self.live) == held - len(buffers):
+                return
+            self.live.update(buffers)
+        for index in indices:
+            self.step(index)
 
     def fail(self, message: str) -> NoReturn:
         text = f" {format_instruction(self.instruction)!r}" if self.instruction else ""

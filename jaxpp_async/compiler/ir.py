@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from jaxpp_async.frozen import frozen, kept
+from jaxpp_async.frozen import frozen
 from jaxpp_async.program import Aval
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Lit:
     """A small constant operand."""
 
@@ -49,7 +49,7 @@ def stacked_type(element: ValueType, length: int) -> ValueType:
     return ValueType(aval, element.key_impl, sharding=sharding)
 
 
-@frozen(eq=False, slots=False)
+@frozen(eq=False)
 class Op:
     """One operation.
 
@@ -65,6 +65,9 @@ class Op:
         split: for one that can be cut in two (a scan): itself and the positions of the results that are wanted first to
             the operation that makes them, with whatever the other needs of it, and the operation that makes the rest.
         branches: for a `cond` outside the loops, what it chooses from.
+
+    Attributes:
+        reads: the values among `inputs`.
     """
 
     name: str
@@ -77,10 +80,12 @@ class Op:
     expand: Callable[[], tuple[tuple[Op, ...], tuple[Ref, ...]]] | None = None
     split: Callable[[Op, frozenset[int]], tuple[Op, Op] | None] | None = None
     branches: Branches | None = None
+    reads: tuple[int, ...] = field(init=False)
 
-    @kept
-    def reads(self) -> tuple[int, ...]:
-        return tuple([r for r in self.inputs if isinstance(r, int)])
+    def __post_init__(self) -> None:
+        inputs: tuple[Any, ...] = self.inputs
+        reads = tuple([r for r in inputs if isinstance(r, int)]) if Lit in map(type, inputs) else inputs
+        object.__setattr__(self, "reads", reads)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxpp_async.compiler.ir import Op
-from jaxpp_async.compiler.outer import OuterStep, giver
+from jaxpp_async.compiler.outer import Actors, OuterStep, giver
 from jaxpp_async.program import ActorId
 
 
@@ -31,7 +31,7 @@ class Levels:
 
 
 def levels(
-    step: OuterStep, actors: Mapping[int, set[ActorId]], producer: Mapping[int, int], users: Mapping[int, list[int]]
+    step: OuterStep, actors: Mapping[int, Actors], producer: Mapping[int, int], users: Mapping[int, list[int]]
 ) -> Levels:
     """Group operations by how many times data has to cross actors first.
 
@@ -48,7 +48,7 @@ def levels(
 
 
 def _earliest(
-    step: OuterStep, actors: Mapping[int, set[ActorId]], producer: Mapping[int, int]
+    step: OuterStep, actors: Mapping[int, Actors], producer: Mapping[int, int]
 ) -> tuple[dict[tuple[int, ActorId], int], dict[int, int]]:
     early: dict[tuple[int, ActorId], int] = {}
     loops: dict[int, int] = {}
@@ -86,7 +86,7 @@ def _earliest(
 
 def _latest(
     step: OuterStep,
-    actors: Mapping[int, set[ActorId]],
+    actors: Mapping[int, Actors],
     users: Mapping[int, list[int]],
     loops: Mapping[int, int],
     last: int,

@@ -173,8 +173,9 @@ class _Stream:
         self.instructions: list[Instruction] = []
 
     def define(self, value: ValueId) -> BufferId:
-        assert value not in self.slots, f"actor {self.actor}: {self.graph.values[value].label} is made twice"
-        slot = self.slots[value] = len(self.slots)
+        slots = self.slots
+        assert value not in slots, f"actor {self.actor}: {self.graph.values[value].label} is made twice"
+        slot = slots[value] = len(slots)
         return slot
 
     def bind(self) -> None:
@@ -184,12 +185,12 @@ class _Stream:
                 self.instructions.append(Input(self.define(i.value), i.arg, aval, i.donated))
 
     def send(self, transfers: Iterable[Transfer]) -> None:
-        self.instructions += [Send(self.slots[t.value], t.to_actor, t.tag) for t in transfers]
+        slots = self.slots
+        self.instructions += [Send(slots[t.value], t.to_actor, t.tag) for t in transfers]
 
     def receive(self, transfers: Iterable[Transfer]) -> None:
-        for t in transfers:
-            aval = self.columns.avals[t.value]
-            self.instructions.append(Recv(self.define(t.value), t.from_actor, t.tag, aval))
+        avals, define = self.columns.avals, self.define
+        self.instructions += [Recv(define(t.value), t.from_actor, t.tag, avals[t.value]) for t in transfers]
 
     def run(self, node: Node) -> None:
         slots = self.slots
@@ -231,9 +232,11 @@ def _stream(
     stream.bind()
     stream.send(sends[-1])
     for position, (index, node) in enumerate(nodes):
-        stream.receive(due.get(position, ()))
+        if position in due:
+            stream.receive(due[position])
         stream.run(node)
-        stream.send(sends[index])
+        if index in sends:
+            stream.send(sends[index])
     stream.receive(due.get(len(nodes), ()))
     stream.give()
     return stream.program()
@@ -268,13 +271,6 @@ def insert_transfers(graph: TaskGraph, *, recv_lookahead: int = 2) -> Programs:
 
 
 # ---------------------------------------------------------------- donation
-
-
-def reads(instruction: Instruction) -> tuple[BufferId, ...]:
-    """The slots an instruction reads. `Delete` reads nothing."""
-    if isinstance(instruction, Run):
-        return instruction.inputs
-    return (instruction.buffer,) if isinstance(instruction, (Send, Output)) else ()
 
 
 def _never_donated(instructions: Iterable[Instruction]) -> set[BufferId]:
@@ -347,17 +343,11 @@ def donate_buffers(graph: TaskGraph, programs: Programs) -> Programs:
 # ---------------------------------------------------------------- deletion
 
 
-def _definitions(instruction: Instruction) -> tuple[BufferId, ...]:
-    if isinstance(instruction, Run):
-        return instruction.outputs
-    return (instruction.buffer,) if isinstance(instruction, (Input, Recv)) else ()
-
-
 def _not_deleted(program: ActorProgram) -> set[BufferId]:
     """Slots that the program does not free itself."""
     instructions = program.instructions
     left = {i.buffer for i in instructions if isinstance(i, Output) or (isinstance(i, Input) and not i.donated)}
-    return left.union([run.inputs[p] for run in runs(instructions) for p in run.donated])
+    return left.union([run.inputs[p] for run in runs(instructions) if run.donated for p in run.donated])
 
 
 def _ends(program: ActorProgram) -> list[Sequence[BufferId]]:
@@ -365,11 +355,17 @@ def _ends(program: ActorProgram) -> list[Sequence[BufferId]]:
     needed = _not_deleted(program)  # and whatever the instructions behind use
     ends: list[Sequence[BufferId]] = []
     for i in reversed(program.instructions):
-        ended = [b for b in reads(i) if b not in needed]
-        if not needed.issuperset(made := _definitions(i)):
-            ended += [b for b in made if b not in needed]
-        needed.update(ended)
-        ends.append(tuple(dict.fromkeys(ended)) if len(ended) > 1 else ended)
+        if not isinstance(i, Run):  # reads or makes one slot
+            ended = () if i.buffer in needed else (i.buffer,)
+        else:
+            ended = [b for b in i.inputs if b not in needed]
+            if not needed.issuperset(i.outputs):
+                ended += [b for b in i.outputs if b not in needed]
+            if len(ended) > 1:
+                ended = tuple(dict.fromkeys(ended))
+        if ended:
+            needed.update(ended)
+        ends.append(ended)
     ends.reverse()
     return ends
 
@@ -383,7 +379,8 @@ def _with_deletes(program: ActorProgram, deletes: Sequence[Delete]) -> tuple[Ins
             found += map(deletes.__getitem__, due)
             due.clear()
         found.append(instruction)
-        due += ended
+        if ended:
+            due += ended
     found += map(deletes.__getitem__, due)
     return tuple(found)
 

@@ -8,7 +8,7 @@ between equals always goes to the lowest actor.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from jaxpp_async.compiler import conditions
@@ -59,10 +59,11 @@ def place(step: OuterStep, types: Types) -> Placement:
         draft = _placed(regrouped, types)
     if (met := _met(draft)) is not None:
         draft = _placed(met, types)
-    found = levels(draft.step, draft.actors, draft.producer, draft.users)
+    actors = draft.actors()
+    found = levels(draft.step, actors, draft.producer, draft.users)
     return Placement(
         items=draft.step.items,
-        op_actors={i: frozenset(a) for i, a in draft.actors.items()},
+        op_actors=actors,
         levels=found.of_ops,
         loop_levels=found.of_loops,
         input_homes={v: frozenset(draft.homes[v]) for v in step.inputs},
@@ -93,9 +94,10 @@ def _prepared(step: OuterStep, types: Types) -> OuterStep:
 def _met(draft: _Placer) -> OuterStep | None:
     """Parts of one cond that run on the same actors, as one operation again; None if there are none."""
     parts: dict[tuple[int, Actors], list[int]] = defaultdict(list)
+    actors = draft.actors()
     for i, op in enumerate(draft.items):
         if isinstance(op, Op) and op.branches is not None and op.branches.whole is not None:
-            parts[id(op.branches.whole), frozenset(draft.actors[i])].append(i)
+            parts[id(op.branches.whole), actors[i]].append(i)
     groups = [group for group in parts.values() if len(group) > 1]
     others = {group[0]: [conditions.merged([draft.op(i) for i in group])] for group in groups}
     return replaced(draft.step, others, {i for group in groups for i in group[1:]}) if groups else None
@@ -126,20 +128,24 @@ class _Placer:
             for r in op.reads:
                 self.users[r].append(i)
         self.can_open = {i for i, op in self.ops.items() if conditions.can_open(op)}
-        self.loop_home = {v: a for makes in step.loop_makes.values() for v, a in makes.items()}
-        self.bound = self._bound_ops()
+        self.large = {v for v in (*self.users, *self.producer) if self.size[v] > SMALL_BYTES}
+        loop_home = {v: frozenset((a,)) for makes in step.loop_makes.values() for v, a in makes.items()}
+        self.bound = self._bound_ops(loop_home)
         self.anchored = self._anchored_ops()
         self.single = self.bound | self.anchored
         self.owned = self._owned_ops()
-        self.actors: dict[int, set[ActorId]] = {i: set() for i in self.ops}
-        self.homes: dict[int, set[ActorId]] = defaultdict(set)  # of inputs
-        self.wanted: dict[int, set[ActorId]] = defaultdict(set)  # of anchored operations: who needs them
-        self.leans: dict[int, set[ActorId]] = {}  # where a free operation would run, were it for its operands only
+        self.free: dict[int, set[ActorId]] = {i: set() for i in self.ops.keys() - self.single}
+        self.chosen: dict[int, Actors] = {}  # of operations on one actor (or few), once they are decided
+        self.homes: dict[int, set[ActorId]] = {}  # of inputs
+        # Where values are: the very sets above. Free operations that nobody needs yet: where they would run.
+        self.at: dict[int, Set[ActorId]] = dict(loop_home)
+        # Values whose makers do not care who reads them.
+        self.settled = {o for i in self.single for o in self.ops[i].outputs} | loop_home.keys()
         self.joining: list[int] = []  # can be opened, and read large values of several actors
         self.output_homes: list[Actors] = []
 
-    def _bound_ops(self) -> set[int]:
-        values, ops = set(self.loop_home), set()
+    def _bound_ops(self, made_in_loops: Iterable[int]) -> set[int]:
+        values, ops = set(made_in_loops), set()
         for i, op in self.ops.items():
             if not values.isdisjoint(op.reads):
                 ops.add(i)
@@ -182,6 +188,11 @@ class _Placer:
     def op(self, position: int) -> Op:
         return self.ops[position]
 
+    def actors(self) -> dict[int, Actors]:
+        """The actors of every operation, by position."""
+        chosen, free = self.chosen, self.free
+        return {i: chosen[i] if i in chosen else frozenset(free[i]) for i in self.ops}
+
     def seen(self) -> Seen:
         """For regrouping."""
         return Seen(self.step, self.types, self.single, self.producer, self.users, self._where)
@@ -193,7 +204,7 @@ class _Placer:
             for value, actors in needs.items():
                 self._need(value, actors)
         # What large values say first: it settles where most inputs live.
-        large = [i for i in sorted(self.bound) if self._is_large(i)]
+        large = [i for i in sorted(self.bound) if self._is_large(self.ops[i])]
         deferred = {i for i in large if not self._choose(i, SMALL_BYTES)}
         self._lean()
         for i in sorted(self.single - set(large)):
@@ -202,108 +213,110 @@ class _Placer:
             self._choose_by_users(i)
         self._place_results()
 
-    def _is_large(self, position: int) -> bool:
-        op, size = self.ops[position], self.size
-        for v in op.outputs:
-            if v >= 0 and size[v] > SMALL_BYTES:
-                return True
-        for v in op.reads:  # noqa: SIM110 - a generator takes twice as long, and each operation is asked
-            if size[v] > SMALL_BYTES:
-                return True
-        return False
+    def _is_large(self, op: Op) -> bool:
+        return not (self.large.isdisjoint(op.reads) and self.large.isdisjoint(op.outputs))
 
     def _need(self, value: int, actors: Iterable[ActorId]) -> None:
         """`value` is used on `actors`: free operations run there too, inputs live there."""
         stack = [(value, set(actors))]
         while stack:
             v, wanted = stack.pop()
-            i = self.producer.get(v)
-            if i is None:
-                if v not in self.loop_home:
-                    self.homes[v] |= wanted
+            if v in self.settled:
                 continue
-            if i in self.single:
-                self.wanted[i] |= wanted
+            if (i := self.producer.get(v)) is None:
+                home = self.at[v] = self.homes.setdefault(v, set())
+                home |= wanted
                 continue
+            here = self.free[i]
             if i in self.owned:
-                if self.actors[i]:
+                if here:
                     continue
                 wanted = {min(wanted)}
-            new = wanted - self.actors[i]
-            if new:
-                self.actors[i] |= new
-                stack += [(r, new) for r in self.op(i).reads]
+            if new := wanted - here:
+                here |= new
+                self.at.update(dict.fromkeys(self.ops[i].outputs, here))
+                stack += [(r, new) for r in self.ops[i].reads]
 
     # ---- operations on one actor
 
-    def _where(self, value: int) -> set[ActorId]:
-        i = self.producer.get(value)
-        if i is not None:
-            return self.actors[i] or self.leans.get(i) or set()
-        if value in self.loop_home:
-            return {self.loop_home[value]}
-        return self.homes.get(value) or set()
-
     def _lean(self) -> None:
         """Where free operations that nobody needs yet would run: with most of their operands' bytes."""
-        for i in sorted(self.actors.keys() - self.single):
-            if not self.actors[i]:
-                held = self._weights(self.op(i).reads)
+        for i in sorted(self.free):
+            if not self.free[i]:
+                held = self._weights(self.ops[i].reads)
                 best = max(held.values(), default=0)
-                self.leans[i] = {a for a in held if held[a] == best} if best > SCALAR_BYTES else set()
+                if best > SCALAR_BYTES:
+                    lean = {a for a in held if held[a] == best}
+                    self.at.update(dict.fromkeys(self.ops[i].outputs, lean))
 
     def _weights(self, values: Sequence[int]) -> dict[ActorId, int]:
         """Bytes of `values` that each actor holds."""
+        at, size = self.at, self.size
         held: dict[ActorId, int] = {}
         for v in values:
-            for a in self._where(v):
-                held[a] = held.get(a, 0) + (self.size[v] or 1)
+            if where := at.get(v):
+                weight = size[v] or 1
+                for a in where:
+                    held[a] = held.get(a, 0) + weight
         return held
 
     def _choose(self, position: int, threshold: int) -> bool:
         """Run where most of the operands' bytes are. False: they are scalars, and the operation is large."""
-        held = self._weights(self.ops[position].reads)
+        op = self.ops[position]
+        held = self._weights(op.reads)
         best = max(held.values()) if held else 0
-        if best <= threshold and position in self.bound and self._is_large(position):
+        if best <= threshold and position in self.bound and self._is_large(op):
             return False
         if len(held) == 1:
             (chosen,) = held
         else:
-            wanted = [a for a in held if held[a] == best] or self.wanted[position]
-            chosen = min(wanted, default=0)
-        self._assign(position, {chosen})
+            chosen = min((a for a in held if held[a] == best) if held else self._wanted(position), default=0)
+        self._assign(position, frozenset((chosen,)))
         return True
+
+    def _wanted(self, position: int) -> set[ActorId]:
+        """Actors that have been found to need what an operation makes."""
+        made = self.ops[position].outputs
+        found = {a for o in made for u in self.users.get(o, ()) for a in self._run_on(u)}
+        return found.union(*(needs.get(o, ()) for needs in self.step.loop_needs.values() for o in made))
+
+    def _where(self, value: int) -> Set[ActorId]:
+        return self.at.get(value, frozenset())
+
+    def _run_on(self, position: int) -> Set[ActorId]:
+        """Where an operation runs, as far as that is decided."""
+        return self.free[position] if position in self.free else self.chosen.get(position, frozenset())
 
     def _choose_by_users(self, position: int) -> None:
         op = self.op(position)
         held: dict[ActorId, int] = defaultdict(int)
         for o in op.outputs:
             for u in self.users.get(o, ()):
-                for a in self.actors[u]:
+                for a in self._run_on(u):
                     held[a] += 1
-        for a in self.wanted[position]:
+        for a in self._wanted(position):
             held[a] += 1
         if not held:
             best = self._weights(op.reads)
-            self._assign(position, {min((a for a in best if best[a] == max(best.values())), default=0)})
+            actors = {min((a for a in best if best[a] == max(best.values())), default=0)}
         elif op.name in LAID_OUT:
             # Its operand is a scalar: that is sent, and not what is laid out from it.
-            self._assign(position, set(held))
+            actors = held
         else:
-            self._assign(position, {min(a for a in held if held[a] == max(held.values()))})
+            actors = {min(a for a in held if held[a] == max(held.values()))}
+        self._assign(position, frozenset(actors))
 
-    def _assign(self, position: int, actors: set[ActorId]) -> None:
+    def _assign(self, position: int, actors: Actors) -> None:
         op = self.ops[position]
         if position in self.can_open and any(
-            (where := self._where(r)) and not where & actors for r in op.reads if self.size[r] > SMALL_BYTES
+            (where := self.at.get(r)) and not where & actors for r in op.reads if r in self.large
         ):
             self.joining.append(position)
-        self.actors[position] = actors
-        for r in op.reads:
-            i = self.producer.get(r)
-            if i is not None and i in self.single:
-                self.wanted[i] |= actors  # all there is to it, for nearly all
-            else:
+        self.chosen[position] = actors
+        for o in op.outputs:
+            self.at[o] = actors
+        if not self.settled.issuperset(op.reads):
+            for r in op.reads:
                 self._need(r, actors)
 
     # ---- results
@@ -316,7 +329,7 @@ class _Placer:
         assert len(results) == len(self.step.outputs), "constant results are made by an operation"
         for k, ref in enumerate(results):
             old = set(self.homes.get(continued[k], ())) if k in continued else set()
-            homes.append(set(self.step.result_homes.get(k, ())) or old or self._made_at(ref) or {0})
+            homes.append(set(self.step.result_homes.get(k, ())) or old or set(self._made_at(ref)) or {0})
             self._need(ref, homes[k])
             if k in continued:
                 self._need(continued[k], homes[k])
@@ -335,8 +348,8 @@ class _Placer:
                 self.homes[v] = {0}
         self.output_homes = [frozenset(home) for home in homes]
 
-    def _made_at(self, ref: int) -> set[ActorId]:
+    def _made_at(self, ref: int) -> Set[ActorId]:
         """Where a result is, or where its operands lie, if nobody has needed it so far."""
         i = self.producer.get(ref)
         where = self._where(ref)
-        return where if i is None or self.actors[i] else {min(where)} if where else set()
+        return where if not where or i is None or self._run_on(i) else {min(where)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ class Seen:
     single: set[int]
     producer: dict[int, int]
     users: dict[int, list[int]]
-    where: Callable[[int], set[ActorId]]
+    where: Callable[[int], Set[ActorId]]
 
     def op(self, position: int) -> Op:
         op = self.step.items[position]

@@ -130,13 +130,16 @@ class _Flattener:
         literal, constant = jax_compat.Literal, self.constant
 
         for eqn in jaxpr.eqns:
-            inputs: list[Ref] = [constant(a.val) if isinstance(a, literal) else env[a] for a in eqn.invars]
+            inputs: list[Ref] = [constant(a.val) if type(a) is literal else env[a] for a in eqn.invars]
             if eqn.primitive.name not in _LOOKED_AT and jax_compat.is_simple(eqn):
                 results = self.simple(eqn, inputs, ops, where)
             else:
                 results = self.equation(eqn, inputs, ops, self.where(eqn, where))
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [constant(a.val) if isinstance(a, literal) else env[a] for a in jaxpr.outvars]
+            if len(results) == 1:
+                env[eqn.outvars[0]] = results[0]
+            else:
+                env.update(zip(eqn.outvars, results, strict=True))
+        return [constant(a.val) if type(a) is literal else env[a] for a in jaxpr.outvars]
 
     def where(self, eqn: Any, around: Where) -> Where:
         """Where an equation of a jaxpr stands that itself stands `around`."""
@@ -151,11 +154,15 @@ class _Flattener:
     def made(self, eqn: Any) -> tuple[int, ...]:
         """New ids for an equation's results; -1 for those that nobody wants."""
         drop, new, type_of = jax_compat.DropVar, self.types.new, self.type_of
-        return tuple([-1 if isinstance(v, drop) else new(type_of(v.aval)) for v in eqn.outvars])
+        return tuple([-1 if type(v) is drop else new(type_of(v.aval)) for v in eqn.outvars])
 
     def simple(self, eqn: Any, inputs: list[Ref], ops: list, where: Where) -> Sequence[Ref]:
         """Append an equation that wraps nothing: one of the thousands of which a step consists."""
-        outputs = self.made(eqn)
+        variables = eqn.outvars
+        if len(variables) == 1 and type(v := variables[0]) is not jax_compat.DropVar:
+            outputs = (self.types.new(self.type_of(v.aval)),)
+        else:
+            outputs = self.made(eqn)
         transposed, recomputed = self.origins.of(eqn)
         params = {"repeats": functools.partial(_repeats, eqn)} if recomputed and where.in_loop else {}
         run = functools.partial(jax_compat.bind_eqn, eqn)
@@ -322,12 +329,9 @@ class _Flattener:
         return stacked
 
     def constant(self, value: Any) -> Ref:
-        size = getattr(value, "nbytes", 0)
-        if isinstance(value, jax.Array) and jax_compat.is_key_dtype(value.dtype):
-            return self.capture(value)
-        if size <= CAPTURE_BYTES:
-            return Lit(value)
-        return self.capture(value)
+        # Asked first, since whether something is a `jax.Array` takes longer to find out than all the rest.
+        is_key = not isinstance(value, _HOST_VALUES) and _is_key(value)
+        return self.capture(value) if is_key or getattr(value, "nbytes", 0) > CAPTURE_BYTES else Lit(value)
 
     def capture(self, value: Any) -> int:
         if id(value) not in self.captured:
@@ -335,6 +339,13 @@ class _Flattener:
             new_id = self.types.new(value_type(jax.typeof(array)))
             self.captured[id(value)] = Captured(value, new_id)
         return self.captured[id(value)].value_id
+
+
+_HOST_VALUES = np.ndarray | np.generic | int | float | complex
+
+
+def _is_key(value: Any) -> bool:
+    return isinstance(value, jax.Array) and jax_compat.is_key_dtype(value.dtype)
 
 
 def _line(eqn: Any, around: Where) -> str:

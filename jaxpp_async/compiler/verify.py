@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from jaxpp_async.compiler.alone import InternalError, Made, verify_program
 from jaxpp_async.compiler.simulate import check_deadlock
@@ -27,12 +27,13 @@ from jaxpp_async.program import (
     TaskGraph,
 )
 
+_T = TypeVar("_T")
+
 # ---------------------------------------------------------------- task graph
 
 
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise InternalError(f"task graph: {message}; this is a bug in jaxpp_async.compiler.placement")
+def _fail_graph(message: str) -> NoReturn:
+    raise InternalError(f"task graph: {message}; this is a bug in jaxpp_async.compiler.placement")
 
 
 def verify_graph(graph: TaskGraph) -> None:
@@ -44,40 +45,57 @@ def verify_graph(graph: TaskGraph) -> None:
     Raises:
         InternalError: a rule is broken.
     """
-    actors, num_values = range(graph.num_actors), len(graph.values)
+    num_values = len(graph.values)
     made = Made(num_values)
 
     def make(value: int, where: str) -> None:
-        _require(0 <= value < num_values, f"{where} makes value {value} of {num_values}")
+        if not 0 <= value < num_values:
+            _fail_graph(f"{where} makes value {value} of {num_values}")
         if value in made:
-            _require(False, f"{where} makes {graph.values[value].label!r}, which exists already")
+            _fail_graph(f"{where} makes {graph.values[value].label!r}, which exists already")
         made.add(value)
 
     for i in graph.inputs:
         make(i.value, f"argument {i.arg}")
-        _require(bool(i.actors), f"argument {i.arg} lives on no actor")
-        _require(all(a in actors for a in i.actors), f"argument {i.arg} lives on actors {i.actors}")
-        _require(len(set(i.actors)) == len(i.actors), f"argument {i.arg} names an actor twice: {i.actors}")
+        if not i.actors:
+            _fail_graph(f"argument {i.arg} lives on no actor")
+        _verify_homes("argument", i.arg, i.actors, graph.num_actors)
     for node in graph.nodes:
-        if node.actor not in actors:
-            _require(False, f"{node.label} runs on actor {node.actor} of {graph.num_actors}")
+        if not 0 <= node.actor < graph.num_actors:
+            _fail_graph(f"{node.label} runs on actor {node.actor} of {graph.num_actors}")
         if node.donatable and not (min(node.donatable) >= 0 and max(node.donatable) < len(node.inputs)):
-            _require(False, f"{node.label} donates {node.donatable}")
+            _fail_graph(f"{node.label} donates {node.donatable}")
         if not made.has(node.inputs):
             v = next(v for v in node.inputs if v not in made)
             label = graph.values[v].label if 0 <= v < num_values else v
-            _require(False, f"{node.label} reads {label!r} before it is made")
+            _fail_graph(f"{node.label} reads {label!r} before it is made")
         if not made.extend(node.outputs):
             for v in node.outputs:
                 make(v, node.label)
     for o in graph.outputs:
-        _require(o.value in made, f"result {o.result} is value {o.value}, which nothing makes")
-        _require(all(a in actors for a in o.actors), f"result {o.result} lives on actors {o.actors}")
-        _require(len(set(o.actors)) == len(o.actors), f"result {o.result} names an actor twice: {o.actors}")
+        if o.value not in made:
+            _fail_graph(f"result {o.result} is value {o.value}, which nothing makes")
+        _verify_homes("result", o.result, o.actors, graph.num_actors)
+    if (arg := _twice([i.arg for i in graph.inputs])) is not None:
+        _fail_graph(f"argument {arg} appears twice")
     # A scalar that every actor computes for itself is one result made of several values, one an actor.
-    results = [f"result {o.result} on actor {a}" for o in graph.outputs for a in o.actors]
-    for name, times in Counter([f"argument {i.arg}" for i in graph.inputs] + results).items():
-        _require(times == 1, f"{name} appears twice")
+    if (at := _twice([(o.result, a) for o in graph.outputs for a in o.actors])) is not None:
+        _fail_graph(f"result {at[0]} on actor {at[1]} appears twice")
+
+
+def _verify_homes(what: str, number: int, homes: Sequence[ActorId], num_actors: int) -> None:
+    """Check the actors on which an argument or a result lives."""
+    if homes and not (min(homes) >= 0 and max(homes) < num_actors):
+        _fail_graph(f"{what} {number} lives on actors {homes}")
+    if len(homes) > 1 and len(set(homes)) != len(homes):
+        _fail_graph(f"{what} {number} names an actor twice: {homes}")
+
+
+def _twice(things: Sequence[_T]) -> _T | None:
+    """The first of `things` that is there more than once."""
+    if len(set(things)) == len(things):
+        return None
+    return next((thing for thing, times in Counter(things).items() if times > 1), None)
 
 
 # ---------------------------------------------------------------- programs together
