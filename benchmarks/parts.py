@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rounds import Contender, Plan, Taken, once, ours, ratio, take
+from targets import hidden_percent
 
 Figures = dict[str, Any]
 Tell = Callable[[str], None]
@@ -96,9 +97,16 @@ async def overlap(context: Context) -> Figures:
         ],
         Plan(5, 5, 1),
     )
-    slow, fast = (_median_of(taken["together"], key) for key in ("bound_slow_ms", "bound_ms"))
-    no_slack = None if slow is None or fast is None else slow - fast
-    return _medians(taken, context.tell) | {"delay_ms": float(delay), "no_slack": no_slack}
+    figures = _medians(taken, context.tell) | {"delay_ms": float(delay)}
+    return figures if "failed" in figures else figures | _hidden(taken)
+
+
+def _hidden(taken: Mapping[str, Taken]) -> Figures:
+    """From figures of the same round, as all ratios."""
+    no_slack = statistics.median(e["bound_slow_ms"] - e["bound_ms"] for e in taken["together"].extras)
+    times = [map(statistics.median, taken[name].rounds) for name in ("compute_only", "transfer_only", "together")]
+    hidden = statistics.median(hidden_percent(*of_round, no_slack) for of_round in zip(*times, strict=True))
+    return {"no_slack": no_slack, "hidden_percent": hidden}
 
 
 async def peak_bytes(context: Context) -> Figures:

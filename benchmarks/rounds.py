@@ -16,7 +16,7 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -122,7 +122,8 @@ async def take(contenders: Sequence[Contender], plan: Plan) -> dict[str, Taken]:
         for contender in contenders:
             with _failures_into(taken[contender.name]):
                 line = lines[contender.name] = await stack.enter_async_context(_started(contender))
-                taken[contender.name].facts = await line.answer("ready", contender.ready_s)
+                with line.killed_on_failure():
+                    taken[contender.name].facts = await line.answer("ready", contender.ready_s)
         shuffle = random.Random(plan.seed).shuffle
         for _ in range(plan.num_rounds):
             order = [c for c in contenders if taken[c.name].failure is None]
@@ -143,18 +144,16 @@ async def once(contender: Contender) -> dict[str, Any]:
 
 
 async def _turn(contender: Contender, line: _Line, plan: Plan, taken: Taken) -> None:
-    with _failures_into(taken):
+    with _failures_into(taken), line.killed_on_failure():
         if plan.num_settling:
             await line.ask(plan.num_settling, contender.step_s)
         answer = await line.ask(plan.num_steps, contender.step_s)
         taken.rounds.append([float(ms) for ms in answer.pop("ms")])
         taken.extras.append(answer)
-    if taken.failure is not None:
-        await _ended(line)  # it may be late only, and would compute while others are measured
 
 
 @contextlib.contextmanager
-def _failures_into(taken: Taken):
+def _failures_into(taken: Taken) -> Iterator[None]:
     try:
         yield
     except (ContenderError, OSError) as error:
@@ -191,7 +190,7 @@ class _Line:
         try:
             line = await asyncio.wait_for(self.process.stdout.readline(), within_s)
         except TimeoutError:
-            raise ContenderError(f"{self._name} said nothing within {within_s:.0f} s. {self._last_words()}") from None
+            raise ContenderError(f"{self._name} said nothing within {within_s:.3g} s. {self._last_words()}") from None
         if not line:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), 2)
@@ -203,6 +202,20 @@ class _Line:
         if not isinstance(message, dict):
             raise ContenderError(f"{self._name} said {line[:100]!r}, which is no JSON object")
         return message
+
+    @contextlib.contextmanager
+    def killed_on_failure(self) -> Iterator[None]:
+        """One that is merely late would compute on while others are measured."""
+        try:
+            yield
+        except BaseException:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """End it and what it started and left in its process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     async def quit(self) -> None:
         """Ask it to end, and wait."""
@@ -245,7 +258,5 @@ async def _started(contender: Contender) -> AsyncIterator[_Line]:
 async def _ended(line: _Line) -> None:
     if line.process.returncode is None:
         await line.quit()
-    # Also when it has ended by itself: what it started may live on.
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(line.process.pid, signal.SIGKILL)
+    line.kill()  # also when it has ended by itself: what it started may live on
     await line.process.wait()

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import bound
@@ -56,7 +58,9 @@ async def main(args: argparse.Namespace, channel: Channel) -> None:
     if args.idle:
         training = idle_training(training)
     launcher = LocalLauncher(actor="slow_link:SlowActor") if args.delay_ms else None
-    async with jpp.RemoteMesh(2, launcher=launcher, env={"SLOW_LINK_MS": str(args.delay_ms)}) as mesh:
+    here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    env = {"SLOW_LINK_MS": str(args.delay_ms), "PYTHONPATH": here}
+    async with jpp.RemoteMesh(2, launcher=launcher, env=env) as mesh:
         trainer = Overlapping(mesh, training)
         trainer.delay_ms = args.delay_ms
         facts = await trainer.prepare()

@@ -63,6 +63,19 @@ class SlowTransport:
             self._arrived(peer, None, done)
         return False
 
+    def recv(self, buffer: Any, peer: int, tag: int) -> asyncio.Future[None]:
+        """See `Transport.recv`."""
+        if peer == CONTROLLER:
+            return self._inner.recv(buffer, peer, tag)
+        late: asyncio.Future[None] = self._loop.create_future()
+
+        def done(error: Exception | None) -> None:
+            if not late.done():
+                late.set_result(None) if error is None else late.set_exception(error)
+
+        self._inner.recv(buffer, peer, tag).add_done_callback(lambda f: self._arrived(peer, f.exception(), done))
+        return late
+
     async def abort(self, peer: int | None = None) -> None:
         """See `Transport.abort`."""
         await self._inner.abort(peer)
