@@ -1,4 +1,4 @@
-"""ucx: memory and tags in, its bytes at the peer out, over UCX. The only importer of ucxx.
+"""ucx: memory and tags in, its bytes at the peer out, over UCX.
 
 UCX is driven on the event loop's own descriptor: progress until nothing is left, arm, sleep in the loop. No thread, no
 polling, no copy. Every endpoint has error handling on, so that a large send can be ended; `abort` force-closes the
@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import socket
 from typing import Any
 
-from jaxpp_async.errors import InstallError, MeshError, ProtocolError, TransferError
+from jaxpp_async.errors import ProtocolError, TransferError
 from jaxpp_async.transport.addresses import seal, unseal
 from jaxpp_async.transport.base import (
     EPOCH_SHIFT,
@@ -34,6 +32,7 @@ from jaxpp_async.transport.base import (
 )
 from jaxpp_async.transport.buffers import Memory, memory_of
 from jaxpp_async.transport.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED, Posted, TagPort
+from jaxpp_async.transport.ucx_context import process_context
 
 RELEASE_TIMEOUT_S = 5.0
 """How long `abort` waits for UCX to let go of the buffers; force-closing has taken under 1 ms."""
@@ -47,80 +46,6 @@ _STEPS_PER_ROUND, _ROUNDS_PER_CALLBACK = 256, 4
 _STALL_AFTER_S, _STALL_DELAY_S = 0.05, 0.002
 """A worker that cannot be armed and yet does nothing is common for microseconds (a peer is writing into our queue), but
 lasts for ever where that peer died (see above): past the first time, look only as often as the second one says."""
-
-_ENVIRONMENT = {
-    "UCX_MM_ERROR_HANDLING": "y",  # else error handling drops shared memory, which is four times faster than TCP
-    "UCX_TLS": "^sysv",  # the user's whole group may map its segments; POSIX shared memory is the user's own
-    "UCX_WARN_UNUSED_ENV_VARS": "n",
-    "UCX_TCP_CONN_NB": "y",  # else a connect stops the event loop until it is answered: 131 s where packets are lost
-    "UCX_TCP_SYN_CNT": "2",  # and gives up after 7 s
-}
-
-
-class _ProcessContext:
-    """The process's UCX context, made by the first transport and destroyed with the last."""
-
-    def __init__(self) -> None:
-        self._context: Any = None
-        self._num_users = 0
-        self._pid = 0
-
-    def acquire(self) -> tuple[Any, Any]:
-        """Returns ucxx's low-level module and the context; pair with `release`."""
-        ucxx = _import_ucxx()
-        if self._context is None:
-            _check_devices(os.environ.get("UCX_NET_DEVICES", ""))
-            features = (ucxx.Feature.TAG, ucxx.Feature.WAKEUP)
-            self._context, self._pid = ucxx.UCXContext({}, feature_flags=features), os.getpid()
-        if self._pid != os.getpid():
-            raise TransferError("this process was forked after UCX started; start actors with spawn or exec instead")
-        self._num_users += 1
-        return ucxx, self._context
-
-    def release(self) -> None:
-        self._num_users -= 1
-        if self._num_users == 0:
-            self._context = None
-
-
-# The one piece of process-wide state: UCX wants a single context in a process (each registers memory and opens devices
-# of its own), and transports of one process cannot know of each other.
-_process_context = _ProcessContext()
-
-
-def _check_devices(names: str) -> None:
-    """UCX only warns of devices that do not exist, and goes on with what is left: perhaps none that leaves the host.
-
-    Args:
-        names: of `UCX_NET_DEVICES`, such as `"eth0,mlx5_0:1"`.
-
-    Raises:
-        MeshError: there is none of that name here.
-    """
-    folders = ("/sys/class/net", "/sys/class/infiniband")
-    there = {name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)}
-    asked = [
-        name.partition(":")[0] for name in names.split(",") if name and not set("*^") & set(name) and name != "all"
-    ]
-    missing = [name for name in asked if name not in there]
-    if missing and there:
-        raise MeshError(
-            f"there is no network device {', '.join(missing)} on host {socket.gethostname()} (interface=, or "
-            f"UCX_NET_DEVICES); it has {', '.join(sorted(there))}"
-        )
-
-
-def _import_ucxx() -> Any:
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        import ucxx._lib.libucxx as libucxx  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise InstallError(
-            f"transport 'ucx' needs the package ucxx, which does not import here ({error}); "
-            "install it with: pip install 'jaxpp-async[cpu]'  (with GPUs: 'jaxpp-async[cuda13]' or '[cuda12]')"
-        ) from error
-    return libucxx
 
 
 class _Link:
@@ -164,7 +89,7 @@ class UCXTransport:
         self._sender_bits = _sender_bits(peer_id)
         self.peer_id, self.epoch = peer_id, 0
         self._loop = asyncio.get_running_loop()
-        self._ucxx, context = _process_context.acquire()
+        self._ucxx, context = process_context.acquire()
         self._worker: Any = self._ucxx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
         self._worker.init_blocking_progress_mode()
         self._port = TagPort(self._worker.handle)
@@ -444,7 +369,7 @@ class UCXTransport:
         self._failed.clear()
         # uvloop gives up its handle of the descriptor in its next pass.
         await asyncio.sleep(0)
-        _process_context.release()
+        process_context.release()
 
 
 def _sender_bits(peer: Peer) -> int:

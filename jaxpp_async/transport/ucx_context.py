@@ -1,0 +1,91 @@
+"""ucx_context: UCX with the settings that we need in, the process's one context out. The only importer of ucxx.
+
+It never overrides a setting that the user has made, and never makes a second context.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+from jaxpp_async.errors import InstallError, MeshError, TransferError
+
+_ENVIRONMENT = {
+    "UCX_MM_ERROR_HANDLING": "y",  # else error handling drops shared memory, which is four times faster than TCP
+    "UCX_TLS": "^sysv",  # the user's whole group may map its segments; POSIX shared memory is the user's own
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "UCX_TCP_CONN_NB": "y",  # else a connect stops the event loop until it is answered: 131 s where packets are lost
+    "UCX_TCP_SYN_CNT": "2",  # and gives up after 7 s
+}
+
+
+class ProcessContext:
+    """The process's UCX context, made by the first transport and destroyed with the last."""
+
+    def __init__(self) -> None:
+        self._context: Any = None
+        self._num_users = 0
+        self._pid = 0
+
+    def acquire(self) -> tuple[Any, Any]:
+        """Returns ucxx's low-level module and the context; pair with `release`."""
+        ucxx = _import_ucxx()
+        if self._context is None:
+            _check_devices(os.environ.get("UCX_NET_DEVICES", ""))
+            features = (ucxx.Feature.TAG, ucxx.Feature.WAKEUP)
+            self._context, self._pid = ucxx.UCXContext({}, feature_flags=features), os.getpid()
+        if self._pid != os.getpid():
+            raise TransferError("this process was forked after UCX started; start actors with spawn or exec instead")
+        self._num_users += 1
+        return ucxx, self._context
+
+    def release(self) -> None:
+        self._num_users -= 1
+        if self._num_users == 0:
+            self._context = None
+
+
+# The one piece of process-wide state: UCX wants a single context in a process (each registers memory and opens devices
+# of its own), and transports of one process cannot know of each other.
+process_context = ProcessContext()
+
+
+def _check_devices(names: str) -> None:
+    """UCX only warns of devices that do not exist, and goes on with what is left: perhaps none that leaves the host.
+
+    Args:
+        names: of `UCX_NET_DEVICES`, such as `"eth0,mlx5_0:1"`.
+
+    Raises:
+        MeshError: there is none of that name here.
+    """
+    folders = ("/sys/class/net", "/sys/class/infiniband")
+    there = {name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)}
+    asked = [
+        name.partition(":")[0] for name in names.split(",") if name and not set("*^") & set(name) and name != "all"
+    ]
+    missing = [name for name in asked if name not in there]
+    if missing and there:
+        raise MeshError(
+            f"there is no network device {', '.join(missing)} on host {socket.gethostname()} (interface=, or "
+            f"UCX_NET_DEVICES); it has {', '.join(sorted(there))}"
+        )
+
+
+def set_environment() -> None:
+    """Set what UCX reads when it is loaded, except what the user has set."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def _import_ucxx() -> Any:
+    set_environment()
+    try:
+        import ucxx._lib.libucxx as libucxx  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise InstallError(
+            f"transport 'ucx' needs the package ucxx, which does not import here ({error}); "
+            "install it with: pip install 'jaxpp-async[cpu]'  (with GPUs: 'jaxpp-async[cuda13]' or '[cuda12]')"
+        ) from error
+    return libucxx
