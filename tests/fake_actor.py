@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxpp_async.actors import messages as m
 
-STATS = m.StepStats(0.5, 0.25, 1.0, 4096, 3, (("fwd(stage 0, mb 0)", 0.0, 0.5),))
+STATS = m.StepStats(0.5, 0.25, 1.0, 4096, 3, bytes(16))
 
 
 class NullTransport:
@@ -50,9 +50,9 @@ class FakeActor:
         self._steps: list[m.Step] = []
         self._aborted = False
 
-    async def handle(self, message: Any) -> None:
+    def handle(self, message: Any) -> None:
         try:
-            await getattr(self, f"_on_{type(message).__name__.lower()}")(message)
+            getattr(self, f"_on_{type(message).__name__.lower()}")(message)
         except Exception as error:
             step = message.step if isinstance(message, m.Step) else None
             text = traceback.format_exc()
@@ -64,7 +64,7 @@ class FakeActor:
         if "stubborn" in self._programs.values():
             await asyncio.sleep(60)
 
-    async def _on_configure(self, message: m.Configure) -> None:
+    def _on_configure(self, message: m.Configure) -> None:
         if message.setup == "raise":
             raise RuntimeError("no such setup")
         if message.setup == "exit":
@@ -76,21 +76,21 @@ class FakeActor:
         self._send(m.Log(20, "jaxpp_async.actor", "configured"))
         self._send(m.Ready(message.request, b"null", ("fake:0",), versions))
 
-    async def _on_connect(self, message: m.Connect) -> None:
+    def _on_connect(self, message: m.Connect) -> None:
         self._send(m.Done(message.request))
 
-    async def _on_load(self, message: m.Load) -> None:
+    def _on_load(self, message: m.Load) -> None:
         if message.program == "bad":
             raise ValueError("cannot compile")
         self._programs[message.program_id] = message.program
         self._blobs |= message.blobs
         self._send(m.Loaded(message.request, 0.1, {0: len(message.blobs)}))
 
-    async def _on_store(self, message: m.Store) -> None:
+    def _on_store(self, message: m.Store) -> None:
         self._keep(message.puts, message.frees)
         self._send(m.Done(message.request))
 
-    async def _on_step(self, message: m.Step) -> None:
+    def _on_step(self, message: m.Step) -> None:
         self._keep(message.puts, message.frees)
         self._steps.append(message)
         what = self._programs[message.program_id]
@@ -105,24 +105,24 @@ class FakeActor:
         if mine != "hang":
             self._send(m.StepDone(message.request, message.step, STATS))
 
-    async def _on_fetch(self, message: m.Fetch) -> None:
+    def _on_fetch(self, message: m.Fetch) -> None:
         arrays = [self._arrays[i] for i in message.array_ids]
         self._send(m.Fetched(message.request, tuple((p.aval.shape, p.aval.dtype, p.data) for p in arrays)))
 
-    async def _on_abort(self, message: m.Abort) -> None:
+    def _on_abort(self, message: m.Abort) -> None:
         self._aborted = True
         print(f"aborted: {message.cause.splitlines()[0]}", flush=True)
         self._send(m.Done(message.request))
 
-    async def _on_rollback(self, message: m.Rollback) -> None:
+    def _on_rollback(self, message: m.Rollback) -> None:
         self._send(m.Done(message.request))
 
-    async def _on_report(self, message: m.Report) -> None:
+    def _on_report(self, message: m.Report) -> None:
         # A step that hangs here is one that computes: nobody waits for anybody.
         last = self._steps[-1].step if self._steps else None
         self._send(m.Reported(message.request, last, running=last is not None))
 
-    async def _on_inspect(self, message: m.Inspect) -> None:
+    def _on_inspect(self, message: m.Inspect) -> None:
         numbers = {"arrays": len(self._arrays), "blobs": len(self._blobs), "steps": len(self._steps)}
         numbers["cores"] = len(os.sched_getaffinity(0))
         numbers["secrets"] = sum(len(v) == 64 and v.isalnum() for v in os.environ.values())

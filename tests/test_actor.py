@@ -49,7 +49,7 @@ class Harness:
         """Send a request; returns the future of its reply."""
         self.requests += 1
         future = self.waiting[self.requests] = asyncio.get_running_loop().create_future()
-        await self.actors[actor].handle(kind(request=self.requests, **fields))
+        self.actors[actor].handle(kind(request=self.requests, **fields))
         return future
 
     async def ask(self, actor, kind, *, fails=False, **fields):
@@ -241,7 +241,6 @@ async def test_two_actors_in_a_pipeline(aval):
         accumulated = times[2::3][:n]
         assert np.all(times[1::3][:n, 1] <= accumulated[:, 0]), "a run begins when its data is in"
         assert np.all(np.diff(accumulated.reshape(-1)) > 0), "one run after the other"
-        assert all(start <= end for _, start, end in stats.runs)
         assert stats.live_buffers == 1
         assert 0 < stats.compute_s <= stats.total_s and 0 <= stats.wait_s <= stats.total_s
         assert done[0].stats.peak_bytes == aval.size_bytes  # inputs are uncounted, what is sent is pending

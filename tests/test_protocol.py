@@ -21,7 +21,7 @@ from jaxpp_async.program import Aval
 
 SECRET = bytes(range(32))
 AVAL = Aval((4, 2), "bfloat16", ("data", None, ("data", "model")))
-STATS = m.StepStats(0.5, 0.25, 1.0, 4096, 3, (("fwd(stage 0, mb 0)", 0.0, 0.5),))
+STATS = m.StepStats(0.5, 0.25, 1.0, 4096, 3, bytes(16))
 
 REQUESTS = [
     m.Configure(0, (("data", 2),), ("auto",), "cpu", {"jax_enable_x64": True, "x": None}, None, "m:f", "ucx", 0),

@@ -345,9 +345,9 @@ class StepStats:
         total_s: from taking up the step to its last instruction.
         peak_bytes: most bytes the buffer table held (`ActorProgram.uncounted` left out).
         live_buffers: arrays in the actor's store after the step.
-        runs: (label, start, end) of each `Run`, by the actor's monotonic clock.
         stamps: two little-endian float64 for each instruction of the actor's program, in order: when it was taken up
             and when it was done, in seconds of the actor's monotonic clock; NaN for what has no such moment.
+            `jaxpp_async.timeline` reads them.
     """
 
     compute_s: float
@@ -355,7 +355,6 @@ class StepStats:
     total_s: float
     peak_bytes: int
     live_buffers: int
-    runs: tuple[tuple[str, float, float], ...] = ()
     stamps: bytes = b""
 
 

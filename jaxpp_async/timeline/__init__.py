@@ -85,13 +85,23 @@ class Timeline:
         """Of all actors, in order of start."""
         return tuple(sorted((e for a in self.actors for e in a.events), key=lambda e: (e.start_s, e.actor)))
 
+    @property
+    def begin_s(self) -> float:
+        """When the first actor took the step up: with several steps under way, not before it was done with another."""
+        return min((a.begin_s for a in self.actors if a.events), default=0.0)
+
+    @property
+    def end_s(self) -> float:
+        """When the last actor was done."""
+        return max((a.end_s for a in self.actors if a.events), default=0.0)
+
     @kept
     def shares(self) -> tuple[Shares, ...]:
-        """Where each actor's time went."""
+        """Where each actor's time went, between `begin_s` and `end_s`."""
         received: dict[ActorId, dict[int, Transfer]] = defaultdict(dict)
         for t in self.transfers:
             received[t.receive.actor][t.receive.instruction] = t
-        return tuple(shares(a, received[a.actor], self.duration_s) for a in self.actors)
+        return tuple(shares(a, received[a.actor], self.end_s - self.begin_s) for a in self.actors)
 
     @kept
     def bill(self) -> Bill:

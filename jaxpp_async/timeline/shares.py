@@ -1,6 +1,7 @@
 """shares: an actor's events in, what it did with the step's time out: computing, waiting, transfers, dispatch, idle.
 
-Measured, not modelled: each moment of the step is one of the five, so that they add up to it. `bill` says why.
+Measured, not modelled: each moment from the first actor's first instruction to the last one's last is one of the five,
+so that they add up to it. `bill` says why.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from jaxpp_async.timeline.events import ActorTimeline, Event, Transfer
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Where one actor's time went in one step, in seconds. They add up to the step's duration.
+    """Where one actor's time went in one step, in seconds. They add up to the time from when the
+    first actor took the step up until the last one was done.
 
     Args:
         compute_s: in tasks.
@@ -35,16 +37,16 @@ class Shares:
 
     @property
     def duration_s(self) -> float:
-        """Of the step."""
+        """Their sum, the same for all actors of a step."""
         return self.compute_s + self.wait_s + self.transfer_s + self.dispatch_s + self.idle_s
 
 
-def shares(timeline: ActorTimeline, transfers: Mapping[int, Transfer], duration_s: float) -> Shares:
+def shares(timeline: ActorTimeline, transfers: Mapping[int, Transfer], span_s: float) -> Shares:
     """Take one actor's time apart.
 
     Args:
         transfers: those that it receives, by the receive's instruction.
-        duration_s: of the step.
+        span_s: of the step.
     """
     by_instruction = {e.instruction: e for e in timeline.events}
     compute_s = wait_s = transfer_s = dispatch_s = 0.0
@@ -66,7 +68,7 @@ def shares(timeline: ActorTimeline, transfers: Mapping[int, Transfer], duration_
     free_s = max(free_s, moved_s)
     end_s = max(timeline.end_s, free_s)
     dispatch_s += end_s - free_s
-    idle_s = duration_s - (end_s - timeline.begin_s)
+    idle_s = span_s - (end_s - timeline.begin_s)
     return Shares(timeline.actor, compute_s, wait_s, transfer_s, dispatch_s, idle_s)
 
 

@@ -21,6 +21,7 @@ from jaxpp_async.actors import messages as m
 from jaxpp_async.actors.codec import MAX_DEPTH
 from jaxpp_async.actors.protocol import _HEADER, MAX_HANDSHAKE_BYTES, TO_ACTOR, TO_CONTROLLER
 from jaxpp_async.errors import HandshakeError, ProtocolError
+from jaxpp_async.program import Aval
 
 NUM_FRAMES = 10_000
 MIB = 1 << 20
@@ -118,9 +119,8 @@ def test_plain_values_have_a_depth(header):
 def test_long_arrays_are_no_bombs(count):
     frees = tuple(range(count))
     assert codec.decode(codec.encode(m.Store(1, (), frees)), TO_ACTOR) == m.Store(1, (), frees)
-    runs = (("run", 0.0, 0.5),) * count
-    done = m.StepDone(1, 2, m.StepStats(0.0, 0.0, 0.0, 0, 0, runs))
-    assert codec.decode(codec.encode(done), TO_CONTROLLER) == done
+    kept = m.Kept(1, (m.KeptArray(2, Aval((3,), "float32"), (12,)),) * count)
+    assert codec.decode(codec.encode(kept), TO_CONTROLLER) == kept
 
 
 def test_a_long_array_that_is_wrong_is_refused_by_name():
