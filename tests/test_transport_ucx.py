@@ -23,6 +23,7 @@ from transport_conformance import LARGE, TransportConformance, data, join, tag, 
 
 from jaxpp_async.errors import InstallError, ProtocolError, TransferError
 from jaxpp_async.transport.addresses import seal, unseal
+from jaxpp_async.transport.patience import LONGEST_S, SHORTEST_S, Patience
 from jaxpp_async.transport.ucx import UCXTransport
 
 if importlib.util.find_spec("ucxx") is None:  # importing it here would be before the transport sets UCX's environment
@@ -93,10 +94,12 @@ def test_works_on_uvloop_and_on_asyncio_in_turn():
         run(rounds())
 
 
-async def test_waiting_costs_no_cpu(make_transport):
+@pytest.mark.parametrize("in_a_hurry", [False, True])
+async def test_waiting_costs_no_cpu(make_transport, in_a_hurry):
     a, b = await make_transport(0), await make_transport(1)
     await join(a, b)
     await transfer(a, b, LARGE, 1)
+    b.hurry(in_a_hurry), a.hurry(in_a_hurry)
     waiting = [b.recv(np.zeros(8), 0, tag(2)), a.send(data(LARGE, 1), 1, tag(3))]
     await asyncio.sleep(0.05)
     before = cpu_seconds()
@@ -137,6 +140,40 @@ async def test_an_error_in_progress_fails_the_futures_and_not_the_loop(make_tran
         with pytest.raises(TransferError, match="no progress any more: injected"):
             await within(future)
     await within(a.aclose())
+
+
+@pytest.mark.parametrize(
+    ("waits_us", "limit_us"),
+    [
+        ([], 200),
+        ([50] * 3, 200),
+        ([1000], 100),
+        ([1000] * 3, 25),
+        ([1000] * 8, 0),
+        ([1000] * 8 + [50], 20),  # looking would have helped
+        ([1000] * 8 + [50] * 9, 200),
+        ([1000, 50] * 4, 200),
+    ],
+)
+def test_patience_follows_the_waits(waits_us, limit_us):
+    patience, now_s = Patience(), 7.0
+    for wait_us in waits_us:
+        patience.is_left(now_s)
+        now_s += wait_us * 1e-6
+        patience.came(now_s)
+    assert patience.limit_s == pytest.approx(limit_us * 1e-6)
+    assert patience.limit_s == 0 or SHORTEST_S <= patience.limit_s <= LONGEST_S
+
+
+def test_patience_ends():
+    patience = Patience()
+    assert patience.is_left(1.0) and patience.is_left(1.0 + LONGEST_S / 2)
+    assert not patience.is_left(1.0 + 2 * LONGEST_S)
+    patience.stop()
+    assert patience.is_left(2.0)
+    patience.came(2.0)
+    patience.came(9.0)  # nobody waited
+    assert patience.limit_s == LONGEST_S
 
 
 WORKER_ADDRESS = bytes(range(217))

@@ -12,12 +12,11 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from typing import NamedTuple
 
 STATUS_OK = 0
 STATUS_TRUNCATED = -9
 STATUS_CANCELED = -16
-_STATUS_LAST = -100
+STATUS_LAST = -100
 
 _FIELD_CALLBACK, _FIELD_USER_DATA, _FIELD_FLAGS, _NO_IMMEDIATE = 1 << 1, 1 << 2, 1 << 4, 1 << 16
 _CLOSE_FORCE = 1
@@ -50,20 +49,16 @@ _SendCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int8, ctypes.c_
 _RecvCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int8, ctypes.c_void_p, ctypes.c_void_p)
 
 
-class Posted(NamedTuple):
-    """What posting an operation gave.
-
-    Args:
-        request: UCX's handle, to be passed to `cancel` and at the end to `free`; 0 if the operation ended at once.
-        status: how it ended, where `request` is 0.
-    """
-
-    request: int
-    status: int = STATUS_OK
+def is_error(result: int) -> bool:
+    """Whether what posting gave is a status and not a request's handle: a small negative number."""
+    return STATUS_LAST <= result < 0
 
 
 class TagPort:
     """Posts tagged messages on one worker and notes their completions.
+
+    Posting returns what UCX returned: 0 if the operation has ended well, a status (`is_error`), or the request's
+    handle, to be passed to `cancel` and at the end to `free`.
 
     Args:
         worker: the worker's raw handle, which must outlive this object's use.
@@ -92,17 +87,17 @@ class TagPort:
         self._send_param_at = ctypes.addressof(self._send_param)
         self._recv_param_at = ctypes.addressof(self._recv_param)
 
-    def send(self, endpoint: int, address: int, size_bytes: int, tag: int, identity: int) -> Posted:
+    def send(self, endpoint: int, address: int, size_bytes: int, tag: int, identity: int) -> int:
         """Post a send. `identity` (from 1) names it in `completed`, where it appears unless it ended at once."""
         self._send_param.user_data = identity
-        return _posted(self._tag_send(endpoint, address, size_bytes, tag, self._send_param_at))
+        return self._tag_send(endpoint, address, size_bytes, tag, self._send_param_at)
 
-    def recv(self, address: int, size_bytes: int, tag: int, identity: int) -> Posted:
+    def recv(self, address: int, size_bytes: int, tag: int, identity: int) -> int:
         """Post a receive of a message with exactly this tag."""
         self._recv_param.user_data = identity
-        return _posted(self._tag_recv(self._worker, address, size_bytes, tag, _FULL_MASK, self._recv_param_at))
+        return self._tag_recv(self._worker, address, size_bytes, tag, _FULL_MASK, self._recv_param_at)
 
-    def discard_unexpected(self, tag: int, mask: int, identity: int) -> Posted | None:
+    def discard_unexpected(self, tag: int, mask: int, identity: int) -> int | None:
         """Take one message that came without a receive and matches `tag` under `mask`, and throw it away.
 
         Returns:
@@ -113,7 +108,7 @@ class TagPort:
             return None
         self._recv_param.user_data = identity
         # Into no bytes at all: UCX then drops an eager message and releases the sender of a large one.
-        return _posted(self._ucp.ucp_tag_msg_recv_nbx(self._worker, None, 0, message, self._recv_param_at))
+        return self._ucp.ucp_tag_msg_recv_nbx(self._worker, None, 0, message, self._recv_param_at)
 
     def cancel(self, request: int) -> None:
         """Ask UCX to give up a receive. Only an unmatched one is given up; it then appears in `completed`."""
@@ -123,22 +118,12 @@ class TagPort:
         """Force-close an endpoint that has failed and that ucxx therefore no longer closes. Does not wait."""
         param = _Param(op_attr_mask=_FIELD_FLAGS, flags=_CLOSE_FORCE)
         result = self._ucp.ucp_ep_close_nbx(endpoint, ctypes.byref(param))
-        if not _STATUS_LAST <= result <= 0:
+        if result and not is_error(result):
             self.free(result)
 
     def status_text(self, status: int) -> str:
         """UCX's own words for a status."""
         return self._ucs.ucs_status_string(status).decode()
-
-
-_ENDED = Posted(0)
-
-
-def _posted(result: int) -> Posted:
-    """UCX returns null for done, a small negative number for an error, and else a pointer."""
-    if result == 0:
-        return _ENDED
-    return Posted(0, result) if _STATUS_LAST <= result < 0 else Posted(result)
 
 
 def _completion_callbacks(completed: list[tuple[int, int, int]]):

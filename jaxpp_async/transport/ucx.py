@@ -1,8 +1,9 @@
 """ucx: memory and tags in, its bytes at the peer out, over UCX.
 
 UCX is driven on the event loop's own descriptor: progress until nothing is left, arm, sleep in the loop. No thread, no
-polling, no copy. Every endpoint has error handling on, so that a large send can be ended; `abort` force-closes the
-endpoint and progresses until UCX has let go of every buffer.
+copy; only in a hurry does it look for messages for a little while before it sleeps. Every endpoint has error handling
+on, so that a large send can be ended; `abort` force-closes the endpoint and progresses until UCX has let go of every
+buffer.
 
 It never frees or reuses a buffer that UCX may still touch, never trusts the size of what arrives, and never gives UCX
 an address that was damaged, mixed up or is out of date (one garbage byte in a worker address ends the process there).
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+from time import monotonic
 from typing import Any
 
 from jaxpp_async.errors import ProtocolError, TransferError
@@ -31,7 +34,8 @@ from jaxpp_async.transport.base import (
     post_future,
 )
 from jaxpp_async.transport.buffers import Memory, memory_of
-from jaxpp_async.transport.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED, Posted, TagPort
+from jaxpp_async.transport.patience import Patience
+from jaxpp_async.transport.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED, TagPort, is_error
 from jaxpp_async.transport.ucx_context import process_context
 
 RELEASE_TIMEOUT_S = 5.0
@@ -42,6 +46,9 @@ MEDIUM = "ucx"
 
 _STEPS_PER_ROUND, _ROUNDS_PER_CALLBACK = 256, 4
 """Bounds on one callback's progress, so that a flood of messages does not starve the loop's other work."""
+
+_POLL_S, _POLLS_PER_YIELD = 100e-6, 4
+"""How long one callback looks for messages in a hurry, and after how many looks it offers the core to others."""
 
 _STALL_AFTER_S, _STALL_DELAY_S = 0.05, 0.002
 """A worker that cannot be armed and yet does nothing is common for microseconds (a peer is writing into our queue), but
@@ -99,7 +106,8 @@ class UCXTransport:
         self._identities = itertools.count(1)
         self._failed: list[_Link] = []
         self._past_epochs: dict[Peer, int] = {}
-        self._kicked = self._stalled = self._hurried = False
+        self._kicked = self._progressing = self._stalled = self._hurried = False
+        self._patience = Patience()
         self._idle_since_s: float | None = None
         self._closing: asyncio.Task[None] | None = None
         self._descriptor: int = self._worker.epoll_file_descriptor
@@ -149,8 +157,11 @@ class UCXTransport:
             raise self._refusal(peer, link)
         link.epoch = tag >> EPOCH_SHIFT
         identity = next(self._identities)
-        posted = self._port.send(link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity)
-        return self._track(_Transfer(link, memory, _SENDING, tag, done), identity, posted)
+        result = self._port.send(link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity)
+        if result == 0:
+            return True  # a message that is on its way leaves UCX nothing to do
+        self._track(_Transfer(link, memory, _SENDING, tag, done), identity, result)
+        return False
 
     def post_recv(self, memory: Memory, peer: Peer, tag: int, done: Done) -> bool:
         if tag & MISPLACED_TAG_BITS:
@@ -161,11 +172,22 @@ class UCXTransport:
         link.epoch = tag >> EPOCH_SHIFT
         identity = next(self._identities)
         size_bytes = memory.size_bytes
-        posted = self._port.recv(memory.address, size_bytes, tag | link.sender_bits, identity)
-        return self._track(_Transfer(link, memory, size_bytes, tag, done), identity, posted)
+        result = self._port.recv(memory.address, size_bytes, tag | link.sender_bits, identity)
+        completed = self._port.completed
+        if completed and completed[-1] == (identity, STATUS_OK, size_bytes):
+            completed.pop()  # the message was here
+            self._port.free(result)
+            self._kick()
+            return True
+        self._track(_Transfer(link, memory, size_bytes, tag, done), identity, result)
+        return False
 
     def hurry(self, on: bool) -> None:
         self._hurried = on
+        if not on:
+            self._patience.stop()
+        elif self._open:
+            self._kick()
 
     async def abort(self, peer: Peer | None = None) -> None:
         for link in [link for link in self._links.values() if peer is None or link.peer == peer]:
@@ -185,7 +207,7 @@ class UCXTransport:
 
     def _kick(self) -> None:
         # UCX asks for progress after anything was posted, before the descriptor may be trusted again.
-        if not self._kicked:
+        if not self._kicked and not self._progressing:
             self._kicked = True
             self._loop.call_soon(self._progress)
 
@@ -195,28 +217,55 @@ class UCXTransport:
         worker = self._worker
         if worker is None:
             return
+        self._progressing = True  # what is posted meanwhile, where an end is told, needs no pass of its own
         try:
-            idle = True
-            for _ in range(_ROUNDS_PER_CALLBACK):
-                num_steps = 0
-                while num_steps < _STEPS_PER_ROUND and worker.progress_once():
-                    num_steps += 1
-                idle = idle and num_steps == 0
-                self._deliver()
-                if num_steps < _STEPS_PER_ROUND and worker.arm():
-                    self._idle_since_s = None
-                    return
+            is_settled, was_idle = self._settle(worker)
         except self._ucxx.UCXError as error:
             self._stop(f"UCX makes no progress any more: {error}")
             return
-        if not idle:
+        finally:
+            self._progressing = False
+        if is_settled or not was_idle:
             self._idle_since_s = None
         elif self._idle_since_s is None:
             self._idle_since_s = self._loop.time()
         elif self._loop.time() - self._idle_since_s > _STALL_AFTER_S:
             self._stall()
             return
-        self._kick()
+        if not is_settled:
+            self._kick()
+
+    def _settle(self, worker: Any) -> tuple[bool, bool]:
+        """Some rounds of progress. Returns: whether the descriptor is armed; whether there was nothing to do."""
+        was_idle = True
+        for _ in range(_ROUNDS_PER_CALLBACK):
+            num_steps = 0
+            while num_steps < _STEPS_PER_ROUND and worker.progress_once():
+                num_steps += 1
+            was_idle = was_idle and num_steps == 0
+            if self._deliver():
+                was_idle = False
+            elif num_steps < _STEPS_PER_ROUND:
+                if self._hurried and self._open and self._patience.is_left(monotonic()):
+                    self._poll(worker)
+                    # Others' turn: what has come is told to futures, which run in the loop's next pass.
+                    return False, False
+                if worker.arm():
+                    return True, was_idle
+        return False, was_idle
+
+    def _poll(self, worker: Any) -> None:
+        """Look for messages for a little while, and tell what came."""
+        completed, look = self._port.completed, worker.progress_once
+        until_s = monotonic() + _POLL_S
+        while not completed and monotonic() < until_s:
+            for _ in range(_POLLS_PER_YIELD):
+                look()
+                if completed:
+                    break
+            else:
+                os.sched_yield()
+        self._deliver()
 
     def _stall(self) -> None:
         """Look again in a while, and not at the descriptor, which may stay readable all the time."""
@@ -237,33 +286,41 @@ class UCXTransport:
         for link in self._links.values():
             self._fail_link(link, cause)
         self._deliver()
-        for transfer in self._open.values():
+        for transfer in list(self._open.values()):
             self._finish(transfer, STATUS_CANCELED, 0)
 
-    def _deliver(self) -> None:
+    def _deliver(self) -> bool:
+        """Tell what has ended. Returns: whether anything has."""
         if self._failed:
             failed = [link for link in self._failed if self._links.get(link.peer) is link]
             self._failed.clear()
             for link in failed:
                 self._fail_link(link, self._endpoint_error(link))
         completed = self._port.completed
+        if not completed:
+            return False
+        if self._hurried:
+            self._patience.came(monotonic())
         # A transfer's `done` may post, and what then ends at once is appended while this goes on.
         for identity, status, length in completed:
-            transfer = self._open.pop(identity)
-            self._port.free(transfer.request)
-            self._finish(transfer, status, length)
+            transfer = self._open.pop(identity, None)
+            if transfer is not None:  # None: told before, in a round that an interrupt cut short
+                self._port.free(transfer.request)
+                self._finish(transfer, status, length)
         completed.clear()
+        return True
 
-    def _track(self, transfer: _Transfer, identity: int, posted: Posted) -> bool:
-        """Note a posted operation. True: it has ended well already."""
+    def _track(self, transfer: _Transfer, identity: int, result: int) -> None:
+        """Note an operation that has not ended, or has ended badly.
+
+        Raises:
+            TransferError: UCX refused it.
+        """
         self._kick()
-        if not posted.request:
-            if posted.status == STATUS_OK:
-                return True
-            raise TransferError(f"{self._describe(transfer)} failed: {self._cause(transfer, posted.status)}")
-        transfer.request = posted.request
+        if is_error(result):
+            raise TransferError(f"{self._describe(transfer)} failed: {self._cause(transfer, result)}")
+        transfer.request = result
         self._open[identity] = transfer
-        return False
 
     def _finish(self, transfer: _Transfer, status: int, length: int) -> None:
         done, transfer.done = transfer.done, None
@@ -271,15 +328,17 @@ class UCXTransport:
             return
         expected = transfer.size_bytes
         error: Exception | None = None
-        if status in (STATUS_OK, STATUS_TRUNCATED):
-            if expected not in (_SENDING, length):
-                error = ProtocolError(f"{self._describe(transfer)}: expected {expected} bytes, got {length}")
-        else:
-            error = TransferError(f"{self._describe(transfer)} failed: {self._cause(transfer, status)}")
+        if status != STATUS_OK or (expected != length and expected != _SENDING):
+            error = self._error(transfer, status, length)
         try:
             done(error)
         except Exception as failure:  # of the caller's code; the other transfers' ends have to be told all the same
             self._loop.call_exception_handler({"message": f"{done} failed", "exception": failure})
+
+    def _error(self, transfer: _Transfer, status: int, length: int) -> Exception:
+        if status in (STATUS_OK, STATUS_TRUNCATED):
+            return ProtocolError(f"{self._describe(transfer)}: expected {transfer.size_bytes} bytes, got {length}")
+        return TransferError(f"{self._describe(transfer)} failed: {self._cause(transfer, status)}")
 
     def _describe(self, transfer: _Transfer) -> str:
         assert transfer.link is not None
@@ -357,10 +416,10 @@ class UCXTransport:
             return
         tag = epoch << EPOCH_SHIFT | sender_bits
         mask = ((1 << 64) - 1) >> EPOCH_SHIFT << EPOCH_SHIFT | ((1 << SENDER_BITS) - 1) << SENDER_SHIFT
-        while posted := self._port.discard_unexpected(tag, mask, identity := next(self._identities)):
-            if posted.request:
+        while (result := self._port.discard_unexpected(tag, mask, identity := next(self._identities))) is not None:
+            if result and not is_error(result):
                 discarded = self._open[identity] = _Transfer(None, None, 0, tag, None)
-                discarded.request = posted.request
+                discarded.request = result
 
     async def _close(self) -> None:
         await self.abort()
