@@ -42,7 +42,7 @@ class LightActor:
     def __init__(self, actor_id: int, *, send: Callable[[m.Message], None], **_: Any):
         self._send = send
 
-    async def handle(self, message: Any) -> None:
+    def handle(self, message: Any) -> None:
         match message:
             case m.Step():
                 self._send(m.StepDone(message.request, message.step, _STATS))

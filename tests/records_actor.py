@@ -23,7 +23,7 @@ class RecordsActor(FakeActor):
         self.current_step: int | None = None
         self._has_stormed = False
 
-    async def _on_step(self, message: m.Step) -> None:
+    def _on_step(self, message: m.Step) -> None:
         self.current_step = message.step
         what = self._programs[message.program_id]
         if what == "log":
@@ -31,7 +31,7 @@ class RecordsActor(FakeActor):
         elif what == "storm" and not self._has_stormed:
             self._has_stormed = True
             threading.Thread(target=_storm, daemon=True).start()
-        await super()._on_step(message)
+        super()._on_step(message)
 
 
 def _log() -> None:

@@ -99,7 +99,7 @@ class Actor:
         self._under_way: dict[StepKey, list[int]] = {}
         self._closed = False
 
-    async def handle(self, message: m.Message) -> None:
+    def handle(self, message: m.Message) -> None:
         """Take up one request. Returns before long work is done; that replies later."""
         request = getattr(message, "request", None)
         try:

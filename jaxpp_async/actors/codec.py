@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
@@ -127,14 +127,13 @@ def _not_msgpack(error: Exception) -> ProtocolError:
 
 
 def _fields_of(value: object) -> Any:
-    cls = type(value)
+    return _fields_getter(type(value))(value)
+
+
+@cache  # by class: bounded by the number of message types (what raises is not kept)
+def _fields_getter(cls: type) -> Callable[[object], tuple[Any, ...]]:
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"a message cannot carry a {cls.__module__}.{cls.__qualname__}; convert it to a plain value")
-    return _fields_getter(cls)(value)
-
-
-@cache  # by class: bounded by the number of message types
-def _fields_getter(cls: type) -> Callable[[object], tuple[Any, ...]]:
     names = [f.name for f in dataclasses.fields(cls)]
     if not names:
         return lambda value: ()
@@ -201,20 +200,27 @@ def _dataclass_decoder(cls: type) -> Decode:
     hints = typing.get_type_hints(cls)
     names = tuple(f.name for f in dataclasses.fields(cls))
     decoders = tuple(_decoder(hints[name]) for name in names)
+    usual = tuple(_wire_type(hints[name]) for name in names)
+    # Where every field has just the type of its hint, plain ones need no look of their own.
+    not_plain = tuple((k, decoders[k]) for k, name in enumerate(names) if hints[name] not in _PLAIN)
 
     def decode_dataclass(values: Any) -> Any:
         if type(values) is not tuple or len(values) != len(names):
             got = f"{len(values)} fields" if type(values) is tuple else type(values).__name__
             raise _named(_BadValue(f"{len(names)} fields ({', '.join(names)})", values), got)
-        position = 0
+        if tuple(map(type, values)) != usual:
+            return cls(*_decoded(values, enumerate(decoders)))
+        return cls(*_decoded(values, not_plain)) if not_plain else cls(*values)
+
+    def _decoded(values: tuple[Any, ...], by_position: Iterable[tuple[int, Decode]]) -> list[Any]:
+        position, fields = 0, list(values)
         try:
-            fields = []
-            for position, value in enumerate(values):
-                fields.append(decoders[position](value))
+            for position, decode_field in by_position:
+                fields[position] = decode_field(values[position])
         except _BadValue as bad:
             bad.path = f".{names[position]}{bad.path}"
             raise
-        return cls(*fields)
+        return fields
 
     return decode_dataclass
 

@@ -258,8 +258,8 @@ class Controller:
     def start_step(
         self,
         program_id: int,
-        inputs: Mapping[ActorId, Mapping[int, ArrayId]],
-        outputs: Mapping[ActorId, Mapping[int, ArrayId]],
+        inputs: Mapping[ActorId, dict[int, ArrayId]],
+        outputs: Mapping[ActorId, dict[int, ArrayId]],
         *,
         puts: Mapping[ActorId, Sequence[HostValue]] | None = None,
         frees_after: Mapping[ActorId, Sequence[ArrayId]] | None = None,
@@ -268,7 +268,7 @@ class Controller:
 
         Args:
             program_id: which program.
-            inputs: for each actor, the array of each step argument that its part binds.
+            inputs: for each actor, the array of each step argument that its part binds; kept, as the next.
             outputs: for each actor, the new array of each result that its part makes.
             puts: host values that go to each actor first; must not change before the handle's `wait_sent`.
             frees_after: arrays to free on each actor when the step is done.
@@ -279,27 +279,32 @@ class Controller:
         self._check_usable()
         actors = self._programs.actors_of(program_id)
         handle = StepHandle(next(self._steps), program_id, actors)
-        frees = self._frees.take()
-        posts: list[tuple[ActorId, Step, list[Sending]]] = []
+        frees, number, epoch = self._frees.take(), self._outbox.number, self._crew.epoch
+        posts: list[tuple[ActorId, Step, Sequence[Sending]]] = []
         for actor in actors:
-            small, large = self._plane.prepare(actor, (puts or {}).get(actor, ()))
+            values = puts.get(actor) if puts else None
+            small, large = self._plane.prepare(actor, values) if values else ((), ())
             message = Step(
-                request=self._number(),
-                epoch=self._crew.epoch,
-                step=handle.step,
-                program_id=program_id,
-                inputs=dict(inputs.get(actor, {})),
-                outputs=dict(outputs.get(actor, {})),
-                puts=small,
-                frees=frees.pop(actor, ()),
-                frees_after=tuple((frees_after or {}).get(actor, ())),
+                number(),
+                epoch,
+                handle.step,
+                program_id,
+                inputs.get(actor) or {},
+                outputs.get(actor) or {},
+                small,
+                frees.pop(actor, ()),
+                tuple(frees_after.get(actor, ())) if frees_after else (),
             )
             posts.append((actor, message, large))
         self._under_way[handle.step] = handle
         handle.when_done(lambda: self._under_way.pop(handle.step, None))
         for actor, message, large in posts:
-            self._post_with(actor, message, handle, large, handle.sends)
-        self._frees.give_back(frees)  # of actors without a part in this step
+            if large:
+                self._post_with(actor, message, handle, large, handle.sends)
+            else:
+                self._outbox.post(actor, message, handle)
+        if frees:
+            self._frees.give_back(frees)  # of actors without a part in this step
         if self._backups is not None:
             self._backups.note_step()
         return handle

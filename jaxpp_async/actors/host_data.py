@@ -220,7 +220,7 @@ class Fetching:
     def done(self) -> bool:
         return self.future.done()
 
-    def when_done(self, callback: Callable[[], None]) -> None:
+    def when_done(self, callback: Callable[[], object]) -> None:
         self.future.add_done_callback(lambda _: callback())
 
     def again(self) -> None:

@@ -118,7 +118,7 @@ class Wire:
         self._send_key: FrameKey | None = None
         self._receive_key: FrameKey | None = None
         self._num_sent = self._num_received = 0
-        self._frame_bytes = 0  # length of the frame at the buffer's head, once its prefix is checked
+        self._is_prefix_checked = False  # that of the frame at the buffer's head
         if identity is not None:
             life = (identity.actor_id, identity.incarnation)
             self._hello = Hello("actor", *life, version, self._nonce, identity.channel)
@@ -245,43 +245,48 @@ class Wire:
     def _take_frames(self) -> list[Message]:
         messages: list[Message] = []
         buffer = self._buffer
-        while True:
-            if not self._frame_bytes:
-                if len(buffer) < _PREFIX_BYTES:
-                    return messages
-                self._frame_bytes = _PREFIX_BYTES + self._check_prefix() + MAC_BYTES
-            if len(buffer) < self._frame_bytes:
+        while len(buffer) >= _PREFIX_BYTES:
+            size, sequence = _HEADER.unpack_from(buffer)
+            frame_bytes = _PREFIX_BYTES + size + MAC_BYTES
+            if len(buffer) < frame_bytes:
+                if not self._is_prefix_checked:
+                    self._check_prefix(size, sequence)
                 return messages
-            messages.append(self._read_frame(self._frame_bytes))
-            del buffer[: self._frame_bytes]  # a bytearray drops its head without moving the rest
-            self._frame_bytes = 0
+            # All of it is here, and its MAC says as much as that of its prefix, which need not be computed then.
+            messages.append(self._read_frame(frame_bytes, size, sequence))
+            del buffer[:frame_bytes]  # a bytearray drops its head without moving the rest
+            self._is_prefix_checked = False
             self._num_received += 1
+        return messages
 
-    def _check_prefix(self) -> int:
-        key = self._receive_key
-        assert key is not None  # the wire is open
-        header = bytes(self._buffer[: _HEADER.size])
-        mac = self._buffer[_HEADER.size : _PREFIX_BYTES]
-        if not hmac.compare_digest(key.sign(header), mac):
+    def _check_prefix(self, size: int, sequence: int) -> None:
+        """Before more of a frame is kept than its prefix: that the peer has sent this length."""
+        header, mac = bytes(self._buffer[: _HEADER.size]), self._buffer[_HEADER.size : _PREFIX_BYTES]
+        if not hmac.compare_digest(self._key().sign(header), mac):
             raise ProtocolError(f"frame {self._num_received}: the MAC of its length does not match")
-        size, sequence = _HEADER.unpack(header)
+        self._check_header(size, sequence)
+        self._is_prefix_checked = True
+
+    def _check_header(self, size: int, sequence: int) -> None:
         if sequence != self._num_received:
             raise ProtocolError(f"expected frame {self._num_received}, got frame {sequence} (replayed or lost)")
         if size > self._max_frame_bytes:
             raise ProtocolError(
                 f"frame {sequence} has {size} bytes, at most {self._max_frame_bytes} are allowed; raise max_frame_bytes"
             )
-        return size
 
-    def _read_frame(self, frame_bytes: int) -> Message:
-        key = self._receive_key
-        assert key is not None  # the wire is open
+    def _read_frame(self, frame_bytes: int, size: int, sequence: int) -> Message:
         end = frame_bytes - MAC_BYTES
         with memoryview(self._buffer) as whole, whole[:end] as signed, whole[end:frame_bytes] as mac:
-            if not hmac.compare_digest(key.sign(signed), mac):
+            if not hmac.compare_digest(self._key().sign(signed), mac):
                 raise ProtocolError(f"frame {self._num_received}: its MAC does not match")
+            self._check_header(size, sequence)
             with signed[_PREFIX_BYTES:] as payload:
                 return codec.decode(payload, self._known)
+
+    def _key(self) -> FrameKey:
+        assert self._receive_key is not None  # the wire is open
+        return self._receive_key
 
 
 _STEPS: Final[dict[tuple[Role, State], Callable[[Wire, bytes], None]]] = {

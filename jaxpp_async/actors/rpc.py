@@ -32,7 +32,7 @@ class Waiter(Protocol):
         """Done when this is, or a moment later."""
         ...
 
-    def when_done(self, callback: Callable[[], None]) -> None:
+    def when_done(self, callback: Callable[[], object]) -> None:
         """Call back when this is done, or a moment later."""
         ...
 
@@ -85,7 +85,7 @@ class Call:
     def done(self) -> bool:
         return self.future.done()
 
-    def when_done(self, callback: Callable[[], None]) -> None:
+    def when_done(self, callback: Callable[[], object]) -> None:
         self.future.add_done_callback(lambda _: callback())
 
     def again(self) -> None:
@@ -134,7 +134,7 @@ class StepHandle:
         self._waiting = set(actors)
         self._stats: dict[int, StepStats] = {}
         self._done = False
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], object]] = []
         self._awaiting: list[asyncio.Future[None]] = []
 
     def __await__(self) -> Generator[Any, None, dict[int, StepStats]]:
@@ -176,7 +176,7 @@ class StepHandle:
         self.when_done(lambda: self._tell(future))
         return future
 
-    def when_done(self, callback: Callable[[], None]) -> None:
+    def when_done(self, callback: Callable[[], object]) -> None:
         """Call back when it is done, at once and in the order of these calls; now, if it is. Must not raise."""
         if self._done:
             callback()
@@ -236,7 +236,7 @@ class Replayed:
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.future.set_result(None)
 
-    def when_done(self, callback: Callable[[], None]) -> None:
+    def when_done(self, callback: Callable[[], object]) -> None:
         callback()
 
     def on_reply(self, link: ActorLink, reply: Any) -> None:

@@ -33,7 +33,7 @@ class ActorLike(Protocol):
         """The number of the step under way. Any thread may ask."""
         ...
 
-    async def handle(self, message: Request) -> None:
+    def handle(self, message: Request) -> None:
         """Take one request, in order of arrival. Returns quickly and never raises for the request's sake."""
         ...
 
@@ -73,16 +73,18 @@ async def serve(
     Raises:
         HandshakeError: the controller could not be trusted, or refused. OSError: it was not there.
     """
-    inbox: asyncio.Queue[Any] = asyncio.Queue()
+    desk = _Desk()
     wire = Wire("actor", secret, version=jaxpp_async.__version__, identity=identity, max_frame_bytes=max_frame_bytes)
-    connection = Connection(wire, on_message=inbox.put_nowait, on_closed=lambda error: inbox.put_nowait(None))
+    connection = Connection(wire, on_message=desk.take, on_closed=lambda error: desk.close(None))
     try:
         await connect(connection)
         await connection.opened
         actor = make_actor(identity.actor_id, make_transport=make_transport, send=connection.send)
         try:
-            shutdown = await _answer(actor, inbox, connection)
+            desk.open(actor, connection)
+            shutdown = await desk.closed
         finally:
+            desk.close(None)
             await _close_actor(actor)
         if shutdown is None:
             return ExitCode.CONNECTION_LOST
@@ -96,17 +98,44 @@ async def serve(
         connection.abort()
 
 
-async def _answer(actor: ActorLike, inbox: asyncio.Queue[Any], connection: Connection) -> Shutdown | None:
-    """Hand over requests until the last one, which is returned; None if the connection is over."""
-    while True:
-        message = await inbox.get()
-        if message is None or isinstance(message, Shutdown):
-            return message
-        try:
-            await actor.handle(message)
-        except Exception as error:  # a bug in the actor: the controller must hear of it, whatever it is
-            text = "".join(traceback.format_exception(error))
-            connection.send(Failed(message.request, type(error).__qualname__, str(error), text))
+class _Desk:
+    """Hands requests to an actor as they are read, with no pass of the event loop between; those that came before the
+    actor, when it has come.
+
+    Attributes:
+        closed: the request to shut down, which is the last; None if the connection is over.
+    """
+
+    def __init__(self) -> None:
+        self.closed: asyncio.Future[Shutdown | None] = asyncio.get_running_loop().create_future()
+        self._early: list[Any] = []
+        self._actor: ActorLike | None = None
+        self._send: Callable[[Message], None] | None = None
+
+    def open(self, actor: ActorLike, connection: Connection) -> None:
+        """The actor is here."""
+        self._actor, self._send = actor, connection.send
+        early, self._early = self._early, []
+        for message in early:
+            self.take(message)
+
+    def take(self, message: Any) -> None:
+        """A request has come."""
+        if self._actor is None or self._send is None:
+            self._early.append(message)
+        elif isinstance(message, Shutdown):
+            self.close(message)
+        elif not self.closed.done():
+            try:
+                self._actor.handle(message)
+            except Exception as error:  # a bug in the actor: the controller must hear of it, whatever it is
+                text = "".join(traceback.format_exception(error))
+                self._send(Failed(message.request, type(error).__qualname__, str(error), text))
+
+    def close(self, last: Shutdown | None) -> None:
+        """Hand nothing over any more."""
+        if not self.closed.done():
+            self.closed.set_result(last)
 
 
 async def _close_actor(actor: ActorLike) -> None:
