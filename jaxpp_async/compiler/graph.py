@@ -278,20 +278,24 @@ class _Builder:
     def _exported(self, placement: Placement) -> set[tuple[int, ActorId]]:
         """(value, actor that makes it) of what is read outside the task that makes it."""
         maker = {o: i for i, item in enumerate(placement.items) if isinstance(item, Op) for o in item.outputs}
+        run_on, levels = placement.op_actors, placement.levels
         found: set[tuple[int, ActorId]] = set()
 
         def use(value: int, actor: ActorId, level: int | None) -> None:
             if (i := maker.get(value)) is None:
                 return
-            source = giver(placement.op_actors[i], actor)
-            if source != actor or placement.levels[i, source] != level:
+            source = giver(run_on[i], actor)
+            if source != actor or levels[i, source] != level:
                 found.add((value, source))
 
         for i, item in enumerate(placement.items):
             if isinstance(item, Op):
-                for a in placement.op_actors[i]:
-                    for r in item.reads:
-                        use(r, a, placement.levels[i, a])
+                made = [r for r in item.reads if r in maker]
+                for a in run_on[i] if made else ():
+                    level = levels[i, a]
+                    for r in made:
+                        if levels.get((maker[r], a)) != level:
+                            use(r, a, level)
         for needs in self.outer.loop_needs.values():
             for value, actors in needs.items():
                 for a in actors:

@@ -69,7 +69,11 @@ def _earliest(
             for a in actors[i]:
                 first = 0
                 for r in op.reads:
-                    if (level := available(r, a)) > first:
+                    if r in producer and (made := early.get((producer[r], a))) is not None:
+                        level = made
+                    else:
+                        level = available(r, a)
+                    if level > first:
                         first = level
                 early[i, a] = first
             continue

@@ -69,7 +69,7 @@ def _trees(seen: Seen, kept: set[int]) -> dict[int, tuple[set[int], list[int]]]:
     found = {}
     for i in sorted(seen.single, reverse=True):
         op = seen.op(i)
-        if i in inside or not _is_sum(seen, op):
+        if op.name not in ASSOCIATIVE or i in inside or not _is_sum(seen, op):
             continue
         members, leaves, stack = {i}, [], list(reversed(op.reads))
         while stack:
@@ -90,7 +90,7 @@ def _trees(seen: Seen, kept: set[int]) -> dict[int, tuple[set[int], list[int]]]:
 def _is_sum(seen: Seen, op: Op) -> bool:
     if op.name not in ASSOCIATIVE or len(op.inputs) != 2 or len(op.reads) != 2:
         return False
-    if seen.types.size_bytes(op.outputs[0]) > SMALL_BYTES:
+    if seen.types.sizes[op.outputs[0]] > SMALL_BYTES:
         return False
     out = seen.types[op.outputs[0]].aval
     return all(seen.types[r].aval.shape == out.shape and seen.types[r].aval.dtype == out.dtype for r in op.reads)
@@ -127,7 +127,9 @@ def _stacked(seen: Seen, kept: set[int]) -> dict[int, int]:
     found = {}
     for i in sorted(seen.single):
         op = seen.op(i)
-        p = seen.producer.get(op.reads[0]) if op.name in REDUCTIONS and len(op.reads) == 1 else None
+        if op.name not in REDUCTIONS:
+            continue
+        p = seen.producer.get(op.reads[0]) if len(op.reads) == 1 else None
         if p is None or seen.op(p).name != "concatenate" or seen.types[op.outputs[0]].aval.shape != ():
             continue
         stack = seen.op(p)

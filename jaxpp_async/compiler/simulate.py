@@ -77,12 +77,14 @@ class _Simulation:
             elif isinstance(instruction, Send):
                 link = self.link(actor, instruction.to_actor, instruction.tag)
                 self.sent[link].append(instruction.tag)
-                self.match(link)
+                if self.posted[link]:
+                    self.match(link)
             elif isinstance(instruction, Recv):
                 pending[instruction.buffer] = instruction
                 link = self.link(instruction.from_actor, actor, instruction.tag)
                 self.posted[link].append((instruction.tag, instruction.buffer))
-                self.match(link)
+                if self.sent[link]:
+                    self.match(link)
             index += 1
         self.counter[actor] = index
 

@@ -156,21 +156,23 @@ class Stages:
             elif self.kind[i] == MARK:
                 self.stage[i] = self._token_marker(i) + 1
             elif self.kind[i] == FORWARD:
-                operands = [self.stage[p] for p in self._producers(op) if self.stage[p] is not None]
-                latest = max((s for s in operands if s is not None), default=None)
-                self.stage[i] = self._ancestors.get(i, latest)
-        homes = self.homes()
-        for i in reversed(range(len(self.ops))):
-            if self.kind[i] == FORWARD and self.stage[i] is None:
-                users = [self.stage[u] for o in self.ops[i].outputs for u in self._users(o)]
-                limit = min((s for s in users if s is not None), default=None)
-                self.stage[i] = limit if limit is None else self._beside_weights(self.ops[i], homes, limit, limit)
+                self.stage[i] = self._ancestors[i] if i in self._ancestors else self._latest_operand(op)
+        left = [i for i, kind in enumerate(self.kind) if kind == FORWARD and self.stage[i] is None]
+        homes = self.homes() if left else {}
+        for i in reversed(left):
+            users = [self.stage[u] for o in self.ops[i].outputs for u in self._users(o)]
+            limit = min((s for s in users if s is not None), default=None)
+            self.stage[i] = limit if limit is None else self._beside_weights(self.ops[i], homes, limit, limit)
         # What only the backward uses is made beside its operands.
-        for i, op in enumerate(self.ops):
-            if self.kind[i] == FORWARD and self.stage[i] is None:
-                operands = [self.stage[p] for p in self._producers(op)]
-                latest = max((s for s in operands if s is not None), default=None)
+        for i in left:
+            if self.stage[i] is None:
+                op, latest = self.ops[i], self._latest_operand(self.ops[i])
                 self.stage[i] = self._beside_weights(op, homes, self.num_stages - 1, 0) if latest is None else latest
+
+    def _latest_operand(self, op: Op) -> int | None:
+        """The last stage that makes an operand; None if none is known to."""
+        stages = [self.stage[p] for p in self._producers(op)]
+        return max((s for s in stages if s is not None), default=None)
 
     def _beside_weights(self, op: Op, homes: dict[int, set[int]], limit: int, otherwise: int) -> int:
         """The latest stage up to `limit` that holds a weight of which `op` makes less (a penalty's sum)."""
@@ -246,9 +248,9 @@ class Stages:
             p = self.producer.get(r)
             if p is not None and self.kind[p] == BACKWARD:
                 continue
-            held = homes.get(self.root(r))
+            held = homes.get(self.root(r) if r in self.alias else r)
             if held is not None:
-                common = held if common is None else common & held
+                common = held if common is None or common is held else common & held
         if common is None:
             return limit
         return max([s for s in common if s <= limit], default=None)

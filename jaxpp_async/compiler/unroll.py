@@ -48,11 +48,18 @@ class Draft:
     def named(self, ir_id: int, name: str, kind: ValueKind) -> ValueId:
         """A new graph value that stands for `ir_id`, for which all such values have one name."""
         self.names[ir_id] = name
-        return self.add(Batch((ir_id,), (self.types[ir_id].aval,), (kind,), 0), "").start
+        return self._one(ir_id, kind, "")
 
     def made(self, ir_id: int, place: str) -> ValueId:
         """A new graph value that a task makes."""
-        return self.add(Batch((ir_id,), (self.types[ir_id].aval,), ("temp",), 1), place).start
+        return self._one(ir_id, "temp", place)
+
+    def _one(self, ir_id: int, kind: ValueKind, place: str) -> ValueId:
+        self.avals.append(self.types[ir_id].aval)
+        self.kinds.append(kind)
+        self.value_ids.append(ir_id)
+        self.places.append(place)
+        return len(self.avals) - 1
 
     def add(self, batch: Batch, place: str) -> range:
         """New graph values."""

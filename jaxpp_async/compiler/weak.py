@@ -32,6 +32,8 @@ def trace_settled(
         The traced step, and the argument leaves that it takes weak as well as strong.
     """
     first = now = trace(args)
+    if not any(first.types[v].weak for v in first.flat.inputs):
+        return first, frozenset()
     settled: set[int] = set()
     while lost := _lost(now, continued(now)):
         settled |= lost
