@@ -360,7 +360,7 @@ async def test_received_arrays_alias_receive_memory_and_are_built_once():
     async with harness(2) as h:
         await two_stage_pipeline(h)
         pool = h.actors[1]._parts.machine.pool
-        (free,) = [b for buffers in pool._free.values() for b in buffers]
+        (free,) = [b for place in pool._bins.values() for b in place.free]
         assert free.array is not None
         assert free.array.unsafe_buffer_pointer() == free.memory[0].ctypes.data
         for k in range(3):
@@ -369,7 +369,7 @@ async def test_received_arrays_alias_receive_memory_and_are_built_once():
         other = await h.start(0, m.Step, epoch=1, step=0, program_id=0, inputs={0: 0, 1: 1, 2: 2}, outputs={})
         await h.step(1, 0, {0: 100}, {0: 101})
         await other
-        assert [b for buffers in pool._free.values() for b in buffers] == [free]
+        assert [b for place in pool._bins.values() for b in place.free] == [free]
 
 
 async def test_many_steps_leave_nothing_behind():
@@ -574,7 +574,7 @@ async def test_sharded_arrays_travel(spec, kind):
             np.testing.assert_array_equal(found, value * 4)
             assert reply.stats.peak_bytes == 2 * aval.size_bytes
         pool = h.actors[1]._parts.machine.pool
-        assert all(b.array is not None for buffers in pool._free.values() for b in buffers)
+        assert all(b.array is not None for place in pool._bins.values() for b in place.free)
 
 
 async def test_sharded_pipeline_with_collectives_under_random_delays():

@@ -233,7 +233,7 @@ def test_each_device_receives_its_part_of_a_sum(private_copy):
     layouts = Layouts(Devices(mesh_of(BOTH, EXPLICIT)))
     layout = layouts.of(UNREDUCED)
     assert [(s.shape, s.positions) for s in layout.shards] == [((2, 2), (k,)) for k in range(4)]
-    buffer = ReceivePool(layouts).take(UNREDUCED)
+    buffer = ReceivePool(layouts).bin(UNREDUCED).take()
     for k, memory in enumerate(buffer.memory):
         memory.view(np.float32)[:] = k
     array = buffer.received(private_copy=private_copy)

@@ -12,6 +12,7 @@ import jax
 
 from jaxpp_async.actors import special_values
 from jaxpp_async.actors.plan import Execute, ExecutionPlan, PostRecv, StartSend
+from jaxpp_async.actors.receive_pool import ReceivePool
 from jaxpp_async.actors.shards import Layouts, transfer_sequence
 from jaxpp_async.program import Run
 
@@ -79,20 +80,26 @@ class LoadedProgram:
         plan: what it executes.
         calls: the callable of each `Run`, by instruction.
         layouts: of the actor's devices.
+        pool: where receives find memory; it allocates now what the program will use at once.
 
     Attributes:
         tasks: each `Run`, by instruction.
         layouts: of each buffer key.
+        bins: where each `Recv` finds memory, by instruction.
         sequences: of each `Send` and `Recv`, by instruction: the first of its wire tags.
         no_stamps: the time stamps of a step that has not begun: two NaNs an instruction, as `array("d")` packs them.
         donates: whether it consumes any of its arguments.
         quick: the `Run`s that have been taking less than `QUICK_S`; changes from step to step.
     """
 
-    def __init__(self, plan: ExecutionPlan, calls: Mapping[int, Call], layouts: Layouts):
+    def __init__(self, plan: ExecutionPlan, calls: Mapping[int, Call], layouts: Layouts, pool: ReceivePool):
         self.plan = plan
         self.tasks = {at: LoadedTask(call, _label(plan, at)) for at, call in calls.items()}
         self.layouts = tuple(layouts.of(aval) for aval in plan.avals)
+        for aval, count in plan.max_receives.items():
+            pool.bin(aval).reserve(count)
+        receives = [command for command in plan.commands if isinstance(command, PostRecv)]
+        self.bins = {command.instruction: pool.bin(command.aval) for command in receives}
         num_devices = len(layouts.devices.devices)
         self.sequences = {
             command.instruction: transfer_sequence(command.tag, 0, num_devices)

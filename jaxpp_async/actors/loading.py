@@ -38,8 +38,7 @@ async def load_program(
         _check(plan, run, content_key, executable, layouts, checked)
         calls[run.instruction] = executable.call
         temp_bytes[run.executable] = max(temp_bytes[run.executable], executable.temp_bytes)
-    pool.reserve(plan.max_receives)
-    return LoadedProgram(plan, calls, layouts), Loaded(message.request, compile_s, temp_bytes)
+    return LoadedProgram(plan, calls, layouts, pool), Loaded(message.request, compile_s, temp_bytes)
 
 
 def _read(text: str) -> ExecutionPlan:

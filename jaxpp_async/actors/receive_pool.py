@@ -7,9 +7,6 @@ array any more; it is the executor's `Drop` that gives a buffer back.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-
 import jax
 import numpy as np
 
@@ -28,9 +25,10 @@ class ReceiveBuffer:
         array: the array that aliases `memory`, or None where the devices cannot (then each message is copied).
     """
 
-    __slots__ = ("array", "layout", "memory", "pieces")
+    __slots__ = ("_bin", "array", "layout", "memory", "pieces")
 
-    def __init__(self, layout: Layout, memory: tuple[np.ndarray, ...], array: jax.Array | None):
+    def __init__(self, owner: Bin, layout: Layout, memory: tuple[np.ndarray, ...], array: jax.Array | None):
+        self._bin = owner
         self.layout, self.memory, self.array = layout, memory, array
         self.pieces = tuple(memory_of(part, writable=True) for part in memory)
 
@@ -44,52 +42,65 @@ class ReceiveBuffer:
             return _copied(self)
         return self.array
 
+    def give_back(self) -> None:
+        """For the next message; the caller uses neither the memory nor the array any more."""
+        self._bin.give(self)
+
+
+class Bin:
+    """The buffers of one aval that nobody uses: at most as many as were asked for with `reserve`."""
+
+    __slots__ = ("_layout", "_layouts", "_most", "free")
+
+    def __init__(self, layout: Layout, layouts: Layouts):
+        self._layout, self._layouts = layout, layouts
+        self._most = 0
+        self.free: list[ReceiveBuffer] = []
+
+    def reserve(self, count: int) -> None:
+        """Allocate so many, unless they are there."""
+        self._most = max(self._most, count)
+        while len(self.free) < count:
+            self.free.append(self._make())
+
+    def take(self) -> ReceiveBuffer:
+        """A buffer that nobody uses."""
+        return self.free.pop() if self.free else self._make()
+
+    def give(self, buffer: ReceiveBuffer) -> None:
+        """Take a buffer back."""
+        if len(self.free) < self._most:
+            self.free.append(buffer)
+
+    def _make(self) -> ReceiveBuffer:
+        layout = self._layout
+        memory = tuple(aligned_bytes(int(np.prod(s.shape)) * layout.dtype.itemsize) for s in layout.shards)
+        array = _alias(layout, memory, self._layouts) if self._layouts.devices.is_cpu else None
+        return ReceiveBuffer(self, layout, memory, array)
+
 
 class ReceivePool:
-    """Receive buffers by aval, reused from step to step.
-
-    At most as many free ones of an aval are kept as `reserve` asked for.
-    """
+    """Receive buffers by aval, reused from step to step."""
 
     def __init__(self, layouts: Layouts):
         self._layouts = layouts
-        self._free: dict[Aval, list[ReceiveBuffer]] = {}
-        self._most: Counter[Aval] = Counter()
+        self._bins: dict[Aval, Bin] = {}
 
-    def reserve(self, counts: Mapping[Aval, int]) -> None:
-        """Allocate so many buffers of each aval, unless they are there."""
-        for aval, count in counts.items():
-            self._most[aval] = max(self._most[aval], count)
-            free = self._free.setdefault(aval, [])
-            while len(free) < count:
-                free.append(self._make(aval))
-
-    def take(self, aval: Aval) -> ReceiveBuffer:
-        """A buffer that nobody uses."""
-        free = self._free.get(aval)
-        return free.pop() if free else self._make(aval)
-
-    def give(self, buffer: ReceiveBuffer) -> None:
-        """Take a buffer back; the caller uses neither its memory nor its array any more."""
-        free = self._free.setdefault(buffer.layout.aval, [])
-        if len(free) < self._most[buffer.layout.aval]:
-            free.append(buffer)
+    def bin(self, aval: Aval) -> Bin:
+        """Where buffers of an aval are. Programs look theirs up once: an aval takes longer to hash than to receive."""
+        if aval not in self._bins:
+            self._bins[aval] = Bin(self._layouts.of(aval), self._layouts)
+        return self._bins[aval]
 
     @property
     def free_buffers(self) -> int:
         """How many buffers lie ready."""
-        return sum(len(buffers) for buffers in self._free.values())
+        return sum(len(place.free) for place in self._bins.values())
 
     @property
     def free_bytes(self) -> int:
         """Their bytes."""
-        return sum(aval.size_bytes * len(buffers) for aval, buffers in self._free.items())
-
-    def _make(self, aval: Aval) -> ReceiveBuffer:
-        layout = self._layouts.of(aval)
-        memory = tuple(aligned_bytes(int(np.prod(s.shape)) * layout.dtype.itemsize) for s in layout.shards)
-        array = _alias(layout, memory, self._layouts) if self._layouts.devices.is_cpu else None
-        return ReceiveBuffer(layout, memory, array)
+        return sum(aval.size_bytes * len(place.free) for aval, place in self._bins.items())
 
 
 def _alias(layout: Layout, memory: tuple[np.ndarray, ...], layouts: Layouts) -> jax.Array | None:

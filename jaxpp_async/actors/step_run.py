@@ -114,7 +114,7 @@ class StepRun:
         self._checked = special_values.wanted()
         self._stamps = packed("d", program.no_stamps)
         self._started_s = self._waited_s = self._computed_s = 0.0
-        self._starved_since: float | None = None
+        self._starved_since = 0.0  # 0: it is not starved
         self._drains = False
 
     @property
@@ -151,6 +151,9 @@ class StepRun:
         if self._carrying_out:
             return  # a command that is done at once brought more: the loop below takes them in order
         self._carrying_out = True
+        if self._starved_since and not self.executor.starved:
+            self._waited_s += time.monotonic() - self._starved_since
+            self._starved_since = 0.0
         yield_at_s = 0.0
         try:
             while todo and not self.ended:
@@ -169,7 +172,7 @@ class StepRun:
         finally:
             self._carrying_out = False
         if not self.ended:
-            self._watch_starvation()
+            self._watch_waiting()
 
     def _bind_present(self) -> list[BufferKey]:
         """Bind the arguments that are there: nearly always all of them, and nothing has to be told of each."""
@@ -204,7 +207,7 @@ class StepRun:
     def _receive(self, command: PostRecv) -> None:
         instruction = command.instruction
         self._stamps[2 * instruction] = time.monotonic()
-        buffer = self._receiving[command.buffer] = self._machine.pool.take(command.aval)
+        buffer = self._receiving[command.buffer] = self._program.bins[instruction].take()
         self._pieces_left[instruction] = len(buffer.pieces)
         done = partial(self._piece_received, command)
         tag, post = self._tag_base + self._program.sequences[instruction], self._machine.transport.post_recv
@@ -225,7 +228,7 @@ class StepRun:
                 self.fail(failure, command.instruction)
                 return
             if command.private:
-                self._machine.pool.give(self._receiving.pop(key))
+                self._receiving.pop(key).give_back()
         else:
             self._arrays[key] = buffer.array
         self._obey(self.executor.arrived(key))
@@ -269,7 +272,7 @@ class StepRun:
         self._arrays[command.buffer] = None
         buffer = self._receiving.pop(command.buffer, None)
         if buffer is not None:
-            self._machine.pool.give(buffer)
+            buffer.give_back()
 
     def _keep(self, command: KeepOutput) -> None:
         array, entry = self._arrays[command.buffer], self._results.get(command.result)
@@ -299,6 +302,7 @@ class StepRun:
         """A task that has been quick runs here and now: handing it to a thread and back costs more than it does."""
         if self._on_thread or command.instruction not in self._quick:
             self._on_thread += 1
+            self._machine.transport.hurry(False)
             self._machine.compute.submit(partial(self._compute, command))
             return
         self._note(command.instruction, computing=True)
@@ -350,22 +354,16 @@ class StepRun:
     def _note(self, instruction: int, *, waiting: bool = False, computing: bool = False) -> None:
         self._machine.note_progress(self.message.step, self.message.program_id, instruction, waiting, computing)
 
-    def _watch_starvation(self) -> None:
+    def _watch_waiting(self) -> None:
+        """Nothing is left to carry out: note it where the step now waits for others."""
         executor = self.executor
-        if not self._drains and executor.draining:
-            self._drains = True
-            self._note(executor.at, waiting=True)
-            self._machine.transport.hurry(True)
-        if executor.starved == (self._starved_since is not None):
+        if executor.starved and not self._starved_since:
+            self._starved_since = time.monotonic()
+        elif not executor.draining or self._drains:
             return
-        now = time.monotonic()
-        self._machine.transport.hurry(executor.starved)
-        if self._starved_since is None:
-            self._starved_since = now
-            self._note(executor.at, waiting=True)
-        else:
-            self._waited_s += now - self._starved_since
-            self._starved_since = None
+        self._drains = executor.draining
+        self._note(executor.at, waiting=True)
+        self._machine.transport.hurry(True)
 
 
 _CARRY_OUT: dict[type, str] = {
