@@ -1,41 +1,48 @@
-"""contenders: which programs of this folder take part in which part of a benchmark run. Starts nothing.
-
-`bench.py` asks; names are keys of the results. Plain JAX runs in this project's environment, the others in the peers'
-(`make bench-peers` makes it).
-"""
+"""contenders: a part of the benchmark in, the programs of this folder that are measured in it out. Starts nothing."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from rounds import Contender, ours
+from rounds import Contender
 
-PYTHON = Path(__file__).parents[2] / ".venv-peers" / "bin" / "python"
+HERE = Path(__file__).parent
+PYTHON = HERE.parent.parent / ".venv-peers" / "bin" / "python"
+"""Of the environment that `make bench-peers` makes."""
 
 
-def contenders(part: str, *, with_peers: bool) -> list[Contender]:
-    """Those of one part (a name of `parts.PARTS`), in the order of the results.
+def contenders(part: str, *, with_peers: bool) -> Sequence[Contender]:
+    """Who is measured beside us.
 
     Args:
-        with_peers: also those that need the peers' environment.
+        part: a key of `results/latest.json`.
+        with_peers: also what needs the peers' environment. One that is not installed there fails when it is started,
+            and its last words say what is missing.
     """
-    return _PLAIN_JAX.get(part, []) + (_PEERS.get(part, []) if with_peers else [])
+    ours = {
+        "tiny_step": [_jax("jit", "jax_jit.py", "tiny"), _jax("jax_spmd", "jax_spmd.py", "tiny")],
+        "big_step": [
+            _jax("jit_one_core", "jax_jit.py", "big", "--cores", "1"),
+            _jax("jit_two_cores", "jax_jit.py", "big", "--cores", "2"),
+            _jax("jit_two_cores_whole", "jax_jit.py", "big", "--cores", "2", "--whole"),
+            _jax("jax_spmd", "jax_spmd.py", "big"),
+        ],
+    }
+    theirs = {
+        "tiny_step": [_peer("torch", "torch_pipeline.py", "tiny"), _peer("ray", "ray_tasks.py", "tiny")],
+        "big_step": [_peer("torch", "torch_pipeline.py", "big")],
+        "rpc_us": [_peer("ray", "ray_tasks.py", "rpc"), _peer("monarch", "monarch_rpc.py")],
+    }
+    return [*ours.get(part, []), *(theirs.get(part, []) if with_peers else [])]
+
+
+def _jax(name: str, program: str, *args: str) -> Contender:
+    """In the environment of this process."""
+    return Contender(name, (sys.executable, str(HERE / program), *args), env={"JAX_PLATFORMS": "cpu"})
 
 
 def _peer(name: str, program: str, *args: str) -> Contender:
-    return Contender(name, (str(PYTHON), str(Path(__file__).parent / program), *args))
-
-
-_PLAIN_JAX = {
-    "tiny_step": [ours("jax_spmd", "peers/jax_spmd.py", "tiny"), ours("jit", "peers/jax_jit.py", "tiny")],
-    "big_step": [
-        ours("jax_spmd", "peers/jax_spmd.py", "big"),
-        ours("jit_one_core", "peers/jax_jit.py", "big", "--cores", "1"),
-        ours("jit_two_cores", "peers/jax_jit.py", "big", "--cores", "2"),
-    ],
-}
-_PEERS = {
-    "tiny_step": [_peer("torch", "torch_pipeline.py", "tiny"), _peer("ray", "ray_tasks.py", "tiny")],
-    "big_step": [_peer("torch", "torch_pipeline.py", "big")],
-    "rpc_us": [_peer("ray", "ray_tasks.py", "rpc"), _peer("monarch", "monarch_rpc.py")],
-}
+    return Contender(name, (os.fspath(PYTHON), str(HERE / program), *args))
