@@ -14,7 +14,7 @@ STAMP  := $(VENV)/.installed
 INTERPRETER := import sys; print(sys.base_prefix, sys.version.split()[0])
 INSTALLED_FROM = "$$("$(PYTHON)" -c '$(INTERPRETER)') $(CURDIR) $$(cksum < pyproject.toml)"
 
-.PHONY: help setup demo test check fmt golden fuzz bench bench-compile test-ssh test-net soak
+.PHONY: help setup demo test check fmt golden fuzz bench bench-peers bench-plots bench-compile test-ssh test-net soak
 .NOTPARALLEL:
 
 help:
@@ -29,6 +29,9 @@ help:
 	@echo "make fuzz    draw random training steps and compare them with plain JAX (ARGS=\"--examples 20000\")"
 	@echo "make fuzz-protocol  attack the control protocol with mutated frames (ARGS=\"--frames 1000000\")"
 	@echo "make bench   measure and compare with the targets (ARGS=\"tiny_step big_step\" these parts; ARGS=--show the last)"
+	@echo "make bench-peers  the same beside PyTorch, Ray and Monarch, in an environment of their own (some 2 GB);"
+	@echo "             PEERS_PIP_ARGS reaches its pip, for one: --extra-index-url and PyTorch's index of builds for CPUs"
+	@echo "make bench-plots  draw the last results of bench and bench-peers (benchmarks/results/*.svg)"
 	@echo "make bench-compile  time the compiler, pass by pass (ARGS=--help lists its options)"
 	@echo "make golden  rewrite the golden texts of tests/golden; read the diff"
 	@echo "make setup   make .venv and install into it; the others do this when needed"
@@ -121,6 +124,36 @@ fuzz-protocol: setup
 
 bench: setup
 	@$(BIN)/python benchmarks/bench.py $(ARGS)
+
+# The peers' environment: made like .venv, with .venv's interpreter. Only the programs of benchmarks/peers run in it.
+PEERS := .venv-peers
+PEERS_STAMP := $(PEERS)/.installed
+PEERS_LIST := benchmarks/peers/requirements.txt
+PEERS_PIP_ARGS ?=
+PEERS_FROM = "$$("$(BIN)/python" -c '$(INTERPRETER)') $(CURDIR) $$(cksum < $(PEERS_LIST))"
+
+bench-peers: setup
+	@if [ "$$(cat $(PEERS_STAMP) 2>/dev/null)" != $(PEERS_FROM) ]; then $(MAKE) --no-print-directory .install-peers; fi
+	@$(BIN)/python benchmarks/bench.py --peers $(ARGS)
+
+.PHONY: .install-peers
+.install-peers:
+	@rm -f $(PEERS_STAMP)
+	@if [ "$$($(PEERS)/bin/python -c '$(INTERPRETER)' 2>/dev/null)" != "$$($(BIN)/python -c '$(INTERPRETER)')" ]; then \
+	  base=$$($(BIN)/python -c 'import sys; print(sys._base_executable)') && \
+	  echo "bench-peers: making $(PEERS) with $$base" && "$$base" -m venv --clear $(PEERS); fi
+	@echo "bench-peers: installing the peers into $(PEERS) (some minutes the first time)"
+	@# No stamp where one is missing: it is tried again the next time. Measuring goes on, and the results say what failed.
+	@all=yes; for peer in $$(grep -v '^#' $(PEERS_LIST)); do \
+	    $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check $(PEERS_PIP_ARGS) "$$peer" || { \
+	      all=no; echo "bench-peers: $$peer cannot be installed here; measuring goes on without it" >&2; }; done; \
+	  if [ $$all = yes ]; then echo $(PEERS_FROM) > $(PEERS_STAMP); fi
+
+bench-plots: setup
+	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || { \
+	  echo "bench-plots: installing what draws"; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'; }
+	@$(BIN)/python benchmarks/plots.py $(ARGS)
 
 bench-compile: setup
 	@$(BIN)/python benchmarks/compile.py $(ARGS)
