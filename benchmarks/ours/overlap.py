@@ -4,10 +4,10 @@
     python benchmarks/ours/overlap.py --delay-ms 6            # computes, on slow links
     python benchmarks/ours/overlap.py --delay-ms 6 --idle     # the same transfers, next to no computation
 
-Two stages of one block x + w2 gelu(w1 x) each, on two actors (a process and a core each), under Eager1F1B: so many
-forwards ahead that every transfer but the first and the last has tasks beside it. Slow links: `slow_link.py`.
-Its answers also hold what `step.py` answers, the mean `task_mean_ms`, and `bound_slow_ms`: the critical path with
-transfers that take the delay. Nothing spins between measurements.
+Two stages of two blocks x + w2 gelu(w1 x) each, on two actors (a process and a core each), under Eager1F1B: so many
+forwards ahead that every transfer but the first and the last has tasks beside it, if it takes as long as a forward.
+Slow links: `slow_link.py`. Its answers also hold what `step.py` answers, `forward_ms`, and `bound_slow_ms`: the critical
+path with transfers that take the delay. Nothing spins between measurements.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import jaxpp_async as jpp
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.program import Run
 
-SHAPE = replace(shapes.BIG, name="overlap", num_blocks=1, num_microbatches=32)
+SHAPE = replace(shapes.BIG, name="overlap", num_blocks=2, num_microbatches=16)
 
 
 class Overlapping(Trainer):
@@ -38,9 +38,11 @@ class Overlapping(Trainer):
     delay_ms = 0.0
 
     def more_bounds(self, times: dict[bound.Kind, float]) -> dict[str, float]:
-        runs = [times[p.actor, i.executable] for p in self.programs for i in p.instructions if isinstance(i, Run)]
+        forwards = [i for i in self.programs[0].instructions if isinstance(i, Run) and i.label.startswith("fwd")]
+        # Where stages compute next to nothing, the compiler leaves them none.
+        forward_s = times[0, forwards[0].executable] if forwards else 0.0
         slow = bound.critical_path_s(self.programs, times, self.delay_ms / 1e3)
-        return {"task_mean_ms": sum(runs) / len(runs) * 1e3, "bound_slow_ms": slow * 1e3}
+        return {"forward_ms": forward_s * 1e3, "bound_slow_ms": slow * 1e3}
 
 
 def idle_training(training: steps.Training) -> steps.Training:
