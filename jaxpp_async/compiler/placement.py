@@ -129,7 +129,8 @@ class _Placer:
                 self.users[r].append(i)
         self.can_open = {i for i, op in self.ops.items() if conditions.can_open(op)}
         self.large = {v for v in (*self.users, *self.producer) if self.size[v] > SMALL_BYTES}
-        loop_home = {v: frozenset((a,)) for makes in step.loop_makes.values() for v, a in makes.items()}
+        self.alone = {a: frozenset((a,)) for a in range(step.num_actors)}
+        loop_home = {v: self.alone[a] for makes in step.loop_makes.values() for v, a in makes.items()}
         self.bound = self._bound_ops(loop_home)
         self.anchored = self._anchored_ops()
         self.single = self.bound | self.anchored
@@ -264,14 +265,14 @@ class _Placer:
         """Run where most of the operands' bytes are. False: they are scalars, and the operation is large."""
         op = self.ops[position]
         held = self._weights(op.reads)
-        best = max(held.values()) if held else 0
+        if len(held) == 1:  # nearly always
+            ((chosen, best),) = held.items()
+        else:
+            best = max(held.values(), default=0)
+            chosen = min((a for a in held if held[a] == best) if held else self._wanted(position), default=0)
         if best <= threshold and position in self.bound and self._is_large(op):
             return False
-        if len(held) == 1:
-            (chosen,) = held
-        else:
-            chosen = min((a for a in held if held[a] == best) if held else self._wanted(position), default=0)
-        self._assign(position, frozenset((chosen,)))
+        self._assign(position, self.alone[chosen])
         return True
 
     def _wanted(self, position: int) -> set[ActorId]:
