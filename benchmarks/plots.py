@@ -97,17 +97,20 @@ def draw(title: str, unit: str, rows: Sequence[Bar], mark: tuple[str, float] | N
     figure, axes = plt.subplots(figsize=(WIDTH_INCHES, BAR_INCHES * len(rows) + 1.3), layout="constrained")
     places = range(len(rows))
     axes.barh(places, [r.value for r in rows], color=[OURS if r.is_ours else THEIRS for r in rows], height=0.68)
-    half = [r.spread / 2 for r in rows]
-    axes.errorbar([r.value for r in rows], places, xerr=half, fmt="none", ecolor=LINE, elinewidth=1.2, capsize=2.5)
     for place, row in zip(places, rows, strict=True):
-        end = (row.value + row.spread / 2, place)
-        axes.annotate(f"{row.value:.3g}", end, xytext=(6, 0), textcoords="offset points", va="center", fontsize=9)
+        half = row.spread / 2
+        if half:
+            axes.errorbar(row.value, place, xerr=half, ecolor=LINE, elinewidth=1.2, capsize=2.5)
+        where: Any = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
+        beside = {"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none"}
+        axes.annotate(_figure(row.value), (row.value + half, place), **where, fontsize=9, bbox=beside)
     axes.set_yticks(places, [r.label for r in rows])
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * max([r.value + r.spread / 2 for r in rows] + ([mark[1]] if mark else [])))
     axes.set_xlabel(unit)
-    axes.set_title(title, loc="left", fontsize=11)
+    # Above what the dashed line says.
+    axes.set_title(title, loc="left", fontsize=11, pad=20 if mark else 6)
     if mark:
         axes.axvline(mark[1], color=LINE, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
         axes.annotate(
@@ -151,6 +154,10 @@ def transport(figures: Figures) -> Any:
     copied = part.get("memcpy_gb_s")
     mark = ("memcpy of 128 MiB", copied) if copied else None
     return draw("Transfers between two processes", "GB/s", rows, mark) if rows else None
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _size(size_bytes: int) -> str:
