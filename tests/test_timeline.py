@@ -3,9 +3,11 @@ steps say. The pure ones are played on programs of a few lines with stamps that 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
+import random
 import struct
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,11 +17,13 @@ import pytest
 from models import grads_step, mlp
 
 import jaxpp_async as jpp
+from jaxpp_async.actors.clocks import Clocks
 from jaxpp_async.errors import MeshError
 from jaxpp_async.program import ActorProgram, Recv, Run, Send
 from jaxpp_async.program_text import parse_program
 from jaxpp_async.timeline import Recorded, Timeline, chrome_trace, make_timeline, write_trace
-from jaxpp_async.timeline.events import task_kind, transfer_labels
+from jaxpp_async.timeline.aligning import align
+from jaxpp_async.timeline.events import read_stamps, task_kind, transfer_labels
 
 NAN = math.nan
 NO = (NAN, NAN)
@@ -205,8 +209,8 @@ def test_a_timeline_prints():
         (50.0, 0.0, 0.0, 0.0),  # a clock that is shared is believed
         (50.25, 0.5, 0.25, 0.5),  # an estimate within the step's own bounds is believed
         (52.0, 2.0, 0.5, 0.5),  # one that reaches beyond them is cut: it was taken up after it was sent, ...
-        (0.0, None, -0.5, 1.5),  # ... and done before it was heard of: which is all that is known without one
-        (80.0, 0.5, -0.5, 1.5),  # one that contradicts them is wrong
+        (0.0, None, 0.0, 1.0),  # without one there are these bounds, and data is sent before it is there
+        (80.0, 0.5, 0.0, 1.0),  # one that contradicts them is wrong
     ],
 )
 def test_the_step_bounds_what_a_clock_may_be_off(offset_s, error_s, off, within):
@@ -217,9 +221,73 @@ def test_the_step_bounds_what_a_clock_may_be_off(offset_s, error_s, off, within)
     }
     timeline = make_timeline(7, "s", 100.0, recorded)
     zero = timeline.actors[0]
-    assert zero.begin_s == 1 - off and zero.clock_error_s == within == timeline.clock_error_s
+    assert zero.begin_s == 1 - off and zero.clock_error_s == within
     assert zero.begin_s >= 0 and zero.end_s <= timeline.duration_s
+    assert timeline.clock_error_s == within
     assert ("clocks within" in str(timeline)) == (within > 0)
+
+
+BOTH_WAYS = [
+    parse_program(f"actor {a}: 2 slots\ninput  b0 = arg 0 f32[1]\nsend   b0 to {1 - a} tag {a}\n"
+                  f"recv   b1 from {1 - a} tag {1 - a} f32[1]\n")
+    for a in (0, 1)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stamps", "expected"),
+    [
+        # Sent at 3 and 5, there at 4 and 6, by clocks that agree; with ways of no time they could be 1 apart each way.
+        ([[(3, 3), (3, 4), (2, 6)], [(3, 3), (5, 6), (2, 4)]], (0.0, 1.0)),
+        # Clock 1 is 2 ahead: its data seems to have left at 7 and been there at 6, which cannot be.
+        ([[(3, 3), (3, 4), (2, 6)], [(5, 5), (7, 8), (4, 6)]], (2.0, 1.0)),
+        # Data one way only: 1 is ahead by 4 - 3 at most, and behind as the step allows.
+        ([[(3, 3), (3, 4), (2, NAN)], [(3, 3), (NAN, NAN), (2, 4)]], None),
+    ],
+    ids=["agree", "ahead", "one way"],
+)
+def test_transfers_bound_two_clocks_against_each_other(stamps, expected):
+    """The controller knows next to nothing: the step was sent at 0 and heard of at 12."""
+    timeline = made(BOTH_WAYS, stamps, heard=12.0, ahead=(0.0, 0.0), error_s=None, offset_s=0.0)
+    zero, one = timeline.actors
+    apart = (stamps[1][0][0] - one.events[0].start_s) - (stamps[0][0][0] - zero.events[0].start_s)
+    for t in timeline.transfers:
+        assert t.receive.end_s >= t.send.start_s - 1e-9
+    if expected is not None:
+        assert apart == pytest.approx(expected[0], abs=expected[1]) and timeline.clock_error_s <= 2 * expected[1] + 1e-9
+    assert 0 < timeline.clock_error_s <= min(zero.clock_error_s + one.clock_error_s, 12.0)
+    check_trace(timeline.to_chrome_trace())
+
+
+def test_what_transfers_say_must_agree_with_the_step():
+    """Data that is there before it was sent by clocks that are known: transfers are then not asked, arrows left out."""
+    stamps = [[(3, 3), (8, 9), (2, 2)], [(3, 3), (5, 6), (2, 4)]]
+    timeline = made(BOTH_WAYS, stamps, heard=12.0, offset_s=0.0, error_s=1e-3)
+    assert timeline.actors[0].events[0].start_s == pytest.approx(3)
+    assert sum(t.duration_s < 0 for t in timeline.transfers) == 2
+    trace = timeline.to_chrome_trace()
+    check_trace(trace)
+    assert not [e for e in trace["traceEvents"] if e["ph"] in "sf"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_true_clocks_are_within_what_alignment_says(seed):
+    """Five clocks, bounds and leads that hold of them: the offsets keep to all, and errors cover what is true."""
+    rng = random.Random(seed)
+    true = {a: rng.uniform(-50, 50) for a in range(5)}
+    bounds = {a: (t - rng.uniform(0, 3), t + rng.uniform(0, 3)) for a, t in true.items()}
+    pairs = [(a, b) for a in true for b in true if a != b and rng.random() < 0.6]
+    leads = {(a, b): true[b] - true[a] + rng.expovariate(5) for a, b in pairs}
+    aligned = align(bounds, leads)
+    assert aligned is not None
+    for a, (low, high) in bounds.items():
+        assert low - 1e-9 <= aligned.offset_s[a] <= high + 1e-9
+        assert abs(aligned.offset_s[a] - true[a]) <= aligned.error_s[a] + 1e-9
+    for (a, b), lead in leads.items():
+        assert aligned.offset_s[b] - aligned.offset_s[a] <= lead + 1e-9
+    wrong = [aligned.offset_s[b] - aligned.offset_s[a] - (true[b] - true[a]) for a in true for b in true]
+    assert max(wrong) <= aligned.pair_error_s + 1e-9
+    assert align(bounds, {**leads, (0, 1): -200.0}) is None
 
 
 # ---------------------------------------------------------------- the trace
@@ -344,6 +412,27 @@ async def test_every_instruction_of_a_real_step_is_on_its_timeline(remote_mesh, 
     assert two.step == one.step + 1 and two.origin_s < one.origin_s + one.duration_s  # they were under way together
     assert mesh.last_step_timeline() == two
     check_trace(chrome_trace([one, two]))
+
+
+async def test_actors_whose_clock_is_not_ours_are_asked_for_it(remote_mesh, monkeypatch):
+    """It is ours: the offset must come out as nothing, but for the error that it says it has."""
+    mesh = await remote_mesh(2, launcher="local")
+    monkeypatch.setattr(mesh._controller._supervision.clocks, "_clocks", clocks := Clocks("elsewhere"))
+    model = mlp(2)
+    step = mesh.distributed(grads_step(model, jpp.Std1F1B(2)))
+    params, batch = model.init(0), model.batch(0, 4)
+    await step.compile(params, batch)
+    async with asyncio.timeout(10):
+        while any(clocks.offset(actor, 0.0) is None for actor in (0, 1)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await mesh.run(step, params, batch)
+    timeline = mesh.last_step_timeline()
+    ours = [read_stamps(s.stamps)[0][0] - timeline.origin_s for s in mesh.last_step_stats()]
+    for actor, begin_s in zip(timeline.actors, ours, strict=True):
+        assert actor.clock_error_s > 0 and abs(actor.events[0].start_s - begin_s) <= actor.clock_error_s
+        assert actor.begin_s >= 0 and actor.end_s <= timeline.duration_s
+    assert "clocks within" in str(timeline)
+    check_trace(timeline.to_chrome_trace())
 
 
 def test_before_the_first_step():

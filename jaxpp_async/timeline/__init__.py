@@ -3,6 +3,7 @@
 No jax, and no I/O but `write_trace`. Actors stamp every instruction of every step (`StepStats.stamps`); all that is
 here is done for whoever asks, afterwards. `docs/timeline.md` says how to read it.
 
+    aligning   what is known of clocks -> offsets
     events   programs and stamps -> events, transfers
     shares   an actor's events -> where its time went
     bill     all events -> what the step was spent on
@@ -22,12 +23,12 @@ from typing import Any
 from jaxpp_async.frozen import kept
 from jaxpp_async.program import ActorId, ActorProgram
 from jaxpp_async.timeline import text
+from jaxpp_async.timeline.aligning import Aligned, Bounds, align, leads
 from jaxpp_async.timeline.bill import Bill, make_bill
 from jaxpp_async.timeline.events import (
     ActorTimeline,
     Event,
     Transfer,
-    TransferKey,
     pair,
     read_events,
     read_stamps,
@@ -65,6 +66,7 @@ class Timeline:
         duration_s: until the controller had heard of the last actor.
         actors: those that have a part in the step.
         transfers: each send with its receive, in the order in which the sends were started.
+        clock_error_s: by how much times of two actors may be off against each other, at most; 0: all are on this host.
     """
 
     step: int
@@ -73,12 +75,7 @@ class Timeline:
     duration_s: float
     actors: tuple[ActorTimeline, ...]
     transfers: tuple[Transfer, ...]
-
-    @property
-    def clock_error_s(self) -> float:
-        """By how much times of two different actors may be off against each other, at most; 0 on one host."""
-        worst = sorted((a.clock_error_s for a in self.actors), reverse=True)
-        return sum(worst[:2])
+    clock_error_s: float = 0.0
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -176,10 +173,17 @@ def make_timeline(step: int, name: str, origin_s: float, recorded: Mapping[Actor
     Raises:
         ValueError: stamps that are not of these programs.
     """
-    labels = transfer_labels([r.program for r in recorded.values()])
-    actors = tuple(_actor(recorded[a], origin_s, labels) for a in sorted(recorded))
+    programs = [recorded[a].program for a in sorted(recorded)]
+    stamps = {a: read_stamps(r.stamps) for a, r in recorded.items()}
+    labels = transfer_labels(programs)
+    aligned = _aligned(recorded, programs, stamps, origin_s)
+    actors = []
+    for program in programs:
+        actor, r = program.actor, recorded[program.actor]
+        events = read_events(program, stamps[actor], origin_s + aligned.offset_s[actor], labels)
+        actors.append(ActorTimeline(actor, events, aligned.error_s[actor], r.host, r.pid))
     end_s = max((r.heard_s for r in recorded.values()), default=origin_s)
-    return Timeline(step, name, origin_s, end_s - origin_s, actors, pair(actors))
+    return Timeline(step, name, origin_s, end_s - origin_s, tuple(actors), pair(actors), aligned.pair_error_s)
 
 
 def write_trace(path: str | os.PathLike[str], timelines: Iterable[Timeline]) -> None:
@@ -192,24 +196,37 @@ def write_trace(path: str | os.PathLike[str], timelines: Iterable[Timeline]) -> 
         json.dump(chrome_trace(timelines), file, separators=(",", ":"))
 
 
-def _actor(r: Recorded, origin_s: float, labels: Mapping[TransferKey, str]) -> ActorTimeline:
-    stamps = read_stamps(r.stamps)
-    offset_s, error_s = _aligned(r, stamps, origin_s)
-    events = read_events(r.program, stamps, origin_s + offset_s, labels)
-    return ActorTimeline(r.program.actor, events, error_s, r.host, r.pid)
+def _aligned(
+    recorded: Mapping[ActorId, Recorded],
+    programs: Sequence[ActorProgram],
+    stamps: Mapping[ActorId, Sequence[tuple[float, float]]],
+    origin_s: float,
+) -> Aligned:
+    """The actors' clocks against the controller's. Of what contradicts itself, the step's own bounds are believed."""
+    if all(r.error_s == 0.0 for r in recorded.values()):
+        return Aligned({a: r.offset_s for a, r in recorded.items()}, dict.fromkeys(recorded, 0.0), 0.0)
+    steps = {a: _step_bounds(r, stamps[a], origin_s) for a, r in recorded.items()}
+    told = {a: _told_bounds(r, steps[a]) for a, r in recorded.items()}
+    found = leads(programs, stamps)
+    for bounds, transfers in ((told, found), (steps, found), (told, {})):
+        aligned = align(bounds, transfers)
+        if aligned is not None:
+            return aligned
+    raise AssertionError("bounds that have been made to agree with each step do")
 
 
-def _aligned(r: Recorded, stamps: Sequence[tuple[float, float]], origin_s: float) -> tuple[float, float]:
-    """The actor's clock against the controller's, and by how much that may be off.
-
-    The step says something about it too: the actor took it up after it was sent, and was done before it was heard of.
-    """
+def _step_bounds(r: Recorded, stamps: Sequence[tuple[float, float]], origin_s: float) -> Bounds:
+    """An actor took the step up after it was sent, and was done before it was heard of."""
     between = span(stamps)
     if r.error_s == 0.0 or between is None:
-        return r.offset_s, r.error_s or 0.0
+        return r.offset_s, r.offset_s
     low_s, high_s = between[1] - r.heard_s, between[0] - origin_s
-    if r.error_s is not None:
-        best_s = max(low_s, r.offset_s - r.error_s), min(high_s, r.offset_s + r.error_s)
-        if best_s[0] <= best_s[1]:  # an estimate that contradicts the step is wrong, whatever it claims
-            low_s, high_s = best_s
-    return (low_s + high_s) / 2, max(0.0, high_s - low_s) / 2
+    return min(low_s, high_s), max(low_s, high_s)  # in order, unless a clock ran away within the step
+
+
+def _told_bounds(r: Recorded, step: Bounds) -> Bounds:
+    """With what was estimated, unless that contradicts the step: then it is wrong, whatever it claims."""
+    if r.error_s is None:
+        return step
+    low_s, high_s = max(step[0], r.offset_s - r.error_s), min(step[1], r.offset_s + r.error_s)
+    return (low_s, high_s) if low_s <= high_s else step

@@ -44,7 +44,8 @@ def chrome_trace(timelines: Iterable[Timeline]) -> dict[str, Any]:
         for actor in timeline.actors:
             _add_actor(tracks, actor, timeline.step, shift_s, transfers, sends, receives)
         for key, transfer in transfers.items():
-            tracks.arrow(transfer.send.label, sends[transfer.send.actor, transfer.send.instruction], receives[key])
+            if transfer.duration_s >= 0:  # else clocks are off, and an arrow into the past says less than none
+                tracks.arrow(transfer.send.label, sends[transfer.send.actor, transfer.send.instruction], receives[key])
     return {"traceEvents": [*tracks.names.values(), *tracks.events], "displayTimeUnit": "ms"}
 
 
