@@ -11,6 +11,9 @@ from typing import Any
 
 from jaxpp_async.errors import InstallError, MeshError, TransferError
 
+# Not set, after measuring: larger segments (UCX_POSIX_SEG_SIZE) make messages of 16 MiB a tenth faster and each small one
+# that comes before its receive hold a segment; from 64 KiB on they corrupt messages, for their length has 16 bits.
+# A copy from process to process (cma) is not to be had: UCX keeps it from endpoints with error handling.
 _ENVIRONMENT = {
     "UCX_MM_ERROR_HANDLING": "y",  # else error handling drops shared memory, which is four times faster than TCP
     "UCX_TLS": "^sysv",  # the user's whole group may map its segments; POSIX shared memory is the user's own
