@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxpp_async.errors import InstallError, MeshError, TransferError
 
-# Not set, after measuring: larger segments (UCX_POSIX_SEG_SIZE) make messages of 16 MiB a tenth faster and each small one
-# that comes before its receive hold a segment; from 64 KiB on they corrupt messages, for their length has 16 bits.
+# Not set, after measuring: larger segments (UCX_POSIX_SEG_SIZE) make messages of 16 MiB a tenth faster, but then each
+# small message that comes before its receive holds a larger one; and from 64 KiB on a full one has length 0 (16 bits).
 # A copy from process to process (cma) is not to be had: UCX keeps it from endpoints with error handling.
 _ENVIRONMENT = {
     "UCX_MM_ERROR_HANDLING": "y",  # else error handling drops shared memory, which is four times faster than TCP
