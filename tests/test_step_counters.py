@@ -1,0 +1,125 @@
+"""What a step costs, counted and not timed: a slow-down shows as a changed count."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxpp_async as jpp
+
+
+def loss_fn(params, mb):
+    x = jnp.tanh(mb["x"] @ params[0])
+    x = jpp.pipeline_yield(x)
+    return jnp.mean((x @ params[1] - mb["y"]) ** 2)
+
+
+def train_step(params, batch):
+    def grads_of(mb):
+        loss, grads = jax.value_and_grad(loss_fn)(params, mb)
+        return grads, loss
+
+    grads, losses = jpp.accumulate_grads(grads_of, jpp.Std1F1B(2))(batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), losses
+
+
+def problem(rows: int = 3) -> tuple[Any, Any]:
+    """Parameters and a batch of four microbatches; 3 rows are small values, which ride in frames."""
+    params = [np.ones((64, 64), np.float32), np.ones((64, 64), np.float32)]
+    return params, {name: np.ones((4, rows, 64), np.float32) for name in ("x", "y")}
+
+
+async def steady(mesh: jpp.RemoteMesh, batch: Any) -> Callable[[], Awaitable[Any]]:
+    """One more step of a training that is under way."""
+    step = mesh.distributed(train_step, donate_argnums=0)
+    state = problem()[0]
+
+    async def once() -> None:
+        nonlocal state
+        state, losses = await mesh.run(step, state, batch)
+        await losses.delete()
+
+    for _ in range(3):
+        await once()
+    return once
+
+
+# ---------------------------------------------------------------- the controller
+
+
+def frames(mesh: jpp.RemoteMesh) -> dict[int, tuple[int, int]]:
+    """Frames that the controller has written to each actor and read from it: their sequence numbers."""
+    assert mesh._controller is not None
+    wires = {actor: link.connection.wire for actor, link in mesh._controller._crew.links.items()}
+    return {actor: (wire._num_sent, wire._num_received) for actor, wire in wires.items()}
+
+
+async def test_controller_sends_one_request_an_actor_and_step(remote_mesh):
+    mesh = await remote_mesh(2, launcher="local")
+    once = await steady(mesh, problem()[1])
+    before = frames(mesh)
+    for _ in range(10):
+        await once()
+    assert frames(mesh) == {actor: (sent + 10, read + 10) for actor, (sent, read) in before.items()}
+
+
+async def test_controller_sends_one_message_an_actor_for_each_large_host_argument(remote_mesh, monkeypatch):
+    mesh = await remote_mesh(2, launcher="local")
+    transport = mesh._controller._plane.transport
+    sent: list[tuple[int, int]] = []
+    real = transport.send
+    monkeypatch.setattr(
+        transport, "send", lambda data, peer, tag: (sent.append((peer, data.nbytes)), real(data, peer, tag))[1]
+    )
+    for rows, expected in ((3, []), (64, [(0, 4 * 64 * 64 * 4), (1, 4 * 64 * 64 * 4)])):
+        once = await steady(mesh, problem(rows)[1])
+        sent.clear()
+        await once()
+        assert sorted(sent) == expected  # each leaf goes to the one actor that uses it
+
+
+async def test_controller_wakes_up_once_a_reply(remote_mesh, monkeypatch):
+    mesh = await remote_mesh(2, launcher="local")
+    once = await steady(mesh, problem()[1])
+    selector, passes = asyncio.get_running_loop()._selector, 0  # type: ignore[attr-defined]
+    real = selector.select
+
+    def select(timeout: float | None = None) -> Any:
+        nonlocal passes
+        passes += 1
+        return real(timeout)
+
+    monkeypatch.setattr(selector, "select", select)
+    counts = []
+    for _ in range(20):
+        before = passes
+        await once()
+        counts.append(passes - before)
+    # One a reply, and one in which the caller goes on; heartbeats come between in some steps.
+    assert min(counts) <= 3, counts
+
+
+async def test_controller_looks_up_a_steady_call_without_its_signature(remote_mesh, monkeypatch):
+    mesh = await remote_mesh(2, launcher="local")
+    once = await steady(mesh, problem()[1])
+    monkeypatch.setattr("jaxpp_async.step.leaf_type", lambda leaf: (_ for _ in ()).throw(AssertionError(leaf)))
+    await once()
+
+
+async def test_controller_tells_calls_apart_that_look_alike(remote_mesh):
+    """A call is recalled by its kinds: none of these may be taken for the one before."""
+    mesh = await remote_mesh(2, launcher="inline")
+    step = mesh.distributed(lambda x, y, flag: (x + y, x * flag), static_argnums=2)
+    x = np.arange(4, dtype=np.float32)
+    calls = [(x, x, 2), (x, x, 3), (x, 1.0, 3), (x, 1, 3), (x, np.float32(1), 3), (x, jnp.asarray(1.0), 3)]
+    calls += [(x.astype(np.int32), x, 3), (x[:2], x[:2], 3), (x, x[:, None], 3), (x[::2], x[:2], 3)]
+    for args in calls * 2:
+        expected = jax.jit(lambda x, y, flag: (x + y, x * flag), static_argnums=2)(*args)
+        for got, wanted in zip(await mesh.fetch(await mesh.run(step, *args)), expected, strict=True):
+            np.testing.assert_array_equal(got, wanted)
+            assert got.dtype == wanted.dtype
