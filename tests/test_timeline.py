@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from docs_code import doc_code
 from models import grads_step, mlp
 
 import jaxpp_async as jpp
@@ -321,17 +322,17 @@ def test_a_trace_has_a_track_an_actor_and_arrows_for_transfers():
     check_trace(trace)
     events = trace["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert processes == {0: "controller", 1: "actor 0", 2: "actor 1"}
+    assert processes == {1: "controller", 2: "actor 0", 3: "actor 1"}
     threads = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
-    assert {(1, "tasks"), (1, "sends"), (1, "receives"), (2, "tasks"), (2, "sends"), (2, "receives")} <= threads
+    assert threads == {(1, "steps"), *((pid, kind) for pid in (2, 3) for kind in ("tasks", "sends", "receives"))}
     slices = {(e["pid"], e["cat"], e["name"]): e for e in events if e["ph"] == "X"}
-    run = slices[1, "task", "fwd(stage 0, mb 1)"]
+    run = slices[2, "tasks", "fwd(stage 0, mb 1)"]
     assert (run["ts"], run["dur"], run["args"]) == (4e6, 2e6, {"step": 7, "instruction": 4})
-    sent, received = slices[1, "send", "fwd(stage 0, mb 1)"], slices[2, "recv", "fwd(stage 0, mb 1)"]
+    sent, received = slices[2, "sends", "fwd(stage 0, mb 1)"], slices[3, "receives", "fwd(stage 0, mb 1)"]
     assert (sent["ts"], sent["args"]["bytes"], sent["args"]["to_actor"]) == (7e6, 16, 1)
     assert (received["ts"], received["dur"], received["args"]["from_actor"]) == (7e6, 2e6, 0)
     assert sum(e["ph"] == "s" for e in events) == 3
-    assert slices[0, "step", "step 7"]["dur"] == 22e6
+    assert slices[1, "steps", "step 7"]["dur"] == 22e6
 
 
 def test_slices_that_overlap_get_threads_of_their_own():
@@ -346,8 +347,8 @@ def test_slices_that_overlap_get_threads_of_their_own():
     one, other = made(programs, stamps), made(programs, stamps, origin=105.0)
     trace = chrome_trace([other, one])
     check_trace(trace)
-    steps = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 0]
-    assert [(e["ts"], e["tid"]) for e in steps] == [(0, 0), (5e6, 1)]
+    steps = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 1]
+    assert [e["ts"] for e in steps] == [0, 5e6] and steps[0]["tid"] != steps[1]["tid"]
     assert len({e["id"] for e in trace["traceEvents"] if e["ph"] == "s"}) == 6
 
 
@@ -394,7 +395,7 @@ def check_real(timeline: Timeline, programs: Sequence[ActorProgram]) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["inline", "local"])
-async def test_every_instruction_of_a_real_step_is_on_its_timeline(remote_mesh, launcher):
+async def test_every_instruction_of_a_real_step_is_on_its_timeline(remote_mesh, launcher, tmp_path, capsys):
     mesh = await remote_mesh(2, launcher=launcher)
     model = mlp(2)
     step = mesh.distributed(grads_step(model, jpp.Std1F1B(2)), donate_argnums=0)
@@ -412,6 +413,9 @@ async def test_every_instruction_of_a_real_step_is_on_its_timeline(remote_mesh, 
     assert two.step == one.step + 1 and two.origin_s < one.origin_s + one.duration_s  # they were under way together
     assert mesh.last_step_timeline() == two
     check_trace(chrome_trace([one, two]))
+    await doc_code("timeline.md")["where_time_goes"](mesh, step, params, batch, tmp_path / "step.json")
+    assert capsys.readouterr().out.startswith(f"step {two.step + 1} of 'step': ")
+    check_trace(json.loads((tmp_path / "step.json").read_text()))
 
 
 async def test_actors_whose_clock_is_not_ours_are_asked_for_it(remote_mesh, monkeypatch):

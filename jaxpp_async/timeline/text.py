@@ -65,7 +65,7 @@ def _share(part_s: float, whole_s: float) -> str:
 
 def _time(seconds: float) -> str:
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if abs(seconds) * scale >= 1:
+        if abs(seconds) * scale >= 0.9995:
             return f"{seconds * scale:.2f} {unit}"
     return f"{seconds * 1e6:.0f} us" if abs(seconds) >= 0.5e-6 else "0"
 

@@ -9,11 +9,12 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from jaxpp_async.timeline.events import ActorTimeline, Event, Transfer
+from jaxpp_async.program import ActorId
+from jaxpp_async.timeline.events import Event
 
 if TYPE_CHECKING:
     from jaxpp_async.timeline import Timeline
@@ -21,8 +22,14 @@ if TYPE_CHECKING:
 _LEAST_US = 0.001
 """Perfetto counts nanoseconds; a slice of none would hold no arrow."""
 
-_STEPS, _TASKS, _SENDS, _RECEIVES = 0, 0, 100, 200
-"""The first thread of each kind. Slices of one kind that overlap go to different threads."""
+_KINDS = ("steps", "tasks", "sends", "receives")
+"""Threads of a process, from top to bottom. Slices of one kind that overlap go to several threads."""
+
+_CONTROLLER = 1
+"""Its process in the trace; those of the actors follow. Not 0, which viewers take for an idle processor."""
+
+_Key: TypeAlias = tuple[ActorId, int]
+"""An instruction of an actor."""
 
 
 def chrome_trace(timelines: Iterable[Timeline]) -> dict[str, Any]:
@@ -32,63 +39,56 @@ def chrome_trace(timelines: Iterable[Timeline]) -> dict[str, Any]:
         What `json.dump` writes: `{"traceEvents": [...], "displayTimeUnit": "ms"}`.
     """
     timelines = sorted(timelines, key=lambda t: t.origin_s)
-    first_s = timelines[0].origin_s if timelines else 0.0
-    tracks = _Tracks()
+    tracks = _Tracks(timelines[0].origin_s if timelines else 0.0)
     for timeline in timelines:
-        shift_s = timeline.origin_s - first_s
-        tracks.name(0, "controller", _STEPS, "steps")
-        tracks.add(0, _STEPS, f"step {timeline.step}", "step", shift_s, shift_s + timeline.duration_s, _of(timeline))
-        transfers = {(t.receive.actor, t.receive.instruction): t for t in timeline.transfers}
-        sends: dict[tuple[int, int], _Slice] = {}
-        receives: dict[tuple[int, int], _Slice] = {}
-        for actor in timeline.actors:
-            _add_actor(tracks, actor, timeline.step, shift_s, transfers, sends, receives)
-        for key, transfer in transfers.items():
-            if transfer.duration_s >= 0:  # else clocks are off, and an arrow into the past says less than none
-                tracks.arrow(transfer.send.label, sends[transfer.send.actor, transfer.send.instruction], receives[key])
-    return {"traceEvents": [*tracks.names.values(), *tracks.events], "displayTimeUnit": "ms"}
+        tracks.origin_s = timeline.origin_s
+        details = {"name": timeline.name, "clock_error_us": timeline.clock_error_s * 1e6}
+        tracks.process(_CONTROLLER, "controller")
+        tracks.add(_CONTROLLER, "steps", f"step {timeline.step}", 0.0, timeline.duration_s, details)
+        _add_transfers(tracks, timeline, _add_actors(tracks, timeline))
+    return {"traceEvents": [*tracks.names, *tracks.events], "displayTimeUnit": "ms"}
 
 
-def _add_actor(
-    tracks: _Tracks,
-    actor: ActorTimeline,
-    step: int,
-    shift_s: float,
-    transfers: dict[tuple[int, int], Transfer],
-    sends: dict[tuple[int, int], _Slice],
-    receives: dict[tuple[int, int], _Slice],
-) -> None:
-    pid = actor.actor + 1
-    name = f"actor {actor.actor}" + (f" ({actor.host}, pid {actor.pid})" if actor.host else "")
-    tracks.name(pid, name, _TASKS, "tasks")
-    # In order of time: a thread is taken again as soon as it is free.
-    for event in sorted(actor.events, key=lambda e: (_shown_from(e, transfers), e.instruction)):
-        start_s, end_s = shift_s + _shown_from(event, transfers), shift_s + event.end_s
-        key = (event.actor, event.instruction)
-        if event.kind == "run":
-            tracks.add(pid, _TASKS, event.label, "task", start_s, end_s, _details(event, step))
-        elif event.kind == "send":
-            sends[key] = tracks.add(pid, _SENDS, event.label, "send", start_s, end_s, _details(event, step))
-        elif event.kind == "recv":
-            receives[key] = tracks.add(pid, _RECEIVES, event.label, "recv", start_s, end_s, _details(event, step))
+def _add_actors(tracks: _Tracks, timeline: Timeline) -> dict[_Key, _Slice]:
+    """Add what actors did; gives the slices of transfers."""
+    sent_s = {(t.receive.actor, t.receive.instruction): t.send.start_s for t in timeline.transfers}
+    slices: dict[_Key, _Slice] = {}
+
+    def shown_from(event: Event) -> float:
+        """A receive is posted early; what is seen of it begins with the send."""
+        sent = sent_s.get((event.actor, event.instruction), event.start_s)
+        return min(max(event.start_s, sent), event.end_s)
+
+    for actor in timeline.actors:
+        where = f" ({actor.host}, pid {actor.pid})" if actor.host else ""
+        tracks.process(_process(actor.actor), f"actor {actor.actor}{where}")
+        # In order of time: a thread is taken again as soon as it is free.
+        for event in sorted(actor.events, key=lambda e: (shown_from(e), e.instruction)):
+            kind = {"run": "tasks", "send": "sends", "recv": "receives"}.get(event.kind)
+            if kind is not None:
+                details = _details(event, timeline.step)
+                drawn = tracks.add(_process(event.actor), kind, event.label, shown_from(event), event.end_s, details)
+                slices[event.actor, event.instruction] = drawn
+    return slices
 
 
-def _shown_from(event: Event, transfers: dict[tuple[int, int], Transfer]) -> float:
-    """A receive is posted early; what is seen of it begins with the send."""
-    transfer = transfers.get((event.actor, event.instruction)) if event.kind == "recv" else None
-    return event.start_s if transfer is None else min(max(event.start_s, transfer.send.start_s), event.end_s)
+def _add_transfers(tracks: _Tracks, timeline: Timeline, slices: Mapping[_Key, _Slice]) -> None:
+    for transfer in timeline.transfers:
+        send, receive = transfer.send, transfer.receive
+        if transfer.duration_s >= 0:  # else clocks are off, and an arrow into the past says less than none
+            tracks.arrow(send.label, slices[send.actor, send.instruction], slices[receive.actor, receive.instruction])
 
 
-def _of(timeline: Timeline) -> dict[str, Any]:
-    return {"step": timeline.step, "name": timeline.name, "clock_error_us": timeline.clock_error_s * 1e6}
+def _process(actor: ActorId) -> int:
+    return _CONTROLLER + 1 + actor
 
 
 def _details(event: Event, step: int) -> dict[str, Any]:
     details: dict[str, Any] = {"step": step, "instruction": event.instruction}
-    if event.peer is not None:
-        details |= {"bytes": event.size_bytes, "tag": event.tag}
-        details |= {"to_actor": event.peer} if event.kind == "send" else {"from_actor": event.peer}
-    if event.kind == "recv":
+    if event.kind == "send":
+        details |= {"bytes": event.size_bytes, "tag": event.tag, "to_actor": event.peer}
+    elif event.kind == "recv":
+        details |= {"bytes": event.size_bytes, "tag": event.tag, "from_actor": event.peer}
         details["posted_us_before_data"] = round(event.duration_s * 1e6, 3)
     return details
 
@@ -103,50 +103,59 @@ class _Slice:
 
 @dataclass(slots=True)
 class _Tracks:
-    """Collects events; slices of one thread never overlap."""
+    """Collects events; slices of one thread never overlap.
 
-    names: dict[tuple[int, int | None, str], dict[str, Any]] = field(default_factory=dict)
+    Args:
+        first_s: the trace's zero.
+
+    Attributes:
+        origin_s: what times that are added are since.
+    """
+
+    first_s: float
+    origin_s: float = 0.0
+    names: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    _free_from: dict[tuple[int, int], float] = field(default_factory=dict)
-    _threads: dict[int, str] = field(default_factory=lambda: {_SENDS: "sends", _RECEIVES: "receives"})
-    _arrows: int = 0
+    _processes: set[int] = field(default_factory=set)
+    _threads: dict[tuple[int, str], list[int]] = field(default_factory=dict)
+    _free_from_us: dict[int, float] = field(default_factory=dict)
+    _num_arrows: int = 0
 
-    def name(self, pid: int, process: str, tid: int, thread: str) -> None:
-        self._meta(pid, None, "process_name", {"name": process})
-        self._meta(pid, None, "process_sort_index", {"sort_index": pid})
-        self._meta(pid, tid, "thread_name", {"name": thread})
-        self._meta(pid, tid, "thread_sort_index", {"sort_index": tid})
+    def process(self, pid: int, name: str) -> None:
+        """Name a process; the first name holds."""
+        if pid not in self._processes:
+            self._processes.add(pid)
+            self.names.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+            self.names.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
 
-    def add(
-        self, pid: int, first_tid: int, name: str, category: str, start_s: float, end_s: float, args: dict[str, Any]
-    ) -> _Slice:
+    def add(self, pid: int, kind: str, name: str, start_s: float, end_s: float, details: dict[str, Any]) -> _Slice:
         """Add a slice, on the first thread of its kind that is free then."""
-        start_us = round(start_s * 1e6, 3)
-        end_us = max(round(end_s * 1e6, 3), start_us + _LEAST_US)
-        tid = first_tid
-        while self._free_from.get((pid, tid), float("-inf")) > start_us:
-            tid += 1
-        if tid != first_tid or first_tid in self._threads:
-            kind = self._threads.get(first_tid) or {"step": "steps", "task": "tasks"}[category]
-            extra = f" {tid - first_tid + 1}" if tid != first_tid else ""
-            self._meta(pid, tid, "thread_name", {"name": kind + extra})
-            self._meta(pid, tid, "thread_sort_index", {"sort_index": tid})
-        self._free_from[pid, tid] = end_us
-        duration_us = round(end_us - start_us, 3)
-        self.events.append(
-            {"ph": "X", "pid": pid, "tid": tid, "name": name, "cat": category}
-            | {"ts": start_us, "dur": duration_us, "args": args}
-        )
+        start_us, end_us = (round((self.origin_s - self.first_s + t) * 1e6, 3) for t in (start_s, end_s))
+        end_us = max(end_us, round(start_us + _LEAST_US, 3))
+        tid = self._free_thread(pid, kind, start_us)
+        self._free_from_us[tid] = end_us
+        times = {"ts": start_us, "dur": round(end_us - start_us, 3)}
+        self.events.append({"ph": "X", "pid": pid, "tid": tid, "name": name, "cat": kind, **times, "args": details})
         return _Slice(pid, tid, start_us, end_us)
 
     def arrow(self, name: str, start: _Slice, end: _Slice) -> None:
-        """From the start of a slice to the end of another, each inside of its slice: Perfetto binds it to that."""
-        self._arrows += 1
-        common = {"cat": "transfer", "name": name, "id": self._arrows}
+        """From the start of a slice to the end of another, each inside of its slice: viewers bind it to that."""
+        self._num_arrows += 1
+        common = {"cat": "transfers", "name": name, "id": self._num_arrows}
         arrives_us = round(max(end.start_us, end.end_us - _LEAST_US), 3)
-        self.events.append({"ph": "s", "pid": start.pid, "tid": start.tid, "ts": start.start_us} | common)
-        self.events.append({"ph": "f", "bp": "e", "pid": end.pid, "tid": end.tid, "ts": arrives_us} | common)
+        self.events.append({"ph": "s", "pid": start.pid, "tid": start.tid, "ts": start.start_us, **common})
+        self.events.append({"ph": "f", "bp": "e", "pid": end.pid, "tid": end.tid, "ts": arrives_us, **common})
 
-    def _meta(self, pid: int, tid: int | None, what: str, args: dict[str, Any]) -> None:
-        event = {"ph": "M", "pid": pid, "name": what, "args": args}
-        self.names[pid, tid, what] = event if tid is None else event | {"tid": tid}
+    def _free_thread(self, pid: int, kind: str, at_us: float) -> int:
+        threads = self._threads.setdefault((pid, kind), [])
+        for tid in threads:
+            if self._free_from_us[tid] <= at_us:
+                return tid
+        tid = len(self._free_from_us) + 1  # of the whole trace: some viewers do not tell processes apart by pid
+        name, order = kind + (f" {len(threads) + 1}" if threads else ""), _KINDS.index(kind) * 1000 + len(threads)
+        common = {"ph": "M", "pid": pid, "tid": tid}
+        self.names.append({**common, "name": "thread_name", "args": {"name": name}})
+        self.names.append({**common, "name": "thread_sort_index", "args": {"sort_index": order}})
+        threads.append(tid)
+        self._free_from_us[tid] = at_us
+        return tid
