@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -42,4 +43,6 @@ class ComputeThread:
                 self._loop.call_soon_threadsafe(after)
             except RuntimeError:  # the loop has closed: nobody waits for the result any more
                 return
+            # Where the loop shares this thread's core, what just ended is sent now, and not a time slice later.
+            os.sched_yield()
             del job, after  # they hold arrays, and the next job may be long in coming

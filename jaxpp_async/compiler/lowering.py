@@ -45,8 +45,12 @@ from jaxpp_async.program import (
 
 Programs = tuple[ActorProgram, ...]
 
+RECV_LOOKAHEAD = 3
+"""Two runs ahead of the reader: where forwards and backwards alternate, a transfer may take as long as both of them. One
+run ahead left it the shorter of the two, and a link that is as slow as a forward then held every task up a little."""
 
-def lower(graph: TaskGraph, *, recv_lookahead: int = 2) -> Programs:
+
+def lower(graph: TaskGraph, *, recv_lookahead: int = RECV_LOOKAHEAD) -> Programs:
     """One program an actor.
 
     Args:
@@ -242,7 +246,7 @@ def _stream(
     return stream.program()
 
 
-def insert_transfers(graph: TaskGraph, *, recv_lookahead: int = 2) -> Programs:
+def insert_transfers(graph: TaskGraph, *, recv_lookahead: int = RECV_LOOKAHEAD) -> Programs:
     """Programs that compute and move everything, without donation and deletion.
 
     Args:
