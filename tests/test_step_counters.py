@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxpp_async as jpp
+from jaxpp_async.actors import host_values, loaded_program, receive_pool, shards
+from jaxpp_async.actors.compute import ComputeThread
+from jaxpp_async.actors.executor import Executor
+from jaxpp_async.actors.loaded_program import LoadedTask
+from jaxpp_async.transport.memory import MemoryTransport
 
 
 def loss_fn(params, mb):
@@ -123,3 +130,74 @@ async def test_controller_tells_calls_apart_that_look_alike(remote_mesh):
         for got, wanted in zip(await mesh.fetch(await mesh.run(step, *args)), expected, strict=True):
             np.testing.assert_array_equal(got, wanted)
             assert got.dtype == wanted.dtype
+
+
+# ---------------------------------------------------------------- the actors
+
+
+class Tally(Counter[str]):
+    """Counts calls of what costs an actor something. Inline actors: both of them."""
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, size: Callable[..., int] | None = None):
+        real = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self[name] += 1 if size is None else size(*args)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+
+async def test_actors_do_no_more_than_their_programs_say(remote_mesh, monkeypatch):
+    mesh = await remote_mesh(2, launcher="inline")
+    batch = problem()[1]
+    once = await steady(mesh, batch)
+    await once()
+    await once()  # by now every task has been found to be quick
+    tally = Tally()
+    tally.watch(monkeypatch, MemoryTransport, "post_send")
+    tally.watch(monkeypatch, MemoryTransport, "post_recv")
+    tally.watch(monkeypatch, MemoryTransport, "send")
+    tally.watch(monkeypatch, MemoryTransport, "recv")
+    tally.watch(monkeypatch, ComputeThread, "submit")
+    tally.watch(monkeypatch, LoadedTask, "run")
+    tally.watch(monkeypatch, Executor, "arrived")
+    tally.watch(monkeypatch, Executor, "ran")
+    tally.watch(monkeypatch, host_values, "place", lambda host, layout: host.nbytes)
+    tally.watch(monkeypatch, shards, "duplicate")
+    tally.watch(monkeypatch, shards, "host_bytes")
+    tally.watch(monkeypatch, receive_pool, "_copied")
+    tally.watch(monkeypatch, receive_pool, "aligned_bytes")
+    tally.watch(monkeypatch, jax, "device_put")
+    steps = 5
+    for _ in range(steps):
+        await once()
+    instructions = [i for p in mesh.last_step_timeline().actors for i in p.events]
+    runs, transfers = 4 * 2 + 4 + 3 + 2, 2 * 4  # forwards, backwards, the fused; accumulators; updates. And sends
+    expected = {
+        "run": runs,
+        "ran": runs,
+        "post_send": transfers,
+        "post_recv": transfers,
+        "arrived": transfers,  # an argument that is there is not asked for
+        "place": sum(leaf.nbytes for leaf in batch.values()),  # the only bytes that are copied on the host
+        "device_put": len(batch),  # the only arrays that no executable made
+    }
+    assert {name: count / steps for name, count in tally.items()} == expected
+    assert sum(e.kind == "run" for e in instructions) == runs
+
+
+async def test_a_task_that_takes_its_time_leaves_the_event_loop_alone(remote_mesh, monkeypatch):
+    mesh = await remote_mesh(2, launcher="inline")
+    once = await steady(mesh, problem()[1])
+    await once()
+    await once()
+    tally = Tally()
+    tally.watch(monkeypatch, ComputeThread, "submit")
+    await once()
+    assert not tally
+    monkeypatch.setattr(loaded_program, "QUICK_S", 0.0)  # from now on nothing is
+    await once()
+    tally.clear()
+    await once()
+    assert tally["submit"] == 4 * 2 + 4 + 3 + 2

@@ -25,6 +25,9 @@ from jaxpp_async.transport.buffers import Memory, memory_of
 ALIGNMENT = 64
 """Host memory aligned like this becomes a CPU device buffer without a copy."""
 
+_SMALL_BYTES = 1 << 16
+"""Copying so much takes less time than making an array."""
+
 _PACKED = ("int2", "int4", "uint2", "uint4", "float4", "float6")
 """Types of which devices may keep several elements in a byte."""
 
@@ -179,12 +182,22 @@ def place(host: np.ndarray, layout: Layout) -> jax.Array:
     Raises:
         ValueError: JAX would change the dtype (a 64-bit value without `jax_enable_x64`).
     """
+    if host.nbytes <= _SMALL_BYTES and host.ctypes.data % ALIGNMENT == 0:
+        # JAX would use this memory itself (also with may_alias=False), and another array would have to be made of it.
+        host = _misaligned_copy(host)
     array = jax.device_put(host, layout.sharding)
     if array.dtype != layout.dtype:
         raise ValueError(
             f"a {layout.dtype} value became {array.dtype}: jax_enable_x64 differs between controller and actor"
         )
     return private(array, [host])
+
+
+def _misaligned_copy(host: np.ndarray) -> np.ndarray:
+    memory = aligned_bytes(host.nbytes + host.itemsize)[host.itemsize :]
+    copy = memory.view(host.dtype).reshape(host.shape)
+    copy[...] = host
+    return copy
 
 
 def private(array: jax.Array, memory: Sequence[np.ndarray]) -> jax.Array:

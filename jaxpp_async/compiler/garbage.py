@@ -13,19 +13,12 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Within it no cycle is collected, in any thread; nested uses count as the outermost one.
-
-    What was made within it counts as old from then on: the next full search looks at it, and not the next small one,
-    which would come at once and take a tenth of a second.
-    """
+    """Within it no cycle is collected, in any thread; nested uses count as the outermost one."""
     if not gc.isenabled():
         yield
         return
     gc.disable()
     try:
         yield
-        if gc.get_freeze_count() == 0:  # else `unfreeze` would undo what the user's program froze
-            gc.freeze()
-            gc.unfreeze()
     finally:
         gc.enable()

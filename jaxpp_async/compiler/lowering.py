@@ -46,8 +46,8 @@ from jaxpp_async.program import (
 Programs = tuple[ActorProgram, ...]
 
 RECV_LOOKAHEAD = 3
-"""Two runs ahead of the reader: where forwards and backwards alternate, a transfer may take as long as both of them. One
-run ahead left it the shorter of the two, and a link that is as slow as a forward then held every task up a little."""
+"""Two runs ahead of the reader: where forwards and backwards alternate, a transfer may take as long as both of them.
+One run ahead left it the shorter of the two, and a link that is as slow as a forward held every task up a little."""
 
 
 def lower(graph: TaskGraph, *, recv_lookahead: int = RECV_LOOKAHEAD) -> Programs:
