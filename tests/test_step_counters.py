@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -56,6 +57,20 @@ async def steady(mesh: jpp.RemoteMesh, batch: Any) -> Callable[[], Awaitable[Any
     return once
 
 
+def count_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How often this thread's event loop has woken up from here on."""
+    selector, passes = asyncio.get_running_loop()._selector, 0  # type: ignore[attr-defined]
+    real = selector.select
+
+    def select(timeout: float | None = None) -> Any:
+        nonlocal passes
+        passes += 1
+        return real(timeout)
+
+    monkeypatch.setattr(selector, "select", select)
+    return lambda: passes
+
+
 # ---------------------------------------------------------------- the controller
 
 
@@ -93,22 +108,13 @@ async def test_controller_sends_one_message_an_actor_for_each_large_host_argumen
 async def test_controller_wakes_up_once_a_reply(remote_mesh, monkeypatch):
     mesh = await remote_mesh(2, launcher="local")
     once = await steady(mesh, problem()[1])
-    selector, passes = asyncio.get_running_loop()._selector, 0  # type: ignore[attr-defined]
-    real = selector.select
-
-    def select(timeout: float | None = None) -> Any:
-        nonlocal passes
-        passes += 1
-        return real(timeout)
-
-    monkeypatch.setattr(selector, "select", select)
-    counts = []
+    passes, counts = count_passes(monkeypatch), []
     for _ in range(20):
-        before = passes
+        before = passes()
         await once()
-        counts.append(passes - before)
-    # One a reply, and one in which the caller goes on; heartbeats come between in some steps.
-    assert min(counts) <= 3, counts
+        counts.append(passes() - before)
+    # One a reply, and one in which the caller goes on; heartbeats and a step's late frames come between in some steps.
+    assert statistics.median(counts) <= 3, counts
 
 
 async def test_controller_looks_up_a_steady_call_without_its_signature(remote_mesh, monkeypatch):
@@ -149,6 +155,7 @@ class Tally(Counter[str]):
 
 
 async def test_actors_do_no_more_than_their_programs_say(remote_mesh, monkeypatch):
+    monkeypatch.setattr(loaded_program, "QUICK_S", 10.0)  # however busy the machine is
     mesh = await remote_mesh(2, launcher="inline")
     batch = problem()[1]
     once = await steady(mesh, batch)
@@ -169,9 +176,11 @@ async def test_actors_do_no_more_than_their_programs_say(remote_mesh, monkeypatc
     tally.watch(monkeypatch, receive_pool, "_copied")
     tally.watch(monkeypatch, receive_pool, "aligned_bytes")
     tally.watch(monkeypatch, jax, "device_put")
-    steps = 5
+    steps, passes, loop_passes = 5, [], count_passes(monkeypatch)
     for _ in range(steps):
+        before = loop_passes()
         await once()
+        passes.append(loop_passes() - before)
     instructions = [i for p in mesh.last_step_timeline().actors for i in p.events]
     runs, transfers = 4 * 2 + 4 + 3 + 2, 2 * 4  # forwards, backwards, the fused; accumulators; updates. And sends
     expected = {
@@ -185,9 +194,12 @@ async def test_actors_do_no_more_than_their_programs_say(remote_mesh, monkeypatc
     }
     assert {name: count / steps for name, count in tally.items()} == expected
     assert sum(e.kind == "run" for e in instructions) == runs
+    # Controller and actors share the loop here, and what is sent to each other in one pass is taken up in the next.
+    assert statistics.median(passes) <= 8, passes
 
 
 async def test_a_task_that_takes_its_time_leaves_the_event_loop_alone(remote_mesh, monkeypatch):
+    monkeypatch.setattr(loaded_program, "QUICK_S", 10.0)
     mesh = await remote_mesh(2, launcher="inline")
     once = await steady(mesh, problem()[1])
     await once()

@@ -26,8 +26,12 @@ _QUICK_AFTER = 3
 """Runs before a task is called quick: the first one fills JAX's caches."""
 
 _FORGETTING = 0.05
-"""How far the typical time moves towards a longer one. A shorter one is believed at once: what disturbs a run only ever
-makes it longer."""
+"""How far at most the typical time grows with a longer run. A shorter one is believed at once: what disturbs a run only
+ever makes it longer."""
+
+_FAR_FROM_QUICK = 100
+"""A run that takes so many times `QUICK_S` is believed as well: the loop cannot be without its other work as often as
+it would take to find out slowly."""
 
 
 class LoadedTask:
@@ -114,10 +118,10 @@ class LoadedProgram:
     def took(self, instruction: int, seconds: float) -> None:
         """Remember how long a `Run` took."""
         pace = self._paces[instruction]
-        if seconds < pace.typical_s:
+        if seconds < pace.typical_s or seconds > _FAR_FROM_QUICK * QUICK_S:
             pace.typical_s = seconds
         else:
-            pace.typical_s += _FORGETTING * (seconds - pace.typical_s)
+            pace.typical_s += _FORGETTING * min(seconds - pace.typical_s, pace.typical_s)
         pace.runs += 1
         if (pace.runs > _QUICK_AFTER and pace.typical_s < QUICK_S) != pace.is_quick:
             pace.is_quick = not pace.is_quick
