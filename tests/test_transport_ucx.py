@@ -23,7 +23,7 @@ from transport_conformance import LARGE, TransportConformance, data, join, tag, 
 
 from jaxpp_async.errors import InstallError, ProtocolError, TransferError
 from jaxpp_async.transport.addresses import seal, unseal
-from jaxpp_async.transport.patience import LONGEST_S, SHORTEST_S, Patience
+from jaxpp_async.transport.lookout import LONGEST_S, SHORTEST_S, Lookout
 from jaxpp_async.transport.ucx import UCXTransport
 
 if importlib.util.find_spec("ucxx") is None:  # importing it here would be before the transport sets UCX's environment
@@ -155,25 +155,25 @@ async def test_an_error_in_progress_fails_the_futures_and_not_the_loop(make_tran
         ([1000, 50] * 4, 200),
     ],
 )
-def test_patience_follows_the_waits(waits_us, limit_us):
-    patience, now_s = Patience(), 7.0
+def test_lookout_follows_the_waits(waits_us, limit_us):
+    lookout, now_s = Lookout(), 7.0
     for wait_us in waits_us:
-        patience.is_left(now_s)
+        lookout.goes_on(now_s)
         now_s += wait_us * 1e-6
-        patience.came(now_s)
-    assert patience.limit_s == pytest.approx(limit_us * 1e-6)
-    assert patience.limit_s == 0 or SHORTEST_S <= patience.limit_s <= LONGEST_S
+        lookout.came(now_s)
+    assert lookout.limit_s == pytest.approx(limit_us * 1e-6)
+    assert lookout.limit_s == 0 or SHORTEST_S <= lookout.limit_s <= LONGEST_S
 
 
-def test_patience_ends():
-    patience = Patience()
-    assert patience.is_left(1.0) and patience.is_left(1.0 + LONGEST_S / 2)
-    assert not patience.is_left(1.0 + 2 * LONGEST_S)
-    patience.stop()
-    assert patience.is_left(2.0)
-    patience.came(2.0)
-    patience.came(9.0)  # nobody waited
-    assert patience.limit_s == LONGEST_S
+def test_lookout_ends():
+    lookout = Lookout()
+    assert lookout.goes_on(1.0) and lookout.goes_on(1.0 + LONGEST_S / 2)
+    assert not lookout.goes_on(1.0 + 2 * LONGEST_S)
+    lookout.stop()
+    assert lookout.goes_on(2.0)
+    lookout.came(2.0)
+    lookout.came(9.0)  # nobody waited
+    assert lookout.limit_s == LONGEST_S
 
 
 WORKER_ADDRESS = bytes(range(217))

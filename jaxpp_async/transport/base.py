@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 Peer: TypeAlias = int
 """An actor's id, or `program.CONTROLLER`."""
 
-Done: TypeAlias = Callable[[Exception | None], object]
+OnEnd: TypeAlias = Callable[[Exception | None], object]
 """Told how a posted transfer ended: None, or what a future would have raised. Must not raise."""
 
-Post: TypeAlias = "Callable[[Memory, Peer, int, Done], bool]"
+Post: TypeAlias = "Callable[[Memory, Peer, int, OnEnd], bool]"
 """`Transport.post_send` or `Transport.post_recv`."""
 
 EPOCH_BITS, SENDER_BITS, CHANNEL_BITS, SEQUENCE_BITS = 16, 16, 8, 24
@@ -114,7 +114,7 @@ class Transport(Protocol):
         """
         ...
 
-    def post_send(self, memory: Memory, peer: Peer, tag: int, done: Done) -> bool:
+    def post_send(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
         """Start sending the whole of `memory`, without a future.
 
         Args:
@@ -132,7 +132,7 @@ class Transport(Protocol):
         """
         ...
 
-    def post_recv(self, memory: Memory, peer: Peer, tag: int, done: Done) -> bool:
+    def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
         """Post a receive of exactly `memory`'s size, without a future.
 
         Args:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.transport.base import Done, Peer, check_tag, post_future
+from jaxpp_async.transport.base import OnEnd, Peer, check_tag, post_future
 from jaxpp_async.transport.buffers import Memory, memory_of
 
 Rule: TypeAlias = Callable[[Peer, Peer, int, int], float]
@@ -67,7 +67,7 @@ class _Transfer:
     """An open send or receive, and how it ended once it has."""
 
     memory: Memory
-    done: Done
+    done: OnEnd
     what: str
     ended: bool = False
     error: Exception | None = None
@@ -147,7 +147,7 @@ class MemoryTransport:
     def recv(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
         return post_future(self._loop, self.post_recv, _host_memory(buffer, writable=True), peer, tag)
 
-    def post_send(self, memory: Memory, peer: Peer, tag: int, done: Done) -> bool:
+    def post_send(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
         check_tag(tag)
         transfer = _Transfer(memory, done, f"transfer from peer {self.peer_id} to peer {peer}, tag {tag:#x}")
         link = self._usable_link(peer, transfer)
@@ -155,7 +155,7 @@ class MemoryTransport:
             raise TransferError(f"{transfer.what} failed: the peer has closed")
         return self._post_message(link, transfer, peer, tag)
 
-    def post_recv(self, memory: Memory, peer: Peer, tag: int, done: Done) -> bool:
+    def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
         check_tag(tag)
         transfer = _Transfer(memory, done, f"transfer from peer {peer} to peer {self.peer_id}, tag {tag:#x}")
         self._usable_link(peer, transfer)

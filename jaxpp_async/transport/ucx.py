@@ -28,13 +28,13 @@ from jaxpp_async.transport.base import (
     MISPLACED_TAG_BITS,
     SENDER_BITS,
     SENDER_SHIFT,
-    Done,
+    OnEnd,
     Peer,
     check_tag,
     post_future,
 )
 from jaxpp_async.transport.buffers import Memory, memory_of
-from jaxpp_async.transport.patience import Patience
+from jaxpp_async.transport.lookout import Lookout
 from jaxpp_async.transport.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED, TagPort, is_error
 from jaxpp_async.transport.ucx_context import process_context
 
@@ -73,7 +73,7 @@ class _Transfer:
 
     __slots__ = ("done", "link", "memory", "request", "size_bytes", "tag")
 
-    def __init__(self, link: _Link | None, memory: Memory | None, size_bytes: int, tag: int, done: Done | None):
+    def __init__(self, link: _Link | None, memory: Memory | None, size_bytes: int, tag: int, done: OnEnd | None):
         self.link, self.memory, self.tag, self.done = link, memory, tag, done
         self.size_bytes = size_bytes  # expected, or _SENDING
         self.request = 0
@@ -107,7 +107,7 @@ class UCXTransport:
         self._failed: list[_Link] = []
         self._past_epochs: dict[Peer, int] = {}
         self._kicked = self._progressing = self._stalled = self._hurried = False
-        self._patience = Patience()
+        self._lookout = Lookout()
         self._idle_since_s: float | None = None
         self._closing: asyncio.Task[None] | None = None
         self._descriptor: int = self._worker.epoll_file_descriptor
@@ -149,7 +149,7 @@ class UCXTransport:
     def recv(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
         return post_future(self._loop, self.post_recv, memory_of(buffer, writable=True), peer, tag)
 
-    def post_send(self, memory: Memory, peer: Peer, tag: int, done: Done) -> bool:
+    def post_send(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
         if tag & MISPLACED_TAG_BITS:
             check_tag(tag)
         link = self._links.get(peer)
@@ -163,7 +163,7 @@ class UCXTransport:
         self._track(_Transfer(link, memory, _SENDING, tag, done), identity, result)
         return False
 
-    def post_recv(self, memory: Memory, peer: Peer, tag: int, done: Done) -> bool:
+    def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
         if tag & MISPLACED_TAG_BITS:
             check_tag(tag)
         link = self._links.get(peer)
@@ -185,7 +185,7 @@ class UCXTransport:
     def hurry(self, on: bool) -> None:
         self._hurried = on
         if not on:
-            self._patience.stop()
+            self._lookout.stop()
         elif self._open:
             self._kick()
 
@@ -246,7 +246,7 @@ class UCXTransport:
             if self._deliver():
                 was_idle = False
             elif num_steps < _STEPS_PER_ROUND:
-                if self._hurried and self._open and self._patience.is_left(monotonic()):
+                if self._hurried and self._open and self._lookout.goes_on(monotonic()):
                     self._poll(worker)
                     # Others' turn: what has come is told to futures, which run in the loop's next pass.
                     return False, False
@@ -300,7 +300,7 @@ class UCXTransport:
         if not completed:
             return False
         if self._hurried:
-            self._patience.came(monotonic())
+            self._lookout.came(monotonic())
         # A transfer's `done` may post, and what then ends at once is appended while this goes on.
         for identity, status, length in completed:
             transfer = self._open.pop(identity, None)

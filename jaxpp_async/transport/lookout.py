@@ -1,4 +1,4 @@
-"""patience: how long the last waits took in, how long to look for messages before sleeping out. Pure, no clock.
+"""lookout: how long the last waits took in, how long to look for messages before sleeping out. Pure, no clock.
 
 Sleeping on a descriptor and being woken costs some ten microseconds, and so does looking in vain. Whether looking pays
 is guessed from the waits before: a short one makes the next look longer, a long one makes it shorter, down to none.
@@ -13,8 +13,8 @@ SHORTEST_S = 20e-6
 """Less than this is not worth looking for at all."""
 
 
-class Patience:
-    """One waiter's.
+class Lookout:
+    """One waiter's, for messages.
 
     Attributes:
         limit_s: for how long to look for the next message.
@@ -26,7 +26,7 @@ class Patience:
         self.limit_s = LONGEST_S
         self._since_s: float | None = None
 
-    def is_left(self, now_s: float) -> bool:
+    def goes_on(self, now_s: float) -> bool:
         """Whether to go on looking. The first call after a message begins a wait."""
         if self._since_s is None:
             self._since_s = now_s
