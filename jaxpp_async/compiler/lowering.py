@@ -45,26 +45,27 @@ from jaxpp_async.program import (
 
 Programs = tuple[ActorProgram, ...]
 
-RECV_LOOKAHEAD = 3
-"""Two runs ahead of the reader: where forwards and backwards alternate, a transfer may take as long as both of them.
-One run ahead left it the shorter of the two, and a link that is as slow as a forward held every task up a little."""
+RECEIVES_AHEAD = 2
+"""How many runs ahead of its reader a receive is posted: where forwards and backwards alternate, a transfer may take as
+long as both of them. One run ahead left it the shorter of the two, and a link that is as slow as a forward held every
+task up a little."""
 
 
-def lower(graph: TaskGraph, *, recv_lookahead: int = RECV_LOOKAHEAD) -> Programs:
+def lower(graph: TaskGraph, *, receives_ahead: int = RECEIVES_AHEAD) -> Programs:
     """One program an actor.
 
     Args:
         graph: valid in the sense of `verify.verify_graph`.
-        recv_lookahead: a receive is posted before the run that is `recv_lookahead - 1` runs ahead of its first
-            consumer on that actor. 1 posts right before the consumer; more hides latency and costs memory.
+        receives_ahead: a receive is posted before the run that is so many runs ahead of its first consumer on that
+            actor. 0 posts right before the consumer; more hides latency and costs memory.
 
     Returns:
         Programs of actors 0 to `num_actors - 1`, valid in the sense of `verify.verify_programs`.
 
     Raises:
-        ValueError: `recv_lookahead` is below one.
+        ValueError: `receives_ahead` is below zero.
     """
-    programs = insert_transfers(graph, recv_lookahead=recv_lookahead)
+    programs = insert_transfers(graph, receives_ahead=receives_ahead)
     programs = donate_buffers(graph, programs)
     return delete_buffers(programs)
 
@@ -138,7 +139,7 @@ def plan_transfers(graph: TaskGraph) -> tuple[Transfer, ...]:
 
 
 def _receive_positions(
-    transfers: Sequence[Transfer], position_of: dict[int, int], num_runs: int, lookahead: int
+    transfers: Sequence[Transfer], position_of: dict[int, int], num_runs: int, ahead: int
 ) -> dict[int, list[Transfer]]:
     """The run of this actor before which each of its receives is posted; `num_runs` is the end of the program."""
     # Between two actors receives are posted in the order of the sends (NCCL pairs them by order alone), so a receive
@@ -146,7 +147,7 @@ def _receive_positions(
     link_limit: dict[ActorId, int] = {}
     positions: dict[int, list[Transfer]] = defaultdict(list)
     for t in reversed(transfers):
-        own = max(0, position_of.get(t.needed, num_runs) - (lookahead - 1))
+        own = max(0, position_of.get(t.needed, num_runs) - ahead)
         position = link_limit[t.from_actor] = min(own, link_limit.get(t.from_actor, own))
         positions[position].append(t)
     for posted in positions.values():
@@ -224,10 +225,10 @@ def _stream(
     nodes: list[tuple[int, Node]],
     sent: list[Transfer],
     received: list[Transfer],
-    lookahead: int,
+    ahead: int,
 ) -> ActorProgram:
     position_of = {index: position for position, (index, _) in enumerate(nodes)}
-    due = _receive_positions(received, position_of, len(nodes), lookahead)
+    due = _receive_positions(received, position_of, len(nodes), ahead)
     sends: dict[int, list[Transfer]] = defaultdict(list)
     for t in sent:
         sends[t.node].append(t)
@@ -246,21 +247,21 @@ def _stream(
     return stream.program()
 
 
-def insert_transfers(graph: TaskGraph, *, recv_lookahead: int = RECV_LOOKAHEAD) -> Programs:
+def insert_transfers(graph: TaskGraph, *, receives_ahead: int = RECEIVES_AHEAD) -> Programs:
     """Programs that compute and move everything, without donation and deletion.
 
     Args:
         graph: valid in the sense of `verify.verify_graph`.
-        recv_lookahead: see `lower`.
+        receives_ahead: see `lower`.
 
     Returns:
         One program an actor.
 
     Raises:
-        ValueError: `recv_lookahead` is below one.
+        ValueError: `receives_ahead` is below zero.
     """
-    if recv_lookahead < 1:
-        raise ValueError(f"recv_lookahead is {recv_lookahead}; it counts runs and is at least 1")
+    if receives_ahead < 0:
+        raise ValueError(f"receives_ahead is {receives_ahead}; it counts runs and is at least 0")
     columns = _Columns.of(graph)
     nodes, sent, received = (defaultdict(list) for _ in range(3))
     for index, node in enumerate(graph.nodes):
@@ -269,7 +270,7 @@ def insert_transfers(graph: TaskGraph, *, recv_lookahead: int = RECV_LOOKAHEAD) 
         sent[t.from_actor].append(t)
         received[t.to_actor].append(t)
     return tuple(
-        _stream(graph, columns, actor, nodes[actor], sent[actor], received[actor], recv_lookahead)
+        _stream(graph, columns, actor, nodes[actor], sent[actor], received[actor], receives_ahead)
         for actor in range(graph.num_actors)
     )
 
