@@ -87,7 +87,7 @@ def package_versions() -> dict[str, str]:
 
 def _configure_jax(configure: Configure) -> None:
     settings = {
-        # Executables run on the actor's compute thread; handing over to XLA's own too costs as much as a small task.
+        # Executables run on a thread of the actor; handing over to XLA's own too costs as much as a small task.
         "jax_cpu_enable_async_dispatch": False,
         **configure.jax_config,
     }

@@ -8,8 +8,9 @@ A `Wire` is one side of one conversation. Feed it what came from the peer; send 
     open       --- Proof ---------------->  open
                <=== frames, both ways ===>
 
-A frame is: length 8, sequence number 8, MAC of these 16; payload; MAC of all before. The first MAC means that a forged
-length is refused before a byte of its payload is kept. Any error is final: the wire then refuses everything.
+A frame is: length 8, sequence number 8, MAC of these 16; payload; MAC of all before. Of a frame that is not whole
+yet the first MAC is checked, so that a forged length is refused before more of it is kept. Any error is final: the wire
+then refuses everything.
 """
 
 from __future__ import annotations
