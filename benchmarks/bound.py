@@ -98,6 +98,7 @@ class _Walk:
             self.now[actor] = end
             for buffer in instruction.outputs:
                 self.made[actor, buffer] = end
+                self.coming.pop((actor, buffer), None)  # a slot that a message filled before
         elif isinstance(instruction, Send):
             there = self._there(actor, instruction.buffer)
             if there is None:

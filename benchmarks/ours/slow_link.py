@@ -16,9 +16,8 @@ from typing import Any
 from jaxpp_async.actors.actor import Actor
 from jaxpp_async.errors import TransferError
 from jaxpp_async.program import CONTROLLER
-from jaxpp_async.transport.base import Transport
-
-Done = Callable[[Exception | None], None]
+from jaxpp_async.transport.base import OnEnd, Transport, post_future
+from jaxpp_async.transport.buffers import memory_of
 
 
 class SlowActor(Actor):
@@ -41,7 +40,7 @@ class SlowTransport:
         self._inner, self._delay_s = inner, delay_s
         self._loop = asyncio.get_running_loop()
         self._free_at: dict[int, float] = {}
-        self._held: dict[asyncio.TimerHandle, Done] = {}
+        self._held: dict[asyncio.TimerHandle, OnEnd] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -55,7 +54,7 @@ class SlowTransport:
     def epoch(self, value: int) -> None:
         self._inner.epoch = value
 
-    def post_recv(self, memory: Any, peer: int, tag: int, done: Done) -> bool:
+    def post_recv(self, memory: Any, peer: int, tag: int, done: OnEnd) -> bool:
         """See `Transport.post_recv`."""
         if peer == CONTROLLER:
             return self._inner.post_recv(memory, peer, tag, done)
@@ -67,14 +66,7 @@ class SlowTransport:
         """See `Transport.recv`."""
         if peer == CONTROLLER:
             return self._inner.recv(buffer, peer, tag)
-        late: asyncio.Future[None] = self._loop.create_future()
-
-        def done(error: Exception | None) -> None:
-            if not late.done():
-                late.set_result(None) if error is None else late.set_exception(error)
-
-        self._inner.recv(buffer, peer, tag).add_done_callback(lambda f: self._arrived(peer, f.exception(), done))
-        return late
+        return post_future(self._loop, self.post_recv, memory_of(buffer, writable=True), peer, tag)
 
     async def abort(self, peer: int | None = None) -> None:
         """See `Transport.abort`."""
@@ -86,7 +78,7 @@ class SlowTransport:
         await self._inner.aclose()
         self._end_held()
 
-    def _arrived(self, peer: int, error: Exception | None, done: Done) -> None:
+    def _arrived(self, peer: int, error: Exception | None, done: OnEnd) -> None:
         if error is not None:
             done(error)
             return

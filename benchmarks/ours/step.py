@@ -30,8 +30,7 @@ import steps
 from contender import Answer, Channel
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.messages import StepStats
-from jaxpp_async.program import ActorProgram, Run
+from jaxpp_async.program import Run
 
 WARM_UP = 5
 
@@ -65,7 +64,7 @@ class Trainer:
             await self._run()
             ms.append((time.perf_counter() - start) * 1e3)
             stats = self.mesh.last_step_stats()
-            seconds.append([_seconds(p, s) for p, s in zip(self.programs, stats, strict=True)])
+            seconds.append([bound.run_seconds(p, s.stamps) for p, s in zip(self.programs, stats, strict=True)])
         times = bound.task_times(self.programs, seconds)
         return {
             "ms": ms,
@@ -104,12 +103,6 @@ class Trainer:
             {"cpus": sorted(os.sched_getaffinity(a.pid)), "threads": len(list(Path(f"/proc/{a.pid}/task").iterdir()))}
             for a in self.mesh.actors
         ]
-
-
-def _seconds(program: ActorProgram, stats: StepStats) -> list[float]:
-    if stats.stamps:
-        return bound.run_seconds(program, stats.stamps)
-    return [end - start for _, start, end in stats.runs]
 
 
 def _named(programs: Any, times: dict[bound.Kind, float]) -> dict[str, float]:
