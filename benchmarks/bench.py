@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ import harness
 import targets
 from parts import PARTS, Context
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
-from rounds import Contender, ContenderError
+from rounds import Contender
 
 LATEST = harness.RESULTS / "latest.json"
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
@@ -39,29 +40,50 @@ def others(part: str, with_peers: bool) -> Sequence[Contender]:
     return contenders.contenders(part, with_peers=with_peers)
 
 
-async def measure(names: Sequence[str], with_peers: bool, console: Console) -> dict[str, Any]:
-    """Run parts one after the other; one that fails is told and left out."""
-    context = Context(lambda part: others(part, with_peers), lambda line: console.print(f"  {line}", style="yellow"))
-    found: dict[str, Any] = {}
+Keep = Callable[[str, Any, dict[str, Any]], None]
+"""Takes a part's name, its figures, and when and where they were taken."""
+
+
+async def measure(names: Sequence[str], with_peers: bool, console: Console, keep: Keep) -> list[str]:
+    """Run parts one after the other. Whatever is wrong with one is told, and the others are measured all the same.
+
+    Args:
+        names: of parts.
+        with_peers: beside the peers.
+        console: what is being measured is printed here; on a terminal also how far it is.
+        keep: takes each part's figures as soon as they are there.
+
+    Returns:
+        The parts that failed.
+    """
+    failed = []
     for name in names:
-        start = time.perf_counter()
-        console.print(f"{name} ...", end="")
-        load = round(os.getloadavg()[0], 1)
-        try:
-            figures = await PARTS[name](context)
-        except (ContenderError, OSError) as error:
-            console.print(f" failed: {error}", style="red")
-            continue
-        console.print(f" {time.perf_counter() - start:.0f} s")
-        found[name] = figures
-        found.setdefault("taken", {})[name] = {"date": _now(), "load": load, "commit": harness.machine()["commit"]}
-    return found
+        part = PARTS[name]
+        longer = ", longer beside the peers" if with_peers and others(name, True) else ""
+        console.print(f"[bold]{name}[/]: {part.what} (may take {part.may_take}{longer})")
+        start, load = time.perf_counter(), round(os.getloadavg()[0], 1)
+        with console.status(name) as status:
+            context = Context(
+                others=lambda part: others(part, with_peers),
+                tell=lambda line: console.print(f"  {line}", style="yellow", markup=False),
+                progress=lambda line, name=name: status.update(f"{name}: {line}"),
+            )
+            try:
+                figures = await part.measure(context)
+            except Exception as error:  # of whatever kind: it must not cost the figures of the others
+                console.print(f"  failed: {type(error).__name__}: {error}", style="red", markup=False)
+                failed.append(name)
+                continue
+        console.print(f"  {time.perf_counter() - start:.0f} s")
+        keep(name, figures, {"date": _now(), "load": load, "commit": harness.machine()["commit"]})
+    return failed
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """The new figures, and the old ones of parts that were not measured; `taken` says when each was."""
     taken = {**old.get("taken", {}), **new.get("taken", {})}
-    return {"machine": harness.machine(), "date": _now(), **_rounded(old | new), "taken": taken}
+    head = {"machine": harness.machine(), "date": _now()}
+    return head | {key: _rounded(v) for key, v in (old | new).items() if key not in head} | {"taken": taken}
 
 
 def table(figures: dict[str, Any]) -> Table:
@@ -73,25 +95,47 @@ def table(figures: dict[str, Any]) -> Table:
     for row in targets.rows(figures):
         target = row.target
         sign = "≥ " if target.at_least else "< " if target.strictly else "≤ "
-        wish = "" if target.wish is None else _shown(target.wish, target.unit)
+        wish = "" if row.wish is None else _shown(row.wish, target.unit)
         value = "" if row.value is None else _shown(row.value, target.unit)
         state = f"[{colour[row.state]}]{row.state}[/]"
-        found.add_row(target.what, sign + _shown(target.limit, target.unit), wish, value, state)
+        what = f"{target.what} ({row.note})" if row.note else target.what
+        found.add_row(what, sign + _shown(row.limit, target.unit), wish, value, state)
     return found
+
+
+OWN = {
+    "tiny_step": ("ms", "ours"),
+    "big_step": ("ms", "ours"),
+    "overlap": ("ms", ""),
+    "rpc_us": ("us", "ours_two_actors"),
+}
+"""Parts with contenders: the unit of their figures, and whose ratios to the others are shown."""
 
 
 def medians(figures: dict[str, Any]) -> Table:
-    """What was measured of each contender, in ms, with the distance of the quartiles."""
-    found = Table("step", "contender", "median ms", "spread ms", "ours takes", title="contenders")
+    """What was measured of each contender, with the distance of the quartiles; and who could not be, and why."""
+    found = Table("part", "contender", "median", "spread", "ours takes", title="contenders")
     for column in found.columns[2:]:
         column.justify = "right"
-    for part in ("tiny_step", "big_step", "overlap"):
-        own = figures.get(part, {})
-        for name, spread in own.get("spread", {}).items():
-            ratio = own.get("ratio", {}).get(f"ours/{name}")
+    for part, (unit, own) in OWN.items():
+        taken = figures.get(part, {})
+        failed = taken.get("failed", {})
+        for name, spread in taken.get("spread", {}).items():
+            ratio = taken.get("ratio", {}).get(f"{own}/{name}")
             shown = "" if ratio is None else f"{ratio:.3g}x"
-            found.add_row(part, name, f"{own[name]:.4g}", f"{spread:.2g}", shown)
+            note = f" (failed later: {_shortly(failed[name])})" if name in failed else ""
+            apart = "" if spread is None else f"{spread:.2g} {unit}"
+            found.add_row(part, escape(name + note), f"{taken[name]:.4g} {unit}", apart, shown)
+        for name, why in failed.items():
+            if name not in taken.get("spread", {}):
+                found.add_row(part, escape(f"{name}: not available: {_shortly(why)}"), "", "", "", style="yellow")
     return found
+
+
+def _shortly(why: str) -> str:
+    """A failure's last line, which says the most."""
+    line = why.rpartition(" | ")[2]
+    return line if len(line) <= 100 else line[:97] + "..."
 
 
 def _shown(value: float, unit: str) -> str:
@@ -113,12 +157,32 @@ def _rounded(value: Any) -> Any:
     return [_rounded(v) for v in value] if isinstance(value, list) else value
 
 
-async def _until_stopped(names: Sequence[str], with_peers: bool, console: Console) -> dict[str, Any]:
+async def _until_stopped(names: Sequence[str], with_peers: bool, console: Console, keep: Keep) -> list[str]:
     task = asyncio.current_task()
     assert task is not None
     # The default would end this process alone and leave the contenders to themselves.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await measure(names, with_peers, console)
+    return await measure(names, with_peers, console, keep)
+
+
+def _keep(name: str, figures: Any, taken: dict[str, Any]) -> None:
+    """Into the results, at once: a run that is stopped keeps what it has measured."""
+    found = merged(_latest(), {name: figures, "taken": {name: taken}})
+    # Whole or not at all.
+    new = LATEST.with_suffix(".new")
+    new.write_text(json.dumps(found, indent=1) + "\n")
+    new.replace(LATEST)
+
+
+def _latest() -> dict[str, Any]:
+    return json.loads(LATEST.read_text()) if LATEST.exists() else {}
+
+
+def _tell_what_is_old(figures: dict[str, Any], measured: Sequence[str], console: Console) -> None:
+    for name, taken in figures.get("taken", {}).items():
+        if name not in measured:
+            where = f"{taken['date']}, commit {taken['commit']}"
+            console.print(f"{name}: not measured now; its figures are of {where}", style="dim", markup=False)
 
 
 def main() -> None:
@@ -130,13 +194,16 @@ def main() -> None:
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
     console = Console(highlight=False)
-    figures = json.loads(LATEST.read_text()) if LATEST.exists() else {}
+    failed: list[str] = []
     if not args.show:
-        new = asyncio.run(_until_stopped(args.parts or list(PARTS), args.peers, console))
-        figures = merged(figures, new)
-        LATEST.write_text(json.dumps(figures, indent=1) + "\n")
+        names = list(args.parts or PARTS)
+        failed = asyncio.run(_until_stopped(names, args.peers, console, _keep))
+        _tell_what_is_old(_latest(), [name for name in names if name not in failed], console)
+    figures = _latest()
     console.print(medians(figures))
     console.print(table(figures))
+    if failed:
+        console.print(f"failed, and left as they were: {', '.join(failed)}", style="red")
 
 
 if __name__ == "__main__":

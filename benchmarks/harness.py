@@ -93,7 +93,10 @@ def _cpu_lines(name: str) -> list[str]:
 
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False)
+    except OSError:  # there is no git here
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rounds import Contender, Plan, Taken, once, ours, ratio, take
+from rounds import Contender, ContenderError, Plan, Taken, once, ours, ratio, take
 from targets import hidden_percent
 
 Figures = dict[str, Any]
@@ -24,15 +24,45 @@ class Context:
     Args:
         others: a part's name to the contenders beside ours.
         tell: takes a line for the user: what failed, and why.
+        progress: takes what is being done now, which the next such line replaces.
     """
 
     others: Callable[[str], Sequence[Contender]]
     tell: Tell
+    progress: Tell
+
+    async def take(self, contenders: Sequence[Contender], plan: Plan) -> dict[str, Taken]:
+        """`rounds.take`, and what failed is told."""
+        taken = await take(contenders, plan, self.progress)
+        for name, t in taken.items():
+            if t.failure is not None:
+                self.tell(f"{name}: {t.failure}")
+        return taken
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part.
+
+    Args:
+        measure: returns its figures; raises ContenderError where there are none.
+        may_take: how long that may last without the peers, for whoever waits.
+    """
+
+    measure: Callable[[Context], Awaitable[Any]]
+    may_take: str
+
+    @property
+    def what(self) -> str:
+        """What it measures, in a line."""
+        return (self.measure.__doc__ or "").partition("\n")[0]
 
 
 STEPS = {"tiny_step": Plan(num_rounds=5, num_steps=40, num_settling=10), "big_step": Plan(5, 5, 1)}
 ZERO_BUBBLE = {"h1": ("ZeroBubbleH1", "4"), "h2": ("ZeroBubbleH2", "4"), "v": ("ZeroBubbleV", "2")}
 """Schedule, and blocks a stage."""
+SAME_LOSS = 1e-4
+"""Contenders whose first losses differ by no more than this share train the same model."""
 
 
 async def tiny_step(context: Context) -> Figures:
@@ -42,8 +72,8 @@ async def tiny_step(context: Context) -> Figures:
         ours("submit", "ours/step.py", "tiny", "--in-flight", "2"),
         ours("ours_fetched", "ours/step.py", "tiny", "--fetch"),
     ]
-    taken = await take([*mine, *context.others("tiny_step")], STEPS["tiny_step"])
-    figures = _medians(taken, context.tell)
+    taken = await context.take([*mine, *context.others("tiny_step")], STEPS["tiny_step"])
+    figures = _medians(taken) | _first_losses(taken, context.tell)
     rivals = [name for name in taken if not name.startswith(("ours", "submit"))]
     return figures | {"ratio": _ratios(taken, [("ours", r) for r in rivals] + [("submit", "ours")])}
 
@@ -56,9 +86,9 @@ async def big_step(context: Context) -> Figures:
     ]
     for key, (schedule, blocks) in ZERO_BUBBLE.items():
         mine.append(ours(f"ours_zero_bubble_{key}", "ours/step.py", "big", "--schedule", schedule, "--blocks", blocks))
-    taken = await take([*mine, *context.others("big_step")], STEPS["big_step"])
+    taken = await context.take([*mine, *context.others("big_step")], STEPS["big_step"])
     _keep_best_zero_bubble(taken)
-    figures = _medians(taken, context.tell)
+    figures = _medians(taken) | _first_losses(taken, context.tell)
     own = [name for name in taken if name.startswith("ours")]
     rivals = [name for name in taken if not name.startswith("ours")]
     bounds = {name: _median_of(taken[name], "bound_ms") for name in own}
@@ -83,13 +113,13 @@ def _keep_best_zero_bubble(taken: dict[str, Taken]) -> None:
 
 async def overlap(context: Context) -> Figures:
     """Transfers as slow as a forward: how much of them is hidden behind computation."""
+    context.progress("how long a forward takes")
     settling = (await take([ours("calibration", "ours/overlap.py")], Plan(1, 5, 1)))["calibration"]
     if settling.failure is not None:
-        context.tell(settling.failure)
-        return {}
+        raise ContenderError(settling.failure)
     # Whole ms, at least two: timers of the event loop know no less.
     delay = str(max(2, round(_median_of(settling, "forward_ms") or 0)))
-    taken = await take(
+    taken = await context.take(
         [
             ours("compute_only", "ours/overlap.py"),
             ours("transfer_only", "ours/overlap.py", "--delay-ms", delay, "--idle"),
@@ -97,7 +127,7 @@ async def overlap(context: Context) -> Figures:
         ],
         Plan(5, 5, 1),
     )
-    figures = _medians(taken, context.tell) | {"delay_ms": float(delay)}
+    figures = _medians(taken) | {"delay_ms": float(delay)}
     complete = all(t.failure is None for t in taken.values())
     return figures | _hidden(taken) if complete else figures
 
@@ -118,9 +148,10 @@ async def peak_bytes(context: Context) -> Figures:
 async def compile_s(context: Context) -> Figures:
     """From entering a mesh to the end of the first step: with an empty compilation cache, and then once more."""
     starts: dict[str, list[Figures]] = {"first": [], "second_start": []}
-    for _ in range(3):
+    for number in range(1, 4):
         with tempfile.TemporaryDirectory() as cache:
-            for found in starts.values():
+            for name, found in starts.items():
+                context.progress(f"round {number} of 3: {name}")
                 found.append(await once(ours("start", "ours/start.py", cache)))
     figures: Figures = {name: statistics.median(s["total_s"] for s in found) for name, found in starts.items()}
     for name, found in starts.items():
@@ -132,16 +163,23 @@ async def launch_s(context: Context) -> Any:
     """Two actors, until the mesh is entered."""
     taken = (await take([ours("launch", "ours/launch.py")], Plan(1, 5, 1)))["launch"]
     if taken.median is None:
-        context.tell(taken.failure or "launch: no figures")
-        return None
+        raise ContenderError(taken.failure or "launch: no figures")
     return taken.median / 1e3
 
 
 async def rpc_us(context: Context) -> Figures:
     """An empty step RPC to two actors."""
-    figures = await _module("rpc")
-    taken = await take(context.others("rpc_us"), Plan(5, 200, 20))
-    return figures | {name: _us(t) for name, t in taken.items() if _us(t) is not None} | _failures(taken, context.tell)
+    mine = [
+        ours("ours_two_actors", "rpc.py", "--serve", "ours"),
+        ours("bare_sockets", "rpc.py", "--serve", "bare_sockets"),
+    ]
+    taken = await context.take([*mine, *context.others("rpc_us")], Plan(5, 200, 20))
+    tenths = _tenths(taken["ours_two_actors"])
+    return {
+        **_medians(taken, ms=1e3),
+        **({"ours_tenths": [ms * 1e3 for ms in tenths]} if tenths else {}),
+        "ratio": _ratios(taken, [("ours_two_actors", name) for name in taken if name != "ours_two_actors"]),
+    }
 
 
 async def transport(context: Context) -> Figures:
@@ -154,9 +192,25 @@ async def controller(context: Context) -> Figures:
     return await _module("controller")
 
 
-PARTS: Mapping[str, Callable[[Context], Awaitable[Any]]] = {
-    f.__name__: f
-    for f in (tiny_step, big_step, overlap, peak_bytes, compile_s, launch_s, rpc_us, transport, controller)
+async def stamps(context: Context) -> Figures:
+    """What the time stamps of every instruction cost, as a share of the tiny step."""
+    return await _module("stamps")
+
+
+PARTS: Mapping[str, Part] = {
+    part.measure.__name__: part
+    for part in (
+        Part(tiny_step, "a minute"),
+        Part(big_step, "two minutes"),
+        Part(overlap, "a minute"),
+        Part(peak_bytes, "half a minute"),
+        Part(compile_s, "a minute"),
+        Part(launch_s, "half a minute"),
+        Part(rpc_us, "half a minute"),
+        Part(transport, "half a minute"),
+        Part(controller, "a minute"),
+        Part(stamps, "half a minute"),
+    )
 }
 """By the key in the results, in the order in which they are measured."""
 
@@ -164,22 +218,35 @@ PARTS: Mapping[str, Callable[[Context], Awaitable[Any]]] = {
 # ---------------------------------------------------------------- figures
 
 
-def _medians(taken: Mapping[str, Taken], tell: Tell) -> Figures:
-    """Each contender's median; beside them quartile distances, what contenders said, and why any failed."""
+def _medians(taken: Mapping[str, Taken], ms: float = 1.0) -> Figures:
+    """Each contender's median; beside them quartile distances, what contenders said, and why any failed.
+
+    Args:
+        taken: by name.
+        ms: what a millisecond is in the unit of the figures.
+    """
     measured = {name: t for name, t in taken.items() if t.median is not None}
+    failed = {name: t.failure for name, t in taken.items() if t.failure is not None}
     return {
-        **{name: t.median for name, t in measured.items()},
-        "spread": {name: t.spread for name, t in measured.items()},
+        **{name: (t.median or 0.0) * ms for name, t in measured.items()},
+        "spread": {name: None if t.spread is None else t.spread * ms for name, t in measured.items()},
         "facts": {name: t.facts for name, t in measured.items()},
-        **_failures(taken, tell),
+        **({"failed": failed} if failed else {}),
     }
 
 
-def _failures(taken: Mapping[str, Taken], tell: Tell) -> Figures:
-    failed = {name: t.failure for name, t in taken.items() if t.failure is not None}
-    for name, why in failed.items():
-        tell(f"{name}: {why}")
-    return {"failed": failed} if failed else {}
+def _first_losses(taken: Mapping[str, Taken], tell: Tell) -> Figures:
+    """By how much contenders' first losses differ: the largest distance from their median, relative to it. All train
+    the same model from the same values, so that a loss of its own means another computation."""
+    losses = {name: float(t.facts["loss"]) for name, t in taken.items() if "loss" in t.facts}
+    if not losses:
+        return {}
+    middle = statistics.median(losses.values())
+    apart = {name: abs(loss - middle) / abs(middle) for name, loss in losses.items()}
+    for name, distance in apart.items():
+        if not distance <= SAME_LOSS:  # also one that is no number
+            tell(f"{name}: its first loss is {losses[name]:.6g}, the others' {middle:.6g}: it computes something else")
+    return {"first_losses_apart": max(apart.values())}
 
 
 def _ratios(taken: Mapping[str, Taken], pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
@@ -200,8 +267,13 @@ def _efficiency(taken: Taken) -> float | None:
     return statistics.median(found) if found else None
 
 
-def _us(taken: Taken) -> float | None:
-    return None if taken.median is None else taken.median * 1e3
+def _tenths(taken: Taken) -> tuple[float, float] | None:
+    """Where the first and the last tenth of the steps lie, in ms."""
+    steps = [ms for of_round in taken.rounds for ms in of_round]
+    if len(steps) < 2:
+        return None
+    cuts = statistics.quantiles(steps, n=10)
+    return cuts[0], cuts[-1]
 
 
 async def _module(name: str) -> Any:

@@ -16,7 +16,7 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -108,10 +108,21 @@ def ratio(one: Taken, other: Taken) -> float | None:
     return statistics.median(statistics.median(a) / statistics.median(b) for a, b in pairs) if pairs else None
 
 
-async def take(contenders: Sequence[Contender], plan: Plan) -> dict[str, Taken]:
+def _unheard(line: str) -> None:
+    """Who waits for no news."""
+
+
+async def take(
+    contenders: Sequence[Contender], plan: Plan, progress: Callable[[str], None] = _unheard
+) -> dict[str, Taken]:
     """Measure contenders alternately.
 
     All are started first, one after the other, and all have ended when this returns, by whatever way.
+
+    Args:
+        contenders: by names of their own.
+        plan: how often and how long.
+        progress: takes what is being done now, such as `round 2 of 5: torch`.
 
     Returns:
         By name. One that failed or was late has a `failure`.
@@ -120,15 +131,17 @@ async def take(contenders: Sequence[Contender], plan: Plan) -> dict[str, Taken]:
     async with contextlib.AsyncExitStack() as stack:
         lines: dict[str, _Line] = {}
         for contender in contenders:
+            progress(f"setting up {contender.name}")
             with _failures_into(taken[contender.name]):
                 line = lines[contender.name] = await stack.enter_async_context(_started(contender))
                 with line.killed_on_failure():
                     taken[contender.name].facts = await line.answer("ready", contender.ready_s)
         shuffle = random.Random(plan.seed).shuffle
-        for _ in range(plan.num_rounds):
+        for number in range(1, plan.num_rounds + 1):
             order = [c for c in contenders if taken[c.name].failure is None]
             shuffle(order)
             for contender in order:
+                progress(f"round {number} of {plan.num_rounds}: {contender.name}")
                 await _turn(contender, lines[contender.name], plan, taken[contender.name])
     return taken
 

@@ -1,12 +1,16 @@
-"""rpc: an empty step to two actor processes and back: one request and one reply each, and nothing to execute.
+"""rpc: two contenders: an empty step to two actor processes and back (one request and one reply each, and nothing to
+execute), and the same bytes over bare sockets, which is what waking three processes takes.
 
-python benchmarks/rpc.py [--calls 1000] [--uvloop] [--profile]
+    python benchmarks/rpc.py [--calls 1000] [--uvloop] [--profile]     # an empty step, by hand
+    python benchmarks/rpc.py --serve ours                              # as a contender (`contender.py`)
+    python benchmarks/rpc.py --serve bare_sockets
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import cProfile
 import json
 import os
@@ -15,12 +19,13 @@ import select
 import socket
 import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from contender import Channel, timed, timed_async
 
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.launch import LocalLauncher
@@ -29,8 +34,12 @@ from jaxpp_async.program import ActorProgram
 CALLS, WARM_UP = 1000, 200
 
 
-async def ours(calls: int = CALLS, *, profile: bool = False) -> list[float]:
-    """Seconds of each call: a step of a program without instructions is sent to both actors and awaited.
+Call = Callable[[], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def empty_step() -> AsyncIterator[Call]:
+    """A step of a program without instructions, which is sent to both actors and awaited.
 
     This is `Controller.start_step`, which `mesh.run` ends in: the actors are ordinary ones, with JAX and UCX up.
     """
@@ -39,27 +48,37 @@ async def ours(calls: int = CALLS, *, profile: bool = False) -> list[float]:
         program_id = controller.new_program_id()
         programs = {actor: ActorProgram(actor, (), ()) for actor in (0, 1)}
         await controller.load(program_id, programs, {}, {})
-        for _ in range(WARM_UP):
+
+        async def call() -> None:
             await controller.start_step(program_id, {}, {})
-        profiler = cProfile.Profile()
-        if profile:
-            profiler.enable()
-        taken = []
-        for _ in range(calls):
-            start_s = time.perf_counter()
-            await controller.start_step(program_id, {}, {})
-            taken.append(time.perf_counter() - start_s)
-        if profile:
-            profiler.disable()
-            pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
-        return taken
+
+        await timed_async(call, WARM_UP)
+        yield call
     finally:
         await controller.aclose()
 
 
-def bare_sockets(calls: int = CALLS, size_bytes: int = 150) -> list[float]:
-    """Seconds of each call of the least there can be: the same bytes to two processes that send them back, over bare
-    sockets, with neither asyncio nor messages nor signatures. It is what waking three processes takes."""
+async def serve_empty_step(channel: Channel) -> None:
+    """Be measured in turns with others."""
+    async with empty_step() as call:
+        await channel.serve_async(lambda num_calls: timed_async(call, num_calls))
+
+
+async def by_hand(calls: int, profile: bool) -> list[float]:
+    """Durations in ms; with `profile` also where they went, on stdout."""
+    async with empty_step() as call:
+        if not profile:
+            return await timed_async(call, calls)
+        with cProfile.Profile() as profiler:
+            taken = await timed_async(call, calls)
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
+        return taken
+
+
+@contextlib.contextmanager
+def bare_sockets(size_bytes: int = 150) -> Iterator[Callable[[], None]]:
+    """The least there can be: as many bytes to two processes that send them back, over bare sockets, with neither
+    asyncio nor messages nor signatures. Nobody spins between calls."""
     ends, children = [], []
     for core in range(2):
         here, there = _tcp_pair()
@@ -74,9 +93,9 @@ def bare_sockets(calls: int = CALLS, size_bytes: int = 150) -> list[float]:
     poll, by_descriptor = select.epoll(), {end.fileno(): end for end in ends}
     for descriptor in by_descriptor:
         poll.register(descriptor, select.EPOLLIN)
-    taken, data = [], b"x" * size_bytes
-    for _ in range(WARM_UP + calls):
-        start_s = time.perf_counter()
+    data = b"x" * size_bytes
+
+    def call() -> None:
         for end in ends:
             end.send(data)
         left = len(ends)
@@ -84,12 +103,21 @@ def bare_sockets(calls: int = CALLS, size_bytes: int = 150) -> list[float]:
             for descriptor, _ in poll.poll():
                 by_descriptor[descriptor].recv(4096)
                 left -= 1
-        taken.append(time.perf_counter() - start_s)
-    poll.close()
-    for end, child in zip(ends, children, strict=True):
-        end.close()
-        os.waitpid(child, 0)
-    return taken[WARM_UP:]
+
+    try:
+        yield call
+    finally:
+        poll.close()
+        for end, child in zip(ends, children, strict=True):
+            end.close()
+            os.waitpid(child, 0)
+
+
+def serve_bare_sockets(channel: Channel) -> None:
+    """Be measured in turns with others."""
+    with bare_sockets() as call:
+        timed(call, WARM_UP)
+        channel.serve(lambda num_calls: timed(call, num_calls))
 
 
 def _tcp_pair() -> tuple[socket.socket, socket.socket]:
@@ -112,37 +140,26 @@ def _echo(end: socket.socket, core: int) -> None:
     os._exit(0)
 
 
-def run(calls: int = CALLS) -> dict[str, Any]:
-    """The figures of `make bench`, in us: medians, and the spread between the first and the last tenth of ours."""
-    floor, taken = bare_sockets(calls), asyncio.run(ours(calls))
-    tenths = statistics.quantiles(taken, n=10)
-    return {
-        "ours_two_actors": _us(statistics.median(taken)),
-        "ours_tenths": [_us(tenths[0]), _us(tenths[-1])],
-        "bare_sockets": _us(statistics.median(floor)),
-    }
-
-
-def _us(seconds: float) -> float:
-    return round(seconds * 1e6, 1)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=CALLS, help="calls measured, behind 200 that warm up")
     parser.add_argument("--uvloop", action="store_true", help="the controller on uvloop (actors always are)")
     parser.add_argument("--profile", action="store_true", help="print where the controller's time goes, by function")
+    parser.add_argument("--serve", choices=("ours", "bare_sockets"), help="be a contender")
     given = parser.parse_args()
+    if given.serve == "ours":
+        asyncio.run(serve_empty_step(Channel()))
+        return
+    if given.serve:
+        serve_bare_sockets(Channel())
+        return
     runner: Callable[..., Any] = asyncio.run
     if given.uvloop:
         import uvloop
 
         runner = uvloop.run
-    if given.profile or given.uvloop:
-        taken = runner(ours(given.calls, profile=given.profile))
-        print(json.dumps({"rpc_us": {"ours_two_actors": _us(statistics.median(taken))}}))
-    else:
-        print(json.dumps({"rpc_us": run(given.calls)}))
+    taken = runner(by_hand(given.calls, given.profile))
+    print(json.dumps({"rpc_us": {"ours_two_actors": round(statistics.median(taken) * 1e3, 1)}}))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import math
 import time
 from array import array
@@ -70,13 +71,24 @@ def travel_s(stats: m.StepStats) -> float:
     return one(stats) - one(replace(stats, stamps=b""))
 
 
-def main() -> None:
+def run() -> dict[str, float]:
+    """The figures of `make bench`."""
     stats, step_s = asyncio.run(tiny_steps())
     count = sum(not math.isnan(t) for s in stats for moments in read_stamps(s.stamps) for t in moments)
     each_s, travels_s = stamp_s(), sum(travel_s(s) for s in stats)
     cost_s = count * each_s + travels_s
-    print(f"{count} stamps of {each_s * 1e9:.0f} ns, {travels_s * 1e6:.1f} us to the driver: {cost_s * 1e6:.1f} us")
-    print(f"{cost_s / step_s:.2%} of a tiny step of {step_s * 1e3:.2f} ms")
+    return {
+        "percent_of_tiny_step": 100 * cost_s / step_s,
+        "count": count,
+        "stamp_ns": each_s * 1e9,
+        "travel_us": travels_s * 1e6,
+        "cost_us": cost_s * 1e6,
+        "tiny_step_ms": step_s * 1e3,
+    }
+
+
+def main() -> None:
+    print(json.dumps({"stamps": run()}))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import sys
 from pathlib import Path
@@ -10,10 +11,13 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import bench
 import bound
+import parts
 import rounds
 import targets
 from contender import timed
+from rich.console import Console
 
 from jaxpp_async.program import ActorProgram, Aval, Recv, Run, Send
 
@@ -67,6 +71,15 @@ def test_the_critical_path_of_a_pipeline(forward, last, backward, transfer, expe
     assert bound.critical_path_s(PIPELINE, times, transfer) == expected
 
 
+@pytest.mark.parametrize("out", [0, 1], ids=["the slot that it was received in", "another slot"])
+def test_a_run_may_write_to_a_slot_that_a_message_filled(out):
+    programs = (
+        program(0, Recv(1, 1, 1, AVAL), run(0, (), 0), Send(0, 1, 0), run(2, (1,), 2)),
+        program(1, Recv(0, 0, 0, AVAL), run(1, (0,), out), Send(out, 0, 1)),
+    )
+    assert bound.critical_path_s(programs, {(0, 0): 1, (1, 1): 5, (0, 2): 1}) == 7
+
+
 def test_the_critical_path_of_programs_that_wait_for_each_other():
     waiting = [program(a, Recv(0, 1 - a, a, AVAL), run(0, (0,), 1), Send(1, 1 - a, 1 - a)) for a in (0, 1)]
     with pytest.raises(ValueError, match="wait for each other"):
@@ -93,6 +106,107 @@ def test_medians_and_spreads():
     assert (taken.median, taken.spread) == (3, 3)
     assert (rounds.Taken().median, rounds.Taken([[1]]).spread) == (None, None)
     assert len(timed(lambda: None, 3)) == 3
+
+
+def test_efficiency_is_taken_within_rounds():
+    # The machine is twice as slow in the second round, and its tasks with it; the third did not say.
+    taken = rounds.Taken([[9, 10, 11], [20, 22], [10]], extras=[{"bound_ms": 9}, {"bound_ms": 18.9}, {}])
+    assert parts._efficiency(taken) == pytest.approx(0.9)
+    assert parts._efficiency(rounds.Taken()) is None
+
+
+def test_hidden_transfers_are_taken_within_rounds():
+    # Half is hidden in every round, on a machine that is slower each time.
+    taken = {
+        "compute_only": rounds.Taken([[100, 101, 99], [200], [400]]),
+        "transfer_only": rounds.Taken([[60], [110], [210]]),
+        "together": rounds.Taken(
+            [[135], [260], [510]], extras=[{"bound_ms": b, "bound_slow_ms": b + 10} for b in (90, 180, 360)]
+        ),
+    }
+    assert parts._hidden(taken) == {"no_slack": 10, "hidden_percent": 50}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "told"),
+    [
+        (1.3200001, False),  # another order of sums
+        (1.3204, True),
+        (float("nan"), True),
+    ],
+)
+def test_a_contender_that_computes_something_else_is_told(theirs, told):
+    taken = {name: rounds.Taken([[1]], facts={"loss": 1.32}) for name in ("ours", "submit", "jit")}
+    taken["torch"] = rounds.Taken([[1]], facts={"loss": theirs})
+    taken["no loss"] = rounds.Taken([[1]])
+    lines: list[str] = []
+    parts._first_losses(taken, lines.append)
+    assert [line.split(":")[0] for line in lines] == ["torch"] * told
+
+
+def test_who_has_no_figures_stands_in_the_table_with_the_reason():
+    taken = {
+        "ours": rounds.Taken([[1, 2], [2, 2]], facts={"loss": 1.0}),
+        "torch": rounds.Taken(failure="torch ended (1). Its last words: Traceback | No module named 'torch'"),
+        "ray": rounds.Taken([[3, 3]], failure="ray said nothing within 10 s. It printed nothing."),
+    }
+    console = Console(width=200, file=io.StringIO(), color_system=None)
+    console.print(bench.medians({"tiny_step": parts._medians(taken)}))
+    lines = console.file.getvalue().splitlines()
+    assert any("torch: not available: No module named 'torch'" in line for line in lines)
+    assert any("ray (failed later: ray said nothing" in line and "3 ms" in line for line in lines)
+
+
+async def test_a_part_that_fails_costs_the_others_nothing(monkeypatch):
+    async def good(context):
+        """Says so."""
+        context.progress("well")
+        return {"figure": 1}
+
+    async def bad(context):
+        """Does not."""
+        return {}["no such key"]
+
+    monkeypatch.setattr(bench, "PARTS", {f.__name__: parts.Part(f, "no time") for f in (bad, good)})
+    kept = {}
+    console = Console(width=200, file=io.StringIO(), color_system=None)
+    failed = await bench.measure(["bad", "good"], False, console, lambda name, figures, _: kept.update({name: figures}))
+    assert (failed, kept) == (["bad"], {"good": {"figure": 1}})
+    said = console.file.getvalue()
+    assert "good: Says so. (may take no time)" in said
+    assert "failed: KeyError: 'no such key'" in said
+
+
+def test_results_are_of_the_newest_run_and_keep_what_it_left_out():
+    old = {
+        "machine": {},
+        "date": "once",
+        "tiny_step": 1,
+        "overlap": 2,
+        "taken": {"tiny_step": "then", "overlap": "then"},
+    }
+    found = bench.merged(old, {"tiny_step": 1.234567, "taken": {"tiny_step": "now"}})
+    assert found["date"] != "once" and found["machine"]["cores"]
+    assert (found["tiny_step"], found["overlap"]) == (1.2346, 2)
+    assert found["taken"] == {"tiny_step": "now", "overlap": "then"}
+
+
+def test_every_part_says_what_it_measures_and_for_how_long():
+    assert all(part.what.endswith(".") and part.may_take for part in parts.PARTS.values())
+
+
+@pytest.mark.parametrize(
+    ("theirs", "limit", "state"),
+    [
+        ({}, 3, "missed"),  # as it was promised
+        ({"torch": 12.0}, 4.5, "met"),  # half as slow again as the machine on which it was set
+        ({"torch": 4.0}, 1.5, "missed"),
+    ],
+)
+def test_a_limit_in_ms_is_that_of_a_machine_of_known_speed(theirs, limit, state):
+    (row,) = [row for row in targets.rows({"tiny_step": {"ours": 4.0, **theirs}}) if row.target.what == "tiny step"]
+    assert (row.limit, row.state) == (limit, state)
+    assert ("was not measured" in row.note) == (not theirs)
 
 
 FIGURES = {
@@ -178,3 +292,10 @@ async def test_contenders_are_measured_in_turns_and_one_that_fails_is_left_out(s
 async def test_a_program_that_is_missing_is_reported():
     taken = await rounds.take([rounds.Contender("absent", ("/no/such/program",))], rounds.Plan(1, 1, 0))
     assert "/no/such/program" in str(taken["absent"].failure)
+
+
+async def test_the_driver_says_what_it_does():
+    code = CONTENDER.format(benchmarks=str(rounds.HERE), setup="")
+    said: list[str] = []
+    await rounds.take([rounds.Contender("good", (sys.executable, "-c", code))], rounds.Plan(2, 1, 0), said.append)
+    assert said == ["setting up good", "round 1 of 2: good", "round 2 of 2: good"]
