@@ -244,18 +244,19 @@ class DistributedStep:
             self._calls.appendleft(call)
 
     def _dynamic(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Of something an argument, those of arguments that are traced."""
         static = self._options.static_argnums
         return tuple(a for i, a in enumerate(args) if i not in static) if static else tuple(args)
 
     def _static(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Of something an argument, those of arguments that are part of the program."""
         return tuple(args[i] for i in self._options.static_argnums if i < len(args))
 
     def signature(self, args: Sequence[Any]) -> Any:
         """What a compiled form depends on."""
         self._check_count(args)
-        static = tuple(args[i] for i in self._options.static_argnums)
+        static, dynamic = self._static(args), self._dynamic(args)
         self._check_hashable(static)
-        dynamic = tuple(a for i, a in enumerate(args) if i not in self._options.static_argnums)
         leaves, treedef = jax.tree.flatten(dynamic)
         config = (tuple(sorted(jax_compat.copied_config().items())), self._given_specs(leaves))
         try:
@@ -287,7 +288,7 @@ class DistributedStep:
     def _name_bad_leaf(self, dynamic: Sequence[Any]) -> None:
         """Raise a TypeError that says which leaf is no array."""
         count = len(dynamic) + len(self._options.static_argnums)
-        argnums = [i for i in range(count) if i not in self._options.static_argnums]
+        argnums = self._dynamic(range(count))
         for path, leaf in jax.tree_util.tree_flatten_with_path(tuple(dynamic))[0]:
             try:
                 leaf_type(leaf)
@@ -309,9 +310,8 @@ class DistributedStep:
         """The compiler's input for these arguments."""
         static = self._options.static_argnums
         shapes = [a if i in static else jax.tree.map(shape_struct, a) for i, a in enumerate(args)]
-        dynamic = tuple(a for i, a in enumerate(shapes) if i not in static)
         runner, options = self.runner, self._options
-        given = self._in_specs(dynamic, [i for i in range(len(args)) if i not in static])
+        given = self._in_specs(self._dynamic(shapes), self._dynamic(range(len(args))))
         if explicit.has_axes(runner.target.mesh):
             shapes = self._typed(shapes, args, given)
 
@@ -340,9 +340,8 @@ class DistributedStep:
         prefix = self._options.in_shardings
         named = jax.tree_util.tree_flatten_with_path(dynamic)[0]
         names = [self._name(argnums[path[0].idx]) + jax.tree_util.keystr(path[1:]) for path, _ in named]
-        static = self._options.static_argnums
-        if static and isinstance(prefix, tuple) and not isinstance(prefix, P):
-            prefix = tuple(p for i, p in enumerate(prefix) if i not in static)
+        if self._options.static_argnums and isinstance(prefix, tuple) and not isinstance(prefix, P):
+            prefix = self._dynamic(prefix)
         # A key array's shape as the user knows it, with its data's dimensions behind it.
         shapes = [value_type(jax_compat.ShapedArray(s.shape, s.dtype)).aval.shape for _, s in named]
         return self._specs(prefix, dynamic, names, shapes, "in_shardings")
