@@ -262,6 +262,9 @@ class RemoteMesh:
         Actors stamp every instruction of every step, so nothing has to be switched on before. With several steps under
         way, `StepFuture.timeline()` has that of a certain one. See docs/timeline.md.
 
+        A step that failed or was aborted has none: the last that finished stays. One that a restart ran again has that
+        of the run that counted. It is still there when the mesh has failed or is closed.
+
         Returns:
             Its times are seconds since the step's start, on this process's clock; how far off those of actors on other
             hosts may be, its `clock_error_s` says.

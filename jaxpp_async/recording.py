@@ -1,20 +1,20 @@
 """recording: a step that has been sent in; its timeline out, once it has finished. Keeps what that takes, and reads it
-when somebody asks: a step that nobody asks about costs nothing here.
+when somebody asks: a step that nobody asks about costs a few references here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from jaxpp_async.actors.actor_info import ActorInfo
+from jaxpp_async.actors.clocks import Clock, Readings
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.rpc import StepHandle
 from jaxpp_async.errors import MeshError
-from jaxpp_async.program import ActorProgram
+from jaxpp_async.program import ActorId, ActorProgram
 from jaxpp_async.timeline import Recorded, Timeline, make_timeline
 
 
-@dataclass(frozen=True, slots=True)
 class Recording:
     """A step under way, or finished.
 
@@ -22,13 +22,16 @@ class Recording:
         name: the step function's.
         handle: knows what the actors answered, and when.
         programs: what they ran.
-        controller: gives the mesh's controller, which knows their clocks.
+        controller: knows who the actors are, and their clocks.
     """
 
-    name: str
-    handle: StepHandle
-    programs: Sequence[ActorProgram]
-    controller: Callable[[], Controller]
+    __slots__ = ("_controller", "_processes", "handle", "name", "programs")
+
+    def __init__(self, name: str, handle: StepHandle, programs: Sequence[ActorProgram], controller: Controller):
+        self.name, self.handle, self.programs = name, handle, programs
+        self._controller: Controller | None = controller
+        self._processes: dict[ActorId, tuple[ActorInfo, Clock, Readings]] = {}
+        handle.when_done(self._keep)
 
     def timeline(self) -> Timeline:
         """What each actor did, and when.
@@ -36,20 +39,32 @@ class Recording:
         Raises:
             MeshError: the step has not finished, or failed.
         """
-        if not self.handle.done or self.handle.error is not None:
+        if not self.handle.done:
             raise MeshError("a step has a timeline once it has finished; await it first")
+        if (error := self.handle.error) is not None:
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+            raise MeshError(f"step {self.handle.step} ({self.name!r}) failed, so it has no timeline: {why}")
         by_actor = {p.actor: p for p in self.programs}
         recorded = {a: self._recorded(by_actor[a], stats.stamps) for a, stats in self.handle.result().items()}
         return make_timeline(self.handle.step, self.name, self.handle.sent_s, recorded)
 
+    def _keep(self) -> None:
+        """The step has ended: keep who ran it. After a restart its actors may be other processes, with other clocks."""
+        controller, self._controller = self._controller, None
+        if controller is None or self.handle.error is not None:
+            return
+        for actor in self.handle.heard_s:
+            clock = controller.clock(actor)
+            self._processes[actor] = controller.requests.info(actor), clock, clock.readings
+
     def _recorded(self, program: ActorProgram, stamps: bytes) -> Recorded:
-        controller, actor = self.controller(), program.actor
-        info = controller.actors[actor]
-        offset = controller.clock_offset(actor, self.handle.heard_s[actor])
+        info, clock, readings = self._processes[program.actor]
+        heard_s = self.handle.heard_s[program.actor]
+        offset = clock.offset(heard_s, readings)
         return Recorded(
             program=program,
             stamps=stamps,
-            heard_s=self.handle.heard_s[actor],
+            heard_s=heard_s,
             offset_s=offset.offset_s if offset is not None else 0.0,
             error_s=offset.error_s if offset is not None else None,
             host=info.host,

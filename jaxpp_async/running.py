@@ -80,8 +80,11 @@ class StepFuture:
     def timeline(self) -> Timeline:
         """What each actor did in this step, instruction by instruction. See docs/timeline.md.
 
+        It stays what it was when the step ended, also after restarts and when the mesh is closed. A step that a restart
+        ran again has the timeline of the run that counted, from when it was sent anew.
+
         Raises:
-            MeshError: it has not finished, or failed.
+            MeshError: it has not finished, or it failed or was aborted.
         """
         return self._recording.timeline()
 
@@ -343,7 +346,7 @@ class StepRunner:
             frees_after=arguments.frees_after,
         )
         donated = self._retire_donated(step, compiled, leaves)
-        recording = Recording(step.__name__, handle, compiled.compiled.programs, self._controller)
+        recording = Recording(step.__name__, handle, compiled.compiled.programs, controller)
         handle.when_done(lambda: self._finished(recording, results, donated))
         traced = compiled.compiled.traced
         count = len(traced.out_names)

@@ -7,7 +7,9 @@ import asyncio
 import itertools
 import json
 import math
+import os
 import random
+import signal
 import struct
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ from models import grads_step, mlp
 
 import jaxpp_async as jpp
 from jaxpp_async.actors.clocks import Clocks
-from jaxpp_async.errors import MeshError
+from jaxpp_async.errors import ActorDiedError, MeshClosedError, MeshError, StepAbortedError
 from jaxpp_async.program import ActorProgram, Recv, Run, Send
 from jaxpp_async.program_text import parse_program
 from jaxpp_async.timeline import Recorded, Timeline, chrome_trace, make_timeline, write_trace
@@ -199,6 +201,8 @@ def test_a_timeline_prints():
     for line in ("actor 0        37%      16%", "fwd_bwd(stage 1)     2  4.00 s", "schedule      2.00 s    9%"):
         assert line in text, text
     assert made().task_times["fwd(stage 0)"] == (2, 2) and made().median_s("bwd(stage 0)") == 3
+    with pytest.raises(KeyError, match="no task 'bwd', but fwd"):
+        made().median_s("bwd")
 
 
 # ---------------------------------------------------------------- clocks
@@ -294,27 +298,53 @@ def test_true_clocks_are_within_what_alignment_says(seed):
 # ---------------------------------------------------------------- the trace
 
 
+NEEDED = {
+    "M": {"ph", "pid", "name", "args"},
+    "X": {"ph", "pid", "tid", "name", "cat", "ts", "dur", "args"},
+    "s": {"ph", "pid", "tid", "name", "cat", "ts", "id"},
+    "f": {"ph", "pid", "tid", "name", "cat", "ts", "id", "bp"},
+}
+"""The fields of each phase, as "Trace Event Format" has them; threads' names say which thread besides."""
+
+
 def check_trace(trace: dict[str, Any]) -> None:
-    """What a viewer needs: names for all tracks, slices that do not overlap on one, arrows inside of slices."""
-    events = json.loads(json.dumps(trace, allow_nan=False))["traceEvents"]
-    named = {(e["pid"], e.get("tid")) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    """What a viewer needs: whole events, names for all tracks, slices that do not overlap on one, arrows inside."""
+    trace = json.loads(json.dumps(trace, allow_nan=False))
+    assert set(trace) == {"traceEvents", "displayTimeUnit"} and trace["displayTimeUnit"] == "ms"
+    events = trace["traceEvents"]
+    for e in events:
+        is_threads = e["ph"] == "M" and e["name"].startswith("thread_")
+        assert set(e) == NEEDED[e["ph"]] | ({"tid"} if is_threads else set()), e
+        assert all(type(e[k]) is int and e[k] > 0 for k in ("pid", "tid", "id") if k in e), e
+        assert all(type(e[k]) in (int, float) and e[k] >= 0 for k in ("ts", "dur") if k in e), e
+        assert all(type(e[k]) is str and e[k] for k in ("name", "cat") if k in e), e
+    _check_names([e for e in events if e["ph"] == "M"], {e["pid"] for e in events}, {e.get("tid") for e in events})
     tracks: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     ends: dict[int, dict[str, dict]] = defaultdict(dict)
     for e in events:
         if e["ph"] == "X":
-            assert e["dur"] > 0 and e["ts"] >= 0
+            assert e["dur"] > 0, "a slice of no length holds no arrow"
             tracks[e["pid"], e["tid"]].append((e["ts"], e["ts"] + e["dur"]))
         elif e["ph"] in "sf":
             assert e["ph"] not in ends[e["id"]], "an arrow has one start and one end"
             ends[e["id"]][e["ph"]] = e
-    assert set(tracks) <= named
     for track in tracks.values():
         track.sort()
         assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(track))
     for arrow in ends.values():
-        assert arrow["s"]["ts"] <= arrow["f"]["ts"] and arrow["f"]["bp"] == "e"
+        assert set(arrow) == {"s", "f"} and arrow["s"]["ts"] <= arrow["f"]["ts"] and arrow["f"]["bp"] == "e"
+        assert all(arrow["s"][k] == arrow["f"][k] for k in ("name", "cat")), "viewers pair by both, and the id"
         for e in arrow.values():
             assert any(a <= e["ts"] < b for a, b in tracks[e["pid"], e["tid"]]), e
+
+
+def _check_names(named: list[dict[str, Any]], pids: set[int], tids: set[int | None]) -> None:
+    """Each process and thread has one name and one place, and each thread one process; no number is that of both."""
+    for what, numbers in (("process", pids), ("thread", tids - {None})):
+        for field in (f"{what}_name", f"{what}_sort_index"):
+            found = [e["pid" if what == "process" else "tid"] for e in named if e["name"] == field]
+            assert sorted(found) == sorted(numbers), field
+    assert not pids & tids
 
 
 def test_a_trace_has_a_track_an_actor_and_arrows_for_transfers():
@@ -333,6 +363,20 @@ def test_a_trace_has_a_track_an_actor_and_arrows_for_transfers():
     assert (received["ts"], received["dur"], received["args"]["from_actor"]) == (7e6, 2e6, 0)
     assert sum(e["ph"] == "s" for e in events) == 3
     assert slices[1, "steps", "step 7"]["dur"] == 22e6
+
+
+def test_an_actor_that_was_replaced_keeps_its_track():
+    """Two steps before a restart and one after: the track says which processes it shows."""
+    before, after = made(host="far", pid=7), made(origin=160.0, host="far", pid=9)
+    trace = chrome_trace([before, made(origin=130.0, host="far", pid=7), after])
+    check_trace(trace)
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
+    assert names == ["controller", *(f"actor {a} (far, pid 7, then far, pid 9)" for a in (0, 1))]
+
+
+def test_a_trace_of_nothing():
+    check_trace(chrome_trace([]))
+    check_trace(make_timeline(0, "empty", 5.0, {}).to_chrome_trace())
 
 
 def test_slices_that_overlap_get_threads_of_their_own():
@@ -427,7 +471,7 @@ async def test_actors_whose_clock_is_not_ours_are_asked_for_it(remote_mesh, monk
     params, batch = model.init(0), model.batch(0, 4)
     await step.compile(params, batch)
     async with asyncio.timeout(10):
-        while any(clocks.offset(actor, 0.0) is None for actor in (0, 1)):  # noqa: ASYNC110
+        while any(clocks.of(actor).offset(0.0) is None for actor in (0, 1)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     await mesh.run(step, params, batch)
     timeline = mesh.last_step_timeline()
@@ -437,6 +481,90 @@ async def test_actors_whose_clock_is_not_ours_are_asked_for_it(remote_mesh, monk
         assert actor.begin_s >= 0 and actor.end_s <= timeline.duration_s
     assert "clocks within" in str(timeline)
     check_trace(timeline.to_chrome_trace())
+
+
+# ---------------------------------------------------------------- steps that did not go well
+
+
+def processes(timeline: Timeline) -> list[tuple[int, str, int]]:
+    return [(a.actor, a.host, a.pid) for a in timeline.actors]
+
+
+async def test_a_timeline_stays_what_it_was_after_a_restart_and_after_the_end(monkeypatch):
+    """Its processes and their clocks, however those of the successors are."""
+    async with jpp.RemoteMesh(2, max_restarts=1) as mesh:
+        watch = mesh._controller._supervision.clocks
+        monkeypatch.setattr(watch, "_clocks", clocks := Clocks("elsewhere"))
+        monkeypatch.setattr(watch, "heard", lambda identity, beat: None)
+        for actor in (0, 1):
+            clocks.note(actor, 0.0, 0.5, 1.0)
+        step, args = a_step(mesh)
+        before = await mesh.submit(step, *args)
+        await before
+        first, were = before.timeline(), [(a.id, a.host, a.pid) for a in mesh.actors]
+        assert processes(first) == were
+        os.kill(mesh.actors[1].pid, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            await mesh.run(step, *args)
+        clocks.note(1, 0.0, 1e6, 1.0)
+        now = [(a.id, a.host, a.pid) for a in mesh.actors]
+        assert now[0] == were[0] and now[1] != were[1]
+        last = mesh.last_step_timeline()
+        assert before.timeline() == first and processes(last) == now
+        check_trace(chrome_trace([first, last]))
+    assert before.timeline() == first and mesh.last_step_timeline() == last
+
+
+def a_step(mesh: jpp.RemoteMesh, fn: Any = None) -> tuple[Any, tuple[Any, ...]]:
+    model = mlp(2)
+    return mesh.distributed(fn or grads_step(model, jpp.Std1F1B(2))), (model.init(0), model.batch(0, 4))
+
+
+async def test_a_step_that_a_restart_ran_again_has_the_timeline_of_the_run_that_counted():
+    async with jpp.RemoteMesh(2, launcher="inline", max_restarts=1) as mesh:
+        step, args = a_step(mesh)
+        programs = (await step.compile(*args)).compiled.programs
+        await mesh.run(step, *args)
+        future = await mesh.submit(step, *args)
+        sent_first_s = future._handle.sent_s
+        mesh._controller._crew.handles[1].kill()
+        with pytest.raises(MeshError, match="once it has finished"):
+            future.timeline()
+        async with asyncio.timeout(60):
+            await future
+        timeline = future.timeline()
+        check_real(timeline, programs)
+        assert timeline.origin_s > sent_first_s and mesh.last_step_timeline() == timeline
+
+
+async def test_steps_that_fail_or_are_aborted_leave_the_last_timeline():
+    """A death without restarts fails one step and aborts those behind it; the mesh's end does neither any harm."""
+    async with jpp.RemoteMesh(2, launcher="inline") as mesh:
+        step, args = a_step(mesh)
+        await mesh.run(step, *args)
+        good = mesh.last_step_timeline()
+        steps = [await mesh.submit(step, *args) for _ in range(2)]
+        mesh._controller._crew.handles[1].kill()
+        for future, error in zip(steps, (ActorDiedError, StepAbortedError), strict=True):
+            with pytest.raises(error):
+                await future
+            with pytest.raises(MeshError, match=r"step \d+ \('step'\) failed, so it has no timeline: "):
+                future.timeline()
+            assert mesh.last_step_timeline() == good
+    assert mesh.last_step_timeline() == good
+
+
+async def test_a_step_that_the_end_of_the_mesh_cut_short_has_none():
+    async with jpp.RemoteMesh(2, launcher="inline") as mesh:
+        step, args = a_step(mesh)
+        await step.compile(*args)
+        future = await mesh.submit(step, *args)
+    with pytest.raises(MeshClosedError):
+        await future
+    with pytest.raises(MeshError, match="has no timeline: the mesh was closed"):
+        future.timeline()
+    with pytest.raises(MeshError, match="no step has finished"):
+        mesh.last_step_timeline()
 
 
 def test_before_the_first_step():

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 
-from jaxpp_async.actors.clocks import Clocks, Offset, clock_name
+from jaxpp_async.actors.clocks import Clock, Clocks, clock_name
 from jaxpp_async.actors.messages import Beat, Reported
 from jaxpp_async.actors.protocol import Identity
 from jaxpp_async.errors import ActorError
@@ -43,7 +43,7 @@ class ClockWatch:
         """Take a sign of life (`Gate.on_beat`)."""
         actor, now = identity.actor_id, time.monotonic()
         self._clocks.name(actor, beat.clock)
-        if self._clocks.is_ours(actor) or now - self._asked.get(actor, -math.inf) < FORGET_S:
+        if self._clocks.of(actor).is_ours or now - self._asked.get(actor, -math.inf) < FORGET_S:
             return
         try:
             answer = self._ask(actor)
@@ -52,9 +52,9 @@ class ClockWatch:
         self._asked[actor] = now
         answer.add_done_callback(lambda future: self._take(actor, now, future))
 
-    def offset(self, actor: ActorId, at_s: float) -> Offset | None:
-        """By how much an actor's clock was ahead at some time of ours; None: that is not known yet."""
-        return self._clocks.offset(actor, at_s)
+    def of(self, actor: ActorId) -> Clock:
+        """What is known, and will be, of the clock of the process that is this actor now."""
+        return self._clocks.of(actor)
 
     def _take(self, actor: ActorId, sent_s: float, answer: asyncio.Future[Reported]) -> None:
         if self._asked.get(actor) != sent_s:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from jaxpp_async.program import ActorId
 
@@ -50,15 +50,56 @@ class Offset:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class Reading:
+    """We asked at `sent_s`, its clock showed `there_s`, and we had that at `received_s`."""
+
     sent_s: float
     there_s: float
     received_s: float
 
     def offset(self, at_s: float) -> Offset:
+        """What it says of some time of ours."""
         away_s = max(0.0, self.sent_s - at_s, at_s - self.received_s)
         middle_s, half_s = (self.sent_s + self.received_s) / 2, (self.received_s - self.sent_s) / 2
         return Offset(self.there_s - middle_s, half_s + DRIFT * away_s)
+
+
+Readings: TypeAlias = tuple[Reading, ...]
+
+
+class Clock:
+    """What is known of one process's clock. Whoever keeps it keeps that process's, also when another takes its place.
+
+    Attributes:
+        name: the process's `clock_name()`; None: it has not said.
+        is_ours: whether it is known to be our own clock, of which nothing has to be read.
+        readings: the latest. Never changed in place, so that they can be kept as they were at some time.
+    """
+
+    __slots__ = ("is_ours", "name", "readings")
+
+    def __init__(self, *, is_ours: bool = False):
+        self.name: str | None = None
+        self.is_ours = is_ours
+        self.readings: Readings = ()
+
+    def note(self, reading: Reading) -> None:
+        """Take one more reading, in place of the oldest if there are many."""
+        self.readings = (*self.readings[1 - NUM_READINGS :], reading)
+
+    def offset(self, at_s: float, kept: Readings = ()) -> Offset | None:
+        """How far it was ahead at some time of ours; None: nothing is known of it yet.
+
+        Args:
+            kept: readings of then, which say more about that time than those of much later.
+        """
+        if self.is_ours:
+            return Offset(0.0, 0.0)
+        return min((r.offset(at_s) for r in (*kept, *self.readings)), key=lambda o: o.error_s, default=None)
+
+
+OUR_CLOCK = Clock(is_ours=True)
+"""That of an actor inside of this process."""
 
 
 class Clocks:
@@ -70,31 +111,28 @@ class Clocks:
 
     def __init__(self, own: str):
         self._own = own
-        self._names: dict[ActorId, str] = {}
-        self._readings: dict[ActorId, deque[_Reading]] = {}
+        self._clocks: dict[ActorId, Clock] = {}
 
-    def is_ours(self, actor: ActorId) -> bool:
-        """Whether an actor is known to share our clock."""
-        return bool(self._own) and self._names.get(actor) == self._own
+    def of(self, actor: ActorId) -> Clock:
+        """The clock of the process that is this actor now."""
+        if actor not in self._clocks:
+            self._clocks[actor] = Clock()
+        return self._clocks[actor]
 
     def name(self, actor: ActorId, name: str) -> None:
         """An actor says which clock it has; that of another life of it is forgotten."""
-        if self._names.get(actor) != name:
-            self._names[actor] = name
-            self._readings.pop(actor, None)
+        clock = self.of(actor)
+        if clock.name == name:
+            return
+        if clock.name is not None:
+            self.forget(actor)
+            clock = self.of(actor)
+        clock.name, clock.is_ours = name, bool(self._own) and name == self._own
 
     def forget(self, actor: ActorId) -> None:
         """It is about to be another process."""
-        self._names.pop(actor, None)
-        self._readings.pop(actor, None)
+        self._clocks.pop(actor, None)
 
     def note(self, actor: ActorId, sent_s: float, there_s: float, received_s: float) -> None:
         """An actor was asked at `sent_s`, its clock showed `there_s`, and its answer came at `received_s`."""
-        self._readings.setdefault(actor, deque(maxlen=NUM_READINGS)).append(_Reading(sent_s, there_s, received_s))
-
-    def offset(self, actor: ActorId, at_s: float) -> Offset | None:
-        """How far its clock was ahead at some time of ours; None: nothing is known of it yet."""
-        if self.is_ours(actor):
-            return Offset(0.0, 0.0)
-        found = [reading.offset(at_s) for reading in self._readings.get(actor, ())]
-        return min(found, key=lambda o: o.error_s, default=None)
+        self.of(actor).note(Reading(sent_s, there_s, received_s))

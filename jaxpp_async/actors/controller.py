@@ -20,7 +20,7 @@ import numpy as np
 from jaxpp_async.actors.actor_info import ActorInfo
 from jaxpp_async.actors.backups import Backups
 from jaxpp_async.actors.bringup import ActorConfig, all_of
-from jaxpp_async.actors.clocks import Offset
+from jaxpp_async.actors.clocks import OUR_CLOCK, Clock
 from jaxpp_async.actors.crew import Crew, CrewOptions
 from jaxpp_async.actors.ending import to_the_end
 from jaxpp_async.actors.failure import abandoned
@@ -200,9 +200,9 @@ class Controller:
         """The mesh has failed, or was closed."""
         return self.cause is not None or self._closing is not None
 
-    def clock_offset(self, actor: ActorId, at_s: float) -> Offset | None:
-        """By how much an actor's clock was ahead of this process's when this showed `at_s`; None: not known yet."""
-        return self._supervision.clocks.offset(actor, at_s) if self._crew.has_hearts else Offset(0.0, 0.0)
+    def clock(self, actor: ActorId) -> Clock:
+        """The clock of the process that is this actor now."""
+        return self._supervision.clocks.of(actor) if self._crew.has_hearts else OUR_CLOCK
 
     def new_array_id(self) -> ArrayId:
         """An id that no array of this mesh has had."""

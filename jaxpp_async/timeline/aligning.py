@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxpp_async.program import ActorId, ActorProgram, Recv, Send
-from jaxpp_async.timeline.events import TransferKey
+from jaxpp_async.timeline.events import TransferKey, span
+from jaxpp_async.timeline.recorded import Recorded
 
 Bounds = tuple[float, float]
 """The least and the most by which a clock is ahead."""
@@ -37,6 +38,30 @@ class Aligned:
     offset_s: dict[ActorId, float]
     error_s: dict[ActorId, float]
     pair_error_s: float
+
+
+def align_step(
+    recorded: Mapping[ActorId, Recorded],
+    programs: Sequence[ActorProgram],
+    stamps: Mapping[ActorId, Sequence[tuple[float, float]]],
+    origin_s: float,
+) -> Aligned:
+    """The actors' clocks against the controller's. Of what contradicts itself, the step's own bounds are believed.
+
+    Args:
+        recorded: each actor's part. programs, stamps: of these, read.
+        origin_s: when the controller sent the step, by its clock.
+    """
+    if all(r.error_s == 0.0 for r in recorded.values()):
+        return Aligned({a: r.offset_s for a, r in recorded.items()}, dict.fromkeys(recorded, 0.0), 0.0)
+    steps = {a: _step_bounds(r, stamps[a], origin_s) for a, r in recorded.items()}
+    told = {a: _told_bounds(r, steps[a]) for a, r in recorded.items()}
+    found = leads(programs, stamps)
+    for bounds, transfers in ((told, found), (steps, found), (told, {})):
+        aligned = align(bounds, transfers)
+        if aligned is not None:
+            return aligned
+    raise AssertionError("bounds that have been made to agree with each step do")
 
 
 def align(bounds: Mapping[ActorId, Bounds], leads: Mapping[tuple[ActorId, ActorId], float]) -> Aligned | None:
@@ -100,3 +125,20 @@ def _shorten(most: list[list[float]], a: int, b: int, lead_s: float) -> None:
         until = row[a] + lead_s
         if until < math.inf:
             row[:] = [min(x, until + y) for x, y in zip(row, onwards, strict=True)]
+
+
+def _step_bounds(r: Recorded, stamps: Sequence[tuple[float, float]], origin_s: float) -> Bounds:
+    """An actor took the step up after it was sent, and was done before it was heard of."""
+    between = span(stamps)
+    if r.error_s == 0.0 or between is None:
+        return r.offset_s, r.offset_s
+    low_s, high_s = between[1] - r.heard_s, between[0] - origin_s
+    return min(low_s, high_s), max(low_s, high_s)  # in order, unless a clock ran away within the step
+
+
+def _told_bounds(r: Recorded, step: Bounds) -> Bounds:
+    """With what was estimated, unless that contradicts the step: then it is wrong, whatever it claims."""
+    if r.error_s is None:
+        return step
+    low_s, high_s = max(step[0], r.offset_s - r.error_s), min(step[1], r.offset_s + r.error_s)
+    return (low_s, high_s) if low_s <= high_s else step

@@ -9,15 +9,14 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from jaxpp_async.program import ActorId
-from jaxpp_async.timeline.events import Event
-
-if TYPE_CHECKING:
-    from jaxpp_async.timeline import Timeline
+from jaxpp_async.timeline.events import ActorTimeline, Event, Transfer
 
 _LEAST_US = 0.001
 """Perfetto counts nanoseconds; a slice of none would hold no arrow."""
@@ -32,24 +31,68 @@ _Key: TypeAlias = tuple[ActorId, int]
 """An instruction of an actor."""
 
 
-def chrome_trace(timelines: Iterable[Timeline]) -> dict[str, Any]:
+class Drawn(Protocol):
+    """What is drawn of a step: a `Timeline`, as far as it matters here."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def origin_s(self) -> float: ...
+    @property
+    def duration_s(self) -> float: ...
+    @property
+    def actors(self) -> tuple[ActorTimeline, ...]: ...
+    @property
+    def transfers(self) -> tuple[Transfer, ...]: ...
+    @property
+    def clock_error_s(self) -> float: ...
+
+
+def chrome_trace(timelines: Iterable[Drawn]) -> dict[str, Any]:
     """Several steps of one mesh as one trace.
 
     Returns:
         What `json.dump` writes: `{"traceEvents": [...], "displayTimeUnit": "ms"}`.
     """
     timelines = sorted(timelines, key=lambda t: t.origin_s)
-    tracks = _Tracks(timelines[0].origin_s if timelines else 0.0)
+    names = {_CONTROLLER: "controller", **_names(timelines)} if timelines else {}
+    tracks = _Tracks(timelines[0].origin_s if timelines else 0.0, first_tid=max(names, default=0) + 1)
+    for pid, name in names.items():
+        tracks.process(pid, name)
     for timeline in timelines:
         tracks.origin_s = timeline.origin_s
-        details = {"name": timeline.name, "clock_error_us": timeline.clock_error_s * 1e6}
-        tracks.process(_CONTROLLER, "controller")
+        details = {"name": timeline.name, "clock_error_us": round(timeline.clock_error_s * 1e6, 3)}
         tracks.add(_CONTROLLER, "steps", f"step {timeline.step}", 0.0, timeline.duration_s, details)
         _add_transfers(tracks, timeline, _add_actors(tracks, timeline))
     return {"traceEvents": [*tracks.names, *tracks.events], "displayTimeUnit": "ms"}
 
 
-def _add_actors(tracks: _Tracks, timeline: Timeline) -> dict[_Key, _Slice]:
+def write_trace(path: str | os.PathLike[str], timelines: Iterable[Drawn]) -> None:
+    """Write steps as one trace, which https://ui.perfetto.dev and chrome://tracing open.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(chrome_trace(timelines), file, separators=(",", ":"))
+
+
+def _names(timelines: Sequence[Drawn]) -> dict[int, str]:
+    """Processes of actors, and what each is called: after a restart an actor is another process, in the same track."""
+    places: dict[ActorId, dict[str, None]] = {}
+    for actor in (actor for timeline in timelines for actor in timeline.actors):
+        known = places.setdefault(actor.actor, {})
+        if actor.host:
+            known[f"{actor.host}, pid {actor.pid}"] = None
+    return {
+        _process(actor): f"actor {actor}" + (f" ({', then '.join(places[actor])})" if places[actor] else "")
+        for actor in sorted(places)
+    }
+
+
+def _add_actors(tracks: _Tracks, timeline: Drawn) -> dict[_Key, _Slice]:
     """Add what actors did; gives the slices of transfers."""
     sent_s = {(t.receive.actor, t.receive.instruction): t.send.start_s for t in timeline.transfers}
     slices: dict[_Key, _Slice] = {}
@@ -60,8 +103,6 @@ def _add_actors(tracks: _Tracks, timeline: Timeline) -> dict[_Key, _Slice]:
         return min(max(event.start_s, sent), event.end_s)
 
     for actor in timeline.actors:
-        where = f" ({actor.host}, pid {actor.pid})" if actor.host else ""
-        tracks.process(_process(actor.actor), f"actor {actor.actor}{where}")
         # In order of time: a thread is taken again as soon as it is free.
         for event in sorted(actor.events, key=lambda e: (shown_from(e), e.instruction)):
             kind = {"run": "tasks", "send": "sends", "recv": "receives"}.get(event.kind)
@@ -72,7 +113,7 @@ def _add_actors(tracks: _Tracks, timeline: Timeline) -> dict[_Key, _Slice]:
     return slices
 
 
-def _add_transfers(tracks: _Tracks, timeline: Timeline, slices: Mapping[_Key, _Slice]) -> None:
+def _add_transfers(tracks: _Tracks, timeline: Drawn, slices: Mapping[_Key, _Slice]) -> None:
     for transfer in timeline.transfers:
         send, receive = transfer.send, transfer.receive
         if transfer.duration_s >= 0:  # else clocks are off, and an arrow into the past says less than none
@@ -107,26 +148,25 @@ class _Tracks:
 
     Args:
         first_s: the trace's zero.
+        first_tid: threads are numbered from it: by number none is a process, which viewers take for its main thread.
 
     Attributes:
         origin_s: what times that are added are since.
     """
 
     first_s: float
+    first_tid: int
     origin_s: float = 0.0
     names: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    _processes: set[int] = field(default_factory=set)
     _threads: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     _free_from_us: dict[int, float] = field(default_factory=dict)
     _num_arrows: int = 0
 
     def process(self, pid: int, name: str) -> None:
-        """Name a process; the first name holds."""
-        if pid not in self._processes:
-            self._processes.add(pid)
-            self.names.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
-            self.names.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
+        """Name a process, once."""
+        self.names.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+        self.names.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
 
     def add(self, pid: int, kind: str, name: str, start_s: float, end_s: float, details: dict[str, Any]) -> _Slice:
         """Add a slice, on the first thread of its kind that is free then."""
@@ -151,7 +191,9 @@ class _Tracks:
         for tid in threads:
             if self._free_from_us[tid] <= at_us:
                 return tid
-        tid = len(self._free_from_us) + 1  # of the whole trace: some viewers do not tell processes apart by pid
+        tid = self.first_tid + len(
+            self._free_from_us
+        )  # of the whole trace: some viewers go by it alone
         name, order = kind + (f" {len(threads) + 1}" if threads else ""), _KINDS.index(kind) * 1000 + len(threads)
         common = {"ph": "M", "pid": pid, "tid": tid}
         self.names.append({**common, "name": "thread_name", "args": {"name": name}})
