@@ -34,7 +34,7 @@ from train_gpt import Pipeline
 import jaxpp_async as jpp
 from gpt import data, report
 from gpt.options import parse_options
-from jaxpp_async.actors import checkpoint_folder, tensor_files
+from jaxpp_async.actors import checkpoint_folder, snapshots, tensor_files
 from jaxpp_async.actors.snapshots import Snapshots
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint import trees
@@ -565,6 +565,79 @@ async def test_a_cancelled_save_leaves_nothing(mesh, tmp_path, gate, how):
         gate.open.set()
         await mesh.save(tmp_path / "a" / "b", tree)
         equal(await mesh.fetch(await mesh.restore(tmp_path / "a" / "b", tree)), await mesh.fetch(tree))
+
+
+def held_back(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> tuple[asyncio.Event, threading.Event]:
+    """Holds threads that come to a function.
+
+    Returns:
+        Set when the first has come; to be set to let them go on.
+    """
+    loop, original = asyncio.get_running_loop(), getattr(module, name)
+    reached, go_on = asyncio.Event(), threading.Event()
+
+    def wait(*args: Any) -> Any:
+        loop.call_soon_threadsafe(reached.set)
+        assert go_on.wait(10)
+        return original(*args)
+
+    monkeypatch.setattr(module, name, wait)
+    return reached, go_on
+
+
+@pytest.mark.parametrize("series", [False, True])
+async def test_what_is_replaced_while_it_is_restored_is_restored_as_it_is_then(mesh, tmp_path, monkeypatch, series):
+    """A save removes the files of the checkpoint before it: whoever reads that begins anew."""
+    step = mesh.distributed(train_step)
+    old, _ = await mesh.run(step, new_state(), batch(0))
+    new, _ = await mesh.run(step, old, batch(1))
+    checkpoints = jpp.Checkpoints(mesh, tmp_path, keep=1)
+    async with asyncio.timeout(20):
+        await checkpoints.save(1, old, wait=True)
+        reached, go_on = held_back(monkeypatch, tensor_files, "read")
+        like = (step, 0)
+        found = asyncio.ensure_future(
+            checkpoints.restore(like) if series else mesh.restore(checkpoints.path(1), like)  # type: ignore[arg-type]
+        )
+        await reached.wait()
+        await checkpoints.save(2 if series else 1, new, wait=True)
+        go_on.set()
+        equal(await mesh.fetch(await found), await mesh.fetch(new))
+
+
+async def test_a_save_that_is_cancelled_twice_while_it_commits_is_whole_or_absent(mesh, tmp_path, monkeypatch):
+    state, _ = await mesh.run(mesh.distributed(train_step), new_state(), batch(0))
+    reached, go_on = held_back(monkeypatch, checkpoint_folder, "commit")
+    (tmp_path / "a").mkdir()
+    async with asyncio.timeout(20):
+        saving = await mesh.save(tmp_path / "a", state, wait=False)
+        await reached.wait()
+        cancels = []
+        for _ in range(2):
+            cancels.append(asyncio.ensure_future(saving.cancel()))
+            await asyncio.sleep(0.2)  # to clean up, if it would
+        go_on.set()
+        await asyncio.gather(*cancels)
+        equal(await mesh.fetch(await mesh.restore(tmp_path / "a", state)), await mesh.fetch(state))
+        await saving  # it was too late to stop it
+
+
+async def test_a_save_begins_when_the_sweep_of_a_cancelled_one_is_over(mesh, tmp_path, monkeypatch):
+    """A late sweep would take the new files for leftovers."""
+    step = mesh.distributed(train_step)
+    old, _ = await mesh.run(step, new_state(), batch(0))
+    new, _ = await mesh.run(step, old, batch(1))
+    reached, go_on = held_back(monkeypatch, snapshots, "_sweep")
+    async with asyncio.timeout(20):
+        first = await mesh.save(tmp_path / "a", old, wait=False)
+        await reached.wait()
+        await first.cancel()
+        second = asyncio.ensure_future(mesh.save(tmp_path / "a", new))
+        await asyncio.sleep(0.5)  # to commit, if it would
+        go_on.set()
+        await second
+        equal(await mesh.fetch(await mesh.restore(tmp_path / "a", new)), await mesh.fetch(new))
+        await first  # it was whole already
 
 
 async def test_training_goes_on_and_the_next_save_waits(mesh, tmp_path, gate):

@@ -54,8 +54,8 @@ class Snapshots:
         save = self._saves[message.folder] = _Save(looks)
         return save.taken(message.request)
 
-    async def write(self, message: WriteFile) -> Written:
-        """Write one file of a save.
+    def write(self, message: WriteFile) -> Coroutine[Any, Any, Written]:
+        """Find what is to be written, now; what is returned writes one file of a save.
 
         Raises:
             CheckpointError: it cannot be written; nothing of it is left.
@@ -66,6 +66,9 @@ class Snapshots:
         looks = {name: save.looks[array_id] for array_id, name in message.arrays}
         for array_id, _ in message.arrays:
             save.looks.pop(array_id, None)  # one array may have two names
+        return self._written(message, save, looks)
+
+    async def _written(self, message: WriteFile, save: _Save, looks: dict[str, Look]) -> Written:
         await asyncio.gather(*(look.pieces for look in looks.values()))
         await self._until_stopped()
         save.check_going_on()
@@ -76,13 +79,19 @@ class Snapshots:
         size, digests = await save.writing
         return Written(message.request, size, tuple(digests[name] for _, name in message.arrays))
 
-    async def sweep(self, message: Sweep) -> Done:
-        """End the save in a folder and remove what is not to be kept.
+    def sweep(self, message: Sweep) -> Coroutine[Any, Any, Done]:
+        """End the save in a folder, now, so that the next may begin behind this; what is returned removes what is not
+        to be kept.
 
         Raises:
             CheckpointError: a file cannot be removed.
         """
         save = self._saves.pop(message.folder, None)
+        if save is not None:
+            save.stop()
+        return self._swept(message, save)
+
+    async def _swept(self, message: Sweep, save: _Save | None) -> Done:
         if save is not None:
             await save.end()
         await self._until_stopped()

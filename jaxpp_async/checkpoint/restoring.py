@@ -18,12 +18,15 @@ from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint import trees
 from jaxpp_async.checkpoint.saving import failed
 from jaxpp_async.checkpoint.trees import Target
-from jaxpp_async.errors import ActorError, CheckpointError
+from jaxpp_async.errors import ActorError, CheckpointError, RemoteError
 from jaxpp_async.program import ActorId
 from jaxpp_async.values import RemoteValues
 
 _MAX_MANIFEST_BYTES = 256 << 20
 """Enough for a million arrays."""
+
+_ATTEMPTS = 10
+"""How often a restore begins: anew if a save has replaced the checkpoint that it was reading."""
 
 
 def load_manifest(folder: str) -> m.Manifest:
@@ -67,15 +70,40 @@ async def restore(controller: Controller, values: RemoteValues, path: str | os.P
     if strangers:
         raise CheckpointError(f"`like` has arrays on actors {sorted(strangers)}, which this mesh does not have")
     manifest = await asyncio.to_thread(load_manifest, folder)
+    attempts_left = _ATTEMPTS
+    while True:
+        try:
+            found = await _read(controller, values, folder, manifest, wanted)
+            return structure.unflatten([found[path] for path in wanted])
+        except CheckpointError as error:
+            attempts_left -= 1
+            has_mesh_failed = isinstance(error.__cause__, ActorError) and not isinstance(error.__cause__, RemoteError)
+            newer = None if has_mesh_failed else await asyncio.to_thread(_newer, folder, manifest)
+            if newer is None or not attempts_left:
+                raise
+            manifest = newer
+
+
+def _newer(folder: str, than: m.Manifest) -> m.Manifest | None:
+    """The manifest of the save that has replaced this one meanwhile, and removed its files; None if none has."""
+    try:
+        found = load_manifest(folder)
+    except CheckpointError:
+        return None
+    return found if found != than else None
+
+
+async def _read(
+    controller: Controller, values: RemoteValues, folder: str, manifest: m.Manifest, wanted: dict[str, Target]
+) -> dict[str, Any]:
     try:
         trees.check_matches(wanted, manifest)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     try:
-        found = await _Reading(controller, values, folder, manifest).read(wanted)
+        return await _Reading(controller, values, folder, manifest).read(wanted)
     except ActorError as error:
         raise failed(folder, "restored", error) from error
-    return structure.unflatten([found[path] for path in wanted])
 
 
 class _Reading:

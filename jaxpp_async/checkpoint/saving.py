@@ -77,7 +77,8 @@ class Saving:
         self.is_awaited = True
         await asyncio.sleep(0)  # a task that is cancelled before it has begun does not clean up
         if self._task is not None and not self._task.done():
-            self._task.cancel()
+            if not self._task.cancelling():  # a second cancellation would cut short what the first one removes
+                self._task.cancel()
             await asyncio.wait([self._task])
 
     def run(self, tasks: OwnedTasks, work: Coroutine[Any, Any, None], on_end: Callable[[], None]) -> None:
@@ -109,6 +110,7 @@ class Saver:
         self._controller, self._owner = controller, owner
         self._on_event = on_event or EventLog().emit  # which still logs it
         self._one_at_a_time, self._tasks = asyncio.Lock(), OwnedTasks()
+        self._sweeps = _Sweeps(controller)
         self._current: Saving | None = None
 
     async def save(
@@ -126,9 +128,11 @@ class Saver:
             after_commit: awaited once the checkpoint is whole, as part of the save.
         """
         self._controller()
+        folder = checkpoint_folder.absolute(path)
         await self._one_at_a_time.acquire()
         try:
-            saving = self._start(checkpoint_folder.absolute(path), tree, on_progress, after_commit, awaited=wait)
+            await self._sweeps.wait_over(folder)
+            saving = self._start(folder, tree, on_progress, after_commit, awaited=wait)
         except BaseException:  # also a cancellation: the place goes to the next save
             self._one_at_a_time.release()
             raise
@@ -150,7 +154,7 @@ class Saver:
             await _in_thread(lambda: checkpoint_folder.remove(path))
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror or error}") from error
-        await _sweep_actors(self._controller(), lambda request: Sweep(request, path, remove_folder=True))
+        await self._sweeps.run(path, lambda request: Sweep(request, path, remove_folder=True))
 
     async def aclose(self) -> None:
         """End the save under way; to be called before the actors are gone."""
@@ -173,9 +177,50 @@ class Saver:
             for actor, ids in plan.takes.items()
         }
         saving = self._current = Saving(folder, plan.size_bytes, is_awaited=awaited)
-        job = _Job(controller, saving, save_id, leaves, plan, takes, on_progress, after, self._on_event)
+        job = _Job(controller, saving, save_id, leaves, plan, takes, on_progress, after, self._on_event, self._sweeps)
         saving.run(self._tasks, job.run(), self._one_at_a_time.release)
         return saving
+
+
+class _Sweeps:
+    """What the actors of a mesh are removing, by folder: a late one would take the files of the next save there, as
+    another actor writes them, for leftovers.
+
+    Args:
+        controller: as the `Saver`'s.
+    """
+
+    def __init__(self, controller: Callable[[], Controller]):
+        self._controller = controller
+        self._under_way: dict[str, set[asyncio.Future[Any]]] = {}
+
+    async def run(self, folder: str, make: Callable[[int], Sweep]) -> None:
+        """Have every actor sweep. Those that cannot are gone, or will with the next save: this only says so."""
+        controller = self._controller()
+        if controller.is_closed:
+            return
+        sweeps = [controller.requests.send(info.id, make, Done, awaited=False) for info in controller.actors]
+        for sweep in sweeps:
+            self._under_way.setdefault(folder, set()).add(sweep)
+            sweep.add_done_callback(lambda sweep: self._ended(folder, sweep))
+        done, late = await asyncio.wait(sweeps, timeout=CLEAN_S)
+        errors = [error for sweep in done if (error := sweep.exception()) is not None]
+        if late or errors:
+            _LOG.warning("files of an ended save may be left: %s", errors or f"{len(late)} actors did not answer")
+
+    async def wait_over(self, folder: str) -> None:
+        """Wait until nobody sweeps there, also for those whom `run` did not wait for: it was cancelled, or they were
+        late."""
+        while sweeps := self._under_way.get(folder):
+            await asyncio.wait(sweeps)
+
+    def _ended(self, folder: str, sweep: asyncio.Future[Any]) -> None:
+        if not sweep.cancelled():
+            sweep.exception()  # seen: nobody may be waiting any more
+        left = self._under_way[folder]
+        left.discard(sweep)
+        if not left:
+            del self._under_way[folder]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +266,9 @@ class _Job:
         on_progress: OnProgress | None,
         after_commit: AfterCommit | None,
         on_event: Emit,
+        sweeps: _Sweeps,
     ):
-        self._after_commit, self._on_event = after_commit, on_event
+        self._after_commit, self._on_event, self._sweeps = after_commit, on_event, sweeps
         self._controller, self._saving, self._save_id = controller, saving, save_id
         self._leaves, self._plan, self._takes, self._on_progress = leaves, plan, takes, on_progress
         self._folder = saving.path
@@ -245,8 +291,10 @@ class _Job:
                     raise
                 return
         self._tell(time.monotonic() - start_s)
-        await self._tidy_up()
-        self._saving.settle()
+        try:
+            await self._tidy_up()
+        finally:  # it is whole, whatever became of the older ones
+            self._saving.settle()
 
     def _tell(self, seconds: float) -> None:
         size_bytes, count = self._saving.size_bytes, len(self._arrays)
@@ -330,7 +378,7 @@ class _Job:
 
     async def _tidy_up(self) -> None:
         """What older checkpoints left is of no use any more. Should removing it fail, this one is whole anyway."""
-        await _sweep_actors(self._controller, lambda request: Sweep(request, self._folder, tuple(self._files)))
+        await self._sweeps.run(self._folder, lambda request: Sweep(request, self._folder, tuple(self._files)))
         if self._after_commit is not None:
             try:
                 await self._after_commit()
@@ -342,8 +390,8 @@ class _Job:
     async def _clean_up(self) -> None:
         """Remove what this save has written, on the actors and here: they may share the folder, or not."""
         self._leaves = Leaves({}, {}, {}, {})
-        await _sweep_actors(
-            self._controller, lambda r: Sweep(r, self._folder, save_id=self._save_id, remove_folder=bool(self._made))
+        await self._sweeps.run(
+            self._folder, lambda r: Sweep(r, self._folder, save_id=self._save_id, remove_folder=bool(self._made))
         )
 
         def remove() -> None:
@@ -372,17 +420,6 @@ def failed(folder: str, what: str, error: Exception) -> CheckpointError:
     return result
 
 
-async def _sweep_actors(controller: Controller, make: Callable[[int], Sweep]) -> None:
-    """Have every actor sweep. Those that cannot are gone, or will with the next save: this only says so."""
-    if controller.is_closed:
-        return
-    sweeps = [controller.requests.send(info.id, make, Done, awaited=False) for info in controller.actors]
-    done, late = await asyncio.wait(sweeps, timeout=CLEAN_S)
-    errors = [error for sweep in done if (error := sweep.exception()) is not None]
-    if late or errors:
-        _LOG.warning("files of an ended save may be left: %s", errors or f"{len(late)} actors did not answer")
-
-
 async def _in_thread(work: Callable[[], T], stop: threading.Event | None = None) -> T:
     """Run `work` in a thread. When cancelled, `stop` is set and the thread's end awaited: nothing is written later."""
     future = asyncio.get_running_loop().run_in_executor(None, work)
@@ -391,8 +428,9 @@ async def _in_thread(work: Callable[[], T], stop: threading.Event | None = None)
     except asyncio.CancelledError:
         if stop is not None:
             stop.set()
-        if not future.done():
-            await asyncio.wait([future])
+        while not future.done():
+            with contextlib.suppress(asyncio.CancelledError):  # once more; the thread does not end for it
+                await asyncio.wait([future])
         with contextlib.suppress(Exception, asyncio.CancelledError):  # seen: the cancellation is what is raised
             future.result()
         raise

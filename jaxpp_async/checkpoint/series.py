@@ -119,6 +119,8 @@ class Checkpoints:
         try:
             return await self._mesh.restore(self.path(number), like)
         except CheckpointError as error:
+            if step_number is None and (self.latest() or number) > number:
+                return await self.restore(like)  # a save has put a newer one in its place meanwhile
             if older := [n for n in numbers if n != number]:
                 error.add_note(f"{self.directory} also has {older}: restore(like, step_number={older[-1]})")
             raise
