@@ -191,9 +191,7 @@ class _Tracks:
         for tid in threads:
             if self._free_from_us[tid] <= at_us:
                 return tid
-        tid = self.first_tid + len(
-            self._free_from_us
-        )  # of the whole trace: some viewers go by it alone
+        tid = self.first_tid + len(self._free_from_us)  # of the whole trace: some viewers go by it alone
         name, order = kind + (f" {len(threads) + 1}" if threads else ""), _KINDS.index(kind) * 1000 + len(threads)
         common = {"ph": "M", "pid": pid, "tid": tid}
         self.names.append({**common, "name": "thread_name", "args": {"name": name}})
