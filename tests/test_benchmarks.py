@@ -150,9 +150,10 @@ def test_who_has_no_figures_stands_in_the_table_with_the_reason():
         "torch": rounds.Taken(failure="torch ended (1). Its last words: Traceback | No module named 'torch'"),
         "ray": rounds.Taken([[3, 3]], failure="ray said nothing within 10 s. It printed nothing."),
     }
-    console = Console(width=200, file=io.StringIO(), color_system=None)
+    said = io.StringIO()
+    console = Console(width=200, file=said, color_system=None)
     console.print(bench.medians({"tiny_step": parts._medians(taken)}))
-    lines = console.file.getvalue().splitlines()
+    lines = said.getvalue().splitlines()
     assert any("torch: not available: No module named 'torch'" in line for line in lines)
     assert any("ray (failed later: ray said nothing" in line and "3 ms" in line for line in lines)
 
@@ -169,12 +170,12 @@ async def test_a_part_that_fails_costs_the_others_nothing(monkeypatch):
 
     monkeypatch.setattr(bench, "PARTS", {f.__name__: parts.Part(f, "no time") for f in (bad, good)})
     kept = {}
-    console = Console(width=200, file=io.StringIO(), color_system=None)
+    said = io.StringIO()
+    console = Console(width=200, file=said, color_system=None)
     failed = await bench.measure(["bad", "good"], False, console, lambda name, figures, _: kept.update({name: figures}))
     assert (failed, kept) == (["bad"], {"good": {"figure": 1}})
-    said = console.file.getvalue()
-    assert "good: Says so. (may take no time)" in said
-    assert "failed: KeyError: 'no such key'" in said
+    assert "good: Says so. (may take no time)" in said.getvalue()
+    assert "failed: KeyError: 'no such key'" in said.getvalue()
 
 
 def test_results_are_of_the_newest_run_and_keep_what_it_left_out():
