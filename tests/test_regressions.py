@@ -165,3 +165,31 @@ async def test_deleting_or_cancelling_while_arrays_are_moved(remote_mesh):
         assert isinstance(result, RemoteArray | ArrayError | asyncio.CancelledError), result
         if not delete:
             assert_close(await (await mesh.run(step, {"a": a, "b": b, "c": c}, BATCH)), expected)
+
+
+async def test_a_copied_result_is_moved_only_once_it_is_whole(remote_mesh):
+    """A step that gives an argument back makes a copy of it. JAX tells where it lies before it is there."""
+    size = 1 << 22
+
+    def scaled(first, second):
+        def step(params, batch):
+            def body(x):
+                h = jpp.pipeline_yield(jnp.mean(params[first]) * x)
+                return jnp.sum(h * jnp.mean(params[second]))
+
+            return params, jpp.accumulate_grads(body, jpp.GPipe(2))(batch)
+
+        return step
+
+    mesh = await remote_mesh(2, launcher="inline")
+    there, crossed = mesh.distributed(scaled("a", "b")), mesh.distributed(scaled("b", "a"))
+    batch = np.ones((1, 4), np.float32)
+    for k in range(3):
+        params = {"a": np.full(size, 2.0 + k, np.float32), "b": np.full(size, 3.0, np.float32)}
+        kept = (await mesh.submit(there, params, batch)).outputs[0]
+        moving = await mesh.submit(crossed, kept, batch)  # both arrays are on the other actor now
+        moved, total = await moving
+        assert len(moving.moves) == 2
+        np.testing.assert_array_equal((await mesh.fetch(moved))["a"], params["a"])
+        np.testing.assert_array_equal((await mesh.fetch(moved))["b"], params["b"])
+        assert await total == pytest.approx(4 * 3.0 * (2.0 + k))

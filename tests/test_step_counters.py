@@ -213,3 +213,24 @@ async def test_a_task_that_takes_its_time_leaves_the_event_loop_alone(remote_mes
     tally.clear()
     await once()
     assert tally["submit"] == 4 * 2 + 4 + 3 + 2
+
+
+async def test_a_task_with_a_loop_is_never_run_on_the_event_loop(remote_mesh, monkeypatch):
+    """However quick it has been, its data may keep it."""
+    monkeypatch.setattr(loaded_program, "QUICK_S", 10.0)
+    mesh = await remote_mesh(2, launcher="inline")
+    step = mesh.distributed(
+        lambda x, n: jax.lax.while_loop(lambda c: c[1] < n, lambda c: (c[0] * 2, c[1] + 1), (x, 0))[0]
+    )
+    plain = mesh.distributed(lambda x, n: x * n)
+    x = np.ones(4, np.float32)
+    for _ in range(6):
+        await mesh.run(step, x, 3)
+        await mesh.run(plain, x, 3)
+    tally = Tally()
+    tally.watch(monkeypatch, ComputeThread, "submit")
+    await mesh.run(plain, x, 3)
+    assert not tally
+    found = await mesh.run(step, x, 5)
+    assert tally["submit"] == 1
+    np.testing.assert_array_equal(await found, x * 32)

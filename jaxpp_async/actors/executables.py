@@ -25,6 +25,9 @@ from jaxpp_async.actors.devices import Devices
 from jaxpp_async.actors.shards import Layout
 
 ContentKey = str
+_LOOP = b"while_v1"
+"""How a loop is called in serialized StableHLO, also one whose number of turns is known."""
+
 ExecutableKey = tuple[ContentKey, tuple[int, ...]]
 """Content key, and the donated positions it is compiled for."""
 
@@ -41,12 +44,14 @@ class Executable:
         temp_bytes: XLA's temporaries, or 0 where the backend does not say.
         inputs: (shape, dtype, sharding) of each argument.
         outputs: the same of each result.
+        has_loop: it may take much longer one day than it did the day before.
     """
 
     call: Callable[..., Sequence[jax.Array]]
     temp_bytes: int
     inputs: tuple[Signature, ...]
     outputs: tuple[Signature, ...]
+    has_loop: bool = False
 
 
 class Executables:
@@ -128,6 +133,7 @@ def compile_blob(blob: bytes, donated: tuple[int, ...], devices: Devices) -> Exe
         temp_bytes=int(getattr(analysis, "temp_size_in_bytes", 0) or 0),
         inputs=inputs,
         outputs=_signatures(exported.out_avals, compiled.output_shardings),
+        has_loop=_LOOP in blob,
     )
 
 

@@ -5,7 +5,7 @@ of its tasks are quick. No I/O, no clock: it is told how long tasks took.
 from __future__ import annotations
 
 from array import array as packed
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ QUICK_S = 0.0003
 and back, and the loop can be without its other work for that long."""
 
 _QUICK_AFTER = 3
-"""Runs before a task is called quick: the first one fills JAX's caches."""
+"""Runs in a row before a task is called quick: the first one fills JAX's caches."""
 
 _FORGETTING = 0.05
 """How far at most the typical time grows with a longer run. A shorter one is believed at once: what disturbs a run only
@@ -85,6 +85,7 @@ class LoadedProgram:
         calls: the callable of each `Run`, by instruction.
         layouts: of the actor's devices.
         pool: where receives find memory; it allocates now what the program will use at once.
+        loops: `Run`s that are never quick, since how long they take may depend on their data.
 
     Attributes:
         tasks: each `Run`, by instruction.
@@ -96,7 +97,14 @@ class LoadedProgram:
         quick: the `Run`s that have been taking less than `QUICK_S`; changes from step to step.
     """
 
-    def __init__(self, plan: ExecutionPlan, calls: Mapping[int, Call], layouts: Layouts, pool: ReceivePool):
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        calls: Mapping[int, Call],
+        layouts: Layouts,
+        pool: ReceivePool,
+        loops: Container[int] = (),
+    ):
         self.plan = plan
         self.tasks = {at: LoadedTask(call, _label(plan, at)) for at, call in calls.items()}
         self.layouts = tuple(layouts.of(aval) for aval in plan.avals)
@@ -113,11 +121,15 @@ class LoadedProgram:
         self.no_stamps = packed("d", [float("nan")] * (2 * len(plan.commands))).tobytes()
         self.donates = any(command.donated for command in plan.binds)
         self.quick: set[int] = set()
-        self._paces = _paces(plan)
+        self._paces = {at: pace for at, pace in _paces(plan).items() if at not in loops}
 
     def took(self, instruction: int, seconds: float) -> None:
         """Remember how long a `Run` took."""
-        pace = self._paces[instruction]
+        pace = self._paces.get(instruction)
+        if pace is None:
+            return
+        if seconds > _FAR_FROM_QUICK * QUICK_S:
+            pace.runs = 0
         if seconds < pace.typical_s or seconds > _FAR_FROM_QUICK * QUICK_S:
             pace.typical_s = seconds
         else:

@@ -30,6 +30,7 @@ async def load_program(
     plan = await asyncio.get_running_loop().run_in_executor(workers, _read, message.program)
     runs = [command for command in plan.commands if isinstance(command, Execute)]
     compile_s = await executables.load((message.executables[run.executable], run.donated) for run in runs)
+    loops: set[int] = set()
     calls, temp_bytes = {}, dict.fromkeys(message.executables, 0)
     checked: set[tuple] = set()
     for run in runs:
@@ -37,8 +38,10 @@ async def load_program(
         executable = executables.get((content_key, run.donated))
         _check(plan, run, content_key, executable, layouts, checked)
         calls[run.instruction] = executable.call
+        if executable.has_loop:
+            loops.add(run.instruction)
         temp_bytes[run.executable] = max(temp_bytes[run.executable], executable.temp_bytes)
-    return LoadedProgram(plan, calls, layouts, pool), Loaded(message.request, compile_s, temp_bytes)
+    return LoadedProgram(plan, calls, layouts, pool, loops), Loaded(message.request, compile_s, temp_bytes)
 
 
 def _read(text: str) -> ExecutionPlan:

@@ -123,6 +123,7 @@ def send_views(array: jax.Array, layout: Layout) -> list[np.ndarray]:
 
 def send_memories(array: jax.Array, layout: Layout) -> list[Memory]:
     """The memory of each distinct shard, to be sent: where it lies, without a copy and without a view being made."""
+    array.block_until_ready()  # asking where an array lies does not wait for what is in it
     if layout.is_plain and len(layout.shards) == 1:
         if len(layout.shards[0].positions) > 1:
             array = array.addressable_data(0)

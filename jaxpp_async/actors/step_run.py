@@ -110,6 +110,7 @@ class StepRun:
         self._tag_base = make_tag(message.epoch, PROGRAM_CHANNEL, 0)
         self._todo: deque[Command] = deque()
         self._carrying_out = False
+        self._copying = 0  # results that are another's buffer as well, and whose copies are not there yet
         self._on_thread = 0  # runs that the compute thread has and has not told of
         self._checked = special_values.wanted()
         self._stamps = packed("d", program.no_stamps)
@@ -277,10 +278,36 @@ class StepRun:
     def _keep(self, command: KeepOutput) -> None:
         array, entry = self._arrays[command.buffer], self._results.get(command.result)
         assert array is not None
-        if entry is not None:
-            entry.resolve(duplicate(array) if command.copy else array)
+        if entry is None:
+            return
+        if not command.copy:
+            entry.resolve(array)
+            return
+        copy = duplicate(array)  # begun now: the next step may be given the array
+        self._copying += 1
+        self._machine.compute.submit(partial(self._wait_copied, copy, entry))
 
-    def _finish(self, _: Finish) -> None:
+    def _wait_copied(self, copy: jax.Array, entry: Entry) -> Callable[[], None]:
+        """Runs on the compute thread: a large copy takes its time, and nobody may look at it before it is there."""
+        try:
+            copy.block_until_ready()
+        except Exception as error:  # the step's failure, like a task's
+            return partial(self._copied, entry, error)
+        return partial(self._copied, entry, copy)
+
+    def _copied(self, entry: Entry, outcome: jax.Array | Exception) -> None:
+        self._copying -= 1
+        if isinstance(outcome, Exception):
+            entry.fail(outcome)
+            self.fail(outcome)
+            return
+        entry.resolve(outcome)
+        if self.executor.finished and not self.ended:
+            self._finish()
+
+    def _finish(self, _: Finish | None = None) -> None:
+        if self._copying:
+            return  # the last copy comes back to this
         self.ended = True
         now = time.monotonic()
         self._note(self.executor.at)
