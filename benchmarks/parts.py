@@ -201,10 +201,10 @@ PARTS: Mapping[str, Part] = {
     part.measure.__name__: part
     for part in (
         Part(tiny_step, "a minute"),
-        Part(big_step, "two minutes"),
+        Part(big_step, "three minutes"),
         Part(overlap, "a minute"),
         Part(peak_bytes, "half a minute"),
-        Part(compile_s, "a minute"),
+        Part(compile_s, "two minutes"),
         Part(launch_s, "half a minute"),
         Part(rpc_us, "half a minute"),
         Part(transport, "half a minute"),
