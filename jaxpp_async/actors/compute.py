@@ -43,6 +43,6 @@ class ComputeThread:
                 self._loop.call_soon_threadsafe(after)
             except RuntimeError:  # the loop has closed: nobody waits for the result any more
                 return
+            del job, after  # they hold arrays, and the next job may be long in coming
             # Where the loop shares this thread's core, what just ended is sent now, and not a time slice later.
             os.sched_yield()
-            del job, after  # they hold arrays, and the next job may be long in coming
