@@ -177,9 +177,12 @@ class StepHandle:
         return future
 
     def when_done(self, callback: Callable[[], object]) -> None:
-        """Call back when it is done, at once and in the order of these calls; now, if it is. Must not raise."""
+        """Call back when it is done, at once and in the order of these calls; now, if it is.
+
+        One that raises keeps nobody else from hearing of it: its error goes to the event loop's exception handler.
+        """
         if self._done:
-            callback()
+            self._call(callback)
         else:
             self._callbacks.append(callback)
 
@@ -212,10 +215,17 @@ class StepHandle:
         callbacks, self._callbacks = self._callbacks, []
         awaiting, self._awaiting = self._awaiting, []
         for callback in callbacks:
-            callback()
+            self._call(callback)
         for awaited in awaiting:
             if not awaited.done():
                 awaited.set_result(None)
+
+    def _call(self, callback: Callable[[], object]) -> None:
+        try:
+            callback()
+        except Exception as error:
+            what = f"a callback at the end of step {self.step} failed"
+            asyncio.get_running_loop().call_exception_handler({"message": what, "exception": error})
 
     def _tell(self, future: asyncio.Future[dict[int, StepStats]]) -> None:
         if future.done():
