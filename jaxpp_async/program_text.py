@@ -112,8 +112,14 @@ def _format_instruction(instruction: Instruction, avals: tuple[Aval, ...], texts
 
 
 def format_instruction(instruction: Instruction) -> str:
-    """One instruction as errors and timelines show it: its line without the avals of what a `Run` makes."""
+    """One instruction as errors show it: its line without the avals of what a `Run` makes."""
     return _format_instruction(instruction, (), _AvalTexts())
+
+
+def format_instructions(program: ActorProgram) -> list[str]:
+    """The line of each instruction in the program's text."""
+    texts = _AvalTexts()
+    return [_format_instruction(i, program.avals, texts) for i in program.instructions]
 
 
 def _undefined_slots(program: ActorProgram) -> Iterable[BufferId]:

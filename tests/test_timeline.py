@@ -195,6 +195,12 @@ def test_a_step_that_is_not_one():
     assert nothing.bill.total_s == 0 and nothing.events == () and "0 actors" in str(nothing)
 
 
+def test_a_timeline_is_one_short_line_where_python_shows_it():
+    for shown in (made(), made().actors[0]):
+        assert "\n" not in repr(shown) and len(repr(shown)) < 150
+    assert "step 7 of 'train_step': 22.00 s on 2 actors" in repr(made())
+
+
 def test_a_timeline_prints():
     text = str(made())
     assert text.startswith("step 7 of 'train_step': 22.00 s on 2 actors\n")
@@ -357,12 +363,20 @@ def test_a_trace_has_a_track_an_actor_and_arrows_for_transfers():
     assert threads == {(1, "steps"), *((pid, kind) for pid in (2, 3) for kind in ("tasks", "sends", "receives"))}
     slices = {(e["pid"], e["cat"], e["name"]): e for e in events if e["ph"] == "X"}
     run = slices[2, "tasks", "fwd(stage 0, mb 1)"]
-    assert (run["ts"], run["dur"], run["args"]) == (4e6, 2e6, {"step": 7, "instruction": 4})
+    assert (run["ts"], run["dur"], run["args"]) == (4e6, 2e6, {"step": 7, "instruction": 4, "text": a0(made())[3].text})
     sent, received = slices[2, "sends", "fwd(stage 0, mb 1)"], slices[3, "receives", "fwd(stage 0, mb 1)"]
     assert (sent["ts"], sent["args"]["bytes"], sent["args"]["to_actor"]) == (7e6, 16, 1)
     assert (received["ts"], received["dur"], received["args"]["from_actor"]) == (7e6, 2e6, 0)
     assert sum(e["ph"] == "s" for e in events) == 3
     assert slices[1, "steps", "step 7"]["dur"] == 22e6
+
+
+def test_a_slice_shows_its_line_of_the_program():
+    slices = [e for e in made().to_chrome_trace()["traceEvents"] if e["ph"] == "X" and e["cat"] != "steps"]
+    lines = {actor: str(program).splitlines()[1:] for actor, program in enumerate(PROGRAMS)}
+    for drawn in slices:
+        args = drawn["args"]
+        assert args["text"] == lines[drawn["pid"] - 2][args["instruction"]]
 
 
 def test_an_actor_that_was_replaced_keeps_its_track():

@@ -9,7 +9,7 @@ import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from jaxpp_async.program import (
@@ -25,6 +25,7 @@ from jaxpp_async.program import (
     Send,
     Tag,
 )
+from jaxpp_async.program_text import format_instructions
 
 Kind: TypeAlias = Literal["run", "send", "recv", "input", "output", "delete"]
 
@@ -57,6 +58,7 @@ class Event:
         peer: the other actor of a transfer.
         tag: the transfer's; with both actors it names it.
         needs: instructions of this actor that made what this one reads.
+        text: its line in the compiled step's `as_text()`.
     """
 
     actor: ActorId
@@ -69,6 +71,7 @@ class Event:
     peer: ActorId | None = None
     tag: Tag | None = None
     needs: tuple[int, ...] = ()
+    text: str = field(default="", repr=False)
 
     @property
     def duration_s(self) -> float:
@@ -91,6 +94,9 @@ class ActorTimeline:
     clock_error_s: float = 0.0
     host: str = ""
     pid: int = 0
+
+    def __repr__(self) -> str:
+        return f"<ActorTimeline: actor {self.actor}, {len(self.events)} events from {self.begin_s} to {self.end_s} s>"
 
     @property
     def runs(self) -> tuple[Event, ...]:
@@ -148,7 +154,7 @@ def read_events(
     """
     if len(stamps) != len(program.instructions):
         raise ValueError(f"{len(stamps)} pairs of stamps for {len(program.instructions)} instructions")
-    made_by = _Makers()
+    made_by, texts = _Makers(), format_instructions(program)
     events: list[Event] = []
     for index, (instruction, moments) in enumerate(zip(program.instructions, stamps, strict=True)):
         needs = made_by.read(instruction)
@@ -169,6 +175,7 @@ def read_events(
                 peer=peer,
                 tag=tag,
                 needs=needs,
+                text=texts[index],
             )
         )
     return tuple(events)

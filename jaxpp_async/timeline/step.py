@@ -100,10 +100,16 @@ class Timeline:
             raise KeyError(f"the step has no task {kind!r}, but {', '.join(self.task_times) or 'none at all'}")
         return median(self.task_times[kind])
 
+    def __repr__(self) -> str:
+        return f"<Timeline: {self._title()}; print() it, .events, .transfers, .shares, .bill, .write(path)>"
+
+    def _title(self) -> str:
+        return title(self.step, self.name, self.duration_s, len(self.actors), self.clock_error_s)
+
     def __str__(self) -> str:
         tasks = [(kind, len(t), median(t), sum(t)) for kind, t in self.task_times.items()]
         parts = (
-            title(self.step, self.name, self.duration_s, len(self.actors), self.clock_error_s),
+            self._title(),
             shares_table(self.shares),
             tasks_table(tasks),
             bill_table(self.bill),

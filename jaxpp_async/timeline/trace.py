@@ -125,7 +125,7 @@ def _process(actor: ActorId) -> int:
 
 
 def _details(event: Event, step: int) -> dict[str, Any]:
-    details: dict[str, Any] = {"step": step, "instruction": event.instruction}
+    details: dict[str, Any] = {"step": step, "instruction": event.instruction, "text": event.text}
     if event.kind == "send":
         details |= {"bytes": event.size_bytes, "tag": event.tag, "to_actor": event.peer}
     elif event.kind == "recv":
