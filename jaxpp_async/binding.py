@@ -1,7 +1,8 @@
 """binding: which array each argument of a step is. In: the leaves of a call. Out: what its actors are told of them.
 
 What follows from the compiled step alone is prepared once, as a `Binding`; a call whose arrays lie where the step takes
-them goes over its leaves once. Moves nothing, sends nothing, and says nothing of what is wrong with an argument.
+them goes over its leaves once. Moves nothing, sends nothing, and of what is wrong with an argument says only that it
+has changed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jaxpp_async.actors.host_data import HostValue
 from jaxpp_async.actors.numpy_types import numpy_dtype
 from jaxpp_async.arrays import Owner, RemoteArray, is_remote
 from jaxpp_async.compiler.ir import ValueType
+from jaxpp_async.errors import ArrayError
 from jaxpp_async.leaves import host_array
 from jaxpp_async.program import ActorId
 
@@ -43,11 +45,18 @@ class Arguments:
         array_ids: for each actor that takes any, the array of each argument.
         puts: host values that go to each actor with the step.
         frees_after: arrays of each actor that live for this step only.
+        settling: arrays that wait here, where they go with the step, and their types from then on.
     """
 
     array_ids: dict[ActorId, dict[int, ArrayId]]
     puts: dict[ActorId, list[HostValue]] = field(default_factory=dict)
     frees_after: dict[ActorId, list[ArrayId]] = field(default_factory=dict)
+    settling: list[tuple[RemoteArray, tuple[ActorId, ...], ValueType]] = field(default_factory=list)
+
+    def settle(self) -> None:
+        """The step has been sent: arrays that waited here lie where it took them. Without it they still wait."""
+        for array, home, value_type in self.settling:
+            array.relocate(home, value_type=value_type)
 
 
 class Binding:
@@ -67,6 +76,7 @@ class Binding:
         self._inputs, self._is_donated = tuple(inputs), tuple(donated)
         self._places = tuple((slot.actors, slot.type.aval.spec) for slot in inputs[: len(donated)])
         self._dtypes = tuple(numpy_dtype(slot.type.aval.dtype) for slot in inputs)
+        self._shapes = tuple(slot.type.aval.shape for slot in inputs)
         self._taken, self._made = _by_actor(inputs), _by_actor(outputs)
 
     def ids(self, owner: Owner, leaves: Sequence[Any]) -> list[ArrayId] | None:
@@ -101,6 +111,9 @@ class Binding:
 
         Args:
             hidden: the hidden arguments. new_id: gives the id of a new array.
+
+        Raises:
+            ArrayError: a host value is not what the step was compiled for.
         """
         bound = Arguments({})
         for arg, array_id in enumerate(ids):
@@ -114,7 +127,10 @@ class Binding:
     def bind_with_care(
         self, leaves: Sequence[Any], hidden: Sequence[RemoteArray], new_id: Callable[[], ArrayId]
     ) -> Arguments:
-        """The same for a call in which an array is several arguments, or lies here still, waiting for its first use."""
+        """The same for a call in which an array is several arguments, or lies here still, waiting for its first use.
+
+        That stays so until `Arguments.settle`: another argument may yet turn out to be unreadable.
+        """
         # One that lies here may be several arguments, on different actors.
         homes: dict[ArrayId, set[ActorId]] = {}
         for leaf, slot in zip(leaves, self._inputs, strict=False):
@@ -122,11 +138,13 @@ class Binding:
                 homes.setdefault(leaf.array_id, set()).update(slot.actors)
         ids: list[ArrayId] = []
         bound = Arguments({})
+        sent: set[ArrayId] = set()
         for arg, (leaf, slot) in enumerate(zip(leaves, self._inputs, strict=False)):
             home = tuple(sorted(homes[leaf.array_id])) if is_remote(leaf) else slot.actors
             array_id = leaf.array_id if is_remote(leaf) else new_id()
-            if not is_remote(leaf) or leaf.host is not None:
+            if not is_remote(leaf) or (leaf.host is not None and array_id not in sent):
                 self._send_along(arg, array_id, leaf, home, bound)
+                sent.add(array_id)
             ids.append(array_id)
         ids.extend(array.array_id for array in hidden)
         bound.array_ids.update({actor: {arg: ids[arg] for arg in args} for actor, args in self._taken})
@@ -143,7 +161,7 @@ class Binding:
         if is_remote(leaf):
             host = leaf.host
             assert host is not None
-            leaf.relocate(home, value_type=replace(slot.type, weak=leaf.weak_type))
+            bound.settling.append((leaf, home, replace(slot.type, weak=leaf.weak_type)))
         else:
             # Most often it is already what travels, and finding this out costs less than making it.
             is_ready = type(leaf) is np.ndarray and leaf.dtype == self._dtypes[arg] and leaf.flags.c_contiguous
@@ -151,6 +169,11 @@ class Binding:
             if not self._is_donated[arg]:
                 for actor in home:
                     bound.frees_after.setdefault(actor, []).append(array_id)
+        if host.shape != self._shapes[arg] or host.dtype != self._dtypes[arg]:
+            raise ArrayError(
+                f"{slot.name} is {host.dtype}{list(host.shape)} now, but was {slot.type.aval.dtype}"
+                f"{list(slot.type.aval.shape)} when the step was called; leave arguments alone until the step has them"
+            )
         value = HostValue(array_id, slot.type.aval, host)
         for actor in home:
             bound.puts.setdefault(actor, []).append(value)

@@ -62,6 +62,16 @@ class StepFuture:
             yield from asyncio.shield(self._printing).__await__()
         return self.outputs
 
+    def __repr__(self) -> str:
+        handle = self._handle
+        if handle.error is not None:
+            state = f"failed: {_why(handle.error)}"
+        elif handle.done:
+            state = "finished" if self.done() else "finished, printing"
+        else:
+            state = "under way"
+        return f"<StepFuture: step {handle.step} ({self._recording.name!r}), {state}>"
+
     def done(self) -> bool:
         """Whether the step has finished and printed what it prints, or failed."""
         return self._handle.done and (self._printing is None or self._printing.done())
@@ -71,11 +81,15 @@ class StepFuture:
         """Where each actor's time went in this step, and what its buffers held.
 
         Raises:
-            MeshError: it has not finished.
+            MeshError: it has not finished, or it failed or was aborted.
         """
-        if not self._handle.done or self._handle.error is not None:
+        handle = self._handle
+        if not handle.done:
             raise MeshError("a step has stats once it has finished; await it first")
-        return _by_actor(self._handle.result())
+        if handle.error is not None:
+            what = f"step {handle.step} ({self._recording.name!r})"
+            raise MeshError(f"{what} failed, so it has no stats: {_why(handle.error)}")
+        return _by_actor(handle.result())
 
     def timeline(self) -> Timeline:
         """What each actor did in this step, instruction by instruction. See docs/timeline.md.
@@ -132,10 +146,14 @@ class StepRunner:
 
     async def submit(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
         """See `RemoteMesh.submit`."""
-        leaves, compiled = step.recall(args)
-        if compiled is None:
+        # From here on only what was found now counts: while this waits, its caller may change the trees it has passed.
+        leaves, found = step.recall(args)
+        if isinstance(found, CompiledStep):
+            compiled = found
+        else:
             compiled = await self.compile(step, args)
-            step.remember(args, compiled)
+            if found is not None:
+                step.remember(found, compiled)
         future = await self._admit(step, compiled, leaves)
         # The step's host values may change again once they have left.
         await future.wait_sent()
@@ -149,10 +167,11 @@ class StepRunner:
         signature = step.signature(args)
         if (found := step.find(signature)) is not None:
             return found
+        request = step.request(args)  # now: the arguments may change while others compile
         async with self._compile_lock:
             if (found := step.find(signature)) is not None:  # another call compiled it meanwhile
                 return found
-            compiled = await self._load(step.request(args), step)
+            compiled = await self._load(request, step)
             step.keep(signature, compiled)
             return compiled
 
@@ -161,13 +180,14 @@ class StepRunner:
         wanted = step.latest("step.init").argument_slots(argnum)
         name = getattr(fn, "__name__", "init")
         maker = DistributedStep(self, fn, StepOptions(None, None, (), ()))
+        leaves = maker.leaves(args)
         request = replace(
             maker.request(args),
             result_homes={k: frozenset(s.actors) for k, s in enumerate(wanted)},
             out_specs=lambda traced: _checked_out_specs(traced, wanted, name),
         )
         compiled = await self._load(request, maker)
-        return await (await self._admit(maker, compiled, maker.leaves(args)))
+        return await (await self._admit(maker, compiled, leaves))
 
     async def _load(self, request: StepRequest, step: DistributedStep) -> CompiledStep:
         start_s = time.perf_counter()
@@ -345,6 +365,7 @@ class StepRunner:
             puts=arguments.puts,
             frees_after=arguments.frees_after,
         )
+        arguments.settle()
         donated = self._retire_donated(step, compiled, leaves)
         recording = Recording(step.__name__, handle, compiled.compiled.programs, controller)
         handle.when_done(lambda: self._finished(recording, results, donated))
@@ -377,12 +398,17 @@ class StepRunner:
         if handle.error is None:
             self.last_stats, self.last = _by_actor(handle.result()), ran
             return
-        why = next(iter(str(handle.error).splitlines()), type(handle.error).__name__)
+        why = _why(handle.error)
         for array in results:
             if not array.is_deleted():
                 array.retire(FAILED, f"its step failed: {why}")
         for array in donated:
             array.retire(DONATED, f"it was donated to step {ran.name!r}, which failed: {why}")
+
+
+def _why(error: Exception) -> str:
+    """The first line of what an error says."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _idle(programs: Sequence[ActorProgram]) -> list[ActorId]:

@@ -116,14 +116,14 @@ class StepOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """What a call was made with, as far as its compiled form depends on it, and this form."""
+class Call:
+    """What a call was made with, as far as its compiled form depends on it."""
 
     treedef: Any
     static: tuple[Any, ...]
+    static_hash: int
     config: tuple[Any, ...]
     kinds: list[Any]
-    compiled: CompiledStep
 
 
 _CALLS_KEPT = 4
@@ -150,7 +150,7 @@ class DistributedStep:
         self._line = line or jax_compat.caller_line()  # of `mesh.distributed`, for errors in shardings
         self._compiled: dict[Any, CompiledStep] = {}
         self._latest: CompiledStep | None = None
-        self._calls: deque[_Call] = deque(maxlen=_CALLS_KEPT)
+        self._calls: deque[tuple[Call, CompiledStep]] = deque(maxlen=_CALLS_KEPT)
         self.__name__ = getattr(fn, "__name__", "step")
         try:
             self._names = tuple(inspect.signature(fn).parameters)
@@ -219,29 +219,35 @@ class DistributedStep:
         """Flat values of the dynamic arguments."""
         return jax.tree.leaves(self._dynamic(args))
 
-    def recall(self, args: Sequence[Any]) -> tuple[list[Any], CompiledStep | None]:
+    def recall(self, args: Sequence[Any]) -> tuple[list[Any], CompiledStep | Call | None]:
         """Flat values of the dynamic arguments, and the compiled form of an earlier call that was just like this one.
 
-        None in place of the form says nothing: `signature` has to be asked. As `find` this sets `latest`.
+        In place of the form there may be what this call was made with, for `remember`, or None. Neither says anything:
+        `signature` has to be asked. As `find` this sets `latest`.
         """
         leaves, treedef = jax.tree.flatten(self._dynamic(args))
-        if self._calls:
-            kinds, config = [kind(leaf) for leaf in leaves], jax_compat.config_values()
-            static = self._static(args)
-            for call in self._calls:
-                if call.kinds == kinds and call.treedef == treedef and call.config == config and call.static == static:
-                    self._latest = call.compiled
-                    call.kinds[:] = kinds  # the next call will most often bring these very objects: quick to compare
-                    return leaves, call.compiled
-        return leaves, None
+        kinds, config = [kind(leaf) for leaf in leaves], jax_compat.config_values()
+        static = self._static(args)
+        try:
+            static_hash = hash(static)
+        except TypeError:
+            return leaves, None  # `signature` says which argument it is
+        for call, compiled in self._calls:
+            if (
+                call.kinds == kinds
+                and call.treedef == treedef
+                and call.config == config
+                and call.static_hash == static_hash  # as in a dict: what compares oddly is not compared in vain
+                and call.static == static
+            ):
+                self._latest = compiled
+                call.kinds[:] = kinds  # the next call will most often bring these very objects: quick to compare
+                return leaves, compiled
+        return leaves, None if None in kinds else Call(treedef, static, static_hash, config, kinds)
 
-    def remember(self, args: Sequence[Any], compiled: CompiledStep) -> None:
-        """Enter a call and its compiled form, for `recall`."""
-        leaves, treedef = jax.tree.flatten(self._dynamic(args))
-        kinds = [kind(leaf) for leaf in leaves]
-        if None not in kinds:
-            call = _Call(treedef, self._static(args), jax_compat.config_values(), kinds, compiled)
-            self._calls.appendleft(call)
+    def remember(self, call: Call, compiled: CompiledStep) -> None:
+        """Enter a call, as `recall` saw it, and its compiled form. Its arguments may have changed since."""
+        self._calls.appendleft((call, compiled))
 
     def _dynamic(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Of something an argument, those of arguments that are traced."""
