@@ -33,6 +33,9 @@ LATEST = harness.RESULTS / "latest.json"
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
 
+PEERS_PYTHON = Path(__file__).parent.parent / ".venv-peers" / "bin" / "python"
+
+
 def others(part: str, with_peers: bool) -> Sequence[Contender]:
     """The contenders beside ours: those of plain JAX always, the peers' where they are asked for."""
     import contenders  # peers/contenders.py
@@ -193,6 +196,8 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
+    if args.peers and not PEERS_PYTHON.exists():
+        parser.error(f"--peers needs {PEERS_PYTHON.parent.parent.name}, which `make bench-peers` makes")
     console = Console(highlight=False)
     failed: list[str] = []
     if not args.show:

@@ -1,7 +1,7 @@
 """transport: moving bytes between two processes of one host, beside a copy in memory and beside ucxx's own asyncio API.
 Starts the processes, measures, prints; touches no device and no jax.
 
-    python benchmarks/transport.py            # a table, and results/transport.json
+    python benchmarks/transport.py            # both, as JSON; also in results/transport.json
     python benchmarks/transport.py ours       # one of the two only, as JSON; or: ucxx
 
 Both ends run uvloop. Ours is the package's `UCXTransport`; ucxx's runs with the same settings of UCX.
@@ -266,8 +266,10 @@ def main() -> None:
     match sys.argv[1:]:
         case [kind, number]:
             be_side(kind, int(number))
-        case [kind]:
+        case ["ours" | "ucxx" as kind]:
             print(json.dumps(pair(kind), indent=1))
+        case [_, *_]:
+            sys.exit("transport.py: give 'ours', 'ucxx', or nothing for both")
         case _:
             import harness
 
