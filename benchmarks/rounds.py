@@ -35,7 +35,6 @@ class Contender:
         name: its key in the results.
         command: interpreter, program and arguments.
         env: variables to add; `benchmarks/` is on PYTHONPATH already.
-        cpus: the CPUs that it and its children may use; None: all of this process.
         ready_s: how long it may take to set up and warm up.
         step_s: how long a step may take at most.
     """
@@ -43,7 +42,6 @@ class Contender:
     name: str
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
-    cpus: tuple[int, ...] | None = None
     ready_s: float = 90.0
     step_s: float = 10.0
 
@@ -258,7 +256,6 @@ async def _started(contender: Contender) -> AsyncIterator[_Line]:
             stderr=log,
             env={**os.environ, "PYTHONPATH": path, **contender.env},
             start_new_session=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, contender.cpus or os.sched_getaffinity(0)),
             limit=_LINE_BYTES,
         )
         line = _Line(contender.name, process, log)
