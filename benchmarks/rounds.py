@@ -219,7 +219,7 @@ class _Line:
         """One that is merely late would compute on while others are measured."""
         try:
             yield
-        except BaseException:
+        except BaseException:  # also a cancellation: whoever waits no longer must not leave it computing
             self.kill()
             raise
 

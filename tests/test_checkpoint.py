@@ -596,9 +596,8 @@ async def test_what_is_replaced_while_it_is_restored_is_restored_as_it_is_then(m
         await checkpoints.save(1, old, wait=True)
         reached, go_on = held_back(monkeypatch, tensor_files, "read")
         like = (step, 0)
-        found = asyncio.ensure_future(
-            checkpoints.restore(like) if series else mesh.restore(checkpoints.path(1), like)  # type: ignore[arg-type]
-        )
+        restoring: Any = checkpoints.restore(like) if series else mesh.restore(checkpoints.path(1), like)
+        found = asyncio.ensure_future(restoring)
         await reached.wait()
         await checkpoints.save(2 if series else 1, new, wait=True)
         go_on.set()

@@ -223,7 +223,7 @@ class StepHandle:
     def _call(self, callback: Callable[[], object]) -> None:
         try:
             callback()
-        except Exception as error:
+        except Exception as error:  # of the caller's code: who else waits for the step must hear of its end
             what = f"a callback at the end of step {self.step} failed"
             asyncio.get_running_loop().call_exception_handler({"message": what, "exception": error})
 
