@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import os
+import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
+from jax._src import lru_cache as _lru_cache
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax.extend import core as _extend
@@ -528,3 +530,31 @@ def forbids_infs() -> bool:
 def runs_op_by_op() -> bool:
     """Whether `jax.disable_jit` is on and nothing traces or transforms: JAX then computes each operation at once."""
     return bool(_config.disable_jit.value) and _core.trace_state_clean()
+
+
+def write_cache_whole() -> None:
+    """Have JAX's compilation cache write an entry beside its place and move it there.
+
+    JAX writes entries in place, without a lock, and leaves alone those that exist: another process that compiles the
+    same program meanwhile reads half of one, and a process killed there leaves half of one for good.
+    """
+    _lru_cache.LRUCache.put = _put_whole
+
+
+_put_in_place = _lru_cache.LRUCache.put  # as JAX has it: this is read before anyone calls the function above
+
+
+def _put_whole(self: Any, key: str, value: bytes) -> None:
+    if self.eviction_enabled:  # `jax_compilation_cache_max_size` is set: JAX takes a lock of its own
+        _put_in_place(self, key, value)
+        return
+    place = self.path / f"{key}-cache"
+    if place.exists():
+        return
+    beside = self.path / f"{key}-{uuid.uuid4().hex}-part"
+    try:
+        beside.write_bytes(value)
+        beside.replace(place)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise

@@ -10,9 +10,12 @@ from pathlib import Path
 import faults
 import jax
 import numpy as np
+import pytest
+from jax._src.lru_cache import LRUCache
 from models import grads_step, mlp
 
 import jaxpp_async as jpp
+from jaxpp_async import jax_compat
 from jaxpp_async.actors.launch import LocalLauncher
 
 MODEL = mlp(2)
@@ -49,3 +52,28 @@ def test_the_default_is_a_folder_of_this_host_in_the_users_cache(tmp_path, monke
     folder = Path(str(jpp.RemoteMesh(1)._config.cache_dir))
     assert tmp_path in folder.parents and socket.gethostname() in folder.parts and jax.__version__ in folder.name
     assert jpp.RemoteMesh(1, compilation_cache=None)._config.cache_dir is None
+
+
+def test_an_entry_is_never_seen_half_written(tmp_path, monkeypatch):
+    """Actors that compile the same program at once share the folder, and one of them may be killed meanwhile."""
+    jax_compat.write_cache_whole()
+    writer, reader = (LRUCache(str(tmp_path), max_size=-1) for _ in range(2))
+    entry = bytes(1 << 20)
+    path_type = type(writer.path)
+    write_bytes = path_type.write_bytes
+    seen = []
+
+    def torn(self, data):
+        write_bytes(self, data[: len(data) // 2])
+        seen.append(reader.get("key"))
+        if len(seen) == 1:
+            raise OSError("killed here")
+        return write_bytes(self, data)
+
+    monkeypatch.setattr(path_type, "write_bytes", torn)
+    with pytest.raises(OSError, match="killed here"):
+        writer.put("key", entry)
+    assert seen == [None] and reader.get("key") is None
+    writer.put("key", entry)
+    assert seen == [None, None] and reader.get("key") == entry
+    assert [path.name for path in tmp_path.iterdir()] == ["key-cache"]

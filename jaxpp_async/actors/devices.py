@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxpp_async import jax_compat
 from jaxpp_async.actors.messages import Configure
 from jaxpp_async.errors import InstallError, MeshError
 from jaxpp_async.program import Aval
@@ -67,6 +68,7 @@ def start_devices(configure: Configure, *, inline: bool) -> Devices:
         InstallError: the setup hook's module is missing.
         ValueError: a setup hook that is not `"module:function"`, or an axis type that does not exist.
     """
+    jax_compat.write_cache_whole()  # inline as well: actors that share this process compile at once
     if not inline:
         _configure_jax(configure)
     if configure.setup:
