@@ -10,7 +10,7 @@ import asyncio
 import os
 import traceback
 from collections import OrderedDict, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,9 @@ import jax
 from jaxpp_async.actors import messages as m
 from jaxpp_async.actors.compute import ComputeThread
 from jaxpp_async.actors.copies import Shelf
-from jaxpp_async.actors.devices import INLINE_DEVICES, Devices, package_versions, start_devices
+from jaxpp_async.actors.cuda import DeviceDoor, open_door
+from jaxpp_async.actors.device_work import DeviceWork
+from jaxpp_async.actors.devices import INLINE_DEVICES, Devices, package_versions, plain_hardware, start_devices
 from jaxpp_async.actors.executables import Executables
 from jaxpp_async.actors.host_values import HostValues
 from jaxpp_async.actors.loaded_program import LoadedProgram
@@ -37,7 +39,7 @@ from jaxpp_async.actors.step_run import Machine, StepFailure, StepRun
 from jaxpp_async.actors.store import Entry, Store
 from jaxpp_async.actors.stuck_report import report
 from jaxpp_async.errors import MeshError, ProtocolError, StepAbortedError
-from jaxpp_async.program import ActorId
+from jaxpp_async.program import CONTROLLER, ActorId
 from jaxpp_async.transport.base import Transport
 
 REPLIES_KEPT = 16
@@ -71,6 +73,7 @@ class Actor:
         send: takes replies; called on the event loop.
         inline: the actor shares the controller's process and its JAX.
         note_progress: told of every instruction.
+        make_door: (devices, transport name) to the door to devices that compute on their own; for tests.
     """
 
     def __init__(
@@ -81,10 +84,11 @@ class Actor:
         send: Callable[[m.Message], None],
         inline: bool = False,
         note_progress: NoteProgress = no_progress,
+        make_door: Callable[[Sequence[Any], str], DeviceDoor | None] = open_door,
     ):
         self.actor_id = actor_id
         self._make_transport, self._send, self._inline = make_transport, send, inline
-        self._note_progress = note_progress
+        self._note_progress, self._make_door = note_progress, make_door
         self._workers = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix=f"jaxpp-actor-{actor_id}")
         self._parts_or_none: _Parts | None = None
         self._store, self._shelf = Store(), Shelf()
@@ -127,6 +131,8 @@ class Actor:
         if self._parts_or_none is not None:
             await self._parts_or_none.machine.transport.aclose()
             await self._parts_or_none.machine.compute.aclose()
+            if (device := self._parts_or_none.machine.device) is not None:
+                await device.aclose()
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._store.forget_all()
         self._programs.clear()
@@ -188,6 +194,9 @@ class Actor:
         loop = asyncio.get_running_loop()
         start = partial(start_devices, message, inline=self._inline)
         devices: Devices = await loop.run_in_executor(self._workers, start)
+        door = await loop.run_in_executor(self._workers, self._make_door, devices.devices, message.transport)
+        if door is not None:
+            door.enter()  # on this thread, and before UCX begins: it keeps to the context that it finds
         transport = self._make_transport(message.transport)
         transport.epoch = message.epoch
         layouts = Layouts(devices)
@@ -195,10 +204,11 @@ class Actor:
         machine = Machine(
             transport=transport,
             compute=ComputeThread(f"jaxpp-actor-{self.actor_id}-compute", loop),
-            pool=ReceivePool(layouts),
+            pool=ReceivePool(layouts, on_devices=door is not None),
             layouts=layouts,
             device_lock=INLINE_DEVICES if shared else None,
             note_progress=self._note_progress,
+            device=None if door is None else DeviceWork(door, f"jaxpp-actor-{self.actor_id}", loop),
         )
         self._epoch = message.epoch
         self._parts_or_none = _Parts(
@@ -210,14 +220,18 @@ class Actor:
             transport_kind=message.transport,
         )
         names = tuple(f"{device.platform}:{device.id}" for device in devices.devices)
-        return m.Ready(message.request, transport.address, names, package_versions())
+        hardware = plain_hardware(devices) if door is None else door.hardware()
+        return m.Ready(message.request, transport.address, names, package_versions(), hardware)
 
-    async def _connect(self, message: m.Connect) -> m.Done:
+    async def _connect(self, message: m.Connect) -> m.Connected:
         transport = self._parts.machine.transport
         self._epoch = message.epoch
         peers = {peer: address for peer, address in message.addresses.items() if peer != self.actor_id}
         await asyncio.gather(*(transport.connect(peer, address) for peer, address in peers.items()))
-        return m.Done(message.request)
+        routes = {}
+        if self._parts.machine.device is not None:
+            routes = {peer: transport.routes(peer) for peer in peers if peer != CONTROLLER}
+        return m.Connected(message.request, routes)
 
     async def _load(self, message: m.Load) -> m.Loaded:
         machine = self._parts.machine

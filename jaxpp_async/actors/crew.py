@@ -21,7 +21,18 @@ from jaxpp_async.actors.gate import Gate
 from jaxpp_async.actors.handshake import SECRET_BYTES
 from jaxpp_async.actors.host_data import HostPlane
 from jaxpp_async.actors.launch import ActorHandle, Launcher, LaunchSpec
-from jaxpp_async.actors.messages import Abort, Connect, Done, Renew, Renewed, Report, Reported, Request, Shutdown
+from jaxpp_async.actors.messages import (
+    Abort,
+    Connect,
+    Connected,
+    Done,
+    Renew,
+    Renewed,
+    Report,
+    Reported,
+    Request,
+    Shutdown,
+)
 from jaxpp_async.actors.rpc import ActorLink, Call
 from jaxpp_async.actors.stuck import PROGRESS_S
 from jaxpp_async.errors import TransferError
@@ -169,7 +180,7 @@ class Crew:
         addresses[CONTROLLER] = self.plane.transport.address
         for actor in sorted(self.links):
             await self.plane.transport.connect(actor, addresses[actor])
-        await self.ask_all(self.links, lambda: Connect(self._number(), self.epoch, addresses), Done, "connect")
+        await self.ask_all(self.links, lambda: Connect(self._number(), self.epoch, addresses), Connected, "connect")
 
     # ------------------------------------------------------------ going on after a failure
 

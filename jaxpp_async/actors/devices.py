@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_async import jax_compat
-from jaxpp_async.actors.messages import Configure
+from jaxpp_async.actors.messages import Configure, Hardware
 from jaxpp_async.errors import InstallError, MeshError
 from jaxpp_async.program import Aval
 
@@ -85,6 +85,11 @@ def package_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:  # run from a source tree
             found[name] = ""
     return found
+
+
+def plain_hardware(devices: Devices) -> Hardware:
+    """What devices are whose arrays pass through host memory."""
+    return Hardware(kind=devices.devices[0].device_kind, count=len(devices.devices))
 
 
 def _configure_jax(configure: Configure) -> None:

@@ -15,7 +15,16 @@ import jax
 import numpy as np
 
 from jaxpp_async.actors.messages import INLINE_BYTES, Fetch, Fetched, Put
-from jaxpp_async.actors.shards import Layout, Layouts, aligned_bytes, fetch_pieces, host_bytes, join_pieces, place
+from jaxpp_async.actors.shards import (
+    Layout,
+    Layouts,
+    aligned_bytes,
+    fetch_pieces,
+    hold_pieces,
+    host_bytes,
+    join_pieces,
+    place,
+)
 from jaxpp_async.actors.store import Entry, Store
 from jaxpp_async.errors import JaxppAsyncError
 from jaxpp_async.program import CONTROLLER
@@ -78,8 +87,9 @@ class HostValues:
             ArrayError: an array is not here.
         """
         looks: list[Look] = []
+        read = hold_pieces(self._layouts.devices)
         for entry in [self._store.get(array_id) for array_id in message.array_ids]:
-            look = Look(self._layouts.of(entry.aval), asyncio.get_running_loop().create_future())
+            look = Look(self._layouts.of(entry.aval), asyncio.get_running_loop().create_future(), read)
             looks.append(look)
             entry.when_done(look.take)
         return looks
@@ -105,9 +115,10 @@ class HostValues:
                 self._spawn(f"fetch {sequence}", _until_sent(sending, data))
         return Fetched(message.request, tuple(replies))
 
-    async def _join(self, pieces: list[np.ndarray], layout: Layout) -> np.ndarray:
-        if len(pieces) == 1:
+    async def _join(self, pieces: list[Any], layout: Layout) -> np.ndarray:
+        if len(pieces) == 1 and isinstance(pieces[0], np.ndarray):
             return pieces[0]
+        # A thread's work: to put parts together, or to wait for what is on its way from a device.
         return await asyncio.get_running_loop().run_in_executor(self._workers, join_pieces, pieces, layout)
 
 

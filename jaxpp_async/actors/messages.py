@@ -48,7 +48,7 @@ class Configure:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Connect the transport to these peers (the actor skips itself). Answer: `Done`."""
+    """Connect the transport to these peers (the actor skips itself). Answer: `Connected`."""
 
     request: int
     epoch: int
@@ -311,6 +311,25 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Hardware:
+    """The devices of an actor.
+
+    Args:
+        kind: as JAX names them, such as `"cpu"` or `"NVIDIA H100 80GB HBM3"`.
+        count: how many the actor has.
+        memory_bytes: of one; 0: not known, or the host's.
+        cuda: version of the CUDA runtime, such as `"13.0"`; empty without GPUs.
+        driver: the newest CUDA that the host's driver knows, written alike.
+    """
+
+    kind: str
+    count: int
+    memory_bytes: int = 0
+    cuda: str = ""
+    driver: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The actor's JAX and transport are up.
 
@@ -318,12 +337,27 @@ class Ready:
         address: the transport's address.
         devices: one text a device, such as `"cpu:0"`.
         versions: package name to version, for the mismatch check.
+        hardware: what the devices are.
     """
 
     request: int
     address: bytes
     devices: tuple[str, ...]
     versions: dict[str, str]
+    hardware: Hardware
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The transport is connected.
+
+    Args:
+        routes: by which of its ways the transport reaches each peer, as it names them (`"cuda_ipc"`, `"rc_mlx5"`,
+            `"tcp"`); empty where it does not say, or where only host memory travels.
+    """
+
+    request: int
+    routes: dict[ActorId, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,5 +545,7 @@ Request: TypeAlias = (
     | Report
     | Shutdown
 )
-Reply: TypeAlias = Done | Ready | Loaded | StepDone | Fetched | Written | Renewed | Kept | Inspected | Reported | Failed
+Reply: TypeAlias = (
+    Done | Ready | Connected | Loaded | StepDone | Fetched | Written | Renewed | Kept | Inspected | Reported | Failed
+)
 Message: TypeAlias = Request | Reply | Log | Beat

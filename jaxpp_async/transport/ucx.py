@@ -143,6 +143,10 @@ class UCXTransport:
         self._links[peer] = link
         self._kick()
 
+    def routes(self, peer: Peer) -> tuple[str, ...]:
+        link = self._links.get(peer)
+        return () if link is None else self._port.routes(link.handle)
+
     def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
         return post_future(self._loop, self.post_send, memory_of(buffer, writable=False), peer, tag)
 
