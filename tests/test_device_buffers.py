@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import checkpoint_faults
 import jax
 import numpy as np
 import pytest
@@ -41,8 +42,12 @@ from test_actor import (  # noqa: F401
     test_two_actors_in_a_pipeline,
     test_two_steps_in_flight_with_puts_and_frees,
 )
+from test_numerics import check_five_steps
 
+import jaxpp_async as jpp
 from jaxpp_async.actors import messages as m
+from jaxpp_async.actors.launch import LocalLauncher
+from jaxpp_async.actors.routes import staged
 from jaxpp_async.program import Aval, Delete, Input, Output, Recv, Run, Send
 from jaxpp_async.transport.memory import MemoryNetwork
 
@@ -303,3 +308,34 @@ async def test_the_first_devices_context_is_the_event_loops(doors):
     assert isinstance(ready, m.Inspected)
     names = {thread.name for thread in threading.enumerate()}
     assert not {name for name in names if name.endswith(("-runs", "-copies"))}, "threads end with their actor"
+
+
+# ---------------------------------------------------------------- which way
+
+
+@pytest.mark.parametrize(
+    "ways, is_staged",
+    [
+        (("cuda_copy", "cuda_ipc", "posix"), False),
+        (("cuda_copy", "posix", "tcp"), True),
+        (("cuda_copy", "rc_mlx5"), False),
+        (("dc_mlx5", "tcp"), False),
+        (("ud_mlx5",), True),
+        ((), False),
+    ],
+)
+def test_what_goes_through_host_memory(ways, is_staged):
+    assert staged({3: ways}) == ({3: ways} if is_staged else {})
+
+
+async def test_processes_on_late_devices_compute_what_jit_does():
+    """Over UCX, from where an array lies in one process to where another does."""
+    launcher = LocalLauncher(actor="fake_device:DeviceActor")
+    async with jpp.RemoteMesh(2, launcher=launcher, env=checkpoint_faults.ENV) as mesh:
+        for name, kind in (("mlp", jpp.Interleaved1F1B), ("gpt", jpp.Std1F1B), ("uneven", jpp.GPipe)):
+            await check_five_steps(mesh, name, kind)
+        slow = []
+    async for event in mesh.events():
+        slow += [event] if event.kind == "staged" else []
+    assert [(event.actor, event.details["peers"]) for event in slow] == [(0, (1,)), (1, (0,))]
+    assert "through host memory: UCX has posix to them" in slow[0].text

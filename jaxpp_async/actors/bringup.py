@@ -93,8 +93,11 @@ class Bringup:
             raise launch_error(spec.actor_id, f"could not be started: {error}") from error
         return make_link(spec.actor_id, handle, connection)
 
-    async def configure(self, link: ActorLink, message: Configure) -> None:
+    async def configure(self, link: ActorLink, message: Configure) -> Ready:
         """Start JAX and the transport on one actor.
+
+        Returns:
+            What it tells of itself.
 
         Raises:
             LaunchError: it failed, died or took too long. HandshakeError: its JAX is another version.
@@ -114,6 +117,7 @@ class Bringup:
         link.info = replace(link.info, devices=ready.devices, state="ready")
         link.address = ready.address
         self._say(f"{link.info} is ready: {', '.join(ready.devices)}")
+        return ready
 
     async def _unless_dead(self, actor_id: int, wanted: asyncio.Future[T], unconnected: str = "") -> T:
         """Wait for `wanted`, or raise if the actor dies first; `unconnected` is the remedy if it cannot reach us."""

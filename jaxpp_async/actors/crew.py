@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jaxpp_async
@@ -26,6 +27,7 @@ from jaxpp_async.actors.messages import (
     Connect,
     Connected,
     Done,
+    Hardware,
     Renew,
     Renewed,
     Report,
@@ -77,12 +79,14 @@ class Crew:
         number: gives out request numbers.
         say: told what is going on.
         on_transfer_error: told of transfers between actors and controller that failed.
+        on_routes: told by which ways a process with devices of its own reaches the others, once it is connected.
 
     Attributes:
         links: the processes by number; a replaced one has another link.
         epoch: of all tags and steps; another one after every abort.
         gate: where they come in.
         plane: the controller's end of the data plane, once started.
+        hardware: each process's devices, as it told.
     """
 
     def __init__(
@@ -93,11 +97,12 @@ class Crew:
         number: Callable[[], int],
         say: Callable[[str], None],
         on_transfer_error: Callable[[TransferError], None],
+        on_routes: Callable[[ActorInfo, Mapping[ProcessId, tuple[str, ...]]], None],
     ):
         self.links: dict[ProcessId, ActorLink] = {}
         self.epoch = 0
         self._launcher, self._options, self._number, self._say = launcher, options, number, say
-        self._on_transfer_error = on_transfer_error
+        self._on_transfer_error, self._on_routes = on_transfer_error, on_routes
         self._secret = secrets.token_bytes(SECRET_BYTES)
         version, longest = jaxpp_async.__version__, options.max_frame_bytes
         self.gate = Gate(self._secret, version=version, max_frame_bytes=longest)
@@ -105,6 +110,7 @@ class Crew:
         self._address: tuple[str, int] | None = None
         self._plane: HostPlane | None = None
         self._incarnations: dict[ProcessId, int] = {}
+        self.hardware: dict[ProcessId, Hardware] = {}
 
     @property
     def plane(self) -> HostPlane:
@@ -171,7 +177,8 @@ class Crew:
         )
         link = await self._bringup.start_actor(spec)
         self.links[process] = link
-        await self._bringup.configure(link, options.config.message(self._number(), self._kind, self.epoch))
+        ready = await self._bringup.configure(link, options.config.message(self._number(), self._kind, self.epoch))
+        self.hardware[process] = ready.hardware
         return link
 
     async def connect(self) -> None:
@@ -184,7 +191,10 @@ class Crew:
         addresses[CONTROLLER] = self.plane.transport.address
         for process in sorted(self.links):
             await self.plane.transport.connect(process, addresses[process])
-        await self.ask_all(self.links, lambda: Connect(self._number(), self.epoch, addresses), Connected, "connect")
+        message = partial(Connect, epoch=self.epoch, addresses=addresses)
+        found = await self.ask_all(self.links, lambda: message(self._number()), Connected, "connect")
+        for process, connected in sorted(found.items()):
+            self._on_routes(self.links[process].info, connected.routes)
 
     # ------------------------------------------------------------ going on after a failure
 
