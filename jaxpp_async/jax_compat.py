@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import os
+import re
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -401,6 +402,42 @@ def is_unknown_axis_error(error: BaseException) -> bool:
     # By its text: the type is a plain ValueError or RuntimeError, and JAX removes its own frames from the traceback.
     text = str(error)
     return ("Resource axis" in text and "not found in mesh" in text) or "requires a non-empty mesh in context" in text
+
+
+_NEEDS_GPU = re.compile(r"cuDNN is not detected|Unknown backend:? '?(gpu|cuda)|[Nn]o (visible )?GPU|needs a GPU")
+
+
+def is_missing_gpu_error(error: BaseException) -> bool:
+    """Whether JAX, or a kernel library, asked for a GPU of this process while it traced or lowered."""
+    # By its text, as above.
+    return _NEEDS_GPU.search(str(error)) is not None
+
+
+def spare_gpus() -> bool:
+    """Have this process's JAX take memory of a GPU as it needs it, and not most of it at its first use.
+
+    Unless the user has said how (`XLA_PYTHON_CLIENT_PREALLOCATE`, `jax_pjrt_client_create_options`). By an option of
+    this process's own: its environment is what actors get, and they are to take theirs at once.
+
+    Returns:
+        False: it is too late, and this process has a GPU's memory.
+    """
+    from jax._src import xla_bridge
+
+    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"):
+        return os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"].lower() in ("false", "0")
+    options = _config.jax_pjrt_client_create_options.value
+    if xla_bridge.backends_are_initialized():
+        is_spared = isinstance(options, dict) and options.get("preallocate") is False
+        return is_spared or jax.default_backend() != "gpu"
+    if not options:
+        jax.config.update("jax_pjrt_client_create_options", {"preallocate": False})
+    return True
+
+
+def default_platform() -> str | None:
+    """What `jax_platforms` (or `JAX_PLATFORMS`) has this process prefer; None: whatever it finds."""
+    return (getattr(jax.config, "jax_platforms", None) or "").partition(",")[0] or None
 
 
 def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -44,6 +45,11 @@ class ActorConfig:
     transport: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     processes_per_actor: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices an actor has."""
+        return math.prod(size for _, size in self.spmd_mesh)
 
     def message(self, request: int, transport: str, epoch: int) -> Configure:
         """The request that carries it."""

@@ -174,6 +174,7 @@ class Crew:
             options.max_frame_bytes,
             options.processes.name(process),
             options.processes.actor_of(process),
+            options.config.num_devices // options.processes.per_actor if options.config.platform == "cuda" else 0,
         )
         link = await self._bringup.start_actor(spec)
         self.links[process] = link

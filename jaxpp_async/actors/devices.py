@@ -135,7 +135,15 @@ def _make_mesh(configure: Configure) -> Mesh:
         raise ValueError(f"axis_types {kinds} for the axes {axes}: give 'auto' or 'explicit' for each axis")
     shape = tuple(size for _, size in axes)
     needed = math.prod(shape)
-    devices = jax.local_devices(backend=configure.platform or None)
+    try:
+        devices = jax.local_devices(backend=configure.platform or None)
+    except RuntimeError as error:
+        if configure.platform != "cuda":
+            raise
+        raise MeshError(
+            f"JAX finds no GPU here ({error}); is the driver loaded, and jaxpp-async[cuda13] (or [cuda12], for older "
+            "drivers) installed? without GPUs, use platform='cpu'"
+        ) from error
     if len(devices) < needed:
         raise MeshError(
             f"spmd_mesh {dict(axes)} needs {needed} devices, this process has {len(devices)} of platform "

@@ -35,6 +35,7 @@ class LaunchSpec:
         platform: `"cpu"` or `"cuda"`.
         env: environment variables to add.
         max_frame_bytes: the longest control frame.
+        gpus: how many GPUs the process needs; 0: none.
     """
 
     process_id: ProcessId
@@ -47,6 +48,7 @@ class LaunchSpec:
     max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES
     name: str = ""
     actor_id: ActorId = 0
+    gpus: int = 0
 
     def config(self, *, actor: str = DEFAULT_ACTOR, lease_s: float = LEASE_S) -> dict[str, Any]:
         """What the process `python -m jaxpp_async.actors` reads on the first line of its stdin, as JSON.

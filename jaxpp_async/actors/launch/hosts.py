@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from jaxpp_async.actors.actor_request import share_out
 from jaxpp_async.errors import MeshError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -143,7 +142,7 @@ def environment(settings: Settings, placement: Placement, platform: str) -> dict
     if settings.ports is not None:
         env["UCX_TCP_PORT_RANGE"] = f"{settings.ports[0]}-{settings.ports[1]}"
     if settings.devices is not None:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(share_out(settings.devices, placement.count)[placement.index])
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(settings.devices)  # shared out on the host: `ActorRequest`
     return env | dict(settings.env)
 
 
