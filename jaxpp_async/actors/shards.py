@@ -153,7 +153,7 @@ def device_parts(array: jax.Array) -> list[jax.Array]:
 def _device_memory(part: jax.Array) -> Memory:
     # Not `nbytes`: a device keeps two int4 in a byte.
     size_bytes: int = part.on_device_size_in_bytes()  # pyright: ignore[reportAttributeAccessIssue]
-    return Memory(part.unsafe_buffer_pointer(), size_bytes, part)
+    return Memory(part.unsafe_buffer_pointer(), size_bytes, part, on_device=True)
 
 
 def host_bytes(array: np.ndarray) -> np.ndarray:

@@ -26,11 +26,13 @@ class Memory(NamedTuple):
         address: of the first byte, on the host or on a device.
         size_bytes: how many.
         owner: keeps the bytes alive; the transport holds it for as long as it holds the memory.
+        on_device: they are in a GPU's memory, which this process itself cannot read or write.
     """
 
     address: int
     size_bytes: int
     owner: Any
+    on_device: bool = False
 
 
 def memory_of(buffer: Any, *, writable: bool) -> Memory:

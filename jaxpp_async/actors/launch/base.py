@@ -5,6 +5,7 @@ The interface is public: `docs/launching.md` says what a launcher of one's own h
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ from jaxpp_async.program import ActorId, ProcessId
 from jaxpp_async.transport.base import Transport
 
 DEFAULT_ACTOR = "jaxpp_async.actors.actor:Actor"
+
+ERROR_HANDLING = "JAXPP_UCX_ERROR_HANDLING"
+"""`n` switches UCX's error handling off, for this process and the actors it starts here; see `UCXTransport`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +153,7 @@ def make_process_transport(kind: str, peer_id: int) -> Transport:
     if kind == "ucx":
         from jaxpp_async.transport.ucx import UCXTransport
 
-        return UCXTransport(peer_id)
+        return UCXTransport(peer_id, error_handling=os.environ.get(ERROR_HANDLING, "y") != "n")
     if kind == "memory":
         raise MeshError('transport "memory" does not leave a process: use it with launcher="inline", or "ucx" here')
     raise MeshError(f'unknown transport {kind!r}: choose "ucx"')
