@@ -106,10 +106,8 @@ class LinkEnd:
         heard: asyncio.Future[None] = self._loop.create_future()
         self._go(Transfer(word, 0, lambda error: _settle(heard, None, error and NcclFailure(str(error)))))
         await heard
-        if (
-            not self.sends
-            and (got := await self._on_thread("read a word", lambda: library.read_word(word))) != greeting
-        ):
+        got = await self._on_thread("read a word", lambda: library.read_word(word))
+        if got != greeting:
             raise NcclFailure(f"the first message is {got:#x}, not {greeting:#x}: communicators were mixed up")
         if self.failure is not None:
             raise NcclFailure(self.failure)
