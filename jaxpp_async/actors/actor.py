@@ -319,9 +319,10 @@ class Actor:
             reply = m.StepDone(message.request, message.step, end)
         if run is self._current:
             self._current = None
-        self._conclude(message, reply)
-        # A step of nothing but local instructions can end inside `start`; the loop there goes on with the next.
+        # A step of nothing but local instructions can end inside `start`; the loop there goes on with the next. Asked
+        # for before the reply, behind which an actor without a step stays awake.
         asyncio.get_running_loop().call_soon(self._next_step)
+        self._conclude(message, reply)
 
     def _conclude(self, message: m.Step, reply: m.StepDone | m.Failed) -> None:
         key = (message.epoch, message.step)
