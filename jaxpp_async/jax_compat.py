@@ -23,7 +23,7 @@ from jax._src import dtypes as _dtypes
 from jax._src import lru_cache as _lru_cache
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import partial_eval as _partial_eval
-from jax._src.lib import xla_client as _xla_client
+from jax._src.interpreters import pxla as _pxla
 from jax.extend import core as _extend
 from jax.interpreters import ad, batching, mlir
 
@@ -162,7 +162,7 @@ def quick_put(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Shardin
     devices = list(sharding.device_set)
 
     def put(host: np.ndarray) -> jax.Array:
-        return _xla_client.batched_device_put(aval, sharding, [host], devices, True)
+        return _pxla.batched_device_put(aval, sharding, [host], devices)
 
     return put
 
