@@ -145,14 +145,14 @@ async def test_an_error_in_progress_fails_the_futures_and_not_the_loop(make_tran
 @pytest.mark.parametrize(
     ("waits_us", "limit_us"),
     [
-        ([], 1000),
-        ([250] * 3, 1000),
-        ([5000], 500),
-        ([5000] * 3, 125),
-        ([5000] * 8, 0),
-        ([5000] * 8 + [250], 20),  # looking would have helped
-        ([5000] * 8 + [250] * 9, 1000),
-        ([5000, 250] * 4, 1000),
+        ([], 200),
+        ([50] * 3, 200),
+        ([1000], 100),
+        ([1000] * 3, 25),
+        ([1000] * 8, 0),
+        ([1000] * 8 + [50], 20),  # looking would have helped
+        ([1000] * 8 + [50] * 9, 200),
+        ([1000, 50] * 4, 200),
     ],
 )
 def test_lookout_follows_the_waits(waits_us, limit_us):

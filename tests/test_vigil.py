@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxpp_async.actors.vigil import Vigil
-from jaxpp_async.transport.lookout import LONGEST_S
+from jaxpp_async.actors.vigil import LONGEST_S, Vigil
 
 
 class Loop:

@@ -15,6 +15,9 @@ from collections.abc import Callable
 
 from jaxpp_async.transport.lookout import Lookout
 
+LONGEST_S = 1e-3
+"""Of one vigil: what a training loop takes to send the next step, when it does little else."""
+
 
 class Vigil:
     """One actor's.
@@ -31,7 +34,7 @@ class Vigil:
         is_idle: Callable[[], bool],
         now_s: Callable[[], float] = time.monotonic,
     ):
-        self._loop, self._is_idle, self._now_s, self._lookout = loop, is_idle, now_s, Lookout()
+        self._loop, self._is_idle, self._now_s, self._lookout = loop, is_idle, now_s, Lookout(LONGEST_S)
         self._is_kept = self._is_scheduled = False
 
     def begin(self) -> None:
