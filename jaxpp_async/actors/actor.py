@@ -340,12 +340,15 @@ class Actor:
             reply = failed(message.request, end.error, step=message.step, instruction=end.instruction)
         else:
             self._free(message.frees_after)
-            reply = m.StepDone(message.request, message.step, replace(end, live_buffers=len(self._store)))
+            live = len(self._store)
+            end = m.StepStats(end.compute_s, end.wait_s, end.total_s, end.peak_bytes, live, end.stamps)
+            reply = m.StepDone(message.request, message.step, end)
         if run is self._current:
             self._current = None
-        self._conclude(message, reply)
-        # A step of nothing but local instructions can end inside `start`; the loop there goes on with the next.
+        # A step of nothing but local instructions can end inside `start`; the loop there goes on with the next. Asked
+        # for before the reply, behind which an actor without a step stays awake.
         asyncio.get_running_loop().call_soon(self._next_step)
+        self._conclude(message, reply)
 
     def _conclude(self, message: m.Step, reply: m.StepDone | m.Failed) -> None:
         key = (message.epoch, message.step)
@@ -354,7 +357,7 @@ class Actor:
             self._replies.popitem(last=False)
         for request in self._under_way.pop(key, ()):
             if not self._closed:  # what ends because the actor does is no failure of its own
-                self._send(replace(reply, request=request))
+                self._send(reply if request == reply.request else replace(reply, request=request))
 
     def _abort(self, message: m.Abort) -> None:
         self._broken = f"aborted: {message.cause}"
