@@ -26,6 +26,8 @@ from jaxpp_async.actors.shards import (
 )
 from jaxpp_async.program import Aval
 from jaxpp_async.transport.buffers import Memory, memory_of
+from jaxpp_async.transport.direct import DIRECT_BYTES
+from jaxpp_async.transport.shared import SharedBlock
 
 
 class ReceiveBuffer:
@@ -47,13 +49,11 @@ class ReceiveBuffer:
         layout: Layout,
         pieces: tuple[Memory, ...],
         array: jax.Array | None,
-        *,
-        memory: tuple[np.ndarray, ...] = (),
         replicas: tuple[DeviceCopy, ...] = (),
     ):
         self._bin = owner
-        self.layout, self.memory, self.array = layout, memory, array
-        self.pieces, self.replicas = pieces, replicas
+        self.layout, self.pieces, self.array, self.replicas = layout, pieces, array, replicas
+        self.memory = tuple(_bytes_of(piece) for piece in pieces if not piece.on_device)
 
     def received(self, *, private_copy: bool) -> jax.Array:
         """The array, now that the data is in.
@@ -99,13 +99,11 @@ class Bin:
         layout = self._layout
         if self._on_devices:
             array = _on_devices(layout)
-            return ReceiveBuffer(
-                self, layout, tuple(device_memories(array, layout)), array, replicas=_replicas(array, layout)
-            )
-        memory = tuple(aligned_bytes(int(np.prod(s.shape)) * layout.dtype.itemsize) for s in layout.shards)
+            return ReceiveBuffer(self, layout, tuple(device_memories(array, layout)), array, _replicas(array, layout))
+        pieces = tuple(_memory(int(np.prod(s.shape)) * layout.dtype.itemsize) for s in layout.shards)
+        memory = tuple(_bytes_of(piece) for piece in pieces)
         array = _alias(layout, memory, self._layouts) if self._layouts.devices.is_cpu else None
-        pieces = tuple(memory_of(part, writable=True) for part in memory)
-        return ReceiveBuffer(self, layout, pieces, array, memory=memory)
+        return ReceiveBuffer(self, layout, pieces, array)
 
 
 class ReceivePool:
@@ -134,6 +132,17 @@ class ReceivePool:
     def free_bytes(self) -> int:
         """Their bytes."""
         return sum(aval.size_bytes * len(place.free) for aval, place in self._bins.items())
+
+
+def _memory(size_bytes: int) -> Memory:
+    """Memory to receive into; where it is large, such as a peer on this host can write into itself."""
+    block = SharedBlock.make(size_bytes) if size_bytes >= DIRECT_BYTES else None
+    return memory_of(aligned_bytes(size_bytes) if block is None else block, writable=True)
+
+
+def _bytes_of(memory: Memory) -> np.ndarray:
+    owner = memory.owner
+    return owner.array if isinstance(owner, SharedBlock) else owner
 
 
 def _alias(layout: Layout, memory: tuple[np.ndarray, ...], layouts: Layouts) -> jax.Array | None:
