@@ -97,7 +97,7 @@ class LightLauncher:
             self._starting = asyncio.get_running_loop().create_task(command, name="start the light actors")
         process = await asyncio.shield(self._starting)
         assert process.stdin is not None
-        process.stdin.write(json.dumps({**spec.config(), "num_actors": spec.num_actors}).encode() + b"\n")
+        process.stdin.write(json.dumps({**spec.config(), "num_processes": spec.num_processes}).encode() + b"\n")
         return _Handle(process)
 
     async def aclose(self) -> None:
@@ -116,15 +116,15 @@ async def _serve_all() -> None:
     serving: list[asyncio.Task[Any]] = []
     while line := await reader.readline():
         config = json.loads(line)
-        serving.append(asyncio.create_task(_serve_one(config), name=f"light actor {config['actor_id']}"))
-        if len(serving) == config["num_actors"]:
+        serving.append(asyncio.create_task(_serve_one(config), name=f"light actor {config['process_id']}"))
+        if len(serving) == config["num_processes"]:
             break
     await asyncio.gather(*serving)
 
 
 async def _serve_one(config: dict[str, Any]) -> None:
     await serve(
-        Identity(config["actor_id"], config["incarnation"]),
+        Identity(config["process_id"], config["incarnation"]),
         bytes.fromhex(config["secret"]),
         connect=lambda connection: connect_tcp(connection, *config["controller"]),
         make_actor=LightActor,

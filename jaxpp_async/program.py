@@ -20,6 +20,9 @@ from typing import Literal, TypeAlias
 from jaxpp_async.frozen import frozen
 
 ActorId: TypeAlias = int
+ProcessId: TypeAlias = int
+"""Processes are numbered over the mesh: those of actor 0 first. With one an actor it is the actor's number."""
+
 BufferId: TypeAlias = int
 ValueId: TypeAlias = int
 ExecutableId: TypeAlias = int
@@ -31,8 +34,8 @@ TASK_TYPES: tuple[TaskType, ...] = ("fwd", "bwd", "bwd_input", "bwd_weight")
 SpecEntry: TypeAlias = str | tuple[str, ...] | None
 """How one array dimension is split: by one mesh axis, by several, or not at all."""
 
-CONTROLLER: ActorId = -1
-"""The controller's id as a peer of the data plane."""
+CONTROLLER: ProcessId = -1
+"""The controller's number as a peer of the data plane, where the others are processes."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

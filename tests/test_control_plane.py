@@ -386,7 +386,7 @@ async def test_the_gate_refuses_strangers_and_goes_on(caplog):
         assert good.is_open
         other = gate.expect(Identity(1, 0))
         await knock(Wire("actor", secret, version="2", identity=Identity(1, 0)))
-        with pytest.raises(HandshakeError, match="actor 1 runs jaxpp-async 2, the controller 1"):
+        with pytest.raises(HandshakeError, match="process 1 runs jaxpp-async 2, the controller 1"):
             await other
         said = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
         assert len(said) >= 4 and not any(secret.decode() in s or secret.hex() in s for s in said)

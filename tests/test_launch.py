@@ -152,7 +152,7 @@ def test_a_driver_that_forgets_to_close_leaves_no_actor(driver):
 
 
 CONFIG = {
-    "actor_id": 0,
+    "process_id": 0,
     "incarnation": 0,
     "secret": "ab" * 32,
     "controller": ["127.0.0.1", 9],

@@ -72,7 +72,7 @@ def run(script: str, tick_s: float = 0.5) -> list[tuple[float, Verdict]]:
     ],
 )
 def test_verdicts(script, said):
-    assert [(t, f"{type(v).__name__} {v.actor}") for t, v in run(script)] == said
+    assert [(t, f"{type(v).__name__} {v.process}") for t, v in run(script)] == said
 
 
 def test_verdicts_say_how_long_and_where():
@@ -88,7 +88,7 @@ def test_only_the_watched_are_judged():
     monitor.watch(2, 0.0)
     monitor.unwatch(2)
     monitor.unwatch(5)
-    assert [v.actor for v in monitor.judge(20.0)] == [1] and monitor.watched == ()
+    assert [v.process for v in monitor.judge(20.0)] == [1] and monitor.watched == ()
     assert monitor.judge(40.0) == [] and monitor.position(1) is None
     monitor.watch(1, 40.0)  # its successor
     assert monitor.judge(41.0) == [] and monitor.watched == (1,)

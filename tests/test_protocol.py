@@ -227,7 +227,7 @@ def test_a_proof_is_for_one_actor_only():
 def test_version_mismatch_is_said_to_both_in_plain_words():
     actor, controller = pair(actor={"version": "0.2.0"}, controller={"version": "0.1.0"})
     controller.feed(actor.take_outgoing())
-    said = "actor 3 runs jaxpp-async 0.2.0, the controller 0.1.0; install the same version"
+    said = "process 3 runs jaxpp-async 0.2.0, the controller 0.1.0; install the same version"
     with pytest.raises(HandshakeError, match=said):
         actor.feed(controller.take_outgoing())
     with pytest.raises(HandshakeError, match=said):

@@ -99,7 +99,7 @@ async def test_the_silent_are_suspect_and_then_given_up(caplog):
         error = mesh.failed.result()
         assert isinstance(error, ActorUnresponsiveError) and (error.actor, error.step) == (1, 7)
         assert "it was last at run fwd(stage 1, mb 0) of step 7" in str(error)
-        assert [(type(v), v.actor) for v in mesh.told] == [(Suspect, 1)]
+        assert [(type(v), v.process) for v in mesh.told] == [(Suspect, 1)]
         await mesh.beating(0.1, 0, 2)
     (warning,) = [r.getMessage() for r in caplog.records if "heard" in r.getMessage()]
     assert (
@@ -111,7 +111,7 @@ async def test_suspects_come_back(caplog):
     async with watched(suspect_s=0.1) as mesh:
         await mesh.beating(0.25, 0, 2)
         await mesh.beating(0.1, 0, 1, 2)
-        assert [(type(v), v.actor) for v in mesh.told] == [(Suspect, 1), (Recovered, 1)]
+        assert [(type(v), v.process) for v in mesh.told] == [(Suspect, 1), (Recovered, 1)]
         assert not mesh.failed.done()
     assert "actor 1 (host node1, pid 101) is heard again, after 0." in caplog.text
 

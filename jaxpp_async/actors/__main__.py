@@ -27,7 +27,7 @@ _MAX_LINE_BYTES = 1 << 16
 class _Config:
     """The first line of stdin; `LaunchSpec.config` and a launcher write it."""
 
-    actor_id: int
+    process_id: int
     incarnation: int
     secret: bytes = field(repr=False)
     controller: tuple[str, int]
@@ -98,14 +98,14 @@ async def _serve(config: _Config) -> ExitCode:
     from jaxpp_async.actors.records import send_records
     from jaxpp_async.actors.serve import ActorLike, serve
 
-    identity, page = Identity(config.actor_id, config.incarnation), ProgressPage(config.progress_page)
+    identity, page = Identity(config.process_id, config.incarnation), ProgressPage(config.progress_page)
 
-    def make_actor(actor_id: int, **seams: Any) -> ActorLike:
+    def make_actor(process_id: int, **seams: Any) -> ActorLike:
         # After the handshake: nobody hears the heart of an actor that has not come, and importing JAX takes longer
         # than a handshake may.
         start_beating(Beating(identity, config.secret, config.controller), page.read, leave)
         sender = send_records(seams["send"], config.log_level)  # before JAX is imported, which may log
-        actor = load_actor_class(config.actor)(actor_id, note_progress=page.note, **seams)
+        actor = load_actor_class(config.actor)(process_id, note_progress=page.note, **seams)
         sender.step = lambda: actor.current_step
         return actor
 
@@ -114,7 +114,7 @@ async def _serve(config: _Config) -> ExitCode:
         config.secret,
         connect=lambda connection: connect_tcp(connection, *config.controller),
         make_actor=make_actor,
-        make_transport=lambda kind: make_process_transport(kind, config.actor_id),
+        make_transport=lambda kind: make_process_transport(kind, config.process_id),
         max_frame_bytes=config.max_frame_bytes,
     )
 

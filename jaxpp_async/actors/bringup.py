@@ -22,6 +22,7 @@ from jaxpp_async.actors.messages import Configure, Ready
 from jaxpp_async.actors.protocol import Identity
 from jaxpp_async.actors.rpc import ActorLink
 from jaxpp_async.errors import ActorError, HandshakeError, LaunchError, RemoteError
+from jaxpp_async.program import ProcessId
 
 _LOG = logging.getLogger("jaxpp_async")
 _VERSIONED = ("jax", "jaxlib")
@@ -42,6 +43,7 @@ class ActorConfig:
     setup: str | None = None
     transport: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    processes_per_actor: int = 1
 
     def message(self, request: int, transport: str, epoch: int) -> Configure:
         """The request that carries it."""
@@ -72,7 +74,7 @@ class Bringup:
 
     def __init__(self, launcher: Launcher, gate: Gate, *, timeout_s: float, say: Callable[[str], None]):
         self._launcher, self._gate, self._timeout_s, self._say = launcher, gate, timeout_s, say
-        self.handles: dict[int, ActorHandle] = {}
+        self.handles: dict[ProcessId, ActorHandle] = {}
 
     async def start_actor(self, spec: LaunchSpec) -> ActorLink:
         """Start one actor and wait for its connection.
@@ -80,10 +82,10 @@ class Bringup:
         Raises:
             LaunchError: it did not start, died, or did not connect in time. HandshakeError: it runs another version.
         """
-        arrival = self._gate.expect(Identity(spec.actor_id, spec.incarnation))
+        arrival = self._gate.expect(Identity(spec.process_id, spec.incarnation))
         try:
             async with asyncio.timeout(self._timeout_s):
-                handle = self.handles[spec.actor_id] = await self._launcher.start(spec, self._gate.adopt)
+                handle = self.handles[spec.process_id] = await self._launcher.start(spec, self._gate.adopt)
                 connection = await self._unless_dead(spec.actor_id, arrival, _way_back(spec.controller))
         except OSError as error:
             if isinstance(error, TimeoutError):

@@ -41,7 +41,7 @@ class ClockWatch:
 
     def heard(self, identity: Identity, beat: Beat) -> None:
         """Take a sign of life (`Gate.on_beat`)."""
-        actor, now = identity.actor_id, time.monotonic()
+        actor, now = identity.process_id, time.monotonic()
         self._clocks.name(actor, beat.clock)
         if self._clocks.of(actor).is_ours or now - self._asked.get(actor, -math.inf) < FORGET_S:
             return

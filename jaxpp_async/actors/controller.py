@@ -30,6 +30,7 @@ from jaxpp_async.actors.launch import Launcher
 from jaxpp_async.actors.messages import ArrayId, Done, Inspect, Inspected, Loaded, Step, Store
 from jaxpp_async.actors.outbox import Outbox
 from jaxpp_async.actors.owned_tasks import OwnedTasks
+from jaxpp_async.actors.processes import Processes
 from jaxpp_async.actors.programs import Programs
 from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.actors.recovery import Recovery
@@ -155,9 +156,10 @@ class Controller:
             LaunchError: an actor did not come up; has the end of its output.
             HandshakeError: an actor runs other versions.
         """
+        config = config or ActorConfig()
         options = CrewOptions(
-            num_actors,
-            config or ActorConfig(),
+            Processes(num_actors, config.processes_per_actor),
+            config,
             launch_timeout_s,
             max_frame_bytes,
             make_transport,

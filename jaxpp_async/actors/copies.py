@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxpp_async.actors.messages import Hold, KeptArray, Lend
 from jaxpp_async.errors import ProtocolError
-from jaxpp_async.program import ActorId
+from jaxpp_async.program import ProcessId
 from jaxpp_async.transport.base import COPY_CHANNEL, SEQUENCE_BITS, Transport, make_tag
 
 Bytes: TypeAlias = np.ndarray[Any, Any]
@@ -47,13 +47,13 @@ class Shelf:
     """The copies that one process has, by generation and actor."""
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[int, ActorId], Copy] = {}
+        self._copies: dict[tuple[int, ProcessId], Copy] = {}
 
-    def put(self, generation: int, of: ActorId, copy: Copy) -> None:
+    def put(self, generation: int, of: ProcessId, copy: Copy) -> None:
         """Keep a copy."""
         self._copies[generation, of] = copy
 
-    def get(self, generation: int, of: ActorId) -> Copy:
+    def get(self, generation: int, of: ProcessId) -> Copy:
         """A copy.
 
         Raises:

@@ -22,10 +22,11 @@ from jaxpp_async.actors.handshake import SECRET_BYTES
 from jaxpp_async.actors.host_data import HostPlane
 from jaxpp_async.actors.launch import ActorHandle, Launcher, LaunchSpec
 from jaxpp_async.actors.messages import Abort, Connect, Done, Renew, Renewed, Report, Reported, Request, Shutdown
+from jaxpp_async.actors.processes import Processes
 from jaxpp_async.actors.rpc import ActorLink, Call
 from jaxpp_async.actors.stuck import PROGRESS_S
 from jaxpp_async.errors import TransferError
-from jaxpp_async.program import CONTROLLER, ActorId
+from jaxpp_async.program import CONTROLLER, ProcessId
 from jaxpp_async.transport.base import Transport
 
 _LOG = logging.getLogger("jaxpp_async")
@@ -39,7 +40,7 @@ class CrewOptions:
     """How a crew is started.
 
     Args:
-        num_actors: how many, at least 1.
+        processes: how many actors, of how many processes each.
         config: how each is set up.
         launch_timeout_s: how long all of it may take, and the replacement of one.
         max_frame_bytes: the longest control frame.
@@ -48,7 +49,7 @@ class CrewOptions:
         patience_s: how long transfers of host values may take.
     """
 
-    num_actors: int
+    processes: Processes
     config: ActorConfig
     launch_timeout_s: float
     max_frame_bytes: int
@@ -67,7 +68,7 @@ class Crew:
         on_transfer_error: told of transfers between actors and controller that failed.
 
     Attributes:
-        links: the actors by id; a replaced one has another link.
+        links: the processes by number; a replaced one has another link.
         epoch: of all tags and steps; another one after every abort.
         gate: where they come in.
         plane: the controller's end of the data plane, once started.
@@ -82,7 +83,7 @@ class Crew:
         say: Callable[[str], None],
         on_transfer_error: Callable[[TransferError], None],
     ):
-        self.links: dict[ActorId, ActorLink] = {}
+        self.links: dict[ProcessId, ActorLink] = {}
         self.epoch = 0
         self._launcher, self._options, self._number, self._say = launcher, options, number, say
         self._on_transfer_error = on_transfer_error
@@ -92,7 +93,7 @@ class Crew:
         self._bringup = Bringup(launcher, self.gate, timeout_s=options.launch_timeout_s, say=say)
         self._address: tuple[str, int] | None = None
         self._plane: HostPlane | None = None
-        self._incarnations: dict[ActorId, int] = {}
+        self._incarnations: dict[ProcessId, int] = {}
 
     @property
     def plane(self) -> HostPlane:
@@ -100,8 +101,8 @@ class Crew:
         return self._plane
 
     @property
-    def handles(self) -> dict[ActorId, ActorHandle]:
-        """Every process started last for its actor."""
+    def handles(self) -> dict[ProcessId, ActorHandle]:
+        """Every process started last under its number."""
         return self._bringup.handles
 
     @property
@@ -109,9 +110,9 @@ class Crew:
         """Where each actor is and how it does, in order of id."""
         return tuple(link.info for _, link in sorted(self.links.items()))
 
-    def set_state(self, actor: ActorId, state: str) -> None:
+    def set_state(self, process: ProcessId, state: str) -> None:
         """Note how an actor does."""
-        link = self.links[actor]
+        link = self.links[process]
         link.info = replace(link.info, state=state)
 
     # ------------------------------------------------------------ starting
@@ -122,40 +123,43 @@ class Crew:
         Raises:
             LaunchError: an actor did not come up; has the end of its output. HandshakeError: one runs other versions.
         """
-        count = self._options.num_actors
+        processes = self._options.processes
+        count = processes.num_actors
         if self._launcher.listen_host is not None:
             self._address = await self.gate.listen(self._launcher.listen_host)
         self._say(f"starting {count} actor{'s' if count != 1 else ''}")
-        await all_of({actor: self.bring_up(actor) for actor in range(count)}, "start")
+        await all_of({process: self.bring_up(process) for process in processes.everyone}, "start")
         self._plane = HostPlane(
             self._make_transport(),
             self.epoch,
-            lambda actor: self.links[actor].info,
+            lambda process: self.links[process].info,
             self._on_transfer_error,
             copies=self._options.copies,
             patience_s=self._options.patience_s,
         )
 
-    async def bring_up(self, actor: ActorId) -> ActorLink:
-        """Start one actor, or its successor, up to its JAX and transport.
+    async def bring_up(self, process: ProcessId) -> ActorLink:
+        """Start one process of an actor, or its successor, up to its JAX and transport.
 
         Raises:
             LaunchError, HandshakeError: as `start`.
         """
         options = self._options
-        incarnation = self._incarnations[actor] = self._incarnations.get(actor, -1) + 1
+        incarnation = self._incarnations[process] = self._incarnations.get(process, -1) + 1
         spec = LaunchSpec(
-            actor,
-            options.num_actors,
+            process,
+            options.processes.count,
             incarnation,
             self._secret,
             self._address,
             options.config.platform,
             options.config.env,
             options.max_frame_bytes,
+            options.processes.name(process),
+            options.processes.actor_of(process),
         )
         link = await self._bringup.start_actor(spec)
-        self.links[actor] = link
+        self.links[process] = link
         await self._bringup.configure(link, options.config.message(self._number(), self._kind, self.epoch))
         return link
 
@@ -165,10 +169,10 @@ class Crew:
         Raises:
             RemoteError, TransferError: a link could not be made.
         """
-        addresses = {actor: link.address for actor, link in self.links.items()}
+        addresses = {process: link.address for process, link in self.links.items()}
         addresses[CONTROLLER] = self.plane.transport.address
-        for actor in sorted(self.links):
-            await self.plane.transport.connect(actor, addresses[actor])
+        for process in sorted(self.links):
+            await self.plane.transport.connect(process, addresses[process])
         await self.ask_all(self.links, lambda: Connect(self._number(), self.epoch, addresses), Done, "connect")
 
     # ------------------------------------------------------------ going on after a failure
@@ -179,10 +183,10 @@ class Crew:
         if self._plane is not None:
             self._plane.epoch = self.epoch
 
-    def abort(self, actor: ActorId, cause: str) -> asyncio.Future[Done]:
-        """Tell an actor to drop everything and to enter this epoch."""
+    def abort(self, process: ProcessId, cause: str) -> asyncio.Future[Done]:
+        """Tell a process to drop everything and to enter this epoch."""
         call = Call(Done, awaited=False)
-        self.links[actor].request(Abort(self._number(), self.epoch, cause), call)
+        self.links[process].request(Abort(self._number(), self.epoch, cause), call)
         return call.future
 
     @property
@@ -190,19 +194,19 @@ class Crew:
         """Actors are processes, which beat."""
         return self._launcher.listen_host is not None
 
-    def ask_where(self, actor: ActorId) -> asyncio.Future[Reported]:
-        """Ask an actor where it is; past the outbox, since that is not to be asked again."""
+    def ask_where(self, process: ProcessId) -> asyncio.Future[Reported]:
+        """Ask a process where it is; past the outbox, since that is not to be asked again."""
         call = Call(Reported, awaited=False)
-        self.links[actor].request(Report(self._number()), call)
+        self.links[process].request(Report(self._number()), call)
         return call.future
 
-    async def renew(self, actor: ActorId) -> None:
-        """Have an actor make a new end of the data plane, which none of the dead ever touched.
+    async def renew(self, process: ProcessId) -> None:
+        """Have a process make a new end of the data plane, which none of the dead ever touched.
 
         Raises:
             RemoteError: it could not.
         """
-        link = self.links[actor]
+        link = self.links[process]
         renewed: Renewed = await link.call(Renew(self._number()), Renewed)
         link.address = renewed.address
 
@@ -212,18 +216,20 @@ class Crew:
         self.plane.renew(self._make_transport(), self.epoch)
 
     async def ask_all(
-        self, actors: Iterable[ActorId], make: Callable[[], Request], expected: type, what: str
-    ) -> dict[ActorId, Any]:
-        """One request to each of some actors; the first failure is raised."""
-        return await all_of({actor: self.links[actor].call(make(), expected) for actor in sorted(actors)}, what)
+        self, processes: Iterable[ProcessId], make: Callable[[], Request], expected: type, what: str
+    ) -> dict[ProcessId, Any]:
+        """One request to each of some processes; the first failure is raised."""
+        return await all_of(
+            {process: self.links[process].call(make(), expected) for process in sorted(processes)}, what
+        )
 
-    async def remove(self, actor: ActorId) -> None:
-        """End an actor's process, if it has not ended, and let go of its connection."""
-        self.let_go(self.links[actor])
-        handle = self.handles[actor]
+    async def remove(self, process: ProcessId) -> None:
+        """End a process, if it has not ended, and let go of its connection."""
+        self.let_go(self.links[process])
+        handle = self.handles[process]
         handle.kill()
-        if not await wait_all_dead({actor: handle}, KILL_S):
-            _LOG.warning("%s could not be reaped; it is left behind", self.links[actor].info)
+        if not await wait_all_dead({process: handle}, KILL_S):
+            _LOG.warning("%s could not be reaped; it is left behind", self.links[process].info)
 
     def let_go(self, link: ActorLink) -> None:
         """Whatever comes of this link is of no interest any more."""
@@ -246,8 +252,8 @@ class Crew:
         for link in self.links.values():
             link.let_go()
             link.connection.send(Shutdown(self._number()))
-        for actor, handle in self.handles.items():
-            link = self.links.get(actor)
+        for process, handle in self.handles.items():
+            link = self.links.get(process)
             if link is None or link.handle is not handle or not link.connection.is_open:
                 handle.kill()  # it cannot be asked: it is being started or replaced
         if not await wait_all_dead(self.handles, SHUTDOWN_S):

@@ -117,7 +117,7 @@ class Gate:
         error = opened.exception()
         if error is None and arrival is not None and not arrival.done():
             assert identity is not None
-            self._let_in[identity.actor_id] = connection
+            self._let_in[identity.process_id] = connection
             arrival.set_result(connection)
             return
         if error is None:
@@ -136,15 +136,15 @@ class Gate:
             connection.abort()
             self._refusals.say(f"refused a heartbeat connection: {identity} is not here (any more)")
             return
-        before = self._beating.get(identity.actor_id)
+        before = self._beating.get(identity.process_id)
         if before is not None:
             before.abort()
-        self._beating[identity.actor_id] = connection
-        connection.on_closed = lambda error: self._on_heart_closed(identity.actor_id, connection)
+        self._beating[identity.process_id] = connection
+        connection.on_closed = lambda error: self._on_heart_closed(identity.process_id, connection)
 
-    def _on_heart_closed(self, actor_id: int, connection: Connection) -> None:
-        if self._beating.get(actor_id) is connection:
-            del self._beating[actor_id]
+    def _on_heart_closed(self, process_id: int, connection: Connection) -> None:
+        if self._beating.get(process_id) is connection:
+            del self._beating[process_id]
 
     def _on_message(self, connection: Connection, message: Any) -> None:
         """What comes before somebody else listens, and all beats."""
@@ -154,10 +154,14 @@ class Gate:
             connection.fail(ProtocolError(f"unexpected {type(message).__name__}"))
             return
         self._on_opened(connection, connection.opened)  # the first beat may come in one piece with the proof
-        if self.on_beat is not None and self._beating.get(identity.actor_id) is connection and self._is_here(identity):
+        if (
+            self.on_beat is not None
+            and self._beating.get(identity.process_id) is connection
+            and self._is_here(identity)
+        ):
             self.on_beat(identity, message)
 
     def _is_here(self, identity: Identity) -> bool:
         """Whether the control connection of this life of the actor is open."""
-        control = self._let_in.get(identity.actor_id)
+        control = self._let_in.get(identity.process_id)
         return control is not None and control.is_open and control.wire.identity == replace(identity, channel="control")

@@ -2,7 +2,7 @@
 
 The actor says hello with a nonce; the controller answers with its own nonce and its proof; the actor proves itself.
 Both proofs and both keys are HMAC-SHA256, under the secret, of a label and of everything said before (both nonces,
-roles, actor id, incarnation, versions, channel): a proof is good for one conversation, one role, one actor and one
+roles, process, incarnation, versions, channel): a proof is good for one conversation, one role, one actor and one
 channel only, so it can be neither replayed nor reflected.
 """
 
@@ -35,7 +35,7 @@ class Hello:
     """Actor to controller, first."""
 
     role: str
-    actor_id: int
+    process_id: int
     incarnation: int
     version: str
     nonce: bytes
@@ -127,15 +127,14 @@ def check_greeting(role: str, expected: Role, nonce: bytes) -> None:
         raise HandshakeError(f"a greeting's nonce has {len(nonce)} bytes instead of {NONCE_BYTES}")
 
 
-def check_versions(actor_id: int, actor: str, controller: str) -> None:
+def check_versions(process_id: int, actor: str, controller: str) -> None:
     """Raises:
     HandshakeError: actor and controller run different versions of this package.
     """
     if actor != controller:
         raise HandshakeError(
-            f"actor {actor_id} runs jaxpp-async {actor[:40]}, the controller {controller[:40]}; "
+            f"process {process_id} runs jaxpp-async {actor[:40]}, the controller {controller[:40]}; "
             "install the same version on both",
-            actor=actor_id,
         )
 
 

@@ -98,7 +98,7 @@ def _connect(beating: Beating) -> socket.socket:
 
 
 def _greet(sock: socket.socket, beating: Beating) -> Wire:
-    identity = Identity(beating.identity.actor_id, beating.identity.incarnation, "beats")
+    identity = Identity(beating.identity.process_id, beating.identity.incarnation, "beats")
     wire = Wire("actor", beating.secret, version=jaxpp_async.__version__, identity=identity)
     sock.sendall(wire.take_outgoing())
     while wire.state != "open":

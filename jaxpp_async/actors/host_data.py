@@ -21,7 +21,7 @@ from jaxpp_async.actors.numpy_types import numpy_dtype
 from jaxpp_async.actors.rpc import ActorLink
 from jaxpp_async.actors.stuck import PROGRESS_S, SLOW_BYTES_PER_S
 from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.program import ActorId, Aval
+from jaxpp_async.program import Aval, ProcessId
 from jaxpp_async.transport.base import HOST_CHANNEL, SEQUENCE_BITS, Transport, make_tag
 
 Sending: TypeAlias = tuple[int, np.ndarray[Any, Any]]
@@ -44,7 +44,7 @@ class HostValue:
 class _Expected:
     """Transfers that nothing keeps from ending: both ends have begun them, or will as soon as they hear of them."""
 
-    actor: ActorId
+    process: ProcessId
     transfers: tuple[Transferred, ...]
     size_bytes: int
     since: float
@@ -73,7 +73,7 @@ class HostPlane:
         self,
         transport: Transport,
         epoch: int,
-        info: Callable[[ActorId], ActorInfo],
+        info: Callable[[ProcessId], ActorInfo],
         on_error: Callable[[TransferError], None],
         *,
         copies: bool = False,
@@ -85,13 +85,13 @@ class HostPlane:
         self._timer: asyncio.TimerHandle | None = None
         self.transport, self.epoch = transport, epoch
         self._info, self._on_error, self._copies = info, on_error, copies
-        self._sequences: dict[ActorId, int] = defaultdict(int)
+        self._sequences: dict[ProcessId, int] = defaultdict(int)
 
     def renew(self, transport: Transport, epoch: int) -> None:
         """Go on with another transport, the old one being closed by the caller."""
         self.transport, self.epoch = transport, epoch
 
-    def prepare(self, actor: ActorId, values: Iterable[HostValue]) -> tuple[tuple[Put, ...], list[Sending]]:
+    def prepare(self, process: ProcessId, values: Iterable[HostValue]) -> tuple[tuple[Put, ...], list[Sending]]:
         """The `Put`s for some values, and what `send` must send once they are on their way.
 
         Raises:
@@ -99,43 +99,44 @@ class HostPlane:
         """
         puts, sendings = [], []
         for value in values:
-            sequence = self._next_sequence(actor) if value.value.nbytes > INLINE_BYTES else 0
+            sequence = self._next_sequence(process) if value.value.nbytes > INLINE_BYTES else 0
             put, data = prepare_put(value, sequence)
             puts.append(put)
             if data is not None:
                 sendings.append((sequence, data.copy() if self._copies else data))
         return tuple(puts), sendings
 
-    def send(self, actor: ActorId, sendings: Iterable[Sending]) -> list[asyncio.Future[None]]:
+    def send(self, process: ProcessId, sendings: Iterable[Sending]) -> list[asyncio.Future[None]]:
         """Start sending; the arrays must not change until the futures are done."""
         sendings = tuple(sendings)
         sends = [
-            self._watched(actor, self.transport.send(data, actor, self._tag(sequence))) for sequence, data in sendings
+            self._watched(process, self.transport.send(data, process, self._tag(sequence)))
+            for sequence, data in sendings
         ]
-        self.expect(actor, sends, sum(data.nbytes for _, data in sendings))
+        self.expect(process, sends, sum(data.nbytes for _, data in sendings))
         return sends
 
-    def fetch(self, request: int, actor: ActorId, wanted: Sequence[tuple[ArrayId, Aval]]) -> tuple[Fetch, Fetching]:
+    def fetch(self, request: int, process: ProcessId, wanted: Sequence[tuple[ArrayId, Aval]]) -> tuple[Fetch, Fetching]:
         """The request for some arrays, and who waits for them; its `start` goes behind the request.
 
         Args:
             request: number of the request. wanted: array and its aval.
         """
-        sequences = tuple(self._next_sequence(actor) for _ in wanted)
+        sequences = tuple(self._next_sequence(process) for _ in wanted)
         message = Fetch(request, tuple(array_id for array_id, _ in wanted), sequences)
-        return message, Fetching(self, actor, [aval for _, aval in wanted], sequences)
+        return message, Fetching(self, process, [aval for _, aval in wanted], sequences)
 
-    def receive(self, actor: ActorId, size_bytes: int, sequence: int) -> tuple[np.ndarray[Any, Any], Transferred]:
+    def receive(self, process: ProcessId, size_bytes: int, sequence: int) -> tuple[np.ndarray[Any, Any], Transferred]:
         """Memory for a value of an actor, and its receive."""
         buffer = np.empty(size_bytes, np.uint8)
-        return buffer, self._watched(actor, self.transport.recv(buffer, actor, self._tag(sequence)))
+        return buffer, self._watched(process, self.transport.recv(buffer, process, self._tag(sequence)))
 
-    def expect(self, actor: ActorId, transfers: Iterable[Transferred], size_bytes: int) -> None:
+    def expect(self, process: ProcessId, transfers: Iterable[Transferred], size_bytes: int) -> None:
         """From now on nothing keeps these from ending: if they do not, the link is broken, whatever the medium says."""
         pending = tuple(transfer for transfer in transfers if not transfer.done())
         if pending:
             now = self._clock.read(time.monotonic())
-            self._expected.append(_Expected(actor, pending, size_bytes, now, self.epoch))
+            self._expected.append(_Expected(process, pending, size_bytes, now, self.epoch))
             if self._timer is None:
                 self._tick()
 
@@ -152,34 +153,34 @@ class HostPlane:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if self._expected else None
         for late in self._expected:
             # They share the link, so each may take as long as all of them.
-            total = sum(e.size_bytes for e in self._expected if e.actor == late.actor)
+            total = sum(e.size_bytes for e in self._expected if e.process == late.process)
             if now - late.since > self._patience_s + total / SLOW_BYTES_PER_S:
                 self._give_up(late, now - late.since)
                 return
 
     def _give_up(self, late: _Expected, waited_s: float) -> None:
-        self._expected = [e for e in self._expected if e.actor != late.actor]
-        info = self._info(late.actor)
+        self._expected = [e for e in self._expected if e.process != late.process]
+        info = self._info(late.process)
         text = (
             f"{late.size_bytes:,} bytes between the controller and {info} are on their way since {waited_s:.0f} s: the "
             "link between them is broken, or slower than 50 MB/s (progress_timeout_s)"
         )
         self._on_error(TransferError(text, actor=info.id, host=info.host, pid=info.pid))
 
-    def _next_sequence(self, actor: ActorId) -> int:
-        self._sequences[actor] = (self._sequences[actor] + 1) % (1 << SEQUENCE_BITS)
-        return self._sequences[actor]
+    def _next_sequence(self, process: ProcessId) -> int:
+        self._sequences[process] = (self._sequences[process] + 1) % (1 << SEQUENCE_BITS)
+        return self._sequences[process]
 
     def _tag(self, sequence: int) -> int:
         return make_tag(self.epoch, HOST_CHANNEL, sequence)
 
-    def _watched(self, actor: ActorId, transfer: Transferred) -> Transferred:
+    def _watched(self, process: ProcessId, transfer: Transferred) -> Transferred:
         epoch = self.epoch
 
         def on_done(done: Transferred) -> None:
             error = None if done.cancelled() else done.exception()
             if error is not None and self.epoch == epoch:
-                info = self._info(actor)
+                info = self._info(process)
                 text = f"a transfer between the controller and {info} failed: {error}"
                 self._on_error(TransferError(text, actor=info.id, host=info.host, pid=info.pid))
 
@@ -197,10 +198,10 @@ class Fetching:
 
     takes_failures = True
 
-    def __init__(self, plane: HostPlane, actor: ActorId, avals: Sequence[Aval], sequences: Sequence[int]):
+    def __init__(self, plane: HostPlane, process: ProcessId, avals: Sequence[Aval], sequences: Sequence[int]):
         self.future: asyncio.Future[list[np.ndarray[Any, Any]]] = asyncio.get_running_loop().create_future()
         self.future.add_done_callback(lambda future: future.cancelled() or future.exception())  # nobody has to await it
-        self._plane, self._actor, self._avals, self._sequences = plane, actor, avals, sequences
+        self._plane, self._process, self._avals, self._sequences = plane, process, avals, sequences
         self._arriving: dict[int, tuple[np.ndarray[Any, Any], Transferred]] = {}
         self._reply: Fetched | None = None
 
@@ -208,7 +209,7 @@ class Fetching:
         """Post the receives; behind the request, each time that it is made."""
         for position, aval in enumerate(self._avals):
             if aval.size_bytes > INLINE_BYTES:
-                arriving = self._plane.receive(self._actor, aval.size_bytes, self._sequences[position])
+                arriving = self._plane.receive(self._process, aval.size_bytes, self._sequences[position])
                 self._arriving[position] = arriving
                 arriving[1].add_done_callback(lambda _: self._look())
 
@@ -232,7 +233,7 @@ class Fetching:
             return
         self._reply = reply
         receives = [receive for _, receive in self._arriving.values()]
-        self._plane.expect(self._actor, receives, sum(memory.nbytes for memory, _ in self._arriving.values()))
+        self._plane.expect(self._process, receives, sum(memory.nbytes for memory, _ in self._arriving.values()))
         self._look()
 
     def fail(self, error: Exception) -> None:
@@ -246,7 +247,7 @@ class Fetching:
         if self._reply is None or self.future.done() or not all(map(_has_come, receives)):
             return
         try:
-            arrays = [_read(self._actor, entry, self._arriving.get(k)) for k, entry in enumerate(self._reply.arrays)]
+            arrays = [_read(self._process, entry, self._arriving.get(k)) for k, entry in enumerate(self._reply.arrays)]
         except ProtocolError as error:
             self.future.set_exception(error)
         else:
@@ -258,7 +259,7 @@ def _has_come(receive: Transferred) -> bool:
 
 
 def _read(
-    actor: ActorId,
+    process: ProcessId,
     entry: tuple[tuple[int, ...], str, bytes | None],
     arrived: tuple[np.ndarray[Any, Any], Transferred] | None,
 ) -> np.ndarray[Any, Any]:
@@ -267,7 +268,7 @@ def _read(
         return from_bytes(arrived[0], shape, dtype)
     if arrived is None and data is not None:
         return from_bytes(data, shape, dtype)
-    raise ProtocolError(f"actor {actor} sent {dtype}{list(shape)} by another way than its size calls for")
+    raise ProtocolError(f"process {process} sent {dtype}{list(shape)} by another way than its size calls for")
 
 
 def prepare_put(host: HostValue, sequence: int) -> tuple[Put, np.ndarray[Any, Any] | None]:

@@ -54,15 +54,15 @@ class InlineLauncher:
         # It shares this process's JAX: no configuration of its own, and other actors on the same devices.
         make_actor = functools.partial(load_actor_class(self._actor), inline=True)
         serving = serve(
-            Identity(spec.actor_id, spec.incarnation),
+            Identity(spec.process_id, spec.incarnation),
             spec.secret,
             connect=lambda connection: attach_socket(connection, there),
             make_actor=make_actor,
-            make_transport=lambda kind: self._make_transport(kind, spec.actor_id),
+            make_transport=lambda kind: self._make_transport(kind, spec.process_id),
             max_frame_bytes=spec.max_frame_bytes,
         )
-        loop, name = asyncio.get_running_loop(), f"inline actor {spec.actor_id}"
-        task = loop.create_task(serving, name=name, context=name_actor(spec.actor_id))
+        loop, name = asyncio.get_running_loop(), f"inline actor {spec.process_id}"
+        task = loop.create_task(serving, name=name, context=name_actor(spec.process_id))
         handle = _InlineHandle(task)
         self._handles.append(handle)
         # A task that was cancelled keeps its frames, and with them its actor.

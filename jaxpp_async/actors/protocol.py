@@ -69,9 +69,9 @@ BEATS = codec.message_types(Beat)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which actor, which life of it, and which channel a conversation belongs to."""
+    """Which process, which life of it, and which channel a conversation belongs to."""
 
-    actor_id: int
+    process_id: int
     incarnation: int
     channel: Channel = "control"
 
@@ -121,7 +121,7 @@ class Wire:
         self._num_sent = self._num_received = 0
         self._is_prefix_checked = False  # that of the frame at the buffer's head
         if identity is not None:
-            life = (identity.actor_id, identity.incarnation)
+            life = (identity.process_id, identity.incarnation)
             self._hello = Hello("actor", *life, version, self._nonce, identity.channel)
             if identity.channel == "beats":
                 self._known = {}  # the controller has nothing to say there
@@ -220,17 +220,17 @@ class Wire:
         check_proof(self._secret, "controller", self._said, challenge.proof)
         # The proof goes out before the versions are compared, so that both sides can name the mismatch.
         self._greet(Proof(prove(self._secret, "actor", self._said)))
-        check_versions(hello.actor_id, hello.version, challenge.version)
+        check_versions(hello.process_id, hello.version, challenge.version)
         self._open()
 
     def _on_proof(self, body: bytes) -> None:
         hello = self._hello
         assert hello is not None
         check_proof(self._secret, "actor", self._said, _read_greeting(Proof, body).proof)
-        self.identity = Identity(hello.actor_id, hello.incarnation, hello.channel)
+        self.identity = Identity(hello.process_id, hello.incarnation, hello.channel)
         if hello.channel == "beats":
             self._known, self._max_frame_bytes = BEATS, min(MAX_BEAT_BYTES, self._max_frame_bytes)
-        check_versions(hello.actor_id, hello.version, self._version)
+        check_versions(hello.process_id, hello.version, self._version)
         self._open()
 
     def _open(self) -> None:

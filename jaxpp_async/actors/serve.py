@@ -47,7 +47,7 @@ class MakeActor(Protocol):
 
     def __call__(
         self,
-        actor_id: int,
+        process_id: int,
         *,
         make_transport: Callable[[str], Transport],
         send: Callable[[Message], None],
@@ -79,7 +79,7 @@ async def serve(
     try:
         await connect(connection)
         await connection.opened
-        actor = make_actor(identity.actor_id, make_transport=make_transport, send=connection.send)
+        actor = make_actor(identity.process_id, make_transport=make_transport, send=connection.send)
         try:
             desk.open(actor, connection)
             shutdown = await desk.closed

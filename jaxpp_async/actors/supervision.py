@@ -60,7 +60,7 @@ class Supervision:
             look=lambda actor: crew.links[actor].handle.progress(),
             fail=self.report,
             is_busy=is_recovering,
-            tell=lambda verdict: telling.judged(crew.links[verdict.actor].info, verdict),
+            tell=lambda verdict: telling.judged(crew.links[verdict.process].info, verdict),
             patience=patience,
         )
         self.clocks = ClockWatch(crew.ask_where)

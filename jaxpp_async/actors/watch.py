@@ -96,7 +96,7 @@ class Watch:
     def heard(self, identity: Identity, beat: Beat) -> None:
         """Take a sign of life (`Gate.on_beat`)."""
         position = Position(*beat.position) if beat.position is not None else None
-        self._monitor.heard(identity.actor_id, self._now(), position)
+        self._monitor.heard(identity.process_id, self._now(), position)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -144,15 +144,15 @@ class Watch:
             self._judge_steps(now)
 
     def _pronounce(self, verdict: Verdict) -> None:
-        info = self._info(verdict.actor)
+        info = self._info(verdict.process)
         if isinstance(verdict, Recovered):
             _LOG.warning("%s is heard again, after %.1f s", info, verdict.silence_s, extra=_where(info))
             self._tell(verdict)
             return
-        position = self._look(verdict.actor) or verdict.position
-        at = place(self._part, verdict.actor, position) if position is not None else None
+        position = self._look(verdict.process) or verdict.position
+        at = place(self._part, verdict.process, position) if position is not None else None
         if isinstance(verdict, Dead):
-            step = self._unfinished([verdict.actor]).get(verdict.actor)
+            step = self._unfinished([verdict.process]).get(verdict.process)
             self._fail(silent_error(info, verdict.silence_s, step, at))
             return
         said = describe_silence(info, verdict.silence_s, at)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxpp_async.transport.buffers import Memory
 
 Peer: TypeAlias = int
-"""An actor's id, or `program.CONTROLLER`."""
+"""A process's number in the mesh, or `program.CONTROLLER`."""
 
 OnEnd: TypeAlias = Callable[[Exception | None], object]
 """Told how a posted transfer ended: None, or what a future would have raised. Must not raise."""

@@ -16,6 +16,7 @@ from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.actors.records import package_level
 from jaxpp_async.actors.warden import Death
 from jaxpp_async.errors import MeshError
+from jaxpp_async.program import ActorId, ProcessId
 from jaxpp_async.transport.base import Transport
 
 DEFAULT_ACTOR = "jaxpp_async.actors.actor:Actor"
@@ -23,10 +24,11 @@ DEFAULT_ACTOR = "jaxpp_async.actors.actor:Actor"
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """What a launcher needs to start one actor.
+    """What a launcher needs to start one process of an actor.
 
     Args:
-        actor_id: counted from 0. num_actors: of the whole mesh, for sharing out cores.
+        process_id: counted from 0. num_processes: of the whole mesh, for sharing out cores.
+        name, actor_id: what to call it in lines that people read, such as `"actor 1"`; the actor it belongs to.
         incarnation: which life of the actor this is.
         secret: the mesh's 32 bytes.
         controller: host and port to connect to, or None if the launcher does without (`Launcher.listen_host`).
@@ -35,14 +37,16 @@ class LaunchSpec:
         max_frame_bytes: the longest control frame.
     """
 
-    actor_id: int
-    num_actors: int
+    process_id: ProcessId
+    num_processes: int
     incarnation: int
     secret: bytes = field(repr=False)
     controller: tuple[str, int] | None
     platform: str = "cpu"
     env: Mapping[str, str] = field(default_factory=dict)
     max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES
+    name: str = ""
+    actor_id: ActorId = 0
 
     def config(self, *, actor: str = DEFAULT_ACTOR, lease_s: float = LEASE_S) -> dict[str, Any]:
         """What the process `python -m jaxpp_async.actors` reads on the first line of its stdin, as JSON.
@@ -56,7 +60,7 @@ class LaunchSpec:
         """
         assert self.controller is not None  # the launcher has a `listen_host`
         return {
-            "actor_id": self.actor_id,
+            "process_id": self.process_id,
             "incarnation": self.incarnation,
             "secret": self.secret.hex(),
             "controller": list(self.controller),

@@ -61,7 +61,7 @@ class LocalLauncher:
         """Spawn `python -m jaxpp_async.actors`; see `Launcher.start`."""
         if self._warden is None:
             self._warden = Warden(self._beat_s)
-        prefix = f"[actor {spec.actor_id}] "
+        prefix = f"[{spec.name}] "
         started = spawn_actor(self._warden, self._request(spec), lambda line: self._forward(prefix + line))
         actor = await asyncio.wrap_future(started)
         self._pages.append(actor.page)
@@ -77,7 +77,7 @@ class LocalLauncher:
         self._pages.clear()
 
     def _request(self, spec: LaunchSpec) -> ActorRequest:
-        here = Placement(Host("localhost", spec.num_actors), spec.actor_id, spec.num_actors)
+        here = Placement(Host("localhost", spec.num_processes), spec.process_id, spec.num_processes)
         return ActorRequest(
             python=self._python or sys.executable,
             env=environment(self._settings, here, spec.platform) | dict(spec.env),

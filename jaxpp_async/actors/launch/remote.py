@@ -149,10 +149,10 @@ class RemoteLauncher:
         Raises:
             LaunchError: its host, or the actor there, did not come up. HandshakeError: other versions there.
         """
-        placement = place(self.hosts, spec.num_actors)[spec.actor_id]
+        placement = place(self.hosts, spec.num_processes)[spec.process_id]
         host = placement.host
         link = await self._link(placement, spec)
-        key, prefix = f"{spec.actor_id}.{spec.incarnation}", f"[actor {spec.actor_id}, {host}] "
+        key, prefix = f"{spec.process_id}.{spec.incarnation}", f"[{spec.name}, {host}] "
         request = await self._request(placement, spec, link.hello.result())
         try:
             handle = await link.start(key, request, os.getcwd(), lambda line: self._forward(prefix + line))
@@ -177,7 +177,7 @@ class RemoteLauncher:
 
     async def _link(self, placement: Placement, spec: LaunchSpec) -> KeeperLink:
         """The keeper that an actor belongs to: the first that asks has it started, and one that is gone is replaced."""
-        key: Hashable = spec.actor_id if self._reach.keeper_each else placement.host.where
+        key: Hashable = spec.process_id if self._reach.keeper_each else placement.host.where
         task = self._links.get(key)
         if task is None or (task.done() and _is_over(task)):
             work = self._open(placement, spec.actor_id)
@@ -245,8 +245,8 @@ class RemoteLauncher:
 
     def _note_started(self, placement: Placement, spec: LaunchSpec) -> None:
         if self._left_to_start is None:
-            self._left_to_start = set(range(spec.num_actors))
-        self._left_to_start.discard(spec.actor_id)
+            self._left_to_start = set(range(spec.num_processes))
+        self._left_to_start.discard(spec.process_id)
         count = placement.count
         self._lines.set(str(placement.host), f"{count} actor{'s' * (count != 1)} started")
         if not self._left_to_start:

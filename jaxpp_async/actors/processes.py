@@ -1,0 +1,64 @@
+"""processes: how many actors a mesh has and of how many processes each in; which process is whose out. Plain numbers.
+
+Processes are numbered flat: process `actor * per_actor + rank`. With one process an actor the two numbers are the same.
+Whatever runs, listens, beats, dies or sends is a process; whatever has a program is an actor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jaxpp_async.program import ActorId, ProcessId
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """The processes of one mesh.
+
+    Args:
+        num_actors: how many actors, at least 1.
+        per_actor: of how many processes each, at least 1.
+    """
+
+    num_actors: int
+    per_actor: int = 1
+
+    @property
+    def count(self) -> int:
+        """How many there are in all."""
+        return self.num_actors * self.per_actor
+
+    @property
+    def everyone(self) -> range:
+        """All of them, in order."""
+        return range(self.count)
+
+    def actor_of(self, process: ProcessId) -> ActorId:
+        """The actor that a process belongs to."""
+        return process // self.per_actor
+
+    def rank_of(self, process: ProcessId) -> int:
+        """Which of its actor's processes it is, counted from 0."""
+        return process % self.per_actor
+
+    def process(self, actor: ActorId, rank: int) -> ProcessId:
+        """The process of this rank of an actor."""
+        return actor * self.per_actor + rank
+
+    def of(self, actor: ActorId) -> range:
+        """An actor's processes, in order of rank."""
+        return range(actor * self.per_actor, (actor + 1) * self.per_actor)
+
+    def mates_of(self, process: ProcessId) -> range:
+        """All processes of the actor that a process belongs to, itself among them."""
+        return self.of(self.actor_of(process))
+
+    def of_all(self, actors: Iterable[ActorId]) -> list[ProcessId]:
+        """The processes of several actors, in order."""
+        return [process for actor in sorted(actors) for process in self.of(actor)]
+
+    def name(self, process: ProcessId) -> str:
+        """Such as `"actor 1"`, or `"actor 1 (process 1 of 2)"`, counted from 0."""
+        actor = f"actor {self.actor_of(process)}"
+        return actor if self.per_actor == 1 else f"{actor} (process {self.rank_of(process)} of {self.per_actor})"
