@@ -119,10 +119,6 @@ def _room(report: HostReport, facts: HostFacts, asked: Asked) -> Iterator[Findin
     elif needed > there:
         remedy = "make spmd_mesh smaller, or have an actor span hosts (processes_per_actor=)"
         yield error("gpu", report.name, f"an actor needs {needed} GPUs, the host gives {have}", remedy)
-    elif needed * actors > there and needed > 1:
-        fits = there // needed
-        remedy = f"slots={fits}, or fewer actors"
-        yield error("gpu", report.name, f"{actors} actors with {needed} GPUs each do not fit {have}", remedy)
     elif needed * actors > there:
         exclusive = [gpu.index for gpu in facts.gpus if gpu.mode == "exclusive"]
         if exclusive:
@@ -133,7 +129,10 @@ def _room(report: HostReport, facts: HostFacts, asked: Asked) -> Iterator[Findin
                 f"sudo nvidia-smi -i {exclusive[0]} -c DEFAULT, or start fewer actors",
             )
             return
-        yield warning("gpu", report.name, f"{actors} actors share {have}, and its memory", "start an actor a GPU")
+        fits = there // needed
+        remedy = f"slots={fits}: an actor has its GPU to itself then" if needed == 1 else f"slots={fits}"
+        what = f"{actors} actors with {needed} GPU{'s' * (needed != 1)} each share {have}, and the memory there"
+        yield warning("gpu", report.name, what, remedy)
 
 
 # ---------------------------------------------------------------- packages
