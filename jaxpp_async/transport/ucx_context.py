@@ -10,7 +10,6 @@ import socket
 from typing import Any
 
 from jaxpp_async.errors import InstallError, MeshError, TransferError
-from jaxpp_async.extras import pip_install
 
 # Not set, after measuring: larger segments (UCX_POSIX_SEG_SIZE) make messages of 16 MiB a tenth faster, but then each
 # small message that comes before its receive holds a larger one; and from 64 KiB on a full one has length 0 (16 bits).
@@ -90,6 +89,6 @@ def _import_ucxx() -> Any:
     except ImportError as error:
         raise InstallError(
             f"transport 'ucx' needs the package ucxx, which does not import here ({error}); "
-            f"install it with: {pip_install('cpu')}  (with GPUs: 'jaxpp-async[cuda13]' or '[cuda12]')"
+            "install it with: pip install 'jaxpp-async[cpu]'  (with GPUs: 'jaxpp-async[cuda13]' or '[cuda12]')"
         ) from error
     return libucxx
