@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from jaxpp_async.actors.stuck import PROGRESS_S
 from jaxpp_async.errors import TransferError
 from jaxpp_async.program import CONTROLLER, ProcessId
 from jaxpp_async.transport.base import Transport
+from jaxpp_async.transport.planes import host_kind
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -160,7 +161,7 @@ class Crew:
         )
         link = await self._bringup.start_actor(spec)
         self.links[process] = link
-        await self._bringup.configure(link, options.config.message(self._number(), self._kind, self.epoch))
+        await self._bringup.configure(link, options.config.message(self._number(), self.transport_kind, self.epoch))
         return link
 
     async def connect(self) -> None:
@@ -219,9 +220,11 @@ class Crew:
         self, processes: Iterable[ProcessId], make: Callable[[], Request], expected: type, what: str
     ) -> dict[ProcessId, Any]:
         """One request to each of some processes; the first failure is raised."""
-        return await all_of(
-            {process: self.links[process].call(make(), expected) for process in sorted(processes)}, what
-        )
+        return await self.ask_each({process: make() for process in sorted(processes)}, expected, what)
+
+    async def ask_each(self, requests: Mapping[ProcessId, Request], expected: type, what: str) -> dict[ProcessId, Any]:
+        """A request to each of some processes; the first failure is raised."""
+        return await all_of({p: self.links[p].call(request, expected) for p, request in requests.items()}, what)
 
     async def remove(self, process: ProcessId) -> None:
         """End a process, if it has not ended, and let go of its connection."""
@@ -237,12 +240,19 @@ class Crew:
         link.connection.abort()
 
     def _make_transport(self) -> Transport:
-        transport = (self._options.make_transport or self._launcher.make_transport)(self._kind)
+        make = self._options.make_transport or self._launcher.make_transport
+        transport = make(host_kind(self.transport_kind))
         transport.epoch = self.epoch
         return transport
 
     @property
-    def _kind(self) -> str:
+    def per_actor(self) -> int:
+        """Of how many processes each actor is."""
+        return self._options.processes.per_actor
+
+    @property
+    def transport_kind(self) -> str:
+        """How programs transfer."""
         return self._options.config.transport or self._launcher.transports[0]
 
     # ------------------------------------------------------------ ending

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from array import array as packed
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jaxpp_async.actors.plan import Execute, ExecutionPlan, PostRecv, StartSend
 from jaxpp_async.actors.receive_pool import ReceivePool
 from jaxpp_async.actors.shards import Layouts, transfer_sequence
 from jaxpp_async.program import Run
+from jaxpp_async.transport.nccl_plan import Order, Turn, Way, order_of
 
 Call = Callable[..., Sequence[jax.Array]]
 
@@ -122,6 +124,18 @@ class LoadedProgram:
         self.donates = any(command.donated for command in plan.binds)
         self.quick: set[int] = set()
         self._paces = {at: pace for at, pace in _paces(plan).items() if at not in loops}
+
+    @cached_property
+    def order(self) -> Order:
+        """In which order it transfers, for a transport that has to know."""
+        turns: dict[Way, list[Turn]] = {}
+        for command in self.plan.commands:
+            if isinstance(command, StartSend | PostRecv):
+                peer = command.to_actor if isinstance(command, StartSend) else command.from_actor
+                way = Way(peer, sends=isinstance(command, StartSend))
+                first, shards = self.sequences[command.instruction], self.layouts[command.buffer].shards
+                turns.setdefault(way, []).extend(Turn(first + k, s.positions[0]) for k, s in enumerate(shards))
+        return order_of(turns)
 
     def took(self, instruction: int, seconds: float) -> None:
         """Remember how long a `Run` took."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpp_async import jax_compat
 from jaxpp_async.actors.devices import Devices
 from jaxpp_async.actors.numpy_types import numpy_dtype
 from jaxpp_async.program import Aval, Tag
@@ -30,6 +31,9 @@ _SMALL_BYTES = 1 << 16
 
 _PACKED = ("int2", "int4", "uint2", "uint4", "float4", "float6")
 """Types of which devices may keep several elements in a byte."""
+
+
+Put: TypeAlias = Callable[[np.ndarray], jax.Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class Layout:
     Args:
         is_plain: its elements lie in a device's memory as in numpy's: a byte or more each, on a CPU.
         size_bytes: of the whole array in numpy.
+        put: puts a host array there; it may come to share the host's memory.
     """
 
     aval: Aval
@@ -62,6 +67,7 @@ class Layout:
     shards: tuple[Shard, ...]
     is_plain: bool
     size_bytes: int
+    put: Put = field(compare=False, repr=False)
 
 
 class Layouts:
@@ -98,7 +104,15 @@ class Layouts:
         shards = tuple(Shard(indices[key], shape, tuple(positions)) for key, positions in holders.items())
         dtype = numpy_dtype(aval.dtype)
         is_plain = self.devices.is_cpu and not aval.dtype.startswith(_PACKED)
-        return Layout(aval, dtype, sharding, shards, is_plain, math.prod(aval.shape) * dtype.itemsize)
+        size_bytes = math.prod(aval.shape) * dtype.itemsize
+        return Layout(aval, dtype, sharding, shards, is_plain, size_bytes, self._put(shape, dtype, sharding, is_plain))
+
+    def _put(self, shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding, is_plain: bool) -> Put:
+        size_bytes = math.prod(shape) * dtype.itemsize
+        # 64-bit types are JAX's to refuse, and of large ones the copy is all that counts.
+        if is_plain and len(self.devices.devices) == 1 and dtype.itemsize <= 4 and size_bytes <= _SMALL_BYTES:
+            return jax_compat.quick_put(shape, dtype, sharding)
+        return partial(jax.device_put, device=sharding)
 
     def _coordinates(self, position: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Where a device stands along these axes of the mesh."""
@@ -186,7 +200,7 @@ def place(host: np.ndarray, layout: Layout) -> jax.Array:
     if host.nbytes <= _SMALL_BYTES and host.ctypes.data % ALIGNMENT == 0:
         # JAX would use this memory itself (also with may_alias=False), and another array would have to be made of it.
         host = _misaligned_copy(host)
-    array = jax.device_put(host, layout.sharding)
+    array = layout.put(host)
     if array.dtype != layout.dtype:
         raise ValueError(
             f"a {layout.dtype} value became {array.dtype}: jax_enable_x64 differs between controller and actor"

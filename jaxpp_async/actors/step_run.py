@@ -119,6 +119,11 @@ class StepRun:
         self._drains = False
 
     @property
+    def program(self) -> LoadedProgram:
+        """What it runs."""
+        return self._program
+
+    @property
     def plan(self) -> ExecutionPlan:
         """What it executes."""
         return self._program.plan

@@ -190,17 +190,21 @@ def _cupy(name: str, facts: HostFacts) -> Iterator[Finding]:
 
 def _judge_nccl(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
     found = _nccl(facts)
-    if found:
-        yield ok("nccl", name, found)
-    elif asked.transport == "nccl":
+    missing = [] if _majors(facts, r"nvidia-nccl-cu(\d+)") else ["NCCL"]
+    missing += [package for package in ("nccl4py",) if package not in facts.packages]
+    if asked.transport == "nccl" and missing:
         remedy = pip_install(extra_of("cuda", facts.cuda), facts.executable)
-        yield error("nccl", name, "NCCL is not installed", remedy)
+        yield error("nccl", name, f"{' and '.join(missing)} not installed", remedy)
+    elif found:
+        yield ok("nccl", name, found)
     else:
         yield ok("nccl", name, "not installed, and not asked for")
 
 
 def _nccl(facts: HostFacts) -> str:
-    found = (f"{package} {v}" for package, v in facts.packages.items() if package.startswith("nvidia-nccl-"))
+    found = (
+        f"{package} {v}" for package, v in facts.packages.items() if package.startswith(("nvidia-nccl-", "nccl4py"))
+    )
     return ", ".join(found)
 
 

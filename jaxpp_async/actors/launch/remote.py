@@ -98,7 +98,7 @@ class RemoteLauncher:
         beat_s, lease_s: see `LocalLauncher`. timeouts: of hosts.
     """
 
-    transports = ("ucx",)
+    transports = ("ucx", "nccl")
 
     def __init__(
         self,
