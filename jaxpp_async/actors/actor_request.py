@@ -58,6 +58,8 @@ class ActorRequest:
 
     def _gpu_environment(self, env: Mapping[str, str]) -> dict[str, str]:
         there = host_gpus(env)
+        if not there and "CUDA_VISIBLE_DEVICES" not in env:
+            return {}  # the process says itself what is missing: a GPU, its driver, or a JAX for it
         alone = self.gpus_are_its_own and len(there) == self.gpus
         given = GpuShare(there, 1) if alone else share(there, self.index, self.count, self.gpus)
         return gpu_environment(given, env)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jaxpp_async
 from jaxpp_async.actors.actor_info import ActorInfo
+from jaxpp_async.actors.agreement import Member, check_agreement
 from jaxpp_async.actors.bringup import ActorConfig, Bringup, all_of
 from jaxpp_async.actors.ending import bounded, wait_all_dead
 from jaxpp_async.actors.gate import Gate
@@ -140,6 +141,7 @@ class Crew:
 
         Raises:
             LaunchError: an actor did not come up; has the end of its output. HandshakeError: one runs other versions.
+            MeshError: their devices do not go together.
         """
         processes = self._options.processes
         count = processes.num_actors
@@ -147,6 +149,8 @@ class Crew:
             self._address = await self.gate.listen(self._launcher.listen_host)
         self._say(f"starting {count} actor{'s' if count != 1 else ''}")
         await all_of({process: self.bring_up(process) for process in processes.everyone}, "start")
+        if self.has_hearts:  # inline actors have one JAX and one set of devices
+            check_agreement([self._member(process) for process in processes.everyone], self.transport_kind)
         self._plane = HostPlane(
             self._make_transport(),
             self.epoch,
@@ -155,6 +159,11 @@ class Crew:
             copies=self._options.copies,
             patience_s=self._options.patience_s,
         )
+
+    def _member(self, process: ProcessId) -> Member:
+        info, found = self.links[process].info, self.hardware[process]
+        platform = "cuda" if found.cuda else "cpu"
+        return Member(str(info), info.host, platform, found.cuda, found.gpus, found.memory_fraction)
 
     async def bring_up(self, process: ProcessId) -> ActorLink:
         """Start one process of an actor, or its successor, up to its JAX and transport.

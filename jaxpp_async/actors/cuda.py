@@ -9,12 +9,14 @@ an event recorded on `s` after it happens then. A capsule is dropped at once: JA
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 
+from jaxpp_async.actors.gpus import memory_fraction
 from jaxpp_async.actors.messages import Hardware
 from jaxpp_async.errors import InstallError
 
@@ -130,6 +132,8 @@ class CupyDoor:
             memory_bytes=memory_bytes,
             cuda=_version(runtime.runtimeGetVersion()),
             driver=_version(runtime.driverGetVersion()),
+            gpus=tuple(runtime.deviceGetPCIBusId(_ordinal(device)) for device in self._devices),
+            memory_fraction=memory_fraction(os.environ),
         )
 
 

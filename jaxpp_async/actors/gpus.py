@@ -18,6 +18,9 @@ from jaxpp_async.errors import MeshError
 MEMORY_FRACTION = 0.9
 """Of a GPU's memory, for all processes on it together; the rest is for contexts, libraries, UCX and NCCL."""
 
+JAX_FRACTION = "0.75"
+"""What JAX takes of a GPU's memory if nobody says otherwise."""
+
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _FRACTIONS = (_FRACTION, "XLA_CLIENT_MEM_FRACTION")
 _VISIBLE, _ORDER, _PREALLOCATE = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "XLA_PYTHON_CLIENT_PREALLOCATE"
@@ -80,6 +83,13 @@ def gpu_environment(given: GpuShare, user: Mapping[str, str]) -> dict[str, str]:
             f"({_FRACTION}); set at most {1 / given.sharers:.2f}, or leave it out"
         )
     return env
+
+
+def memory_fraction(environ: Mapping[str, str]) -> float:
+    """How much of a GPU's memory JAX takes beforehand, in a process of this environment."""
+    if environ.get(_PREALLOCATE, "").lower() in ("false", "0"):
+        return 0.0
+    return _number(next((environ[name] for name in _FRACTIONS if environ.get(name)), JAX_FRACTION))
 
 
 def host_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -361,6 +361,8 @@ class Hardware:
         memory_bytes: of one; 0: not known, or the host's.
         cuda: version of the CUDA runtime, such as `"13.0"`; empty without GPUs.
         driver: the newest CUDA that the host's driver knows, written alike.
+        gpus: the PCI addresses of GPUs, which tell those of a host apart; empty without GPUs.
+        memory_fraction: how much of each GPU's memory JAX takes beforehand; 0: none.
     """
 
     kind: str
@@ -368,6 +370,8 @@ class Hardware:
     memory_bytes: int = 0
     cuda: str = ""
     driver: str = ""
+    gpus: tuple[str, ...] = ()
+    memory_fraction: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
