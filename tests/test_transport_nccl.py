@@ -5,6 +5,7 @@ then what only it has: turns, communicators that fail, aborts.
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 
 import numpy as np
@@ -12,11 +13,11 @@ import pytest
 from fake_nccl import FakeNccl
 from transport_conformance import EAGER, TransportConformance, data, join, tag, transfer, within
 
-from jaxpp_async.errors import ProtocolError, TransferError
+from jaxpp_async.errors import InstallError, ProtocolError, TransferError
 from jaxpp_async.transport import nccl, nccl_end
 from jaxpp_async.transport.buffers import memory_of
 from jaxpp_async.transport.nccl import NcclTransport
-from jaxpp_async.transport.nccl_library import NcclFailure
+from jaxpp_async.transport.nccl_library import NcclFailure, load_library
 from jaxpp_async.transport.nccl_plan import Line, Link, Queue, Turn, Way, batches, order_of
 
 
@@ -328,3 +329,10 @@ async def test_buffers_that_nccl_does_not_give_back_are_not_told_of(pair, librar
     finally:
         library.abort_may_go_on.set()
     await within(pair[1].abort())
+
+
+def test_a_missing_package_names_the_extra(monkeypatch):
+    for missing in ("cupy", "nccl"):
+        monkeypatch.setitem(sys.modules, missing, None)
+        with pytest.raises(InstallError, match=r"needs the packages nccl4py and cupy.*jaxpp-async\[cuda13\]"):
+            load_library()

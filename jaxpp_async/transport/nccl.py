@@ -154,6 +154,10 @@ class NcclTransport:
             end.begin(order.lines.get(key, NO_LINE))
         self._order = order
 
+    def routes(self, peer: Peer) -> tuple[str, ...]:
+        """None: NCCL does not say which way it takes (`NCCL_DEBUG=INFO` logs it)."""
+        return ()
+
     def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
         return post_future(self._loop, self.post_send, memory_of(buffer, writable=False), peer, tag)
 
