@@ -1,8 +1,9 @@
 """nccl_library: the few calls of NCCL and CUDA that the transport makes, as a Protocol, and the real ones. The only
 importer of NCCL's bindings.
 
-In: ids, device memory. Out: communicators of two, and marks that tell how far one's stream has come. It keeps no order,
-decides nothing and awaits nothing: that is the transport's, and tests give it a library without a GPU.
+In: ids, device memory. Out: communicators of two, and marks that tell how far one's stream has come. It keeps no order
+and decides nothing: that is the transport's, which tests give a library without a GPU. Any of it may take long: none is
+for the event loop's thread, but `make_id`.
 
 Communicators are made and aborted through nccl4py, NVIDIA's own binding, which knows NCCL's configuration (CuPy's
 binding has no non-blocking communicators, so a peer that never comes would hold the caller for ever). `ncclSend` and
@@ -45,7 +46,7 @@ class Mark(Protocol):
 
 
 class Channel(Protocol):
-    """One end of a communicator of two, with a stream of its own. No call waits for the peer, except `abort`."""
+    """One end of a communicator of two, with a stream of its own. One thread makes all calls; none waits for the peer."""
 
     def is_ready(self) -> bool:
         """False: NCCL is still busy with the last call, and must not be given another.
@@ -76,8 +77,8 @@ class Channel(Protocol):
         ...
 
     def abort(self) -> None:
-        """End everything and free the communicator; nothing of it may be called afterwards. May take seconds: call it
-        on a thread. Marks made before come to their end."""
+        """End everything and free the communicator; nothing of it may be called afterwards. May take seconds. Marks
+        made before come to their end."""
         ...
 
 
@@ -94,7 +95,7 @@ class NcclLibrary(Protocol):
         ...
 
     def join(self, unique_id: bytes, rank: int, device: int) -> Channel:
-        """Begin to make a communicator of two; `is_ready` says when the other has come. Call it on a thread.
+        """Begin to make a communicator of two; `is_ready` says when the other has come. May take seconds.
 
         Args:
             rank: 0 or 1. device: position among this process's devices.
@@ -105,11 +106,11 @@ class NcclLibrary(Protocol):
         ...
 
     def word(self, device: int, value: int) -> Memory:
-        """Eight bytes on a device that hold `value`. Call it on a thread."""
+        """Eight bytes on a device that hold `value`."""
         ...
 
     def read_word(self, word: Memory) -> int:
-        """What `word` holds now. Call it on a thread."""
+        """What `word` holds now."""
         ...
 
 
