@@ -14,7 +14,7 @@ from jaxpp_async.actors.inline import InlineLauncher
 from jaxpp_async.actors.launch.hostfile import load_hostfile, parse_hosts
 from jaxpp_async.actors.launch.hosts import Host, Settings, parse_cpus, parse_devices, parse_ports, place
 from jaxpp_async.actors.launch.local import LocalLauncher
-from jaxpp_async.actors.launch.remote import RemoteLauncher
+from jaxpp_async.actors.launch.remote import Reach, RemoteLauncher
 from jaxpp_async.errors import MeshError
 
 LAUNCHERS = ("local", "inline", "ssh", "slurm", "ray")
@@ -80,6 +80,26 @@ class Launching:
         if kind != "ray":  # that one asks for room later
             place(launcher.hosts, num_actors)
         return launcher
+
+    def way(self) -> tuple[tuple[Host, ...] | None, Reach | None]:
+        """The hosts, and how they are reached: what a launcher would be made of. None, None: this machine alone.
+
+        Raises:
+            MeshError: as `make`; and for launchers that have no hosts before they start something.
+        """
+        kind = self.kind
+        self._refuse_idle(kind)
+        if kind == "local":
+            return None, None
+        if kind == "slurm":
+            from jaxpp_async.actors.launch.slurm import slurm_reach
+
+            return slurm_reach()
+        if kind == "ssh":
+            from jaxpp_async.actors.launch.ssh import ssh_reach
+
+            return _hosts(self.hosts), ssh_reach(self.ssh_options)
+        raise MeshError(f"launcher {self.launcher!r} does not say beforehand which hosts it takes")
 
     def settings(self) -> Settings:
         """What holds for every host.
