@@ -85,7 +85,7 @@ class NcclTransport:
         return peer in self._peers
 
     def make_id(self) -> bytes:
-        """An id for a link whose `maker` this is.
+        """An id for a link whose `maker` this is. The first one takes long: call it on a thread.
 
         Raises:
             TransferError: NCCL refused.

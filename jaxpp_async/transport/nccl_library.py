@@ -3,7 +3,7 @@ importer of NCCL's bindings.
 
 In: ids, device memory. Out: communicators of two, and marks that tell how far one's stream has come. It keeps no order
 and decides nothing: that is the transport's, which tests give a library without a GPU. Any of it may take long: none is
-for the event loop's thread, but `make_id`.
+for the event loop's thread.
 
 Communicators are made and aborted through nccl4py, NVIDIA's own binding, which knows NCCL's configuration (CuPy's
 binding has no non-blocking communicators, so a peer that never comes would hold the caller for ever). `ncclSend` and
@@ -46,7 +46,7 @@ class Mark(Protocol):
 
 
 class Channel(Protocol):
-    """One end of a communicator of two, with a stream of its own. One thread makes all calls; none waits for the peer."""
+    """One end of a communicator of two, with a stream of its own. One thread makes all calls; none waits for a peer."""
 
     def is_ready(self) -> bool:
         """False: NCCL is still busy with the last call, and must not be given another.
