@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxpp_async import jax_compat
+from jaxpp_async import jax_config
 from jaxpp_async.actors.bringup import ActorConfig
 from jaxpp_async.actors.gpus import host_gpus
 from jaxpp_async.actors.launch.remote import RemoteLauncher
@@ -158,7 +158,7 @@ def platform(given: str | None) -> str:
         raise MeshError(f"platform is {given!r}; it is 'cpu' or 'cuda'")
     if given is not None:
         return given
-    preferred = jax_compat.default_platform()
+    preferred = jax_config.default_platform()
     if preferred is not None:
         return "cuda" if preferred in ("cuda", "gpu") else "cpu"
     has_jax = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") is not None for n in (13, 12))
@@ -167,7 +167,7 @@ def platform(given: str | None) -> str:
 
 def spare_gpus(platform: str, *, inline: bool) -> None:
     """Leave the memory of this machine's GPUs to the actors on them."""
-    if platform == "cuda" and not inline and not jax_compat.spare_gpus():
+    if platform == "cuda" and not inline and not jax_config.spare_gpus():
         _LOG.warning(
             "JAX in this process has taken most of a GPU's memory already; actors on the same GPU may find too little: "
             "make the mesh before JAX's first use, or set XLA_PYTHON_CLIENT_PREALLOCATE=false for this process"
@@ -213,7 +213,7 @@ def actor_config(
         spmd_mesh=tuple(spmd_mesh.items()),
         axis_types=tuple(axis_types),
         platform=platform,
-        jax_config={} if inline else jax_compat.copied_config(),
+        jax_config={} if inline else jax_config.copied_config(),
         cache_dir=None if inline else cache_dir,
         setup=setup,
         transport=transport,

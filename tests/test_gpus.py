@@ -150,11 +150,11 @@ def test_what_needs_a_gpu_here_is_an_error_that_names_the_line():
 SPARING = """
 import json, os, sys
 sys.modules["pynvml"] = None
-from jaxpp_async import jax_compat, mesh_options
+from jaxpp_async import jax_config, mesh_options
 import jax
-found = [mesh_options.platform(None), jax_compat.spare_gpus(), jax.config.jax_pjrt_client_create_options]
+found = [mesh_options.platform(None), jax_config.spare_gpus(), jax.config.jax_pjrt_client_create_options]
 jax.devices()
-print(json.dumps([*found, jax_compat.spare_gpus(), os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE")]))
+print(json.dumps([*found, jax_config.spare_gpus(), os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE")]))
 """
 
 
