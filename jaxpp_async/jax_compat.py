@@ -19,12 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
 from jax._src import lru_cache as _lru_cache
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax.extend import core as _extend
 from jax.interpreters import ad, batching, mlir
+from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 Primitive = _extend.Primitive
 ClosedJaxpr = _extend.ClosedJaxpr
@@ -558,3 +560,22 @@ def _put_whole(self: Any, key: str, value: bytes) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+# ---------------------------------------------------------------- several processes
+
+
+def distributed_client() -> Any:
+    """What `jax.distributed.initialize` has made: a store of keys and values that all its processes share."""
+    return _distributed.global_state.client
+
+
+def let_gloo_listen_on(address: str) -> None:
+    """Have gloo, which JAX's CPU collectives go by, listen on an address of this host instead of what its name means.
+
+    To be called before JAX's first use.
+    """
+    _jax.make_gloo_tcp_collectives = functools.partial(_make_gloo, hostname=address)
+
+
+_make_gloo = _jax.make_gloo_tcp_collectives  # as JAX has it

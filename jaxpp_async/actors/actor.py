@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 
 from jaxpp_async.actors import messages as m
+from jaxpp_async.actors.cluster import reserve_port
 from jaxpp_async.actors.compute import ComputeThread
 from jaxpp_async.actors.copies import Shelf
 from jaxpp_async.actors.devices import INLINE_DEVICES, Devices, package_versions, start_devices
@@ -28,6 +30,7 @@ from jaxpp_async.actors.loaded_program import LoadedProgram
 from jaxpp_async.actors.loading import load_program
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.plan import ExecutionPlan
+from jaxpp_async.actors.processes import Seat
 from jaxpp_async.actors.progress import NoteProgress, no_progress
 from jaxpp_async.actors.receive_pool import ReceivePool
 from jaxpp_async.actors.rollback import Rollbacks
@@ -37,7 +40,7 @@ from jaxpp_async.actors.step_run import Machine, StepFailure, StepRun
 from jaxpp_async.actors.store import Entry, Store
 from jaxpp_async.actors.stuck_report import report
 from jaxpp_async.errors import MeshError, ProtocolError, StepAbortedError
-from jaxpp_async.program import ActorId
+from jaxpp_async.program import ActorId, ProcessId
 from jaxpp_async.transport.base import Transport
 
 REPLIES_KEPT = 16
@@ -63,10 +66,10 @@ class _Parts:
 
 
 class Actor:
-    """One actor.
+    """One actor, or one of the processes that are it.
 
     Args:
-        actor_id: its id, also as a peer of the transport.
+        process_id: its number in the mesh, also as a peer of the transport.
         make_transport: transport name to transport.
         send: takes replies; called on the event loop.
         inline: the actor shares the controller's process and its JAX.
@@ -75,17 +78,18 @@ class Actor:
 
     def __init__(
         self,
-        actor_id: ActorId,
+        process_id: ProcessId,
         *,
         make_transport: Callable[[str], Transport],
         send: Callable[[m.Message], None],
         inline: bool = False,
         note_progress: NoteProgress = no_progress,
     ):
-        self.actor_id = actor_id
+        self._seat = Seat(process_id)  # until `Configure` tells of others
+        self._port: socket.socket | None = None
         self._make_transport, self._send, self._inline = make_transport, send, inline
         self._note_progress = note_progress
-        self._workers = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix=f"jaxpp-actor-{actor_id}")
+        self._workers = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix=f"jaxpp-actor-{process_id}")
         self._parts_or_none: _Parts | None = None
         self._store, self._shelf = Store(), Shelf()
         self._programs: dict[int, LoadedProgram] = {}
@@ -108,6 +112,11 @@ class Actor:
             self._send(failed(request, error, step=getattr(message, "step", None)))
 
     @property
+    def actor_id(self) -> ActorId:
+        """Which actor it is, or is a part of."""
+        return self._seat.actor
+
+    @property
     def current_step(self) -> int | None:
         """The number of the step under way. Any thread may ask."""
         run = self._current
@@ -128,6 +137,8 @@ class Actor:
             await self._parts_or_none.machine.transport.aclose()
             await self._parts_or_none.machine.compute.aclose()
         self._workers.shutdown(wait=False, cancel_futures=True)
+        if self._port is not None:
+            self._port.close()
         self._store.forget_all()
         self._programs.clear()
 
@@ -135,6 +146,9 @@ class Actor:
 
     def _take_up(self, message: m.Message) -> None:
         match message:
+            case m.Reserve():
+                self._port = reserve_port()
+                self._send(m.Reserved(message.request, self._port.getsockname()[1]))
             case m.Configure():
                 self._answer("configure", message.request, self._configure(message))
             case m.Connect():
@@ -186,6 +200,8 @@ class Actor:
         if self._parts_or_none is not None:
             raise ProtocolError("the actor is configured already", actor=self.actor_id)
         loop = asyncio.get_running_loop()
+        if message.cluster is not None:
+            self._seat = Seat(self._seat.process, message.cluster.size)
         start = partial(start_devices, message, inline=self._inline)
         devices: Devices = await loop.run_in_executor(self._workers, start)
         transport = self._make_transport(message.transport)
@@ -194,7 +210,7 @@ class Actor:
         shared = self._inline and len(devices.devices) > 1
         machine = Machine(
             transport=transport,
-            compute=ComputeThread(f"jaxpp-actor-{self.actor_id}-compute", loop),
+            compute=ComputeThread(f"jaxpp-actor-{self._seat.process}-compute", loop),
             pool=ReceivePool(layouts),
             layouts=layouts,
             device_lock=INLINE_DEVICES if shared else None,
@@ -203,10 +219,10 @@ class Actor:
         self._epoch = message.epoch
         self._parts_or_none = _Parts(
             executables=Executables(devices, self._workers),
-            host_values=HostValues(self._store, layouts, transport, self._workers, self._spawn),
+            host_values=HostValues(self._store, layouts, transport, self._workers, self._spawn, self._seat),
             machine=machine,
             snapshots=Snapshots(self._store, layouts, self._workers),
-            rollbacks=Rollbacks(self.actor_id, self._store, layouts, self._shelf, self._workers),
+            rollbacks=Rollbacks(self._seat.process, self._store, layouts, self._shelf, self._workers),
             transport_kind=message.transport,
         )
         names = tuple(f"{device.platform}:{device.id}" for device in devices.devices)
@@ -215,14 +231,14 @@ class Actor:
     async def _connect(self, message: m.Connect) -> m.Done:
         transport = self._parts.machine.transport
         self._epoch = message.epoch
-        peers = {peer: address for peer, address in message.addresses.items() if peer != self.actor_id}
+        peers = {peer: address for peer, address in message.addresses.items() if peer != self._seat.process}
         await asyncio.gather(*(transport.connect(peer, address) for peer, address in peers.items()))
         return m.Done(message.request)
 
     async def _load(self, message: m.Load) -> m.Loaded:
         machine = self._parts.machine
         program, reply = await load_program(
-            message, self._parts.executables, machine.layouts, machine.pool, self._workers
+            message, self._parts.executables, machine.layouts, machine.pool, self._workers, self._seat
         )
         self._programs[message.program_id] = program
         return reply

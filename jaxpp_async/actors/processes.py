@@ -62,3 +62,34 @@ class Processes:
         """Such as `"actor 1"`, or `"actor 1 (process 1 of 2)"`, counted from 0."""
         actor = f"actor {self.actor_of(process)}"
         return actor if self.per_actor == 1 else f"{actor} (process {self.rank_of(process)} of {self.per_actor})"
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One process's place in its actor.
+
+    Args:
+        process: its number in the mesh.
+        size: how many processes its actor has, as all of the mesh do.
+    """
+
+    process: ProcessId
+    size: int = 1
+
+    @property
+    def actor(self) -> ActorId:
+        """The actor that it belongs to."""
+        return self.process // self.size
+
+    @property
+    def rank(self) -> int:
+        """Which of its actor's processes it is, counted from 0."""
+        return self.process % self.size
+
+    def mate(self, rank: int) -> ProcessId:
+        """Another process of its actor."""
+        return self.actor * self.size + rank
+
+    def partner(self, actor: ActorId) -> ProcessId:
+        """The process of another actor with which it exchanges what the two actors exchange: that of its own rank."""
+        return actor * self.size + self.rank
