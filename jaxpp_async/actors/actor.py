@@ -11,7 +11,7 @@ import os
 import socket
 import traceback
 from collections import OrderedDict, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from jaxpp_async.actors import messages as m
+from jaxpp_async.actors.catching_up import Dropped, Tally, catch_up
 from jaxpp_async.actors.cluster import reserve_port
 from jaxpp_async.actors.compute import ComputeThread
 from jaxpp_async.actors.copies import Shelf
@@ -86,6 +87,10 @@ class Actor:
         note_progress: NoteProgress = no_progress,
     ):
         self._seat = Seat(process_id)  # until `Configure` tells of others
+        self._cluster: m.Cluster | None = None
+        self._tally = Tally()
+        self._failed: StepRun | None = None  # and the programs of steps that were refused since
+        self._refused: list[LoadedProgram] = []
         self._port: socket.socket | None = None
         self._make_transport, self._send, self._inline = make_transport, send, inline
         self._note_progress = note_progress
@@ -201,7 +206,7 @@ class Actor:
             raise ProtocolError("the actor is configured already", actor=self.actor_id)
         loop = asyncio.get_running_loop()
         if message.cluster is not None:
-            self._seat = Seat(self._seat.process, message.cluster.size)
+            self._cluster, self._seat = message.cluster, Seat(self._seat.process, message.cluster.size)
         start = partial(start_devices, message, inline=self._inline)
         devices: Devices = await loop.run_in_executor(self._workers, start)
         transport = self._make_transport(message.transport)
@@ -215,6 +220,7 @@ class Actor:
             layouts=layouts,
             device_lock=INLINE_DEVICES if shared else None,
             note_progress=self._note_progress,
+            may_begin=self._tally.begin if message.cluster is not None else None,
         )
         self._epoch = message.epoch
         self._parts_or_none = _Parts(
@@ -279,6 +285,8 @@ class Actor:
                 f"step {message.step} comes after step {self._last_step} and its reply is no longer kept", **where
             )
         if self._broken is not None:
+            if message.program_id in self._programs:
+                self._refused.append(self._programs[message.program_id])
             raise StepAbortedError(f"not started: {self._broken}", **where)
 
     def _prepare(self, message: m.Step) -> StepRun:
@@ -326,7 +334,9 @@ class Actor:
         if isinstance(end, StepFailure):
             # Transfers stay open until the controller's Abort: ending them here would fail the peers' steps with
             # transfer errors that could reach the controller before their cause.
-            self._broken = self._broken or f"step {message.step} failed on actor {self.actor_id}"
+            if self._broken is None:
+                self._broken = f"step {message.step} failed on actor {self.actor_id}"
+                self._failed = run
             reply = failed(message.request, end.error, step=message.step, instruction=end.instruction)
         else:
             self._free(message.frees_after)
@@ -347,10 +357,13 @@ class Actor:
                 self._send(replace(reply, request=request))
 
     def _abort(self, message: m.Abort) -> None:
+        self._tally.stop()
         self._broken = f"aborted: {message.cause}"
         dropped = [self._current] if self._current is not None else []
         dropped += self._queue
         self._queue.clear()
+        begun = [self._failed, *dropped] if self._failed is not None else dropped
+        steps = [Dropped(run.program, run.begun) for run in begun] + [Dropped(p, 0) for p in self._refused]
         cause = StepAbortedError(self._broken, actor=self.actor_id)
         for run in dropped:
             run.fail(cause)
@@ -358,11 +371,15 @@ class Actor:
         if self._parts_or_none is not None:
             self._parts_or_none.snapshots.stop_all()
         self._epoch, self._last_step = message.epoch, -1
-        self._answer("abort", message.request, self._end_transfers(message))
+        self._answer("abort", message.request, self._end_transfers(message, steps))
 
-    async def _end_transfers(self, message: m.Abort) -> m.Done:
+    async def _end_transfers(self, message: m.Abort, dropped: Sequence[Dropped]) -> m.Done:
         if self._parts_or_none is not None:
             await self._parts_or_none.machine.transport.abort()
+            if self._cluster is not None:
+                compute = self._parts_or_none.machine.compute
+                await catch_up(f"epoch {message.epoch}", dropped, self._tally, self._cluster, compute, self._workers)
+        self._failed, self._refused = None, []
         self._broken = None
         return m.Done(message.request)
 

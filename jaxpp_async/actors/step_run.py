@@ -57,6 +57,7 @@ class Machine:
     Args:
         device_lock: held while executing, where several actors share the devices.
         note_progress: told of every instruction that is taken up or waited at.
+        may_begin: asked before each task of an actor of several processes, from any thread; False: the step is over.
     """
 
     transport: Transport
@@ -65,6 +66,7 @@ class Machine:
     layouts: Layouts
     device_lock: threading.Lock | None = None
     note_progress: NoteProgress = no_progress
+    may_begin: Callable[[StepRun], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,10 @@ class StepRun:
         bound: the store's entry for each step argument that the program binds.
         results: the store's entry for each result that the program makes.
         on_end: called once, with statistics (`live_buffers` 0) or the failure.
+
+    Attributes:
+        ended: it has finished or failed.
+        begun: how many tasks have been begun, in an actor of several processes.
     """
 
     def __init__(
@@ -104,6 +110,7 @@ class StepRun:
         self._quick = program.quick if machine.device_lock is None else frozenset()
         self.executor = Executor(program.plan, alone=self._quick)
         self.ended = False
+        self.begun = 0
         self._program, self._machine, self._on_end = program, machine, on_end
         self._bound, self._results = bound, results
         self._arrays: list[jax.Array | None] = [None] * len(program.plan.avals)
@@ -120,6 +127,11 @@ class StepRun:
         self._started_s = self._waited_s = self._computed_s = 0.0
         self._starved_since = 0.0  # 0: it is not starved
         self._drains = False
+
+    @property
+    def program(self) -> LoadedProgram:
+        """What it runs."""
+        return self._program
 
     @property
     def plan(self) -> ExecutionPlan:
@@ -380,7 +392,7 @@ class StepRun:
 
     def _compute(self, command: Execute) -> Callable[[], None]:
         """Runs on the compute thread."""
-        if self.ended:
+        if self.ended or not self._may_begin():
             return _nothing
         self._note(command.instruction, computing=True)
         lock: AbstractContextManager = self._machine.device_lock or nullcontext()
@@ -393,6 +405,10 @@ class StepRun:
             if not self.ended:  # the next step may be at work already
                 self._note(command.instruction)
         return partial(self._computed, command, start_s, end_s)
+
+    def _may_begin(self) -> bool:
+        may_begin = self._machine.may_begin
+        return may_begin is None or may_begin(self)
 
     def _call(self, command: Execute) -> tuple[float, float]:
         """Call the executable and wait until it has computed. Returns when it began and ended."""
