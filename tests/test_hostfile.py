@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxpp_async.actors.launch.hostfile import load_hostfile, parse_hostfile, parse_hosts
-from jaxpp_async.actors.launch.hosts import Host, Settings, environment, parse_cpus, place
+from jaxpp_async.actors.launch.hosts import KEEP_MEMORY, Host, Settings, environment, parse_cpus, place
 from jaxpp_async.actors.launching import Launching
 from jaxpp_async.errors import MeshError
 
@@ -111,6 +111,8 @@ def test_a_hosts_own_settings_win():
     assert environment(joined, second, "cuda") == {
         "JAX_PLATFORMS": "cuda",
         "PYTHONUNBUFFERED": "1",
+        **KEEP_MEMORY,
+        "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000",
         "UCX_NET_DEVICES": "i",
         "UCX_TCP_PORT_RANGE": "1-2",
         "CUDA_VISIBLE_DEVICES": "5,6",

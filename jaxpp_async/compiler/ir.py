@@ -6,8 +6,9 @@ Value ids count from zero over the whole step, loop bodies included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from jaxpp_async.frozen import frozen
@@ -267,3 +268,22 @@ def used_ids(ops: Iterable[Op | Loop], outputs: Iterable[Ref]) -> set[int]:
     for op in ops:
         used.update(op.reads)
     return used
+
+
+def renamed(op: Op, names: KeysView[int], name: Callable[[Ref], Ref]) -> Op:
+    """The operation, with other operands, also inside.
+
+    Args:
+        op: the operation; its results stay.
+        names: the operands that get another name.
+        name: an operand to what stands in its place.
+    """
+    if names.isdisjoint(op.reads):
+        return op
+    expand = None if op.expand is None else partial(_renamed_inside, op.expand, names, name)
+    return replace(op, inputs=tuple(map(name, op.inputs)), expand=expand)
+
+
+def _renamed_inside(expand: Callable, names: KeysView[int], name: Callable[[Ref], Ref]) -> tuple:
+    ops, results = expand()
+    return tuple(renamed(op, names, name) for op in ops), tuple(map(name, results))

@@ -9,12 +9,10 @@ Source: the JaxPP paper, sections "Stage Marking", "Placement Inference" and "We
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, KeysView
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 from jaxpp_async.compiler.cut import LightOps
-from jaxpp_async.compiler.ir import Loop, Op, Ref, Types
+from jaxpp_async.compiler.ir import Loop, Op, Types, renamed
 from jaxpp_async.compiler.primitives import MARKER, MARKER_SIDE
 from jaxpp_async.compiler.stages import LIGHTWEIGHT, Stages, TaskKey
 from jaxpp_async.compiler.tails import OutputPart, Results, Tail, results
@@ -159,20 +157,7 @@ def _task(
 def _rewritten(stages: Stages, position: int) -> Op:
     """The operation, reading what lies behind markers."""
     op = stages.ops[position]
-    return _renamed(op, stages.alias.keys(), stages.resolve)
-
-
-def _renamed(op: Op, names: KeysView[int], name: Callable[[Ref], Ref]) -> Op:
-    if names.isdisjoint(op.reads):
-        return op
-    expand = None if op.expand is None else partial(_renamed_inside, op.expand, names, name)
-    return replace(op, inputs=tuple(map(name, op.inputs)), expand=expand)
-
-
-def _renamed_inside(expand: Callable, names: KeysView[int], name: Callable[[Ref], Ref]) -> tuple:
-    """What is inside an operation, with its operands renamed there too."""
-    ops, results = expand()
-    return tuple(_renamed(op, names, name) for op in ops), tuple(map(name, results))
+    return renamed(op, stages.alias.keys(), stages.resolve)
 
 
 def _order(key: TaskKey) -> tuple[int, int]:

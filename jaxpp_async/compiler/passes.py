@@ -28,9 +28,10 @@ from jaxpp_async.compiler.emit import Emitted, Target, lowering_context
 from jaxpp_async.compiler.exportable import explained
 from jaxpp_async.compiler.garbage import uncollected
 from jaxpp_async.compiler.graph import PlacedStep, build
-from jaxpp_async.compiler.ir import Loop, Traced
+from jaxpp_async.compiler.ir import Loop, Traced, Types
 from jaxpp_async.compiler.partition import StagedLoop, partition
 from jaxpp_async.compiler.propagate import Spec, propagate, sharded
+from jaxpp_async.compiler.residuals import keep_less
 from jaxpp_async.compiler.separate import separate_results
 from jaxpp_async.compiler.sharing import Exports
 from jaxpp_async.compiler.texts import (
@@ -166,10 +167,12 @@ def plan(request: StepRequest, passed: Passed = _unobserved) -> Plan:
     in_specs, out_specs = request.in_specs(traced), request.out_specs(traced)
     traced = separate_results(traced, in_specs, out_specs)
     passed("trace")
-    staged = {i: partition(item, traced.types) for i, item in enumerate(traced.flat.ops) if isinstance(item, Loop)}
+    found = {i: partition(item, traced.types) for i, item in enumerate(traced.flat.ops) if isinstance(item, Loop)}
+    with lowering_context(request.target):  # new values, whose types know the mesh
+        staged = {i: keep_less(loop, traced.types) for i, loop in found.items()}
     passed("partition")
     with lowering_context(request.target):  # cutting a backward makes new values, whose types know the mesh
-        loops = {i: _scheduled(s, request) for i, s in staged.items()}
+        loops = {i: _scheduled(s, request, traced.types) for i, s in staged.items()}
     passed("schedule")
     continues = continued_arguments(traced)
     placed = build(
@@ -278,7 +281,7 @@ def _same_types(traced: Traced, results: Sequence[int], args: Sequence[int]) -> 
     return True
 
 
-def _scheduled(staged: StagedLoop, request: StepRequest) -> ScheduledLoop:
+def _scheduled(staged: StagedLoop, request: StepRequest, types: Types) -> ScheduledLoop:
     schedule = request.schedule if request.schedule is not None else staged.loop.schedule
     tasks = schedules.resolve(
         schedule,
@@ -289,7 +292,7 @@ def _scheduled(staged: StagedLoop, request: StepRequest) -> ScheduledLoop:
         forward_only=not any(ty == "bwd" for ty, _ in staged.tasks),
         markers=staged.boundaries,
     )
-    return schedule_loop(staged, tasks)
+    return schedule_loop(staged, tasks, types)
 
 
 def _with_specs(placed: PlacedStep, specs: Mapping[int, Spec]) -> TaskGraph:

@@ -70,6 +70,20 @@ LIGHT = frozenset().union(
 and constants. Products, reductions, random bits and control flow are not here: computing those twice costs more than a
 buffer."""
 
+TRANSCENDENTAL = frozenset().union(
+    ("atan2", "cbrt", "cos", "cosh", "erf", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "sin", "sinh"),
+    ("tan", "tanh"),
+)
+"""Elementwise, and some twenty instructions an element where the others are one."""
+
+REPEATED = (
+    LIGHT
+    - {"concatenate", "cumsum", "pad", "reshard", "shard", "sharding_constraint", "stack", "unstack", STACK, INDEX}
+    - {"random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap"}
+)
+"""Light ones that XLA fuses into what reads them, so that running them again moves no bytes; never one that may
+communicate between devices."""
+
 LAID_OUT = frozenset(("broadcast_in_dim", "convert_element_type", "copy", "iota", "reshape", "squeeze"))
 """Make something large of something small: made again from the small operand, wherever it is needed, rather than sent.
 A transpose or a slice is not here, whose operand is as large."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxpp_async import schedules
+from jaxpp_async.compiler.ir import Types
 from jaxpp_async.compiler.partition import StagedLoop, StageTask
 from jaxpp_async.compiler.split import split_backward
 from jaxpp_async.compiler.stages import TaskKey
@@ -67,14 +68,15 @@ class ScheduledLoop:
             yield variant, self.stage_actors[stage]
 
 
-def schedule_loop(staged: StagedLoop, tasks: Sequence[Sequence[Task]]) -> ScheduledLoop:
+def schedule_loop(staged: StagedLoop, tasks: Sequence[Sequence[Task]], types: Types) -> ScheduledLoop:
     """Choose the form of every scheduled task. A task for which the program has no computation is left out.
 
     Args:
         staged: the loop.
         tasks: a resolved schedule.
+        types: of the loop's values; new values enter it.
     """
-    forms = _Forms(staged)
+    forms = _Forms(staged, types)
     fused = _fused(staged, tasks, forms)
     last = staged.num_stages - 1
     order: list[tuple[ActorId, Task, TaskKey]] = []
@@ -119,8 +121,8 @@ def _fused(staged: StagedLoop, tasks: Sequence[Sequence[Task]], forms: _Forms) -
 class _Forms:
     """The forms of one loop's tasks, each made when first asked for."""
 
-    def __init__(self, staged: StagedLoop) -> None:
-        self.staged = staged
+    def __init__(self, staged: StagedLoop, types: Types) -> None:
+        self.staged, self.types = staged, types
         self._made: dict[TaskKey, StageTask | None] = dict(staged.tasks)
         # For each value that crosses tasks: the whole tasks that read it, in order.
         self._readers: dict[int, list[TaskKey]] = {}
@@ -155,7 +157,9 @@ class _Forms:
     def _make(self, ty: str, stage: int) -> None:
         whole = self.staged.tasks.get(("bwd", stage))
         if ty in ("bwd_input", "bwd_weight"):
-            parts = (None, None) if whole is None else split_backward(self.staged, whole, self._makes(whole))
+            parts = (
+                (None, None) if whole is None else split_backward(self.staged, whole, self._makes(whole), self.types)
+            )
             self._made[("bwd_input", stage)], self._made[("bwd_weight", stage)] = parts
         elif ty in ("fwd_bwd", "fwd_bwd_input"):
             first, second = self.find(("fwd", stage)), self.find((ty.removeprefix("fwd_"), stage))

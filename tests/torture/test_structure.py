@@ -95,7 +95,8 @@ def test_a_checkpoint_runs_no_earlier_stage_again(name):
     stages = range(CASES[name].stages)
     assert [tanhs[f"fwd{s}"] for s in stages] and sum(tanhs.values())
     for s in stages:
-        assert tanhs[f"bwd{s}"] <= tanhs[f"fwd{s}"], f"stage {s}: {tanhs}"
+        # Again in the checkpoint, and once more of a saved product for who reads the result outside.
+        assert tanhs[f"bwd{s}"] <= 2 * tanhs[f"fwd{s}"], f"stage {s}: {tanhs}"
         assert dots[f"bwd{s}"] <= 3 * dots[f"fwd{s}"], f"stage {s}: {dots}"  # again, and two products a product
 
 
