@@ -44,7 +44,11 @@ class Link(Protocol):
 
     async def connect(self, address: bytes) -> None: ...
     def send(self, buffer: np.ndarray, tag: int) -> Awaitable[Any]: ...
-    def recv(self, buffer: np.ndarray, tag: int) -> Awaitable[Any]: ...
+    def recv(self, buffer: Any, tag: int) -> Awaitable[Any]: ...
+
+    def buffer_to_receive(self, size: int) -> Any:
+        """As whoever uses it would allocate one."""
+        ...
 
 
 class OurLink:
@@ -62,8 +66,15 @@ class OurLink:
     def send(self, buffer: np.ndarray, tag: int) -> Awaitable[Any]:
         return self.transport.send(buffer, self.other, tag)
 
-    def recv(self, buffer: np.ndarray, tag: int) -> Awaitable[Any]:
+    def recv(self, buffer: Any, tag: int) -> Awaitable[Any]:
         return self.transport.recv(buffer, self.other, tag)
+
+    def buffer_to_receive(self, size: int) -> Any:
+        from jaxpp_async.transport.direct import DIRECT_BYTES
+        from jaxpp_async.transport.shared import SharedBlock
+
+        block = SharedBlock.make(size) if size >= DIRECT_BYTES else None  # as actors/receive_pool.py does
+        return np.ones(size, np.uint8) if block is None else block
 
 
 class UcxxLink:
@@ -86,8 +97,11 @@ class UcxxLink:
     def send(self, buffer: np.ndarray, tag: int) -> Awaitable[Any]:
         return self.endpoint.send(buffer, tag=tag, force_tag=True)
 
-    def recv(self, buffer: np.ndarray, tag: int) -> Awaitable[Any]:
+    def recv(self, buffer: Any, tag: int) -> Awaitable[Any]:
         return self.endpoint.recv(buffer, tag=tag, force_tag=True)
+
+    def buffer_to_receive(self, size: int) -> Any:
+        return np.ones(size, np.uint8)
 
 
 LINKS: dict[str, Callable[[int], Link]] = {"ours": OurLink, "ucxx": UcxxLink}
@@ -112,10 +126,10 @@ async def ping(link: Link, serves: bool, times: int) -> list[float]:
     return seconds
 
 
-async def burst(link: Link, serves: bool, buffers: list[np.ndarray], count: int) -> float:
+async def burst(link: Link, serves: bool, buffers: list[Any], count: int) -> float:
     """Seconds of so many messages, `WINDOW` in flight, and one back."""
 
-    async def lane(buffer: np.ndarray, tag: int) -> None:
+    async def lane(buffer: Any, tag: int) -> None:
         for _ in range(count // WINDOW):
             await (link.recv if serves else link.send)(buffer, tag)
 
@@ -129,7 +143,7 @@ async def burst(link: Link, serves: bool, buffers: list[np.ndarray], count: int)
 
 async def bandwidth(link: Link, serves: bool, size: int) -> float:
     """GB/s of messages of one size."""
-    buffers = [np.ones(size, np.uint8) for _ in range(WINDOW)]
+    buffers = [link.buffer_to_receive(size) if serves else np.ones(size, np.uint8) for _ in range(WINDOW)]
     count = max(min(BURST_BYTES // size, MOST_IN_BURST), WINDOW) // WINDOW * WINDOW
     return statistics.median([count * size / await burst(link, serves, buffers, count) / 1e9 for _ in range(BURSTS)])
 
@@ -221,6 +235,9 @@ def be_side(kind: str, number: int) -> None:
 
 def pair(kind: str) -> dict[str, Any]:
     """The figures of `"ours"` or `"ucxx"`, from two processes of their own."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from jaxpp_async.transport.shared import COPIES_PAST_CACHES
+
     path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
     sides = [
         subprocess.Popen(
@@ -228,7 +245,7 @@ def pair(kind: str) -> dict[str, Any]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**COPIES_PAST_CACHES, **os.environ, "PYTHONPATH": path},  # as actors get it
         )
         for number in (0, 1)
     ]

@@ -24,6 +24,7 @@ from jax._src import dtypes as _dtypes
 from jax._src import lru_cache as _lru_cache
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import partial_eval as _partial_eval
+from jax._src.interpreters import pxla as _pxla
 from jax.extend import core as _extend
 from jax.interpreters import ad, batching, mlir
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
@@ -150,6 +151,22 @@ def canonical_dtype(dtype: Any) -> Any:
 
 
 # ---------------------------------------------------------------- equations
+
+
+def quick_put(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> Callable[[np.ndarray], jax.Array]:
+    """`jax.device_put` for host arrays of one shape and type, to one device: in a tenth of the time, most of which it
+    spends on finding out what it found out for the last one.
+
+    Args:
+        dtype: one that JAX does not change.
+    """
+    aval = jax.device_put(np.zeros(shape, dtype), sharding).aval
+    devices = list(sharding.device_set)
+
+    def put(host: np.ndarray) -> jax.Array:
+        return _pxla.batched_device_put(aval, sharding, [host], devices)
+
+    return put
 
 
 def inner_jaxpr(eqn: Any) -> Any:

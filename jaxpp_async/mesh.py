@@ -41,7 +41,7 @@ class RemoteMesh:
         interface, ports: network device and range of TCP ports of the data plane (`"ib0"`, `"47000-47100"`).
         control_address: where this process listens for actors on other hosts; default: the address that reaches them.
         ssh_options: words for `ssh`, such as `["-o", "ProxyJump=gate"]`.
-        transport: `"ucx"` (the default) or `"memory"` (inline only).
+        transport: `"ucx"` (the default), `"nccl"` (GPUs only: see docs/nccl.md) or `"memory"` (inline only).
         platform: `"cpu"` (the default) or `"cuda"`.
         setup: `"module:function"` called in each actor before JAX starts.
         env: environment variables of the actors' processes.
@@ -117,7 +117,13 @@ class RemoteMesh:
             setup=setup,
             env=env,
             cache_dir=mesh_options.cache_dir(compilation_cache, self._launcher),
-            transport=mesh_options.transport(transport, inline),
+            transport=mesh_options.transport(
+                transport,
+                self._launcher,
+                inline,
+                platform=mesh_options.platform(platform),
+                num_actors=self.num_actors,
+            ),
             inline=inline,
             processes_per_actor=each,
         )

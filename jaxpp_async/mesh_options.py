@@ -20,6 +20,8 @@ from jaxpp_async.actors.launch.remote import RemoteLauncher
 from jaxpp_async.actors.launching import Launching
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.errors import MeshError, ShardingError
+from jaxpp_async.transport.nccl_plan import ENVIRONMENT as NCCL_ENVIRONMENT
+from jaxpp_async.transport.planes import is_ordered
 
 DEFAULT_CACHE = "default"
 
@@ -120,13 +122,24 @@ def make_launcher(
     return made, not isinstance(made, RemoteLauncher) and made.listen_host is None, each
 
 
-def transport(given: str | None, inline: bool) -> str:
-    """The data plane's name."""
-    allowed = ("memory",) if inline else ("ucx",)
+def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, num_actors: int) -> str:
+    """The data plane's name.
+
+    Raises:
+        MeshError: the launcher's actors do not have it, or no GPU, which it needs.
+    """
+    allowed = tuple(launcher.transports)
     chosen = given or allowed[0]
     if chosen not in allowed:
         where = "inside one process" if inline else "between processes"
-        raise MeshError(f"transport {chosen!r} does not work {where}; leave it out or use {allowed[0]!r}")
+        names = " or ".join(map(repr, allowed))
+        raise MeshError(f"transport {chosen!r} does not work {where}; leave it out or use {names}")
+    if is_ordered(chosen) and not inline and platform != "cuda":
+        actors = f"actors 0 to {num_actors - 1}" if num_actors > 1 else "actor 0"
+        raise MeshError(
+            f"transport {chosen!r} moves GPU memory, and {actors} have none: their platform is {platform!r}; pass "
+            "platform='cuda' where there are GPUs, or leave transport= out for UCX, which moves either"
+        )
     return chosen
 
 
@@ -181,7 +194,7 @@ def actor_config(
         cache_dir=None if inline else cache_dir,
         setup=setup,
         transport=transport,
-        env=dict(env),
+        env={**(NCCL_ENVIRONMENT if is_ordered(transport) and not inline else {}), **env},
         processes_per_actor=processes_per_actor,
     )
 

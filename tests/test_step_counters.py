@@ -189,8 +189,9 @@ async def test_actors_do_no_more_than_their_programs_say(remote_mesh, monkeypatc
         "post_send": transfers,
         "post_recv": transfers,
         "arrived": transfers,  # an argument that is there is not asked for
-        "place": sum(leaf.nbytes for leaf in batch.values()),  # the only bytes that are copied on the host
-        "device_put": len(batch),  # the only arrays that no executable made
+        # The only bytes that are copied on the host, and the only arrays that no executable made. None of them by
+        # `jax.device_put`, which takes ten times as long.
+        "place": sum(leaf.nbytes for leaf in batch.values()),
     }
     assert {name: count / steps for name, count in tally.items()} == expected
     assert sum(e.kind == "run" for e in instructions) == runs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import importlib.util
 import os
@@ -22,9 +23,14 @@ import uvloop
 from transport_conformance import LARGE, TransportConformance, data, join, tag, transfer, within
 
 from jaxpp_async.errors import InstallError, ProtocolError, TransferError
+from jaxpp_async.transport import direct, shared
 from jaxpp_async.transport.addresses import seal, unseal
+from jaxpp_async.transport.buffers import memory_of
+from jaxpp_async.transport.direct import DIRECT_BYTES
 from jaxpp_async.transport.lookout import LONGEST_S, SHORTEST_S, Lookout
+from jaxpp_async.transport.shared import SharedBlock
 from jaxpp_async.transport.ucx import UCXTransport
+from jaxpp_async.transport.ucx_context import shares_memory
 
 if importlib.util.find_spec("ucxx") is None:  # importing it here would be before the transport sets UCX's environment
     pytest.skip("UCX tests need the package ucxx", allow_module_level=True)
@@ -44,7 +50,11 @@ async def make_transport():
 
 
 class TestUCXConformance(TransportConformance):
-    """All of it, on UCX."""
+    """All of it, as between hosts. Within one: `TestDirectConformance`."""
+
+    @pytest.fixture(autouse=True)
+    def apart(self, monkeypatch):
+        monkeypatch.setattr(shared.Neighbour, "of", lambda ticket: None)
 
 
 def num_descriptors() -> int:
@@ -420,3 +430,158 @@ async def test_a_peer_killed_in_the_middle_of_a_large_transfer(make_transport):
         sent, got = data(LARGE, 1), np.zeros(LARGE, np.uint8)
         await within(fresh.send(sent, 1, tag(2)), fresh.recv(got, 1, tag(2)))
         assert np.array_equal(sent, got)
+
+
+# ---------------------------------------------------------------- direct messages
+
+
+class BlockReceives(UCXTransport):
+    """Receives into shared blocks, as actors do, and copies to where the test wants it."""
+
+    def post_recv(self, memory, peer, tag, done):
+        block = SharedBlock.make(memory.size_bytes) if memory.size_bytes >= DIRECT_BYTES else None
+        if block is None:
+            return super().post_recv(memory, peer, tag, done)
+
+        def copied(error):
+            if error is None:
+                ctypes.memmove(memory.address, block.address, memory.size_bytes)
+            done(error)
+
+        if super().post_recv(memory_of(block, writable=True), peer, tag, copied):
+            copied(None)
+        return False
+
+
+class TestDirectConformance(TransportConformance):
+    """All of it, where large messages are written by their senders."""
+
+    @pytest.fixture
+    async def make_transport(self):
+        made = []
+
+        async def make(peer_id: int) -> UCXTransport:
+            made.append(BlockReceives(peer_id))
+            return made[-1]
+
+        yield make
+        for transport in made:
+            await transport.aclose()
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  of another's making
+            await asyncio.sleep(0)
+
+
+def write_count(monkeypatch) -> list[int]:
+    """Sizes of the pieces that are written from now on."""
+    pieces, move = [], ctypes.memmove
+    monkeypatch.setattr(direct.ctypes, "memmove", lambda to, of, size: (pieces.append(size), move(to, of, size)))
+    return pieces
+
+
+@pytest.mark.parametrize("size", [DIRECT_BYTES - 1, DIRECT_BYTES, DIRECT_BYTES + 4097])
+async def test_large_messages_are_written_by_their_sender(make_transport, monkeypatch, size):
+    a, b = await make_transport(0), await make_transport(1)
+    await join(a, b)
+    pieces, block = write_count(monkeypatch), SharedBlock(size)
+    for seed in range(2):
+        sent = data(size, seed)
+        await within(b.recv(block, 0, tag(1)), a.send(sent, 1, tag(1)))
+        assert np.array_equal(block.array, sent)
+    assert sum(pieces) == (2 * size if size >= DIRECT_BYTES else 0)
+    assert max(pieces, default=0) <= 1 << 20
+
+
+async def test_other_buffers_other_hosts_and_kept_apart_processes_get_messages(make_transport, monkeypatch):
+    pieces = write_count(monkeypatch)
+    for case in ("buffer", "boot", "key", "UCX_TLS", "unreachable block", "full board"):
+        a, b = await make_transport(0), await make_transport(1)
+        got = SharedBlock(LARGE)
+        with monkeypatch.context() as patch:
+            if case == "boot":
+                patch.setattr(shared, "_here", iter([(bytes(16), 1), (bytes(16), 2)]).__next__)
+            elif case == "key":
+                patch.setattr(b._direct._board, "ticket", b._direct._board.ticket[:-1] + b"?")
+            elif case == "UCX_TLS":
+                patch.setenv("UCX_TLS", "tcp,self")
+            elif case == "full board":
+                patch.setattr(a._direct._board, "_free", [])
+            elif case == "unreachable block":
+                assert got.ticket is not None
+                got.ticket = got.ticket._replace(key=bytes(16))
+            await join(a, b)
+            await within(b.recv(got.array if case == "buffer" else got, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1)))
+            assert np.array_equal(got.array, data(LARGE, 1)), case
+            assert not pieces, case
+
+
+async def test_what_is_written_after_an_abort_reaches_nobody(make_transport):
+    """The receiver gives up in the middle; the sender, who has not heard of it, writes on."""
+    a, b = await make_transport(0), await make_transport(1)
+    await join(a, b)
+    block, sent = SharedBlock(LARGE), data(LARGE, 1)
+    receive, send = b.recv(block, 0, tag(1)), a.send(sent, 1, tag(1))
+    await until(lambda: a._direct._written_bytes)
+    neighbour, ticket = a._links[1].neighbour, block.ticket
+    assert neighbour is not None and ticket is not None
+    old = neighbour._blocks[ticket.key]
+    await within(b.abort(0))
+    assert isinstance(receive.exception(), TransferError)
+    block.array[:] = 7
+    old[:] = 9
+    await until(lambda: not a._direct.busy)
+    assert np.all(block.array == 7)
+    await within(a.abort(1), asyncio.gather(send, return_exceptions=True))
+    await join(a, b)
+    await within(b.recv(block, 0, tag(1, 2)), a.send(sent, 1, tag(1, 2)))
+    assert np.array_equal(block.array, sent)
+
+
+async def test_a_sender_that_dies_while_it_writes(make_transport):
+    transport = await make_transport(0)
+    size = 128 << 20
+    async with peer_of(transport) as peer:
+        peer.write(f"send 1 {size}")
+        assert await peer.read() == "done"
+        block = SharedBlock(size)
+        receive = transport.recv(block, 1, tag(1))
+        await until(block.array[1 << 20 : 2 << 20].any)
+        peer.kill()
+        assert not receive.done()
+        async with asyncio.timeout(3):
+            await transport.abort(1)
+        assert isinstance(receive.exception(), TransferError)
+        assert not block.array.any()
+
+
+def test_blocks_that_are_gone_are_forgotten():
+    gc.collect()
+    before = num_descriptors()
+    board = shared.Board()
+    neighbour = shared.Neighbour.of(board.ticket)
+    assert neighbour is not None
+    for _ in range(3):
+        block = SharedBlock(10_000)
+        assert block.ticket is not None
+        neighbour.place(block.ticket)
+        assert len(neighbour._blocks) == 1
+        kept = block.array
+        del block
+        gc.collect()
+        kept[:] = 1  # lives as long as somebody shows it
+    board.close()
+    board.close()
+    assert num_descriptors() == before
+    assert shared.Neighbour.of(board.ticket) is None
+
+
+@pytest.mark.parametrize(
+    ("tls", "shares"),
+    [("^sysv", True), ("^sm", False), ("tcp,self", False), ("all", True), ("sm,self", True), ("^sysv,posix", False)],
+)
+def test_ucx_tls_decides_about_sharing_memory(monkeypatch, tls, shares):
+    monkeypatch.setenv("UCX_TLS", tls)
+    assert shares_memory() is shares

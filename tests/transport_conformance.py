@@ -99,7 +99,15 @@ class Posted:
 
 
 class TransportConformance:
-    """Subclass as `Test...` in a module that has the fixture `make_transport`."""
+    """Subclass as `Test...` in a module that has the fixture `make_transport`.
+
+    Attributes:
+        matches_by_tag: messages find their receives by tag, in any order, and a wrong size is found out. What does not
+            (NCCL) matches in the order of posts.
+        is_eager: a small send completes though nobody receives it.
+    """
+
+    matches_by_tag = is_eager = True
 
     # ------------------------------------------------------------ moving bytes
 
@@ -140,6 +148,7 @@ class TransportConformance:
         assert all(np.array_equal(s, g) for s, g in zip(sent, got, strict=True))
 
     async def test_tags_match_out_of_order(self, pair):
+        self._needs("matches_by_tag")
         a, b = pair
         sent = [data(EAGER + i, i) for i in range(8)]
         got = [np.zeros(EAGER + i, np.uint8) for i in range(8)]
@@ -149,6 +158,7 @@ class TransportConformance:
         assert all(np.array_equal(s, g) for s, g in zip(sent, got, strict=True))
 
     async def test_many_in_flight_both_ways(self, pair):
+        self._needs("matches_by_tag")
         rng = random.Random(7)
         sizes = [rng.choice((0, 1, 100, 8192, 20_000, 300_000)) for _ in range(200)]
         work, checks = [], []
@@ -178,6 +188,7 @@ class TransportConformance:
         assert all(np.array_equal(s, g) for s, g in checks)
 
     async def test_a_small_send_completes_without_a_receive_and_a_large_one_does_not(self, pair):
+        self._needs("is_eager")
         a, b = pair
         small, large = data(EAGER, 1), data(LARGE, 2)
         await within(a.send(small, 1, tag(1)))
@@ -194,6 +205,7 @@ class TransportConformance:
     @pytest.mark.parametrize(("sent", "expected"), [(8, 100), (100, 8), (0, 8), (8, 0), (1000, LARGE), (LARGE, 1000)])
     @pytest.mark.parametrize("receive_first", [True, False])
     async def test_wrong_size_is_a_protocol_error(self, pair, sent, expected, receive_first):
+        self._needs("matches_by_tag")
         a, b = pair
         got = np.zeros(expected, np.uint8)
         receive = b.recv(got, 0, tag(1)) if receive_first else None
@@ -317,6 +329,7 @@ class TransportConformance:
     @pytest.mark.parametrize(("sent", "expected"), [(8, 100), (100, 8), (8, 0), (1000, LARGE), (LARGE, 1000)])
     @pytest.mark.parametrize("receive_first", [True, False])
     async def test_a_wrong_size_is_told(self, pair, sent, expected, receive_first):
+        self._needs("matches_by_tag")
         a, b = (Posted(t) for t in pair)
         got = np.zeros(expected, np.uint8)
         if receive_first:
@@ -424,6 +437,7 @@ class TransportConformance:
     # ------------------------------------------------------------ abort and close
 
     async def test_abort_and_go_on_in_a_new_epoch(self, pair):
+        self._needs("matches_by_tag")
         a, b = pair
         for epoch in range(1, 6):
             await transfer(a, b, LARGE, 1, epoch)
@@ -472,6 +486,7 @@ class TransportConformance:
             await within(a.send(data(8, 1), 1, tag(2)))
 
     async def test_old_messages_do_not_match_a_new_epoch(self, pair):
+        self._needs("is_eager")
         a, b = pair
         await within(a.send(data(EAGER, 1), 1, tag(1, epoch=1)))
         await asyncio.sleep(0.002)
@@ -494,6 +509,7 @@ class TransportConformance:
             await a.connect(1, b.address)
 
     async def test_failures_that_nobody_awaits_make_no_noise(self, pair):
+        self._needs("matches_by_tag")
         import gc
 
         a, b = pair
@@ -513,6 +529,10 @@ class TransportConformance:
         assert not noise
 
     # ------------------------------------------------------------ fixtures
+
+    def _needs(self, ability: str) -> None:
+        if not getattr(self, ability):
+            pytest.skip(f"this transport does not have it: {ability}")
 
     @pytest.fixture
     async def pair(self, make_transport):

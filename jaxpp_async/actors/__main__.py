@@ -116,6 +116,7 @@ async def _serve(config: _Config) -> ExitCode:
         make_actor=make_actor,
         make_transport=lambda kind: make_process_transport(kind, config.process_id),
         max_frame_bytes=config.max_frame_bytes,
+        keeps_vigil=True,
     )
 
 

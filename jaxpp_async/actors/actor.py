@@ -43,6 +43,8 @@ from jaxpp_async.actors.stuck_report import report
 from jaxpp_async.errors import MeshError, ProtocolError, StepAbortedError
 from jaxpp_async.program import ActorId, ProcessId
 from jaxpp_async.transport.base import Transport
+from jaxpp_async.transport.nccl_plan import Link
+from jaxpp_async.transport.planes import Planes, open_planes
 
 REPLIES_KEPT = 16
 """How many steps' replies are kept for requests that come twice."""
@@ -63,6 +65,7 @@ class _Parts:
     machine: Machine
     snapshots: Snapshots
     rollbacks: Rollbacks
+    planes: Planes
     transport_kind: str
 
 
@@ -139,7 +142,7 @@ class Actor:
         if self._current is not None:
             self._current.ended = True
         if self._parts_or_none is not None:
-            await self._parts_or_none.machine.transport.aclose()
+            await self._parts_or_none.planes.aclose()
             await self._parts_or_none.machine.compute.aclose()
         self._workers.shutdown(wait=False, cancel_futures=True)
         if self._port is not None:
@@ -158,6 +161,10 @@ class Actor:
                 self._answer("configure", message.request, self._configure(message))
             case m.Connect():
                 self._answer("connect", message.request, self._connect(message))
+            case m.OfferLinks():
+                self._answer("offer links", message.request, self._offer_links(message))
+            case m.JoinLinks():
+                self._answer("join links", message.request, self._join_links(message))
             case m.Load():
                 self._answer("load", message.request, self._load(message))
             case m.Store():
@@ -209,12 +216,11 @@ class Actor:
             self._cluster, self._seat = message.cluster, Seat(self._seat.process, message.cluster.size)
         start = partial(start_devices, message, inline=self._inline)
         devices: Devices = await loop.run_in_executor(self._workers, start)
-        transport = self._make_transport(message.transport)
-        transport.epoch = message.epoch
+        planes = open_planes(message.transport, message.epoch, self._make_transport)
         layouts = Layouts(devices)
         shared = self._inline and len(devices.devices) > 1
         machine = Machine(
-            transport=transport,
+            transport=planes.programs,
             compute=ComputeThread(f"jaxpp-actor-{self._seat.process}-compute", loop),
             pool=ReceivePool(layouts),
             layouts=layouts,
@@ -225,20 +231,33 @@ class Actor:
         self._epoch = message.epoch
         self._parts_or_none = _Parts(
             executables=Executables(devices, self._workers),
-            host_values=HostValues(self._store, layouts, transport, self._workers, self._spawn, self._seat),
+            host_values=HostValues(self._store, layouts, planes.host, self._workers, self._spawn, self._seat),
             machine=machine,
             snapshots=Snapshots(self._store, layouts, self._workers),
             rollbacks=Rollbacks(self._seat.process, self._store, layouts, self._shelf, self._workers),
+            planes=planes,
             transport_kind=message.transport,
         )
         names = tuple(f"{device.platform}:{device.id}" for device in devices.devices)
-        return m.Ready(message.request, transport.address, names, package_versions())
+        return m.Ready(message.request, planes.host.address, names, package_versions())
 
     async def _connect(self, message: m.Connect) -> m.Done:
-        transport = self._parts.machine.transport
         self._epoch = message.epoch
         peers = {peer: address for peer, address in message.addresses.items() if peer != self._seat.process}
-        await asyncio.gather(*(transport.connect(peer, address) for peer, address in peers.items()))
+        await self._parts.planes.connect(peers)
+        return m.Done(message.request)
+
+    async def _offer_links(self, message: m.OfferLinks) -> m.LinksOffered:
+        plane = self._parts.planes.with_links
+        return m.LinksOffered(message.request, plane.address, tuple(plane.make_id() for _ in range(message.num_ids)))
+
+    async def _join_links(self, message: m.JoinLinks) -> m.Done:
+        plane = self._parts.planes.with_links
+        for peer, address in message.addresses.items():
+            if not plane.is_connected(peer):
+                await plane.connect(peer, address)
+        for link in message.links:  # one by one, in the order of the message: everyone makes links in the same order
+            await plane.join(Link(link.sender, link.receiver, link.device), link.unique_id)
         return m.Done(message.request)
 
     async def _load(self, message: m.Load) -> m.Loaded:
@@ -326,8 +345,15 @@ class Actor:
 
     def _next_step(self) -> None:
         while self._current is None and self._queue and self._broken is None:
-            self._current = self._queue.popleft()
-            self._current.start()
+            self._current = run = self._queue.popleft()
+            ordered = self._parts.planes.ordered
+            try:
+                if ordered is not None:
+                    ordered.begin(run.program.order)
+            except Exception as error:  # the step cannot transfer: that is its outcome
+                run.fail(error)
+                continue
+            run.start()
 
     def _step_ended(self, run: StepRun, end: m.StepStats | StepFailure) -> None:
         message = run.message
@@ -340,12 +366,15 @@ class Actor:
             reply = failed(message.request, end.error, step=message.step, instruction=end.instruction)
         else:
             self._free(message.frees_after)
-            reply = m.StepDone(message.request, message.step, replace(end, live_buffers=len(self._store)))
+            live = len(self._store)
+            end = m.StepStats(end.compute_s, end.wait_s, end.total_s, end.peak_bytes, live, end.stamps)
+            reply = m.StepDone(message.request, message.step, end)
         if run is self._current:
             self._current = None
-        self._conclude(message, reply)
-        # A step of nothing but local instructions can end inside `start`; the loop there goes on with the next.
+        # A step of nothing but local instructions can end inside `start`; the loop there goes on with the next. Asked
+        # for before the reply, behind which an actor without a step stays awake.
         asyncio.get_running_loop().call_soon(self._next_step)
+        self._conclude(message, reply)
 
     def _conclude(self, message: m.Step, reply: m.StepDone | m.Failed) -> None:
         key = (message.epoch, message.step)
@@ -354,7 +383,7 @@ class Actor:
             self._replies.popitem(last=False)
         for request in self._under_way.pop(key, ()):
             if not self._closed:  # what ends because the actor does is no failure of its own
-                self._send(replace(reply, request=request))
+                self._send(reply if request == reply.request else replace(reply, request=request))
 
     def _abort(self, message: m.Abort) -> None:
         self._tally.stop()
@@ -375,7 +404,7 @@ class Actor:
 
     async def _end_transfers(self, message: m.Abort, dropped: Sequence[Dropped]) -> m.Done:
         if self._parts_or_none is not None:
-            await self._parts_or_none.machine.transport.abort()
+            await self._parts_or_none.planes.abort()
             if self._cluster is not None:
                 compute = self._parts_or_none.machine.compute
                 await catch_up(f"epoch {message.epoch}", dropped, self._tally, self._cluster, compute, self._workers)
@@ -385,19 +414,19 @@ class Actor:
 
     async def _renew(self, message: m.Renew) -> m.Renewed:
         parts = self._parts
-        await parts.machine.transport.aclose()
-        transport = self._make_transport(parts.transport_kind)
-        transport.epoch = self._epoch
-        parts.host_values.transport = transport
-        self._parts_or_none = replace(parts, machine=replace(parts.machine, transport=transport))
-        return m.Renewed(message.request, transport.address)
+        await parts.planes.aclose()
+        planes = open_planes(parts.transport_kind, self._epoch, self._make_transport)
+        parts.host_values.transport = planes.host
+        machine = replace(parts.machine, transport=planes.programs)
+        self._parts_or_none = replace(parts, machine=machine, planes=planes)
+        return m.Renewed(message.request, planes.host.address)
 
     async def _lend(self, message: m.Lend) -> m.Done:
-        await self._shelf.lend(self._parts.machine.transport, message)
+        await self._shelf.lend(self._parts.planes.host, message)
         return m.Done(message.request)
 
     async def _hold(self, message: m.Hold) -> m.Done:
-        await self._shelf.hold(self._parts.machine.transport, message)
+        await self._shelf.hold(self._parts.planes.host, message)
         return m.Done(message.request)
 
     # ------------------------------------------------------------ the rest

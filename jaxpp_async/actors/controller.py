@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from jaxpp_async.actors.failure import abandoned
 from jaxpp_async.actors.frees import FreeList
 from jaxpp_async.actors.host_data import HostPlane, HostValue, Sending
 from jaxpp_async.actors.launch import Launcher
+from jaxpp_async.actors.linking import Linking
 from jaxpp_async.actors.messages import ArrayId, Done, Inspect, Inspected, Loaded, Step, Store
 from jaxpp_async.actors.outbox import Outbox
 from jaxpp_async.actors.owned_tasks import OwnedTasks
@@ -92,6 +94,8 @@ class Controller:
             self.telling,
             patience,
         )
+        num_devices = math.prod(size for _, size in options.config.spmd_mesh)
+        self._linking = Linking(self._crew, self._outbox, self._programs, num_devices)
         self._backups = (
             Backups(
                 self._crew,
@@ -109,6 +113,7 @@ class Controller:
                 self._outbox,
                 self._programs,
                 self._backups,
+                self._linking,
                 max_restarts=max_restarts,
                 watch=self._supervision.watch,
                 unwatch=self._supervision.hearts.unwatch,
@@ -261,6 +266,7 @@ class Controller:
         try:
             with self._supervision.hearts.paused():
                 loaded = await all_of({p: load_one(p) for p in processes.of_all(programs)}, "load")
+                await self._linking.link(program_id)
         except BaseException:  # also a cancellation: nobody will ask for it
             self._programs.remove(program_id)
             raise
@@ -510,6 +516,7 @@ class Controller:
         await self._end_recovery()
         self._outbox.close(MeshClosedError("the mesh was closed while this was under way"))
         await self._supervision.aclose()
+        await self._linking.aclose()
         await self._crew.shut_down()
         await self._tasks.aclose()
         self.telling.closed(self.cause)

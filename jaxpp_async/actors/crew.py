@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jaxpp_async
 from jaxpp_async.actors.actor_info import ActorInfo, of_actor
@@ -30,6 +31,7 @@ from jaxpp_async.actors.messages import (
     Renewed,
     Report,
     Reported,
+    Request,
     Reserve,
     Shutdown,
 )
@@ -40,6 +42,7 @@ from jaxpp_async.actors.stuck import PROGRESS_S
 from jaxpp_async.errors import TransferError
 from jaxpp_async.program import CONTROLLER, ActorId, ProcessId
 from jaxpp_async.transport.base import Transport
+from jaxpp_async.transport.planes import host_kind
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -216,7 +219,7 @@ class Crew:
         return [Cluster(coordinator, address, len(links), rank) for rank, address in enumerate(addresses)]
 
     async def _configure(self, link: ActorLink, cluster: Cluster | None) -> None:
-        message = self._options.config.message(self._number(), self._kind, self.epoch, cluster)
+        message = self._options.config.message(self._number(), self.transport_kind, self.epoch, cluster)
         await self._bringup.configure(link, message)
 
     async def connect(self) -> None:
@@ -234,7 +237,7 @@ class Crew:
             peers = {CONTROLLER, *self.processes.peers_of(process)}
             return Connect(self._number(), self.epoch, {peer: a for peer, a in addresses.items() if peer in peers})
 
-        await all_of({p: link.call(connect(p), Done) for p, link in sorted(self.links.items())}, "connect")
+        await self.ask_each({process: connect(process) for process in sorted(self.links)}, Done, "connect")
 
     # ------------------------------------------------------------ going on after a failure
 
@@ -276,6 +279,10 @@ class Crew:
         await self.plane.transport.aclose()
         self.plane.renew(self._make_transport(), self.epoch)
 
+    async def ask_each(self, requests: Mapping[ProcessId, Request], expected: type, what: str) -> dict[ProcessId, Any]:
+        """A request to each of some processes; the first failure is raised."""
+        return await all_of({p: self.links[p].call(request, expected) for p, request in requests.items()}, what)
+
     async def remove(self, actor: ActorId) -> None:
         """End an actor's processes, if they have not ended, and let go of their connections."""
         handles: dict[int, ActorHandle] = {}
@@ -294,12 +301,19 @@ class Crew:
         link.connection.abort()
 
     def _make_transport(self) -> Transport:
-        transport = (self._options.make_transport or self._launcher.make_transport)(self._kind)
+        make = self._options.make_transport or self._launcher.make_transport
+        transport = make(host_kind(self.transport_kind))
         transport.epoch = self.epoch
         return transport
 
     @property
-    def _kind(self) -> str:
+    def per_actor(self) -> int:
+        """Of how many processes each actor is."""
+        return self._options.processes.per_actor
+
+    @property
+    def transport_kind(self) -> str:
+        """How programs transfer."""
         return self._options.config.transport or self._launcher.transports[0]
 
     # ------------------------------------------------------------ ending

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from array import array as packed
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jaxpp_async.actors.processes import Seat
 from jaxpp_async.actors.receive_pool import ReceivePool
 from jaxpp_async.actors.shards import Layouts
 from jaxpp_async.program import Run
+from jaxpp_async.transport.nccl_plan import Order, Turn, Way, order_of
 
 Call = Callable[..., Sequence[jax.Array]]
 
@@ -139,6 +141,18 @@ class LoadedProgram:
             self.legs[at] = receives(seat, held, tag, command.from_actor, num_devices)
             if passed_on := passes(seat, held, tag, num_devices):
                 self.passes[at] = passed_on
+
+    @cached_property
+    def order(self) -> Order:
+        """In which order it transfers, for a transport that has to know."""
+        turns: dict[Way, list[Turn]] = {}
+        for command in self.plan.commands:
+            if isinstance(command, StartSend | PostRecv):
+                is_send, shards = isinstance(command, StartSend), self.layouts[command.buffer].shards
+                for piece, peer, sequence in self.legs[command.instruction]:
+                    way = Way(peer, sends=is_send)
+                    turns.setdefault(way, []).append(Turn(sequence, shards[piece].positions[0]))
+        return order_of(turns)
 
     def took(self, instruction: int, seconds: float) -> None:
         """Remember how long a `Run` took."""

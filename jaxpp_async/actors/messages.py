@@ -82,6 +82,47 @@ class Connect:
 
 
 @dataclass(frozen=True, slots=True)
+class OfferLinks:
+    """Say how programs reach this actor, and make ids for communicators. Only with transport `"nccl"`. Answer:
+    `LinksOffered`.
+
+    Args:
+        num_ids: how many: one for each new link that this actor is the `maker` of.
+    """
+
+    request: int
+    num_ids: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinLink:
+    """One direction between two actors, from device to device of the same position (`transport.nccl_plan.Link`).
+
+    Args:
+        unique_id: made by the lower of the two.
+    """
+
+    sender: ActorId
+    receiver: ActorId
+    device: int
+    unique_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class JoinLinks:
+    """Connect the programs' plane to peers that are new, then make these links, one after the other. Answer: `Done`,
+    once a message has passed on each.
+
+    Args:
+        addresses: of every peer of `links`.
+    """
+
+    request: int
+    addresses: dict[ActorId, bytes]
+    links: tuple[JoinLink, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Compile what is new of `executables` and keep the program. Answer: `Loaded`.
 
@@ -363,6 +404,15 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class LinksOffered:
+    """The address of the programs' plane, and new ids."""
+
+    request: int
+    address: bytes
+    ids: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """Args: compile_s: seconds spent compiling. temp_bytes: XLA's temporaries by executable index."""
 
@@ -529,6 +579,8 @@ Request: TypeAlias = (
     Reserve
     | Configure
     | Connect
+    | OfferLinks
+    | JoinLinks
     | Load
     | Store
     | Step
@@ -549,6 +601,18 @@ Request: TypeAlias = (
     | Shutdown
 )
 Reply: TypeAlias = (
-    Done | Reserved | Ready | Loaded | StepDone | Fetched | Written | Renewed | Kept | Inspected | Reported | Failed
+    Done
+    | Reserved
+    | Ready
+    | LinksOffered
+    | Loaded
+    | StepDone
+    | Fetched
+    | Written
+    | Renewed
+    | Kept
+    | Inspected
+    | Reported
+    | Failed
 )
 Message: TypeAlias = Request | Reply | Log | Beat

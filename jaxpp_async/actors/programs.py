@@ -89,6 +89,16 @@ class Programs:
         """The actors that have a part in it, in order of id."""
         return tuple(self._programs[program_id].parts)
 
+    def parts(self, program_id: int) -> dict[ActorId, ActorProgram]:
+        """What each actor has of a program."""
+        program = self._programs.get(program_id)
+        found = program.parts.items() if program is not None else ()
+        return {actor: part for actor, part in found if isinstance(part, ActorProgram)}  # as in `part`
+
+    def all_parts(self) -> list[dict[ActorId, ActorProgram]]:
+        """`parts` of every program."""
+        return [self.parts(program_id) for program_id in sorted(self._programs)]
+
     def part(self, program_id: int, actor: ActorId) -> ActorProgram | None:
         """What an actor has of a program; None if it has no part in it, or there is no such program."""
         program = self._programs.get(program_id)

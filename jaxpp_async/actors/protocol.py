@@ -142,8 +142,10 @@ class Wire:
         """
         if self.state == "failed":
             raise ProtocolError("this conversation has already failed")
-        self._buffer += data
         try:
+            if self.state == "open" and type(data) is bytes and len(data) <= _JOIN_BYTES and not self._buffer:
+                return self._take_whole(data)
+            self._buffer += data
             return self._parse()
         except BaseException:  # whatever it is, the stream is out of step from here: nothing of it may be trusted
             self.state = "failed"
@@ -243,6 +245,25 @@ class Wire:
 
     # ------------------------------------------------------------ frames
 
+    def _take_whole(self, data: bytes) -> list[Message]:
+        """Frames of which each has come in one piece, as those of a step do; what is left waits in the buffer."""
+        messages: list[Message] = []
+        at, count = 0, len(data)
+        while count - at >= _PREFIX_BYTES:
+            size, sequence = _HEADER.unpack_from(data, at)
+            end = at + _PREFIX_BYTES + size
+            if end + MAC_BYTES > count:
+                break
+            signed = data[at:end]
+            self._check_frame(signed, data[end : end + MAC_BYTES], size, sequence)
+            messages.append(codec.decode(signed[_PREFIX_BYTES:], self._known))
+            self._num_received += 1
+            at = end + MAC_BYTES
+        if at < count:
+            self._buffer += data[at:]
+            messages += self._take_frames()
+        return messages
+
     def _take_frames(self) -> list[Message]:
         messages: list[Message] = []
         buffer = self._buffer
@@ -279,11 +300,14 @@ class Wire:
     def _read_frame(self, frame_bytes: int, size: int, sequence: int) -> Message:
         end = frame_bytes - MAC_BYTES
         with memoryview(self._buffer) as whole, whole[:end] as signed, whole[end:frame_bytes] as mac:
-            if not hmac.compare_digest(self._key().sign(signed), mac):
-                raise ProtocolError(f"frame {self._num_received}: its MAC does not match")
-            self._check_header(size, sequence)
+            self._check_frame(signed, mac, size, sequence)
             with signed[_PREFIX_BYTES:] as payload:
                 return codec.decode(payload, self._known)
+
+    def _check_frame(self, signed: bytes | memoryview, mac: bytes | memoryview, size: int, sequence: int) -> None:
+        if not hmac.compare_digest(self._key().sign(signed), mac):
+            raise ProtocolError(f"frame {self._num_received}: its MAC does not match")
+        self._check_header(size, sequence)
 
     def _key(self) -> FrameKey:
         assert self._receive_key is not None  # the wire is open

@@ -12,7 +12,9 @@ import numpy as np
 
 from jaxpp_async.actors.shards import Layout, Layouts, aligned_bytes, buffer_addresses, joined, place, private
 from jaxpp_async.program import Aval
-from jaxpp_async.transport.buffers import memory_of
+from jaxpp_async.transport.buffers import Memory, memory_of
+from jaxpp_async.transport.direct import DIRECT_BYTES
+from jaxpp_async.transport.shared import SharedBlock
 
 
 class ReceiveBuffer:
@@ -27,10 +29,10 @@ class ReceiveBuffer:
 
     __slots__ = ("_bin", "array", "layout", "memory", "pieces")
 
-    def __init__(self, owner: Bin, layout: Layout, memory: tuple[np.ndarray, ...], array: jax.Array | None):
+    def __init__(self, owner: Bin, layout: Layout, pieces: tuple[Memory, ...], array: jax.Array | None):
         self._bin = owner
-        self.layout, self.memory, self.array = layout, memory, array
-        self.pieces = tuple(memory_of(part, writable=True) for part in memory)
+        self.layout, self.pieces, self.array = layout, pieces, array
+        self.memory = tuple(_bytes_of(piece) for piece in pieces)
 
     def received(self, *, private_copy: bool) -> jax.Array:
         """The array, now that the data is in.
@@ -74,9 +76,10 @@ class Bin:
 
     def _make(self) -> ReceiveBuffer:
         layout = self._layout
-        memory = tuple(aligned_bytes(int(np.prod(s.shape)) * layout.dtype.itemsize) for s in layout.shards)
+        pieces = tuple(_memory(int(np.prod(s.shape)) * layout.dtype.itemsize) for s in layout.shards)
+        memory = tuple(_bytes_of(piece) for piece in pieces)
         array = _alias(layout, memory, self._layouts) if self._layouts.devices.is_cpu else None
-        return ReceiveBuffer(self, layout, memory, array)
+        return ReceiveBuffer(self, layout, pieces, array)
 
 
 class ReceivePool:
@@ -101,6 +104,17 @@ class ReceivePool:
     def free_bytes(self) -> int:
         """Their bytes."""
         return sum(aval.size_bytes * len(place.free) for aval, place in self._bins.items())
+
+
+def _memory(size_bytes: int) -> Memory:
+    """Memory to receive into; where it is large, such as a peer on this host can write into itself."""
+    block = SharedBlock.make(size_bytes) if size_bytes >= DIRECT_BYTES else None
+    return memory_of(aligned_bytes(size_bytes) if block is None else block, writable=True)
+
+
+def _bytes_of(memory: Memory) -> np.ndarray:
+    owner = memory.owner
+    return owner.array if isinstance(owner, SharedBlock) else owner
 
 
 def _alias(layout: Layout, memory: tuple[np.ndarray, ...], layouts: Layouts) -> jax.Array | None:

@@ -20,6 +20,7 @@ from jaxpp_async.actors.bringup import all_of
 from jaxpp_async.actors.crew import Crew
 from jaxpp_async.actors.deadlines import awake_timeout
 from jaxpp_async.actors.failure import abandoned
+from jaxpp_async.actors.linking import Linking
 from jaxpp_async.actors.messages import Loaded
 from jaxpp_async.actors.outbox import Outbox
 from jaxpp_async.actors.owned_tasks import OwnedTasks
@@ -95,6 +96,7 @@ class Recovery:
         outbox: Outbox,
         programs: Programs,
         backups: Backups,
+        linking: Linking,
         *,
         max_restarts: int,
         watch: Callable[[ActorLink], None],
@@ -103,6 +105,7 @@ class Recovery:
         on_restarted: Callable[[list[ActorId], int], None],
     ):
         self._crew, self._outbox, self._programs, self._backups = crew, outbox, programs, backups
+        self._linking = linking
         self._budget, self._watch, self._unwatch = Budget(max_restarts), watch, unwatch
         self._end, self._on_restarted = end, on_restarted
         self._tasks = OwnedTasks()
@@ -172,6 +175,7 @@ class Recovery:
         if before is not None:
             await asyncio.wait([before])
         await self._backups.stop()
+        await self._linking.stop()
         me = asyncio.current_task()
         try:
             await self._attempt(cause)
@@ -204,6 +208,7 @@ class Recovery:
         await self._prepare(living, lost, str(cause).partition("\n")[0])
         await self._connect()
         await all_of({process: self._load(process) for process in crew.processes.of_all(lost)}, "load")
+        await self._linking.link_again()
         await self._backups.roll_back(lost)
         self._lost.clear()
         self._task, self._late_starts = None, 0

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import jaxpp_async
 from jaxpp_async.actors.connection import Connection
 from jaxpp_async.actors.exit_codes import ExitCode
-from jaxpp_async.actors.messages import Done, Failed, Message, Request, Shutdown
+from jaxpp_async.actors.messages import Done, Failed, Message, Request, Shutdown, StepDone
 from jaxpp_async.actors.protocol import Identity, Wire
+from jaxpp_async.actors.vigil import Vigil
 from jaxpp_async.transport.base import Transport
 
 _LOG = logging.getLogger("jaxpp_async.control")
@@ -63,12 +64,14 @@ async def serve(
     make_actor: MakeActor,
     make_transport: Callable[[str], Transport],
     max_frame_bytes: int,
+    keeps_vigil: bool = False,
 ) -> ExitCode:
     """Run one actor until the controller shuts it down or goes away.
 
     Args:
         connect: gives the connection its socket.
         make_actor: called once the handshake is done.
+        keeps_vigil: the loop, which is the actor's own, stays awake for a moment behind each step (`vigil`).
 
     Raises:
         HandshakeError: the controller could not be trusted, or refused. OSError: it was not there.
@@ -76,12 +79,13 @@ async def serve(
     desk = _Desk()
     wire = Wire("actor", secret, version=jaxpp_async.__version__, identity=identity, max_frame_bytes=max_frame_bytes)
     connection = Connection(wire, on_message=desk.take, on_closed=lambda error: desk.close(None))
+    desk.connection = connection
     try:
         await connect(connection)
         await connection.opened
-        actor = make_actor(identity.process_id, make_transport=make_transport, send=connection.send)
+        actor = make_actor(identity.process_id, make_transport=make_transport, send=desk.reply)
         try:
-            desk.open(actor, connection)
+            desk.open(actor, keeps_vigil=keeps_vigil)
             shutdown = await desk.closed
         finally:
             desk.close(None)
@@ -103,25 +107,32 @@ class _Desk:
     actor, when it has come.
 
     Attributes:
+        connection: where replies go.
         closed: the request to shut down, which is the last; None if the connection is over.
     """
+
+    connection: Connection
 
     def __init__(self) -> None:
         self.closed: asyncio.Future[Shutdown | None] = asyncio.get_running_loop().create_future()
         self._early: list[Any] = []
         self._actor: ActorLike | None = None
-        self._send: Callable[[Message], None] | None = None
+        self._vigil: Vigil | None = None
 
-    def open(self, actor: ActorLike, connection: Connection) -> None:
+    def open(self, actor: ActorLike, *, keeps_vigil: bool) -> None:
         """The actor is here."""
-        self._actor, self._send = actor, connection.send
+        self._actor = actor
+        if keeps_vigil:
+            self._vigil = Vigil(asyncio.get_running_loop(), lambda: actor.current_step is None)
         early, self._early = self._early, []
         for message in early:
             self.take(message)
 
     def take(self, message: Any) -> None:
         """A request has come."""
-        if self._actor is None or self._send is None:
+        if self._vigil is not None:
+            self._vigil.end()
+        if self._actor is None:
             self._early.append(message)
         elif isinstance(message, Shutdown):
             self.close(message)
@@ -130,10 +141,18 @@ class _Desk:
                 self._actor.handle(message)
             except Exception as error:  # a bug in the actor: the controller must hear of it, whatever it is
                 text = "".join(traceback.format_exception(error))
-                self._send(Failed(message.request, type(error).__qualname__, str(error), text))
+                self.reply(Failed(message.request, type(error).__qualname__, str(error), text))
+
+    def reply(self, message: Message) -> None:
+        """A reply goes out. Behind a step's the next step may come soon."""
+        self.connection.send(message)
+        if self._vigil is not None and type(message) is StepDone:
+            self._vigil.begin()
 
     def close(self, last: Shutdown | None) -> None:
         """Hand nothing over any more."""
+        if self._vigil is not None:
+            self._vigil.end()
         if not self.closed.done():
             self.closed.set_result(last)
 

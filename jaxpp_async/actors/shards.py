@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxpp_async import jax_compat
 from jaxpp_async.actors.devices import Devices
 from jaxpp_async.actors.numpy_types import numpy_dtype
 from jaxpp_async.actors.parts import Part, parts_of
@@ -32,6 +33,9 @@ _SMALL_BYTES = 1 << 16
 
 _PACKED = ("int2", "int4", "uint2", "uint4", "float4", "float6")
 """Types of which devices may keep several elements in a byte."""
+
+
+Put: TypeAlias = Callable[[np.ndarray], jax.Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ class Layout:
         is_whole: it is not split.
         is_plain: its elements lie in a device's memory as in numpy's: a byte or more each, on a CPU.
         size_bytes: of the whole array in numpy.
+        put: puts a host array there; it may come to share the host's memory.
     """
 
     aval: Aval
@@ -78,6 +83,7 @@ class Layout:
     is_whole: bool
     is_plain: bool
     size_bytes: int
+    put: Put = field(compare=False, repr=False)
 
 
 class Layouts:
@@ -109,17 +115,26 @@ class Layouts:
             if any(position in here for position in part.positions)
         )
         dtype = numpy_dtype(aval.dtype)
+        sharding, is_plain = devices.sharding_of(aval), devices.is_cpu and not aval.dtype.startswith(_PACKED)
         return Layout(
             aval=aval,
             dtype=dtype,
-            sharding=devices.sharding_of(aval),
+            sharding=sharding,
             shards=shards,
             devices=devices.devices,
             is_here=devices.size == len(devices.devices),
             is_whole=len(parts) == 1,
-            is_plain=devices.is_cpu and not aval.dtype.startswith(_PACKED),
+            is_plain=is_plain,
             size_bytes=math.prod(aval.shape) * dtype.itemsize,
+            put=self._put(aval.shape, dtype, sharding, is_plain),
         )
+
+    def _put(self, shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding, is_plain: bool) -> Put:
+        size_bytes = math.prod(shape) * dtype.itemsize
+        # 64-bit types are JAX's to refuse, and of large ones the copy is all that counts.
+        if is_plain and self.devices.size == 1 and dtype.itemsize <= 4 and size_bytes <= _SMALL_BYTES:
+            return jax_compat.quick_put(shape, dtype, sharding)
+        return partial(jax.device_put, device=sharding)
 
 
 def send_views(array: jax.Array, layout: Layout) -> list[np.ndarray]:
@@ -194,10 +209,8 @@ def place(host: np.ndarray, layout: Layout) -> jax.Array:
     if host.nbytes <= _SMALL_BYTES and host.ctypes.data % ALIGNMENT == 0:
         # JAX would use this memory itself (also with may_alias=False), and another array would have to be made of it.
         host = _misaligned_copy(host)
-    if layout.is_here:
-        array = jax.device_put(host, layout.sharding)
-    else:  # with devices elsewhere JAX would ask all processes whether they put the same
-        array = joined([host[shard.index] for shard in layout.shards], layout)
+    # With devices elsewhere JAX would ask all processes whether they put the same.
+    array = layout.put(host) if layout.is_here else joined([host[shard.index] for shard in layout.shards], layout)
     if array.dtype != layout.dtype:
         raise ValueError(
             f"a {layout.dtype} value became {array.dtype}: jax_enable_x64 differs between controller and actor"

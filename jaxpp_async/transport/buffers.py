@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxpp_async.transport.shared import SharedBlock
+
 _Start = ctypes.c_char * 0
 """A window of no bytes: enough to read where a buffer starts, whatever its size."""
 
@@ -34,7 +36,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(buffer: Any, *, writable: bool) -> Memory:
-    """The memory of a numpy or device array, which owns it.
+    """The memory of a numpy or device array, or of a shared block, which owns it.
 
     Args:
         buffer: C-contiguous, of any dtype without references.
@@ -43,6 +45,8 @@ def memory_of(buffer: Any, *, writable: bool) -> Memory:
     Raises:
         ValueError: as `locate`.
     """
+    if type(buffer) is SharedBlock:
+        return Memory(buffer.address, buffer.size_bytes, buffer)
     address, size_bytes = locate(buffer, writable=writable)
     return Memory(address, size_bytes, buffer)
 

@@ -7,7 +7,7 @@ is guessed from the waits before: a short one makes the next look longer, a long
 from __future__ import annotations
 
 LONGEST_S = 200e-6
-"""Of all looking for one message, and the longest wait that looking could have covered."""
+"""The usual limit: more than a message between two processes takes."""
 
 SHORTEST_S = 20e-6
 """Less than this is not worth looking for at all."""
@@ -16,14 +16,17 @@ SHORTEST_S = 20e-6
 class Lookout:
     """One waiter's, for messages.
 
+    Args:
+        longest_s: of all looking for one message, and the longest wait that looking could have covered.
+
     Attributes:
         limit_s: for how long to look for the next message.
     """
 
-    __slots__ = ("_since_s", "limit_s")
+    __slots__ = ("_longest_s", "_since_s", "limit_s")
 
-    def __init__(self) -> None:
-        self.limit_s = LONGEST_S
+    def __init__(self, longest_s: float = LONGEST_S) -> None:
+        self.limit_s = self._longest_s = longest_s
         self._since_s: float | None = None
 
     def goes_on(self, now_s: float) -> bool:
@@ -37,8 +40,8 @@ class Lookout:
         since_s, self._since_s = self._since_s, None
         if since_s is None:
             return
-        if now_s - since_s <= LONGEST_S:
-            self.limit_s = min(max(self.limit_s * 2, SHORTEST_S), LONGEST_S)
+        if now_s - since_s <= self._longest_s:
+            self.limit_s = min(max(self.limit_s * 2, SHORTEST_S), self._longest_s)
         else:
             self.limit_s = self.limit_s / 2 if self.limit_s > SHORTEST_S else 0.0
 

@@ -1,9 +1,9 @@
 """ucx: memory and tags in, its bytes at the peer out, over UCX.
 
-UCX is driven on the event loop's own descriptor: progress until nothing is left, arm, sleep in the loop. No thread, no
-copy; only in a hurry does it look for messages for a little while before it sleeps. Every endpoint has error handling
-on, so that a large send can be ended; `abort` force-closes the endpoint and progresses until UCX has let go of every
-buffer.
+UCX is driven on the event loop's own descriptor: progress until nothing is left, arm, sleep in the loop. No thread, and
+no copy, but for large messages within a host (`direct.py`); only in a hurry does it look for messages for a little
+while before it sleeps. Every endpoint has error handling on, so that a large send can be ended; `abort` force-closes
+the endpoint and progresses until UCX has let go of every buffer.
 
 It never frees or reuses a buffer that UCX may still touch, never trusts the size of what arrives, and never gives UCX
 an address that was damaged, mixed up or is out of date (one garbage byte in a worker address ends the process there).
@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
@@ -34,9 +35,11 @@ from jaxpp_async.transport.base import (
     post_future,
 )
 from jaxpp_async.transport.buffers import Memory, memory_of
+from jaxpp_async.transport.direct import DIRECT_BYTES, HEADER_BYTES, Direct
 from jaxpp_async.transport.lookout import Lookout
+from jaxpp_async.transport.shared import Neighbour
 from jaxpp_async.transport.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED, TagPort, is_error
-from jaxpp_async.transport.ucx_context import process_context
+from jaxpp_async.transport.ucx_context import process_context, shares_memory
 
 RELEASE_TIMEOUT_S = 5.0
 """How long `abort` waits for UCX to let go of the buffers; force-closing has taken under 1 ms."""
@@ -56,12 +59,12 @@ lasts for ever where that peer died (see above): past the first time, look only 
 
 
 class _Link:
-    """One connected peer: its endpoint, and why it ended if it did."""
+    """One connected peer: its endpoint, why it ended if it did, and its process if that is on this host."""
 
-    __slots__ = ("endpoint", "epoch", "failure", "handle", "peer", "sender_bits")
+    __slots__ = ("endpoint", "epoch", "failure", "handle", "neighbour", "peer", "sender_bits")
 
-    def __init__(self, peer: Peer, endpoint: Any):
-        self.peer, self.endpoint = peer, endpoint
+    def __init__(self, peer: Peer, endpoint: Any, neighbour: Neighbour | None):
+        self.peer, self.endpoint, self.neighbour = peer, endpoint, neighbour
         self.handle: int = endpoint.handle
         self.sender_bits = _sender_bits(peer)
         self.epoch: int | None = None  # of its transfers
@@ -69,14 +72,18 @@ class _Link:
 
 
 class _Transfer:
-    """An operation that UCX has not finished. Holds the memory: UCX itself keeps no reference."""
+    """An operation that UCX has not finished. Holds the memory: UCX itself keeps no reference.
 
-    __slots__ = ("done", "link", "memory", "request", "size_bytes", "tag")
+    Its end is told to `done`, or, for what only the transport itself says, to `then`: status and length.
+    """
+
+    __slots__ = ("done", "link", "memory", "request", "size_bytes", "tag", "then")
 
     def __init__(self, link: _Link | None, memory: Memory | None, size_bytes: int, tag: int, done: OnEnd | None):
         self.link, self.memory, self.tag, self.done = link, memory, tag, done
         self.size_bytes = size_bytes  # expected, or _SENDING
         self.request = 0
+        self.then: Callable[[int, int], None] | None = None
 
 
 _SENDING = -1
@@ -108,6 +115,7 @@ class UCXTransport:
         self._past_epochs: dict[Peer, int] = {}
         self._kicked = self._progressing = self._stalled = self._hurried = False
         self._lookout = Lookout()
+        self._direct = Direct(self, self._loop)
         self._idle_since_s: float | None = None
         self._closing: asyncio.Task[None] | None = None
         self._descriptor: int = self._worker.epoll_file_descriptor
@@ -118,7 +126,8 @@ class UCXTransport:
 
     @property
     def address(self) -> bytes:
-        return seal(MEDIUM, self._raw_address, self.peer_id, self.epoch)
+        ticket = self._direct.ticket if shares_memory() else b""
+        return seal(MEDIUM, bytes([len(ticket)]) + ticket + self._raw_address, self.peer_id, self.epoch)
 
     async def connect(self, peer: Peer, address: bytes) -> None:
         if self._closing:
@@ -127,7 +136,8 @@ class UCXTransport:
             raise ValueError(f"peer {peer} cannot connect to itself")
         if peer in self._links:
             raise ValueError(f"peer {peer} is connected already; abort it before connecting anew")
-        target = unseal(MEDIUM, address, peer, self.epoch)
+        raw = unseal(MEDIUM, address, peer, self.epoch)
+        ticket, target = raw[1 : 1 + raw[0]], raw[1 + raw[0] :]
         if peer in self._past_epochs:
             self._discard_unexpected(_sender_bits(peer), self._past_epochs.pop(peer))
         try:
@@ -136,7 +146,7 @@ class UCXTransport:
             )
         except self._ucxx.UCXError as error:
             raise TransferError(f"peer {self.peer_id} cannot reach peer {peer}: {error}") from error
-        link = _Link(peer, endpoint)
+        link = _Link(peer, endpoint, Neighbour.of(ticket) if shares_memory() else None)
         # Runs inside UCX's progress: only note it, _progress acts on it.
         failed = self._failed
         endpoint.set_close_callback(lambda: failed.append(link))
@@ -156,6 +166,10 @@ class UCXTransport:
         if link is None or link.failure is not None:
             raise self._refusal(peer, link)
         link.epoch = tag >> EPOCH_SHIFT
+        if memory.size_bytes >= DIRECT_BYTES and link.neighbour is not None:
+            transfer = _Transfer(link, memory, _SENDING, tag, done)
+            if self._direct.offer(transfer):
+                return False
         identity = next(self._identities)
         result = self._port.send(link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity)
         if result == 0:
@@ -174,7 +188,7 @@ class UCXTransport:
         size_bytes = memory.size_bytes
         result = self._port.recv(memory.address, size_bytes, tag | link.sender_bits, identity)
         completed = self._port.completed
-        if completed and completed[-1] == (identity, STATUS_OK, size_bytes):
+        if completed and completed[-1] == (identity, STATUS_OK, size_bytes) and size_bytes != HEADER_BYTES:
             completed.pop()  # the message was here
             self._port.free(result)
             self._kick()
@@ -246,7 +260,7 @@ class UCXTransport:
             if self._deliver():
                 was_idle = False
             elif num_steps < _STEPS_PER_ROUND:
-                if self._hurried and self._open and self._lookout.goes_on(monotonic()):
+                if self._hurried and self._open and not self._direct.busy and self._lookout.goes_on(monotonic()):
                     self._poll(worker)
                     # Others' turn: what has come is told to futures, which run in the loop's next pass.
                     return False, False
@@ -286,8 +300,10 @@ class UCXTransport:
         for link in self._links.values():
             self._fail_link(link, cause)
         self._deliver()
+        for link in self._links.values():
+            self._direct.drop(link)
         for transfer in list(self._open.values()):
-            self._finish(transfer, STATUS_CANCELED, 0)
+            self.finish(transfer, STATUS_CANCELED, 0)
 
     def _deliver(self) -> bool:
         """Tell what has ended. Returns: whether anything has."""
@@ -306,7 +322,7 @@ class UCXTransport:
             transfer = self._open.pop(identity, None)
             if transfer is not None:  # None: told before, in a round that an interrupt cut short
                 self._port.free(transfer.request)
-                self._finish(transfer, status, length)
+                self.finish(transfer, status, length)
         completed.clear()
         return True
 
@@ -322,12 +338,27 @@ class UCXTransport:
         transfer.request = result
         self._open[identity] = transfer
 
-    def _finish(self, transfer: _Transfer, status: int, length: int) -> None:
+    def finish(self, transfer: _Transfer, status: int, length: int) -> None:
+        """Tell how a transfer has ended; nothing if that was told before."""
         done, transfer.done = transfer.done, None
-        if done is None:  # a discarded message, or told already
+        if done is None:  # a discarded message, something of our own, or told already
+            then, transfer.then = transfer.then, None
+            if then is not None:
+                then(status, length)
             return
         expected = transfer.size_bytes
         error: Exception | None = None
+        if (
+            length == HEADER_BYTES
+            and expected != _SENDING
+            and (header := self._direct.heard(transfer, status)) is not None
+        ):
+            serial, length = header
+            if length == expected:
+                transfer.done = done
+                self._direct.accept(transfer, serial)
+                return
+            self._direct.refuse(transfer, serial)
         if status != STATUS_OK or (expected != length and expected != _SENDING):
             error = self._error(transfer, status, length)
         try:
@@ -356,6 +387,42 @@ class UCXTransport:
         why = "the transport has closed" if self._closing else "not connected; call connect first"
         return TransferError(f"peer {self.peer_id}, link to peer {peer}: {(link and link.failure) or why}")
 
+    # ------------------------------------------------------------ for direct messages
+
+    def post_own_send(self, link: _Link, memory: Memory, tag: int, transfer: _Transfer | None) -> bool:
+        """See `direct.Carrier`."""
+        if link.failure is not None:
+            result = STATUS_CANCELED
+        else:
+            identity = next(self._identities)
+            result = self._port.send(link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity)
+            self._kick()
+            if result and not is_error(result):
+                own = transfer or _Transfer(link, memory, _SENDING, tag, None)
+                own.request, self._open[identity] = result, own
+                return True
+        if transfer is not None:
+            self.finish(transfer, result, 0)
+        return not is_error(result)
+
+    def post_own_recv(
+        self, link: _Link, memory: Memory, tag: int, then: Callable[[int, int], None] | _Transfer
+    ) -> None:
+        """See `direct.Carrier`."""
+        if isinstance(then, _Transfer):
+            own = then
+        else:
+            own = _Transfer(link, memory, memory.size_bytes, tag, None)
+            own.then = then
+        result, identity = STATUS_CANCELED, next(self._identities)
+        if link.failure is None:
+            result = self._port.recv(memory.address, memory.size_bytes, tag | link.sender_bits, identity)
+            self._kick()
+        if is_error(result):
+            self.finish(own, result, 0)
+            return
+        own.request, self._open[identity] = result, own
+
     # ------------------------------------------------------------ ending
 
     def _fail_link(self, link: _Link, cause: str) -> None:
@@ -374,6 +441,8 @@ class UCXTransport:
         endpoint, link.endpoint = link.endpoint, None
         endpoint.remove_close_callback()
         link.failure = link.failure or "aborted"
+        self._direct.drop(link)
+        link.neighbour = None
         self._cancel_receives(link)
         if endpoint.alive:
             endpoint.close_blocking()
@@ -425,6 +494,7 @@ class UCXTransport:
         await self.abort()
         self._loop.remove_reader(self._descriptor)
         self._worker = None
+        self._direct.close()
         self._failed.clear()
         # uvloop gives up its handle of the descriptor in its next pass.
         await asyncio.sleep(0)

@@ -76,6 +76,13 @@ def _check_devices(names: str) -> None:
         )
 
 
+def shares_memory() -> bool:
+    """Whether `UCX_TLS` lets processes of one host share memory: a user who keeps UCX from it keeps us from it too."""
+    names = os.environ.get("UCX_TLS", _ENVIRONMENT["UCX_TLS"])
+    kinds = {"all", "sm", "shm", "mm", "posix"} & set(names.removeprefix("^").split(","))
+    return not kinds if names.startswith("^") else bool(kinds)
+
+
 def set_environment() -> None:
     """Set what UCX reads when it is loaded, except what the user has set."""
     for name, value in _ENVIRONMENT.items():

@@ -153,6 +153,11 @@ def make_process_transport(kind: str, peer_id: int) -> Transport:
         from jaxpp_async.transport.ucx import UCXTransport
 
         return UCXTransport(peer_id)
+    if kind == "nccl":
+        from jaxpp_async.transport.nccl import NcclTransport
+        from jaxpp_async.transport.nccl_library import load_library
+
+        return NcclTransport(peer_id, load_library())
     if kind == "memory":
         raise MeshError('transport "memory" does not leave a process: use it with launcher="inline", or "ucx" here')
-    raise MeshError(f'unknown transport {kind!r}: choose "ucx"')
+    raise MeshError(f'unknown transport {kind!r}: choose "ucx" or "nccl"')

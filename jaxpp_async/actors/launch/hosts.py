@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from jaxpp_async.actors.actor_request import share_out
 from jaxpp_async.errors import MeshError
-from jaxpp_async.transport.direct import COPIES_PAST_CACHES
+from jaxpp_async.transport.shared import COPIES_PAST_CACHES
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _DEVICE = re.compile(r"[A-Za-z0-9_:./-]+")

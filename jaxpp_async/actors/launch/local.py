@@ -33,7 +33,7 @@ class LocalLauncher:
     """
 
     listen_host = "127.0.0.1"
-    transports = ("ucx",)
+    transports = ("ucx", "nccl")
 
     def __init__(
         self,

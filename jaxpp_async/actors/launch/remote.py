@@ -101,7 +101,7 @@ class RemoteLauncher:
         slots_each: how many slots of one host a process takes; to be set before the first is started.
     """
 
-    transports = ("ucx",)
+    transports = ("ucx", "nccl")
 
     def __init__(
         self,

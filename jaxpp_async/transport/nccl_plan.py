@@ -1,0 +1,194 @@
+"""nccl_plan: who needs a communicator with whom, and whose turn it is on one. Pure: no NCCL, no I/O, no clock.
+
+NCCL has no tags: on a communicator the n-th send meets the n-th receive. All that a program transfers is known before
+it runs, so both ends know which transfer is the n-th, and what is posted out of its turn waits for it here.
+
+A communicator carries one direction. Its kernels run one after the other whatever streams they were given (NCCL chains
+them, `ncclLaunchPrepare` in its source), and a receive occupies it until its data comes: if both directions shared one,
+a receive that was posted early would keep out the very send that its data depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Generic, NamedTuple, TypeVar
+
+from jaxpp_async.errors import ProtocolError
+from jaxpp_async.program import ProcessId
+
+T = TypeVar("T")
+
+ENVIRONMENT: Mapping[str, str] = MappingProxyType(
+    {
+        # Streams share eight hardware queues otherwise: a receive that waits would hold up computation behind it.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        # A kernel that is loaded at its first launch waits for the device, on which a receive may be waiting.
+        "CUDA_MODULE_LOADING": "EAGER",
+    }
+)
+"""What actors need in their environment before CUDA starts."""
+
+MAX_CTAS = 8
+"""Blocks of a kernel, at most. A receive that waits keeps as many multiprocessors busy with looking; `NCCL_MAX_CTAS`
+in the environment has its way instead."""
+
+
+class Link(NamedTuple):
+    """One direction between one device of a process and its counterpart in another: a communicator of its own.
+
+    Links are made in ascending order everywhere, so that no two processes wait for each other in a circle.
+
+    Args:
+        sender, receiver: processes.
+        device: position among the devices of either.
+    """
+
+    sender: ProcessId
+    receiver: ProcessId
+    device: int
+
+    def peer_of(self, here: ProcessId) -> ProcessId:
+        """The other end."""
+        return self.receiver if here == self.sender else self.sender
+
+    def rank_of(self, here: ProcessId) -> int:
+        """The sender is rank 0."""
+        return 0 if here == self.sender else 1
+
+    @property
+    def maker(self) -> ProcessId:
+        """Who makes the communicator's id: the lower number."""
+        return min(self.sender, self.receiver)
+
+    def __str__(self) -> str:
+        return f"communicator from peer {self.sender} to peer {self.receiver}, device {self.device}"
+
+
+class Turn(NamedTuple):
+    """One message of a program: the sequence part of its tag, and the device position that it leaves or reaches."""
+
+    sequence: int
+    device: int
+
+
+class Way(NamedTuple):
+    """What a process has to do with a peer: sends to it, or receives from it."""
+
+    peer: ProcessId
+    sends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Who goes when on one link: sequences in order, and each one's place."""
+
+    sequences: tuple[int, ...]
+    places: Mapping[int, int]
+
+
+NO_LINE = Line((), {})
+"""Of a step that sends nothing there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One process's transfers in one step of a program.
+
+    Args:
+        lines: the order on each device of each way.
+        devices: for each way, the device of each sequence.
+    """
+
+    lines: Mapping[tuple[Way, int], Line]
+    devices: Mapping[Way, Mapping[int, int]]
+
+
+def order_of(turns: Mapping[Way, Sequence[Turn]]) -> Order:
+    """The order in which a program transfers.
+
+    Args:
+        turns: for each way, its messages in the program's order.
+
+    Raises:
+        ValueError: a sequence stands twice on one way.
+    """
+    sequences: dict[tuple[Way, int], list[int]] = {}
+    devices: dict[Way, dict[int, int]] = {}
+    for way, messages in turns.items():
+        of_way = devices.setdefault(way, {})
+        for sequence, device in messages:
+            if sequence in of_way:
+                raise ValueError(f"sequence {sequence} stands twice between two peers; both take it for one message")
+            of_way[sequence] = device
+            sequences.setdefault((way, device), []).append(sequence)
+    lines = {key: Line(tuple(line), {s: i for i, s in enumerate(line)}) for key, line in sequences.items()}
+    return Order(lines, devices)
+
+
+class Queue(Generic[T]):
+    """Whose turn it is on one end of one link.
+
+    Without a line (`begin` was never called) transfers go in the order in which they are posted.
+    """
+
+    __slots__ = ("_held", "_line", "_next")
+
+    def __init__(self) -> None:
+        self._line: Line | None = None
+        self._next = 0
+        self._held: dict[int, T] = {}
+
+    def begin(self, line: Line) -> None:
+        """A step begins, in which these go in this order.
+
+        Raises:
+            ProtocolError: the step before has not posted all of its transfers.
+        """
+        if self._line is not None and self._next < len(self._line.sequences):
+            left = len(self._line.sequences) - self._next
+            raise ProtocolError(
+                f"a step begins while {left} transfers of the one before are still to be posted, the first of them "
+                f"with sequence {self._line.sequences[self._next]}"
+            )
+        self._line, self._next = line, 0
+
+    def offer(self, sequence: int, item: T) -> list[T]:
+        """Take a transfer.
+
+        Returns:
+            What goes now, in this order: nothing if others go first, and those too that waited for this one.
+
+        Raises:
+            ProtocolError: the program has no such transfer here, or it came before.
+        """
+        line = self._line
+        if line is None:
+            return [item]
+        place = line.places.get(sequence)
+        if place is None or place < self._next or sequence in self._held:
+            what = "not one of the program's here" if place is None else "posted twice"
+            raise ProtocolError(f"a transfer with sequence {sequence} is {what}; NCCL would match it with another")
+        if place > self._next:
+            self._held[sequence] = item
+            return []
+        going = [item]
+        self._next += 1
+        while self._next < len(line.sequences) and line.sequences[self._next] in self._held:
+            going.append(self._held.pop(line.sequences[self._next]))
+            self._next += 1
+        return going
+
+    def clear(self) -> list[T]:
+        """Give up what waits for its turn."""
+        held, self._held = list(self._held.values()), {}
+        return held
+
+
+def batches(links: Sequence[Link]) -> dict[ProcessId, list[Link]]:
+    """Links by who makes their ids, each in ascending order."""
+    made: dict[ProcessId, list[Link]] = {}
+    for link in sorted(set(links)):
+        made.setdefault(link.maker, []).append(link)
+    return made

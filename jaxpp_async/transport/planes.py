@@ -1,0 +1,105 @@
+"""planes: one actor's two ways to its peers: programs' transfers, and everything else. In: a transport's name. Out:
+transports, started and ended together.
+
+NCCL moves device memory in a program's order. What has no order (host values to and from the controller, which has no
+GPU; copies for restarts) takes a plane of its own. With every other transport both are one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from jaxpp_async.errors import ProtocolError
+from jaxpp_async.transport.base import Peer, Transport
+from jaxpp_async.transport.nccl import MEDIUM, NcclTransport
+
+HOST_PLANE = "ucx"
+"""What carries host values beside NCCL."""
+
+
+def host_kind(kind: str) -> str:
+    """The transport that carries host values where programs use `kind`; the controller has only this one."""
+    return HOST_PLANE if kind == MEDIUM else kind
+
+
+def is_ordered(kind: str) -> bool:
+    """Whether programs transfer in an order that both ends have to know, over links made before."""
+    return kind == MEDIUM
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """An actor's transports.
+
+    Args:
+        programs: for `Send` and `Recv`.
+        host: for everything else; may be the same.
+    """
+
+    programs: Transport
+    host: Transport
+
+    @property
+    def ordered(self) -> NcclTransport | None:
+        """The programs' plane, where it needs to know the order of transfers before they are posted."""
+        return self.programs if isinstance(self.programs, NcclTransport) else None
+
+    @property
+    def with_links(self) -> NcclTransport:
+        """The programs' plane, which must be one of links.
+
+        Raises:
+            ProtocolError: it is not.
+        """
+        if self.ordered is None:
+            raise ProtocolError("links are asked for, but this actor's transport has none")
+        return self.ordered
+
+    async def connect(self, addresses: Mapping[Peer, bytes]) -> None:
+        """Make peers reachable for host values; for programs too, if that is the same plane.
+
+        Raises:
+            As `Transport.connect`.
+        """
+        await asyncio.gather(*(self.host.connect(peer, address) for peer, address in addresses.items()))
+
+    async def abort(self) -> None:
+        """End every transfer, of both.
+
+        Raises:
+            TransferError: a medium does not let go of its buffers.
+        """
+        try:
+            await self.programs.abort()
+        finally:
+            if self.host is not self.programs:
+                await self.host.abort()
+
+    async def aclose(self) -> None:
+        """Close both."""
+        try:
+            await self.programs.aclose()
+        finally:
+            if self.host is not self.programs:
+                await self.host.aclose()
+
+
+def open_planes(kind: str, epoch: int, make_transport: Callable[[str], Transport]) -> Planes:
+    """An actor's transports.
+
+    Args:
+        kind: `"ucx"`, `"memory"` or `"nccl"`. epoch: of the mesh.
+        make_transport: from such a name to a transport.
+
+    Raises:
+        InstallError, MeshError: as `make_transport`.
+    """
+    programs = make_transport(kind)
+    programs.epoch = epoch
+    if host_kind(kind) == kind:
+        return Planes(programs, programs)
+    host = make_transport(host_kind(kind))
+    host.epoch = epoch
+    return Planes(programs, host)

@@ -1,0 +1,269 @@
+"""shared: a size in, memory that another process of this host may write into out; and the other end of such memory.
+
+Memory is a memfd: it has no name that could be left behind, and only processes of the same user can open it, by
+`/proc/PID/fd`. Nobody is believed to be on this host: who can read a random key out of a peer's memfd is (see
+`Board.ticket`). It never grows, moves or hands out memory that a peer might still write into: `SharedBlock.retire` puts
+other memory in its place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+import weakref
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_KEY_BYTES = 16
+_TRAILER_BYTES = mmap.PAGESIZE
+"""Behind a block's data: its key, and whether its owner has let go of it."""
+
+_BOARD_ROWS = 256
+_TICKET = struct.Struct("<16sQII16s")  # boot id, process id namespace, process id, descriptor, key
+
+COPIES_PAST_CACHES = MappingProxyType({"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000"})
+"""For the environment of processes that send: glibc then copies pieces as it copies what is larger than three quarters
+of the last cache, which where hosts share one are 100 MB. Twice as fast at 16 MiB. Other C libraries do not know it."""
+
+_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED = 0x10
+
+
+class BlockTicket(NamedTuple):
+    """How a peer finds a block: a descriptor of its owner's process, and the key that is to be there."""
+
+    descriptor: int
+    key: bytes
+    size_bytes: int
+
+
+class SharedBlock:
+    """Memory to receive into, which peers on this host can write themselves.
+
+    Attributes:
+        address, size_bytes: of the data. It starts at a page, and stays where it is for as long as `array` lives.
+        array: the same as flat uint8.
+        ticket: for peers; None once the memory can no longer be shared.
+    """
+
+    __slots__ = ("__weakref__", "_descriptor", "_end", "_whole", "address", "array", "size_bytes", "ticket")
+
+    def __init__(self, size_bytes: int):
+        self._descriptor, key = _make_file(_whole_bytes(size_bytes))
+        try:
+            self._whole = _map(self._descriptor, _whole_bytes(size_bytes))
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self.array = self._whole[:size_bytes]
+        self.address, self.size_bytes = self.array.ctypes.data, size_bytes
+        self._share(key)
+
+    @classmethod
+    def make(cls, size_bytes: int) -> SharedBlock | None:
+        """A block, or None where the system has none to give (another system, too many descriptors)."""
+        if not hasattr(os, "memfd_create"):
+            return None
+        try:
+            return cls(size_bytes)
+        except OSError:
+            return None
+
+    def retire(self) -> None:
+        """Put other memory, all zeros, at the same addresses: what a peer still writes goes into the old.
+
+        Raises:
+            OSError: there is no memory to be had. The old one is still there: leave the process.
+        """
+        self._let_go()
+        try:
+            self._descriptor, key = _make_file(_whole_bytes(self.size_bytes))
+        except OSError:
+            _map_at(self.address, -1, _whole_bytes(self.size_bytes))
+            return
+        _map_at(self.address, self._descriptor, _whole_bytes(self.size_bytes))
+        self._share(key)
+
+    def _share(self, key: bytes) -> None:
+        start = _whole_bytes(self.size_bytes) - _TRAILER_BYTES
+        self._whole[start : start + _KEY_BYTES] = np.frombuffer(key, np.uint8)
+        self.ticket: BlockTicket | None = BlockTicket(self._descriptor, key, self.size_bytes)
+        self._end = weakref.finalize(self, _end_block, self._whole[start + _KEY_BYTES :], self._descriptor)
+        self._end.atexit = False
+
+    def _let_go(self) -> None:
+        self.ticket = None
+        self._end()
+
+
+class Board:
+    """What this process offers to neighbours, where they can read it: rows of (serial, tag, size).
+
+    Attributes:
+        ticket: for peers, to find the board and to prove that they are on this host.
+        key: random; whoever knows it has read the board.
+    """
+
+    def __init__(self) -> None:
+        size_bytes = _BOARD_ROWS * 24 + _KEY_BYTES
+        self._descriptor, self.key = _make_file(size_bytes)
+        whole = _map(self._descriptor, size_bytes)
+        whole[-_KEY_BYTES:] = np.frombuffer(self.key, np.uint8)
+        self._rows = whole[:-_KEY_BYTES].view(np.uint64).reshape(_BOARD_ROWS, 3)
+        self._free = list(range(_BOARD_ROWS))
+        self.ticket = _TICKET.pack(*_here(), os.getpid(), self._descriptor, self.key)
+
+    def put(self, serial: int, tag: int, size_bytes: int) -> int | None:
+        """A row with these in it; None if there is none left."""
+        if not self._free:
+            return None
+        row = self._free.pop()
+        self._rows[row] = (serial, tag, size_bytes)
+        return row
+
+    def clear(self, row: int) -> None:
+        """Take a row back."""
+        self._rows[row] = 0
+        self._free.append(row)
+
+    def close(self) -> None:
+        """Give the descriptor back. A second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class Neighbour:
+    """A process on this host: its board, and its blocks as they are mapped here.
+
+    Attributes:
+        key: of its board.
+    """
+
+    def __init__(self, pid: int, key: bytes, board: np.ndarray):
+        self._pid, self.key = pid, key
+        self._rows = board[:-_KEY_BYTES].view(np.uint64).reshape(_BOARD_ROWS, 3)
+        self._blocks: dict[bytes, np.ndarray] = {}
+
+    @classmethod
+    def of(cls, ticket: bytes) -> Neighbour | None:
+        """The process that made a board's ticket, if it is here: same boot, same process ids, and its key is there."""
+        if len(ticket) != _TICKET.size:
+            return None
+        *place, pid, descriptor, key = _TICKET.unpack(ticket)
+        try:
+            if place != [*_here()]:
+                return None
+            board = _open(pid, descriptor, _BOARD_ROWS * 24 + _KEY_BYTES, writable=False)
+        except (OSError, ValueError):
+            return None
+        return cls(pid, key, board) if board[-_KEY_BYTES:].tobytes() == key else None
+
+    def offers(self, tag: int) -> list[tuple[int, int]]:
+        """(serial, size) of what is offered under a tag, oldest first."""
+        return sorted((serial, size) for serial, at, size in self._rows.tolist() if serial and at == tag)
+
+    def place(self, ticket: BlockTicket) -> int:
+        """Where a block of the neighbour's lies here.
+
+        Raises:
+            OSError, ValueError: it cannot be mapped, or is not what the ticket says.
+        """
+        if ticket.key not in self._blocks:
+            self._forget_freed()
+            whole = _open(self._pid, ticket.descriptor, _whole_bytes(ticket.size_bytes), writable=True)
+            if whole[-_TRAILER_BYTES:][:_KEY_BYTES].tobytes() != ticket.key:
+                raise ValueError("another block is there")
+            self._blocks[ticket.key] = whole
+        return self._blocks[ticket.key].ctypes.data
+
+    def _forget_freed(self) -> None:
+        for key, whole in list(self._blocks.items()):
+            if whole[-_TRAILER_BYTES:][_KEY_BYTES]:
+                del self._blocks[key]
+
+
+class _Mapping:
+    """Mapped memory, unmapped when no array shows it any more. (`mmap.mmap` would keep a descriptor for each.)"""
+
+    def __init__(self, address: int, size_bytes: int, writable: bool):
+        self.__array_interface__ = {
+            "data": (address, not writable),
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+        weakref.finalize(self, _libc().munmap, address, size_bytes).atexit = False
+
+
+def _whole_bytes(size_bytes: int) -> int:
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + _TRAILER_BYTES
+
+
+def _make_file(size_bytes: int) -> tuple[int, bytes]:
+    """A descriptor, and a key for it."""
+    descriptor = os.memfd_create("jaxpp-async", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        # Allocated now: a peer that writes must not be the one who finds that there is no memory left, by SIGBUS ...
+        os.posix_fallocate(descriptor, 0, size_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # ... nor that the file has shrunk.
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, os.urandom(_KEY_BYTES)
+
+
+def _end_block(mark: np.ndarray, descriptor: int) -> None:
+    mark[0] = 1
+    os.close(descriptor)
+
+
+def _open(pid: int, descriptor: int, size_bytes: int, *, writable: bool) -> np.ndarray:
+    path = f"/proc/{pid}/fd/{descriptor}"
+    if not os.readlink(path).startswith("/memfd:jaxpp-async"):
+        raise ValueError(f"{path} is something else by now")
+    here = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    try:
+        if os.fstat(here).st_size != size_bytes or fcntl.fcntl(here, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise ValueError(f"{path} is something else by now")
+        return _map(here, size_bytes, writable=writable)
+    finally:
+        os.close(here)
+
+
+def _map(descriptor: int, size_bytes: int, *, writable: bool = True) -> np.ndarray:
+    address = _map_at(None, descriptor, size_bytes, writable=writable)
+    return np.asarray(_Mapping(address, size_bytes, writable))
+
+
+def _map_at(address: int | None, descriptor: int, size_bytes: int, *, writable: bool = True) -> int:
+    """Map a file, or fresh memory (-1); where an address is given, in the place of what is there."""
+    kind = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    if address is not None:
+        kind |= _MAP_FIXED
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    at = _libc().mmap(address, size_bytes, protection, kind, descriptor, 0)
+    if at == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), f"cannot map {size_bytes} bytes")
+    return at
+
+
+def _libc() -> Any:
+    libc: Any = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return libc
+
+
+def _here() -> tuple[bytes, int]:
+    """Which kernel, since when, and which of its process id namespaces."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = bytes.fromhex(file.read().strip().replace("-", ""))
+    return boot, os.stat("/proc/self/ns/pid").st_ino

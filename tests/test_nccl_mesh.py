@@ -1,0 +1,232 @@
+"""Whole meshes whose programs transfer over NCCL, on the library that stands in for it: steps, failures, restarts."""
+
+from __future__ import annotations
+
+import asyncio
+
+import jax
+import numpy as np
+import pytest
+from fake_nccl import FakeNccl
+from models import grads_step, mlp
+
+import jaxpp_async as jpp
+from jaxpp_async.actors.inline import InlineLauncher
+from jaxpp_async.actors.linking import links_of
+from jaxpp_async.errors import ActorDiedError, ActorError, MeshError, ProtocolError
+from jaxpp_async.mesh import RemoteMesh
+from jaxpp_async.program import ActorProgram, Aval, Recv, Send
+from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
+from jaxpp_async.transport.nccl import NcclTransport
+from jaxpp_async.transport.nccl_library import NcclFailure
+from jaxpp_async.transport.nccl_plan import Link
+
+
+class Nccl(InlineLauncher):
+    """Actors inside this process: programs transfer over the library that stands in for NCCL, the rest over memory.
+
+    Attributes:
+        library: what all actors share.
+        made: every transport of programs, in the order they were made, with its actor.
+    """
+
+    transports = ("memory", "nccl")
+
+    def __init__(self, **library):
+        super().__init__(make_transport=self._make)
+        self.library, self.made = FakeNccl(**library), []
+        self._memory = MemoryNetwork()
+        self.host_kinds = set()
+
+    def _make(self, kind, peer_id):
+        if kind != "nccl":
+            self.host_kinds.add(kind)
+            return MemoryTransport(self._memory, peer_id)
+        transport = NcclTransport(peer_id, self.library)
+        self.made.append(transport)
+        return transport
+
+
+@pytest.fixture
+def launcher():
+    launcher = Nccl(busy_polls=1)
+    yield launcher
+    assert launcher.library.violations == []
+    assert launcher.library.num_pending == 0
+
+
+MODEL = mlp(num_stages=4)
+SCHEDULES = [jpp.Std1F1B(4), jpp.Interleaved1F1B(4), jpp.ZeroBubbleV(4)]
+
+
+def _values(tree):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def _check(got, expected):
+    for one, other in zip(_values(got), _values(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+
+async def test_steps_are_those_of_plain_jax_under_every_schedule(launcher):
+    params, batch = MODEL.init(0), MODEL.batch(1, 8)
+    expected = jax.jit(grads_step(MODEL, SCHEDULES[0]))(params, batch)
+    async with RemoteMesh(2, launcher=launcher, transport="nccl") as mesh:
+        step = mesh.distributed(grads_step(MODEL, SCHEDULES[0]))
+        for schedule in SCHEDULES:
+            scheduled = step.with_schedule(schedule)
+            for _ in range(2):
+                before = launcher.library.num_messages
+                outputs = await mesh.run(scheduled, params, batch)
+                _check(await mesh.fetch(outputs), expected)
+                assert launcher.library.num_messages > before
+    assert launcher.library.num_joined == 4, "two directions, two ends; made once for all schedules"
+    assert launcher.library.num_aborted == 4
+    assert launcher.host_kinds == {"ucx"}, "host values take another plane"
+
+
+async def test_each_device_has_links_of_its_own(launcher):
+    model = mlp(num_stages=2, width=8)
+    params, batch = model.init(0), model.batch(1, 4)
+    expected = jax.jit(grads_step(model, jpp.Std1F1B(2)))(params, batch)
+    async with RemoteMesh(2, launcher=launcher, transport="nccl", spmd_mesh={"data": 2}) as mesh:
+        batch_spec = jax.tree.map(lambda leaf: jax.P(None, "data"), batch)
+        step = mesh.distributed(grads_step(model, jpp.Std1F1B(2)), in_shardings=(None, batch_spec))
+        _check(await mesh.fetch(await mesh.run(step, params, batch)), expected)
+    assert launcher.library.num_joined == 8
+
+
+async def _wait(condition):
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110  the library's threads know no event loop
+            await asyncio.sleep(0.001)
+
+
+async def test_a_death_while_receives_pend_leaves_nobody_hanging(launcher):
+    library = launcher.library
+    async with RemoteMesh(3, launcher=launcher, transport="nccl") as mesh:
+        step = mesh.distributed(grads_step(MODEL, jpp.Std1F1B(4)))
+        params, batch = MODEL.init(0), MODEL.batch(1, 8)
+        await mesh.run(step, params, batch)
+        library.stalled = True
+        running = await mesh.submit(step, params, batch)
+        await _wait(lambda: library.num_pending >= 2)
+        mesh._running()._crew.handles[1].kill()
+        with pytest.raises(ActorDiedError):
+            await running
+        await _wait(lambda: library.num_pending == 0)
+    assert library.num_aborted == library.num_joined
+
+
+async def _train(mesh, before):
+    step = mesh.distributed(grads_step(MODEL, jpp.Std1F1B(4)), donate_argnums=0)
+    params, found = MODEL.init(0), []
+    for i in range(6):
+        await before(i)
+        async with asyncio.timeout(30):
+            params, _, losses = await mesh.run(step, params, MODEL.batch(i, 8))
+            found.append(await losses)
+    return [*found, *jax.tree.leaves(await mesh.fetch(params))]
+
+
+async def test_restarts_make_every_link_anew(launcher):
+    async def nothing(i):
+        pass
+
+    async def kill(i):
+        if i in (1, 3, 4):
+            asyncio.get_running_loop().call_later(0.002 * i, mesh._running()._crew.handles[i % 2].kill)
+
+    async with RemoteMesh(2, launcher="inline") as mesh:
+        expected = await _train(mesh, nothing)
+    async with RemoteMesh(2, launcher=launcher, transport="nccl", max_restarts=10, backup_every=2) as mesh:
+        found = await _train(mesh, kill)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert launcher.library.num_joined >= 12, "four at first, four after each restart"
+    assert len(launcher.library.made) * 2 >= launcher.library.num_joined
+
+
+async def test_a_communicator_that_fails_is_a_failed_transfer(launcher, monkeypatch):
+    monkeypatch.setattr("jaxpp_async.transport.nccl._CHECK_S", 0.01)
+    async with RemoteMesh(2, launcher=launcher, transport="nccl") as mesh:
+        step = mesh.distributed(grads_step(MODEL, jpp.Std1F1B(4)))
+        params, batch = MODEL.init(0), MODEL.batch(1, 8)
+        await mesh.run(step, params, batch)
+        launcher.library.stalled = True
+        running = await mesh.submit(step, params, batch)
+        await _wait(lambda: launcher.library.num_pending > 0)
+        for made in launcher.library.made.values():
+            for channel in made.channels.values():
+                channel.error = "ncclRemoteError (injected)"
+        with pytest.raises(ActorError, match="ncclRemoteError"):
+            await running
+
+
+async def test_links_that_cannot_be_made_fail_the_mesh_before_a_step(launcher, monkeypatch):
+    def refuse(unique_id, rank, device):
+        raise NcclFailure("InvalidUsage (injected)")
+
+    monkeypatch.setattr(launcher.library, "join", refuse)
+    async with RemoteMesh(2, launcher=launcher, transport="nccl") as mesh:
+        step = mesh.distributed(grads_step(MODEL, jpp.Std1F1B(4)))
+        with pytest.raises(ActorError, match="InvalidUsage"):
+            await mesh.run(step, MODEL.init(0), MODEL.batch(1, 8))
+
+
+# ---------------------------------------------------------------- what is asked for and cannot be
+
+
+def test_actors_without_a_gpu_are_an_error_before_anything_starts():
+    with pytest.raises(MeshError, match=r"actors 0 to 2 have none: their platform is 'cpu'; .*platform='cuda'"):
+        RemoteMesh(3, transport="nccl")
+    with pytest.raises(MeshError, match=r"'nccl' does not work inside one process"):
+        RemoteMesh(2, transport="nccl", launcher="inline")
+
+
+def test_actors_with_gpus_get_the_environment_that_waiting_kernels_need():
+    mesh = RemoteMesh(2, transport="nccl", platform="cuda", env={"CUDA_MODULE_LOADING": "LAZY"})
+    assert mesh._config.env == {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "LAZY"}
+
+
+AVAL, SPLIT = Aval((4,), "float32"), Aval((4,), "float32", ("data",))
+
+
+def _part(actor, *instructions, avals=(AVAL, AVAL)):
+    return ActorProgram(actor, instructions, avals)
+
+
+@pytest.mark.parametrize(
+    ("parts", "links"),
+    [
+        ([_part(0, Send(0, 1, 5)), _part(1, Recv(0, 0, 5, AVAL))], [Link(0, 1, 0)]),
+        ([_part(0), _part(1)], []),
+        (
+            [_part(0, Send(0, 1, 5), avals=(SPLIT,)), _part(1, Recv(0, 0, 5, SPLIT))],
+            [Link(0, 1, 0), Link(0, 1, 1)],
+        ),
+        (
+            [_part(1, Send(0, 0, 0), Recv(1, 0, 1, AVAL)), _part(0, Recv(0, 1, 0, AVAL), Send(1, 1, 1))],
+            [Link(0, 1, 0), Link(1, 0, 0)],
+        ),
+    ],
+)
+def test_the_links_of_a_program(parts, links):
+    assert links_of({part.actor: part for part in parts}, 2) == links
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([_part(0, Send(0, 1, 5)), _part(1)], "sends tag 5.*receives nothing"),
+        ([_part(0), _part(1, Recv(0, 0, 5, AVAL))], "sends nothing.*receives tag 5"),
+        ([_part(0, Send(0, 1, 5)), _part(1, Recv(0, 0, 5, SPLIT))], "transfer 0 from actor 0 to actor 1"),
+        (
+            [_part(0, Send(0, 1, 5), Send(1, 1, 6)), _part(1, Recv(0, 0, 6, AVAL), Recv(1, 0, 5, AVAL))],
+            "transfer 0 .*sends tag 5.*receives tag 6",
+        ),
+    ],
+)
+def test_programs_that_disagree_are_refused_when_they_are_loaded(parts, said):
+    with pytest.raises(ProtocolError, match=said):
+        links_of({part.actor: part for part in parts}, 1)

@@ -1,0 +1,79 @@
+"""A vigil keeps a loop awake behind a step for as long as that helps, and not a pass longer."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxpp_async.actors.vigil import LONGEST_S, Vigil
+
+
+class Loop:
+    """Counts the passes in which somebody keeps it awake; each takes a tenth of the longest vigil."""
+
+    def __init__(self) -> None:
+        self.now_s, self.yields, self._soon = 5.0, 0, []
+
+    def call_soon(self, callback: Any) -> None:
+        self._soon.append(callback)
+
+    def run(self, passes: int) -> int:
+        """Some passes; gives how many had something to do."""
+        busy = 0
+        for _ in range(passes):
+            soon, self._soon = self._soon, []
+            busy += bool(soon)
+            for callback in soon:
+                callback()
+            self.now_s += LONGEST_S / 10
+        return busy
+
+
+@pytest.fixture
+def vigil(monkeypatch):
+    loop, actor = Loop(), SimpleNamespace(is_idle=True)
+    monkeypatch.setattr(os, "sched_yield", lambda: setattr(loop, "yields", loop.yields + 1))
+    return Vigil(loop, lambda: actor.is_idle, lambda: loop.now_s), loop, actor  # type: ignore[arg-type]
+
+
+def test_stays_awake_until_a_request_comes(vigil):
+    vigil, loop, _ = vigil
+    assert loop.run(5) == 0  # nobody has been answered yet
+    for _ in range(3):
+        vigil.begin()
+        assert loop.run(4) == loop.run(4) == 4
+        vigil.end()
+        assert loop.run(9) == 1  # the pass that was asked for already
+    assert loop.yields == 3 * 8
+
+
+def test_sleeps_where_nothing_comes(vigil):
+    vigil, loop, _ = vigil
+    kept = []
+    for _ in range(8):
+        vigil.begin()
+        kept.append(loop.run(100))
+        vigil.end()  # much later
+    assert 10 <= kept[0] <= 12 and kept == sorted(kept, reverse=True)
+    assert kept[-1] == 1 and loop.yields < sum(kept)
+    vigil.begin()
+    loop.run(1)
+    vigil.end()  # at once: looking would have helped
+    vigil.begin()
+    assert loop.run(100) > 1
+
+
+def test_does_not_hold_up_the_next_step(vigil):
+    """It was there before the last one was answered."""
+    vigil, loop, actor = vigil
+    actor.is_idle = False
+    for _ in range(20):
+        vigil.begin()
+        assert loop.run(3) == 1
+    assert loop.yields == 0
+    actor.is_idle = True
+    vigil.begin()
+    assert loop.run(5) == 5
