@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -135,3 +137,13 @@ def test_a_mesh_in_an_allocation(slurm):
         jpp.RemoteMesh(6, launcher="slurm")
     with pytest.raises(MeshError, match=r"hosts= has no effect with launcher='slurm'"):
         jpp.RemoteMesh(2, launcher="slurm", hosts=["a"])
+
+
+def test_the_doctor_looks_at_the_hosts_of_an_allocation(slurm, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "localhost")
+    command = [sys.executable, "-m", "jaxpp_async", "doctor", "--slurm", "--control-address", "127.0.0.1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    told = json.loads(done.stdout)
+    assert (done.returncode, [host["name"] for host in told["hosts"]]) == (0, ["localhost"])
+    assert told["hosts"][0]["slots"] == 2 and told["hosts"][0]["calls_back"] == "" and not told["links"][0]["error"]
+    assert len(slurm.read_text().splitlines()) == 2  # the second for measuring between two processes

@@ -6,6 +6,7 @@ Tests with `sshd` in them talk to an sshd of their own: `make test-ssh`.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -493,3 +494,64 @@ def test_a_killed_keeper_takes_its_actors_along(driver):
     _, (keeper, _, actor, *_) = driver
     keeper.kill()
     assert all_gone_within([actor], 3)
+
+
+# ---------------------------------------------------------------- the doctor
+
+
+def doctor(sshd: Sshd, hosts: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Exit status, and what it says of hosts."""
+    options = " ".join(sshd.options)
+    command = [sys.executable, "-m", "jaxpp_async", "doctor", "--hosts", str(hosts), "--ssh-options", options, "--json"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=90, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def wrong(told: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(f["host"], f["what"]) for f in told["findings"] if f["level"] == "error"]
+
+
+@needs_sshd
+def test_the_doctor_looks_at_hosts_and_measures_between_them(sshd, tmp_path):
+    (tmp_path / "hosts").write_text(
+        f"127.0.0.1 port={sshd.port}\nlocalhost port={sshd.port} slots=2 env=UCX_LOG_LEVEL=warn\n"
+    )
+    code, told = doctor(sshd, tmp_path / "hosts", "--actors", "3")
+    assert (code, wrong(told)) == (0, [])
+    first, second = told["hosts"]
+    assert first["facts"]["packages"] == second["facts"]["packages"] == told["here"]["facts"]["packages"]
+    assert (first["calls_back"], second["calls_back"]) == ("", "")
+    assert second["facts"]["settings"]["UCX_LOG_LEVEL"] == "warn" and "UCX_LOG_LEVEL" not in first["facts"]["settings"]
+    assert all(abs(host["clock"]["ahead_s"]) < 0.5 for host in told["hosts"])  # one machine has one clock
+    (link,) = told["links"]
+    assert (link["first"], link["error"]) == (f"127.0.0.1:{sshd.port}", "")
+    assert link["latency_s"] > 0 and link["bytes_per_s"] > 0
+    assert_no_doctors_left()
+
+
+@needs_sshd
+def test_the_doctor_names_each_host_that_would_fail(sshd, tmp_path):
+    """Those that answer are looked at all the same."""
+    found = pythons(tmp_path)
+    (tmp_path / "hosts").write_text(
+        f"127.0.0.1 port={sshd.port} slots=2\n"
+        f"localhost port={sshd.port} python={found['absent']}\n"
+        f"127.0.0.1 port={sshd_of_tests.free_port()}\n"
+    )
+    code, told = doctor(sshd, tmp_path / "hosts", "--no-transfers")
+    said = dict(wrong(told))
+    assert code == 1 and len(said) == 2
+    assert "there is no Python at" in said[f"localhost:{sshd.port}"] and "refused the connection" in str(said)
+    assert told["hosts"][0]["facts"] is not None and told["hosts"][0]["calls_back"] == ""
+    assert_no_doctors_left()
+
+
+def assert_no_doctors_left(timeout_s: float = 5.0) -> None:
+    """What ran on the hosts has ended, or does so as soon as it hears of the end of its stdin."""
+    deadline = time.monotonic() + timeout_s
+    while left := [
+        p for p in psutil.process_iter(["cmdline"]) if "jaxpp_async.doctor.host" in (p.info["cmdline"] or ())
+    ]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from jaxpp_async.actors.actor_info import ActorInfo
 from jaxpp_async.actors.connection import Connection
@@ -22,12 +23,28 @@ from jaxpp_async.actors.messages import Cluster, Configure, Ready, Request, Rese
 from jaxpp_async.actors.processes import Seat
 from jaxpp_async.actors.protocol import Identity
 from jaxpp_async.actors.rpc import ActorLink
-from jaxpp_async.errors import ActorError, HandshakeError, LaunchError, RemoteError
+from jaxpp_async.errors import (
+    ActorError,
+    HandshakeError,
+    InstallError,
+    JaxppAsyncError,
+    LaunchError,
+    MeshError,
+    RemoteError,
+)
 from jaxpp_async.program import ProcessId
 
 _LOG = logging.getLogger("jaxpp_async")
 _VERSIONED = ("jax", "jaxlib")
 _LAST_WORDS_S = 0.3
+
+_PLAIN: Final[dict[str, type[JaxppAsyncError]]] = {"InstallError": InstallError, "MeshError": MeshError}
+"""What an actor may raise that says all that there is to say."""
+
+_NO_DEVICES: Final = re.compile(
+    r"Unable to initialize backend|Unknown backend|No visible .* devices|CUDA_ERROR_NO_DEVICE"
+)
+"""JAX's words where it finds no GPU."""
 
 T = TypeVar("T")
 
@@ -113,6 +130,7 @@ class Bringup:
 
         Raises:
             LaunchError: it failed, died or took too long. HandshakeError: its JAX is another version.
+            InstallError, MeshError: it lacks a package, or devices.
         """
         ready: Ready = await self._asked(link, message, Ready, "connected but did not start JAX and the transport")
         check_library_versions(link.info, ready.versions)
@@ -129,7 +147,7 @@ class Bringup:
         except TimeoutError:
             raise self._late(seat, late) from None
         except RemoteError as error:
-            raise LaunchError(f"could not start JAX and the transport on {error}", **_where(link)) from error
+            raise unready_error(link.info, error) from None
         finally:
             task.cancel()
 
@@ -157,6 +175,24 @@ class Bringup:
         handle = self.handles.get(seat.process)
         tail = handle.output_tail() if handle is not None else ()
         return launch_error(seat, f"{what} within {self._timeout_s:g} s (launch_timeout_s){remedy}", tail)
+
+
+def unready_error(actor: ActorInfo, error: RemoteError) -> JaxppAsyncError:
+    """The error for an actor that could not be configured: plain, where it is for its user to put right.
+
+    Args:
+        error: what it answered, with its traceback.
+    """
+    text, _, _ = str(error).partition("\n\nTraceback on the actor")
+    plain = _PLAIN.get(error.exception_type.rpartition(".")[2])
+    if plain is not None:
+        return plain(text.replace(f"{error.exception_type}: ", "", 1))
+    where = {"actor": actor.id, "host": actor.host, "pid": actor.pid}
+    if _NO_DEVICES.search(text):
+        return LaunchError(
+            f"{text}\n  `python -m jaxpp_async doctor --platform cuda` there says what is missing", **where
+        )
+    return LaunchError(f"could not start JAX and the transport on {error}", **where)
 
 
 def _way_back(controller: tuple[str, int] | None) -> str:
@@ -227,7 +263,3 @@ async def all_of(coroutines: Mapping[int, Coroutine[Any, Any, T]], what: str) ->
         for task in tasks.values():
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
-
-
-def _where(link: ActorLink) -> dict[str, Any]:
-    return {"actor": link.info.id, "host": link.info.host, "pid": link.info.pid}

@@ -24,6 +24,7 @@ from jaxpp_async import jax_compat
 from jaxpp_async.actors.cluster import join
 from jaxpp_async.actors.messages import Configure
 from jaxpp_async.errors import InstallError, MeshError
+from jaxpp_async.extras import cuda_error
 from jaxpp_async.program import Aval
 
 ONE_DEVICE_AXIS = "device"
@@ -75,11 +76,13 @@ def start_devices(configure: Configure, *, inline: bool) -> Devices:
 
     Raises:
         MeshError: the process has fewer devices than `spmd_mesh` needs.
-        InstallError: the setup hook's module is missing.
+        InstallError: the setup hook's module is missing, or JAX for GPUs.
         ValueError: a setup hook that is not `"module:function"`, or an axis type that does not exist.
     """
     jax_compat.write_cache_whole()  # inline as well: actors that share this process compile at once
     if not inline:
+        if configure.platform == "cuda" and (missing := cuda_error("platform='cuda'")) is not None:
+            raise missing
         _configure_jax(configure)
     if configure.setup:
         _run_setup(configure.setup)

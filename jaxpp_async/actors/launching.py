@@ -14,7 +14,7 @@ from jaxpp_async.actors.inline import InlineLauncher
 from jaxpp_async.actors.launch.hostfile import load_hostfile, parse_hosts
 from jaxpp_async.actors.launch.hosts import Host, Settings, parse_cpus, parse_devices, parse_ports, place, spread
 from jaxpp_async.actors.launch.local import LocalLauncher
-from jaxpp_async.actors.launch.remote import RemoteLauncher
+from jaxpp_async.actors.launch.remote import Reach, RemoteLauncher
 from jaxpp_async.errors import MeshError
 
 LAUNCHERS = ("local", "inline", "ssh", "slurm", "ray")
@@ -101,6 +101,26 @@ class Launching:
                 f"processes_per_actor={each} does not work with launcher='inline', whose actors run inside this "
                 "process; use launcher='local'"
             )
+
+    def way(self) -> tuple[tuple[Host, ...] | None, Reach | None]:
+        """The hosts, and how they are reached: what a launcher would be made of. None, None: this machine alone.
+
+        Raises:
+            MeshError: as `make`; and for launchers that have no hosts before they start something.
+        """
+        kind = self.kind
+        self._refuse_idle(kind)
+        if kind == "local":
+            return None, None
+        if kind == "slurm":
+            from jaxpp_async.actors.launch.slurm import slurm_reach
+
+            return slurm_reach()
+        if kind == "ssh":
+            from jaxpp_async.actors.launch.ssh import ssh_reach
+
+            return _hosts(self.hosts), ssh_reach(self.ssh_options)
+        raise MeshError(f"launcher {self.launcher!r} does not say beforehand which hosts it takes")
 
     def settings(self) -> Settings:
         """What holds for every host.

@@ -53,6 +53,10 @@ _STEPS_PER_ROUND, _ROUNDS_PER_CALLBACK = 256, 4
 _POLL_S, _POLLS_PER_YIELD = 100e-6, 4
 """How long one callback looks for messages in a hurry, and after how many looks it offers the core to others."""
 
+_LOOK_S = 1e-3
+"""How long to look for one message in a hurry before sleeping: many times what one takes. Where a third process, the
+controller, has the peer's core for a moment, whoever then sleeps holds up both."""
+
 _STALL_AFTER_S, _STALL_DELAY_S = 0.05, 0.002
 """A worker that cannot be armed and yet does nothing is common for microseconds (a peer is writing into our queue), but
 lasts for ever where that peer died (see above): past the first time, look only as often as the second one says."""
@@ -114,7 +118,7 @@ class UCXTransport:
         self._failed: list[_Link] = []
         self._past_epochs: dict[Peer, int] = {}
         self._kicked = self._progressing = self._stalled = self._hurried = False
-        self._lookout = Lookout()
+        self._lookout = Lookout(_LOOK_S)
         self._direct = Direct(self, self._loop)
         self._idle_since_s: float | None = None
         self._closing: asyncio.Task[None] | None = None

@@ -88,9 +88,18 @@ def slurm_launcher(env: Mapping[str, str] | None = None, **options: Any) -> Remo
     Raises:
         MeshError: not inside an allocation, or without Slurm's commands.
     """
+    hosts, reach = slurm_reach(env, beat_s=options.get("beat_s", BEAT_S))
+    return RemoteLauncher(reach, hosts, **options)
+
+
+def slurm_reach(env: Mapping[str, str] | None = None, *, beat_s: float = BEAT_S) -> tuple[tuple[Host, ...], SlurmReach]:
+    """The hosts of the allocation, and the way to them.
+
+    Raises:
+        MeshError: not inside an allocation, or without Slurm's commands.
+    """
     hosts = allocation(os.environ if env is None else env)
-    version = parse_version(_output("srun", "--version"))
-    return RemoteLauncher(SlurmReach(version, beat_s=options.get("beat_s", BEAT_S)), hosts, **options)
+    return hosts, SlurmReach(parse_version(_output("srun", "--version")), beat_s=beat_s)
 
 
 def allocation(env: Mapping[str, str]) -> tuple[Host, ...]:

@@ -106,6 +106,15 @@ def ssh_launcher(hosts: Sequence[Host], *, ssh_options: Sequence[str] = (), **op
     Raises:
         MeshError: there is no ssh here.
     """
+    return RemoteLauncher(ssh_reach(ssh_options, beat_s=options.get("beat_s", BEAT_S)), hosts, **options)
+
+
+def ssh_reach(ssh_options: Sequence[str] = (), *, beat_s: float = BEAT_S) -> SSHReach:
+    """The way over ssh.
+
+    Raises:
+        MeshError: there is no ssh here.
+    """
     if shutil.which("ssh") is None:
         raise MeshError("hosts are reached with ssh, which is not installed here; Debian: apt install openssh-client")
-    return RemoteLauncher(SSHReach(ssh_options, beat_s=options.get("beat_s", BEAT_S)), hosts, **options)
+    return SSHReach(ssh_options, beat_s=beat_s)

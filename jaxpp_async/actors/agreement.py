@@ -1,0 +1,108 @@
+"""agreement: what the processes of a mesh have for devices in; why they cannot work together out. Pure.
+
+Asked once all have come up, before anything is compiled: what is wrong with a mesh of hosts is one clear error, and no
+surprise in the middle of a step. `doctor` says the same beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxpp_async.errors import MeshError
+from jaxpp_async.extras import pip_install
+
+MOST = 1.0
+"""Shares of one GPU's memory may add up to this."""
+
+_SLACK = 1e-6  # thirds are written as .333333
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process, and its devices.
+
+    Args:
+        who: for errors, such as `"actor 1 (host n2, pid 7)"`.
+        host: on which machine.
+        platform: `"cpu"` or `"cuda"`.
+        cuda: version of the CUDA that JAX is for, such as `"13.0"`; empty without GPUs.
+        gpus: their UUIDs, or whatever tells the GPUs of a machine apart; empty: not known.
+        memory_fraction: how much of each GPU's memory it sets aside; 0: none beforehand.
+    """
+
+    who: str
+    host: str
+    platform: str
+    cuda: str = ""
+    gpus: tuple[str, ...] = ()
+    memory_fraction: float = 0.0
+
+
+def check_agreement(members: Sequence[Member], transport: str) -> None:
+    """Raises:
+    MeshError: they cannot work together: GPUs and CPUs in one mesh, different CUDAs, NCCL without GPUs, a GPU whose
+        memory is set aside more than once. Names who, and says what to do.
+    """
+    for why in (_mixed(members), _cudas(members), _nccl(members, transport), _shared(members)):
+        if why is not None:
+            raise MeshError(why)
+
+
+def _mixed(members: Sequence[Member]) -> str | None:
+    by_platform = _grouped((member.platform, member.who) for member in members)
+    if len(by_platform) < 2:
+        return None
+    said = "; ".join(f"{platform}: {_names(who)}" for platform, who in by_platform.items())
+    return (
+        f"the actors of a mesh are all on GPUs or all on CPUs, and these are on both: {said}; leave the hosts without "
+        "GPUs out, or say platform='cpu'"
+    )
+
+
+def _cudas(members: Sequence[Member]) -> str | None:
+    by_cuda = _grouped((member.cuda.partition(".")[0], member.who) for member in members if member.cuda)
+    if len(by_cuda) < 2:
+        return None
+    said = "; ".join(f"CUDA {major}: {_names(who)}" for major, who in by_cuda.items())
+    return (
+        f"JAX is for different CUDAs ({said}); install the same extra on all hosts, {pip_install('cuda13')} or "
+        f"{pip_install('cuda12')}"
+    )
+
+
+def _nccl(members: Sequence[Member], transport: str) -> str | None:
+    without = [member.who for member in members if member.platform != "cuda"]
+    if transport != "nccl" or not without:
+        return None
+    return (
+        f"transport='nccl' moves GPU memory, and {_names(without)} {'has' if len(without) == 1 else 'have'} no GPU; "
+        "leave transport= out for UCX, or say platform='cuda'"
+    )
+
+
+def _shared(members: Sequence[Member]) -> str | None:
+    by_gpu = _grouped(((member.host, gpu), member) for member in members for gpu in member.gpus)
+    for (host, gpu), sharing in by_gpu.items():
+        total = sum(member.memory_fraction for member in sharing)
+        if len(sharing) > 1 and total > MOST + _SLACK:
+            each = ", ".join(f"{member.memory_fraction:.3g}" for member in sharing)
+            part = f"env={{'XLA_PYTHON_CLIENT_MEM_FRACTION': '{0.9 / len(sharing):.2f}'}}"
+            return (
+                f"{_names([member.who for member in sharing])} share GPU {gpu} of host {host}, and set aside {each} of "
+                f"its memory, {total:.3g} together; give each its part, such as {part}, or each actor a GPU: devices="
+            )
+    return None
+
+
+def _grouped(pairs: Iterable[tuple]) -> Mapping:
+    found: dict = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
+def _names(who: Sequence[str]) -> str:
+    """A few of them, and how many there are besides."""
+    shown = ", ".join(who[:4])
+    return shown if len(who) <= 4 else f"{shown} and {len(who) - 4} more"

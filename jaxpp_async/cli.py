@@ -1,0 +1,100 @@
+"""cli: the command line, `python -m jaxpp_async`. Options in; text or JSON on stdout and an exit status out."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import shlex
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from jaxpp_async.actors.launching import Launching
+from jaxpp_async.doctor.examine import Plan, examine
+from jaxpp_async.doctor.facts import Asked, HostFacts
+from jaxpp_async.doctor.gather import gather
+from jaxpp_async.doctor.judge import judge, would_work
+from jaxpp_async.doctor.show import as_json, print_findings
+from jaxpp_async.errors import MeshError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+WRONG_USE = 2
+"""Exit status where what was asked cannot be: as of every command line."""
+
+
+class PlatformChoice(StrEnum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class TransportChoice(StrEnum):
+    ucx = "ucx"
+    nccl = "nccl"
+    tcp = "tcp"
+
+
+@app.callback()
+def top() -> None:
+    """jaxpp_async: pipelines of JAX models over async actors."""
+
+
+@app.command()
+def doctor(
+    hosts: Annotated[Path | None, typer.Option(help="A hostfile: look at every host of it, too.")] = None,
+    slurm: Annotated[bool, typer.Option(help="Look at the hosts of the Slurm allocation around this process.")] = False,
+    platform: Annotated[PlatformChoice, typer.Option(help="Of the actors.")] = PlatformChoice.cpu,
+    transport: Annotated[TransportChoice, typer.Option(help="tcp: UCX over TCP alone.")] = TransportChoice.ucx,
+    actors: Annotated[int | None, typer.Option(min=1, help="How many; default: one a slot.")] = None,
+    devices_per_actor: Annotated[int, typer.Option(min=1, help="The product of spmd_mesh's sizes.")] = 1,
+    ssh_options: Annotated[str, typer.Option(help="Words for ssh, such as '-o ProxyJump=gate'.")] = "",
+    python: Annotated[str | None, typer.Option(help="The interpreter on the hosts; default: this one's path.")] = None,
+    interface: Annotated[str | None, typer.Option(help="Network device of the data plane.")] = None,
+    ports: Annotated[str | None, typer.Option(help="Its TCP ports, such as 47000-47100.")] = None,
+    devices: Annotated[str | None, typer.Option(help="CUDA_VISIBLE_DEVICES of a host's actors together.")] = None,
+    control_address: Annotated[str | None, typer.Option(help="Where this machine listens for actors.")] = None,
+    transfers: Annotated[bool, typer.Option(help="Measure latency and bandwidth between hosts.")] = True,
+    as_json_: Annotated[bool, typer.Option("--json", help="Print JSON: findings, and all that was found.")] = False,
+    facts: Annotated[bool, typer.Option(help="Print the facts of this machine as JSON, and judge nothing.")] = False,
+) -> None:
+    """Say whether a run would work here, or on these hosts; and what to do where not.
+
+    Exit status 0: it would. 1: it would not. 2: the options are wrong.
+    """
+    if facts:
+        typer.echo(json.dumps(dataclasses.asdict(asyncio.run(_facts(platform.value))), indent=1))
+        return
+    asked = Asked(platform.value, transport.value, actors, devices_per_actor)
+    options: dict[str, Any] = {
+        "hosts": hosts, "python": python, "interface": interface, "ports": ports, "devices": devices,
+        "control_address": control_address, "ssh_options": shlex.split(ssh_options),
+        "launcher": "slurm" if slurm else None,
+    }  # fmt: skip
+    try:
+        work = _doctor(Launching(**options), asked, transfers)
+        found = asyncio.run(work)
+    except MeshError as error:
+        Console(stderr=True).print(f"doctor: {error}", style="red", markup=False, highlight=False)
+        raise typer.Exit(WRONG_USE) from None
+    findings = judge(found)
+    if as_json_:
+        typer.echo(json.dumps(as_json(found, findings), indent=1))
+    else:
+        print_findings(found, findings, Console())
+    raise typer.Exit(0 if would_work(findings) else 1)
+
+
+async def _doctor(launching: Launching, asked: Asked, measures: bool) -> Any:
+    chosen, reach = launching.way()
+    plan = Plan(asked, chosen, launching.settings(), launching.control_address, measures)
+    console = Console(stderr=True)
+    with console.status("looking") as status:  # shows nothing where nobody watches
+        return await examine(plan, reach, status.update)
+
+
+async def _facts(platform: str) -> HostFacts:
+    return await gather(platform)

@@ -1,0 +1,226 @@
+"""gather: this machine in, `HostFacts` out. Reads files, asks the driver, starts short children; changes nothing.
+
+UCX and JAX are started in processes of their own: they may end the process, and neither is to be up here yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import platform as system_platform
+import re
+import resource
+import socket
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from jaxpp_async.doctor.facts import UNLIMITED, Driver, Gpu, HostFacts, IbPort, Interface, JaxStart, Ucx, UcxResource
+
+PACKAGES = (
+    "jaxpp-async", "jax", "jaxlib", "numpy", "ml_dtypes", "msgpack", "flatbuffers", "uvloop",
+    "jax-cuda12-plugin", "jax-cuda13-plugin", "ucxx-cu12", "ucxx-cu13", "libucx-cu12", "libucx-cu13",
+    "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nccl4py", "nvidia-ml-py",
+)  # fmt: skip
+"""Distributions that matter to a run."""
+
+CHILD_S = 45.0
+"""What starting JAX, or UCX, may take: JAX with eight GPUs takes ten seconds."""
+
+_SETTINGS = re.compile(r"(UCX|NCCL|XLA|JAX|CUDA|RAPIDS_LIBUCX)_\w+|LD_LIBRARY_PATH")
+_SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
+
+
+async def gather(platform: str) -> HostFacts:
+    """All facts of this host.
+
+    Args:
+        platform: what JAX is to start on.
+    """
+    ucx, jax = await asyncio.gather(
+        run_child("jaxpp_async.doctor.start_ucx"), run_child("jaxpp_async.doctor.start_jax", platform)
+    )
+    driver, gpus, gpu_error = _gpus()
+    return HostFacts(
+        hostname=socket.gethostname(),
+        executable=sys.executable,
+        python=system_platform.python_version(),
+        system=f"{system_platform.system()} {system_platform.release()} {system_platform.machine()}",
+        packages=installed(),
+        num_cpus=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        shm_bytes=_free_bytes("/dev/shm"),
+        memlock_bytes=_memlock_bytes(),
+        driver=driver,
+        gpus=gpus,
+        gpu_error=gpu_error,
+        ucx=_ucx(ucx) if isinstance(ucx, dict) else None,
+        ucx_error="" if isinstance(ucx, dict) else ucx,
+        ib_ports=ib_ports(),
+        verbs_devices=_verbs_devices(),
+        interfaces=interfaces(),
+        jax=JaxStart(**jax) if isinstance(jax, dict) else None,
+        jax_error="" if isinstance(jax, dict) else jax,
+        settings=_settings(),
+    )
+
+
+def installed() -> dict[str, str]:
+    """Version by distribution; those that are missing are left out."""
+    found: dict[str, str] = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+async def run_child(module: str, *arguments: str) -> dict[str, Any] | str:
+    """Run one of the doctor's short programs.
+
+    Returns:
+        The JSON object of its last line, or, in words, why there is none.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, *arguments,
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(CHILD_S):
+            output, errors = await process.communicate()
+    except TimeoutError:
+        return f"did not start within {CHILD_S:g} s"
+    finally:  # also where this is cancelled: no child outlives it
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    lines = output.decode(errors="replace").strip().splitlines()
+    with contextlib.suppress(ValueError, IndexError):
+        found = json.loads(lines[-1])
+        return found if isinstance(found, dict) else str(found)
+    said = errors.decode(errors="replace").strip().splitlines() or lines
+    return said[-1][:500] if said else f"ended with code {process.returncode}"
+
+
+# ---------------------------------------------------------------- GPUs
+
+
+def _gpus() -> tuple[Driver | None, tuple[Gpu, ...], str]:
+    """By NVIDIA's own library (nvidia-ml-py, which ucxx brings): needs no tool in PATH, and no parsing."""
+    try:
+        import pynvml
+    except ImportError:
+        return None, (), "nvidia-ml-py is not installed, so nobody can be asked for GPUs"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return None, (), str(error)
+    try:
+        cuda: int = pynvml.nvmlSystemGetCudaDriverVersion_v2()  # 13000 is 13.0
+        driver = Driver(_text(pynvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10), _peer_memory())
+        return driver, tuple(_gpu(pynvml, i) for i in range(pynvml.nvmlDeviceGetCount())), ""
+    except pynvml.NVMLError as error:
+        return None, (), str(error)
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _gpu(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    modes = {nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive", nvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited"}
+    mig = False
+    with contextlib.suppress(nvml.NVMLError):  # most GPUs cannot be cut
+        mig = bool(nvml.nvmlDeviceGetMigMode(handle)[0])
+    return Gpu(
+        index=index,
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        memory_bytes=int(memory.total),
+        used_bytes=int(memory.used),
+        mode=modes.get(nvml.nvmlDeviceGetComputeMode(handle), "default"),
+        mig=mig,
+    )
+
+
+def _peer_memory() -> bool:
+    """Whether RDMA devices may read GPU memory: nvidia_peermem is loaded, or the open kernel modules do dma-buf."""
+    if os.path.isdir("/sys/module/nvidia_peermem"):
+        return True
+    with contextlib.suppress(OSError):
+        return "Open Kernel Module" in Path("/proc/driver/nvidia/version").read_text()
+    return False
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+# ---------------------------------------------------------------- networks
+
+
+def ib_ports(root: Path = Path("/sys/class/infiniband")) -> tuple[IbPort, ...]:
+    """Ports of RDMA devices, from the kernel's own files."""
+    found: list[IbPort] = []
+    for folder in sorted(root.glob("*/ports/*")):
+        rate = re.match(r"[\d.]+", _line(folder / "rate"))
+        found.append(
+            IbPort(
+                device=folder.parent.parent.name,
+                port=int(folder.name),
+                state=_line(folder / "state").rpartition(":")[2].strip(),
+                rate_gbits=float(rate[0]) if rate else 0.0,
+                link_layer=_line(folder / "link_layer"),
+            )
+        )
+    return tuple(found)
+
+
+def interfaces(root: Path = Path("/sys/class/net")) -> tuple[Interface, ...]:
+    """Network interfaces, from the kernel's own files."""
+    found: list[Interface] = []
+    for folder in sorted(root.glob("*")):
+        speed = _line(folder / "speed")  # unreadable, or -1, where the kernel does not know
+        # Loopback says "unknown" though it is up.
+        is_up = _line(folder / "operstate") in ("up", "unknown")
+        found.append(Interface(folder.name, is_up, int(speed) if speed.isdigit() else 0))
+    return tuple(found)
+
+
+def _verbs_devices(root: Path = Path("/dev/infiniband")) -> int:
+    return sum(os.access(path, os.R_OK | os.W_OK) for path in root.glob("uverbs*"))
+
+
+def _ucx(values: dict[str, Any]) -> Ucx:
+    resources = tuple(UcxResource(*pair) for pair in values["resources"])
+    return Ucx(values["version"], values["library"], resources)
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+# ---------------------------------------------------------------- limits and settings
+
+
+def _free_bytes(folder: str) -> int:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize
+
+
+def _memlock_bytes() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+def _settings() -> dict[str, str]:
+    return {k: v for k, v in sorted(os.environ.items()) if _SETTINGS.fullmatch(k) and not _SECRETS.search(k)}

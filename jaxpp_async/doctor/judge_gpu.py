@@ -1,0 +1,234 @@
+"""judge_gpu: what hosts have for GPUs in, findings about drivers, CUDA packages and NCCL out. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from jaxpp_async.doctor.facts import Asked, Examination, Gpu, HostFacts, HostReport
+from jaxpp_async.doctor.finding import ALL, Finding, error, note, ok, warning
+from jaxpp_async.extras import extra_of, pip_install
+
+DRIVERS: Mapping[int, str] = {12: "525.60.13", 13: "580"}
+"""Oldest driver for each CUDA, on Linux. Source: JAX's installation page; NVIDIA's CUDA compatibility guide."""
+
+MOST_USED = 0.1
+"""Of a GPU's memory, by others: JAX sets three quarters of it aside at once."""
+
+_GIB = 1 << 30
+
+
+def judge(report: HostReport, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
+    """GPUs, and what is installed for them, on one host."""
+    if asked.platform == "cpu":
+        what = f"{len(facts.gpus)}, which a run on CPUs leaves alone" if facts.gpus else "none, and none is asked for"
+        yield ok("gpu", report.name, what)
+        yield ok("nccl", report.name, _nccl(facts) or "not installed, and not asked for")
+        return
+    yield from _devices(report, facts, asked)
+    yield from _jax(report.name, facts)
+    yield from _cupy(report.name, facts)
+    yield from _judge_nccl(report.name, facts, asked)
+
+
+def explains_jax(facts: HostFacts, asked: Asked) -> bool:
+    """Whether what was said of GPUs is the reason why JAX does not start."""
+    if asked.platform == "cpu":
+        return False
+    majors = _majors(facts, r"jax-cuda(\d+)-plugin")
+    return not facts.gpus or len(majors) != 1 or facts.cuda is None or facts.cuda[0] < max(majors)
+
+
+def judge_together(found: Examination) -> Iterator[Finding]:
+    """What hosts have to have in common."""
+    asked = found.asked
+    if asked.transport == "nccl" and asked.platform == "cpu":
+        yield error(
+            "nccl",
+            ALL,
+            "NCCL moves GPU memory, and a run on CPUs has none",
+            "--platform cuda, or --transport ucx",
+        )
+    known = {report.name: report.facts for report in found.hosts if report.facts is not None}
+    if asked.platform != "cuda":
+        return
+    yield from _mixed(known)
+    majors = _by_value({name: _only(_majors(facts, r"jax-cuda(\d+)-plugin")) for name, facts in known.items()})
+    if len(majors) > 1:
+        said = "; ".join(f"CUDA {major} on {', '.join(who)}" for major, who in majors.items())
+        yield error("versions", ALL, f"JAX is for different CUDAs: {said}", "install the same extra on all hosts")
+    kinds = _by_value({name: _only({gpu.name for gpu in facts.gpus}) for name, facts in known.items()})
+    if len(kinds) > 1:
+        said = "; ".join(f"{kind} on {', '.join(who)}" for kind, who in kinds.items())
+        yield warning("gpu", ALL, f"they differ: {said}", "stages are as slow as the slowest; share work out by that")
+
+
+def _mixed(known: Mapping[str, HostFacts]) -> Iterator[Finding]:
+    without = [name for name, facts in known.items() if not facts.gpus]
+    if without and len(without) < len(known):
+        others = ", ".join(name for name in known if name not in without)
+        yield error(
+            "gpu",
+            ALL,
+            f"{others} {'has' if len(known) - len(without) == 1 else 'have'} GPUs, {', '.join(without)} none: "
+            "the actors of a mesh are all on GPUs or all on CPUs",
+            f"leave {', '.join(without)} out, or run on CPUs (--platform cpu)",
+        )
+
+
+# ---------------------------------------------------------------- devices
+
+
+def _devices(report: HostReport, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
+    name = report.name
+    if facts.driver is None:
+        why = f" ({facts.gpu_error})" if facts.gpu_error else ""
+        yield error("gpu", name, f"no NVIDIA driver answers{why}", "install the driver (in a container: --gpus all)")
+        return
+    if not facts.gpus:
+        yield error("gpu", name, "the NVIDIA driver is there, but no GPU", "does the container or the job have any?")
+        return
+    driver = f"driver {facts.driver.version} (CUDA {_dotted(facts.driver.cuda)})"
+    for gpu in facts.gpus:
+        yield from _gpu(name, gpu, driver)
+    yield from _room(report, facts, asked)
+
+
+def _gpu(name: str, gpu: Gpu, driver: str) -> Iterator[Finding]:
+    what = f"{gpu.index}: {gpu.name}, {gpu.memory_bytes / _GIB:.1f} GiB, {driver}"
+    if gpu.mode == "prohibited":
+        yield error("gpu", name, f"{what}: nobody may compute on it", f"sudo nvidia-smi -i {gpu.index} -c DEFAULT")
+    elif gpu.used_bytes > MOST_USED * gpu.memory_bytes:
+        used = f"{gpu.used_bytes / _GIB:.1f} GiB of it are in use"
+        remedy = "see who with nvidia-smi; or say what actors may take: env XLA_PYTHON_CLIENT_MEM_FRACTION"
+        yield warning("gpu", name, f"{what}: {used}", remedy)
+    else:
+        yield ok("gpu", name, what)
+    if gpu.mig:
+        yield note("gpu", name, f"{gpu.index} is cut into instances (MIG)", "name them with devices= (MIG-<UUID>)")
+
+
+def _room(report: HostReport, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
+    """Whether the host's actors find their GPUs."""
+    there = report.gpus_asked if report.gpus_asked is not None else facts.num_visible_gpus
+    actors = report.slots if asked.num_actors is None else min(report.slots, asked.num_actors)
+    needed = asked.devices_per_actor
+    have = f"{there} GPU{'s' * (there != 1)}"
+    if report.gpus_asked is not None and report.gpus_asked > len(facts.gpus):
+        yield error("gpu", report.name, f"devices= names {have}, there are {len(facts.gpus)}", "correct devices=")
+    elif needed > there:
+        remedy = "make spmd_mesh smaller, or have an actor span hosts (processes_per_actor=)"
+        yield error("gpu", report.name, f"an actor needs {needed} GPUs, the host gives {have}", remedy)
+    elif needed * actors > there:
+        exclusive = [gpu.index for gpu in facts.gpus if gpu.mode == "exclusive"]
+        if exclusive:
+            yield error(
+                "gpu",
+                report.name,
+                f"{actors} actors share {have}, and GPU {exclusive[0]} takes one process only",
+                f"sudo nvidia-smi -i {exclusive[0]} -c DEFAULT, or start fewer actors",
+            )
+            return
+        fits = there // needed
+        remedy = f"slots={fits}: an actor has its GPU to itself then" if needed == 1 else f"slots={fits}"
+        what = f"{actors} actors with {needed} GPU{'s' * (needed != 1)} each share {have}, and the memory there"
+        yield warning("gpu", report.name, what, remedy)
+
+
+# ---------------------------------------------------------------- packages
+
+
+def _jax(name: str, facts: HostFacts) -> Iterator[Finding]:
+    """JAX for CUDA: there, of one CUDA, of JAX's own version, and no newer than the driver."""
+    plugins = {p: v for p, v in facts.packages.items() if re.fullmatch(r"jax-cuda\d+-plugin", p)}
+    majors = _majors(facts, r"jax-cuda(\d+)-plugin")
+    install = pip_install(extra_of("cuda", facts.cuda), facts.executable)
+    if not plugins:
+        yield error("jax", name, "JAX is without CUDA", install)
+        return
+    if len(plugins) > 1:
+        fitting = extra_of("cuda", facts.cuda)
+        drop = " ".join(package for package in plugins if fitting not in package)
+        yield error("jax", name, f"JAX has {' and '.join(plugins)}", f"{facts.executable} -m pip uninstall {drop}")
+        return
+    ((plugin, version),), (major,) = plugins.items(), majors
+    jaxlib = facts.packages.get("jaxlib", "")
+    if _release(version) != _release(jaxlib):
+        yield error("jax", name, f"{plugin} is {version}, jaxlib {jaxlib}: it does not load", install)
+    if facts.driver is not None and facts.driver.cuda[0] < major:
+        older = [m for m in DRIVERS if m <= facts.driver.cuda[0]]
+        other = f", or take CUDA {max(older)}: {pip_install(f'cuda{max(older)}', facts.executable)}" if older else ""
+        yield error(
+            "gpu",
+            name,
+            f"driver {facts.driver.version} runs CUDA {_dotted(facts.driver.cuda)} at most, JAX is for CUDA {major}",
+            f"install driver {DRIVERS.get(major, 'that is newer')} or newer{other}",
+        )
+    for package in facts.packages:
+        match = re.fullmatch(r"ucxx-cu(\d+)", package)
+        if match is not None and int(match[1]) != major:
+            remedy = f"{facts.executable} -m pip uninstall {package} lib{package.replace('ucxx', 'ucx')}; {install}"
+            yield warning("ucx", name, f"{package} is for CUDA {match[1]}, JAX for CUDA {major}", remedy)
+
+
+def _cupy(name: str, facts: HostFacts) -> Iterator[Finding]:
+    cupy = {package: version for package, version in facts.packages.items() if package.startswith("cupy-cuda")}
+    if not cupy:
+        remedy = pip_install(extra_of("cuda", facts.cuda), facts.executable)
+        yield error("gpu", name, "CuPy is not installed: it says when values are computed", remedy)
+        return
+    package, version = next(iter(cupy.items()))
+    majors = _majors(facts, r"jax-cuda(\d+)-plugin")
+    if len(cupy) > 1:
+        yield error("gpu", name, f"CuPy is there twice: {', '.join(cupy)}", "uninstall them, and install one again")
+    elif majors and not any(f"cuda{major}x" in package for major in majors):
+        remedy = pip_install(f"cuda{max(majors)}", facts.executable)
+        yield warning("gpu", name, f"{package} {version} is for another CUDA than JAX (CUDA {max(majors)})", remedy)
+    else:
+        yield ok("gpu", name, f"{package} {version}")
+
+
+def _judge_nccl(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
+    found = _nccl(facts)
+    missing = [] if _majors(facts, r"nvidia-nccl-cu(\d+)") else ["NCCL"]
+    missing += [package for package in ("nccl4py",) if package not in facts.packages]
+    if asked.transport == "nccl" and missing:
+        remedy = pip_install(extra_of("cuda", facts.cuda), facts.executable)
+        yield error("nccl", name, f"{' and '.join(missing)} not installed", remedy)
+    elif found:
+        yield ok("nccl", name, found)
+    else:
+        yield ok("nccl", name, "not installed, and not asked for")
+
+
+def _nccl(facts: HostFacts) -> str:
+    found = (
+        f"{package} {v}" for package, v in facts.packages.items() if package.startswith(("nvidia-nccl-", "nccl4py"))
+    )
+    return ", ".join(found)
+
+
+def _majors(facts: HostFacts, pattern: str) -> set[int]:
+    """CUDA's major versions in the names of packages."""
+    return {int(match[1]) for package in facts.packages if (match := re.fullmatch(pattern, package))}
+
+
+def _only(values: set) -> object:
+    return next(iter(values)) if len(values) == 1 else None
+
+
+def _by_value(by_name: Mapping[str, object]) -> dict[object, list[str]]:
+    found: dict[object, list[str]] = {}
+    for name, value in by_name.items():
+        if value is not None:
+            found.setdefault(value, []).append(name)
+    return found
+
+
+def _release(version: str) -> tuple[str, ...]:
+    """Without what comes behind the third number: plugins are repaired without a new JAX."""
+    return tuple(version.split(".")[:3])
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,169 @@
+"""judge_network: UCX, InfiniBand and what was measured in, findings out. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxpp_async.doctor.facts import UNLIMITED, Asked, Examination, HostFacts, IbPort, LinkReport, Ucx
+from jaxpp_async.doctor.finding import Finding, error, note, ok, warning
+from jaxpp_async.extras import extra_of, pip_install
+
+MEMLOCK_BYTES = 1 << 30
+"""RDMA pins the memory that it reads and writes."""
+
+SLOW = 0.2
+"""Of what RDMA ports on both sides could do: less than that did not go through them."""
+
+_RDMA = ("rc", "dc", "ud")
+
+
+def judge_ucx(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
+    """UCX on one host: there, and with the transports that the run needs."""
+    package = next((f"{p} {v}" for p, v in facts.packages.items() if p.startswith("ucxx-cu")), "")
+    if facts.ucx is None:
+        install = pip_install(extra_of(asked.platform, facts.cuda), facts.executable)
+        what = f"does not start: {facts.ucx_error}" if package else "ucxx is not installed"
+        yield error("ucx", name, what, "see what it says" if package else install)
+        return
+    transports = {resource.transport for resource in facts.ucx.resources}
+    has_rdma = any(transport.startswith(_RDMA) for transport in transports)
+    if "tcp" not in transports and not has_rdma:
+        yield error("ucx", name, f"{_ucx(facts.ucx, package)}: no way to other processes' hosts", _restricted(facts))
+        return
+    yield ok("ucx", name, _ucx(facts.ucx, package))
+    if asked.platform == "cuda" and facts.gpus:
+        yield from _cuda_transports(name, facts, transports)
+
+
+def _ucx(ucx: Ucx, package: str) -> str:
+    """Such as `UCX 1.21.0 (ucxx-cu13 0.52.0); eth0: tcp; memory: posix, cma`."""
+    by_device: dict[str, list[str]] = {}
+    for resource in ucx.resources:
+        if resource.transport != "self":
+            by_device.setdefault(resource.device, []).append(resource.transport)
+    devices = "".join(f"; {device}: {', '.join(transports)}" for device, transports in by_device.items())
+    return f"UCX {ucx.version} ({package or 'ucxx'}){devices}"
+
+
+def _cuda_transports(name: str, facts: HostFacts, transports: set[str]) -> Iterator[Finding]:
+    if "cuda_copy" not in transports:
+        remedy = _restricted(facts, "cuda") or "install UCX with CUDA: " + pip_install(
+            extra_of("cuda", facts.cuda), facts.executable
+        )
+        yield error("ucx", name, "UCX cannot take GPU memory: it has no cuda_copy", remedy)
+    elif "cuda_ipc" not in transports:
+        remedy = _restricted(facts, "cuda") or "in a container: --ipc=host, so that processes see each other"
+        yield warning("ucx", name, "no cuda_ipc: GPUs of this host exchange data through host memory", remedy)
+
+
+def _restricted(facts: HostFacts, needed: str = "tcp") -> str:
+    """The remedy where the user's own setting is the reason; empty if it is not."""
+    given = facts.settings.get("UCX_TLS", "")
+    return f"UCX_TLS={given} leaves them out: add {needed}, or unset it" if given else ""
+
+
+# ---------------------------------------------------------------- InfiniBand
+
+
+def judge_infiniband(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
+    """RDMA ports of one host, and whether UCX can use them."""
+    if not facts.ib_ports:
+        yield ok("infiniband", name, "no InfiniBand or RoCE device")
+        return
+    named = {word for word in facts.settings.get("UCX_NET_DEVICES", "").split(",") if word}
+    for port in facts.ib_ports:
+        yield _port(name, port, is_named=bool(named & {str(port), port.device}))
+    active = [port for port in facts.ib_ports if port.state == "ACTIVE"]
+    if not active or asked.transport == "tcp":
+        return
+    if not facts.verbs_devices:
+        remedy = "in a container: --device=/dev/infiniband --cap-add=IPC_LOCK; else ask for access to it"
+        yield warning("infiniband", name, "this process may not open /dev/infiniband/uverbs*", remedy)
+    elif facts.ucx is not None and not any(r.transport.startswith("rc") for r in facts.ucx.resources):
+        yield warning("infiniband", name, *_without_rc(facts))
+    if facts.memlock_bytes != UNLIMITED and facts.memlock_bytes < MEMLOCK_BYTES:
+        what = f"processes may lock {facts.memlock_bytes >> 10} KiB only, and RDMA locks its buffers"
+        yield warning("infiniband", name, what, "ulimit -l unlimited (limits.conf; LimitMEMLOCK= of sshd or slurmd)")
+    if asked.platform == "cuda" and facts.driver is not None and not facts.driver.has_peer_memory:
+        what = "RDMA devices cannot read GPU memory: it is copied through host memory"
+        yield warning("infiniband", name, what, "sudo modprobe nvidia_peermem, or NVIDIA's open modules (dma-buf)")
+
+
+def _port(name: str, port: IbPort, *, is_named: bool) -> Finding:
+    what = f"{port}: {port.state}, {port.rate_gbits:g} Gbit/s, {port.link_layer}"
+    if port.state == "ACTIVE":
+        return ok("infiniband", name, what)
+    if port.link_layer == "Ethernet":
+        remedy = f"ip link set up its interface (`rdma link` shows which), or leave {port} out of UCX_NET_DEVICES"
+    else:
+        remedy = "see `ibstat`: is the cable in, and does a subnet manager run?"
+    if is_named:
+        return error("infiniband", name, f"{what}, and interface= or UCX_NET_DEVICES names it", remedy)
+    return note("infiniband", name, what, remedy)
+
+
+def _without_rc(facts: HostFacts) -> tuple[str, str]:
+    what = "UCX has no rc: it would use TCP, not InfiniBand"
+    if restricted := _restricted(facts, "rc"):
+        return what, restricted
+    if facts.ucx is not None and "/site-packages/libucx/" in facts.ucx.library:
+        return (
+            f"{what}; UCX of pip's wheels is built without InfiniBand",
+            "install your distribution's UCX (or your cluster's), and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true "
+            "for the actors (env=); or take ucxx from conda-forge, with rdma-core. See docs/cluster.md",
+        )
+    return what, "is UCX built with verbs (`ucx_info -v`), and is rdma-core installed?"
+
+
+# ---------------------------------------------------------------- between hosts
+
+
+def judge_control(found: Examination) -> Iterator[Finding]:
+    """Whether actors would reach this machine."""
+    if found.control_error:
+        remedy = "choose an address with --control-address (RemoteMesh: control_address=)"
+        yield error("control", found.here.name, found.control_error, remedy)
+    for report in found.hosts:
+        if report.calls_back == "":
+            yield ok("control", report.name, "reaches this machine")
+        elif report.calls_back is not None:
+            yield error(
+                "control",
+                report.name,
+                f"does not reach this machine at {report.calls_back}",
+                "is a firewall between? actors connect to this machine, at any port; choose another way with "
+                "--control-address (RemoteMesh: control_address=)",
+            )
+
+
+def judge_link(link: LinkReport, found: Examination) -> Finding:
+    """What was measured between two hosts, or why nothing was."""
+    is_one = link.first == link.second
+    who = link.first if is_one else f"{link.first} to {link.second}"
+    if link.error:
+        remedy = (
+            "see /dev/shm, and UCX_* variables"
+            if is_one
+            else "do they reach each other on any port? give interface=, and ports= that a firewall lets through"
+        )
+        return error("transfer", who, f"no data over {link.transport}: {link.error}", remedy)
+    rate = f"{link.bytes_per_s / 1e9:.2f} GB/s"
+    between = ", between two processes" if is_one else ""
+    what = f"{link.latency_s * 1e6:.1f} us, {rate} over {link.transport}, host memory{between}"
+    fastest = _fastest(link, found)
+    if fastest and link.transport != "tcp" and link.bytes_per_s < SLOW * fastest:
+        remedy = "this is not RDMA: see InfiniBand above, and UCX_LOG_LEVEL=info for what UCX picks"
+        return warning("transfer", who, f"{what}, where ports could do {fastest / 1e9:.1f} GB/s", remedy)
+    return ok("transfer", who, what)
+
+
+def _fastest(link: LinkReport, found: Examination) -> float:
+    """Bytes a second of the fastest active port of the slower of two hosts; 0 where one has none, or they are one."""
+    if link.first == link.second:
+        return 0.0
+    rates: list[float] = []
+    for report in found.hosts:
+        if report.name in (link.first, link.second) and report.facts is not None:
+            active = [port.rate_gbits for port in report.facts.ib_ports if port.state == "ACTIVE"]
+            rates.append(max(active, default=0.0) * 1e9 / 8)
+    return min(rates, default=0.0)

@@ -1,0 +1,59 @@
+"""show: an examination and its findings in, what a person or a program reads out. Decides nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxpp_async.doctor.facts import Examination
+from jaxpp_async.doctor.finding import SECTIONS, Finding
+from jaxpp_async.doctor.judge import would_work
+
+_MARKS = {"ok": ("OK", "green"), "note": ("note", "cyan"), "warning": ("warning", "yellow"), "error": ("ERROR", "red")}
+_MARK_WIDTH, _MOST_OF_A_NAME = 7, 32
+
+
+def as_json(found: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
+    """All of it, as plain values."""
+    return {
+        "would_work": would_work(findings),
+        "findings": [dataclasses.asdict(finding) for finding in findings],
+        **dataclasses.asdict(found),
+    }
+
+
+def print_findings(found: Examination, findings: Sequence[Finding], console: Console) -> None:
+    """A table a section, and what it all comes to."""
+    width = max((len(finding.host) for finding in findings), default=0)
+    for section, title in SECTIONS.items():
+        mine = [finding for finding in findings if finding.section == section]
+        if not mine:
+            continue
+        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+        table.add_column(width=_MARK_WIDTH)
+        table.add_column(width=min(width, _MOST_OF_A_NAME), overflow="fold")
+        table.add_column(overflow="fold")
+        for finding in mine:
+            mark, style = _MARKS[finding.level]
+            text = Text(finding.what)
+            if finding.remedy:
+                text.append(f"\n-> {finding.remedy}", style="bold")
+            table.add_row(Text(mark, style=style), Text(finding.host), text)
+        console.print(Text(title, style="bold"), table)
+    console.print(_sum(found, findings))
+
+
+def _sum(found: Examination, findings: Sequence[Finding]) -> Text:
+    asked, counts = found.asked, {level: sum(f.level == level for f in findings) for level in _MARKS}
+    where = "on this machine" if found.is_local else f"on {len(found.hosts)} hosts"
+    kind = f"A run on {asked.platform} over {asked.transport}, {where},"
+    warnings = f" ({counts['warning']} warning{'s' * (counts['warning'] != 1)})" if counts["warning"] else ""
+    if would_work(findings):
+        return Text(f"\n{kind} would work{warnings}.", style="bold green")
+    errors = f"{counts['error']} error{'s' * (counts['error'] != 1)}"
+    return Text(f"\n{kind} would not work: {errors}{warnings}.", style="bold red")

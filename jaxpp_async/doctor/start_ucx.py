@@ -1,0 +1,41 @@
+"""The program `python -m jaxpp_async.doctor.start_ucx`: starts UCX as an actor would, prints what it finds."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from jaxpp_async.errors import InstallError, MeshError
+from jaxpp_async.transport.ucx_context import process_context
+
+
+def main() -> None:
+    """Print one line: an object, or a string that says why there is none."""
+    try:
+        ucxx, context = process_context.acquire()
+    except (InstallError, MeshError) as error:
+        print(json.dumps(str(error)))
+        return
+    version = ".".join(map(str, ucxx.get_ucx_version()))
+    print(json.dumps({"version": version, "library": _library(), "resources": resources(context.info)}))
+
+
+def resources(text: str) -> list[tuple[str, str]]:
+    """Transports and their devices, from UCX's own words (`ucp_context_print_info`).
+
+    Lines such as `resource 1  :  md 1  dev 1  flags -- tcp/eth0`.
+    """
+    return re.findall(r"^#\s+resource\s+\d+\s*:.*\s([\w.-]+)/(\S+)\s*$", text, re.MULTILINE)
+
+
+def _library() -> str:
+    """The libucp that this process has loaded."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/libucp.so" in line:
+            return line[line.index("/") :]
+    return ""
+
+
+if __name__ == "__main__":
+    main()

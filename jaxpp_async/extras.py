@@ -1,0 +1,42 @@
+"""extras: what is missing in, which extra of this package brings it out. Imports nothing that could be missing."""
+
+from __future__ import annotations
+
+from importlib import util
+
+from jaxpp_async.errors import InstallError
+
+CUDA_MAJORS = (13, 12)
+"""For which there are extras; the preferred one first."""
+
+
+def extra_of(platform: str, cuda: tuple[int, int] | None = None) -> str:
+    """The extra for a platform.
+
+    Args:
+        cuda: the newest CUDA that the driver runs; None: not known.
+    """
+    if platform == "cpu":
+        return "cpu"
+    fitting = [major for major in CUDA_MAJORS if cuda is None or major <= cuda[0]]
+    return f"cuda{fitting[0] if fitting else CUDA_MAJORS[-1]}"
+
+
+def pip_install(extra: str, python: str = "") -> str:
+    """The command that installs it."""
+    return f"{f'{python} -m ' if python else ''}pip install 'jaxpp-async[{extra}]'"
+
+
+def cuda_error(what: str) -> InstallError | None:
+    """Why there is no JAX for CUDA here, if it was never installed; None if it was.
+
+    Args:
+        what: asked for it, such as `"platform='cuda'"`.
+    """
+    if any(util.find_spec(f"jax_cuda{major}_plugin") is not None for major in CUDA_MAJORS):
+        return None
+    preferred, other = (pip_install(f"cuda{major}") for major in CUDA_MAJORS)
+    return InstallError(
+        f"{what} needs JAX with CUDA, and the JAX here is without; install it with: {preferred}  "
+        f"(for a driver older than 580: {other})"
+    )

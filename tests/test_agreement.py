@@ -1,0 +1,114 @@
+"""What actors have for devices is compared before anything is compiled; what is missing on an actor is said plainly."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+import jaxpp_async as jpp
+from jaxpp_async.actors.actor_info import ActorInfo
+from jaxpp_async.actors.agreement import Member, check_agreement
+from jaxpp_async.actors.bringup import unready_error
+from jaxpp_async.errors import InstallError, LaunchError, MeshError, RemoteError
+from jaxpp_async.extras import cuda_error, extra_of
+
+
+def cpu(name: str) -> Member:
+    return Member(name, f"host {name}", "cpu")
+
+
+def gpu(name: str, uuid: str = "", *, host: str = "n1", fraction: float = 0.75, cuda: str = "13.0") -> Member:
+    return Member(name, host, "cuda", cuda, (uuid or f"GPU-{name}",), fraction)
+
+
+AGREED = [
+    ("ucx", [cpu("a"), cpu("b")]),
+    ("ucx", [gpu("a"), gpu("b")]),
+    ("nccl", [gpu("a"), gpu("b", host="n2")]),
+    ("ucx", [gpu("a", cuda="13.0"), gpu("b", cuda="13.1")]),
+    ("ucx", [gpu("a", "GPU-0", fraction=0.45), gpu("b", "GPU-0", fraction=0.45)]),
+    ("ucx", [gpu("a", "GPU-0", fraction=0.0), gpu("b", "GPU-0", fraction=0.0)]),
+    ("ucx", [gpu(str(i), "GPU-0", fraction=1 / 3) for i in range(3)]),
+    ("ucx", [gpu("a", "GPU-0", host="n1"), gpu("b", "GPU-0", host="n2")]),
+]
+
+
+@pytest.mark.parametrize(("transport", "members"), AGREED)
+def test_what_can_work_together(transport, members):
+    check_agreement(members, transport)
+
+
+REFUSED = [
+    ("ucx", [gpu("a"), cpu("b"), gpu("c")], "on both: cuda: a, c; cpu: b; leave the hosts without GPUs out"),
+    ("ucx", [gpu("a"), gpu("b", cuda="12.9")], r"CUDA 13: a; CUDA 12: b.*'jaxpp-async\[cuda12\]'"),
+    ("nccl", [cpu(str(i)) for i in range(6)], "and 0, 1, 2, 3 and 2 more have no GPU; leave transport= out for UCX"),
+    ("ucx", [gpu("a", "GPU-0"), gpu("b", "GPU-0")],
+     "a, b share GPU GPU-0 of host n1, and set aside 0.75, 0.75 of its memory, 1.5 together.*'0.45'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("transport", "members", "says"), REFUSED)
+def test_what_cannot_work_together_is_refused_with_a_remedy(transport, members, says):
+    with pytest.raises(MeshError, match=says):
+        check_agreement(members, transport)
+
+
+ACTOR = ActorInfo(1, "n2", 7, (), "starting")
+
+UNREADY = [
+    (
+        "jaxpp_async.errors.InstallError",
+        "no JAX for GPUs",
+        InstallError,
+        r"^actor 1 \(host n2, pid 7\): no JAX for GPUs$",
+    ),
+    ("jaxpp_async.errors.MeshError", "too few", MeshError, r"^actor 1 \(host n2, pid 7\): too few$"),
+    (
+        "RuntimeError",
+        "Unable to initialize backend 'cuda': x",
+        LaunchError,
+        r"(?s)^actor 1.*doctor --platform cuda` there",
+    ),
+    (
+        "ValueError",
+        "own",
+        LaunchError,
+        r"(?s)^could not start JAX and the transport on actor 1.*own.*Traceback.*line 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "message", "error", "says"), UNREADY)
+def test_what_an_actor_lacks_is_no_traceback(kind, message, error, says):
+    text = f"{ACTOR}: {kind}: {message}\n\nTraceback on the actor:\n  line 1"
+    with pytest.raises(error, match=says) as raised:
+        raise unready_error(ACTOR, RemoteError(text, exception_type=kind))
+    assert ("Traceback" in str(raised.value)) == (message == "own")
+
+
+@pytest.mark.parametrize(
+    ("platform", "cuda", "extra"),
+    [("cpu", None, "cpu"), ("cuda", None, "cuda13"), ("cuda", (13, 1), "cuda13"), ("cuda", (12, 4), "cuda12"),
+     ("cuda", (11, 8), "cuda12")],
+)  # fmt: skip
+def test_the_extra_that_a_driver_can_run(platform, cuda, extra):
+    assert extra_of(platform, cuda) == extra
+
+
+def test_a_jax_without_cuda_is_told_with_the_extra(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    missing = cuda_error("platform='cuda'")
+    assert missing is not None and "pip install 'jaxpp-async[cuda13]'" in str(missing) and "580" in str(missing)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "jax_cuda12_plugin" or None)
+    assert cuda_error("platform='cuda'") is None
+
+
+@pytest.mark.skipif(cuda_error("") is None, reason="JAX for GPUs is installed here")
+async def test_a_mesh_on_gpus_without_jax_for_gpus_says_which_extra_to_install():
+    with pytest.raises(
+        InstallError, match=r"^actor 0 \(host .*\): platform='cuda' needs JAX with CUDA.*cuda13"
+    ) as raised:
+        async with jpp.RemoteMesh(1, platform="cuda"):
+            raise AssertionError("it has started")
+    assert "Traceback" not in str(raised.value)
