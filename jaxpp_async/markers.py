@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpp_async import explicit, jax_compat, nonfinite
+from jaxpp_async import explicit, jax_compat, jax_config, nonfinite
 from jaxpp_async.errors import StageError
 from jaxpp_async.reductions import Reduction, Stack, Sum
 
@@ -294,7 +294,7 @@ def accumulate_grads(
         leaves = [leaf for _, leaf in named]
         avals = [jax.typeof(leaf) for leaf in leaves]
         num_microbatches = _microbatch_count(names, avals, line)
-        if jax_compat.runs_op_by_op():
+        if jax_config.runs_op_by_op():
             leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
             microbatches = (jax.tree.unflatten(tree, [leaf[i] for leaf in leaves]) for i in range(num_microbatches))
             return _run_in_python(fn, microbatches, num_microbatches, reduce, pass_index, line)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxpp_async import jax_compat
+from jaxpp_async import jax_config
 from jaxpp_async.actors.bringup import ActorConfig
 from jaxpp_async.actors.launch.remote import RemoteLauncher
 from jaxpp_async.actors.launching import Launching
@@ -190,7 +190,7 @@ def actor_config(
         spmd_mesh=tuple(spmd_mesh.items()),
         axis_types=tuple(axis_types),
         platform=platform,
-        jax_config={} if inline else jax_compat.copied_config(),
+        jax_config={} if inline else jax_config.copied_config(),
         cache_dir=None if inline else cache_dir,
         setup=setup,
         transport=transport,

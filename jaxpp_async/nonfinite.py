@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp_async import jax_compat
+from jaxpp_async import jax_compat, jax_config
 
 
 def find_special(closed: Any, args: Sequence[Any]) -> list[Any]:
@@ -52,6 +52,6 @@ def _special(value: Any) -> str | None:
         return None
     array = np.asarray(value)
     array = array if array.dtype.kind in "fc" else array.astype(np.float32)
-    if jax_compat.forbids_nans() and np.isnan(array).any():
+    if jax_config.forbids_nans() and np.isnan(array).any():
         return "nan"
-    return "inf" if jax_compat.forbids_infs() and np.isinf(array).any() else None
+    return "inf" if jax_config.forbids_infs() and np.isinf(array).any() else None

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_async import explicit, jax_compat, report, sharding
+from jaxpp_async import explicit, jax_compat, jax_config, report, sharding
 from jaxpp_async.arrays import RemoteArray
 from jaxpp_async.binding import Binding, Slot
 from jaxpp_async.compiler.avals import value_type
@@ -226,7 +226,7 @@ class DistributedStep:
         `signature` has to be asked. As `find` this sets `latest`.
         """
         leaves, treedef = jax.tree.flatten(self._dynamic(args))
-        kinds, config = [kind(leaf) for leaf in leaves], jax_compat.config_values()
+        kinds, config = [kind(leaf) for leaf in leaves], jax_config.config_values()
         static = self._static(args)
         try:
             static_hash = hash(static)
@@ -264,7 +264,7 @@ class DistributedStep:
         static, dynamic = self._static(args), self._dynamic(args)
         self._check_hashable(static)
         leaves, treedef = jax.tree.flatten(dynamic)
-        config = (tuple(sorted(jax_compat.copied_config().items())), self._given_specs(leaves))
+        config = (tuple(sorted(jax_config.copied_config().items())), self._given_specs(leaves))
         try:
             types = tuple(leaf_type(x) for x in leaves)
         except TypeError:

@@ -5,7 +5,7 @@ import socket
 
 import jax
 
-from jaxpp_async import jax_compat
+from jaxpp_async import jax_config
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
@@ -16,7 +16,7 @@ _CACHE = pathlib.Path(__file__).parents[1] / ".cache" / socket.gethostname() / f
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-jax_compat.write_cache_whole()  # files of tests run side by side
+jax_config.write_cache_whole()  # files of tests run side by side
 
 
 def pytest_addoption(parser):

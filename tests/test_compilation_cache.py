@@ -15,7 +15,7 @@ from jax._src.lru_cache import LRUCache
 from models import grads_step, mlp
 
 import jaxpp_async as jpp
-from jaxpp_async import jax_compat
+from jaxpp_async import jax_config
 from jaxpp_async.actors.launch import LocalLauncher
 
 MODEL = mlp(2)
@@ -56,7 +56,7 @@ def test_the_default_is_a_folder_of_this_host_in_the_users_cache(tmp_path, monke
 
 def test_an_entry_is_never_seen_half_written(tmp_path, monkeypatch):
     """Actors that compile the same program at once share the folder, and one of them may be killed meanwhile."""
-    jax_compat.write_cache_whole()
+    jax_config.write_cache_whole()
     writer, reader = (LRUCache(str(tmp_path), max_size=-1) for _ in range(2))
     entry = bytes(1 << 20)
     path_type = type(writer.path)

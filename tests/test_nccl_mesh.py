@@ -148,7 +148,7 @@ async def test_restarts_make_every_link_anew(launcher):
 
 
 async def test_a_communicator_that_fails_is_a_failed_transfer(launcher, monkeypatch):
-    monkeypatch.setattr("jaxpp_async.transport.nccl._CHECK_S", 0.01)
+    monkeypatch.setattr("jaxpp_async.transport.nccl_end._CHECK_S", 0.01)
     async with RemoteMesh(2, launcher=launcher, transport="nccl") as mesh:
         step = mesh.distributed(grads_step(MODEL, jpp.Std1F1B(4)))
         params, batch = MODEL.init(0), MODEL.batch(1, 8)

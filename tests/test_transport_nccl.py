@@ -5,6 +5,7 @@ then what only it has: turns, communicators that fail, aborts.
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 
 import numpy as np
@@ -12,11 +13,11 @@ import pytest
 from fake_nccl import FakeNccl
 from transport_conformance import EAGER, TransportConformance, data, join, tag, transfer, within
 
-from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.transport import nccl, nccl_end
+from jaxpp_async.errors import InstallError, ProtocolError, TransferError
+from jaxpp_async.transport import nccl_end
 from jaxpp_async.transport.buffers import memory_of
 from jaxpp_async.transport.nccl import NcclTransport
-from jaxpp_async.transport.nccl_library import NcclFailure
+from jaxpp_async.transport.nccl_library import NcclFailure, load_library
 from jaxpp_async.transport.nccl_plan import Line, Link, Queue, Turn, Way, batches, order_of
 
 
@@ -278,10 +279,14 @@ def channels(library):
     return [channel for made in library.made.values() for channel in made.channels.values()]
 
 
-async def test_what_nccl_reports_ends_the_transfers_of_that_link_only(pair, library, monkeypatch):
-    monkeypatch.setattr(nccl, "_CHECK_S", 0.01)
-    a, b = pair
+async def test_what_nccl_reports_ends_the_transfers_of_that_link_only(make_transport, library, monkeypatch):
+    monkeypatch.setattr(nccl_end, "_CHECK_S", 0.01)
+    a, b = await make_transport(0), await make_transport(1)
+    await join(a, b)
     lost, kept = a.recv(np.zeros(8, np.uint8), 1, tag(1)), b.recv(np.zeros(8, np.uint8), 0, tag(1))
+    async with asyncio.timeout(5):
+        while library.num_pending < 2:  # noqa: ASYNC110  the threads that call NCCL know no event loop
+            await asyncio.sleep(0.001)
     failing = next(c for c in channels(library) if any(not o.sends for o in c.operations) and c.rank == 1)
     failing.error = "RemoteError: peer lost (injected)"
     first, second = await asyncio.wait([lost, kept], return_when=asyncio.FIRST_COMPLETED, timeout=5)
@@ -328,3 +333,10 @@ async def test_buffers_that_nccl_does_not_give_back_are_not_told_of(pair, librar
     finally:
         library.abort_may_go_on.set()
     await within(pair[1].abort())
+
+
+def test_a_missing_package_names_the_extra(monkeypatch):
+    for missing in ("cupy", "nccl"):
+        monkeypatch.setitem(sys.modules, missing, None)
+        with pytest.raises(InstallError, match=r"needs the packages nccl4py and cupy.*jaxpp-async\[cuda13\]"):
+            load_library()

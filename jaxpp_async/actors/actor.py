@@ -248,8 +248,9 @@ class Actor:
         return m.Done(message.request)
 
     async def _offer_links(self, message: m.OfferLinks) -> m.LinksOffered:
-        plane = self._parts.planes.with_links
-        return m.LinksOffered(message.request, plane.address, tuple(plane.make_id() for _ in range(message.num_ids)))
+        plane, loop = self._parts.planes.with_links, asyncio.get_running_loop()
+        ids = [await loop.run_in_executor(self._workers, plane.make_id) for _ in range(message.num_ids)]
+        return m.LinksOffered(message.request, plane.address, tuple(ids))
 
     async def _join_links(self, message: m.JoinLinks) -> m.Done:
         plane = self._parts.planes.with_links

@@ -11,7 +11,7 @@ import socket
 
 import jax
 
-from jaxpp_async import jax_compat
+from jaxpp_async import jax_config
 from jaxpp_async.actors.messages import Cluster
 from jaxpp_async.errors import MeshError
 
@@ -43,7 +43,7 @@ def join(cluster: Cluster, platform: str) -> None:
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     if platform == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax_compat.let_gloo_listen_on(cluster.address)
+        jax_config.let_gloo_listen_on(cluster.address)
     try:
         jax.distributed.initialize(
             cluster.coordinator,
@@ -72,7 +72,7 @@ def agree(name: str, mine: int, cluster: Cluster, timeout_s: float) -> int:
     Raises:
         MeshError: one of them said nothing.
     """
-    client = jax_compat.distributed_client()
+    client = jax_config.distributed_client()
     found = [mine]
     try:
         client.key_value_set(f"jaxpp-async/{name}/{cluster.rank}", str(mine))

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxpp_async import jax_compat
+from jaxpp_async import jax_config
 from jaxpp_async.actors.cluster import join
 from jaxpp_async.actors.messages import Configure
 from jaxpp_async.errors import InstallError, MeshError
@@ -79,7 +79,7 @@ def start_devices(configure: Configure, *, inline: bool) -> Devices:
         InstallError: the setup hook's module is missing, or JAX for GPUs.
         ValueError: a setup hook that is not `"module:function"`, or an axis type that does not exist.
     """
-    jax_compat.write_cache_whole()  # inline as well: actors that share this process compile at once
+    jax_config.write_cache_whole()  # inline as well: actors that share this process compile at once
     if not inline:
         if configure.platform == "cuda" and (missing := cuda_error("platform='cuda'")) is not None:
             raise missing

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from jaxpp_async import jax_compat
+from jaxpp_async import jax_config
 
 
 def wanted() -> bool:
     """Whether results are to be checked."""
-    return jax_compat.forbids_nans() or jax_compat.forbids_infs()
+    return jax_config.forbids_nans() or jax_config.forbids_infs()
 
 
 def call_checked(
@@ -30,7 +30,7 @@ def call_checked(
     Raises:
         FloatingPointError: a result has a NaN (or an infinity) and the configuration forbids it.
     """
-    nans, infs = jax_compat.forbids_nans(), infs and jax_compat.forbids_infs()
+    nans, infs = jax_config.forbids_nans(), infs and jax_config.forbids_infs()
     # JAX's own check names neither result nor task.
     with jax.debug_nans(False), jax.debug_infs(False):
         outputs = call(*arguments)

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_async import jax_compat
+from jaxpp_async import jax_compat, jax_config
 from jaxpp_async.compiler.emit import Emitted, Target, emit
 from jaxpp_async.compiler.ir import Lit, Ref, Types, ValueType
 from jaxpp_async.compiler.recipes import Recipe, literal_type
@@ -51,7 +51,7 @@ class Exports:
             recipes: of one step.
             types, specs, target: as `emit.emit` takes them.
         """
-        step = _Step(types, specs, target, tuple(sorted(jax_compat.copied_config().items())))
+        step = _Step(types, specs, target, tuple(sorted(jax_config.copied_config().items())))
         # Keys cost a tenth of an export. A recipe that resembles no other needs none yet.
         resembling: dict[Hashable, list[int]] = defaultdict(list)
         for position, recipe in enumerate(recipes):

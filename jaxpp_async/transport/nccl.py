@@ -1,8 +1,8 @@
 """nccl: device memory and tags in, its bytes at the peer out, over NCCL.
 
 A communicator and a stream for each direction to each peer (`nccl_plan`), made by `join` before the first step; ids are
-exchanged by whoever made the transport. On each, transfers go in the program's order (`begin`), posted from the event
-loop, which never waits (`nccl_end`).
+exchanged by whoever made the transport. On each, transfers go in the program's order (`begin`); threads call NCCL
+and wait, the event loop never does (`nccl_end`).
 
 A peer that is gone is no error to NCCL: its kernels look for data for ever. So `abort` ends every communicator with
 `ncclCommAbort`, waits until their streams are empty, and only then gives buffers back; a communicator that NCCL itself
@@ -31,9 +31,6 @@ MEDIUM = "nccl"
 JOIN_TIMEOUT_S = 60.0
 """How long one communicator may take. NCCL looks at the machine's whole topology for the first."""
 
-_CHECK_S = 1.0
-"""How often communicators with open transfers are asked whether they have failed."""
-
 _SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
 
 
@@ -55,7 +52,6 @@ class NcclTransport:
         self._ends: dict[Link, LinkEnd] = {}
         self._joined: dict[tuple[Way, int], LinkEnd] = {}
         self._order = Order({}, {})
-        self._checking: asyncio.TimerHandle | None = None
         self._closing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -89,7 +85,7 @@ class NcclTransport:
         return peer in self._peers
 
     def make_id(self) -> bytes:
-        """An id for a link whose `maker` this is.
+        """An id for a link whose `maker` this is. The first one takes long: call it on a thread.
 
         Raises:
             TransferError: NCCL refused.
@@ -154,6 +150,10 @@ class NcclTransport:
             end.begin(order.lines.get(key, NO_LINE))
         self._order = order
 
+    def routes(self, peer: Peer) -> tuple[str, ...]:
+        """None: NCCL does not say which way it takes (`NCCL_DEBUG=INFO` logs it)."""
+        return ()
+
     def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
         return post_future(self._loop, self.post_send, memory_of(buffer, writable=False), peer, tag)
 
@@ -177,15 +177,7 @@ class NcclTransport:
         if end is None or end.failure is not None:
             raise self._refusal(way.peer, end)
         end.post(sequence, Transfer(memory, tag, done))
-        if self._checking is None:
-            self._checking = self._loop.call_later(_CHECK_S, self._check)
         return False
-
-    def _check(self) -> None:
-        self._checking = None
-        for end in [end for end in self._ends.values() if end.num_open]:
-            end.check()
-            self._checking = self._checking or self._loop.call_later(_CHECK_S, self._check)
 
     # ------------------------------------------------------------ ending
 
@@ -203,9 +195,6 @@ class NcclTransport:
     async def aclose(self) -> None:
         if self._closing is None:
             self._closing = self._loop.create_task(self.abort(), name=f"close NCCL of peer {self.peer_id}")
-        if self._checking is not None:
-            self._checking.cancel()
-            self._checking = None
         await asyncio.shield(self._closing)
 
     def _refusal(self, peer: Peer, end: LinkEnd | None) -> TransferError:

@@ -1,7 +1,9 @@
 """nccl_end: our end of one link: what is posted on it goes to NCCL in turn, and is told of once it is done.
 
-It never waits on the event loop's thread: a thread of its own sleeps until the oldest transfer is done. It gives no
-buffer back before the communicator is gone and its stream is empty, and calls nothing on a communicator after that.
+Two threads do what takes time. One owns the communicator from `join` to `abort` and makes every call on it: on a
+communicator that does not block, NCCL hands each call to a thread of its own, and nothing may follow (no mark either)
+before that one is through. The other sleeps until the oldest transfer is done. The event loop puts transfers in turn
+and is told. No buffer is given back before the communicator is gone and its stream is empty.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxpp_async.errors import TransferError
 from jaxpp_async.transport.base import OnEnd, Peer
@@ -27,19 +29,25 @@ _LOG = logging.getLogger("jaxpp_async")
 RELEASE_TIMEOUT_S = 5.0
 """How long NCCL may take to let go of the buffers."""
 
-_BUSY_S = 0.0005
-"""How long to wait before asking a busy communicator again."""
+_CHECK_S = 1.0
+"""How often a communicator to which nothing is given is asked whether it has failed."""
 
-T = TypeVar("T")
+_LOOKS, _BUSY_S = 20, 100e-6
+"""How often NCCL is asked at once whether it has taken up a call, and how long to wait before each further time."""
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A posted transfer. Holds the memory: NCCL keeps no reference."""
+    """A posted transfer. Holds the memory: NCCL keeps no reference.
+
+    Args:
+        check: called on the waiting thread once the data is there; raises NcclFailure if it is not what it should be.
+    """
 
     memory: Memory
     tag: int
     done: OnEnd
+    check: Callable[[], None] | None = None
 
 
 class LinkEnd:
@@ -57,15 +65,13 @@ class LinkEnd:
         self.link, self.sends = link, link.sender == here
         self.failure: str | None = None
         self._loop, self._here = asyncio.get_running_loop(), here
-        self._channel: Channel | None = None
-        self._opening: asyncio.Future[None] | None = None
         self._queue: Queue[Transfer] = Queue()
-        self._waiting: deque[Transfer] = deque()  # it is their turn, and NCCL is busy
-        self._going: deque[Transfer] = deque()  # NCCL has them, oldest first
-        self._is_busy = False  # NCCL has not taken up the last call yet, and is asked again
-        self._is_unmarked = False  # the youngest that NCCL has is not marked yet
-        self._marks: queue.SimpleQueue[Mark | None] = queue.SimpleQueue()
-        self._waiter: asyncio.Future[None] | None = None
+        self._going: deque[Transfer] = deque()  # it is or was their turn; oldest first
+        self._posts: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._marks: queue.SimpleQueue[tuple[Mark, Transfer] | None] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._opened: asyncio.Future[Memory] = self._loop.create_future()
+        self._gone: asyncio.Future[None] | None = None
         self._ending: asyncio.Task[None] | None = None
 
     @property
@@ -76,7 +82,7 @@ class LinkEnd:
     @property
     def num_open(self) -> int:
         """How many transfers have begun and not ended."""
-        return len(self._waiting) + len(self._going)
+        return len(self._going)
 
     # ------------------------------------------------------------ opening
 
@@ -90,32 +96,21 @@ class LinkEnd:
         Raises:
             NcclFailure: NCCL refused, or the word is another's.
         """
-        rank, device = self.link.rank_of(self._here), self.link.device
-
-        def make() -> None:
-            self._channel = library.join(unique_id, rank, device)
-
-        self._opening = self._on_thread("join", make)
-        await asyncio.shield(self._opening)
-        while True:
-            if self._is_ready():
-                break
-            await asyncio.sleep(_BUSY_S)
-        self._waiter = self._start_waiter()
-        word = await self._on_thread("make a word", lambda: library.word(device, greeting if self.sends else 0))
+        self._gone = self._loop.create_future()
+        self._start(f"{self.link}", lambda: self._call_nccl(library, unique_id, greeting if self.sends else 0))
+        self._start(f"wait for the {self.link}", self._wait_for_marks)
+        word = await self._opened
         heard: asyncio.Future[None] = self._loop.create_future()
-        self._go(Transfer(word, 0, lambda error: _settle(heard, None, error and NcclFailure(str(error)))))
-        await heard
-        got = await self._on_thread("read a word", lambda: library.read_word(word))
-        if got != greeting:
-            raise NcclFailure(f"the first message is {got:#x}, not {greeting:#x}: communicators were mixed up")
-        if self.failure is not None:
-            raise NcclFailure(self.failure)
 
-    def _is_ready(self) -> bool:
-        if self.failure is not None or self._channel is None:
-            raise NcclFailure(self.failure or "NCCL made no communicator")
-        return self._channel.is_ready()
+        def check() -> None:
+            if (got := library.read_word(word)) != greeting:
+                raise NcclFailure(f"the first message is {got:#x}, not {greeting:#x}: communicators were mixed up")
+
+        def done(error: Exception | None) -> None:
+            _settle(heard, None, error and NcclFailure(self.failure or str(error)))
+
+        self._go(Transfer(word, 0, done, check))
+        await heard
 
     # ------------------------------------------------------------ transferring
 
@@ -136,52 +131,14 @@ class LinkEnd:
         for one in self._queue.offer(sequence, transfer):
             self._go(one)
 
-    def check(self) -> None:
-        """Ask NCCL whether the communicator has failed; end it if so."""
-        if self.failure is None and self._channel is not None:
-            try:
-                self._channel.is_ready()
-            except NcclFailure as error:
-                self._fail(str(error))
-
     def _go(self, transfer: Transfer) -> None:
-        self._waiting.append(transfer)
-        if not self._is_busy and self.failure is None:
-            self._give()
+        self._going.append(transfer)
+        self._posts.put(transfer)
 
-    def _give(self) -> None:
-        """Give NCCL what waits. Where it is still busy with a call, neither another nor a mark may follow yet."""
-        channel = self._channel
-        assert channel is not None  # it is open, or being opened
-        try:
-            while self._is_unmarked or self._waiting:
-                if not channel.is_ready():
-                    self._is_busy = True
-                    self._loop.call_later(_BUSY_S, self._ask_again)
-                    return
-                if self._is_unmarked:
-                    self._marks.put(channel.mark())
-                    self._is_unmarked = False
-                else:
-                    self._going.append(transfer := self._waiting.popleft())
-                    (channel.send if self.sends else channel.recv)(transfer.memory)
-                    self._is_unmarked = True
-        except NcclFailure as error:
-            self._fail(str(error))
-
-    def _ask_again(self) -> None:
-        self._is_busy = False
-        if self.failure is None:
-            self._give()
-
-    def _finished(self, error: str | None) -> None:
-        """The oldest transfer is done; or the device has failed."""
-        if self.failure is not None:
-            return  # `_end` tells of it, when nothing can be written any more
-        if error is not None:
-            self._fail(error)
-            return
-        self._tell(self._going.popleft(), None)
+    def _finished(self) -> None:
+        """The oldest transfer is done."""
+        if self.failure is None:  # else `_end` tells of it, when nothing can be written any more
+            self._tell(self._going.popleft(), None)
 
     def _tell(self, transfer: Transfer, error: Exception | None) -> None:
         try:
@@ -203,7 +160,7 @@ class LinkEnd:
     def _fail(self, cause: str) -> None:
         """NCCL reports the communicator broken: end it, and then what it had."""
         if self.failure is None:
-            self.failure = f"link lost ({cause})"
+            self.failure = f"link lost ({cause})" if self._opened.done() else cause
             self._begin_end().add_done_callback(_log_failure)
 
     def _begin_end(self) -> asyncio.Task[None]:
@@ -212,66 +169,74 @@ class LinkEnd:
         return self._ending
 
     async def _end(self) -> None:
-        try:
-            async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                if self._opening is not None:
-                    await asyncio.wait([self._opening])
-                if self._channel is not None:
-                    with contextlib.suppress(NcclFailure):  # it has failed already: what matters is the stream
-                        await self._on_thread("abort", self._channel.abort)
-                self._marks.put(None)
-                if self._waiter is not None:
-                    await asyncio.wait([self._waiter])
-        except TimeoutError:
-            self._marks.put(None)  # should it let go later, the thread ends too
-            raise TransferError(
-                f"{self.link}: NCCL still holds {self.num_open} buffers {RELEASE_TIMEOUT_S:.0f} s after the abort; "
-                "this process has to end"
-            ) from None
-        self._channel = None
-        left = [*self._going, *self._waiting, *self._queue.clear()]
+        self._stop.set()
+        self._posts.put(None)
+        _settle(self._opened, None, NcclFailure(self.failure or "ended"))
+        if self._gone is not None:
+            await asyncio.wait([self._gone], timeout=RELEASE_TIMEOUT_S)
+            if not self._gone.done():
+                raise TransferError(
+                    f"{self.link}: NCCL still holds {self.num_open} buffers {RELEASE_TIMEOUT_S:.0f} s after the abort; "
+                    "this process has to end"
+                )
+        left = [*self._going, *self._queue.clear()]
         self._going.clear()
-        self._waiting.clear()
         for transfer in left:
             what = f"transfer from peer {self.link.sender} to peer {self.link.receiver}, tag {transfer.tag:#x}"
             self._tell(transfer, TransferError(f"{what} failed: {self.failure}"))
 
-    # ------------------------------------------------------------ threads
+    # ------------------------------------------------------------ the thread that calls NCCL
 
-    def _start_waiter(self) -> asyncio.Future[None]:
-        """A thread that sleeps until the oldest mark is reached, again and again."""
-        gone: asyncio.Future[None] = self._loop.create_future()
+    def _call_nccl(self, library: NcclLibrary, unique_id: bytes, word: int) -> None:
+        """Everything that is done with the communicator, from its beginning to its end."""
+        channel: Channel | None = None
+        try:
+            channel = library.join(unique_id, self.link.rank_of(self._here), self.link.device)
+            self._wait_ready(channel)
+            self._call_on_loop(_settle, self._opened, library.word(self.link.device, word), None)
+            while (transfer := self._next(channel)) is not None:
+                (channel.send if self.sends else channel.recv)(transfer.memory)
+                self._wait_ready(channel)
+                self._marks.put((channel.mark(), transfer))
+        except NcclFailure as error:
+            self._call_on_loop(self._fail, str(error))
+        if channel is not None:
+            with contextlib.suppress(NcclFailure):  # it has failed already: what matters is that the stream ends
+                channel.abort()
+        self._marks.put(None)
 
-        def wait() -> None:
-            while (mark := self._marks.get()) is not None:
-                error = None
-                try:
-                    mark.wait()
-                except NcclFailure as failure:
-                    error = str(failure)
-                self._call_on_loop(self._finished, error)
-            self._call_on_loop(_settle, gone, None, None)
-
-        threading.Thread(target=wait, name=self._thread_name(str(self.link)), daemon=True).start()
-        return gone
-
-    def _on_thread(self, name: str, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Run what may take long on a thread of its own: one that hangs must not keep others waiting."""
-        future: asyncio.Future[T] = self._loop.create_future()
-
-        def run() -> None:
-            result, error = None, None
+    def _next(self, channel: Channel) -> Transfer | None:
+        while not self._stop.is_set():
             try:
-                result = work()
-            except Exception as failure:  # belongs to whoever awaits the future
-                error = failure
-            self._call_on_loop(_settle, future, result, error)
+                return self._posts.get(timeout=_CHECK_S)
+            except queue.Empty:
+                channel.is_ready()  # raises, if it has failed
+        return None
 
-        threading.Thread(target=run, name=self._thread_name(name), daemon=True).start()
-        return future
+    def _wait_ready(self, channel: Channel) -> None:
+        looks = 0
+        while not channel.is_ready():
+            looks += 1
+            if looks > _LOOKS and self._stop.wait(_BUSY_S):
+                raise NcclFailure("ended before NCCL took it up")
 
-    def _thread_name(self, what: str) -> str:
-        return f"jaxpp NCCL peer {self._here}: {what}"
+    # ------------------------------------------------------------ the thread that waits
+
+    def _wait_for_marks(self) -> None:
+        while (item := self._marks.get()) is not None:
+            mark, transfer = item
+            try:
+                mark.wait()
+                if transfer.check is not None and not self._stop.is_set():
+                    transfer.check()
+            except NcclFailure as error:
+                self._call_on_loop(self._fail, str(error))
+            else:
+                self._call_on_loop(self._finished)
+        self._call_on_loop(_settle, self._gone, None, None)
+
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        threading.Thread(target=work, name=f"jaxpp NCCL peer {self._here}: {name}", daemon=True).start()
 
     def _call_on_loop(self, function: Callable[..., None], *args: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits

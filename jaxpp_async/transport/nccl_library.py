@@ -1,8 +1,9 @@
 """nccl_library: the few calls of NCCL and CUDA that the transport makes, as a Protocol, and the real ones. The only
 importer of NCCL's bindings.
 
-In: ids, device memory. Out: communicators of two, and marks that tell how far one's stream has come. It keeps no order,
-decides nothing and awaits nothing: that is the transport's, and tests give it a library without a GPU.
+In: ids, device memory. Out: communicators of two, and marks that tell how far one's stream has come. It keeps no order
+and decides nothing: that is the transport's, which tests give a library without a GPU. Any of it may take long: none is
+for the event loop's thread.
 
 Communicators are made and aborted through nccl4py, NVIDIA's own binding, which knows NCCL's configuration (CuPy's
 binding has no non-blocking communicators, so a peer that never comes would hold the caller for ever). `ncclSend` and
@@ -16,7 +17,9 @@ context has failed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from jaxpp_async.errors import InstallError, JaxppAsyncError
@@ -43,7 +46,7 @@ class Mark(Protocol):
 
 
 class Channel(Protocol):
-    """One end of a communicator of two, with a stream of its own. No call waits for the peer, except `abort`."""
+    """One end of a communicator of two, with a stream of its own. One thread makes all calls; none waits for a peer."""
 
     def is_ready(self) -> bool:
         """False: NCCL is still busy with the last call, and must not be given another.
@@ -54,7 +57,7 @@ class Channel(Protocol):
         ...
 
     def send(self, memory: Memory) -> None:
-        """Send to the other rank, behind what the stream has, and once the value in `memory` is there.
+        """Send to the other rank, behind what the stream has. The value in `memory` is there.
 
         Raises:
             NcclFailure: NCCL refused it.
@@ -74,8 +77,8 @@ class Channel(Protocol):
         ...
 
     def abort(self) -> None:
-        """End everything and free the communicator; nothing of it may be called afterwards. May take seconds: call it
-        on a thread. Marks made before come to their end."""
+        """End everything and free the communicator; nothing of it may be called afterwards. May take seconds. Marks
+        made before come to their end."""
         ...
 
 
@@ -92,7 +95,7 @@ class NcclLibrary(Protocol):
         ...
 
     def join(self, unique_id: bytes, rank: int, device: int) -> Channel:
-        """Begin to make a communicator of two; `is_ready` says when the other has come. Call it on a thread.
+        """Begin to make a communicator of two; `is_ready` says when the other has come. May take seconds.
 
         Args:
             rank: 0 or 1. device: position among this process's devices.
@@ -103,11 +106,11 @@ class NcclLibrary(Protocol):
         ...
 
     def word(self, device: int, value: int) -> Memory:
-        """Eight bytes on a device that hold `value`. Call it on a thread."""
+        """Eight bytes on a device that hold `value`."""
         ...
 
     def read_word(self, word: Memory) -> int:
-        """What `word` holds now. Call it on a thread."""
+        """What `word` holds now."""
         ...
 
 
@@ -142,14 +145,16 @@ def load_library() -> NcclLibrary:
         num_devices = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise NcclFailure(f"transport 'nccl' moves GPU memory, and this process sees no GPU: {error}") from error
-    return _Nccl(cupy, core, str(found.path), str(found.version), num_devices)
+    if not num_devices:
+        raise NcclFailure("transport 'nccl' moves GPU memory, and this process sees no GPU")
+    return _Nccl(cupy, core, str(found.path), str(found.version))
 
 
 class _Nccl:
     """`NcclLibrary` through nccl4py, CuPy and libnccl."""
 
-    def __init__(self, cupy: Any, core: Any, path: str, version: str, num_devices: int):
-        self._cupy, self._core, self._version, self._num_devices = cupy, core, version, num_devices
+    def __init__(self, cupy: Any, core: Any, path: str, version: str):
+        self._cupy, self._core, self._version = cupy, core, version
         library = ctypes.CDLL(path)  # the one that nccl4py and XLA have loaded: a library is there once a process
         arguments = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
         library.ncclSend.argtypes = library.ncclRecv.argtypes = arguments
@@ -160,29 +165,25 @@ class _Nccl:
         return self._version
 
     def make_id(self) -> bytes:
-        return self._core.get_unique_id().as_bytes
+        with _failures():
+            return self._core.get_unique_id().as_bytes
 
     def join(self, unique_id: bytes, rank: int, device: int) -> Channel:
-        if device >= self._num_devices:
-            raise NcclFailure(f"device {device} of this process is asked for, which sees {self._num_devices} GPUs")
         config = self._core.NCCLConfig(blocking=False, max_ctas=MAX_CTAS)
-        with self._cupy.cuda.Device(device):
-            try:
-                identity = self._core.UniqueId.from_bytes(unique_id)
-                communicator = self._core.Communicator.init(2, rank, identity, config)
-            except Exception as error:  # its errors have no common base that is public
-                raise NcclFailure(_init_failed(error)) from error
+        with _failures(), self._cupy.cuda.Device(device):
+            identity = self._core.UniqueId.from_bytes(unique_id)
+            communicator = self._core.Communicator.init(2, rank, identity, config)
             stream = self._cupy.cuda.Stream(non_blocking=True)
         return _Channel(self._cupy, self._calls, communicator, stream, 1 - rank, device)
 
     def word(self, device: int, value: int) -> Memory:
-        with self._cupy.cuda.Device(device):
+        with _failures(), self._cupy.cuda.Device(device):
             array = self._cupy.full(1, value, self._cupy.uint64)
-            self._cupy.cuda.Stream.null.synchronize()
+            self._cupy.cuda.get_current_stream().synchronize()
         return Memory(array.data.ptr, WORD_BYTES, array)
 
     def read_word(self, word: Memory) -> int:
-        with word.owner.device:
+        with _failures(), word.owner.device:
             return int(word.owner.get()[0])
 
 
@@ -192,51 +193,43 @@ class _Channel:
     def __init__(self, cupy: Any, calls: Any, communicator: Any, stream: Any, other: int, device: int):
         self._cupy, self._calls, self._communicator, self._other = cupy, calls, communicator, other
         self._stream, self._device = stream, cupy.cuda.Device(device)
-        self._handle = communicator.ptr
+        self._handle: int = communicator.ptr
 
     def is_ready(self) -> bool:
-        try:
+        with _failures():
             result = self._communicator.get_async_error()
-        except Exception as error:  # as in `join`
-            raise NcclFailure(str(error)) from error
         if result == _SUCCESS:
             return True
         if result == _IN_PROGRESS:
             return False
-        raise NcclFailure(f"{result!r}: {self._communicator.get_last_error() or 'NCCL_DEBUG=INFO says more'}")
+        raise NcclFailure(_with_remedy(f"{result!r}: {self._last_error()}"))
 
     def send(self, memory: Memory) -> None:
-        self._wait_for(memory.owner)
         self._call(self._calls.ncclSend, memory)
 
     def recv(self, memory: Memory) -> None:
         self._call(self._calls.ncclRecv, memory)
 
-    def _wait_for(self, owner: Any) -> None:
-        """Make the stream wait for the value of a device array, and nobody else."""
-        if getattr(owner, "__dlpack_device__", None) is None or owner.__dlpack_device__()[0] != _DLPACK_CUDA:
-            return
-        try:
-            owner.__dlpack__(stream=self._stream.ptr)  # the capsule itself is of no use here
-        except Exception as error:  # JAX's: a type that DLPack does not know, or a computation that failed
-            raise NcclFailure(f"the stream cannot wait for {type(owner).__name__} {owner.dtype}: {error}") from error
-
     def _call(self, function: Any, memory: Memory) -> None:
-        with self._device:
+        with _failures(), self._device:
             result = function(
                 memory.address, memory.size_bytes, _NCCL_UINT8, self._other, self._handle, self._stream.ptr
             )
         if result not in (_SUCCESS, _IN_PROGRESS):
-            raise NcclFailure(f"{function.__name__} returned {result}: {self._communicator.get_last_error()}")
+            raise NcclFailure(f"{function.__name__} returned {result}: {self._last_error()}")
+
+    def _last_error(self) -> str:
+        with _failures():
+            return self._communicator.get_last_error() or "NCCL_DEBUG=INFO says more"
 
     def mark(self) -> Mark:
-        with self._device:
+        with _failures(), self._device:
             event = self._cupy.cuda.Event(block=True, disable_timing=True)  # block: it sleeps, and keeps no core busy
             event.record(self._stream)
         return _Event(event)
 
     def abort(self) -> None:
-        with self._device:
+        with _failures(), self._device:
             self._communicator.abort()
 
 
@@ -249,24 +242,27 @@ class _Event:
         self._event = event
 
     def wait(self) -> None:
-        try:
+        with _failures():
             self._event.synchronize()
-        except Exception as error:  # CUDA's, of whatever kind: the device is lost, and the waiter must say so
-            raise NcclFailure(str(error)) from error
 
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 """`ncclSuccess` and `ncclInProgress`."""
 
-_DLPACK_CUDA = 2
-"""`kDLCUDA`."""
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """What CUDA, CuPy and nccl4py raise, as `NcclFailure`."""
+    try:
+        yield
+    except Exception as error:  # theirs have no common base, and each means that the call was refused
+        raise NcclFailure(_with_remedy(str(error))) from error
 
 
-def _init_failed(error: Exception) -> str:
-    text = str(error)
-    if "InvalidUsage" in text:
-        text += (
-            "; are both ends on one GPU? NCCL allows that from 2.30 on with NCCL_MULTI_RANK_GPU_ENABLE=1 in the "
-            "actors' environment (env=), for two actors a GPU"
-        )
-    return text
+def _with_remedy(text: str) -> str:
+    if "InvalidUsage" not in text:
+        return text
+    return (
+        f"{text}; are both ends on one GPU? NCCL allows that from 2.30 on with NCCL_MULTI_RANK_GPU_ENABLE=1 in the "
+        "actors' environment (env=), for two actors a GPU"
+    )

@@ -1,0 +1,117 @@
+"""jax_config: JAX's settings in this process, and its compilation cache. In: nothing; out: plain values.
+
+A door to private JAX like `jax_compat`. Tested with JAX 0.10 and 0.12.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import uuid
+from typing import Any
+
+import jax
+from jax._src import config as _settings
+from jax._src import core as _core
+from jax._src import distributed as _distributed
+from jax._src import lru_cache as _lru_cache
+from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+
+# What changes the meaning or the values of a program that is traced here and runs on an actor.
+_COPIED_CONFIG = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_enable_custom_prng",
+    "jax_threefry_partitionable",
+    "jax_debug_nans",
+    "jax_debug_infs",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_softmax_custom_jvp",
+    "jax_disable_most_optimizations",
+    "jax_optimization_level",
+    "jax_memory_fitting_level",
+    "jax_exec_time_optimization_effort",
+    "jax_memory_fitting_effort",
+)
+
+
+def config_values() -> tuple[Any, ...]:
+    """What `copied_config` is made of: equal as long as nothing of it has changed, and quick to get."""
+    config = jax.config
+    return tuple([getattr(config, name, None) for name in _COPIED_CONFIG])
+
+
+def copied_config() -> dict[str, Any]:
+    """`jax.config` names and plain values that actors need to compute the same as this process."""
+    found = {}
+    for name in _COPIED_CONFIG:
+        value = getattr(jax.config, name, None)
+        if isinstance(value, enum.Enum):
+            found[name] = value.value if isinstance(value.value, str) else value.name
+        else:
+            found[name] = value
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def forbids_nans() -> bool:
+    """Whether `jax_debug_nans` is on in this thread."""
+    return bool(_settings.debug_nans.value)
+
+
+def forbids_infs() -> bool:
+    """Whether `jax_debug_infs` is on in this thread."""
+    return bool(_settings.debug_infs.value)
+
+
+def runs_op_by_op() -> bool:
+    """Whether `jax.disable_jit` is on and nothing traces or transforms: JAX then computes each operation at once."""
+    return bool(_settings.disable_jit.value) and _core.trace_state_clean()
+
+
+def write_cache_whole() -> None:
+    """Have JAX's compilation cache write an entry beside its place and move it there.
+
+    JAX writes entries in place, without a lock, and leaves alone those that exist: another process that compiles the
+    same program meanwhile reads half of one, and a process killed there leaves half of one for good.
+    """
+    _lru_cache.LRUCache.put = _put_whole
+
+
+_put_in_place = _lru_cache.LRUCache.put  # as JAX has it: this is read before anyone calls the function above
+
+
+def _put_whole(self: Any, key: str, value: bytes) -> None:
+    if self.eviction_enabled:  # `jax_compilation_cache_max_size` is set: JAX takes a lock of its own
+        _put_in_place(self, key, value)
+        return
+    place = self.path / f"{key}-cache"
+    if place.exists():
+        return
+    beside = self.path / f"{key}-{uuid.uuid4().hex}-part"
+    try:
+        beside.write_bytes(value)
+        beside.replace(place)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+# ---------------------------------------------------------------- several processes
+
+
+def distributed_client() -> Any:
+    """What `jax.distributed.initialize` has made: a store of keys and values that all its processes share."""
+    return _distributed.global_state.client
+
+
+def let_gloo_listen_on(address: str) -> None:
+    """Have gloo, which JAX's CPU collectives go by, listen on an address of this host instead of what its name means.
+
+    To be called before JAX's first use.
+    """
+    _jax.make_gloo_tcp_collectives = functools.partial(_make_gloo, hostname=address)
+
+
+_make_gloo = _jax.make_gloo_tcp_collectives  # as JAX has it
