@@ -91,5 +91,5 @@ def make_door(devices: Sequence[Any], transport: str) -> FakeDoor:
 class DeviceActor(Actor):
     """An actor whose devices compute on their own; for launchers, as `"fake_device:DeviceActor"`."""
 
-    def __init__(self, actor_id: int, **seams: Any):
-        super().__init__(actor_id, make_door=make_door, **seams)
+    def __init__(self, process_id: int, **seams: Any):
+        super().__init__(process_id, make_door=make_door, **seams)

@@ -147,7 +147,7 @@ def _bytes_of(memory: Memory) -> np.ndarray:
 
 def _alias(layout: Layout, memory: tuple[np.ndarray, ...], layouts: Layouts) -> jax.Array | None:
     """An array whose shards lie in `memory`, replicas in the same; None if JAX made a copy of any."""
-    devices = layouts.devices.devices
+    devices = layout.devices
     parts: dict[int, jax.Array] = {}
     for shard, part in zip(layout.shards, memory, strict=True):
         host = part.view(layout.dtype).reshape(shard.shape)
@@ -168,9 +168,8 @@ def _alias(layout: Layout, memory: tuple[np.ndarray, ...], layouts: Layouts) -> 
 
 def _on_devices(layout: Layout) -> jax.Array:
     """An array of no particular contents, with memory of its own on every device."""
-    devices = np.asarray(layout.sharding.mesh.devices).flat
     shape = layout.shards[0].shape
-    parts = [jnp.empty(shape, layout.dtype, device=device) for device in devices]
+    parts = [jnp.empty(shape, layout.dtype, device=device) for device in layout.devices]
     array = jax.make_array_from_single_device_arrays(layout.aval.shape, layout.sharding, parts)
     array.block_until_ready()  # JAX fills it, and what is written before that would be lost
     return array
@@ -178,7 +177,7 @@ def _on_devices(layout: Layout) -> jax.Array:
 
 def _replicas(array: jax.Array, layout: Layout) -> tuple[DeviceCopy, ...]:
     """Where each distinct shard has to go from the device that receives it."""
-    parts, devices = device_parts(array), list(np.asarray(layout.sharding.mesh.devices).flat)
+    parts, devices = device_parts(array, layout), layout.devices
     copies = []
     for shard, piece in zip(layout.shards, device_memories(array, layout), strict=True):
         first, *others = shard.positions
@@ -190,9 +189,9 @@ def _replicas(array: jax.Array, layout: Layout) -> tuple[DeviceCopy, ...]:
 
 def _copied(buffer: ReceiveBuffer) -> jax.Array:
     layout = buffer.layout
-    if len(layout.shards) == 1:
+    if layout.is_whole:
         return place(buffer.memory[0].view(layout.dtype).reshape(layout.aval.shape), layout)
-    if layout.aval.unreduced:  # no array on the host says what each device has
+    if layout.aval.unreduced or not layout.is_here:  # no array on the host says what each device has
         parts = [m.view(layout.dtype).reshape(s.shape) for m, s in zip(buffer.memory, layout.shards, strict=True)]
         return private(joined(parts, layout), [*buffer.memory])
     whole = np.empty(layout.aval.shape, layout.dtype)
