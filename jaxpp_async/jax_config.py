@@ -6,13 +6,16 @@ A door to private JAX like `jax_compat`. Tested with JAX 0.10 and 0.12.
 from __future__ import annotations
 
 import enum
+import functools
 import uuid
 from typing import Any
 
 import jax
 from jax._src import config as _settings
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import lru_cache as _lru_cache
+from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 # What changes the meaning or the values of a program that is traced here and runs on an actor.
 _COPIED_CONFIG = (
@@ -93,3 +96,22 @@ def _put_whole(self: Any, key: str, value: bytes) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+# ---------------------------------------------------------------- several processes
+
+
+def distributed_client() -> Any:
+    """What `jax.distributed.initialize` has made: a store of keys and values that all its processes share."""
+    return _distributed.global_state.client
+
+
+def let_gloo_listen_on(address: str) -> None:
+    """Have gloo, which JAX's CPU collectives go by, listen on an address of this host instead of what its name means.
+
+    To be called before JAX's first use.
+    """
+    _jax.make_gloo_tcp_collectives = functools.partial(_make_gloo, hostname=address)
+
+
+_make_gloo = _jax.make_gloo_tcp_collectives  # as JAX has it

@@ -31,14 +31,6 @@ REMOTE_CACHE = "~/.cache/jaxpp_async/{host}/jax-" + jax.__version__
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
-def refuse_unbuilt(processes_per_actor: Any) -> None:
-    """Raises:
-    MeshError: an option of `api.md` that is not there yet. Better an error than a silent local run.
-    """
-    if processes_per_actor not in (None, 1):
-        raise MeshError("RemoteMesh(processes_per_actor=...) is not there yet in this version; leave it out")
-
-
 def count_of(name: str, value: Any, *, least: int) -> int:
     """An option that counts something.
 
@@ -109,18 +101,25 @@ def checked_rules(rules: Mapping[str, Any], mesh_axes: Mapping[str, int]) -> dic
     return dict(rules)
 
 
-def make_launcher(launcher: Any, num_actors: int = 1, **options: Any) -> tuple[Any, bool]:
-    """A launcher, and whether its actors live in this process.
+def make_launcher(
+    launcher: Any, num_actors: int = 1, processes_per_actor: int | None = None, **options: Any
+) -> tuple[Any, bool, int]:
+    """A launcher, whether its actors live in this process, and of how many processes each is.
 
     Args:
+        processes_per_actor: what was asked for; None: what it takes.
         options: of `Launching`; `compilation_cache`, whose default on other hosts is a folder of theirs; `spmd_mesh`
             and `platform`.
     """
     sizes, platform = options.pop("spmd_mesh", {}).values(), options.pop("platform", "cpu")
     gpus = math.prod(sizes) if platform == "cuda" else 0
     cache = REMOTE_CACHE if options.pop("compilation_cache", None) == DEFAULT_CACHE else None
-    made = Launching(launcher=launcher, cache_dir=cache, gpus_per_actor=gpus, **options).make(num_actors)
-    return made, not isinstance(made, RemoteLauncher) and made.listen_host is None
+    if processes_per_actor is not None:
+        count_of("processes_per_actor", processes_per_actor, least=1)
+    options |= {"processes_per_actor": processes_per_actor, "num_devices": math.prod(sizes)}
+    launching = Launching(launcher=launcher, cache_dir=cache, gpus_per_actor=gpus, **options)
+    made, each = launching.make(num_actors)
+    return made, not isinstance(made, RemoteLauncher) and made.listen_host is None, each
 
 
 def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, num_actors: int) -> str:
@@ -177,6 +176,7 @@ def actor_config(
     cache_dir: str | None,
     transport: str,
     inline: bool,
+    processes_per_actor: int = 1,
 ) -> ActorConfig:
     """What every actor is configured with."""
     if setup is not None and ":" not in setup:
@@ -195,6 +195,7 @@ def actor_config(
         setup=setup,
         transport=transport,
         env={**(NCCL_ENVIRONMENT if is_ordered(transport) and not inline else {}), **env},
+        processes_per_actor=processes_per_actor,
     )
 
 

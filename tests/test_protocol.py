@@ -24,7 +24,7 @@ AVAL = Aval((4, 2), "bfloat16", ("data", None, ("data", "model")))
 STATS = m.StepStats(0.5, 0.25, 1.0, 4096, 3, bytes(16))
 
 REQUESTS = [
-    m.Configure(0, (("data", 2),), ("auto",), "cpu", {"jax_enable_x64": True, "x": None}, None, "m:f", "ucx", 0),
+    m.Configure(0, (("data", 2),), ("auto",), "cpu", {"jax_enable_x64": True, "x": None}, None, "m:f", "ucx", 0, None),
     m.Connect(1, 0, {-1: b"\0address", 0: b"", 7: b"a"}),
     m.OfferLinks(1, 2),
     m.JoinLinks(1, {1: b"address"}, (m.JoinLink(0, 1, 0, b"id"), m.JoinLink(1, 0, 3, b""))),
@@ -46,6 +46,7 @@ REQUESTS = [
     m.Forget(16, 2),
     m.Rollback(17, None),
     m.Shutdown(18),
+    m.Reserve(19),
 ]
 REPLIES = [
     m.Done(0),
@@ -56,6 +57,7 @@ REPLIES = [
     m.Fetched(4, (((2, 3), "float32", b"data"), ((), "int32", None))),
     m.Written(5, 100, ("00ff", "ff00")),
     m.Renewed(5, b"address"),
+    m.Reserved(5, 4711),
     m.Kept(6, (m.KeptArray(7, AVAL, (24,)),)),
     m.Inspected(5, {"live_arrays": 3}),
     m.Reported(5, 7, 1, 12, "#12 run", False, 3, (m.OpenTransfer("receive", 2, 1, 4, 64, True, True),)),
@@ -118,9 +120,12 @@ def test_every_message_is_tried_above():
         (["Fetch", 1, [1, "2"], [1]], "Fetch.array_ids: expected int, got str"),
         (["Store", 1, [[1, [[2], "float32"], None, 0]], []], "Store.puts.aval: expected 4 fields"),
         (["Store", 1, [[1, [[2], "f", [1], []], None, 0]], []], "Store.puts.aval.spec: expected .* got int"),
-        (["Configure", 0, [["a"]], [], "cpu", {}, None, None, "ucx", 0], "Configure.spmd_mesh: expected an array of 2"),
-        (["Configure", 0, [], [], "cpu", {"a": msgpack.ExtType(4, b"x")}, None, None, "ucx", 0], "a plain value"),
-        (["Configure", 0, [], [], "cpu", {}, 5, None, "ucx", 0], "Configure.cache_dir: expected str or NoneType"),
+        (
+            ["Configure", 0, [["a"]], [], "cpu", {}, None, None, "ucx", 0, None],
+            "Configure.spmd_mesh: expected an array of 2",
+        ),
+        (["Configure", 0, [], [], "cpu", {"a": msgpack.ExtType(4, b"x")}, None, None, "ucx", 0, None], "a plain value"),
+        (["Configure", 0, [], [], "cpu", {}, 5, None, "ucx", 0, None], "Configure.cache_dir: expected str or NoneType"),
     ],
 )
 def test_bad_messages_are_refused_by_name(values, said):

@@ -56,7 +56,7 @@ async def make_transport(library):
     yield make
     for transport in made.values():
         await transport.aclose()
-    assert not _waiters(), "threads that wait for a device are left"
+    assert not waiters(), "threads that wait for a device are left"
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ async def pair(make_transport):
     return a, b
 
 
-def _waiters() -> list[str]:
+def waiters() -> list[str]:
     """Threads of transports that do not end, a moment granted: the loop hears of an end a little before."""
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("jaxpp NCCL")]
     for thread in threads:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from jaxpp_async.program import ActorId, Aval, BufferId, Tag
+from jaxpp_async.program import ActorId, Aval, BufferId, ProcessId, Tag
 
 ArrayId: TypeAlias = int
 """Names one array of the mesh; given out by the controller, counting up, never used twice."""
@@ -19,6 +19,30 @@ INLINE_BYTES = 16 * 1024
 
 
 # ---------------------------------------------------------------- controller to actor
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Several processes that are one actor, for one of them.
+
+    Args:
+        coordinator: host and port where they find each other; the first process opens it.
+        address: of this process's host, by which the others reach it.
+        size: how many they are.
+        rank: which of them this is.
+    """
+
+    coordinator: str
+    address: str
+    size: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Ahead of `Configure`, to the first of an actor's processes: find a port for the others. Answer: `Reserved`."""
+
+    request: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +57,7 @@ class Configure:
         setup: `"module:function"` called before JAX starts, or None.
         transport: `"ucx"`, `"memory"` or `"nccl"`.
         epoch: first epoch of the tags.
+        cluster: the other processes of this actor, which start with this one; None: there are none.
     """
 
     request: int
@@ -44,15 +69,16 @@ class Configure:
     setup: str | None
     transport: str
     epoch: int
+    cluster: Cluster | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Connect the transport to these peers (the actor skips itself). Answer: `Done`."""
+    """Connect the transport to these peers (the process skips itself). Answer: `Done`."""
 
     request: int
     epoch: int
-    addresses: dict[ActorId, bytes]
+    addresses: dict[ProcessId, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +143,8 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Put:
     """A host value to keep as `array_id`. `data` is its C-order bytes, or None: it comes over the data plane with
-    sequence number `sequence` of the host channel."""
+    sequence number `sequence` of the host channel. To an actor of several processes each of its `parts` comes by
+    itself, with the numbers from there on, to the process that owns it, which passes it on."""
 
     array_id: ArrayId
     aval: Aval
@@ -164,7 +191,8 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """Send arrays to the controller, whole (unsharded). Answer: `Fetched`. Array k travels over the data plane with
-    `sequences[k]` of the host channel unless it is small (`INLINE_BYTES`)."""
+    `sequences[k]` of the host channel unless it is small (`INLINE_BYTES`). Of an actor of several processes each sends
+    the bytes of those `parts` that it owns, one after the other."""
 
     request: int
     array_ids: tuple[ArrayId, ...]
@@ -279,15 +307,15 @@ class Lend:
     """Send a copy to a peer. Answer: `Done`, once all of it has left.
 
     Args:
-        of: whose arrays: this actor's own, or another's whose copy it holds.
+        of: whose arrays: this process's own, or another's whose copy it holds.
         to: the peer, which has been told to `Hold` it.
     """
 
     request: int
     epoch: int
     generation: int
-    of: ActorId
-    to: ActorId
+    of: ProcessId
+    to: ProcessId
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,8 +325,8 @@ class Hold:
     request: int
     epoch: int
     generation: int
-    of: ActorId
-    source: ActorId
+    of: ProcessId
+    source: ProcessId
     arrays: tuple[KeptArray, ...]
 
 
@@ -349,6 +377,14 @@ class Shutdown:
 @dataclass(frozen=True, slots=True)
 class Done:
     request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A TCP port that is this process's."""
+
+    request: int
+    port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -540,7 +576,8 @@ class Beat:
 
 
 Request: TypeAlias = (
-    Configure
+    Reserve
+    | Configure
     | Connect
     | OfferLinks
     | JoinLinks
@@ -564,6 +601,18 @@ Request: TypeAlias = (
     | Shutdown
 )
 Reply: TypeAlias = (
-    Done | Ready | LinksOffered | Loaded | StepDone | Fetched | Written | Renewed | Kept | Inspected | Reported | Failed
+    Done
+    | Reserved
+    | Ready
+    | LinksOffered
+    | Loaded
+    | StepDone
+    | Fetched
+    | Written
+    | Renewed
+    | Kept
+    | Inspected
+    | Reported
+    | Failed
 )
 Message: TypeAlias = Request | Reply | Log | Beat

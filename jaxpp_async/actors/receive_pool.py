@@ -119,7 +119,7 @@ def _bytes_of(memory: Memory) -> np.ndarray:
 
 def _alias(layout: Layout, memory: tuple[np.ndarray, ...], layouts: Layouts) -> jax.Array | None:
     """An array whose shards lie in `memory`, replicas in the same; None if JAX made a copy of any."""
-    devices = layouts.devices.devices
+    devices = layout.devices
     parts: dict[int, jax.Array] = {}
     for shard, part in zip(layout.shards, memory, strict=True):
         host = part.view(layout.dtype).reshape(shard.shape)
@@ -140,9 +140,9 @@ def _alias(layout: Layout, memory: tuple[np.ndarray, ...], layouts: Layouts) -> 
 
 def _copied(buffer: ReceiveBuffer) -> jax.Array:
     layout = buffer.layout
-    if len(layout.shards) == 1:
+    if layout.is_whole:
         return place(buffer.memory[0].view(layout.dtype).reshape(layout.aval.shape), layout)
-    if layout.aval.unreduced:  # no array on the host says what each device has
+    if layout.aval.unreduced or not layout.is_here:  # no array on the host says what each device has
         parts = [m.view(layout.dtype).reshape(s.shape) for m, s in zip(buffer.memory, layout.shards, strict=True)]
         return private(joined(parts, layout), [*buffer.memory])
     whole = np.empty(layout.aval.shape, layout.dtype)

@@ -12,7 +12,7 @@ import threading
 import time
 from array import array as packed
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ import jax
 
 from jaxpp_async.actors import special_values
 from jaxpp_async.actors.compute import ComputeThread
+from jaxpp_async.actors.crossings import Leg
 from jaxpp_async.actors.executor import Executor
 from jaxpp_async.actors.loaded_program import LoadedProgram
 from jaxpp_async.actors.messages import Step, StepStats
@@ -41,7 +42,9 @@ from jaxpp_async.actors.progress import NoteProgress, no_progress
 from jaxpp_async.actors.receive_pool import ReceiveBuffer, ReceivePool
 from jaxpp_async.actors.shards import Layouts, duplicate, send_memories
 from jaxpp_async.actors.store import Entry
+from jaxpp_async.errors import TransferError
 from jaxpp_async.transport.base import PROGRAM_CHANNEL, Transport, make_tag
+from jaxpp_async.transport.buffers import Memory
 
 MAX_PASS_S = 0.002
 """How long tasks may follow each other on the event loop before it looks at its other work."""
@@ -54,6 +57,7 @@ class Machine:
     Args:
         device_lock: held while executing, where several actors share the devices.
         note_progress: told of every instruction that is taken up or waited at.
+        may_begin: asked before each task of an actor of several processes, from any thread; False: the step is over.
     """
 
     transport: Transport
@@ -62,6 +66,7 @@ class Machine:
     layouts: Layouts
     device_lock: threading.Lock | None = None
     note_progress: NoteProgress = no_progress
+    may_begin: Callable[[StepRun], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,10 @@ class StepRun:
         bound: the store's entry for each step argument that the program binds.
         results: the store's entry for each result that the program makes.
         on_end: called once, with statistics (`live_buffers` 0) or the failure.
+
+    Attributes:
+        ended: it has finished or failed.
+        begun: how many tasks have been begun, in an actor of several processes.
     """
 
     def __init__(
@@ -101,6 +110,7 @@ class StepRun:
         self._quick = program.quick if machine.device_lock is None else frozenset()
         self.executor = Executor(program.plan, alone=self._quick)
         self.ended = False
+        self.begun = 0
         self._program, self._machine, self._on_end = program, machine, on_end
         self._bound, self._results = bound, results
         self._arrays: list[jax.Array | None] = [None] * len(program.plan.avals)
@@ -214,13 +224,49 @@ class StepRun:
         instruction = command.instruction
         self._stamps[2 * instruction] = time.monotonic()
         buffer = self._receiving[command.buffer] = self._program.bins[instruction].take()
-        self._pieces_left[instruction] = len(buffer.pieces)
+        pieces, legs = buffer.pieces, self._program.legs[instruction]
+        self._pieces_left[instruction] = len(legs)
         done = partial(self._piece_received, command)
-        tag, post = self._tag_base + self._program.sequences[instruction], self._machine.transport.post_recv
-        for piece in buffer.pieces:
-            if post(piece, command.from_actor, tag, done):
+        passes = self._program.passes.get(instruction)
+        if passes is not None:
+            self._receive_for_others(command, passes, done)
+            return
+        tag_base, post = self._tag_base, self._machine.transport.post_recv
+        for piece, peer, sequence in legs:
+            if post(pieces[piece], peer, tag_base + sequence, done):
                 done(None)
-            tag += 1
+
+    def _receive_for_others(
+        self, command: PostRecv, passes: Mapping[int, Sequence[Leg]], done: Callable[[Exception | None], None]
+    ) -> None:
+        """Post receives of which this process passes some on. The transfer has ended once that has, too: until then the
+        memory may be read, but neither used again nor given away."""
+        legs, pieces = self._program.legs[command.instruction], self._receiving[command.buffer].pieces
+        self._pieces_left[command.instruction] += sum(map(len, passes.values()))
+        for piece, peer, sequence in legs:
+            onwards = passes.get(piece, ())
+            told = partial(self._pass_on, command, pieces[piece], onwards, done) if onwards else done
+            if self._machine.transport.post_recv(pieces[piece], peer, self._tag_base + sequence, told):
+                told(None)
+
+    def _pass_on(
+        self,
+        command: PostRecv,
+        memory: Memory,
+        onwards: Sequence[Leg],
+        done: Callable[[Exception | None], None],
+        error: Exception | None,
+    ) -> None:
+        """A piece has come, or will not."""
+        if error is None and not self.ended:
+            for _, peer, sequence in onwards:
+                try:
+                    if self._machine.transport.post_send(memory, peer, self._tag_base + sequence, done):
+                        done(None)
+                except TransferError as failure:
+                    self.fail(failure, command.instruction)
+                    return
+        done(error)
 
     def _piece_received(self, command: PostRecv, error: Exception | None) -> None:
         if not self._piece_done(command, error):
@@ -245,13 +291,16 @@ class StepRun:
         array = self._arrays[command.buffer]
         assert array is not None
         pieces = send_memories(array, self._program.layouts[command.buffer])
-        self._pieces_left[instruction] = len(pieces)
+        legs = self._program.legs[instruction]
+        self._pieces_left[instruction] = len(legs)
         done = partial(self._piece_sent, command)
-        tag, post = self._tag_base + self._program.sequences[instruction], self._machine.transport.post_send
-        for piece in pieces:
-            if post(piece, command.to_actor, tag, done):
+        tag_base, post = self._tag_base, self._machine.transport.post_send
+        for piece, peer, sequence in legs:
+            if post(pieces[piece], peer, tag_base + sequence, done):
                 done(None)
-            tag += 1
+        if not legs:  # another process of the actor holds all of it, too, and sends it
+            self._pieces_left[instruction] = 1
+            done(None)
 
     def _piece_sent(self, command: StartSend, error: Exception | None) -> None:
         if self._piece_done(command, error):
@@ -343,7 +392,7 @@ class StepRun:
 
     def _compute(self, command: Execute) -> Callable[[], None]:
         """Runs on the compute thread."""
-        if self.ended:
+        if self.ended or not self._may_begin():
             return _nothing
         self._note(command.instruction, computing=True)
         lock: AbstractContextManager = self._machine.device_lock or nullcontext()
@@ -356,6 +405,10 @@ class StepRun:
             if not self.ended:  # the next step may be at work already
                 self._note(command.instruction)
         return partial(self._computed, command, start_s, end_s)
+
+    def _may_begin(self) -> bool:
+        may_begin = self._machine.may_begin
+        return may_begin is None or may_begin(self)
 
     def _call(self, command: Execute) -> tuple[float, float]:
         """Call the executable and wait until it has computed. Returns when it began and ended."""

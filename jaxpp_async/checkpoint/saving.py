@@ -127,7 +127,8 @@ class Saver:
         Args:
             after_commit: awaited once the checkpoint is whole, as part of the save.
         """
-        self._controller()
+        if self._controller().processes.per_actor > 1:
+            raise CheckpointError(f"{path}: actors of several processes cannot save yet; fetch the tree and keep that")
         folder = checkpoint_folder.absolute(path)
         await self._one_at_a_time.acquire()
         try:
@@ -199,7 +200,8 @@ class _Sweeps:
         controller = self._controller()
         if controller.is_closed:
             return
-        sweeps = [controller.requests.send(info.id, make, Done, awaited=False) for info in controller.actors]
+        everyone = controller.processes.everyone
+        sweeps = [controller.requests.send(process, make, Done, awaited=False) for process in everyone]
         for sweep in sweeps:
             self._under_way.setdefault(folder, set()).add(sweep)
             sweep.add_done_callback(lambda sweep: self._ended(folder, sweep))

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from jaxpp_async.actors.exit_codes import LEASE_S
+from jaxpp_async.actors.processes import Seat
 from jaxpp_async.actors.progress import Position
 from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.actors.records import package_level
 from jaxpp_async.actors.warden import Death
 from jaxpp_async.errors import MeshError
-from jaxpp_async.program import ActorId, ProcessId
+from jaxpp_async.program import ProcessId
 from jaxpp_async.transport.base import Transport
 
 DEFAULT_ACTOR = "jaxpp_async.actors.actor:Actor"
@@ -28,7 +29,7 @@ class LaunchSpec:
 
     Args:
         process_id: counted from 0. num_processes: of the whole mesh, for sharing out cores.
-        name, actor_id: what to call it in lines that people read, such as `"actor 1"`; the actor it belongs to.
+        processes_per_actor: processes of one actor are neighbours; they should be near each other.
         incarnation: which life of the actor this is.
         secret: the mesh's 32 bytes.
         controller: host and port to connect to, or None if the launcher does without (`Launcher.listen_host`).
@@ -45,8 +46,12 @@ class LaunchSpec:
     platform: str = "cpu"
     env: Mapping[str, str] = field(default_factory=dict)
     max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES
-    name: str = ""
-    actor_id: ActorId = 0
+    processes_per_actor: int = 1
+
+    @property
+    def seat(self) -> Seat:
+        """Which process of which actor it is; its text is what to call it in lines that people read."""
+        return Seat(self.process_id, self.processes_per_actor)
 
     def config(self, *, actor: str = DEFAULT_ACTOR, lease_s: float = LEASE_S) -> dict[str, Any]:
         """What the process `python -m jaxpp_async.actors` reads on the first line of its stdin, as JSON.
