@@ -115,8 +115,8 @@ def _without_rc(facts: HostFacts) -> tuple[str, str]:
         return (
             f"{what}; UCX of pip's wheels is built without InfiniBand",
             "take your cluster's UCX, or your distribution's (Debian: libucx-dev), and set "
-            "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true for the actors (env=); or take ucxx from conda-forge, with rdma-core. "
-            "See docs/cluster.md",
+            "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true for the actors (env=); or take ucxx from conda-forge, with "
+            "rdma-core. See docs/cluster.md",
         )
     return what, "is UCX built with verbs (`ucx_info -v`), and is rdma-core installed?"
 
