@@ -127,7 +127,9 @@ def make_launcher(
     return made, not isinstance(made, RemoteLauncher) and made.listen_host is None, each
 
 
-def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, num_actors: int) -> str:
+def transport(
+    given: str | None, launcher: Any, inline: bool, *, platform: str, num_actors: int, processes_per_actor: int = 1
+) -> str:
     """The data plane's name.
 
     Raises:
@@ -144,6 +146,11 @@ def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, 
         raise MeshError(
             f"transport {chosen!r} moves GPU memory, and {actors} have none: their platform is {platform!r}; pass "
             "platform='cuda' where there are GPUs, or leave transport= out for UCX, which moves either"
+        )
+    if is_ordered(chosen) and processes_per_actor > 1:
+        raise MeshError(
+            f"transport {chosen!r} with actors of {processes_per_actor} processes is not there yet; leave transport= "
+            "out for UCX"
         )
     return chosen
 

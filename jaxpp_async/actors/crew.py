@@ -325,11 +325,6 @@ class Crew:
         return transport
 
     @property
-    def per_actor(self) -> int:
-        """Of how many processes each actor is."""
-        return self._options.processes.per_actor
-
-    @property
     def transport_kind(self) -> str:
         """How programs transfer."""
         return self._options.config.transport or self._launcher.transports[0]
