@@ -93,7 +93,7 @@ class RemoteMesh:
         self.num_actors = mesh_options.actor_count(num_actors)
         self.spmd_mesh = mesh_options.axes(spmd_mesh)
         self.axis_rules = mesh_options.checked_rules(axis_rules, self.spmd_mesh)
-        kinds = mesh_options.axis_types(axis_types, self.spmd_mesh)
+        kinds, platform = mesh_options.axis_types(axis_types, self.spmd_mesh), mesh_options.platform(platform)
         self._launcher, inline, each = mesh_options.make_launcher(
             launcher,
             self.num_actors,
@@ -108,12 +108,13 @@ class RemoteMesh:
             ssh_options=ssh_options,
             compilation_cache=compilation_cache,
             spmd_mesh=self.spmd_mesh,
-            platform=mesh_options.platform(platform),
+            platform=platform,
         )
+        mesh_options.spare_gpus(platform, inline=inline)
         self._config = mesh_options.actor_config(
             spmd_mesh=self.spmd_mesh,
             axis_types=kinds,
-            platform=mesh_options.platform(platform),
+            platform=platform,
             setup=setup,
             env=env,
             cache_dir=mesh_options.cache_dir(compilation_cache, self._launcher),
@@ -123,6 +124,7 @@ class RemoteMesh:
                 inline,
                 platform=mesh_options.platform(platform),
                 num_actors=self.num_actors,
+                processes_per_actor=each,
             ),
             inline=inline,
             processes_per_actor=each,

@@ -218,6 +218,8 @@ def test_actors_without_a_gpu_are_an_error_before_anything_starts():
         RemoteMesh(3, transport="nccl")
     with pytest.raises(MeshError, match=r"'nccl' does not work inside one process"):
         RemoteMesh(2, transport="nccl", launcher="inline")
+    with pytest.raises(MeshError, match="'nccl' with actors of 2 processes is not there yet"):
+        RemoteMesh(2, transport="nccl", platform="cuda", processes_per_actor=2, spmd_mesh={"data": 2})
 
 
 def test_actors_with_gpus_get_the_environment_that_waiting_kernels_need():

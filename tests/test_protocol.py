@@ -54,7 +54,8 @@ REQUESTS = [
 ]
 REPLIES = [
     m.Done(0),
-    m.Ready(1, b"address", ("cpu:0", "cpu:1"), {"jax": "0.10"}),
+    m.Ready(1, b"address", ("cpu:0", "cpu:1"), {"jax": "0.10"}, m.Hardware("NVIDIA H100", 2, 80 << 30, "13.0", "13.1")),
+    m.Connected(1, {0: ("cuda_ipc", "posix"), 7: ()}),
     m.LinksOffered(1, b"address", (b"id", b"")),
     m.Loaded(2, 1.5, {0: 100}),
     m.StepDone(3, 8, STATS),

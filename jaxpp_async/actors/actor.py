@@ -24,7 +24,9 @@ from jaxpp_async.actors.catching_up import Dropped, Tally, catch_up
 from jaxpp_async.actors.cluster import reserve_port
 from jaxpp_async.actors.compute import ComputeThread
 from jaxpp_async.actors.copies import Shelf
-from jaxpp_async.actors.devices import INLINE_DEVICES, Devices, package_versions, start_devices
+from jaxpp_async.actors.cuda import DeviceDoor, open_door
+from jaxpp_async.actors.device_work import DeviceWork
+from jaxpp_async.actors.devices import INLINE_DEVICES, Devices, package_versions, plain_hardware, start_devices
 from jaxpp_async.actors.executables import Executables
 from jaxpp_async.actors.host_values import HostValues
 from jaxpp_async.actors.loaded_program import LoadedProgram
@@ -41,7 +43,7 @@ from jaxpp_async.actors.step_run import Machine, StepFailure, StepRun
 from jaxpp_async.actors.store import Entry, Store
 from jaxpp_async.actors.stuck_report import report
 from jaxpp_async.errors import MeshError, ProtocolError, StepAbortedError
-from jaxpp_async.program import ActorId, ProcessId
+from jaxpp_async.program import CONTROLLER, ActorId, ProcessId
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.nccl_plan import Link
 from jaxpp_async.transport.planes import Planes, open_planes
@@ -78,6 +80,7 @@ class Actor:
         send: takes replies; called on the event loop.
         inline: the actor shares the controller's process and its JAX.
         note_progress: told of every instruction.
+        make_door: (devices, transport name) to the door to devices that compute on their own; for tests.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Actor:
         send: Callable[[m.Message], None],
         inline: bool = False,
         note_progress: NoteProgress = no_progress,
+        make_door: Callable[[Sequence[Any], str], DeviceDoor | None] = open_door,
     ):
         self._seat = Seat(process_id)  # until `Configure` tells of others
         self._cluster: m.Cluster | None = None
@@ -96,7 +100,7 @@ class Actor:
         self._refused: list[LoadedProgram] = []
         self._port: socket.socket | None = None
         self._make_transport, self._send, self._inline = make_transport, send, inline
-        self._note_progress = note_progress
+        self._note_progress, self._make_door = note_progress, make_door
         self._workers = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix=f"jaxpp-actor-{process_id}")
         self._parts_or_none: _Parts | None = None
         self._store, self._shelf = Store(), Shelf()
@@ -144,6 +148,8 @@ class Actor:
         if self._parts_or_none is not None:
             await self._parts_or_none.planes.aclose()
             await self._parts_or_none.machine.compute.aclose()
+            if (device := self._parts_or_none.machine.device) is not None:
+                await device.aclose()
         self._workers.shutdown(wait=False, cancel_futures=True)
         if self._port is not None:
             self._port.close()
@@ -216,17 +222,21 @@ class Actor:
             self._cluster, self._seat = message.cluster, Seat(self._seat.process, message.cluster.size)
         start = partial(start_devices, message, inline=self._inline)
         devices: Devices = await loop.run_in_executor(self._workers, start)
+        door = await loop.run_in_executor(self._workers, self._make_door, devices.devices, message.transport)
+        if door is not None:
+            door.enter()  # on this thread, and before UCX begins: it keeps to the context that it finds
         planes = open_planes(message.transport, message.epoch, self._make_transport)
         layouts = Layouts(devices)
         shared = self._inline and len(devices.devices) > 1
         machine = Machine(
             transport=planes.programs,
             compute=ComputeThread(f"jaxpp-actor-{self._seat.process}-compute", loop),
-            pool=ReceivePool(layouts),
+            pool=ReceivePool(layouts, on_devices=door is not None),
             layouts=layouts,
             device_lock=INLINE_DEVICES if shared else None,
             note_progress=self._note_progress,
             may_begin=self._tally.begin if message.cluster is not None else None,
+            device=None if door is None else DeviceWork(door, f"jaxpp-actor-{self._seat.process}", loop),
         )
         self._epoch = message.epoch
         self._parts_or_none = _Parts(
@@ -239,13 +249,17 @@ class Actor:
             transport_kind=message.transport,
         )
         names = tuple(f"{device.platform}:{device.id}" for device in devices.devices)
-        return m.Ready(message.request, planes.host.address, names, package_versions())
+        hardware = plain_hardware(devices) if door is None else door.hardware()
+        return m.Ready(message.request, planes.host.address, names, package_versions(), hardware)
 
-    async def _connect(self, message: m.Connect) -> m.Done:
+    async def _connect(self, message: m.Connect) -> m.Connected:
         self._epoch = message.epoch
         peers = {peer: address for peer, address in message.addresses.items() if peer != self._seat.process}
         await self._parts.planes.connect(peers)
-        return m.Done(message.request)
+        machine, routes = self._parts.machine, {}
+        if machine.device is not None:
+            routes = {peer: machine.transport.routes(peer) for peer in peers if peer != CONTROLLER}
+        return m.Connected(message.request, routes)
 
     async def _offer_links(self, message: m.OfferLinks) -> m.LinksOffered:
         plane, loop = self._parts.planes.with_links, asyncio.get_running_loop()

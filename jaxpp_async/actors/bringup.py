@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
@@ -67,6 +68,11 @@ class ActorConfig:
     env: Mapping[str, str] = field(default_factory=dict)
     processes_per_actor: int = 1
 
+    @property
+    def num_devices(self) -> int:
+        """How many devices an actor has."""
+        return math.prod(size for _, size in self.spmd_mesh)
+
     def message(self, request: int, transport: str, epoch: int, cluster: Cluster | None = None) -> Configure:
         """The request that carries it."""
         return Configure(
@@ -125,8 +131,11 @@ class Bringup:
         reserved: Reserved = await self._asked(link, message, Reserved, "connected but did not find a free port")
         return reserved.port
 
-    async def configure(self, link: ActorLink, message: Configure) -> None:
+    async def configure(self, link: ActorLink, message: Configure) -> Ready:
         """Start JAX and the transport in one process.
+
+        Returns:
+            What it tells of itself.
 
         Raises:
             LaunchError: it failed, died or took too long. HandshakeError: its JAX is another version.
@@ -137,6 +146,7 @@ class Bringup:
         link.info = replace(link.info, devices=ready.devices, state="ready")
         link.address = ready.address
         self._say(f"{link.info} is ready: {', '.join(ready.devices)}")
+        return ready
 
     async def _asked(self, link: ActorLink, message: Request, expected: type, late: str) -> Any:
         seat = Seat(link.info.process, link.info.size)

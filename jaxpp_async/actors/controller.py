@@ -82,7 +82,14 @@ class Controller:
         self._under_way: dict[int, StepHandle] = {}
         self._tasks = OwnedTasks()
         self._closing: asyncio.Task[None] | None = None
-        self._crew = Crew(launcher, options, number=self._number, say=self._tell, on_transfer_error=self._suspect)
+        self._crew = Crew(
+            launcher,
+            options,
+            number=self._number,
+            say=self._tell,
+            on_transfer_error=self._suspect,
+            on_routes=self.telling.connected,
+        )
         links = self._crew.links
         self.requests = self._outbox = Outbox(links, self._check_usable, remembers=max_restarts > 0)
         self._supervision = Supervision(

@@ -15,6 +15,7 @@ from typing import Any
 
 import jaxpp_async
 from jaxpp_async.actors.actor_info import ActorInfo, of_actor
+from jaxpp_async.actors.agreement import Member, check_agreement
 from jaxpp_async.actors.bringup import ActorConfig, Bringup, all_of
 from jaxpp_async.actors.ending import bounded, wait_all_dead
 from jaxpp_async.actors.gate import Gate
@@ -26,7 +27,9 @@ from jaxpp_async.actors.messages import (
     Abort,
     Cluster,
     Connect,
+    Connected,
     Done,
+    Hardware,
     Renew,
     Renewed,
     Report,
@@ -81,12 +84,14 @@ class Crew:
         number: gives out request numbers.
         say: told what is going on.
         on_transfer_error: told of transfers between actors and controller that failed.
+        on_routes: told by which ways a process with devices of its own reaches the others, once it is connected.
 
     Attributes:
         links: the processes by number; a replaced one has another link.
         epoch: of all tags and steps; another one after every abort.
         gate: where they come in.
         plane: the controller's end of the data plane, once started.
+        hardware: each process's devices, as it told.
     """
 
     def __init__(
@@ -97,11 +102,12 @@ class Crew:
         number: Callable[[], int],
         say: Callable[[str], None],
         on_transfer_error: Callable[[TransferError], None],
+        on_routes: Callable[[ActorInfo, Mapping[ProcessId, tuple[str, ...]]], None],
     ):
         self.links: dict[ProcessId, ActorLink] = {}
         self.epoch = 0
         self._launcher, self._options, self._number, self._say = launcher, options, number, say
-        self._on_transfer_error = on_transfer_error
+        self._on_transfer_error, self._on_routes = on_transfer_error, on_routes
         self._secret = secrets.token_bytes(SECRET_BYTES)
         version, longest = jaxpp_async.__version__, options.max_frame_bytes
         self.gate = Gate(self._secret, version=version, max_frame_bytes=longest)
@@ -109,6 +115,7 @@ class Crew:
         self._address: tuple[str, int] | None = None
         self._plane: HostPlane | None = None
         self._incarnations: dict[ProcessId, int] = {}
+        self.hardware: dict[ProcessId, Hardware] = {}
 
     @property
     def plane(self) -> HostPlane:
@@ -160,6 +167,7 @@ class Crew:
 
         Raises:
             LaunchError: an actor did not come up; has the end of its output. HandshakeError: one runs other versions.
+            MeshError: their devices do not go together.
         """
         count, each = self.processes.num_actors, self.processes.per_actor
         if self._launcher.listen_host is not None:
@@ -167,6 +175,8 @@ class Crew:
         of_several = f" of {each} processes each" if each > 1 else ""
         self._say(f"starting {count} actor{'s' if count != 1 else ''}{of_several}")
         await all_of({actor: self.bring_up(actor) for actor in self.actors}, "start")
+        if self.has_hearts:  # inline actors have one JAX and one set of devices
+            check_agreement([self._member(process) for process in sorted(self.links)])
         self._plane = HostPlane(
             self._make_transport(),
             self.epoch,
@@ -176,6 +186,10 @@ class Crew:
             patience_s=self._options.patience_s,
             scattering=self.scattering,
         )
+
+    def _member(self, process: ProcessId) -> Member:
+        info, found = self.links[process].info, self.hardware[process]
+        return Member(str(info), info.host, found.cuda, found.gpus, found.memory_fraction)
 
     async def bring_up(self, actor: ActorId) -> list[ActorLink]:
         """Start one actor, or its successor, up to its JAX and transport.
@@ -205,6 +219,7 @@ class Crew:
             options.config.env,
             options.max_frame_bytes,
             self.processes.per_actor,
+            options.config.num_devices // self.processes.per_actor if options.config.platform == "cuda" else 0,
         )
         link = self.links[process] = await self._bringup.start(spec)
         return link
@@ -220,7 +235,7 @@ class Crew:
 
     async def _configure(self, link: ActorLink, cluster: Cluster | None) -> None:
         message = self._options.config.message(self._number(), self.transport_kind, self.epoch, cluster)
-        await self._bringup.configure(link, message)
+        self.hardware[link.info.process] = (await self._bringup.configure(link, message)).hardware
 
     async def connect(self) -> None:
         """Connect everyone with those whom he exchanges anything with, in this epoch.
@@ -237,7 +252,10 @@ class Crew:
             peers = {CONTROLLER, *self.processes.peers_of(process)}
             return Connect(self._number(), self.epoch, {peer: a for peer, a in addresses.items() if peer in peers})
 
-        await self.ask_each({process: connect(process) for process in sorted(self.links)}, Done, "connect")
+        connects = {process: connect(process) for process in sorted(self.links)}
+        found = await self.ask_each(connects, Connected, "connect")
+        for process, connected in sorted(found.items()):
+            self._on_routes(self.links[process].info, connected.routes)
 
     # ------------------------------------------------------------ going on after a failure
 
@@ -305,11 +323,6 @@ class Crew:
         transport = make(host_kind(self.transport_kind))
         transport.epoch = self.epoch
         return transport
-
-    @property
-    def per_actor(self) -> int:
-        """Of how many processes each actor is."""
-        return self._options.processes.per_actor
 
     @property
     def transport_kind(self) -> str:

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_async import jax_config
 from jaxpp_async.actors.cluster import join
-from jaxpp_async.actors.messages import Configure
+from jaxpp_async.actors.messages import Configure, Hardware
 from jaxpp_async.errors import InstallError, MeshError
 from jaxpp_async.extras import cuda_error
 from jaxpp_async.program import Aval
@@ -108,6 +108,11 @@ def package_versions() -> dict[str, str]:
     return found
 
 
+def plain_hardware(devices: Devices) -> Hardware:
+    """What devices are whose arrays pass through host memory."""
+    return Hardware(kind=devices.devices[0].device_kind, count=len(devices.devices))
+
+
 def _configure_jax(configure: Configure) -> None:
     settings = {
         # Executables run on a thread of the actor; handing over to XLA's own too costs as much as a small task.
@@ -151,7 +156,15 @@ def _make_mesh(configure: Configure) -> Mesh:
         raise ValueError(f"axis_types {kinds} for the axes {axes}: give 'auto' or 'explicit' for each axis")
     shape = tuple(size for _, size in axes)
     needed = _devices_each(configure)
-    devices = jax.local_devices(backend=configure.platform or None)
+    try:
+        devices = jax.local_devices(backend=configure.platform or None)
+    except RuntimeError as error:
+        if configure.platform != "cuda":
+            raise
+        raise MeshError(
+            f"JAX finds no GPU here ({error}); is the driver loaded, and jaxpp-async[cuda13] (or [cuda12], for older "
+            "drivers) installed? without GPUs, use platform='cpu'"
+        ) from error
     if len(devices) < needed:
         raise MeshError(
             f"spmd_mesh {dict(axes)} needs {needed} devices in each process, this one has {len(devices)} of platform "

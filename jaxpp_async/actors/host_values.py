@@ -23,6 +23,7 @@ from jaxpp_async.actors.shards import (
     Layouts,
     aligned_bytes,
     fetch_pieces,
+    hold_pieces,
     host_bytes,
     join_pieces,
     join_privately,
@@ -136,8 +137,9 @@ class HostValues:
             ArrayError: an array is not here.
         """
         looks: list[Look] = []
+        read = hold_pieces(self._layouts.devices)
         for entry in [self._store.get(array_id) for array_id in message.array_ids]:
-            look = Look(self._layouts.of(entry.aval), asyncio.get_running_loop().create_future())
+            look = Look(self._layouts.of(entry.aval), asyncio.get_running_loop().create_future(), read)
             looks.append(look)
             entry.when_done(look.take)
         return looks
@@ -179,9 +181,10 @@ class HostValues:
         ]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
 
-    async def _join(self, pieces: list[np.ndarray], layout: Layout) -> np.ndarray:
-        if len(pieces) == 1:
+    async def _join(self, pieces: list[Any], layout: Layout) -> np.ndarray:
+        if len(pieces) == 1 and isinstance(pieces[0], np.ndarray):
             return pieces[0]
+        # A thread's work: to put parts together, or to wait for what is on its way from a device.
         return await asyncio.get_running_loop().run_in_executor(self._workers, join_pieces, pieces, layout)
 
 

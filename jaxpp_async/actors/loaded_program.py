@@ -52,11 +52,12 @@ class LoadedTask:
         self._call = call
         self._check_infs = not label.startswith("start(")  # an accumulator of `Max` begins with one
 
-    def run(self, arguments: Sequence[Any], *, checked: bool) -> Sequence[jax.Array]:
-        """Call it, and wait until it has computed.
+    def run(self, arguments: Sequence[Any], *, checked: bool, wait: bool = True) -> Sequence[jax.Array]:
+        """Call it.
 
         Args:
             checked: look for special values that the configuration forbids.
+            wait: until it has computed.
 
         Raises:
             FloatingPointError: a result is a NaN or an infinity, which the configuration forbids.
@@ -66,7 +67,7 @@ class LoadedTask:
             outputs = special_values.call_checked(self._call, arguments, infs=self._check_infs)
         else:
             outputs = self._call(*arguments)
-        if outputs:
+        if outputs and wait:
             outputs[-1].block_until_ready()  # results of one executable are there together
         return outputs
 

@@ -74,7 +74,7 @@ class Configure:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Connect the transport to these peers (the process skips itself). Answer: `Done`."""
+    """Connect the transport to these peers (the process skips itself). Answer: `Connected`."""
 
     request: int
     epoch: int
@@ -402,6 +402,29 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True)
+class Hardware:
+    """The devices of an actor.
+
+    Args:
+        kind: as JAX names them, such as `"cpu"` or `"NVIDIA H100 80GB HBM3"`.
+        count: how many the actor has.
+        memory_bytes: of one; 0: not known, or the host's.
+        cuda: version of the CUDA runtime, such as `"13.0"`; empty without GPUs.
+        driver: the newest CUDA that the host's driver knows, written alike.
+        gpus: the PCI addresses of GPUs, which tell those of a host apart; empty without GPUs.
+        memory_fraction: how much of each GPU's memory JAX takes beforehand; 0: none.
+    """
+
+    kind: str
+    count: int
+    memory_bytes: int = 0
+    cuda: str = ""
+    driver: str = ""
+    gpus: tuple[str, ...] = ()
+    memory_fraction: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The actor's JAX and transport are up.
 
@@ -409,12 +432,27 @@ class Ready:
         address: the transport's address.
         devices: one text a device, such as `"cpu:0"`.
         versions: package name to version, for the mismatch check.
+        hardware: what the devices are.
     """
 
     request: int
     address: bytes
     devices: tuple[str, ...]
     versions: dict[str, str]
+    hardware: Hardware
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The transport is connected.
+
+    Args:
+        routes: by which of its ways the transport reaches each peer, as it names them (`"cuda_ipc"`, `"rc_mlx5"`,
+            `"tcp"`); empty where it does not say, or where only host memory travels.
+    """
+
+    request: int
+    routes: dict[ActorId, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -618,6 +656,7 @@ Reply: TypeAlias = (
     Done
     | Reserved
     | Ready
+    | Connected
     | LinksOffered
     | Loaded
     | StepDone

@@ -152,6 +152,29 @@ def send_memories(array: jax.Array, layout: Layout) -> list[Memory]:
     return [memory_of(view, writable=False) for view in send_views(array, layout)]
 
 
+def device_memories(array: jax.Array, layout: Layout) -> list[Memory]:
+    """The memory of each distinct shard on the device that holds it first, to be sent or received into.
+
+    Only of an array that is computed: some of JAX's clients wait here until it is.
+    """
+    parts = device_parts(array, layout)
+    return [_device_memory(parts[shard.positions[0]]) for shard in layout.shards]
+
+
+def device_parts(array: jax.Array, layout: Layout) -> list[jax.Array]:
+    """The part on each of this process's devices, in their order. They share the array's memory."""
+    if len(array.sharding.device_set) == 1:
+        return [array]
+    by_device = {part.device: part.data for part in array.addressable_shards}
+    return [by_device[device] for device in layout.devices]
+
+
+def _device_memory(part: jax.Array) -> Memory:
+    # Not `nbytes`: a device keeps two int4 in a byte.
+    size_bytes: int = part.on_device_size_in_bytes()  # pyright: ignore[reportAttributeAccessIssue]
+    return Memory(part.unsafe_buffer_pointer(), size_bytes, part, on_device=True)
+
+
 def host_bytes(array: np.ndarray) -> np.ndarray:
     """The array's C-order bytes as a flat uint8 array: a view where it is contiguous. What travels has no dtype, since
     buffer protocols know neither bfloat16 nor float8."""
@@ -189,11 +212,11 @@ def hold_pieces(devices: Devices) -> Callable[[jax.Array, Layout], Sequence[Any]
     return fetch_pieces if devices.is_cpu else host_copies
 
 
-def join_pieces(pieces: Sequence[np.ndarray], layout: Layout) -> np.ndarray:
-    """The whole array from `fetch_pieces`, where all of it is here. (`numpy.asarray` of a sharded array would cache the
-    result in the array.)"""
+def join_pieces(pieces: Sequence[Any], layout: Layout) -> np.ndarray:
+    """The whole array from `fetch_pieces`, where all of it is here, or from `host_copies`, which are waited for.
+    (`numpy.asarray` of a sharded array would cache the result in the array.)"""
     if layout.is_whole:
-        return pieces[0]
+        return np.asarray(pieces[0])
     whole = np.empty(layout.aval.shape, layout.dtype)
     for piece, shard in zip(pieces, layout.shards, strict=True):
         whole[shard.index] = piece
@@ -227,12 +250,23 @@ def _misaligned_copy(host: np.ndarray) -> np.ndarray:
 
 def private(array: jax.Array, memory: Sequence[np.ndarray]) -> jax.Array:
     """`array` itself if it lies outside all of `memory`, else a copy."""
+    if not _is_on_cpu(array):
+        return array  # never in host memory; JAX holds on to `memory` until it has read it
     array.block_until_ready()
     if not any(_lies_in(array, part) for part in memory):
         return array
     copy = duplicate(array)
     copy.block_until_ready()
     return copy
+
+
+def _is_on_cpu(array: jax.Array) -> bool:
+    return next(iter(array.sharding.device_set)).platform == "cpu"
+
+
+def is_ready(array: jax.Array) -> bool:
+    """Whether it is computed; does not wait."""
+    return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def duplicate(array: jax.Array) -> jax.Array:

@@ -3,6 +3,10 @@
 Everything runs on the event loop and never waits, but for tasks that take their time: those run on the compute thread.
 Completions call back, the executor answers with commands, and these are carried out at once. One object a step, no
 asyncio task and no future an instruction.
+
+On devices that compute after a call has returned (`Machine.device`), a run is over for the executor when the device
+says so. With that, what holds on CPUs holds there: sends start when the value is there, and memory is freed, or written
+again, when nothing on the device reads it any more.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import jax
 from jaxpp_async.actors import special_values
 from jaxpp_async.actors.compute import ComputeThread
 from jaxpp_async.actors.crossings import Leg
+from jaxpp_async.actors.device_work import DeviceWork
 from jaxpp_async.actors.executor import Executor
 from jaxpp_async.actors.loaded_program import LoadedProgram
 from jaxpp_async.actors.messages import Step, StepStats
@@ -40,7 +45,7 @@ from jaxpp_async.actors.plan import (
 )
 from jaxpp_async.actors.progress import NoteProgress, no_progress
 from jaxpp_async.actors.receive_pool import ReceiveBuffer, ReceivePool
-from jaxpp_async.actors.shards import Layouts, duplicate, send_memories
+from jaxpp_async.actors.shards import Layouts, device_memories, duplicate, is_ready, send_memories
 from jaxpp_async.actors.store import Entry
 from jaxpp_async.errors import TransferError
 from jaxpp_async.transport.base import PROGRAM_CHANNEL, Transport, make_tag
@@ -57,6 +62,8 @@ class Machine:
     Args:
         device_lock: held while executing, where several actors share the devices.
         note_progress: told of every instruction that is taken up or waited at.
+        device: tells of the end of work on devices whose memory the transport reads and writes; None: arrays lie in
+            host memory, or pass through it.
         may_begin: asked before each task of an actor of several processes, from any thread; False: the step is over.
     """
 
@@ -66,6 +73,7 @@ class Machine:
     layouts: Layouts
     device_lock: threading.Lock | None = None
     note_progress: NoteProgress = no_progress
+    device: DeviceWork | None = None
     may_begin: Callable[[StepRun], bool] | None = None
 
 
@@ -107,7 +115,9 @@ class StepRun:
     ):
         self.message = message
         # Where actors share devices a task may have to wait for its turn, which the event loop must not.
-        self._quick = program.quick if machine.device_lock is None else frozenset()
+        # And on a device none is over when its call returns.
+        self._device = machine.device
+        self._quick = program.quick if machine.device_lock is None and machine.device is None else frozenset()
         self.executor = Executor(program.plan, alone=self._quick)
         self.ended = False
         self.begun = 0
@@ -126,6 +136,8 @@ class StepRun:
         self._stamps = packed("d", program.no_stamps)
         self._started_s = self._waited_s = self._computed_s = 0.0
         self._starved_since = 0.0  # 0: it is not starved
+        self._run_ended_s = 0.0  # on the device, the last one
+        self._unready: set[BufferKey] = set()  # arguments that the device may still be filling
         self._drains = False
 
     @property
@@ -202,6 +214,8 @@ class StepRun:
                 continue
             self._arrays[command.buffer] = array
             present.append(command.buffer)
+            if self._device is not None:
+                self._unready.add(command.buffer)
             self._stamps[2 * command.instruction] = self._stamps[2 * command.instruction + 1] = now
         return present
 
@@ -217,6 +231,8 @@ class StepRun:
             return
         alone = not command.donated or id(entry) not in _shared_entries(self._bound)
         self._arrays[command.buffer] = entry.array if alone else duplicate(entry.array)
+        if self._device is not None:
+            self._unready.add(command.buffer)
         self._stamps[2 * command.instruction + 1] = time.monotonic()
         self._obey(self.executor.arrived(command.buffer))
 
@@ -273,6 +289,9 @@ class StepRun:
             return
         key = command.buffer
         buffer = self._receiving[key]
+        if self._device is not None:
+            self._received_on_device(command, buffer, self._device)
+            return
         if command.private or buffer.array is None:
             try:
                 self._arrays[key] = buffer.received(private_copy=command.private)
@@ -288,9 +307,15 @@ class StepRun:
     def _send(self, command: StartSend) -> None:
         instruction = command.instruction
         self._stamps[2 * instruction] = time.monotonic()
-        array = self._arrays[command.buffer]
+        array, layout = self._arrays[command.buffer], self._program.layouts[command.buffer]
         assert array is not None
-        pieces = send_memories(array, self._program.layouts[command.buffer])
+        if self._device is None:
+            pieces = send_memories(array, layout)
+        elif command.buffer in self._unready and not is_ready(array):
+            self._machine.compute.submit(partial(self._wait_to_send, command, array, self._device))
+            return
+        else:
+            pieces = device_memories(array, layout)
         legs = self._program.legs[instruction]
         self._pieces_left[instruction] = len(legs)
         done = partial(self._piece_sent, command)
@@ -339,7 +364,10 @@ class StepRun:
             return
         copy = duplicate(array)  # begun now: the next step may be given the array
         self._copying += 1
-        self._machine.compute.submit(partial(self._wait_copied, copy, entry))
+        if self._device is None:
+            self._machine.compute.submit(partial(self._wait_copied, copy, entry))
+        else:
+            self._machine.compute.submit(partial(self._await_copied, copy, entry, self._device))
 
     def _wait_copied(self, copy: jax.Array, entry: Entry) -> Callable[[], None]:
         """Runs on the compute thread: a large copy takes its time, and nobody may look at it before it is there."""
@@ -384,7 +412,8 @@ class StepRun:
         if self._on_thread or command.instruction not in self._quick:
             self._on_thread += 1
             self._machine.transport.hurry(False)
-            self._machine.compute.submit(partial(self._compute, command))
+            work = partial(self._compute, command) if self._device is None else partial(self._enqueue, command)
+            self._machine.compute.submit(work)
             return
         self._note(command.instruction, computing=True)
         start_s, end_s = self._call(command)
@@ -412,15 +441,20 @@ class StepRun:
 
     def _call(self, command: Execute) -> tuple[float, float]:
         """Call the executable and wait until it has computed. Returns when it began and ended."""
-        task, arrays = self._program.tasks[command.instruction], self._arrays
         start_s = time.monotonic()
+        self._run(command, wait=True)
+        return start_s, time.monotonic()
+
+    def _run(self, command: Execute, *, wait: bool) -> Sequence[jax.Array]:
+        """Call the executable. Returns its results."""
+        task, arrays = self._program.tasks[command.instruction], self._arrays
         arguments = [arrays[key] for key in command.inputs]
         for position in command.donated:
             arrays[command.inputs[position]] = None
-        outputs = task.run(arguments, checked=self._checked)
+        outputs = task.run(arguments, checked=self._checked, wait=wait)
         for key, array in zip(command.outputs, outputs, strict=True):
             arrays[key] = array
-        return start_s, time.monotonic()
+        return outputs
 
     def _computed(self, command: Execute, start_s: float, end_s: float) -> None:
         self._on_thread -= 1
@@ -433,6 +467,104 @@ class StepRun:
         self._computed_s += end_s - start_s
         self._program.took(instruction, end_s - start_s)
         return self.executor.ran(instruction)
+
+    # ------------------------------------------------------------ on devices
+
+    def _enqueue(self, command: Execute) -> Callable[[], None] | None:
+        """Runs on the compute thread: gives a run to the device, and does not wait for it."""
+        if self.ended or not self._may_begin():
+            return _nothing
+        assert self._device is not None
+        self._note(command.instruction, computing=True)
+        called_s = time.monotonic()
+        try:
+            outputs = self._run(command, wait=False)
+            self._device.after_run(outputs, partial(self._ran_on_device, command, called_s))
+        except Exception as error:  # as in `_compute`
+            return partial(self.fail, error, command.instruction)
+        return None
+
+    def _ran_on_device(self, command: Execute, called_s: float, end_s: float, error: Exception | None) -> None:
+        self._on_thread -= 1
+        if self.ended:
+            return
+        if error is not None:
+            self.fail(error, command.instruction)
+            return
+        if not self._on_thread:
+            self._note(command.instruction)
+        # It may have been called while the one before it still ran.
+        start_s, self._run_ended_s = max(called_s, self._run_ended_s), end_s
+        self._obey(self._ran(command, start_s, end_s))
+
+    def _received_on_device(self, command: PostRecv, buffer: ReceiveBuffer, device: DeviceWork) -> None:
+        """The data is in, on the first device that is to have it."""
+        if not buffer.replicas:
+            self._take_in(command, buffer)
+            return
+
+        def spread(_: float, error: Exception | None) -> None:
+            if error is not None:
+                self.fail(error, command.instruction)
+            elif not self.ended:
+                self._take_in(command, buffer)
+
+        device.spread(buffer.replicas, spread)
+
+    def _take_in(self, command: PostRecv, buffer: ReceiveBuffer) -> None:
+        """The data is in on every device."""
+        if command.private:
+            self._machine.compute.submit(partial(self._copy_out, command, buffer))
+            return
+        self._arrays[command.buffer] = buffer.array
+        self._obey(self.executor.arrived(command.buffer))
+
+    def _copy_out(self, command: PostRecv, buffer: ReceiveBuffer) -> Callable[[], None] | None:
+        """Runs on the compute thread: an array of its own for what is to outlive the receive buffer."""
+        assert self._device is not None and buffer.array is not None
+
+        def copied(_: float, error: Exception | None) -> None:
+            if self.ended:
+                return
+            if error is not None:
+                self.fail(error, command.instruction)
+                return
+            self._receiving.pop(command.buffer).give_back()
+            self._arrays[command.buffer] = copy
+            self._obey(self.executor.arrived(command.buffer))
+
+        try:
+            copy = duplicate(buffer.array)
+            self._device.after_copy((copy,), copied)
+        except Exception as error:  # there is no room for it, for one: the step's failure
+            return partial(self.fail, error, command.instruction)
+        return None
+
+    def _wait_to_send(self, command: StartSend, array: jax.Array, device: DeviceWork) -> Callable[[], None] | None:
+        """Runs on the compute thread: an argument that was given to the device and may not be there yet."""
+
+        def ready(_: float, error: Exception | None) -> None:
+            if self.ended:
+                return
+            if error is not None:
+                self.fail(error, command.instruction)
+                return
+            self._unready.discard(command.buffer)
+            self._send(command)
+
+        try:
+            device.after_copy((array,), ready)
+        except Exception as error:  # the array failed
+            return partial(self.fail, error, command.instruction)
+        return None
+
+    def _await_copied(self, copy: jax.Array, entry: Entry, device: DeviceWork) -> Callable[[], None] | None:
+        """Runs on the compute thread, as `_wait_copied`."""
+        try:
+            device.after_copy((copy,), lambda _, error: self._copied(entry, error or copy))
+        except Exception as error:  # as there
+            return partial(self._copied, entry, error)
+        return None
 
     # ------------------------------------------------------------ waiting
 

@@ -122,7 +122,7 @@ class Direct:
         """Send a large message this way. False: not possible now; nothing has been sent."""
         memory, link = transfer.memory, transfer.link
         assert memory is not None
-        if self._board is None or _is_on_device(memory):
+        if self._board is None or memory.on_device:
             return False
         serial = next(self._serials)
         row = self._board.put(serial, transfer.tag, memory.size_bytes)
@@ -217,7 +217,7 @@ class Direct:
         memory = transfer.memory
         if neighbour is None or memory is None or status not in (STATUS_OK, STATUS_TRUNCATED):
             return None
-        if status == STATUS_OK and not _is_on_device(memory):
+        if status == STATUS_OK and not memory.on_device:
             key, serial, size_bytes = _HEADER.unpack(ctypes.string_at(memory.address, HEADER_BYTES))
             return (serial, size_bytes) if key == neighbour.key else None
         for serial, size_bytes in neighbour.offers(transfer.tag):
@@ -262,11 +262,6 @@ class Direct:
             self._carrier.finish(transfer, STATUS_OK, memory.size_bytes)
         else:
             self._carrier.post_own_recv(transfer.link, memory, data_tag, transfer)
-
-
-def _is_on_device(memory: Memory) -> bool:
-    """Whether it is memory that no copy of ours may touch."""
-    return hasattr(memory.owner, "__cuda_array_interface__")  # raises AttributeError for arrays on CPUs
 
 
 def _own_tag(tag: int, channel: int, serial: int) -> int:

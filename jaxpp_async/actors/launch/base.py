@@ -5,6 +5,7 @@ The interface is public: `docs/launching.md` says what a launcher of one's own h
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ from jaxpp_async.transport.base import Transport
 
 DEFAULT_ACTOR = "jaxpp_async.actors.actor:Actor"
 
+ERROR_HANDLING = "JAXPP_UCX_ERROR_HANDLING"
+"""`n` switches UCX's error handling off, for this process and the actors it starts here; see `UCXTransport`."""
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
@@ -36,6 +40,7 @@ class LaunchSpec:
         platform: `"cpu"` or `"cuda"`.
         env: environment variables to add.
         max_frame_bytes: the longest control frame.
+        gpus: how many GPUs the process needs; 0: none.
     """
 
     process_id: ProcessId
@@ -47,6 +52,7 @@ class LaunchSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES
     processes_per_actor: int = 1
+    gpus: int = 0
 
     @property
     def seat(self) -> Seat:
@@ -152,7 +158,7 @@ def make_process_transport(kind: str, peer_id: int) -> Transport:
     if kind == "ucx":
         from jaxpp_async.transport.ucx import UCXTransport
 
-        return UCXTransport(peer_id)
+        return UCXTransport(peer_id, error_handling=os.environ.get(ERROR_HANDLING, "y") != "n")
     if kind == "nccl":
         from jaxpp_async.transport.nccl import NcclTransport
         from jaxpp_async.transport.nccl_library import load_library

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 
-from jaxpp_async.actors.actor_request import share_out
 from jaxpp_async.errors import MeshError
 from jaxpp_async.transport.shared import COPIES_PAST_CACHES
 
@@ -199,7 +198,7 @@ def environment(settings: Settings, placement: Placement, platform: str) -> dict
     if settings.ports is not None:
         env["UCX_TCP_PORT_RANGE"] = f"{settings.ports[0]}-{settings.ports[1]}"
     if settings.devices is not None:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(share_out(settings.devices, placement.count)[placement.index])
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(settings.devices)  # shared out on the host: `ActorRequest`
     return env | dict(settings.env)
 
 

@@ -86,6 +86,7 @@ class LocalLauncher:
             count=here.count,
             cpus=self._settings.cpus,
             pin_cores=self._pin_cores,
+            gpus=spec.gpus,
         )
 
 

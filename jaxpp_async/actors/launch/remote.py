@@ -244,6 +244,8 @@ class RemoteLauncher:
             count=placement.count,
             cpus=settings.cpus,
             cache_dir=self._cache_dir,
+            gpus=spec.gpus,
+            gpus_are_its_own=self._reach.keeper_each,
         )
 
     def _note_started(self, placement: Placement, spec: LaunchSpec) -> None:
