@@ -176,7 +176,7 @@ class Crew:
         self._say(f"starting {count} actor{'s' if count != 1 else ''}{of_several}")
         await all_of({actor: self.bring_up(actor) for actor in self.actors}, "start")
         if self.has_hearts:  # inline actors have one JAX and one set of devices
-            check_agreement([self._member(process) for process in sorted(self.links)], self.transport_kind)
+            check_agreement([self._member(process) for process in sorted(self.links)])
         self._plane = HostPlane(
             self._make_transport(),
             self.epoch,
@@ -189,8 +189,7 @@ class Crew:
 
     def _member(self, process: ProcessId) -> Member:
         info, found = self.links[process].info, self.hardware[process]
-        platform = "cuda" if found.cuda else "cpu"
-        return Member(str(info), info.host, platform, found.cuda, found.gpus, found.memory_fraction)
+        return Member(str(info), info.host, found.cuda, found.gpus, found.memory_fraction)
 
     async def bring_up(self, actor: ActorId) -> list[ActorLink]:
         """Start one actor, or its successor, up to its JAX and transport.
