@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pathlib
+import re
 import signal
 from typing import Any
 
@@ -236,10 +238,30 @@ async def test_a_mesh_of_them_computes_what_jit_does(remote_mesh, tmp_path):
             state, losses = await mesh.run(step, state, batch)
             expected, wanted = jax.jit(train_step(schedule))(expected, batch)
         close(await mesh.fetch((state, losses)), (expected, wanted))
-    await saved_and_restored(mesh, step, state, tmp_path)
+    await one_request_a_process_and_step(mesh, step, state, batch)
+    await saved_and_restored(mesh, state, tmp_path)
 
 
-async def saved_and_restored(mesh: Any, step: Any, state: Any, folder: Any) -> None:
+async def one_request_a_process_and_step(mesh: Any, step: Any, state: Any, batch: Any) -> None:
+    again = mesh.distributed(train_step(jpp.Std1F1B(2)), in_shardings=FSDP)
+    held = await mesh.put(batch, like=(step, 1))
+    kept = [await mesh.run(again, state, held)]
+    wires = [link.connection.wire for link in mesh._controller._crew.links.values()]
+    before = [(wire._num_sent, wire._num_received) for wire in wires]
+    for _ in range(3):
+        kept.append(await mesh.run(again, state, held))
+    assert [(wire._num_sent, wire._num_received) for wire in wires] == [(s + 3, r + 3) for s, r in before]
+
+
+def reader_of_the_docs() -> Any:
+    docs = (pathlib.Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", docs, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(next(block for block in blocks if "def load" in block), names)
+    return names["load"]
+
+
+async def saved_and_restored(mesh: Any, state: Any, folder: Any) -> None:
     """Each process writes what it owns, and reads what it holds; any other mesh reads all of it."""
     before = await mesh.fetch(state)
     await mesh.save(folder, {"state": state, "step": 3})
@@ -247,6 +269,8 @@ async def saved_and_restored(mesh: Any, step: Any, state: Any, folder: Any) -> N
     assert pieces == {"state/w1": 4, "state/b": 2, "state/w2": 4}
     written_by = {file.written_by.partition(" on host")[0] for file in load_manifest(str(folder)).files.values()}
     assert written_by == {f"actor {actor} (process {rank} of 2)" for actor in range(2) for rank in range(2)}
+    plain = reader_of_the_docs()(folder)
+    jax.tree.map(np.testing.assert_array_equal, {name: plain[f"state/{name}"] for name in before}, before)
     restored = await mesh.restore(folder, {"state": state, "step": 0})
     assert restored["step"] == 3 and restored["state"]["w1"].spec == state["w1"].spec
     jax.tree.map(np.testing.assert_array_equal, await mesh.fetch(restored["state"]), before)
