@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +19,16 @@ from planning import plan_step
 
 import jaxpp_async as jpp
 from jaxpp_async import mesh_options
+from jaxpp_async.actors import cuda
 from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.gpus import GpuShare, gpu_environment, host_gpus, share
 from jaxpp_async.compiler.emit import emit
 from jaxpp_async.errors import MeshError, UnsupportedError
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import gpu  # noqa: E402
 
 FOUR = ("0", "1", "2", "3")
 
@@ -177,3 +185,101 @@ def test_the_controller_leaves_the_actors_their_memory(env, says):
 def test_inline_actors_without_gpus():
     with pytest.raises(MeshError, match="JAX in this process, which inline actors share, has no cuda devices"):
         jpp.RemoteMesh(1, launcher="inline", platform="cuda")
+
+
+# ---------------------------------------------------------------- the door, with nothing behind it
+
+
+class FakeCuda:
+    """CuPy's `cuda`, as far as the door goes: notes what it is asked."""
+
+    def __init__(self):
+        self.calls, self.current = [], None
+        self.runtime = self
+
+    class Device:
+        def __init__(self, cuda, ordinal):
+            self._cuda, self._ordinal = cuda, ordinal
+
+        def use(self):
+            self._cuda.calls.append(f"use {self._ordinal}")
+
+        def __enter__(self):
+            self._cuda.current = self._ordinal
+
+        def __exit__(self, *_):
+            self._cuda.current = None
+
+    def __getattribute__(self, name):
+        if name == "Device":
+            return lambda ordinal: FakeCuda.Device(self, ordinal)
+        return object.__getattribute__(self, name)
+
+    def Stream(self, non_blocking):
+        return SimpleNamespace(ptr=100 + self.current)
+
+    def Event(self, block, disable_timing):
+        where, calls = self.current, self.calls
+        return SimpleNamespace(
+            record=lambda stream: calls.append(f"record on {where}, stream {stream.ptr}"),
+            synchronize=lambda: calls.append(f"wait on {where}"),
+        )
+
+    def free(self, address):
+        self.calls.append("context")
+
+    def memcpyPeerAsync(self, *arguments):
+        self.calls.append(("copy", self.current, *arguments))
+
+
+class FakeArray:
+    def __init__(self, ordinal, calls, dtype="float32"):
+        self.device = SimpleNamespace(local_hardware_id=ordinal)
+        self.sharding, self.dtype, self._calls = SimpleNamespace(device_set=[self.device]), jnp.dtype(dtype), calls
+
+    def devices(self):
+        return [self.device]
+
+    def __dlpack__(self, *, stream):
+        self._calls.append(f"stream {stream} waits")
+
+    def block_until_ready(self):
+        self._calls.append("JAX waits")
+
+
+def test_the_door_has_a_stream_wait_and_records_an_event_there(monkeypatch):
+    fake = FakeCuda()
+    monkeypatch.setattr(cuda, "_import_cupy", lambda: SimpleNamespace(cuda=fake))
+    devices = [SimpleNamespace(local_hardware_id=k, platform="gpu") for k in (2, 3)]
+    assert cuda.open_door(devices, "memory") is None and cuda.open_door(jax.local_devices(), "ucx") is None
+    door = cuda.open_door(devices, "ucx")
+    door.enter()
+    lane = door.lane()
+    assert fake.calls == ["use 2", "context"]
+    fake.calls.clear()
+    mark = lane.mark([FakeArray(2, fake.calls), FakeArray(3, fake.calls)])
+    assert fake.calls == ["stream 102 waits", "stream 103 waits", "record on 2, stream 102", "record on 3, stream 103"]
+    fake.calls.clear()
+    mark.wait()
+    assert fake.calls == ["wait on 2", "wait on 3"]
+    fake.calls.clear()
+    lane.mark([FakeArray(2, fake.calls, "float8_e4m3fn")]).wait()
+    assert fake.calls == ["JAX waits"]
+    fake.calls.clear()
+    lane.copy([cuda.DeviceCopy(10, devices[1], 20, devices[0], 64)])
+    assert fake.calls == [("copy", 3, 10, 3, 20, 2, 64, 103), "record on 3, stream 103"]
+
+
+# ---------------------------------------------------------------- the benchmark, where there is no GPU
+
+
+def test_the_gpu_benchmark_runs_without_one():
+    """`make bench-gpu ARGS="--platform cpu --small transfers"`; its other parts take longer, and are run by hand."""
+    command = [sys.executable, "benchmarks/gpu.py", "--platform", "cpu", "--small", "transfers"]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in ("error handling on: 64 KiB", "error handling off: 1 MiB", "tcp, staged: half round trip", "GB/s"):
+        assert line in done.stdout
+    found = json.loads((ROOT / "benchmarks/results/gpu-on-cpu.json").read_text())
+    assert found["about"]["platform"] == "cpu" and set(found["transfers"]) == set(gpu.VARIANTS)
+    assert all("failed" not in figures for figures in found["transfers"].values())
