@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import re
+import signal
 from typing import Any
 
 import jax
@@ -22,7 +26,8 @@ from jaxpp_async.actors.parts import parts_of
 from jaxpp_async.actors.processes import Processes, Seat
 from jaxpp_async.actors.progress import Position, hindmost
 from jaxpp_async.actors.scattering import Gathering, Scattering
-from jaxpp_async.errors import MeshError
+from jaxpp_async.checkpoint.restoring import load_manifest
+from jaxpp_async.errors import ActorDiedError, CheckpointError, MeshError
 from jaxpp_async.program import Aval
 
 AXES = (("data", 2), ("model", 2))
@@ -214,7 +219,7 @@ def close(got: Any, expected: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, expected)
 
 
-async def test_a_mesh_of_them_computes_what_jit_does(remote_mesh):
+async def test_a_mesh_of_them_computes_what_jit_does(remote_mesh, tmp_path):
     """One mesh for all: across its processes lie the data axis, and with it all of dp, tp and sharded parameters."""
     mesh = await remote_mesh(2, spmd_mesh={"data": 2, "model": 2}, processes_per_actor=2, launcher="local")
     assert [len(actor.processes) for actor in mesh.actors] == [2, 2]
@@ -233,3 +238,84 @@ async def test_a_mesh_of_them_computes_what_jit_does(remote_mesh):
             state, losses = await mesh.run(step, state, batch)
             expected, wanted = jax.jit(train_step(schedule))(expected, batch)
         close(await mesh.fetch((state, losses)), (expected, wanted))
+    await one_request_a_process_and_step(mesh, step, state, batch)
+    await saved_and_restored(mesh, state, tmp_path)
+
+
+async def one_request_a_process_and_step(mesh: Any, step: Any, state: Any, batch: Any) -> None:
+    again = mesh.distributed(train_step(jpp.Std1F1B(2)), in_shardings=FSDP)
+    held = await mesh.put(batch, like=(step, 1))
+    kept = [await mesh.run(again, state, held)]
+    wires = [link.connection.wire for link in mesh._controller._crew.links.values()]
+    before = [(wire._num_sent, wire._num_received) for wire in wires]
+    for _ in range(3):
+        kept.append(await mesh.run(again, state, held))
+    assert [(wire._num_sent, wire._num_received) for wire in wires] == [(s + 3, r + 3) for s, r in before]
+
+
+def reader_of_the_docs() -> Any:
+    docs = (pathlib.Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", docs, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(next(block for block in blocks if "def load" in block), names)
+    return names["load"]
+
+
+async def saved_and_restored(mesh: Any, state: Any, folder: Any) -> None:
+    """Each process writes what it owns, and reads what it holds; any other mesh reads all of it."""
+    before = await mesh.fetch(state)
+    await mesh.save(folder, {"state": state, "step": 3})
+    pieces = {path: len(array.pieces) for path, array in load_manifest(str(folder)).arrays.items()}
+    assert pieces == {"state/w1": 4, "state/b": 2, "state/w2": 4}
+    written_by = {file.written_by.partition(" on host")[0] for file in load_manifest(str(folder)).files.values()}
+    assert written_by == {f"actor {actor} (process {rank} of 2)" for actor in range(2) for rank in range(2)}
+    plain = reader_of_the_docs()(folder)
+    jax.tree.map(np.testing.assert_array_equal, {name: plain[f"state/{name}"] for name in before}, before)
+    restored = await mesh.restore(folder, {"state": state, "step": 0})
+    assert restored["step"] == 3 and restored["state"]["w1"].spec == state["w1"].spec
+    jax.tree.map(np.testing.assert_array_equal, await mesh.fetch(restored["state"]), before)
+    async with jpp.RemoteMesh(1, launcher="inline", spmd_mesh={"data": 2}) as other:
+        like = {"state": jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), before), "step": 0}
+        elsewhere = await other.restore(folder, like)
+        jax.tree.map(np.testing.assert_array_equal, await other.fetch(elsewhere["state"]), before)
+    (folder / next(iter(load_manifest(str(folder)).files))).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="the file was cut off after 0 bytes"):
+        await mesh.restore(folder, {"state": state, "step": 0})
+
+
+async def test_the_death_of_one_process_is_told_with_its_name(remote_mesh):
+    mesh = await remote_mesh(2, spmd_mesh={"data": 4}, processes_per_actor=2, launcher="local")
+    params, batch = problem()
+    step = mesh.distributed(train_step(jpp.Std1F1B(2)), in_shardings=(P(), P(None, "data")))
+    state, _ = await mesh.run(step, params, batch)
+    victim = mesh.actors[1].processes[1]
+    with pytest.raises(ActorDiedError) as raised:
+        for k in range(1000):
+            state, _ = await mesh.run(step, state, batch)
+            if k == 3:
+                os.kill(victim.pid, signal.SIGKILL)
+    said = f"actor 1 (process 1 of 2: host {victim.host}, pid {victim.pid}) was killed by SIGKILL"
+    assert str(raised.value).startswith(said)
+    assert (raised.value.actor, raised.value.pid) == (1, victim.pid)
+    assert [actor.state for actor in mesh.actors] == ["closed", "failed"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_an_actor_that_lost_a_process_comes_back_with_the_same_numbers(remote_mesh, rank):
+    options: Any = {"spmd_mesh": {"data": 4}, "processes_per_actor": 2, "launcher": "local"}
+    params, batch = problem()
+    results: list[Any] = []
+    for max_restarts in (0, 1):
+        mesh = await remote_mesh(2, max_restarts=max_restarts, backup_every=3, **options)
+        step = mesh.distributed(train_step(jpp.Std1F1B(2)), in_shardings=(P(), P(None, "data")), donate_argnums=0)
+        state, losses = params, []
+        for k in range(10):
+            state, loss = await mesh.run(step, state, batch)
+            losses.append(loss)
+            if max_restarts and k == 5:
+                os.kill(mesh.actors[1].processes[rank].pid, signal.SIGKILL)
+        results.append(await mesh.fetch((state, losses)))
+        pids = {p.pid for actor in mesh.actors for p in actor.processes}
+        assert len(pids) == 4 and all(actor.state == "ready" for actor in mesh.actors)
+        await mesh.aclose()
+    jax.tree.map(np.testing.assert_array_equal, *results)

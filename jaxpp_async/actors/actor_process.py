@@ -12,7 +12,7 @@ from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.progress import ProgressPage, make_page
 from jaxpp_async.actors.warden import Process, Warden
 
-_CHATTER = "[Gloo] Rank "
+_CHATTER = "Expected number of connected peer ranks"
 """What gloo prints for every group of devices that computes together, and nobody has asked for."""
 
 
@@ -36,7 +36,7 @@ def spawn_actor(
     page = make_page()
 
     def tell(line: str) -> None:
-        if not line.startswith(_CHATTER):
+        if _CHATTER not in line:
             forward(line)
 
     def on_spawned(spawned: concurrent.futures.Future[Process]) -> None:

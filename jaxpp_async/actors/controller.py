@@ -36,7 +36,7 @@ from jaxpp_async.actors.programs import Programs
 from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.actors.recovery import Recovery
 from jaxpp_async.actors.rpc import Call, StepHandle
-from jaxpp_async.actors.scattering import Gathering
+from jaxpp_async.actors.scattering import Gathering, Scattering
 from jaxpp_async.actors.supervision import Supervision
 from jaxpp_async.actors.telling import Telling
 from jaxpp_async.actors.watch import Patience
@@ -213,6 +213,11 @@ class Controller:
     def processes(self) -> Processes:
         """Which process is whose."""
         return self._crew.processes
+
+    @property
+    def scattering(self) -> Scattering | None:
+        """How values lie on actors of several processes; None: there are none."""
+        return self._crew.scattering
 
     @property
     def is_closed(self) -> bool:

@@ -218,14 +218,14 @@ class WriteFile:
     """Write held arrays to one file, which is then on the disk, and hold them no longer. Answer: `Written`.
 
     Args:
-        arrays: array and its name in the file.
+        arrays: array, its name in the file, and which of its `parts` this is, or -1: all of it.
         metadata: for the file's header.
     """
 
     request: int
     folder: str
     file: str
-    arrays: tuple[tuple[ArrayId, str], ...]
+    arrays: tuple[tuple[ArrayId, str, int], ...]
     metadata: dict[str, str]
 
 
@@ -246,13 +246,27 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True)
+class FilePiece:
+    """A piece of an array that was written by several processes: its file and its name there, where it begins in the
+    array, its shape, and the SHA-256 of its bytes."""
+
+    path: str
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class FilePart:
-    """An array to read: its name in the file, the SHA-256 of its bytes there, the id to keep it under, and its type."""
+    """An array to read: its name in the file, the SHA-256 of its bytes there, the id to keep it under, and its type; or
+    the pieces of which it is made, in whatever files."""
 
     name: str
     sha256: str
     array_id: ArrayId
     aval: Aval
+    pieces: tuple[FilePiece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
