@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from jaxpp_async.actors.actor_request import ActorRequest
+from jaxpp_async.actors.keeper_protocol import Start, read_order, write_order
 from jaxpp_async.actors.launch.hostfile import load_hostfile, parse_hostfile, parse_hosts
-from jaxpp_async.actors.launch.hosts import KEEP_MEMORY, Host, Settings, environment, parse_cpus, place
+from jaxpp_async.actors.launch.hosts import DEFAULTS, Host, Settings, environment, parse_cpus, place
 from jaxpp_async.actors.launching import Launching
 from jaxpp_async.errors import MeshError
 
@@ -111,14 +113,34 @@ def test_a_hosts_own_settings_win():
     assert environment(joined, second, "cuda") == {
         "JAX_PLATFORMS": "cuda",
         "PYTHONUNBUFFERED": "1",
-        **KEEP_MEMORY,
-        "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000",
         "UCX_NET_DEVICES": "i",
         "UCX_TCP_PORT_RANGE": "1-2",
         "CUDA_VISIBLE_DEVICES": "4,5,6",
         "A": "1",
         "B": "2",
     }
+
+
+@pytest.mark.parametrize("name", sorted(DEFAULTS))
+def test_what_a_host_says_of_its_malloc_wins_over_our_defaults_and_env_over_both(monkeypatch, name):
+    def found(env=None):
+        on_controller = environment(Settings(env=env or {}), place([Host("a")], 1)[0], "cpu")
+        order = read_order(write_order(Start("0", ActorRequest("py", on_controller, {}, defaults=dict(DEFAULTS)), "/")))
+        assert isinstance(order, Start)
+        return order.request.environment()[name]
+
+    monkeypatch.delenv(name, raising=False)
+    assert found() == DEFAULTS[name]
+    monkeypatch.setenv(name, "the host's")
+    assert found() == "the host's"
+    assert found({name: "env="}) == "env="
+
+
+def test_our_defaults_are_not_taken_from_the_controllers_environment(monkeypatch):
+    before = environment(Settings(), place([Host("a")], 1)[0], "cpu")
+    for name in DEFAULTS:
+        monkeypatch.setenv(name, "the controller's")
+    assert environment(Settings(), place([Host("a")], 1)[0], "cpu") == before and not DEFAULTS.keys() & before.keys()
 
 
 def test_cpu_lists():

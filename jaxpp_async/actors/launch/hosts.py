@@ -5,7 +5,6 @@ In: `Host`s (written out, or read by `hostfile`) and the mesh's `Settings`. Out:
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -187,12 +186,13 @@ KEEP_MEMORY = MappingProxyType({"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_
 thousand page faults a step, a tenth of its time. With these it keeps what it has (in one arena: those of threads end at
 64 MiB). Other C libraries do not know them."""
 
+DEFAULTS = MappingProxyType({**COPIES_PAST_CACHES, **KEEP_MEMORY})
+"""Variables that an actor's process has if its host's environment says nothing else: `ActorRequest.defaults`."""
+
 
 def environment(settings: Settings, placement: Placement, platform: str) -> dict[str, str]:
-    """The variables that an actor's process gets on top of what its host has. The user's own win."""
+    """The variables that an actor's process gets on top of what its host has, and whatever that says. `env=` wins."""
     env = {"JAX_PLATFORMS": platform, "PYTHONUNBUFFERED": "1"}  # printed is seen, also when it is killed next
-    env |= {name: os.environ.get(name, value) for name, value in COPIES_PAST_CACHES.items()}
-    env |= KEEP_MEMORY
     if settings.interface is not None:
         env["UCX_NET_DEVICES"] = settings.interface
     if settings.ports is not None:
