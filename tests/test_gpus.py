@@ -21,7 +21,8 @@ import jaxpp_async as jpp
 from jaxpp_async import mesh_options
 from jaxpp_async.actors import cuda
 from jaxpp_async.actors.actor_request import ActorRequest
-from jaxpp_async.actors.gpus import GpuShare, gpu_environment, host_gpus, share
+from jaxpp_async.actors.gpus import GpuShare, gpu_environment, host_gpus, memory_fraction, share
+from jaxpp_async.actors.launch.hosts import Settings, defaults
 from jaxpp_async.compiler.emit import emit
 from jaxpp_async.errors import MeshError, UnsupportedError
 
@@ -70,17 +71,63 @@ def test_more_gpus_than_there_are():
         (2, {"XLA_CLIENT_MEM_FRACTION": "0.5"}, None),
         (2, {"XLA_CLIENT_MEM_FRACTION": "0.8", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, None),
         (2, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.75"}, r"2 processes share GPU 0, .* take 0.75 .* at most 0.50"),
-        (1, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "a lot"}, "'a lot' is no number"),
+        (3, {"XLA_CLIENT_MEM_FRACTION": "0.4"}, r"3 processes share GPU 0, .*\(XLA_CLIENT_MEM_FRACTION\); .* 0.33,"),
+        (2, {"XLA_CLIENT_MEM_FRACTION": "0.9", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, None),
+        *(
+            (sharers, {"XLA_PYTHON_CLIENT_MEM_FRACTION": text}, f"FRACTION='{text}' is no part of a GPU's memory")
+            for text in ("a lot", "nan", "inf", "-1", "0", "7")
+            for sharers in (1, 2)
+        ),
     ],
 )
 def test_memory_of_a_shared_gpu(sharers, user, fraction):
-    if (fraction is not None and not fraction[0].isdigit()) or (fraction and "share" in fraction):
+    if fraction is not None and " " in fraction:
         with pytest.raises(MeshError, match=fraction):
             gpu_environment(GpuShare(("0",), sharers), user)
         return
     env = gpu_environment(GpuShare(("0",), sharers), user)
     assert env["CUDA_VISIBLE_DEVICES"] == "0" and env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert env.get("XLA_PYTHON_CLIENT_MEM_FRACTION") == fraction
+
+
+@pytest.mark.parametrize(
+    "environ, fraction",
+    [
+        ({}, 0.75),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.4"}, 0.4),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, 0.0),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, 0.0),
+    ],
+)
+def test_what_jax_takes_beforehand(environ, fraction):
+    assert memory_fraction(environ) == fraction
+
+
+@pytest.mark.parametrize(
+    "visible, names",
+    [("0,-1,2", "0"), ("-1", ""), ("0,0", "0"), ("1, 0,1", "1 0"), ("2,,3", "2"), ("MIG-a,MIG-b", "MIG-a MIG-b")],
+)
+def test_the_gpus_that_a_user_names_are_read_as_cuda_reads_them(visible, names):
+    assert host_gpus({"CUDA_VISIBLE_DEVICES": visible}) == tuple(names.split())
+
+
+@pytest.mark.parametrize(
+    "user, order",
+    [
+        ({}, "PCI_BUS_ID"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8f"}, "PCI_BUS_ID"),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, None),  # counted as CUDA counts, unless the user says otherwise
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8f,1"}, None),
+        ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, "FASTEST_FIRST"),
+    ],
+)
+def test_numbers_of_gpus_keep_the_order_in_which_the_user_counted(user, order):
+    assert gpu_environment(GpuShare(("1",), 1), user).get("CUDA_DEVICE_ORDER") == order
+
+
+def test_devices_counts_as_nvidias_tools_do():
+    assert defaults(Settings(devices=("1",)))["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert "CUDA_DEVICE_ORDER" not in defaults(Settings())
 
 
 def test_what_an_actors_process_gets(monkeypatch):

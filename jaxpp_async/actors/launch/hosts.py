@@ -187,7 +187,12 @@ thousand page faults a step, a tenth of its time. With these it keeps what it ha
 64 MiB). Other C libraries do not know them."""
 
 DEFAULTS = MappingProxyType({**COPIES_PAST_CACHES, **KEEP_MEMORY})
-"""Variables that an actor's process has if its host's environment says nothing else: `ActorRequest.defaults`."""
+
+
+def defaults(settings: Settings) -> dict[str, str]:
+    """Variables that an actor's process has if its host's environment says nothing else: `ActorRequest.defaults`."""
+    counted = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if settings.devices is not None else {}  # as NVIDIA's tools count
+    return {**DEFAULTS, **counted}
 
 
 def environment(settings: Settings, placement: Placement, platform: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from jaxpp_async.actors.actor_process import ActorProcess, spawn_actor
 from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.exit_codes import LEASE_S
 from jaxpp_async.actors.launch.base import DEFAULT_ACTOR, ActorHandle, LaunchSpec, make_process_transport
-from jaxpp_async.actors.launch.hosts import DEFAULTS, Host, Placement, Settings, environment
+from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, defaults, environment
 from jaxpp_async.actors.lifeline import BEAT_S
 from jaxpp_async.actors.progress import ProgressPage
 from jaxpp_async.actors.warden import Death, Warden
@@ -87,7 +87,7 @@ class LocalLauncher:
             cpus=self._settings.cpus,
             pin_cores=self._pin_cores,
             gpus=spec.gpus,
-            defaults=dict(DEFAULTS),
+            defaults=defaults(self._settings),
         )
 
 

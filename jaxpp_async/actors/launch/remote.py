@@ -26,7 +26,7 @@ from jaxpp_async.actors.launch.addresses import ANY, address_towards, control_ad
 from jaxpp_async.actors.launch.base import DEFAULT_ACTOR, ActorHandle, LaunchSpec, make_process_transport
 from jaxpp_async.actors.launch.display import HostLines
 from jaxpp_async.actors.launch.explain import Explanation, explain_python
-from jaxpp_async.actors.launch.hosts import DEFAULTS, Host, Placement, Settings, environment, place
+from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, defaults, environment, place
 from jaxpp_async.actors.launch.keeper_link import KeeperError, KeeperLink, Stream
 from jaxpp_async.actors.launch.local import print_to_stderr
 from jaxpp_async.actors.lifeline import BEAT_S
@@ -246,7 +246,7 @@ class RemoteLauncher:
             cache_dir=self._cache_dir,
             gpus=spec.gpus,
             gpus_are_its_own=self._reach.keeper_each,
-            defaults=dict(DEFAULTS),
+            defaults=defaults(settings),
         )
 
     def _note_started(self, placement: Placement, spec: LaunchSpec) -> None:
