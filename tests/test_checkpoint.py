@@ -217,7 +217,7 @@ def test_pieces_are_all_of_an_array(shape, cells, is_whole):
     if is_whole:
         assert m.parse(text).arrays["w"].pieces == pieces
     else:
-        with pytest.raises(CheckpointError, match="are no array|overlap, or are no grid"):
+        with pytest.raises(CheckpointError, match=r"are no array|overlap, or are no grid"):
             m.parse(text)
 
 
