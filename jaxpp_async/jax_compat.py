@@ -419,13 +419,17 @@ def is_unknown_axis_error(error: BaseException) -> bool:
     return ("Resource axis" in text and "not found in mesh" in text) or "requires a non-empty mesh in context" in text
 
 
-_NEEDS_GPU = re.compile(r"cuDNN is not detected|Unknown backend:? '?(gpu|cuda)|[Nn]o (visible )?GPU|needs a GPU")
+_NEEDS_GPU = re.compile(
+    r"cuDNN is not detected\.$|Unknown backend: '(gpu|cuda)' requested, but no platforms |"
+    r"Unknown backend (gpu|cuda)\. Available backends are |Backend '(gpu|cuda)' failed to initialize: |"
+    r"Unable to initialize backend '(gpu|cuda)': "
+)
 
 
 def is_missing_gpu_error(error: BaseException) -> bool:
-    """Whether JAX, or a kernel library, asked for a GPU of this process while it traced or lowered."""
-    # By its text, as above.
-    return _NEEDS_GPU.search(str(error)) is not None
+    """Whether JAX asked for a GPU of this process while it traced or lowered."""
+    # By its text, as above, from its first word on: users' errors may speak of GPUs too.
+    return _NEEDS_GPU.match(str(error)) is not None
 
 
 def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:

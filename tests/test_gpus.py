@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec as P
 from planning import plan_step
 
 import jaxpp_async as jpp
-from jaxpp_async import mesh_options
-from jaxpp_async.actors import cuda
+from jaxpp_async import jax_compat, mesh_options
+from jaxpp_async.actors import cuda, gpus
+from jaxpp_async.actors.actor_info import ActorInfo, of_actor
 from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.gpus import GpuShare, gpu_environment, host_gpus, memory_fraction, share
 from jaxpp_async.actors.launch.hosts import Settings, defaults
@@ -199,6 +200,22 @@ def test_what_needs_a_gpu_here_is_an_error_that_names_the_line():
         plan_step(*attention_step("cudnn"), platform="cuda")
 
 
+@pytest.mark.parametrize("says", ["No GPU budget given", "this model needs a GPU id", "Unknown backend 'gpu-tiles'"])
+def test_the_users_own_errors_may_speak_of_gpus(says):
+    def step(params, batch):
+        raise ValueError(says)
+
+    with pytest.raises(ValueError, match=says):
+        plan_step(step, jnp.zeros(2), jnp.zeros(2))
+
+
+@pytest.mark.parametrize("platform", ["gpu", "cuda"])
+def test_jaxs_error_of_a_backend_that_is_not_here_is_known(platform):
+    with pytest.raises(RuntimeError) as raised:
+        jax.devices(platform)
+    assert jax_compat.is_missing_gpu_error(raised.value)
+
+
 # ---------------------------------------------------------------- this process's own JAX
 
 
@@ -292,6 +309,25 @@ class FakeArray:
 
     def block_until_ready(self):
         self._calls.append("JAX waits")
+
+
+def test_gpus_are_told_apart_as_nvidias_tools_do_and_parts_of_one_too(monkeypatch):
+    properties = [{"uuid": bytes(range(16))}, {"uuid": b""}, {}]
+    runtime = SimpleNamespace(getDeviceProperties=properties.__getitem__, deviceGetPCIBusId="0000:1{}:00.0".format)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    named = [cuda._uuid(runtime, ordinal) for ordinal in range(3)]
+    assert named == ["GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", "0000:11:00.0", "0000:12:00.0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-b")
+    assert cuda._uuid(runtime, 0) == "MIG-b"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(gpus, "_count", lambda: 0)
+    assert cuda._uuid(runtime, 0) == named[0]
+
+
+def test_an_actor_tells_which_gpus_it_has():
+    processes = [ActorInfo(0, "n1", 7 + k, (f"cuda:{k}",), "ready", k, 2, gpus=(f"GPU-{k}",)) for k in range(2)]
+    assert of_actor(processes).gpus == ("GPU-0", "GPU-1")
+    assert [process.gpus for process in of_actor(processes).processes] == [("GPU-0",), ("GPU-1",)]
 
 
 def test_the_door_has_a_stream_wait_and_records_an_event_there(monkeypatch):

@@ -143,7 +143,7 @@ class Bringup:
         """
         ready: Ready = await self._asked(link, message, Ready, "connected but did not start JAX and the transport")
         check_library_versions(link.info, ready.versions)
-        link.info = replace(link.info, devices=ready.devices, state="ready")
+        link.info = replace(link.info, devices=ready.devices, gpus=ready.hardware.gpus, state="ready")
         link.address = ready.address
         self._say(f"{link.info} is ready: {', '.join(ready.devices)}")
         return ready

@@ -134,7 +134,7 @@ class Hardware:
         memory_bytes: of one; 0: not known, or the host's.
         cuda: version of the CUDA runtime, such as `"13.0"`; empty without GPUs.
         driver: the newest CUDA that the host's driver knows, written alike.
-        gpus: the PCI addresses of GPUs, which tell those of a host apart; empty without GPUs.
+        gpus: the UUIDs of GPUs, or of parts of one (MIG); empty without GPUs.
         memory_fraction: how much of each GPU's memory JAX takes beforehand; 0: none.
     """
 
