@@ -158,6 +158,8 @@ def transport(
 def platform(given: str | None) -> str:
     """The actors' platform: what is asked for, else `"cuda"` where this machine has GPUs and a JAX for them.
 
+    Hosts are not asked: a driver without a GPU has to name it (`refuse_idle_devices`).
+
     `jax_platforms` (or `JAX_PLATFORMS`) decides for this process, and then for its actors too. JAX is not started.
     """
     if given not in (None, "cpu", "cuda"):
@@ -169,6 +171,28 @@ def platform(given: str | None) -> str:
         return "cuda" if preferred in ("cuda", "gpu") else "cpu"
     has_jax = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") is not None for n in (13, 12))
     return "cuda" if has_jax and host_gpus(os.environ) else "cpu"
+
+
+def refuse_idle_devices(given: str | None, chosen: str, launcher: Any, devices: Any) -> None:
+    """Refuse `devices=` where its actors would run on CPUs and nobody has said so.
+
+    Args:
+        given: the platform that was asked for. chosen: what came of it.
+        devices: the mesh's own; hosts may name theirs.
+
+    Raises:
+        MeshError: so it is.
+    """
+    if given is not None or chosen != "cpu":
+        return
+    hosts = launcher.hosts if isinstance(launcher, RemoteLauncher) else ()
+    named = ["devices="] if devices is not None else []
+    named += [f"devices= of host {host}" for host in hosts if launcher.devices_on(host) is not None]
+    if named:
+        raise MeshError(
+            f"{named[0]} names GPUs, and platform= was not given: this process runs JAX on CPUs, and so would the "
+            "actors; give platform='cuda', or platform='cpu' if that is what you mean"
+        )
 
 
 def spare_gpus(platform: str, *, inline: bool) -> None:

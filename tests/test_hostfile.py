@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+import jaxpp_async as jpp
+from jaxpp_async import jax_config
 from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.keeper_protocol import Start, read_order, write_order
 from jaxpp_async.actors.launch.hostfile import load_hostfile, parse_hostfile, parse_hosts
@@ -101,6 +103,12 @@ def test_slots_are_filled_in_order():
     assert [(p.host.name, p.index, p.count) for p in placed] == [("a", 0, 2), ("a", 1, 2), ("b", 0, 2), ("b", 1, 2)]
     with pytest.raises(MeshError, match=r"7 actors do not fit 6 slots on 3 hosts; .* at most 6 actors"):
         place([Host("a", 2), Host("b", 3), Host("c")], 7)
+    with pytest.raises(
+        MeshError, match=r"2 actors of 2 processes each do not fit 2 slots on 2 hosts; .* at most 1 actor$"
+    ):
+        Launching(num_devices=4, processes_per_actor=2, hosts=["a", "b"]).make(2)
+    with pytest.raises(MeshError, match=r"1 actor of 2 processes each does not fit 1 slot on 1 host; .* fewer proc"):
+        place([Host("a")], 2, per_actor=2)
 
 
 def test_a_hosts_own_settings_win():
@@ -168,3 +176,18 @@ OPTIONS = [
 def test_options_that_cannot_be(options, says):
     with pytest.raises(MeshError, match=says):
         Launching(**options).make(2)
+
+
+GPUS_WITHOUT_PLATFORM = [
+    ({"devices": "0-3"}, "devices= names GPUs, and platform= was not given"),
+    ({"hosts": ["a", "b devices=0-3"]}, "devices= of host b names GPUs"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), GPUS_WITHOUT_PLATFORM)
+def test_devices_are_not_left_idle_silently(monkeypatch, options, says):
+    monkeypatch.setattr(jax_config, "default_platform", lambda: "cpu")
+    with pytest.raises(MeshError, match=f"{says}.*give platform='cuda'"):
+        jpp.RemoteMesh(1, **options)
+    jpp.RemoteMesh(1, **options, platform="cpu")
+    jpp.RemoteMesh(1, **options, platform="cuda")

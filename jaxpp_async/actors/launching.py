@@ -76,18 +76,35 @@ class Launching:
         self._refuse_idle(kind)
         self._refuse_split(kind, each)
         if kind == "own":
-            return self.launcher, each
+            return self.launcher, self._spread(self.launcher, num_actors)
         if kind == "inline":
             return InlineLauncher(), 1
         if kind == "local":
             return LocalLauncher(settings=self.settings()), each
         launcher = self._make_remote(kind, num_actors * each)
-        if kind == "ssh":
+        return launcher, self._spread(launcher, num_actors)
+
+    def _spread(self, launcher: Any, num_actors: int) -> int:
+        """Have a launcher with hosts place processes by their slots. Returns: of how many each actor is."""
+        each = self.processes_per_actor or 1
+        if not isinstance(launcher, RemoteLauncher) or not launcher.hosts:  # Ray asks for room later
+            return each
+        if not launcher.slots_are_processes:
             found = spread(launcher.hosts, num_actors, self.num_devices, self.processes_per_actor)
-            each, launcher.slots_each = found.per_actor, found.slots_each
-        elif kind == "slurm":  # a slot is a task, and so a process; Ray asks for room later
-            place(launcher.hosts, num_actors * each)
-        return launcher, each
+            launcher.slots_each = found.slots_each
+            return found.per_actor
+        needed = self.gpus_per_actor // each
+        for placement in place(launcher.hosts, num_actors * each, per_actor=each):
+            host, count = placement.host, placement.count
+            devices = launcher.devices_on(host)
+            if devices is not None and count * needed > len(devices):
+                fits = len(devices) // needed
+                remedy = f"ask for {fits} (--ntasks-per-node={fits})" if fits else "make spmd_mesh smaller"
+                raise MeshError(
+                    f"host {host} takes {count} process{'es' * (count != 1)} of {needed} devices each, one a task, and "
+                    f"devices= names {len(devices)}; {remedy}"
+                )
+        return each
 
     def _refuse_split(self, kind: str, each: int) -> None:
         """Refuse actors of several processes where there is no way to have them."""
@@ -110,6 +127,7 @@ class Launching:
         """
         kind = self.kind
         self._refuse_idle(kind)
+        self._refuse_split(kind, self.processes_per_actor or 1)
         if kind == "local":
             return None, None
         if kind == "slurm":

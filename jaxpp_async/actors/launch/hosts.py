@@ -1,6 +1,6 @@
-"""hosts: which machine each actor runs on, and how an actor is set up there. Plain data and pure functions; no I/O.
+"""hosts: which machine each process runs on, and how it is set up there. Plain data and pure functions; no I/O.
 
-In: `Host`s (written out, or read by `hostfile`) and the mesh's `Settings`. Out: a `Placement` an actor.
+In: `Host`s (written out, or read by `hostfile`) and the mesh's `Settings`. Out: a `Placement` a process.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Host:
 
     Args:
         name: what `ssh` takes: a host name, an address, or an alias of the user's ssh configuration.
-        slots: how many devices it takes; with one slot everywhere, how many processes.
+        slots: how many devices it takes; with one slot everywhere, and under Slurm and Ray, how many processes.
         user, port: for ssh; None: as ssh is configured.
         settings: of this host alone.
 
@@ -90,7 +90,7 @@ class Host:
         if not _NAME.fullmatch(self.name):
             raise MeshError(f"{self.name!r} is no host name; hosts are names or IPv4 addresses, also with user@")
         if self.slots < 1:
-            raise MeshError(f"host {self.name} has slots={self.slots}; a host takes at least 1 actor, or is left out")
+            raise MeshError(f"host {self.name} has slots={self.slots}; a host takes at least 1 device, or is left out")
         if self.user is not None and not _NAME.fullmatch(self.user):
             raise MeshError(f"host {self.name} has user={self.user!r}, which is no user name")
         if self.port is not None and not 1 <= self.port <= 65535:
@@ -142,7 +142,7 @@ def spread(hosts: Sequence[Host], num_actors: int, num_devices: int, per_actor: 
         MeshError: there is not enough room, or no way to divide the devices.
     """
     if num_devices == 1 or all(host.slots == 1 for host in hosts):
-        place(hosts, num_actors * (per_actor or 1))
+        place(hosts, num_actors * (per_actor or 1), per_actor=per_actor or 1)
         return Spread(per_actor or 1)
     for each in [per_actor] if per_actor else [k for k in range(1, num_devices + 1) if num_devices % k == 0]:
         slots_each = num_devices // each
@@ -157,11 +157,14 @@ def spread(hosts: Sequence[Host], num_actors: int, num_devices: int, per_actor: 
     )
 
 
-def place(hosts: Sequence[Host], num_processes: int, slots_each: int = 1) -> tuple[Placement, ...]:
+def place(
+    hosts: Sequence[Host], num_processes: int, slots_each: int = 1, *, per_actor: int = 1
+) -> tuple[Placement, ...]:
     """Fill the hosts' slots in order.
 
     Args:
         slots_each: how many slots of one host a process takes.
+        per_actor: of how many processes each actor is, for the error's words.
 
     Returns:
         One entry a process.
@@ -172,8 +175,11 @@ def place(hosts: Sequence[Host], num_processes: int, slots_each: int = 1) -> tup
     slots = sum(host.slots // slots_each for host in hosts)
     if num_processes > slots:
         room = f"{slots} slot{'s' * (slots != 1)} on {len(hosts)} host{'s' * (len(hosts) != 1)}"
-        fewer = f"start at most {slots} actor{'s' * (slots != 1)}"
-        raise MeshError(f"{num_processes} actors do not fit {room}; add hosts, raise slots=, or {fewer}")
+        actors, most = num_processes // per_actor, slots // per_actor
+        who = f"{actors} actor{'s' * (actors != 1)}" + (f" of {per_actor} processes each" if per_actor > 1 else "")
+        do = "does" if actors == 1 else "do"
+        fewer = f"start at most {most} actor{'s' * (most != 1)}" if most else "have fewer processes an actor"
+        raise MeshError(f"{who} {do} not fit {room}; add hosts, raise slots=, or {fewer}")
     placements: list[Placement] = []
     for host in hosts:
         count = min(host.slots // slots_each, num_processes - len(placements))

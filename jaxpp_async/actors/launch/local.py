@@ -1,4 +1,4 @@
-"""local: actors as processes of this machine, one each."""
+"""local: the processes of actors, on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxpp_async.transport.base import Transport
 
 
 class LocalLauncher:
-    """One process an actor, on this machine.
+    """Processes of this machine, one an actor or several.
 
     Args:
         pin_cores: share this process's CPU cores out among the actors.
