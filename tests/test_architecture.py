@@ -48,5 +48,12 @@ def test_every_module_of_the_actors_has_a_side():
     assert [str(path) for path in MODULES if "actors" in path.parts and path.stem not in words] == []
 
 
+def test_one_module_numbers_the_processes():
+    """`process = actor * per_actor + rank`, and back, is said in `processes.py`; the others ask it."""
+    counting = re.compile(r"\b(actor|process|id|rank)\w* (\*|//|%)=? [\w.]*(per_actor|size)\b")
+    found = {path.stem for path in MODULES if "actors" in path.parts and counting.search((ROOT / path).read_text())}
+    assert found == {"processes"}
+
+
 def test_the_map_names_no_module_that_is_gone():
     assert FILES - {path.stem for path in MODULES} == set()

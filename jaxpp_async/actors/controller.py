@@ -302,7 +302,7 @@ class Controller:
         """
         self._check_usable()
         actors, processes = self._programs.actors_of(program_id), self._crew.processes
-        handle = StepHandle(next(self._steps), program_id, processes.of_all(actors), processes.per_actor)
+        handle = StepHandle(next(self._steps), program_id, processes.of_all(actors))
         frees, number, epoch = self._frees.take(), self._outbox.number, self._crew.epoch
         posts: list[tuple[ActorId, Step, Mapping[ProcessId, Sequence[Sending]]]] = []
         for actor in actors:
