@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import one_gpu
 import pytest
 from jax import export
 from jax.sharding import PartitionSpec as P
@@ -25,7 +27,8 @@ from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.gpus import GpuShare, gpu_environment, host_gpus, memory_fraction, share
 from jaxpp_async.actors.launch.hosts import Settings, defaults
 from jaxpp_async.compiler.emit import emit
-from jaxpp_async.errors import MeshError, UnsupportedError
+from jaxpp_async.errors import ActorError, LaunchError, MeshError, UnsupportedError
+from jaxpp_async.transport import nccl_library
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -353,7 +356,24 @@ def test_the_door_has_a_stream_wait_and_records_an_event_there(monkeypatch):
     assert fake.calls == [("copy", 3, 10, 3, 20, 2, 64, 103), "record on 3, stream 103"]
 
 
-# ---------------------------------------------------------------- the benchmark, where there is no GPU
+# ---------------------------------------------------------------- tests and the benchmark, where there is no GPU
+
+
+def test_every_test_that_wants_a_gpu_is_run_by_make_and_by_the_benchmark():
+    every = sorted(f"tests/{path.name}" for path in (ROOT / "tests").glob("test_on_gpu*.py"))
+    (in_make,) = re.findall(r"(?m)^GPU_TESTS := (.*)$", (ROOT / "Makefile").read_text())
+    assert in_make.split() == every == list(gpu.GPU_TESTS)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["as it starts", "as links are made"])
+def test_only_nccls_refusal_of_ranks_on_one_gpu_skips_a_test(late):
+    refusal = nccl_library._with_remedy("NCCL_ERROR_INVALID_USAGE: ncclInvalidUsage")
+    error = ActorError if late else LaunchError
+    skipped = pytest.raises(pytest.skip.Exception, match="NCCL_MULTI_RANK_GPU_ENABLE")
+    with skipped, one_gpu.skipped_where_nccl_wants_a_gpu_each():
+        raise error(f"actor 1: {refusal}")
+    with pytest.raises(error, match="no luck"), one_gpu.skipped_where_nccl_wants_a_gpu_each():
+        raise error("actor 1: no luck with NCCL")
 
 
 def test_the_gpu_benchmark_runs_without_one():
