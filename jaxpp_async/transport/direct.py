@@ -205,10 +205,10 @@ class Direct:
 
     def _end_first(self, status: int) -> None:
         transfer = self._copies.popleft().transfer
-        if transfer.link.neighbour is not None:
-            transfer.link.neighbour.forget_freed()
         self._written_bytes = 0
         self._carrier.finish(transfer, status, 0)
+        if transfer.link.neighbour is not None:
+            transfer.link.neighbour.forget_freed()
 
     def drop(self, link: Any) -> None:
         """Copy nothing more for a link: its buffers are their owners' again when this returns, and no block of the

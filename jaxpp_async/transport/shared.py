@@ -195,7 +195,7 @@ class Neighbour:
 
     def sees(self, board: Board) -> bool:
         """Whether the neighbour says that it reads this board."""
-        return bool((self._seen == np.frombuffer(board.name, np.uint8)).all(axis=1).any())
+        return board.name in self._seen.tobytes()
 
     def place(self, ticket: BlockTicket) -> int:
         """Where a block of the neighbour's lies here, all of its bytes.
@@ -221,7 +221,7 @@ class Neighbour:
     def forget_freed(self) -> None:
         """Keep no block that the neighbour has let go of: its memory is in use for as long as it is mapped here."""
         for key, whole in list(self._blocks.items()):
-            if whole[-_TRAILER_BYTES:][_KEY_BYTES]:
+            if whole[_KEY_BYTES - _TRAILER_BYTES]:
                 del self._blocks[key]
 
 
