@@ -21,6 +21,7 @@ from jaxpp_async.actors.cluster import reserve_port
 from jaxpp_async.actors.configuring import Parts, open_parts
 from jaxpp_async.actors.copies import Shelf
 from jaxpp_async.actors.cuda import DeviceDoor, open_door
+from jaxpp_async.actors.device_step_run import DeviceStepRun
 from jaxpp_async.actors.failed_reply import failed
 from jaxpp_async.actors.loaded_program import LoadedProgram
 from jaxpp_async.actors.loading import load_program
@@ -299,7 +300,8 @@ class Actor:
             if command.result in message.outputs:
                 aval = program.plan.avals[command.buffer]
                 results[command.result] = self._store.expect(message.outputs[command.result], aval)
-        return StepRun(message, program, parts.machine, bound, results, self._step_ended)
+        kind = StepRun if parts.machine.device is None else DeviceStepRun
+        return kind(message, program, parts.machine, bound, results, self._step_ended)
 
     def _bind(self, plan: ExecutionPlan, message: m.Step) -> tuple[dict[int, Entry], list[int]]:
         bound: dict[int, Entry] = {}

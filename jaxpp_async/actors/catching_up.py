@@ -13,13 +13,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from jaxpp_async.actors.cluster import agree
 from jaxpp_async.actors.compute import ComputeThread
 from jaxpp_async.actors.loaded_program import LoadedProgram
+from jaxpp_async.actors.machine import Begins
 from jaxpp_async.actors.messages import Cluster
 from jaxpp_async.actors.plan import Execute
 from jaxpp_async.actors.shards import joined
@@ -30,12 +30,6 @@ _LOG = logging.getLogger("jaxpp_async.actor")
 AGREE_S, END_S = 4.0, 4.0
 """What the others may take to say how far they are, and all of them to end the tasks that they have begun: unless tasks
 have been seen to take longer, which then go on in front of the next step's, as in an actor of one process."""
-
-
-class Begins(Protocol):
-    """A step that counts its tasks."""
-
-    begun: int
 
 
 class Tally:

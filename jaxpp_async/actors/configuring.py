@@ -16,6 +16,7 @@ from jaxpp_async.actors.device_work import DeviceWork
 from jaxpp_async.actors.devices import INLINE_DEVICES, Devices, package_versions, plain_hardware, start_devices
 from jaxpp_async.actors.executables import Executables
 from jaxpp_async.actors.host_values import HostValues
+from jaxpp_async.actors.machine import Begins, Machine
 from jaxpp_async.actors.messages import Configure, Ready
 from jaxpp_async.actors.processes import Seat
 from jaxpp_async.actors.progress import NoteProgress
@@ -23,7 +24,6 @@ from jaxpp_async.actors.receive_pool import ReceivePool
 from jaxpp_async.actors.rollback import Rollbacks
 from jaxpp_async.actors.shards import Layouts
 from jaxpp_async.actors.snapshots import Snapshots
-from jaxpp_async.actors.step_run import Machine, StepRun
 from jaxpp_async.actors.store import Store
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.planes import Planes, open_planes
@@ -57,7 +57,7 @@ async def open_parts(
     make_transport: Callable[[str], Transport],
     make_door: Callable[[Sequence[Any], str], DeviceDoor | None],
     note_progress: NoteProgress,
-    may_begin: Callable[[StepRun], bool] | None,
+    may_begin: Callable[[Begins], bool] | None,
     inline: bool,
 ) -> tuple[Parts, Ready]:
     """Start JAX and the transport.
