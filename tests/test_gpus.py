@@ -25,7 +25,9 @@ from jaxpp_async.actors import cuda, gpus
 from jaxpp_async.actors.actor_info import ActorInfo, of_actor
 from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.gpus import GpuShare, gpu_environment, host_gpus, memory_fraction, share
-from jaxpp_async.actors.launch.hosts import Settings, defaults
+from jaxpp_async.actors.launch import LocalLauncher
+from jaxpp_async.actors.launch.base import LaunchSpec
+from jaxpp_async.actors.launch.hosts import KEEP_MEMORY, Settings, defaults
 from jaxpp_async.compiler.emit import emit
 from jaxpp_async.errors import ActorError, LaunchError, MeshError, UnsupportedError
 from jaxpp_async.transport import nccl_library
@@ -132,6 +134,15 @@ def test_numbers_of_gpus_keep_the_order_in_which_the_user_counted(user, order):
 def test_devices_counts_as_nvidias_tools_do():
     assert defaults(Settings(devices=("1",)))["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert "CUDA_DEVICE_ORDER" not in defaults(Settings())
+
+
+def test_a_launcher_sends_the_defaults_along(monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    spec = LaunchSpec(0, 1, 0, b"", ("127.0.0.1", 1), platform="cuda", gpus=1)
+    request = LocalLauncher(settings=Settings(devices=("1",)))._request(spec)
+    assert request.defaults == defaults(Settings(devices=("1",))) and request.defaults.items() >= KEEP_MEMORY.items()
+    found = request.environment()
+    assert (found["CUDA_VISIBLE_DEVICES"], found["CUDA_DEVICE_ORDER"]) == ("1", "PCI_BUS_ID")
 
 
 def test_what_an_actors_process_gets(monkeypatch):
