@@ -113,16 +113,14 @@ def make_launcher(
 
     Args:
         processes_per_actor: what was asked for; None: what it takes.
-        options: of `Launching`; `compilation_cache`, whose default on other hosts is a folder of theirs; `spmd_mesh`
-            and `platform`.
+        options: of `Launching`; `compilation_cache`, whose default on other hosts is a folder of theirs; `spmd_mesh`.
     """
-    sizes, platform = options.pop("spmd_mesh", {}).values(), options.pop("platform", "cpu")
-    gpus = math.prod(sizes) if platform == "cuda" else 0
+    sizes = options.pop("spmd_mesh", {}).values()
     cache = REMOTE_CACHE if options.pop("compilation_cache", None) == DEFAULT_CACHE else None
     if processes_per_actor is not None:
         count_of("processes_per_actor", processes_per_actor, least=1)
     options |= {"processes_per_actor": processes_per_actor, "num_devices": math.prod(sizes)}
-    launching = Launching(launcher=launcher, cache_dir=cache, gpus_per_actor=gpus, **options)
+    launching = Launching(launcher=launcher, cache_dir=cache, **options)
     made, each = launching.make(num_actors)
     return made, not isinstance(made, RemoteLauncher) and made.listen_host is None, each
 

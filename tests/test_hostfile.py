@@ -191,3 +191,8 @@ def test_devices_are_not_left_idle_silently(monkeypatch, options, says):
         jpp.RemoteMesh(1, **options)
     jpp.RemoteMesh(1, **options, platform="cpu")
     jpp.RemoteMesh(1, **options, platform="cuda")
+
+
+def test_gpus_are_set_aside_for_every_device_of_an_actor_that_computes_on_them():
+    assert Launching(num_devices=4, platform="cuda").gpus_per_actor == 4
+    assert Launching(num_devices=4).gpus_per_actor == 0

@@ -28,9 +28,8 @@ class Launching:
 
     Args:
         cache_dir: folder of the compilation cache on other hosts, with `~` and `{host}`; None: not set.
-        gpus_per_actor: what a cluster that hands out devices has to set aside.
         processes_per_actor: of how many processes each actor is; None: as few as the hosts allow.
-        num_devices: of one actor.
+        num_devices: of one actor. platform: what they are: `"cpu"` or `"cuda"`.
     """
 
     launcher: Any = None
@@ -43,9 +42,14 @@ class Launching:
     control_address: str | None = None
     ssh_options: Sequence[str] = ()
     cache_dir: str | None = None
-    gpus_per_actor: int = 0
     processes_per_actor: int | None = None
     num_devices: int = 1
+    platform: str = "cpu"
+
+    @property
+    def gpus_per_actor(self) -> int:
+        """What a cluster that hands out devices has to set aside."""
+        return self.num_devices if self.platform == "cuda" else 0
 
     @property
     def kind(self) -> str:
