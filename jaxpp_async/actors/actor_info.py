@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxpp_async.actors.processes import process_of
 from jaxpp_async.program import ProcessId
@@ -21,7 +21,7 @@ class ActorInfo:
             `"restarting"` and the others `"waiting"`.
         devices: one text a device, such as `"cpu:0"`.
         rank, size: of one of several processes: which, and of how many.
-        processes: of an actor of several processes: each of them, in order of rank.
+        processes: of an actor: each of its processes, in order of rank; of a process: none.
         gpus: the UUIDs of its GPUs, or of parts of one (MIG), as `nvidia-smi -L` lists them; empty without GPUs.
     """
 
@@ -50,7 +50,7 @@ def of_actor(processes: Sequence[ActorInfo]) -> ActorInfo:
     """What is known of an actor, from what is known of its processes, in order of rank."""
     first = processes[0]
     if len(processes) == 1:
-        return first
+        return replace(first, processes=(first,))
     state = min((p.state for p in processes), key=_WORST_FIRST.index)
     devices = tuple(device for p in processes for device in p.devices)
     gpus = tuple(gpu for p in processes for gpu in p.gpus)
