@@ -161,7 +161,7 @@ def platform(given: str | None) -> str:
     `jax_platforms` (or `JAX_PLATFORMS`) decides for this process, and then for its actors too. JAX is not started.
     """
     if given not in (None, "cpu", "cuda"):
-        raise MeshError(f"platform is {given!r}; it is 'cpu' or 'cuda'")
+        raise MeshError(f"platform is {given!r}; it is 'cpu' or, for GPUs, 'cuda'")
     if given is not None:
         return given
     preferred = jax_config.default_platform()

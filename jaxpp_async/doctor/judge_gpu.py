@@ -24,7 +24,8 @@ def judge(report: HostReport, facts: HostFacts, asked: Asked) -> Iterator[Findin
     if asked.platform == "cpu":
         what = f"{len(facts.gpus)}, which a run on CPUs leaves alone" if facts.gpus else "none, and none is asked for"
         yield ok("gpu", report.name, what)
-        yield ok("nccl", report.name, _nccl(facts) or "not installed, and not asked for")
+        if asked.transport != "nccl":
+            yield ok("nccl", report.name, _nccl(facts) or "not installed, and not asked for")
         return
     yield from _devices(report, facts)
     yield from _jax(report.name, facts)
