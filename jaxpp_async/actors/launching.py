@@ -116,7 +116,7 @@ class Launching:
             raise MeshError(
                 f"processes_per_actor={each} does not divide the {self.num_devices} device"
                 f"{'s' * (self.num_devices != 1)} of an actor (spmd_mesh); "
-                f"each process has as many: give spmd_mesh a product that is a multiple of {each}, as {{'data': {each}}}"
+                f"give spmd_mesh a product that is a multiple of {each}, for example {{'data': {each}}}"
             )
         if kind == "inline" and each > 1:
             raise MeshError(
