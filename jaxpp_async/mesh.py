@@ -186,7 +186,7 @@ class RemoteMesh:
 
     @property
     def actors(self) -> tuple[ActorInfo, ...]:
-        """One entry an actor: `id host pid devices state`, and `processes` where it has several."""
+        """One entry an actor: `id host pid devices state`, and its `processes`."""
         return tuple(self._running().actors)
 
     def events(self, *, history: bool = True) -> Events:

@@ -25,7 +25,7 @@ from jaxpp_async.actors.plan import Execute
 from jaxpp_async.actors.shards import joined
 from jaxpp_async.errors import MeshError
 
-_LOG = logging.getLogger("jaxpp_async.actor")
+_LOG = logging.getLogger("jaxpp_async")
 
 AGREE_S, END_S = 4.0, 4.0
 """What the others may take to say how far they are, and all of them to end the tasks that they have begun: unless tasks

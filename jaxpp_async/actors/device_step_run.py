@@ -82,7 +82,10 @@ class DeviceStepRun(StepRun):
             elif not self.ended:
                 self._take_in(command, buffer)
 
-        self._device.spread(buffer.replicas, spread)
+        try:
+            self._device.spread(buffer.replicas, spread)
+        except Exception as error:  # the device refused the copy: the step's failure, never the transport's
+            self.fail(error, command.instruction)
 
     def _take_in(self, command: PostRecv, buffer: ReceiveBuffer) -> None:
         """The data is in on every device."""
@@ -129,7 +132,7 @@ class DeviceStepRun(StepRun):
                 self.fail(error, command.instruction)
                 return
             self._unready.discard(command.buffer)
-            self._send(command)
+            self._obey([command])
 
         try:
             self._device.after_copy((array,), ready)

@@ -143,6 +143,12 @@ def _room(
             yield error("gpu", report.name, f"{what}, and GPU {exclusive[0]} takes one process only", remedy)
         elif found.asked.slots_are_processes and report.gpus_asked is not None:
             yield error("gpu", report.name, f"{what} of devices=, which the launcher refuses", remedy)
+        elif found.asked.slots_are_processes and needed == there:
+            # Each task takes what it sees for its own.
+            yield error("gpu", report.name, f"{what}, each with 0.9 of its memory, which the mesh refuses", remedy)
+        elif min(room.per_actor, num_processes) > there // needed:
+            what = f"processes of one actor with {needed} GPU{'s' * (needed != 1)} each cannot share {have}"
+            yield error("gpu", report.name, what, "make spmd_mesh smaller, or have fewer processes on a host")
         else:
             yield warning("gpu", report.name, f"{what}, and the memory there", remedy)
 
