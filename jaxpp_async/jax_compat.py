@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src import source_info_util as _source_info
@@ -451,14 +450,6 @@ def lift_consts(closed: Any) -> tuple[Any, list[Any]]:
 
 
 # ---------------------------------------------------------------- lowering
-
-
-def innermost_locations() -> Any:
-    """A context in which a lowered operation names the user's line that made it, and not who called that.
-
-    Else a program's bytes would differ with the line that starts its first run.
-    """
-    return _config.include_full_tracebacks_in_locations(False)
 
 
 def unspecified() -> Any:

@@ -189,7 +189,7 @@ def place(
 
 KEEP_MEMORY = MappingProxyType({"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_ARENA_MAX": "1"})
 """glibc's malloc returns large memory to the system when it is freed, and a step asks for as much again: some ten
-thousand page faults a step, a tenth of its time. With these it keeps what it has (in one arena: those of threads end at
+thousand page faults a step, 8 % of its CPU time. With these it keeps what it has (in one arena: those of threads end at
 64 MiB). Other C libraries do not know them."""
 
 DEFAULTS = MappingProxyType({**COPIES_PAST_CACHES, **KEEP_MEMORY})
