@@ -20,13 +20,20 @@ WHEEL = "/site-packages/libucx/"
 _RDMA = ("rc", "dc", "ud")
 
 
+def _ucx_remedy(said: str) -> str:
+    """What to do where UCX is there and does not start."""
+    if "no network device" in said:
+        return "correct interface= (or UCX_NET_DEVICES): name one of these"
+    return "look for the cause in what it says; `UCX_LOG_LEVEL=info` there makes it say more"
+
+
 def judge_ucx(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
     """UCX on one host: there, and with the transports that the run needs."""
     package = next((f"{p} {v}" for p, v in facts.packages.items() if p.startswith("ucxx-cu")), "")
     if facts.ucx is None:
         install = pip_install(extra_of(asked.platform, facts.cuda), facts.executable)
         what = f"does not start: {facts.ucx_error}" if package else "ucxx is not installed"
-        yield error("ucx", name, what, "see what it says" if package else install)
+        yield error("ucx", name, what, _ucx_remedy(facts.ucx_error) if package else install)
         return
     transports = {resource.transport for resource in facts.ucx.resources}
     has_rdma = any(transport.startswith(_RDMA) for transport in transports)

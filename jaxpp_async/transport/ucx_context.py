@@ -97,5 +97,5 @@ def _import_ucxx() -> Any:
         raise InstallError(
             f"transport 'ucx' needs the package ucxx, which does not import here ({error}); "
             "install it with: pip install 'jaxpp-async[cpu]'  (with GPUs: 'jaxpp-async[cuda13]' or '[cuda12]')"
-        ) from error
+        ) from None
     return libucxx
