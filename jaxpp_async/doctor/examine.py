@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from jaxpp_async.actors.gpus import VISIBLE
 from jaxpp_async.actors.launch.addresses import ANY, address_towards, control_address
 from jaxpp_async.actors.launch.explain import Explanation, explain_python
 from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, environment
@@ -175,8 +176,8 @@ class _Examiner:
 
     async def _report(self, end: _End, link: HostLink | Explanation) -> HostReport:
         """What a host says of itself."""
-        devices = end.settings.devices
-        report = HostReport(end.name, end.host.slots, gpus_asked=len(devices) if devices is not None else None)
+        names_gpus = end.settings.devices is not None or VISIBLE in end.settings.env
+        report = HostReport(end.name, end.host.slots, names_gpus=names_gpus)
         if isinstance(link, Explanation):
             return replace(report, trouble=link)
         try:
@@ -256,7 +257,7 @@ def _environment(end: _End, asked: Asked) -> dict[str, str]:
     settings = end.settings
     env = {"UCX_TLS": "tcp,self"} if asked.transport == "tcp" else {}
     if settings.devices is not None:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(settings.devices)
+        env[VISIBLE] = ",".join(settings.devices)
     return env | environment(replace(settings, devices=None), Placement(end.host, 0, end.host.slots), end.platform)
 
 
