@@ -20,6 +20,7 @@ import pytest
 
 from jaxpp_async.actors.launch.explain import Explanation
 from jaxpp_async.doctor import gather, start_ucx, talk
+from jaxpp_async.doctor.examine import host_command
 from jaxpp_async.doctor.facts import (
     UNLIMITED,
     Asked,
@@ -124,6 +125,7 @@ def having(facts: HostFacts, **packages: str) -> HostFacts:
 
 OLD_DRIVER = replace(GPU_HOST, driver=Driver("550.54", (12, 4), has_peer_memory=True))
 NO_GPU = replace(GPU_HOST, gpus=(), driver=None, gpu_error="NVML Shared Library Not Found", jax=None, jax_error="x")
+SYSTEM = {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}
 DOWN = replace(PORT, state="DOWN")
 ETHERNET = replace(DOWN, link_layer="Ethernet")
 NO_RC = replace(GPU_HOST, ucx=Ucx("1.21.0", WHEEL, TCP + CUDA))
@@ -161,6 +163,10 @@ WRONG = [
      "error", "ucx", "n1", "ucxx is not installed", "pip install 'jaxpp-async[cpu]'"),
     ("ucxx without its libraries", on_one(CPU, replace(CPU_HOST, ucx=None, ucx_error="libucp.so.0: cannot open")),
      "error", "ucx", "n1", "does not start: libucp.so.0", ""),
+    ("the system's UCX is too old", on_one(CPU, replace(CPU_HOST, ucx=None, ucx_error="UCX 1.13.1", settings=SYSTEM)),
+     "error", "ucx", "n1", "does not start: UCX 1.13.1", "LD_LIBRARY_PATH lead to a UCX that ucxx takes, or unset"),
+    ("the system's UCX is not found", on_one(CPU, replace(CPU_HOST, settings=SYSTEM)),
+     "warning", "ucx", "n1", "pip's, though RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY is set", "LD_LIBRARY_PATH"),
     ("UCX may use nothing", on_one(CPU, replace(CPU_HOST, ucx=Ucx("1", WHEEL, TCP[:1]), settings={"UCX_TLS": "self"})),
      "error", "ucx", "n1", "no way to other", "UCX_TLS=self leaves them out"),
     ("no JAX", on_one(CPU, replace(without(CPU_HOST, "jax"), jax=None, jax_error="No module named 'jax'")),
@@ -215,6 +221,8 @@ WRONG = [
      "error", "nccl", "all hosts", "NCCL moves GPU memory", "--platform cuda"),
     ("UCX without cuda_copy", on_one(GPU, replace(GPU_HOST, ucx=Ucx("1", WHEEL, TCP + RC))),
      "error", "ucx", "n1", "cannot take GPU memory", "UCX with CUDA"),
+    ("another UCX, without cuda", on_one(GPU, replace(GPU_HOST, ucx=Ucx("1", "/opt/ucx/libucp.so.0", TCP + RC))),
+     "error", "ucx", "n1", "cannot take GPU memory", "/opt/ucx/libucp.so.0 is built without it"),
     ("UCX_TLS without cuda", on_one(GPU, replace(GPU_HOST, ucx=Ucx("1", WHEEL, TCP + RC), settings={"UCX_TLS": "rc"})),
      "error", "ucx", "n1", "cannot take GPU memory", "UCX_TLS=rc leaves them out: add cuda"),
     ("UCX without cuda_ipc", on_one(GPU, replace(GPU_HOST, ucx=Ucx("1", WHEEL, TCP + RC + CUDA[:1]))),
@@ -271,6 +279,12 @@ WRONG = [
      on_two(GPU, GPU_HOST, replace(GPU_HOST, gpus=(Gpu(0, "NVIDIA A100", "", 80 * GIB, 0),) * 2)),
      "warning", "gpu", "all hosts", "NVIDIA H100 on n1; NVIDIA A100 on n2", "slowest"),
 ]  # fmt: skip
+
+
+def test_what_the_loader_reads_is_there_when_a_hosts_program_starts():
+    program = ["py", "-m", "jaxpp_async.doctor.host"]
+    assert host_command("py", {"UCX_TLS": "tcp"}) == program
+    assert host_command("py", {"LD_LIBRARY_PATH": "/opt/ucx/lib"}) == ["env", "LD_LIBRARY_PATH=/opt/ucx/lib", *program]
 
 
 @pytest.mark.parametrize(("found", "level", "section", "host", "what", "remedy"), [row[1:] for row in WRONG],

@@ -11,7 +11,7 @@ import itertools
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxpp_async.actors.gpus import VISIBLE
@@ -160,7 +160,7 @@ class _Examiner:
         python = settings.python or sys.executable
         try:
             async with self._handshakes:
-                command = [python, "-m", "jaxpp_async.doctor.host"]
+                command = host_command(python, settings.env)
                 link.attach(await end.reach.open(Placement(end.host, 0, end.host.slots), command, link.on_line))
                 if end.reach.login_mark is not None:
                     await link.wait_login(timeouts.login_s)
@@ -250,6 +250,13 @@ class _Examiner:
         except HostError as error:
             return replace(report, error=str(error))
         return replace(report, latency_s=measured.latency_s, bytes_per_s=measured.bytes_per_s)
+
+
+def host_command(python: str, env: Mapping[str, str]) -> list[str]:
+    """The program there. What the dynamic loader reads it reads once, as a process starts; the rest of the environment
+    comes later (`talk.Prepare`)."""
+    loader = [f"{name}={value}" for name, value in env.items() if name.startswith("LD_")]
+    return [*(["env", *loader] if loader else []), python, "-m", "jaxpp_async.doctor.host"]
 
 
 def _environment(end: _End, asked: Asked) -> dict[str, str]:
