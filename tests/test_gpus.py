@@ -338,7 +338,7 @@ class FakeCuda:
     """CuPy's `cuda`, as far as the door goes: notes what it is asked."""
 
     def __init__(self):
-        self.calls, self.current = [], None
+        self.calls, self.current, self.refuses = [], None, None
         self.runtime = self
 
     class Device:
@@ -373,6 +373,8 @@ class FakeCuda:
         self.calls.append("context")
 
     def memcpyPeerAsync(self, *arguments):
+        if arguments[0] == self.refuses:
+            raise RuntimeError("cudaErrorInvalidValue")
         self.calls.append(("copy", self.current, *arguments))
 
 
@@ -448,6 +450,14 @@ def test_the_door_has_a_stream_wait_and_records_an_event_there(monkeypatch):
     fake.calls.clear()
     lane.copy([cuda.DeviceCopy(10, devices[1], 20, devices[0], 64)])
     assert fake.calls == [("copy", 3, 10, 3, 20, 2, 64, 103), "record on 3, stream 103"]
+    fake.calls.clear()
+    fake.refuses = 11
+    copies = [cuda.DeviceCopy(target, devices[1], 20, devices[0], 64) for target in (10, 11, 12)]
+    mark = lane.copy(copies)
+    assert fake.calls.pop() == "record on 3, stream 103" and len(fake.calls) == 1
+    with pytest.raises(RuntimeError, match="cudaErrorInvalidValue"):
+        mark.wait()
+    assert fake.calls[-1] == "wait on 3", "the copy that had begun is waited for: its memory is in use"
 
 
 # ---------------------------------------------------------------- tests and the benchmark, where there is no GPU

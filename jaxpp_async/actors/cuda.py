@@ -67,7 +67,10 @@ class Lane(Protocol):
         ...
 
     def copy(self, copies: Sequence[DeviceCopy]) -> Mark:
-        """Begin copies; the point at which they are done. Whoever calls keeps the memory alive until then."""
+        """Begin copies; the point at which they are done. Whoever calls keeps the memory alive until then.
+
+        Copies that the device refuses are its mark's failure: those begun before them may still be under way.
+        """
         ...
 
 
@@ -164,15 +167,18 @@ class _CupyLane:
 
     def copy(self, copies: Sequence[DeviceCopy]) -> Mark:
         ordinals: dict[int, None] = {}
-        for c in copies:
-            target, source = _ordinal(c.target_device), _ordinal(c.source_device)
-            stream = self._streams[target]
-            with self._cuda.Device(target):
-                self._cuda.runtime.memcpyPeerAsync(c.target, target, c.source, source, c.size_bytes, stream.ptr)
-            ordinals[target] = None
+        try:
+            for c in copies:
+                target, source = _ordinal(c.target_device), _ordinal(c.source_device)
+                stream = self._streams[target]
+                with self._cuda.Device(target):
+                    self._cuda.runtime.memcpyPeerAsync(c.target, target, c.source, source, c.size_bytes, stream.ptr)
+                ordinals[target] = None
+        except Exception as error:  # whatever CUDA says ends the step; the memory is kept until the others are done
+            return self._record(ordinals, error)
         return self._record(ordinals)
 
-    def _record(self, ordinals: Iterable[int]) -> Mark:
+    def _record(self, ordinals: Iterable[int], failure: Exception | None = None) -> Mark:
         events = []
         for ordinal in ordinals:
             with self._cuda.Device(ordinal):
@@ -180,18 +186,20 @@ class _CupyLane:
                 event = self._cuda.Event(block=True, disable_timing=True)
                 event.record(self._streams[ordinal])
                 events.append(event)
-        return _EventMark(events)
+        return _EventMark(events, failure)
 
 
 class _EventMark:
-    """The end of some events."""
+    """The end of some events, and what failed after them."""
 
-    def __init__(self, events: Sequence[Any]):
-        self._events = events
+    def __init__(self, events: Sequence[Any], failure: Exception | None):
+        self._events, self._failure = events, failure
 
     def wait(self) -> None:
         for event in self._events:
             event.synchronize()
+        if self._failure is not None:
+            raise self._failure
 
 
 def _parts(arrays: Sequence[jax.Array]) -> Iterable[Any]:
