@@ -128,7 +128,6 @@ class RemoteMesh:
                 inline,
                 platform=mesh_options.platform(platform),
                 num_actors=self.num_actors,
-                processes_per_actor=each,
             ),
             inline=inline,
             processes_per_actor=each,

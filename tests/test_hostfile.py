@@ -193,7 +193,7 @@ def test_an_option_that_there_is_not(option, says):
     with pytest.raises(TypeError, match=says):
         jpp.RemoteMesh(2, **{option: 1})
     mesh = jpp.RemoteMesh(1, launcher="inline")
-    with pytest.raises(TypeError, match=r"RemoteMesh.distributed has no option donate_args=; did you mean donate_argnums="):
+    with pytest.raises(TypeError, match="no option donate_args=; did you mean donate_argnums="):
         mesh.distributed(len, **{"donate_args": 0})
 
 

@@ -254,7 +254,7 @@ class RemoteLauncher:
             cache_dir=self._cache_dir,
             gpus=spec.gpus,
             gpus_are_its_own=self._reach.keeper_each,
-            defaults=defaults(settings),
+            defaults={**defaults(settings), **spec.defaults},
         )
 
     def _note_started(self, placement: Placement, spec: LaunchSpec) -> None:
