@@ -26,6 +26,7 @@ from jaxpp_async.compiler.ir import Traced
 from jaxpp_async.compiler.passes import StepRequest, compile_step
 from jaxpp_async.errors import ArrayError, MeshError
 from jaxpp_async.leaves import host_array
+from jaxpp_async.left_behind import LeftBehind
 from jaxpp_async.printing import Printer
 from jaxpp_async.program import ActorId, ActorProgram, runs
 from jaxpp_async.recording import Recording
@@ -139,10 +140,16 @@ class StepRunner:
         self._compile_lock, self._start_lock = asyncio.Lock(), asyncio.Lock()
         self._move_programs: dict[moves.Move, int] = {}
         self._printer = Printer(values)
+        self._left_behind = LeftBehind(self._tell_waiting)
 
     async def run(self, step: DistributedStep, args: Sequence[Any]) -> Any:
         """See `RemoteMesh.run`."""
-        return await (await self.submit(step, args))
+        future = await self.submit(step, args)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._left_behind.note(future._handle)
+            raise
 
     async def submit(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
         """See `RemoteMesh.submit`."""
@@ -154,9 +161,13 @@ class StepRunner:
             compiled = await self.compile(step, args)
             if found is not None:
                 step.remember(found, compiled)
+        self._left_behind.before(step.__name__)
         future = await self._admit(step, compiled, leaves)
-        # The step's host values may change again once they have left.
-        await future.wait_sent()
+        try:
+            await future.wait_sent()  # the step's host values may change again once they have left
+        except asyncio.CancelledError:
+            self._left_behind.note(future._handle)
+            raise
         return future
 
     # ---------------------------------------------------------------- compiling
@@ -391,6 +402,9 @@ class StepRunner:
                 for a in set(leaf.actors).difference(taken):
                     self._controller().free(a, leaf.array_id)
         return donated_arrays
+
+    def _tell_waiting(self, ahead: StepHandle, name: str) -> None:
+        self._controller().telling.waiting(name, ahead.step)
 
     def _finished(self, ran: Recording, results: Sequence[RemoteArray], donated: Sequence[RemoteArray]) -> None:
         handle = ran.handle
