@@ -5,7 +5,6 @@ Starts nothing.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
 import os
@@ -23,6 +22,7 @@ from jaxpp_async.actors.launch.remote import RemoteLauncher
 from jaxpp_async.actors.launching import Launching
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.errors import MeshError, ShardingError
+from jaxpp_async.extras import jax_cuda_majors
 from jaxpp_async.transport.nccl_plan import ENVIRONMENT as NCCL_ENVIRONMENT
 from jaxpp_async.transport.planes import is_ordered
 
@@ -160,8 +160,7 @@ def platform(given: str | None) -> str:
     preferred = jax_config.default_platform()
     if preferred is not None:
         return "cuda" if preferred in ("cuda", "gpu") else "cpu"
-    has_jax = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") is not None for n in (13, 12))
-    return "cuda" if has_jax and host_gpus(os.environ) else "cpu"
+    return "cuda" if jax_cuda_majors() and host_gpus(os.environ) else "cpu"
 
 
 def refuse_idle_devices(given: str | None, chosen: str, launcher: Any, devices: Any) -> None:

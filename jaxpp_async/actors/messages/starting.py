@@ -133,7 +133,7 @@ class Hardware:
         kind: as JAX names them, such as `"cpu"` or `"NVIDIA H100 80GB HBM3"`.
         count: how many the actor has.
         memory_bytes: of one; 0: not known, or the host's.
-        cuda: version of the CUDA runtime, such as `"13.0"`; empty without GPUs.
+        cuda: version of the CUDA that JAX's plugin is for, such as `"13.0"`, or `"13"`; empty without GPUs.
         driver: the newest CUDA that the host's driver knows, written alike.
         gpus: the UUIDs of GPUs, or of parts of one (MIG); empty without GPUs.
         memory_fraction: how much of each GPU's memory JAX takes beforehand; 0: none.
