@@ -125,9 +125,7 @@ def make_launcher(
     return made, not isinstance(made, RemoteLauncher) and made.listen_host is None, each
 
 
-def transport(
-    given: str | None, launcher: Any, inline: bool, *, platform: str, num_actors: int, processes_per_actor: int = 1
-) -> str:
+def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, num_actors: int) -> str:
     """The data plane's name.
 
     Raises:
@@ -144,11 +142,6 @@ def transport(
         raise MeshError(
             f"transport {chosen!r} moves GPU memory, and {actors} have none: their platform is {platform!r}; pass "
             "platform='cuda' where there are GPUs, or leave transport= out for UCX, which moves either"
-        )
-    if is_ordered(chosen) and processes_per_actor > 1:
-        raise MeshError(
-            f"transport {chosen!r} with actors of {processes_per_actor} processes is not there yet; leave transport= "
-            "out for UCX"
         )
     return chosen
 
@@ -245,7 +238,8 @@ def actor_config(
         cache_dir=None if inline else cache_dir,
         setup=setup,
         transport=transport,
-        env={**(NCCL_ENVIRONMENT if is_ordered(transport) and not inline else {}), **env},
+        env=dict(env),
+        defaults=dict(NCCL_ENVIRONMENT) if is_ordered(transport) and not inline else {},
         processes_per_actor=processes_per_actor,
     )
 

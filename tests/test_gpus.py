@@ -458,10 +458,16 @@ def test_the_door_has_a_stream_wait_and_records_an_event_there(monkeypatch):
 
 @pytest.mark.parametrize("late", [False, True], ids=["as it starts", "as links are made"])
 def test_only_nccls_refusal_of_ranks_on_one_gpu_skips_a_test(late):
-    refusal = nccl_library._with_remedy("NCCL_ERROR_INVALID_USAGE: ncclInvalidUsage")
+    said = (
+        "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000",
+        "Multiple Ranks are using the same GPU",
+    )
+    refusal = nccl_library._with_remedy(f"InvalidUsage: {said[late]}")
     error = ActorError if late else LaunchError
     skipped = pytest.raises(pytest.skip.Exception, match="NCCL_MULTI_RANK_GPU_ENABLE")
     with skipped, one_gpu.skipped_where_nccl_wants_a_gpu_each():
         raise error(f"actor 1: {refusal}")
     with pytest.raises(error, match="no luck"), one_gpu.skipped_where_nccl_wants_a_gpu_each():
-        raise error("actor 1: no luck with NCCL")
+        raise error(
+            nccl_library._with_remedy("actor 1: no luck with NCCL: InvalidUsage: invalid usage of CommInitRank")
+        )

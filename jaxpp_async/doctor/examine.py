@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from jaxpp_async.actors.gpus import VISIBLE
 from jaxpp_async.actors.launch.addresses import ANY, address_towards, control_address
 from jaxpp_async.actors.launch.explain import Explanation, explain_python
+from jaxpp_async.actors.launch.host_program import NotUpError
 from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, environment
-from jaxpp_async.actors.launch.keeper_link import KeeperError
 from jaxpp_async.actors.launch.remote import MAX_HANDSHAKES, CommandReach, Reach, Timeouts
 from jaxpp_async.doctor import talk
 from jaxpp_async.doctor.facts import Asked, Clock, Examination, HostReport, LinkReport
@@ -168,7 +168,7 @@ class _Examiner:
             await link.ask(talk.Prepare(_environment(end, self._plan.asked)), talk.Done, ANSWER_S)
         except OSError as error:
             return Explanation(f"could not be reached: {error}", "")
-        except KeeperError as error:
+        except NotUpError as error:
             return end.reach.explain(end.host, error) or explain_python(end.host, python, error.said, error.ended)
         except HostError as error:
             return _deaf(error)
