@@ -127,7 +127,6 @@ class RemoteMesh:
                 inline,
                 platform=mesh_options.platform(platform),
                 num_actors=self.num_actors,
-                processes_per_actor=each,
             ),
             inline=inline,
             processes_per_actor=each,

@@ -5,7 +5,6 @@ Starts nothing.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
 import os
@@ -23,6 +22,7 @@ from jaxpp_async.actors.launch.remote import RemoteLauncher
 from jaxpp_async.actors.launching import Launching
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.errors import MeshError, ShardingError
+from jaxpp_async.extras import jax_cuda_majors
 from jaxpp_async.transport.nccl_plan import ENVIRONMENT as NCCL_ENVIRONMENT
 from jaxpp_async.transport.planes import is_ordered
 
@@ -125,9 +125,7 @@ def make_launcher(
     return made, not isinstance(made, RemoteLauncher) and made.listen_host is None, each
 
 
-def transport(
-    given: str | None, launcher: Any, inline: bool, *, platform: str, num_actors: int, processes_per_actor: int = 1
-) -> str:
+def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, num_actors: int) -> str:
     """The data plane's name.
 
     Raises:
@@ -144,11 +142,6 @@ def transport(
         raise MeshError(
             f"transport {chosen!r} moves GPU memory, and {actors} have none: their platform is {platform!r}; pass "
             "platform='cuda' where there are GPUs, or leave transport= out for UCX, which moves either"
-        )
-    if is_ordered(chosen) and processes_per_actor > 1:
-        raise MeshError(
-            f"transport {chosen!r} with actors of {processes_per_actor} processes is not there yet; leave transport= "
-            "out for UCX"
         )
     return chosen
 
@@ -167,8 +160,7 @@ def platform(given: str | None) -> str:
     preferred = jax_config.default_platform()
     if preferred is not None:
         return "cuda" if preferred in ("cuda", "gpu") else "cpu"
-    has_jax = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") is not None for n in (13, 12))
-    return "cuda" if has_jax and host_gpus(os.environ) else "cpu"
+    return "cuda" if jax_cuda_majors() and host_gpus(os.environ) else "cpu"
 
 
 def refuse_idle_devices(given: str | None, chosen: str, launcher: Any, devices: Any) -> None:
@@ -246,7 +238,8 @@ def actor_config(
         cache_dir=None if inline else cache_dir,
         setup=setup,
         transport=transport,
-        env={**(NCCL_ENVIRONMENT if is_ordered(transport) and not inline else {}), **env},
+        env=dict(env),
+        defaults=dict(NCCL_ENVIRONMENT) if is_ordered(transport) and not inline else {},
         processes_per_actor=processes_per_actor,
     )
 

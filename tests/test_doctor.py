@@ -20,6 +20,7 @@ import pytest
 
 from jaxpp_async.actors.launch.explain import Explanation
 from jaxpp_async.doctor import gather, start_ucx, talk
+from jaxpp_async.doctor.examine import host_command
 from jaxpp_async.doctor.facts import (
     UNLIMITED,
     Asked,
@@ -95,9 +96,7 @@ def on_two(
     return Examination(asked, here, (one, two), (link or LinkReport("n1", "n2", "ucx", 5e-6, 40e9),))
 
 
-def on_slots(
-    actors: int | None, devices: int, slots: tuple[int, ...], *, gpus_asked: int | None = None, **asked: Any
-) -> Examination:
+def on_slots(actors: int | None, devices: int, slots: tuple[int, ...], *, names: str = "", **asked: Any) -> Examination:
     """Hosts of that many slots, with a GPU for each; of tasks, with as many as an actor has devices."""
     here = HostReport("this machine", facts=CPU_HOST, clock=Clock(0.0, 0.0))
     wanted = replace(GPU, num_actors=actors, devices_per_actor=devices, **asked)
@@ -105,11 +104,15 @@ def on_slots(
     for index, slot in enumerate(slots):
         gpus = range(devices if wanted.slots_are_processes else slot)
         facts = replace(GPU_HOST, gpus=tuple(replace(GPU_HOST.gpus[0], index=i, uuid=f"GPU-{i}") for i in gpus))
-        reports.append(
-            HostReport(f"n{index}", slot, facts, clock=Clock(0.0, 0.01), calls_back="", gpus_asked=gpus_asked)
-        )
+        facts = seeing(facts, names) if names else facts
+        report = HostReport(f"n{index}", slot, facts, clock=Clock(0.0, 0.01), calls_back="", names_gpus=bool(names))
+        reports.append(report)
     links = tuple(LinkReport(a.name, b.name, "ucx", 5e-6, 4e10) for a, b in itertools.pairwise(reports))
     return Examination(wanted, here, tuple(reports), links)
+
+
+def seeing(facts: HostFacts, visible: str) -> HostFacts:
+    return replace(facts, settings={"CUDA_VISIBLE_DEVICES": visible})
 
 
 def without(facts: HostFacts, *packages: str) -> HostFacts:
@@ -122,6 +125,7 @@ def having(facts: HostFacts, **packages: str) -> HostFacts:
 
 OLD_DRIVER = replace(GPU_HOST, driver=Driver("550.54", (12, 4), has_peer_memory=True))
 NO_GPU = replace(GPU_HOST, gpus=(), driver=None, gpu_error="NVML Shared Library Not Found", jax=None, jax_error="x")
+SYSTEM = {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}
 DOWN = replace(PORT, state="DOWN")
 ETHERNET = replace(DOWN, link_layer="Ethernet")
 NO_RC = replace(GPU_HOST, ucx=Ucx("1.21.0", WHEEL, TCP + CUDA))
@@ -135,10 +139,10 @@ WELL = [
     ("GPUs", on_one(GPU, GPU_HOST)),
     ("GPUs, two hosts, NCCL", on_two(NCCL, GPU_HOST, GPU_HOST)),
     ("two GPUs an actor", on_one(replace(GPU, devices_per_actor=2), GPU_HOST)),
-    ("several devices an actor: a slot is a device", on_slots(4, 2, (4, 4), gpus_asked=4)),
+    ("several devices an actor: a slot is a device", on_slots(4, 2, (4, 4), names="0,1,2,3")),
     ("actors larger than a host", on_slots(2, 16, (8, 8, 8, 8))),
     ("as many actors as there is room for", on_slots(None, 16, (8, 8, 8, 8))),
-    ("a task a process", on_slots(2, 4, (1, 1), gpus_asked=4, slots_are_processes=True)),
+    ("a task a process", on_slots(2, 4, (1, 1), names="0,1,2,3", slots_are_processes=True)),
     ("CUDA 12", on_one(GPU, having(without(OLD_DRIVER, "jax-cuda13-plugin", "cupy-cuda13x", "ucxx-cu13"),
                                    jax_cuda12_plugin="0.10.2", cupy_cuda12x="14", ucxx_cu12="0.52"))),
     ("a port is down that nobody asked for", on_one(CPU, replace(CPU_HOST, ib_ports=(DOWN,)))),
@@ -159,6 +163,10 @@ WRONG = [
      "error", "ucx", "n1", "ucxx is not installed", "pip install 'jaxpp-async[cpu]'"),
     ("ucxx without its libraries", on_one(CPU, replace(CPU_HOST, ucx=None, ucx_error="libucp.so.0: cannot open")),
      "error", "ucx", "n1", "does not start: libucp.so.0", ""),
+    ("the system's UCX is too old", on_one(CPU, replace(CPU_HOST, ucx=None, ucx_error="UCX 1.13.1", settings=SYSTEM)),
+     "error", "ucx", "n1", "does not start: UCX 1.13.1", "LD_LIBRARY_PATH lead to a UCX that ucxx takes, or unset"),
+    ("the system's UCX is not found", on_one(CPU, replace(CPU_HOST, settings=SYSTEM)),
+     "warning", "ucx", "n1", "pip's, though RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY is set", "LD_LIBRARY_PATH"),
     ("UCX may use nothing", on_one(CPU, replace(CPU_HOST, ucx=Ucx("1", WHEEL, TCP[:1]), settings={"UCX_TLS": "self"})),
      "error", "ucx", "n1", "no way to other", "UCX_TLS=self leaves them out"),
     ("no JAX", on_one(CPU, replace(without(CPU_HOST, "jax"), jax=None, jax_error="No module named 'jax'")),
@@ -213,6 +221,8 @@ WRONG = [
      "error", "nccl", "all hosts", "NCCL moves GPU memory", "--platform cuda"),
     ("UCX without cuda_copy", on_one(GPU, replace(GPU_HOST, ucx=Ucx("1", WHEEL, TCP + RC))),
      "error", "ucx", "n1", "cannot take GPU memory", "UCX with CUDA"),
+    ("another UCX, without cuda", on_one(GPU, replace(GPU_HOST, ucx=Ucx("1", "/opt/ucx/libucp.so.0", TCP + RC))),
+     "error", "ucx", "n1", "cannot take GPU memory", "/opt/ucx/libucp.so.0 is built without it"),
     ("UCX_TLS without cuda", on_one(GPU, replace(GPU_HOST, ucx=Ucx("1", WHEEL, TCP + RC), settings={"UCX_TLS": "rc"})),
      "error", "ucx", "n1", "cannot take GPU memory", "UCX_TLS=rc leaves them out: add cuda"),
     ("UCX without cuda_ipc", on_one(GPU, replace(GPU_HOST, ucx=Ucx("1", WHEEL, TCP + RC + CUDA[:1]))),
@@ -252,19 +262,29 @@ WRONG = [
      "error", "gpu", "n0", "2 actors with 4 GPUs each share 4 GPUs, each with 0.9", "--ntasks-per-node=1"),
     ("two processes of one actor on a GPU", on_one(replace(GPU, devices_per_actor=2, processes_per_actor=2), SHARED),
      "error", "gpu", "n1", "processes of one actor with 1 GPU each cannot share 1 GPU", "spmd_mesh smaller"),
-    ("tasks with more than devices= has", on_slots(None, 4, (2,), gpus_asked=4, slots_are_processes=True),
+    ("tasks with more than devices= has", on_slots(None, 4, (2,), names="0,1,2,3", slots_are_processes=True),
      "error", "gpu", "n0", "2 actors with 4 GPUs each share 4 GPUs of devices=", "--ntasks-per-node=1"),
     ("processes larger than their host", on_slots(1, 4, (1, 2), processes_per_actor=2),
      "error", "hosts", "all hosts", "1 actor of 4 devices in 2 processes of 2 each do not fit 3 slots", "add hosts"),
-    ("devices= of what is not there", on_one(GPU, GPU_HOST, gpus_asked=8),
-     "error", "gpu", "n1", "devices= names 8 GPUs, there are 2", "correct devices="),
+    ("devices= of what is not there", on_one(GPU, seeing(GPU_HOST, "0,1,2,3"), names_gpus=True),
+     "error", "gpu", "n1", "=0,1,2,3 names GPU 2, which is none here (there are 2)", "correct devices="),
+    ("CUDA_VISIBLE_DEVICES of what is not there", on_one(GPU, seeing(GPU_HOST, "GPU-0,GPU-7")),
+     "warning", "gpu", "n1", "names GPU GPU-7, which is none here (there are 2), or not only one: CUDA", "correct it"),
+    ("devices= with a GPU twice", on_one(replace(GPU, devices_per_actor=2), seeing(GPU_HOST, "1,1"), names_gpus=True),
+     "error", "gpu", "n1", "an actor needs 2 GPUs, the host gives 1 GPU", "spmd_mesh smaller"),
     ("CUDA_VISIBLE_DEVICES hides one",
-     on_one(replace(GPU, devices_per_actor=2), replace(GPU_HOST, settings={"CUDA_VISIBLE_DEVICES": "1"})),
+     on_one(replace(GPU, devices_per_actor=2), seeing(GPU_HOST, "1")),
      "error", "gpu", "n1", "the host gives 1 GPU", ""),
     ("another GPU there",
      on_two(GPU, GPU_HOST, replace(GPU_HOST, gpus=(Gpu(0, "NVIDIA A100", "", 80 * GIB, 0),) * 2)),
      "warning", "gpu", "all hosts", "NVIDIA H100 on n1; NVIDIA A100 on n2", "slowest"),
 ]  # fmt: skip
+
+
+def test_what_the_loader_reads_is_there_when_a_hosts_program_starts():
+    program = ["py", "-m", "jaxpp_async.doctor.host"]
+    assert host_command("py", {"UCX_TLS": "tcp"}) == program
+    assert host_command("py", {"LD_LIBRARY_PATH": "/opt/ucx/lib"}) == ["env", "LD_LIBRARY_PATH=/opt/ucx/lib", *program]
 
 
 @pytest.mark.parametrize(("found", "level", "section", "host", "what", "remedy"), [row[1:] for row in WRONG],

@@ -163,7 +163,8 @@ def _make_mesh(configure: Configure) -> Mesh:
             raise
         raise MeshError(
             f"JAX finds no GPU here ({error}); is the driver loaded, and jaxpp-async[cuda13] (or [cuda12], for older "
-            "drivers) installed? without GPUs, use platform='cpu'"
+            "drivers) installed? `python -m jaxpp_async doctor --platform cuda` there says what is missing; without "
+            "GPUs, use platform='cpu'"
         ) from error
     if len(devices) < needed:
         raise MeshError(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxpp_async.actors.gpus import read_visible
 from jaxpp_async.actors.inline import InlineLauncher
 from jaxpp_async.actors.launch.hostfile import load_hostfile, parse_hosts
 from jaxpp_async.actors.launch.hosts import Host, Settings, parse_cpus, parse_devices, parse_ports, place, spread
@@ -101,12 +102,13 @@ class Launching:
         for placement in place(launcher.hosts, num_actors * each, per_actor=each):
             host, count = placement.host, placement.count
             devices = launcher.devices_on(host)
-            if devices is not None and count * needed > len(devices):
-                fits = len(devices) // needed
+            named = None if devices is None else len(read_visible(",".join(devices), ()).names)
+            if named is not None and count * needed > named:
+                fits = named // needed
                 remedy = f"ask for {fits} (--ntasks-per-node={fits})" if fits else "make spmd_mesh smaller"
                 raise MeshError(
-                    f"host {host} takes {count} process{'es' * (count != 1)} of {needed} devices each, one a task, and "
-                    f"devices= names {len(devices)}; {remedy}"
+                    f"host {host} takes {count} process{'es' * (count != 1)} of {needed} "
+                    f"device{'s' * (needed != 1)} each, one a task, and devices= names {named}; {remedy}"
                 )
         return each
 

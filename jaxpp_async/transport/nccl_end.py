@@ -191,9 +191,9 @@ class LinkEnd:
         """Everything that is done with the communicator, from its beginning to its end."""
         channel: Channel | None = None
         try:
-            channel = library.join(unique_id, self.link.rank_of(self._here), self.link.device)
+            channel = library.join(unique_id, self.link.rank_of(self._here), self.link.device_of(self._here))
             self._wait_ready(channel)
-            self._call_on_loop(_settle, self._opened, library.word(self.link.device, word), None)
+            self._call_on_loop(_settle, self._opened, library.word(self.link.device_of(self._here), word), None)
             while (transfer := self._next(channel)) is not None:
                 (channel.send if self.sends else channel.recv)(transfer.memory)
                 self._wait_ready(channel)

@@ -259,14 +259,17 @@ def _failures() -> Iterator[None]:
         raise NcclFailure(_with_remedy(str(error))) from error
 
 
-ONE_GPU = "are both ends on one GPU?"
+ONE_GPU = "both ends are on one GPU"
 """Stands in the error where NCCL refuses two ranks that share a GPU."""
+
+_REFUSALS = ("Duplicate GPU detected", "Multiple Ranks are using the same GPU")
+"""NCCL's words for that: up to 2.29, and from 2.30 on."""
 
 
 def _with_remedy(text: str) -> str:
-    if "InvalidUsage" not in text:
+    if not any(words in text for words in _REFUSALS):
         return text
     return (
-        f"{text}; {ONE_GPU} NCCL allows that from 2.30 on with NCCL_MULTI_RANK_GPU_ENABLE=1 in the "
-        "actors' environment (env=), for two actors a GPU"
+        f"{text} ({ONE_GPU}: NCCL allows that from 2.30 on with NCCL_MULTI_RANK_GPU_ENABLE=1 in the actors' "
+        "environment, env=, for two actors a GPU)"
     )
