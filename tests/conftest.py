@@ -44,9 +44,23 @@ def pytest_addoption(parser):
 # end. A file that is missing here only comes later.
 LONG_FILES = (
     "torture/test_programs.py",
-    "fuzz/test_fuzz.py",
+    "test_numerics.py",
     "test_example_models.py",
+    "test_failures.py",
     "test_api.py",
+    "test_hung_actors.py",
+    "test_restarts.py",
+    "fuzz/test_fuzz.py",
+    "test_cancellation.py",
+    "test_example_model.py",
+    "test_checkpoint.py",
+    "test_doctor.py",
+    "test_control_plane.py",
+    "test_drivers.py",
+    "test_device_buffers.py",
+    "torture/test_outside_the_loop.py",
+    "test_failure_cases.py",
+    "test_transport_ucx.py",
 )
 
 
