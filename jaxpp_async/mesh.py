@@ -63,6 +63,7 @@ class RemoteMesh:
         ShardingError: a rule that names an unknown axis.
     """
 
+    @mesh_options.only_known
     def __init__(
         self,
         num_actors: int | tuple[int],
@@ -204,6 +205,7 @@ class RemoteMesh:
 
     # ---------------------------------------------------------------- steps
 
+    @mesh_options.only_known
     def distributed(
         self,
         fn: Callable,

@@ -5,12 +5,15 @@ Starts nothing.
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import logging
 import math
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
@@ -27,6 +30,9 @@ from jaxpp_async.transport.nccl_plan import ENVIRONMENT as NCCL_ENVIRONMENT
 from jaxpp_async.transport.planes import is_ordered
 
 _LOG = logging.getLogger("jaxpp_async")
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 DEFAULT_CACHE = "default"
 
@@ -56,6 +62,27 @@ def seconds(name: str, value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise MeshError(f"{name} is {value!r}; give a positive number of seconds")
     return float(value)
+
+
+def only_known(fn: Callable[P, R]) -> Callable[P, R]:
+    """`fn`, but an option that it does not have is answered with the nearest one that it has.
+
+    Raises:
+        TypeError: as of every such call.
+    """
+    known = [name for name in inspect.signature(fn).parameters if name != "self"]
+    name = fn.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for option in kwargs:
+            if option not in known:
+                near = difflib.get_close_matches(option, known, 1, 0.5)
+                what = f"did you mean {near[0]}=?" if near else f"it has {', '.join(known)}"
+                raise TypeError(f"{name} has no option {option}=; {what}")
+        return fn(*args, **kwargs)
+
+    return call
 
 
 def actor_count(num_actors: Any) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from jaxpp_async.actors.launch.explain import Explanation
 from jaxpp_async.doctor import gather, start_ucx, talk
@@ -36,8 +37,9 @@ from jaxpp_async.doctor.facts import (
     Ucx,
     UcxResource,
 )
-from jaxpp_async.doctor.finding import SECTIONS
+from jaxpp_async.doctor.finding import SECTIONS, error
 from jaxpp_async.doctor.judge import judge, would_work
+from jaxpp_async.doctor.show import as_flags, print_findings
 
 GIB = 1 << 30
 
@@ -381,14 +383,14 @@ class FakeNvml:
 
 def test_gpus_are_told_by_nvidias_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml)
-    driver, gpus, error = gather._gpus()
+    driver, gpus, error = gather.gpus()
     assert driver is not None and (driver.version, driver.cuda, error) == ("580.65.06", (13, 1), "")
     assert gpus == (
         Gpu(0, "NVIDIA H100", "GPU-0", 80 * GIB, 0),
         Gpu(1, "NVIDIA H100", "GPU-1", 80 * GIB, GIB, "exclusive", True),
     )
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gather._gpus() == (None, (), "nvidia-ml-py is not installed, so nobody can be asked for GPUs")
+    assert gather.gpus() == (None, (), "nvidia-ml-py is not installed, so nobody can be asked for GPUs")
 
 
 # ---------------------------------------------------------------- the command
@@ -410,6 +412,26 @@ def test_this_machine_would_run_actors_on_its_cpus():
     assert [line for line in done.stdout.splitlines() if line in SECTIONS.values()] == local
     assert "A run on cpu over ucx, on this machine, would work." in done.stdout
     assert "GB/s over ucx, host memory, between two processes" in done.stdout
+
+
+def test_where_no_terminal_is_a_finding_is_a_line_however_long(capsys):
+    findings = [error("ucx", "n1", "it has " + "eth0 " * 60 + "[not markup]", "correct it")]
+    print_findings(on_one(CPU, CPU_HOST), findings, Console())
+    title, line, remedy, *_ = capsys.readouterr().out.splitlines()
+    assert title == SECTIONS["ucx"] and line == f"ERROR    n1  {findings[0].what}"
+    assert remedy.lstrip() == "-> correct it" and remedy.index("->") == line.index("it has")
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("correct interface= (or UCX_NET_DEVICES)", "correct --interface (or UCX_NET_DEVICES)"),
+        ("python='/x' is none, give control_address=", "--python '/x' is none, give --control-address"),
+        ("name them with devices= (MIG-<UUID>), user= too", "name them with --devices (MIG-<UUID>), user= too"),
+    ],
+)
+def test_options_are_named_as_they_are_typed(said, shown):
+    assert as_flags(said) == shown
 
 
 def fake_ssh(folder: Path, said: str) -> Path:
@@ -437,9 +459,13 @@ def test_a_host_that_is_not_there_is_named_with_a_remedy_as_json_too(tmp_path):
 WRONG_USES = [
     (("--hosts", "no-such-file"), "hostfile no-such-file does not exist"),
     (("--slurm",), "SLURM_JOB_ID"),
-    (("--ports", "1"), "ports='1'"),
-    (("--devices-per-actor", "4", "--processes-per-actor", "3"), "=3 does not divide the 4 devices of an actor"),
-    (("--control-address", "10.0.0.1"), "control_address= has no effect"),
+    (("--ports", "1"), "--ports '1'"),
+    (
+        ("--devices-per-actor", "4", "--processes-per-actor", "3"),
+        "--processes-per-actor 3 does not divide the 4",
+    ),
+    (("--control-address", "10.0.0.1"), "--control-address has no effect"),
+    (("--python", "/no/such/python"), "--python '/no/such/python' is no program of this machine"),
 ]
 
 

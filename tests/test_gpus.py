@@ -6,10 +6,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -32,11 +30,6 @@ from jaxpp_async.actors.launch.hosts import KEEP_MEMORY, Settings, defaults
 from jaxpp_async.compiler.emit import emit
 from jaxpp_async.errors import ActorError, LaunchError, MeshError, UnsupportedError
 from jaxpp_async.transport import nccl_library
-
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
-
-import gpu  # noqa: E402
 
 FOUR = ("0", "1", "2", "3")
 
@@ -460,13 +453,7 @@ def test_the_door_has_a_stream_wait_and_records_an_event_there(monkeypatch):
     assert fake.calls[-1] == "wait on 3", "the copy that had begun is waited for: its memory is in use"
 
 
-# ---------------------------------------------------------------- tests and the benchmark, where there is no GPU
-
-
-def test_every_test_that_wants_a_gpu_is_run_by_make_and_by_the_benchmark():
-    every = sorted(f"tests/{path.name}" for path in (ROOT / "tests").glob("test_on_gpu*.py"))
-    (in_make,) = re.findall(r"(?m)^GPU_TESTS := (.*)$", (ROOT / "Makefile").read_text())
-    assert in_make.split() == every == list(gpu.GPU_TESTS)
+# ---------------------------------------------------------------- tests that want a GPU, where there is none
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["as it starts", "as links are made"])
@@ -484,15 +471,3 @@ def test_only_nccls_refusal_of_ranks_on_one_gpu_skips_a_test(late):
         raise error(
             nccl_library._with_remedy("actor 1: no luck with NCCL: InvalidUsage: invalid usage of CommInitRank")
         )
-
-
-def test_the_gpu_benchmark_runs_without_one():
-    """`make bench-gpu ARGS="--platform cpu --small transfers"`; its other parts take longer, and are run by hand."""
-    command = [sys.executable, "benchmarks/gpu.py", "--platform", "cpu", "--small", "transfers"]
-    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for line in ("error handling on: 64 KiB", "error handling off: 1 MiB", "tcp, staged: half round trip", "GB/s"):
-        assert line in done.stdout
-    found = json.loads((ROOT / "benchmarks/results/gpu-on-cpu.json").read_text())
-    assert found["about"]["platform"] == "cpu" and set(found["transfers"]) == set(gpu.VARIANTS)
-    assert all("failed" not in figures for figures in found["transfers"].values())

@@ -167,15 +167,17 @@ async def test_a_communicator_that_fails_is_a_failed_transfer(launcher, monkeypa
             await running
 
 
-async def test_links_that_cannot_be_made_fail_the_mesh_before_a_step(launcher, monkeypatch):
+@pytest.mark.parametrize("error", [NcclFailure, AttributeError], ids=["NCCL refuses", "a defect"])
+async def test_links_that_cannot_be_made_fail_the_mesh_before_a_step(launcher, monkeypatch, error):
     def refuse(unique_id, rank, device):
-        raise NcclFailure("InvalidUsage (injected)")
+        raise error("InvalidUsage (injected)")
 
     monkeypatch.setattr(launcher.library, "join", refuse)
     async with RemoteMesh(2, launcher=launcher, transport="nccl") as mesh:
         step = mesh.distributed(grads_step(MODEL, jpp.Std1F1B(4)))
-        with pytest.raises(ActorError, match="InvalidUsage"):
-            await mesh.run(step, MODEL.init(0), MODEL.batch(1, 8))
+        async with asyncio.timeout(30):
+            with pytest.raises(ActorError, match="InvalidUsage"):
+                await mesh.run(step, MODEL.init(0), MODEL.batch(1, 8))
 
 
 async def test_a_step_without_its_links_fails_and_hangs_nobody(launcher, monkeypatch):

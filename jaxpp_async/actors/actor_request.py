@@ -74,7 +74,13 @@ class ActorRequest:
         return gpu_environment(given, env)
 
     def first_line(self, progress_page: int | None) -> bytes:
-        """Configuration and secret, as one line of JSON: stdin is the one channel that no other user can read."""
+        """Configuration and secret, as one line of JSON: stdin is the one channel that no other user can read.
+
+        Raises:
+            MeshError: its host has not the CPUs that it is to run on.
+        """
+        if self.cpus is not None:
+            check_cpus(self.cpus)
         cpus = list(self.cpus or sorted(os.sched_getaffinity(0)))
         config = {
             **self.config,
@@ -83,6 +89,20 @@ class ActorRequest:
             "progress_page": progress_page,
         }
         return json.dumps(config).encode() + b"\n"
+
+
+def check_cpus(cpus: Sequence[int]) -> None:
+    """Raises:
+    MeshError: this host has not all of these CPUs.
+    """
+    there = os.sched_getaffinity(0) | set(range(os.cpu_count() or 1))
+    missing = sorted(set(cpus) - there)
+    if missing:
+        named = f"CPU {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
+        raise MeshError(
+            f"cpus= names {named}, which host {os.uname().nodename} does not have; its CPUs are {min(there)} to "
+            f"{max(there)}"
+        )
 
 
 def share_out(items: Sequence[T], count: int) -> list[list[T]]:

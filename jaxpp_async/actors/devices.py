@@ -142,7 +142,7 @@ def _run_setup(setup: str) -> None:
     except ModuleNotFoundError as error:
         raise InstallError(
             f"setup={setup!r}: the actor cannot import {error.name!r}; install it there or add its folder to PYTHONPATH"
-        ) from error
+        ) from None
     if not callable(function := getattr(module, function_name, None)):
         raise InstallError(f"setup={setup!r}: {module_name} has no function {function_name!r}")
     function()

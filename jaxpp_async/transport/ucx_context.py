@@ -98,7 +98,7 @@ def _import_ucxx() -> Any:
     except ImportError as error:
         raise InstallError(
             f"transport 'ucx' needs the package ucxx, which does not import here ({error}); {_import_remedy()}"
-        ) from error
+        ) from None
     return libucxx
 
 

@@ -265,7 +265,7 @@ def _import_ray() -> Any:
         raise InstallError(
             f"launcher='ray' needs the package ray, which does not import here ({error}); install it with: "
             "pip install 'jaxpp-async[ray]'"
-        ) from error
+        ) from None
     return ray
 
 
