@@ -383,14 +383,14 @@ class FakeNvml:
 
 def test_gpus_are_told_by_nvidias_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml)
-    driver, gpus, error = gather._gpus()
+    driver, gpus, error = gather.gpus()
     assert driver is not None and (driver.version, driver.cuda, error) == ("580.65.06", (13, 1), "")
     assert gpus == (
         Gpu(0, "NVIDIA H100", "GPU-0", 80 * GIB, 0),
         Gpu(1, "NVIDIA H100", "GPU-1", 80 * GIB, GIB, "exclusive", True),
     )
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gather._gpus() == (None, (), "nvidia-ml-py is not installed, so nobody can be asked for GPUs")
+    assert gather.gpus() == (None, (), "nvidia-ml-py is not installed, so nobody can be asked for GPUs")
 
 
 # ---------------------------------------------------------------- the command

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -22,7 +21,7 @@ from planning import plan_step
 
 import jaxpp_async as jpp
 from jaxpp_async import jax_compat, mesh_options
-from jaxpp_async.actors import cuda, gpus
+from jaxpp_async.actors import cuda, device_work, gpus
 from jaxpp_async.actors.actor_info import ActorInfo, of_actor
 from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.gpus import GpuShare, Visible, gpu_environment, host_gpus, memory_fraction, read_visible, share
@@ -31,12 +30,7 @@ from jaxpp_async.actors.launch.base import LaunchSpec
 from jaxpp_async.actors.launch.hosts import KEEP_MEMORY, Settings, defaults
 from jaxpp_async.compiler.emit import emit
 from jaxpp_async.errors import ActorError, LaunchError, MeshError, UnsupportedError
-from jaxpp_async.transport import nccl_library
-
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
-
-import gpu  # noqa: E402
+from jaxpp_async.transport import nccl_library, ucx_context
 
 FOUR = ("0", "1", "2", "3")
 
@@ -423,6 +417,44 @@ def test_the_cuda_that_hosts_agree_on_is_the_one_that_jax_is_for(monkeypatch, sa
     assert cuda._jax_cuda(device) == cuda_version
 
 
+@pytest.mark.parametrize(
+    "names, environ, says",
+    [
+        (("tcp/eth0", "cuda_copy/cuda"), {}, None),
+        ((), {}, None),  # in words that are not known
+        (("tcp/eth0",), {"UCX_TLS": "rc,tcp"}, "UCX_TLS=rc,tcp leaves it out: add cuda"),
+        (("tcp/eth0",), {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}, "built with CUDA, or pip's: unset RAPIDS"),
+        (("tcp/eth0",), {}, "doctor --platform cuda"),
+    ],
+)
+def test_a_ucx_that_would_take_gpu_memory_for_the_hosts_is_an_error(monkeypatch, names, environ, says):
+    lines = [f"#         resource {i:2} :  md {i}  dev {i}  flags -- {name}" for i, name in enumerate(names)]
+    context = SimpleNamespace(info="\n".join(["#", *lines]))
+    monkeypatch.setattr(ucx_context.process_context, "acquire", lambda: (None, context))
+    monkeypatch.setattr(ucx_context.process_context, "release", lambda: None)
+    for name in ("UCX_TLS", "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    if says is None:
+        ucx_context.check_takes_gpu_memory()
+        return
+    with pytest.raises(MeshError, match=f"cannot take GPU memory, it has no cuda_copy; .*{re.escape(says)}"):
+        ucx_context.check_takes_gpu_memory()
+
+
+def test_a_run_is_waited_for_by_a_result_that_stops_no_thread():
+    wide, narrow, empty = (jnp.zeros(n, dtype) for n, dtype in ((2, "float32"), (2, "float8_e4m3fn"), (0, "float32")))
+    for outputs, sign in (
+        ([wide, narrow, empty], wide),
+        ([narrow, empty], narrow),
+        ([empty], empty),
+        ([narrow, wide, wide], wide),
+    ):
+        assert device_work._sign_of(outputs)[0] is sign
+    assert list(device_work._sign_of([])) == []
+
+
 def test_an_actor_tells_which_gpus_it_has():
     processes = [ActorInfo(0, "n1", 7 + k, (f"cuda:{k}",), "ready", k, 2, gpus=(f"GPU-{k}",)) for k in range(2)]
     assert of_actor(processes).gpus == ("GPU-0", "GPU-1")
@@ -460,13 +492,7 @@ def test_the_door_has_a_stream_wait_and_records_an_event_there(monkeypatch):
     assert fake.calls[-1] == "wait on 3", "the copy that had begun is waited for: its memory is in use"
 
 
-# ---------------------------------------------------------------- tests and the benchmark, where there is no GPU
-
-
-def test_every_test_that_wants_a_gpu_is_run_by_make_and_by_the_benchmark():
-    every = sorted(f"tests/{path.name}" for path in (ROOT / "tests").glob("test_on_gpu*.py"))
-    (in_make,) = re.findall(r"(?m)^GPU_TESTS := (.*)$", (ROOT / "Makefile").read_text())
-    assert in_make.split() == every == list(gpu.GPU_TESTS)
+# ---------------------------------------------------------------- tests that want a GPU, where there is none
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["as it starts", "as links are made"])
@@ -484,15 +510,3 @@ def test_only_nccls_refusal_of_ranks_on_one_gpu_skips_a_test(late):
         raise error(
             nccl_library._with_remedy("actor 1: no luck with NCCL: InvalidUsage: invalid usage of CommInitRank")
         )
-
-
-def test_the_gpu_benchmark_runs_without_one():
-    """`make bench-gpu ARGS="--platform cpu --small transfers"`; its other parts take longer, and are run by hand."""
-    command = [sys.executable, "benchmarks/gpu.py", "--platform", "cpu", "--small", "transfers"]
-    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for line in ("error handling on: 64 KiB", "error handling off: 1 MiB", "tcp, staged: half round trip", "GB/s"):
-        assert line in done.stdout
-    found = json.loads((ROOT / "benchmarks/results/gpu-on-cpu.json").read_text())
-    assert found["about"]["platform"] == "cpu" and set(found["transfers"]) == set(gpu.VARIANTS)
-    assert all("failed" not in figures for figures in found["transfers"].values())

@@ -167,15 +167,17 @@ async def test_a_communicator_that_fails_is_a_failed_transfer(launcher, monkeypa
             await running
 
 
-async def test_links_that_cannot_be_made_fail_the_mesh_before_a_step(launcher, monkeypatch):
+@pytest.mark.parametrize("error", [NcclFailure, AttributeError], ids=["NCCL refuses", "a defect"])
+async def test_links_that_cannot_be_made_fail_the_mesh_before_a_step(launcher, monkeypatch, error):
     def refuse(unique_id, rank, device):
-        raise NcclFailure("InvalidUsage (injected)")
+        raise error("InvalidUsage (injected)")
 
     monkeypatch.setattr(launcher.library, "join", refuse)
     async with RemoteMesh(2, launcher=launcher, transport="nccl") as mesh:
         step = mesh.distributed(grads_step(MODEL, jpp.Std1F1B(4)))
-        with pytest.raises(ActorError, match="InvalidUsage"):
-            await mesh.run(step, MODEL.init(0), MODEL.batch(1, 8))
+        async with asyncio.timeout(30):
+            with pytest.raises(ActorError, match="InvalidUsage"):
+                await mesh.run(step, MODEL.init(0), MODEL.batch(1, 8))
 
 
 async def test_a_step_without_its_links_fails_and_hangs_nobody(launcher, monkeypatch):
@@ -223,7 +225,8 @@ def test_actors_without_a_gpu_are_an_error_before_anything_starts():
 
 
 def test_actors_with_gpus_get_the_environment_that_waiting_kernels_need(monkeypatch):
-    mesh = RemoteMesh(2, transport="nccl", platform="cuda", env={"CUDA_MODULE_LOADING": "LAZY"})
+    options = {"spmd_mesh": {"data": 2}, "processes_per_actor": 2}
+    mesh = RemoteMesh(2, transport="nccl", platform="cuda", env={"CUDA_MODULE_LOADING": "LAZY"}, **options)
     assert mesh._config.env == {"CUDA_MODULE_LOADING": "LAZY"}
     assert mesh._config.defaults == {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
     spec = LaunchSpec(0, 2, 0, b"", ("127.0.0.1", 1), env=mesh._config.env, defaults=mesh._config.defaults)

@@ -8,7 +8,8 @@ import itertools
 import os
 import random
 import signal
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Any
 
 import checkpoint_faults
@@ -16,7 +17,10 @@ import jax
 import nccl_over_sockets
 import numpy as np
 import pytest
+from planning import f32, plan_step
 from test_processes import BOTH, close, problem, train_step
+from test_random_schedules import draw_schedule
+from test_random_schedules import train_step as random_step
 
 import jaxpp_async as jpp
 from jaxpp_async.actors import turns
@@ -25,8 +29,8 @@ from jaxpp_async.actors.linking import links_of
 from jaxpp_async.actors.processes import Seat
 from jaxpp_async.actors.scattering import Scattering
 from jaxpp_async.errors import RestartBudgetExceeded
-from jaxpp_async.program import ActorProgram, Aval, Recv, Send
-from jaxpp_async.transport.nccl_plan import Link, order_of
+from jaxpp_async.program import ActorProgram, Aval, Input, Recv, Run, Send
+from jaxpp_async.transport.nccl_plan import Link, Turn, order_of
 
 # ---------------------------------------------------------------- links and turns
 
@@ -80,6 +84,88 @@ def test_both_ends_of_every_link_have_the_same_messages_in_the_same_order(seed):
             ends[link].append(line.sequences)
     assert sorted(ends) == links_of(parts, scattering)
     assert all(len(lines) == 2 and lines[0] == lines[1] for lines in ends.values())
+
+
+class InTurn:
+    """Programs of actors of two processes of one device, every array whole on both: one of them receives it and passes
+    it on. All goes as strictly as may be: a message waits for all before it on its link and for its receive, a run for
+    the other process. What ends so ends whatever takes how long."""
+
+    def __init__(self, programs: Sequence[ActorProgram]):
+        self.streams = {2 * p.actor + rank: p.instructions for p in programs for rank in (0, 1)}
+        self.at = dict.fromkeys(self.streams, 0)
+        self.here: dict[int, set[int]] = {process: set() for process in self.streams}
+        self.posted: dict[tuple[Link, int], set[int]] = defaultdict(set)
+        self.left: dict[Link, deque[int]] = defaultdict(deque)
+        self.ends: dict[tuple[int, int], tuple[int, int]] = {}  # a message's receive, by receiver and sequence
+        for process, stream in self.streams.items():
+            for turn in itertools.chain.from_iterable(self.turns(process, i) for i in stream):
+                if turn.link.sender == process:
+                    self.left[turn.link].append(turn.sequence)
+
+    def turns(self, process: int, i: Any) -> list[Turn]:
+        seat, held = Seat(process, 2), [piece for piece in Scattering((("a", 2),), 2).parts(Aval((2,), "float32"))]
+        if isinstance(i, Send):
+            return list(turns.sent(seat, held, i.tag, i.to_actor, 2))
+        return list(turns.received(seat, held, i.tag, i.from_actor, 2)) if isinstance(i, Recv) else []
+
+    def post(self, process: int, found: list[Turn], *, sends: bool) -> None:
+        for sequence, link in found:
+            if (link.sender == process) == sends:
+                self.posted[link, process].add(sequence)
+
+    def step(self, process: int) -> bool:
+        """One instruction of a process, if it can be."""
+        stream, at, mate = self.streams[process], self.at[process], process ^ 1
+        if at == len(stream):
+            return False
+        match i := stream[at]:
+            case Run():
+                if not self.here[process].issuperset(i.inputs):
+                    return False
+                if self.at[mate] < at or (self.at[mate] == at and not self.here[mate].issuperset(i.inputs)):
+                    return False
+                self.here[process].update(i.outputs)
+            case Input():
+                self.here[process].add(i.buffer)
+            case Send() if i.buffer not in self.here[process]:
+                return False  # an actor goes on here; nothing is sent of what was received
+            case Send():
+                self.post(process, self.turns(process, i), sends=True)
+            case Recv():
+                self.post(process, found := self.turns(process, i), sends=False)
+                for sequence, _ in found:
+                    self.ends[process, sequence] = at, i.buffer
+        self.at[process] += 1
+        return True
+
+    def move(self) -> bool:
+        """The oldest message of a link, if both its ends have it."""
+        moved = False
+        for link, left in self.left.items():
+            while left and all(left[0] in self.posted[link, end] for end in link[:2]):
+                at, buffer = self.ends[link.receiver, left.popleft()]
+                self.here[link.receiver].add(buffer)
+                onwards = self.turns(link.receiver, self.streams[link.receiver][at])
+                self.post(link.receiver, onwards, sends=True)
+                moved = True
+        return moved
+
+    def run(self) -> None:
+        while any([self.step(process) for process in self.streams]) | self.move():
+            pass
+        assert all(self.at[process] == len(stream) for process, stream in self.streams.items())
+        assert not any(self.left.values())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nobody_waits_for_what_needs_him_whatever_the_schedule(seed):
+    rng = random.Random(seed)
+    num_stages, num_microbatches = rng.randrange(2, 6), rng.randrange(1, 5)
+    rows = draw_schedule(num_stages, num_microbatches, 3, rng)
+    weights = [f32(4, 4)] * num_stages
+    batch = {name: f32(num_microbatches, 2, 4) for name in "xy"}
+    InTurn(plan_step(random_step, weights, batch, actors=3, schedule=rows).programs).run()
 
 
 def turns_of(part: ActorProgram, seat: Seat, scattering: Scattering) -> Any:

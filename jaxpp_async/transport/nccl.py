@@ -124,12 +124,18 @@ class NcclTransport:
         except asyncio.CancelledError:  # a communicator that nobody waits for is not left behind
             await self._given_up(end, "given up")
             raise
+        if self._ends.get(link) is not end:  # an abort came between the word and this
+            raise TransferError(f"{link} could not be made: {end.failure}")
         self._joined[link] = end
+
+    def _forget(self, end: LinkEnd) -> None:
+        for ends in (self._ends, self._joined):
+            if ends.get(end.link) is end:
+                del ends[end.link]
 
     async def _given_up(self, end: LinkEnd, cause: str) -> TransferError:
         await end.end(cause)
-        if self._ends.get(end.link) is end:
-            del self._ends[end.link]
+        self._forget(end)
         return TransferError(f"{end.link} could not be made: {end.failure}")
 
     # ------------------------------------------------------------ transferring
@@ -189,8 +195,7 @@ class NcclTransport:
     async def abort(self, peer: Peer | None = None) -> None:
         ends = [end for end in self._ends.values() if peer is None or end.peer == peer]
         for end in ends:
-            del self._ends[end.link]
-            self._joined.pop(end.link, None)
+            self._forget(end)
         self._peers = {other for other in self._peers if peer is not None and other != peer}
         outcomes = await asyncio.gather(*(end.end("aborted") for end in ends), return_exceptions=True)
         failed = [(end.num_open, o) for end, o in zip(ends, outcomes, strict=True) if isinstance(o, BaseException)]

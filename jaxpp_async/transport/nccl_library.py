@@ -22,6 +22,8 @@ import ctypes
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import numpy
+
 from jaxpp_async.errors import InstallError, JaxppAsyncError
 from jaxpp_async.transport.buffers import Memory
 from jaxpp_async.transport.nccl_plan import MAX_CTAS
@@ -178,7 +180,7 @@ class _Nccl:
 
     def word(self, device: int, value: int) -> Memory:
         with _failures(), self._cupy.cuda.Device(device):
-            array = self._cupy.full(1, value, self._cupy.uint64)
+            array = self._cupy.asarray(numpy.array([value], numpy.uint64))  # a copy: what is computed is compiled first
             self._cupy.cuda.get_current_stream().synchronize()
         return Memory(array.data.ptr, WORD_BYTES, array)
 
