@@ -53,8 +53,10 @@ class StepFuture:
         recording: Recording,
         printing: asyncio.Task[None] | None = None,
         moved: tuple[moves.Moved, ...] = (),
+        donated: Sequence[RemoteArray] = (),
     ):
         self.outputs, self.moves, self._recording, self._printing = outputs, moved, recording, printing
+        self._donated = donated
         self._handle = recording.handle
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -144,15 +146,26 @@ class StepRunner:
 
     async def run(self, step: DistributedStep, args: Sequence[Any]) -> Any:
         """See `RemoteMesh.run`."""
-        future = await self.submit(step, args)
+        future = await self._begin(step, args)
         try:
+            await future.wait_sent()
             return await future
         except asyncio.CancelledError:
-            self._left_behind.note(future._handle)
+            self._leave(future, "run")
             raise
 
     async def submit(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
         """See `RemoteMesh.submit`."""
+        future = await self._begin(step, args)
+        try:
+            await future.wait_sent()  # the step's host values may change again once they have left
+        except asyncio.CancelledError:
+            self._leave(future, "submit")
+            raise
+        return future
+
+    async def _begin(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
+        """Send a step, compiled if need be, as soon as there is a place for it."""
         # From here on only what was found now counts: while this waits, its caller may change the trees it has passed.
         leaves, found = step.recall(args)
         if isinstance(found, CompiledStep):
@@ -162,13 +175,18 @@ class StepRunner:
             if found is not None:
                 step.remember(found, compiled)
         self._left_behind.before(step.__name__)
-        future = await self._admit(step, compiled, leaves)
-        try:
-            await future.wait_sent()  # the step's host values may change again once they have left
-        except asyncio.CancelledError:
-            self._left_behind.note(future._handle)
-            raise
-        return future
+        return await self._admit(step, compiled, leaves)
+
+    def _leave(self, future: StepFuture, call: str) -> None:
+        """The caller of a step that was sent has gone, and nobody has its results."""
+        self._left_behind.note(future._handle)
+        name = future._recording.name
+        why = (
+            f"it was donated to step {name!r}, whose `{call}` was cancelled: its results are gone; start again from a "
+            "checkpoint, and use `submit` where you mean to cancel a wait and keep the step"
+        )
+        for array in future._donated:
+            array.retire(DONATED, why)
 
     # ---------------------------------------------------------------- compiling
 
@@ -383,7 +401,7 @@ class StepRunner:
         traced = compiled.compiled.traced
         count = len(traced.out_names)
         printing = self._printer.start(traced, results[count:], handle) if traced.prints else None
-        return StepFuture(jax.tree.unflatten(traced.out_tree, results[:count]), recording, printing, moved)
+        return StepFuture(jax.tree.unflatten(traced.out_tree, results[:count]), recording, printing, moved, donated)
 
     def _retire_donated(
         self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]

@@ -28,7 +28,7 @@ from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.launch.hostfile import parse_hosts
 from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
-from jaxpp_async.errors import MeshClosedError
+from jaxpp_async.errors import ArrayError, MeshClosedError
 from jaxpp_async.testing import assert_close
 
 MODEL = mlp(2)
@@ -346,6 +346,17 @@ async def test_who_waits_behind_a_step_that_was_cancelled_is_told_once(inline, m
     assert len([r for r in caplog.records if "cancelled by its caller" in r.message]) == 1
     await inline.run(long, x)
     assert not inline._runner._left_behind._timers
+
+
+async def test_what_a_cancelled_run_was_given_for_good_says_so(inline):
+    step = inline.distributed(lambda x: x + 1, donate_argnums=0, name="give")
+    x = await inline.run(step, np.ones(3, np.float32))
+    cancelled = asyncio.create_task(inline.run(step, x))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    with pytest.raises(ArrayError, match="donated to step 'give', whose `run` was cancelled: its results are gone"):
+        await inline.run(step, x)
 
 
 # Which launcher, and after how many turns of the loop.
