@@ -35,11 +35,11 @@ from jaxpp_async.actors.launch.hostfile import parse_hosts
 from jaxpp_async.actors.launch.hosts import Settings
 from jaxpp_async.actors.launch.ssh import ssh_launcher
 from jaxpp_async.errors import (
-    ActorDiedError,
     ActorUnresponsiveError,
     LaunchError,
     MeshClosedError,
     MeshError,
+    RestartBudgetExceeded,
     TransferError,
 )
 from jaxpp_async.testing import assert_close
@@ -190,17 +190,47 @@ async def test_actors_that_lie_on_two_hosts_each(net):
         control_address="0.0.0.0",
         spmd_mesh={"data": 2},
         processes_per_actor=2,
+        max_restarts=1,
     ) as mesh:
         for actor in mesh.actors:
             assert all(p.pid in host.pids() for p, host in zip(actor.processes, net.hosts[:2], strict=True))
         step = mesh.distributed(train_step, in_shardings=(None, P(None, "data")))
         for form in (step, step.with_schedule(jpp.GPipe(2))):
             assert_close(await mesh.fetch(await mesh.run(form, *arguments())), expected, rtol=2e-5)
+        undisturbed = await bits_of_losses(mesh, step, lambda k: None)
+        assert await bits_of_losses(mesh, step, lambda k: k == 2 and kill(net, 1, mesh)) == undisturbed
+        assert [e.actor async for e in until_restarted(mesh)] == [1]
+        for actor in mesh.actors:
+            assert all(p.pid in host.pids() for p, host in zip(actor.processes, net.hosts[:2], strict=True))
         victim = mesh.actors[1].processes[1]
-        net.hosts[1].run("kill", "-KILL", str(victim.pid))
-        with pytest.raises(ActorDiedError, match=rf"actor 1 \(process 1 of 2: host .*pid {victim.pid}\)"):
+        with pytest.raises(RestartBudgetExceeded, match=rf"actor 1 \(process 1 of 2: host .*pid {victim.pid}\)"):
+            kill(net, 1, mesh)
             for _ in range(100):
                 await mesh.run(step, *arguments())
+
+
+def kill(net: Network, host: int, mesh: jpp.RemoteMesh) -> None:
+    """The process of actor 1 on one of the hosts."""
+    net.hosts[host].run("kill", "-KILL", str(mesh.actors[1].processes[host].pid))
+
+
+async def until_restarted(mesh: jpp.RemoteMesh) -> AsyncIterator[Any]:
+    """What happened so far, the `restarted` of it; waits for the first."""
+    async for event in mesh.events():
+        if event.kind == "restarted":
+            yield event
+            return
+
+
+async def bits_of_losses(mesh: jpp.RemoteMesh, step: Any, disturb: Callable[[int], object]) -> list[bytes]:
+    """Of five steps from the beginning; `disturb` is called before each."""
+    params, batch = arguments()
+    bits = []
+    for k in range(5):
+        disturb(k)
+        params, losses = await mesh.run(step, params, batch)
+        bits.append((await losses).tobytes())
+    return bits
 
 
 async def test_everything_listens_where_the_documentation_says(net, shared):
