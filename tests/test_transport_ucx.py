@@ -513,6 +513,8 @@ async def test_other_buffers_other_hosts_and_kept_apart_processes_get_messages(m
                 assert got.ticket is not None
                 got.ticket = got.ticket._replace(key=bytes(16))
             await join(a, b)
+            if case == "full board":  # an offer needs no row of it
+                patch.setattr(b._direct, "_ring", None)
             await within(b.recv(got.array if case == "buffer" else got, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1)))
             assert np.array_equal(got.array, data(LARGE, 1)), case
             assert not pieces, case

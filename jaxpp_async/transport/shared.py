@@ -21,9 +21,16 @@ import numpy as np
 
 _KEY_BYTES = 16
 _TRAILER_BYTES = mmap.PAGESIZE
-"""Behind a block's data: its key, and whether its owner has let go of it."""
+"""Behind a block's data: its key, whether its owner has let go of it, and how far the sender has come."""
+
+_MARK_AT = 32
+"""Of the trailer: where the sender says so."""
+
+RING_BYTES = 64 * 513
+"""Of a board: for `offers.py`."""
 
 _BOARD_ROWS = 256
+_BOARD_BYTES = _BOARD_ROWS * 24 + RING_BYTES + _KEY_BYTES
 _TICKET = struct.Struct("<16sQII16s")  # boot id, process id namespace, process id, descriptor, key
 
 COPIES_PAST_CACHES = MappingProxyType({"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000"})
@@ -75,6 +82,15 @@ class SharedBlock:
         except OSError:
             return None
 
+    @property
+    def mark(self) -> int:
+        """What the sender has noted in it."""
+        return _mark(self.address, self.size_bytes).value
+
+    def clear_mark(self) -> None:
+        """Note nothing, before it is offered."""
+        _mark(self.address, self.size_bytes).value = 0
+
     def retire(self) -> None:
         """Put other memory, all zeros, at the same addresses: what a peer still writes goes into the old.
 
@@ -108,14 +124,14 @@ class Board:
     Attributes:
         ticket: for peers, to find the board and to prove that they are on this host.
         key: random; whoever knows it has read the board.
+        ring: `RING_BYTES` of it, for `offers.py`.
     """
 
     def __init__(self) -> None:
-        size_bytes = _BOARD_ROWS * 24 + _KEY_BYTES
-        self._descriptor, self.key = _make_file(size_bytes)
-        whole = _map(self._descriptor, size_bytes)
+        self._descriptor, self.key = _make_file(_BOARD_BYTES)
+        whole = _map(self._descriptor, _BOARD_BYTES)
         whole[-_KEY_BYTES:] = np.frombuffer(self.key, np.uint8)
-        self._rows = whole[:-_KEY_BYTES].view(np.uint64).reshape(_BOARD_ROWS, 3)
+        self._rows, self.ring = _parts(whole)
         self._free = list(range(_BOARD_ROWS))
         self.ticket = _TICKET.pack(*_here(), os.getpid(), self._descriptor, self.key)
 
@@ -143,12 +159,12 @@ class Neighbour:
     """A process on this host: its board, and its blocks as they are mapped here.
 
     Attributes:
-        key: of its board.
+        key: of its board. ring: the part of it that `offers.py` reads.
     """
 
     def __init__(self, pid: int, key: bytes, board: np.ndarray):
         self._pid, self.key = pid, key
-        self._rows = board[:-_KEY_BYTES].view(np.uint64).reshape(_BOARD_ROWS, 3)
+        self._rows, self.ring = _parts(board)
         self._blocks: dict[bytes, np.ndarray] = {}
 
     @classmethod
@@ -160,7 +176,7 @@ class Neighbour:
         try:
             if place != [*_here()]:
                 return None
-            board = _open(pid, descriptor, _BOARD_ROWS * 24 + _KEY_BYTES, writable=False)
+            board = _open(pid, descriptor, _BOARD_BYTES, writable=False)
         except (OSError, ValueError):
             return None
         return cls(pid, key, board) if board[-_KEY_BYTES:].tobytes() == key else None
@@ -175,13 +191,20 @@ class Neighbour:
         Raises:
             OSError, ValueError: it cannot be mapped, or is not what the ticket says.
         """
-        if ticket.key not in self._blocks:
+        known = self._blocks.get(ticket.key)
+        if known is not None and known[_KEY_BYTES - _TRAILER_BYTES]:
+            raise ValueError("its owner has let go of it")
+        if known is None:
             self._forget_freed()
             whole = _open(self._pid, ticket.descriptor, _whole_bytes(ticket.size_bytes), writable=True)
             if whole[-_TRAILER_BYTES:][:_KEY_BYTES].tobytes() != ticket.key:
                 raise ValueError("another block is there")
             self._blocks[ticket.key] = whole
         return self._blocks[ticket.key].ctypes.data
+
+    def note(self, target: int, ticket: BlockTicket, mark: int) -> None:
+        """Say to the owner of a block, which lies at `target`, how far this side has come."""
+        _mark(target, ticket.size_bytes).value = mark
 
     def _forget_freed(self) -> None:
         for key, whole in list(self._blocks.items()):
@@ -200,6 +223,17 @@ class _Mapping:
             "version": 3,
         }
         weakref.finalize(self, _libc().munmap, address, size_bytes).atexit = False
+
+
+def _parts(board: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A board's rows and its ring."""
+    rows, ring = board[: _BOARD_ROWS * 24], board[_BOARD_ROWS * 24 : -_KEY_BYTES]
+    return rows.view(np.uint64).reshape(_BOARD_ROWS, 3), ring
+
+
+def _mark(address: int, size_bytes: int) -> ctypes.c_uint64:
+    """A block's mark, by the address and size of its data."""
+    return ctypes.c_uint64.from_address(address + _whole_bytes(size_bytes) - _TRAILER_BYTES + _MARK_AT)
 
 
 def _whole_bytes(size_bytes: int) -> int:

@@ -36,6 +36,7 @@ from jaxpp_async.transport.base import (
 )
 from jaxpp_async.transport.buffers import Memory, memory_of
 from jaxpp_async.transport.direct import DIRECT_BYTES, HEADER_BYTES, Direct
+from jaxpp_async.transport.links import SENDING, Link, Transfer, sender_bits_of
 from jaxpp_async.transport.lookout import Lookout
 from jaxpp_async.transport.shared import Neighbour
 from jaxpp_async.transport.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED, TagPort, is_error
@@ -62,37 +63,6 @@ _STALL_AFTER_S, _STALL_DELAY_S = 0.05, 0.002
 lasts for ever where that peer died (see above): past the first time, look only as often as the second one says."""
 
 
-class _Link:
-    """One connected peer: its endpoint, why it ended if it did, and its process if that is on this host."""
-
-    __slots__ = ("endpoint", "epoch", "failure", "handle", "neighbour", "peer", "sender_bits")
-
-    def __init__(self, peer: Peer, endpoint: Any, neighbour: Neighbour | None):
-        self.peer, self.endpoint, self.neighbour = peer, endpoint, neighbour
-        self.handle: int = endpoint.handle
-        self.sender_bits = _sender_bits(peer)
-        self.epoch: int | None = None  # of its transfers
-        self.failure: str | None = None
-
-
-class _Transfer:
-    """An operation that UCX has not finished. Holds the memory: UCX itself keeps no reference.
-
-    Its end is told to `done`, or, for what only the transport itself says, to `then`: status and length.
-    """
-
-    __slots__ = ("done", "link", "memory", "request", "size_bytes", "tag", "then")
-
-    def __init__(self, link: _Link | None, memory: Memory | None, size_bytes: int, tag: int, done: OnEnd | None):
-        self.link, self.memory, self.tag, self.done = link, memory, tag, done
-        self.size_bytes = size_bytes  # expected, or _SENDING
-        self.request = 0
-        self.then: Callable[[int, int], None] | None = None
-
-
-_SENDING = -1
-
-
 class UCXTransport:
     """The `Transport` contract over UCX, on the running event loop (asyncio's own or uvloop).
 
@@ -104,7 +74,7 @@ class UCXTransport:
     """
 
     def __init__(self, peer_id: Peer):
-        self._sender_bits = _sender_bits(peer_id)
+        self._sender_bits = sender_bits_of(peer_id)
         self.peer_id, self.epoch = peer_id, 0
         self._loop = asyncio.get_running_loop()
         self._ucxx, context = process_context.acquire()
@@ -112,10 +82,10 @@ class UCXTransport:
         self._worker.init_blocking_progress_mode()
         self._port = TagPort(self._worker.handle)
         self._raw_address: bytes = self._worker.address.tobytes()
-        self._links: dict[Peer, _Link] = {}
-        self._open: dict[int, _Transfer] = {}
+        self._links: dict[Peer, Link] = {}
+        self._open: dict[int, Transfer] = {}
         self._identities = itertools.count(1)
-        self._failed: list[_Link] = []
+        self._failed: list[Link] = []
         self._past_epochs: dict[Peer, int] = {}
         self._kicked = self._progressing = self._stalled = self._hurried = False
         self._lookout = Lookout(_LOOK_S)
@@ -143,14 +113,14 @@ class UCXTransport:
         raw = unseal(MEDIUM, address, peer, self.epoch)
         ticket, target = raw[1 : 1 + raw[0]], raw[1 + raw[0] :]
         if peer in self._past_epochs:
-            self._discard_unexpected(_sender_bits(peer), self._past_epochs.pop(peer))
+            self._discard_unexpected(sender_bits_of(peer), self._past_epochs.pop(peer))
         try:
             endpoint = self._worker.create_endpoint_from_worker_address(
                 self._ucxx.UCXAddress.create_from_buffer(target), True
             )
         except self._ucxx.UCXError as error:
             raise TransferError(f"peer {self.peer_id} cannot reach peer {peer}: {error}") from error
-        link = _Link(peer, endpoint, Neighbour.of(ticket) if shares_memory() else None)
+        link = Link(peer, endpoint, Neighbour.of(ticket) if shares_memory() else None, self._sender_bits)
         # Runs inside UCX's progress: only note it, _progress acts on it.
         failed = self._failed
         endpoint.set_close_callback(lambda: failed.append(link))
@@ -170,16 +140,20 @@ class UCXTransport:
         if link is None or link.failure is not None:
             raise self._refusal(peer, link)
         link.epoch = tag >> EPOCH_SHIFT
-        if memory.size_bytes >= DIRECT_BYTES and link.neighbour is not None:
-            transfer = _Transfer(link, memory, _SENDING, tag, done)
-            if self._direct.offer(transfer):
-                return False
+        offers = link.offers
+        if (
+            offers is not None
+            and (memory.size_bytes >= DIRECT_BYTES or self._direct.busy)
+            and self._direct.send(Transfer(link, memory, SENDING, tag, done), self._hurried)
+        ):
+            return False
         identity = next(self._identities)
         result = self._port.send(link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity)
-        if result == 0:
-            return True  # a message that is on its way leaves UCX nothing to do
-        self._track(_Transfer(link, memory, _SENDING, tag, done), identity, result)
-        return False
+        if result:
+            self._track(Transfer(link, memory, SENDING, tag, done), identity, result)
+        if offers is not None:
+            offers.count(offers.sent, tag)
+        return result == 0  # a message that is on its way leaves UCX nothing to do
 
     def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
         if tag & MISPLACED_TAG_BITS:
@@ -191,13 +165,20 @@ class UCXTransport:
         identity = next(self._identities)
         size_bytes = memory.size_bytes
         result = self._port.recv(memory.address, size_bytes, tag | link.sender_bits, identity)
-        completed = self._port.completed
+        completed, offers = self._port.completed, link.offers
         if completed and completed[-1] == (identity, STATUS_OK, size_bytes) and size_bytes != HEADER_BYTES:
             completed.pop()  # the message was here
             self._port.free(result)
             self._kick()
+            if offers is not None:
+                offers.count(offers.received, tag)
             return True
-        self._track(_Transfer(link, memory, size_bytes, tag, done), identity, result)
+        transfer = Transfer(link, memory, size_bytes, tag, done)
+        self._track(transfer, identity, result)
+        if offers is not None:
+            number = offers.count(offers.received, tag)
+            if size_bytes >= DIRECT_BYTES and number is not None:
+                self._direct.invite(transfer, number)
         return False
 
     def hurry(self, on: bool) -> None:
@@ -330,7 +311,7 @@ class UCXTransport:
         completed.clear()
         return True
 
-    def _track(self, transfer: _Transfer, identity: int, result: int) -> None:
+    def _track(self, transfer: Transfer, identity: int, result: int) -> None:
         """Note an operation that has not ended, or has ended badly.
 
         Raises:
@@ -342,58 +323,53 @@ class UCXTransport:
         transfer.request = result
         self._open[identity] = transfer
 
-    def finish(self, transfer: _Transfer, status: int, length: int) -> None:
+    def finish(self, transfer: Transfer, status: int, length: int) -> None:
         """Tell how a transfer has ended; nothing if that was told before."""
-        done, transfer.done = transfer.done, None
+        done = transfer.done
         if done is None:  # a discarded message, something of our own, or told already
             then, transfer.then = transfer.then, None
             if then is not None:
                 then(status, length)
             return
         expected = transfer.size_bytes
+        if expected != SENDING and (status != STATUS_OK or length != expected or length == HEADER_BYTES):
+            heard = self._direct.heard(transfer, status, length)
+            if heard is None:
+                return  # it goes on
+            status, length = heard
+        transfer.done = None
         error: Exception | None = None
-        if (
-            length == HEADER_BYTES
-            and expected != _SENDING
-            and (header := self._direct.heard(transfer, status)) is not None
-        ):
-            serial, length = header
-            if length == expected:
-                transfer.done = done
-                self._direct.accept(transfer, serial)
-                return
-            self._direct.refuse(transfer, serial)
-        if status != STATUS_OK or (expected != length and expected != _SENDING):
+        if status != STATUS_OK or (expected != length and expected != SENDING):
             error = self._error(transfer, status, length)
         try:
             done(error)
         except Exception as failure:  # of the caller's code; the other transfers' ends have to be told all the same
             self._loop.call_exception_handler({"message": f"{done} failed", "exception": failure})
 
-    def _error(self, transfer: _Transfer, status: int, length: int) -> Exception:
+    def _error(self, transfer: Transfer, status: int, length: int) -> Exception:
         if status in (STATUS_OK, STATUS_TRUNCATED):
             return ProtocolError(f"{self._describe(transfer)}: expected {transfer.size_bytes} bytes, got {length}")
         return TransferError(f"{self._describe(transfer)} failed: {self._cause(transfer, status)}")
 
-    def _describe(self, transfer: _Transfer) -> str:
+    def _describe(self, transfer: Transfer) -> str:
         assert transfer.link is not None
         ours, theirs = self.peer_id, transfer.link.peer
-        way = f"{ours} to peer {theirs}" if transfer.size_bytes == _SENDING else f"{theirs} to peer {ours}"
+        way = f"{ours} to peer {theirs}" if transfer.size_bytes == SENDING else f"{theirs} to peer {ours}"
         return f"transfer from peer {way}, tag {transfer.tag:#x}"
 
-    def _cause(self, transfer: _Transfer, status: int) -> str:
+    def _cause(self, transfer: Transfer, status: int) -> str:
         link = transfer.link
         if link is not None and link.failure is not None:
             return link.failure
         return self._port.status_text(status) if status != STATUS_CANCELED else "UCX canceled it"
 
-    def _refusal(self, peer: Peer, link: _Link | None) -> TransferError:
+    def _refusal(self, peer: Peer, link: Link | None) -> TransferError:
         why = "the transport has closed" if self._closing else "not connected; call connect first"
         return TransferError(f"peer {self.peer_id}, link to peer {peer}: {(link and link.failure) or why}")
 
     # ------------------------------------------------------------ for direct messages
 
-    def post_own_send(self, link: _Link, memory: Memory, tag: int, transfer: _Transfer | None) -> bool:
+    def post_own_send(self, link: Link, memory: Memory, tag: int, transfer: Transfer | None) -> bool:
         """See `direct.Carrier`."""
         if link.failure is not None:
             result = STATUS_CANCELED
@@ -402,21 +378,19 @@ class UCXTransport:
             result = self._port.send(link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity)
             self._kick()
             if result and not is_error(result):
-                own = transfer or _Transfer(link, memory, _SENDING, tag, None)
+                own = transfer or Transfer(link, memory, SENDING, tag, None)
                 own.request, self._open[identity] = result, own
                 return True
         if transfer is not None:
             self.finish(transfer, result, 0)
         return not is_error(result)
 
-    def post_own_recv(
-        self, link: _Link, memory: Memory, tag: int, then: Callable[[int, int], None] | _Transfer
-    ) -> None:
+    def post_own_recv(self, link: Link, memory: Memory, tag: int, then: Callable[[int, int], None] | Transfer) -> None:
         """See `direct.Carrier`."""
-        if isinstance(then, _Transfer):
+        if isinstance(then, Transfer):
             own = then
         else:
-            own = _Transfer(link, memory, memory.size_bytes, tag, None)
+            own = Transfer(link, memory, memory.size_bytes, tag, None)
             own.then = then
         result, identity = STATUS_CANCELED, next(self._identities)
         if link.failure is None:
@@ -429,24 +403,24 @@ class UCXTransport:
 
     # ------------------------------------------------------------ ending
 
-    def _fail_link(self, link: _Link, cause: str) -> None:
+    def _fail_link(self, link: Link, cause: str) -> None:
         """UCX reported the peer lost: end what it cannot end itself, the receives it has not matched."""
         link.failure = f"link lost ({cause})"
         self._cancel_receives(link)
 
-    def _endpoint_error(self, link: _Link) -> str:
+    def _endpoint_error(self, link: Link) -> str:
         try:
             link.endpoint.raise_on_error()
         except self._ucxx.UCXError as error:
             return str(error)
         return "closed"
 
-    def _close_link(self, link: _Link) -> None:
+    def _close_link(self, link: Link) -> None:
         endpoint, link.endpoint = link.endpoint, None
         endpoint.remove_close_callback()
         link.failure = link.failure or "aborted"
         self._direct.drop(link)
-        link.neighbour = None
+        link.neighbour = link.offers = None
         self._cancel_receives(link)
         if endpoint.alive:
             endpoint.close_blocking()
@@ -454,17 +428,17 @@ class UCXTransport:
             # It has failed: closed for ucxx, which will do no more, but not for UCX.
             self._port.close_endpoint(link.handle)
 
-    def _cancel_receives(self, link: _Link) -> None:
+    def _cancel_receives(self, link: Link) -> None:
         ended = {identity for identity, _, _ in self._port.completed}
         for identity, transfer in self._open.items():
-            if transfer.link is link and transfer.size_bytes != _SENDING and identity not in ended:
+            if transfer.link is link and transfer.size_bytes != SENDING and identity not in ended:
                 self._port.cancel(transfer.request)
 
     async def _wait_released(self, peer: Peer | None) -> None:
         deadline_s = self._loop.time() + RELEASE_TIMEOUT_S
         epochs = {p: e for p, e in self._past_epochs.items() if peer is None or p == peer}
         for sender, epoch in epochs.items():
-            self._discard_unexpected(_sender_bits(sender), epoch)
+            self._discard_unexpected(sender_bits_of(sender), epoch)
         while True:
             self._progress()
             held = [t for t in self._open.values() if self._is_ending(t, peer)]
@@ -477,7 +451,7 @@ class UCXTransport:
                 )
             await asyncio.sleep(0.0005)
 
-    def _is_ending(self, transfer: _Transfer, peer: Peer | None) -> bool:
+    def _is_ending(self, transfer: Transfer, peer: Peer | None) -> bool:
         link = transfer.link
         if link is None or (peer is not None and link.peer != peer):
             return False
@@ -491,7 +465,7 @@ class UCXTransport:
         mask = ((1 << 64) - 1) >> EPOCH_SHIFT << EPOCH_SHIFT | ((1 << SENDER_BITS) - 1) << SENDER_SHIFT
         while (result := self._port.discard_unexpected(tag, mask, identity := next(self._identities))) is not None:
             if result and not is_error(result):
-                discarded = self._open[identity] = _Transfer(None, None, 0, tag, None)
+                discarded = self._open[identity] = Transfer(None, None, 0, tag, None)
                 discarded.request = result
 
     async def _close(self) -> None:
@@ -503,10 +477,3 @@ class UCXTransport:
         # uvloop gives up its handle of the descriptor in its next pass.
         await asyncio.sleep(0)
         process_context.release()
-
-
-def _sender_bits(peer: Peer) -> int:
-    """A peer's id, at its place in the tag on the wire."""
-    if not -1 <= peer < (1 << SENDER_BITS) - 1:
-        raise ValueError(f"peer id {peer} is not between -1 and {(1 << SENDER_BITS) - 2}")
-    return (peer + 1) << SENDER_SHIFT
