@@ -31,6 +31,8 @@ help:
 	@echo "make bench   measure and compare with the targets (ARGS=\"tiny_step big_step\" these parts; ARGS=--show the last)"
 	@echo "make bench-peers  the same beside PyTorch, Ray and Monarch, in an environment of their own (some 2 GB);"
 	@echo "             PEERS_PIP_ARGS reaches its pip, for one: --extra-index-url and PyTorch's index of builds for CPUs"
+	@echo "make test-gpu  tests on a GPU that actors share: transports on its memory, numerics (see docs/gpu.md)"
+	@echo "make bench-gpu  those, then transfers and a training step on it (ARGS=\"--platform cpu --small\": without one)"
 	@echo "make bench-plots  draw the last results of bench and bench-peers (benchmarks/results/*.svg)"
 	@echo "make bench-compile  time the compiler, pass by pass (ARGS=--help lists its options)"
 	@echo "make golden  rewrite the golden texts of tests/golden; read the diff"
@@ -148,6 +150,14 @@ bench-peers: setup
 	    $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check $(PEERS_PIP_ARGS) "$$peer" || { \
 	      all=no; echo "bench-peers: $$peer cannot be installed here; measuring goes on without it" >&2; }; done; \
 	  if [ $$all = yes ]; then echo $(PEERS_FROM) > $(PEERS_STAMP); fi
+
+# On a machine with a GPU, with jaxpp-async[cuda13] (or [cuda12]) installed into .venv. See docs/gpu.md.
+.PHONY: test-gpu bench-gpu
+test-gpu: setup
+	JAXPP_TEST_GPU=cuda $(BIN)/python -m pytest -rs tests/test_on_gpu.py $(ARGS)
+
+bench-gpu: setup
+	@$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 bench-plots: setup
 	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || { \

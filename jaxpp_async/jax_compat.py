@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -416,6 +417,15 @@ def is_unknown_axis_error(error: BaseException) -> bool:
     # By its text: the type is a plain ValueError or RuntimeError, and JAX removes its own frames from the traceback.
     text = str(error)
     return ("Resource axis" in text and "not found in mesh" in text) or "requires a non-empty mesh in context" in text
+
+
+_NEEDS_GPU = re.compile(r"cuDNN is not detected|Unknown backend:? '?(gpu|cuda)|[Nn]o (visible )?GPU|needs a GPU")
+
+
+def is_missing_gpu_error(error: BaseException) -> bool:
+    """Whether JAX, or a kernel library, asked for a GPU of this process while it traced or lowered."""
+    # By its text, as above.
+    return _NEEDS_GPU.search(str(error)) is not None
 
 
 def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:

@@ -6,13 +6,17 @@ A door to private JAX like `jax_compat`. Tested with JAX 0.10 and 0.12.
 from __future__ import annotations
 
 import enum
+import functools
+import os
 import uuid
 from typing import Any
 
 import jax
 from jax._src import config as _settings
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import lru_cache as _lru_cache
+from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 # What changes the meaning or the values of a program that is traced here and runs on an actor.
 _COPIED_CONFIG = (
@@ -93,3 +97,49 @@ def _put_whole(self: Any, key: str, value: bytes) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def spare_gpus() -> bool:
+    """Have this process's JAX take memory of a GPU as it needs it, and not most of it at its first use.
+
+    Unless the user has said how (`XLA_PYTHON_CLIENT_PREALLOCATE`, `jax_pjrt_client_create_options`). By an option of
+    this process's own: its environment is what actors get, and they are to take theirs at once.
+
+    Returns:
+        False: it is too late, and this process has a GPU's memory.
+    """
+    from jax._src import xla_bridge
+
+    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"):
+        return os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"].lower() in ("false", "0")
+    options = _settings.jax_pjrt_client_create_options.value
+    if xla_bridge.backends_are_initialized():
+        is_spared = isinstance(options, dict) and options.get("preallocate") is False
+        return is_spared or jax.default_backend() != "gpu"
+    if not options:
+        jax.config.update("jax_pjrt_client_create_options", {"preallocate": False})
+    return True
+
+
+def default_platform() -> str | None:
+    """What `jax_platforms` (or `JAX_PLATFORMS`) has this process prefer; None: whatever it finds."""
+    return (getattr(jax.config, "jax_platforms", None) or "").partition(",")[0] or None
+
+
+# ---------------------------------------------------------------- several processes
+
+
+def distributed_client() -> Any:
+    """What `jax.distributed.initialize` has made: a store of keys and values that all its processes share."""
+    return _distributed.global_state.client
+
+
+def let_gloo_listen_on(address: str) -> None:
+    """Have gloo, which JAX's CPU collectives go by, listen on an address of this host instead of what its name means.
+
+    To be called before JAX's first use.
+    """
+    _jax.make_gloo_tcp_collectives = functools.partial(_make_gloo, hostname=address)
+
+
+_make_gloo = _jax.make_gloo_tcp_collectives  # as JAX has it

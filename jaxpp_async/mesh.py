@@ -45,7 +45,8 @@ class RemoteMesh:
         platform: `"cpu"` (the default) or `"cuda"`.
         setup: `"module:function"` called in each actor before JAX starts.
         env: environment variables of the actors' processes.
-        processes_per_actor: not there yet; anything but one is an error.
+        processes_per_actor: of how many processes each actor is, which share its devices out; default: one, or with
+            `hosts` as many as it takes for an actor that is larger than a host. See docs/processes.md.
         max_restarts: how often actors that died, or hang, may be replaced within ten minutes; training then goes on
             where it was, with the same numbers. 0: a failure ends the mesh. See docs/restarts.md.
         backup_every: with `max_restarts`, how many steps lie between two copies of the state in the actors' memory.
@@ -89,14 +90,14 @@ class RemoteMesh:
         compilation_cache: str | None = mesh_options.DEFAULT_CACHE,
         launch_timeout_s: float = 120.0,
     ):
-        mesh_options.refuse_unbuilt(processes_per_actor)
         self.num_actors = mesh_options.actor_count(num_actors)
         self.spmd_mesh = mesh_options.axes(spmd_mesh)
         self.axis_rules = mesh_options.checked_rules(axis_rules, self.spmd_mesh)
-        kinds = mesh_options.axis_types(axis_types, self.spmd_mesh)
-        self._launcher, inline = mesh_options.make_launcher(
+        kinds, platform = mesh_options.axis_types(axis_types, self.spmd_mesh), mesh_options.platform(platform)
+        self._launcher, inline, each = mesh_options.make_launcher(
             launcher,
             self.num_actors,
+            processes_per_actor,
             hosts=hosts,
             python=python,
             cpus=cpus,
@@ -107,12 +108,13 @@ class RemoteMesh:
             ssh_options=ssh_options,
             compilation_cache=compilation_cache,
             spmd_mesh=self.spmd_mesh,
-            platform=mesh_options.platform(platform),
+            platform=platform,
         )
+        mesh_options.spare_gpus(platform, inline=inline)
         self._config = mesh_options.actor_config(
             spmd_mesh=self.spmd_mesh,
             axis_types=kinds,
-            platform=mesh_options.platform(platform),
+            platform=platform,
             setup=setup,
             env=env,
             cache_dir=mesh_options.cache_dir(compilation_cache, self._launcher),
@@ -122,8 +124,10 @@ class RemoteMesh:
                 inline,
                 platform=mesh_options.platform(platform),
                 num_actors=self.num_actors,
+                processes_per_actor=each,
             ),
             inline=inline,
+            processes_per_actor=each,
         )
         max_inflight = mesh_options.count_of("max_inflight", max_inflight, least=1)
         self._max_restarts = mesh_options.count_of("max_restarts", max_restarts, least=0)
@@ -179,7 +183,7 @@ class RemoteMesh:
 
     @property
     def actors(self) -> tuple[ActorInfo, ...]:
-        """One entry an actor: `id host pid devices state`."""
+        """One entry an actor: `id host pid devices state`, and `processes` where it has several."""
         return tuple(self._running().actors)
 
     def events(self, *, history: bool = True) -> Events:

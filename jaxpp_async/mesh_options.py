@@ -5,6 +5,8 @@ Starts nothing.
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import math
 import os
 import socket
@@ -16,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jaxpp_async import jax_config
 from jaxpp_async.actors.bringup import ActorConfig
+from jaxpp_async.actors.gpus import host_gpus
 from jaxpp_async.actors.launch.remote import RemoteLauncher
 from jaxpp_async.actors.launching import Launching
 from jaxpp_async.compiler.emit import Target
@@ -23,20 +26,14 @@ from jaxpp_async.errors import MeshError, ShardingError
 from jaxpp_async.transport.nccl_plan import ENVIRONMENT as NCCL_ENVIRONMENT
 from jaxpp_async.transport.planes import is_ordered
 
+_LOG = logging.getLogger("jaxpp_async")
+
 DEFAULT_CACHE = "default"
 
 REMOTE_CACHE = "~/.cache/jaxpp_async/{host}/jax-" + jax.__version__
 """Where other hosts have their compilation cache; they fill it in."""
 
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-
-
-def refuse_unbuilt(processes_per_actor: Any) -> None:
-    """Raises:
-    MeshError: an option of `api.md` that is not there yet. Better an error than a silent local run.
-    """
-    if processes_per_actor not in (None, 1):
-        raise MeshError("RemoteMesh(processes_per_actor=...) is not there yet in this version; leave it out")
 
 
 def count_of(name: str, value: Any, *, least: int) -> int:
@@ -109,21 +106,30 @@ def checked_rules(rules: Mapping[str, Any], mesh_axes: Mapping[str, int]) -> dic
     return dict(rules)
 
 
-def make_launcher(launcher: Any, num_actors: int = 1, **options: Any) -> tuple[Any, bool]:
-    """A launcher, and whether its actors live in this process.
+def make_launcher(
+    launcher: Any, num_actors: int = 1, processes_per_actor: int | None = None, **options: Any
+) -> tuple[Any, bool, int]:
+    """A launcher, whether its actors live in this process, and of how many processes each is.
 
     Args:
+        processes_per_actor: what was asked for; None: what it takes.
         options: of `Launching`; `compilation_cache`, whose default on other hosts is a folder of theirs; `spmd_mesh`
             and `platform`.
     """
     sizes, platform = options.pop("spmd_mesh", {}).values(), options.pop("platform", "cpu")
     gpus = math.prod(sizes) if platform == "cuda" else 0
     cache = REMOTE_CACHE if options.pop("compilation_cache", None) == DEFAULT_CACHE else None
-    made = Launching(launcher=launcher, cache_dir=cache, gpus_per_actor=gpus, **options).make(num_actors)
-    return made, not isinstance(made, RemoteLauncher) and made.listen_host is None
+    if processes_per_actor is not None:
+        count_of("processes_per_actor", processes_per_actor, least=1)
+    options |= {"processes_per_actor": processes_per_actor, "num_devices": math.prod(sizes)}
+    launching = Launching(launcher=launcher, cache_dir=cache, gpus_per_actor=gpus, **options)
+    made, each = launching.make(num_actors)
+    return made, not isinstance(made, RemoteLauncher) and made.listen_host is None, each
 
 
-def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, num_actors: int) -> str:
+def transport(
+    given: str | None, launcher: Any, inline: bool, *, platform: str, num_actors: int, processes_per_actor: int = 1
+) -> str:
     """The data plane's name.
 
     Raises:
@@ -141,14 +147,37 @@ def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, 
             f"transport {chosen!r} moves GPU memory, and {actors} have none: their platform is {platform!r}; pass "
             "platform='cuda' where there are GPUs, or leave transport= out for UCX, which moves either"
         )
+    if is_ordered(chosen) and processes_per_actor > 1:
+        raise MeshError(
+            f"transport {chosen!r} with actors of {processes_per_actor} processes is not there yet; leave transport= "
+            "out for UCX"
+        )
     return chosen
 
 
 def platform(given: str | None) -> str:
-    """The actors' platform."""
+    """The actors' platform: what is asked for, else `"cuda"` where this machine has GPUs and a JAX for them.
+
+    `jax_platforms` (or `JAX_PLATFORMS`) decides for this process, and then for its actors too. JAX is not started.
+    """
     if given not in (None, "cpu", "cuda"):
         raise MeshError(f"platform is {given!r}; it is 'cpu' or 'cuda'")
-    return given or "cpu"
+    if given is not None:
+        return given
+    preferred = jax_config.default_platform()
+    if preferred is not None:
+        return "cuda" if preferred in ("cuda", "gpu") else "cpu"
+    has_jax = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") is not None for n in (13, 12))
+    return "cuda" if has_jax and host_gpus(os.environ) else "cpu"
+
+
+def spare_gpus(platform: str, *, inline: bool) -> None:
+    """Leave the memory of this machine's GPUs to the actors on them."""
+    if platform == "cuda" and not inline and not jax_config.spare_gpus():
+        _LOG.warning(
+            "JAX in this process has taken most of a GPU's memory already; actors on the same GPU may find too little: "
+            "make the mesh before JAX's first use, or set XLA_PYTHON_CLIENT_PREALLOCATE=false for this process"
+        )
 
 
 async def prepare(launcher: Any) -> None:
@@ -177,6 +206,7 @@ def actor_config(
     cache_dir: str | None,
     transport: str,
     inline: bool,
+    processes_per_actor: int = 1,
 ) -> ActorConfig:
     """What every actor is configured with."""
     if setup is not None and ":" not in setup:
@@ -185,7 +215,7 @@ def actor_config(
         if not isinstance(name, str) or not isinstance(value, str):
             raise MeshError(f"env has {name!r}: {value!r}; environment variables are strings")
     if inline:
-        _check_local_devices(spmd_mesh)
+        _check_local_devices(spmd_mesh, platform)
     return ActorConfig(
         spmd_mesh=tuple(spmd_mesh.items()),
         axis_types=tuple(axis_types),
@@ -195,14 +225,20 @@ def actor_config(
         setup=setup,
         transport=transport,
         env={**(NCCL_ENVIRONMENT if is_ordered(transport) and not inline else {}), **env},
+        processes_per_actor=processes_per_actor,
     )
 
 
-def _check_local_devices(spmd_mesh: Mapping[str, int]) -> None:
+def _check_local_devices(spmd_mesh: Mapping[str, int], platform: str) -> None:
     needed = 1
     for size in spmd_mesh.values():
         needed *= size
-    present = jax.local_device_count()
+    try:
+        present = jax.local_device_count(platform)
+    except RuntimeError as error:
+        raise MeshError(
+            f"JAX in this process, which inline actors share, has no {platform} devices: {error}"
+        ) from error
     if needed > present:
         raise MeshError(
             f"spmd_mesh {dict(spmd_mesh)} needs {needed} devices, but this process has {present}; inline actors share "

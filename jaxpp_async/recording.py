@@ -55,7 +55,8 @@ class Recording:
             return
         for actor in self.handle.heard_s:
             clock = controller.clock(actor)
-            self._processes[actor] = controller.requests.info(actor), clock, clock.readings
+            first = controller.processes.process(actor, 0)
+            self._processes[actor] = controller.requests.info(first), clock, clock.readings
 
     def _recorded(self, program: ActorProgram, stamps: bytes) -> Recorded:
         info, clock, readings = self._processes[program.actor]

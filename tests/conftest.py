@@ -1,5 +1,6 @@
 """Settings for the whole suite, before anything starts JAX; `--golden` rewrites golden files."""
 
+import os
 import pathlib
 import socket
 
@@ -7,7 +8,11 @@ import jax
 
 from jaxpp_async import jax_config
 
-jax.config.update("jax_platforms", "cpu")
+ON_GPU = os.environ.get("JAXPP_TEST_GPU") == "cuda"  # make test-gpu
+if ON_GPU:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # actors share the GPU with this process
+    jax.config.update("jax_default_matmul_precision", "highest")  # else float32 is multiplied as TensorFloat-32
+jax.config.update("jax_platforms", "cuda,cpu" if ON_GPU else "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 
 # Compiling is what the suite costs: meshes, plain JAX and later runs share their executables. One folder a host, since

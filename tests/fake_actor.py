@@ -38,6 +38,9 @@ class NullTransport:
 
     def hurry(self, on: bool) -> None: ...
 
+    def routes(self, peer: int) -> tuple[str, ...]:
+        return ()
+
 
 class FakeActor:
     current_step: int | None = None
@@ -74,10 +77,10 @@ class FakeActor:
             return
         versions = {"jax": "0.0.1"} if message.setup == "old jax" else {}
         self._send(m.Log(20, "jaxpp_async.actor", "configured"))
-        self._send(m.Ready(message.request, b"null", ("fake:0",), versions))
+        self._send(m.Ready(message.request, b"null", ("fake:0",), versions, m.Hardware("fake", 1)))
 
     def _on_connect(self, message: m.Connect) -> None:
-        self._send(m.Done(message.request))
+        self._send(m.Connected(message.request, {}))
 
     def _on_load(self, message: m.Load) -> None:
         if message.program == "bad":

@@ -31,10 +31,11 @@ def plan_step(
     donate: tuple[int, ...] = (),
     schedule: Any = None,
     static: tuple[int, ...] = (),
+    platform: str = "cpu",
 ) -> Plan:
     """All passes but emission, for a mesh that nobody started."""
     axes, rules = spmd_mesh or {}, axis_rules or {}
-    target = mesh_options.target(axes, mesh_options.axis_types(axis_types or {}, axes), rules, "cpu")
+    target = mesh_options.target(axes, mesh_options.axis_types(axis_types or {}, axes), rules, platform)
     runner = SimpleNamespace(num_actors=actors, target=target)
     step = DistributedStep(runner, fn, StepOptions(in_shardings, None, donate, static, schedule))  # pyright: ignore
     return plan(step.request(args))

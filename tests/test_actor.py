@@ -6,6 +6,7 @@ import asyncio
 import random
 import warnings
 from contextlib import asynccontextmanager
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,13 @@ TIMEOUT_S = 20
 
 
 class Harness:
-    """A controller's side: sends requests, awaits replies, holds the data plane's other end."""
+    """A controller's side: sends requests, awaits replies, holds the data plane's other end.
+
+    Attributes:
+        options: of every `Actor`; tests of devices that compute on their own have a door here.
+    """
+
+    options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, num_actors, network):
         self.network = network
@@ -34,7 +41,9 @@ class Harness:
         self.waiting, self.requests, self.sequences = {}, 0, 0
         self.epoch = self.transport.epoch = 1
         self.actors = [
-            Actor(k, make_transport=lambda name, k=k: self._transport(k), send=self._replied, inline=True)
+            Actor(
+                k, make_transport=lambda name, k=k: self._transport(k), send=self._replied, inline=True, **self.options
+            )
             for k in range(num_actors)
         ]
 

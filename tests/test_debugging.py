@@ -16,6 +16,7 @@ from planning import f32, plan_step
 import jaxpp_async as jpp
 from jaxpp_async.actors.failure import ActorInfo, died_error, launch_error, remote_error
 from jaxpp_async.actors.messages import Failed
+from jaxpp_async.actors.processes import Seat
 from jaxpp_async.actors.warden import Death
 from jaxpp_async.errors import ArrayError, MeshClosedError, ProtocolError, RemoteError, TransferError
 from jaxpp_async.testing import assert_close
@@ -225,9 +226,9 @@ LAST_WORDS = ("Traceback (most recent call last):", '  File "x.py", line 1', "Mo
 NO_MODULE = "ModuleNotFoundError: No module named 'x'"
 RUN = '#12 run    "fwd(stage 1, mb 2)" exe 2 (b10) -> (b14)'
 FIRST_LINES = [
-    (launch_error(1, "exited with code 1", LAST_WORDS), f"actor 1 exited with code 1: {NO_MODULE}"),
+    (launch_error(Seat(1), "exited with code 1", LAST_WORDS), f"actor 1 exited with code 1: {NO_MODULE}"),
     (died_error(ACTOR, Death(1, LAST_WORDS), 3), f"actor 1 .* exited with code 1 .*during step 3: {NO_MODULE}"),
-    (launch_error(1, "did not start", ("hello",)), "actor 1 did not start"),
+    (launch_error(Seat(1), "did not start", ("hello",)), "actor 1 did not start"),
     (
         remote_error(ACTOR, Failed(0, "ValueError", "no", "Traceback ...", 3, RUN)),
         r"actor 1 \(host node, pid 77\), step 3, fwd\(stage 1, mb 2\): ValueError: no",

@@ -185,6 +185,8 @@ WRONG = [
      "error", "nccl", "n1", "NCCL not installed", "cuda13"),
     ("no nccl4py", on_one(NCCL, without(GPU_HOST, "nccl4py")),
      "error", "nccl", "n1", "nccl4py not installed", "cuda13"),
+    ("another NCCL there", on_two(NCCL, GPU_HOST, having(GPU_HOST, nvidia_nccl_cu13="2.30.1")),
+     "error", "versions", "all hosts", "NCCL differs: nvidia-nccl-cu13 2.32.3, nccl4py 0.6.0 on n1", "the same on all"),
     ("NCCL without GPUs", on_one(replace(CPU, transport="nccl"), CPU_HOST),
      "error", "nccl", "all hosts", "NCCL moves GPU memory", "--platform cuda"),
     ("UCX without cuda_copy", on_one(GPU, replace(GPU_HOST, ucx=Ucx("1", WHEEL, TCP + RC))),

@@ -226,7 +226,7 @@ async def test_a_process_beats_and_a_stopped_one_does_not():
     async with open_gate() as (gate, address, heard):
         env = {"PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         spec: Any = LaunchSpec(0, 1, 0, SECRET, address, env=env)
-        link = await Bringup(launcher, gate, timeout_s=30, say=lambda text: None).start_actor(spec)
+        link = await Bringup(launcher, gate, timeout_s=30, say=lambda text: None).start(spec)
         try:
             assert (await heard.one()).position is None
             os.kill(link.handle.pid, signal.SIGSTOP)

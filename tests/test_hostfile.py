@@ -115,7 +115,7 @@ def test_a_hosts_own_settings_win():
         "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000",
         "UCX_NET_DEVICES": "i",
         "UCX_TCP_PORT_RANGE": "1-2",
-        "CUDA_VISIBLE_DEVICES": "5,6",
+        "CUDA_VISIBLE_DEVICES": "4,5,6",
         "A": "1",
         "B": "2",
     }

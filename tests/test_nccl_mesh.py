@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from fake_nccl import FakeNccl
 from models import grads_step, mlp
+from test_transport_nccl import waiters
 
 import jaxpp_async as jpp
 from jaxpp_async.actors.inline import InlineLauncher
-from jaxpp_async.actors.linking import links_of
+from jaxpp_async.actors.linking import Linking, links_of
 from jaxpp_async.errors import ActorDiedError, ActorError, MeshError, ProtocolError
 from jaxpp_async.mesh import RemoteMesh
 from jaxpp_async.program import ActorProgram, Aval, Recv, Send
@@ -52,6 +53,7 @@ def launcher():
     launcher = Nccl(busy_polls=1)
     yield launcher
     assert launcher.library.violations == []
+    assert not waiters(), "threads of communicators are left"
     assert launcher.library.num_pending == 0
 
 
@@ -174,6 +176,40 @@ async def test_links_that_cannot_be_made_fail_the_mesh_before_a_step(launcher, m
             await mesh.run(step, MODEL.init(0), MODEL.batch(1, 8))
 
 
+async def test_a_step_without_its_links_fails_and_hangs_nobody(launcher, monkeypatch):
+    async def link(self, program_id):
+        """Forgets it (injected)."""
+
+    monkeypatch.setattr(Linking, "link", link)
+    async with RemoteMesh(2, launcher=launcher, transport="nccl") as mesh:
+        step = mesh.distributed(grads_step(MODEL, jpp.Std1F1B(4)))
+        with pytest.raises(ActorError, match=r"link to peer \d: not connected"):
+            await mesh.run(step, MODEL.init(0), MODEL.batch(1, 8))
+
+
+async def test_a_death_while_links_are_made_is_mended(launcher):
+    """The survivor is in the middle of joining; its half is given up, and the load ends as if nothing had been."""
+    library, join = launcher.library, launcher.library.join
+    held = []
+
+    def hold(unique_id, rank, device):
+        if rank == 1 and not held:
+            held.append(unique_id)
+            raise NcclFailure("this rank dies (injected)")
+        return join(unique_id, rank, device)
+
+    library.join = hold
+    params, batch = MODEL.init(0), MODEL.batch(1, 8)
+    async with RemoteMesh(2, launcher=launcher, transport="nccl", max_restarts=3) as mesh:
+        step = mesh.distributed(grads_step(MODEL, jpp.Std1F1B(4)))
+        running = asyncio.ensure_future(mesh.run(step, params, batch))
+        await _wait(lambda: bool(held))
+        mesh._running()._crew.handles[1].kill()
+        async with asyncio.timeout(30):
+            outputs = await running
+        _check(await mesh.fetch(outputs), jax.jit(grads_step(MODEL, jpp.Std1F1B(4)))(params, batch))
+
+
 # ---------------------------------------------------------------- what is asked for and cannot be
 
 
@@ -182,6 +218,8 @@ def test_actors_without_a_gpu_are_an_error_before_anything_starts():
         RemoteMesh(3, transport="nccl")
     with pytest.raises(MeshError, match=r"'nccl' does not work inside one process"):
         RemoteMesh(2, transport="nccl", launcher="inline")
+    with pytest.raises(MeshError, match="'nccl' with actors of 2 processes is not there yet"):
+        RemoteMesh(2, transport="nccl", platform="cuda", processes_per_actor=2, spmd_mesh={"data": 2})
 
 
 def test_actors_with_gpus_get_the_environment_that_waiting_kernels_need():

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
+import shlex
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
@@ -230,6 +234,28 @@ async def test_a_firewall_on_the_way_back(net, caplog, how):
             with pytest.raises(LaunchError, match=r"actor 1 .*10\.213\.0\.1.*firewall.*control_address="):
                 await refused(net, control_addresses(net.hosts[1:]), launch_timeout_s=4.0)
             assert time.monotonic() - began < 10
+
+
+def test_the_doctor_finds_what_does_not_come_through(net, tmp_path):
+    """A firewall on one host's way back, and a cut data link between two others; what is well is said as well."""
+    (tmp_path / "hosts").write_text("".join(f"{address} env=UCX_TLS=tcp\n" for address in control_addresses(net.hosts)))
+    names = control_addresses(net.hosts)
+    command = [sys.executable, "-m", "jaxpp_async", "doctor", "--json", "--hosts", str(tmp_path / "hosts")]
+    command += ["--interface", namespaces.INTERFACE["data"], "--ports", f"{PORTS[0]}-{PORTS[1]}"]
+    net.cut_between(net.hosts[0], net.hosts[1], "data")
+    with net.hosts[2].firewall(FIREWALLS["rejects"]):
+        done = subprocess.run(
+            [*command, "--ssh-options", shlex.join(net.ssh_options)],
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+    told = json.loads(done.stdout)
+    wrong = {(f["section"], f["host"]): f for f in told["findings"] if f["level"] == "error"}
+    assert done.returncode == 1 and set(wrong) == {("control", names[2]), ("transfer", f"{names[0]} to {names[1]}")}
+    assert net.address("control") in wrong["control", names[2]]["what"]
+    assert [link["error"] == "" for link in told["links"]] == [False, True] and told["links"][1]["bytes_per_s"] > 0
 
 
 async def test_no_route_back(net, caplog):

@@ -52,7 +52,7 @@ class Desk:
 
     def step(self) -> StepHandle:
         handle = StepHandle(self.num_steps, 0, (0, 1))
-        for actor in handle._actors:
+        for actor in handle._processes:
             self.outbox.post(actor, m.Step(self.outbox.number(), 0, self.num_steps, 0, {}, {}), handle)
         self.num_steps += 1
         return handle

@@ -24,7 +24,7 @@ AVAL = Aval((4, 2), "bfloat16", ("data", None, ("data", "model")))
 STATS = m.StepStats(0.5, 0.25, 1.0, 4096, 3, bytes(16))
 
 REQUESTS = [
-    m.Configure(0, (("data", 2),), ("auto",), "cpu", {"jax_enable_x64": True, "x": None}, None, "m:f", "ucx", 0),
+    m.Configure(0, (("data", 2),), ("auto",), "cpu", {"jax_enable_x64": True, "x": None}, None, "m:f", "ucx", 0, None),
     m.Connect(1, 0, {-1: b"\0address", 0: b"", 7: b"a"}),
     m.OfferLinks(1, 2),
     m.JoinLinks(1, {1: b"address"}, (m.JoinLink(0, 1, 0, b"id"), m.JoinLink(1, 0, 3, b""))),
@@ -33,9 +33,13 @@ REQUESTS = [
     m.Step(4, 1, 2**40, 5, {0: 1, 3: 2}, {0: 9}, (m.Put(1, AVAL, b""),), (1,), (2, 3)),
     m.Fetch(5, (1, 2), (0, 1)),
     m.Take(6, "/folder", (1, 2)),
-    m.WriteFile(7, "/folder", "file", ((1, "params/w"),), {"key": "value"}),
+    m.WriteFile(7, "/folder", "file", ((1, "params/w", -1),), {"key": "value"}),
     m.Sweep(8, "/folder", ("file",), "0123", True),
-    m.ReadFile(9, "/folder/file", (m.FilePart("params/w", "00ff", 1, AVAL),)),
+    m.ReadFile(
+        9,
+        "/folder/file",
+        (m.FilePart("params/w", "00ff", 1, AVAL, (m.FilePiece("/f", "w[0]", (0, 0), (1, 2), "ff"),)),),
+    ),
     m.Abort(10, 2, "because"),
     m.Inspect(11),
     m.Report(11),
@@ -46,16 +50,19 @@ REQUESTS = [
     m.Forget(16, 2),
     m.Rollback(17, None),
     m.Shutdown(18),
+    m.Reserve(19),
 ]
 REPLIES = [
     m.Done(0),
-    m.Ready(1, b"address", ("cpu:0", "cpu:1"), {"jax": "0.10"}),
+    m.Ready(1, b"address", ("cpu:0", "cpu:1"), {"jax": "0.10"}, m.Hardware("NVIDIA H100", 2, 80 << 30, "13.0", "13.1")),
+    m.Connected(1, {0: ("cuda_ipc", "posix"), 7: ()}),
     m.LinksOffered(1, b"address", (b"id", b"")),
     m.Loaded(2, 1.5, {0: 100}),
     m.StepDone(3, 8, STATS),
     m.Fetched(4, (((2, 3), "float32", b"data"), ((), "int32", None))),
     m.Written(5, 100, ("00ff", "ff00")),
     m.Renewed(5, b"address"),
+    m.Reserved(5, 4711),
     m.Kept(6, (m.KeptArray(7, AVAL, (24,)),)),
     m.Inspected(5, {"live_arrays": 3}),
     m.Reported(5, 7, 1, 12, "#12 run", False, 3, (m.OpenTransfer("receive", 2, 1, 4, 64, True, True),)),
@@ -118,9 +125,12 @@ def test_every_message_is_tried_above():
         (["Fetch", 1, [1, "2"], [1]], "Fetch.array_ids: expected int, got str"),
         (["Store", 1, [[1, [[2], "float32"], None, 0]], []], "Store.puts.aval: expected 4 fields"),
         (["Store", 1, [[1, [[2], "f", [1], []], None, 0]], []], "Store.puts.aval.spec: expected .* got int"),
-        (["Configure", 0, [["a"]], [], "cpu", {}, None, None, "ucx", 0], "Configure.spmd_mesh: expected an array of 2"),
-        (["Configure", 0, [], [], "cpu", {"a": msgpack.ExtType(4, b"x")}, None, None, "ucx", 0], "a plain value"),
-        (["Configure", 0, [], [], "cpu", {}, 5, None, "ucx", 0], "Configure.cache_dir: expected str or NoneType"),
+        (
+            ["Configure", 0, [["a"]], [], "cpu", {}, None, None, "ucx", 0, None],
+            "Configure.spmd_mesh: expected an array of 2",
+        ),
+        (["Configure", 0, [], [], "cpu", {"a": msgpack.ExtType(4, b"x")}, None, None, "ucx", 0, None], "a plain value"),
+        (["Configure", 0, [], [], "cpu", {}, 5, None, "ucx", 0, None], "Configure.cache_dir: expected str or NoneType"),
     ],
 )
 def test_bad_messages_are_refused_by_name(values, said):

@@ -5,6 +5,7 @@ then what only it has: turns, communicators that fail, aborts.
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 import threading
 
@@ -56,7 +57,7 @@ async def make_transport(library):
     yield make
     for transport in made.values():
         await transport.aclose()
-    assert not _waiters(), "threads that wait for a device are left"
+    assert not waiters(), "threads that wait for a device are left"
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ async def pair(make_transport):
     return a, b
 
 
-def _waiters() -> list[str]:
+def waiters() -> list[str]:
     """Threads of transports that do not end, a moment granted: the loop hears of an end a little before."""
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("jaxpp NCCL")]
     for thread in threads:
@@ -164,6 +165,33 @@ async def test_messages_posted_in_any_order_meet_their_own(pair):
         a.post_send(memory_of(data(4, 1), writable=False), 1, tag(17), print)
     with pytest.raises(ProtocolError, match="not one of the program's"):
         b.post_send(memory_of(data(4, 1), writable=False), 0, tag(0), print)  # it sends nothing in this step
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_four_peers_post_at_random_and_every_message_meets_its_own(make_transport, library, seed):
+    rng = random.Random(seed)
+    library.busy_polls = seed % 3
+    peers = [await make_transport(k) for k in range(4)]
+    await join(*peers)
+    ways = [(a, b) for a in range(4) for b in range(4) if a != b]
+    for step in range(3):
+        sizes = {way: [rng.choice((0, 1, 64, 5000)) for _ in range(rng.randrange(9))] for way in ways}
+        turns = {way: [Turn(100 * step + k, 0) for k in range(len(sizes[way]))] for way in ways}
+        for me, peer in enumerate(peers):
+            sends = {Way(b, True): turns[a, b] for a, b in ways if a == me}
+            peer.begin(order_of(sends | {Way(a, False): turns[a, b] for a, b in ways if b == me}))
+        messages = [(way, k, data(size, step + k)) for way in ways for k, size in enumerate(sizes[way])]
+        received = [(way, k, np.zeros(sent.size, np.uint8)) for way, k, sent in messages]
+        posts = [(peers[a].send, sent, b, k) for (a, b), k, sent in messages]
+        posts += [(peers[b].recv, got, a, k) for (a, b), k, got in received]
+        rng.shuffle(posts)
+        futures = []
+        for post, buffer, peer, k in posts:
+            futures.append(post(buffer, peer, tag(100 * step + k)))
+            if rng.random() < 0.2:
+                await asyncio.sleep(0)
+        await within(*futures)
+        assert all(np.array_equal(s[2], g[2]) for s, g in zip(messages, received, strict=True))
 
 
 async def test_a_step_that_needs_links_which_were_never_made_does_not_begin(pair):

@@ -126,7 +126,7 @@ def _rotate(x: jax.Array) -> jax.Array:
     """Rotary position embedding of (batch, heads, seq, head_dim). Source: Su et al., RoFormer, 2021, section 3.4."""
     half = x.shape[-1] // 2
     angle = jnp.arange(x.shape[-2])[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
 

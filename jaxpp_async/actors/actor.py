@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import traceback
 from collections import OrderedDict, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,15 +20,20 @@ from typing import Any
 import jax
 
 from jaxpp_async.actors import messages as m
+from jaxpp_async.actors.catching_up import Dropped, Tally, catch_up
+from jaxpp_async.actors.cluster import reserve_port
 from jaxpp_async.actors.compute import ComputeThread
 from jaxpp_async.actors.copies import Shelf
-from jaxpp_async.actors.devices import INLINE_DEVICES, Devices, package_versions, start_devices
+from jaxpp_async.actors.cuda import DeviceDoor, open_door
+from jaxpp_async.actors.device_work import DeviceWork
+from jaxpp_async.actors.devices import INLINE_DEVICES, Devices, package_versions, plain_hardware, start_devices
 from jaxpp_async.actors.executables import Executables
 from jaxpp_async.actors.host_values import HostValues
 from jaxpp_async.actors.loaded_program import LoadedProgram
 from jaxpp_async.actors.loading import load_program
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.plan import ExecutionPlan
+from jaxpp_async.actors.processes import Seat
 from jaxpp_async.actors.progress import NoteProgress, no_progress
 from jaxpp_async.actors.receive_pool import ReceivePool
 from jaxpp_async.actors.rollback import Rollbacks
@@ -37,7 +43,7 @@ from jaxpp_async.actors.step_run import Machine, StepFailure, StepRun
 from jaxpp_async.actors.store import Entry, Store
 from jaxpp_async.actors.stuck_report import report
 from jaxpp_async.errors import MeshError, ProtocolError, StepAbortedError
-from jaxpp_async.program import ActorId
+from jaxpp_async.program import CONTROLLER, ActorId, ProcessId
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.nccl_plan import Link
 from jaxpp_async.transport.planes import Planes, open_planes
@@ -66,29 +72,36 @@ class _Parts:
 
 
 class Actor:
-    """One actor.
+    """One actor, or one of the processes that are it.
 
     Args:
-        actor_id: its id, also as a peer of the transport.
+        process_id: its number in the mesh, also as a peer of the transport.
         make_transport: transport name to transport.
         send: takes replies; called on the event loop.
         inline: the actor shares the controller's process and its JAX.
         note_progress: told of every instruction.
+        make_door: (devices, transport name) to the door to devices that compute on their own; for tests.
     """
 
     def __init__(
         self,
-        actor_id: ActorId,
+        process_id: ProcessId,
         *,
         make_transport: Callable[[str], Transport],
         send: Callable[[m.Message], None],
         inline: bool = False,
         note_progress: NoteProgress = no_progress,
+        make_door: Callable[[Sequence[Any], str], DeviceDoor | None] = open_door,
     ):
-        self.actor_id = actor_id
+        self._seat = Seat(process_id)  # until `Configure` tells of others
+        self._cluster: m.Cluster | None = None
+        self._tally = Tally()
+        self._failed: StepRun | None = None  # and the programs of steps that were refused since
+        self._refused: list[LoadedProgram] = []
+        self._port: socket.socket | None = None
         self._make_transport, self._send, self._inline = make_transport, send, inline
-        self._note_progress = note_progress
-        self._workers = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix=f"jaxpp-actor-{actor_id}")
+        self._note_progress, self._make_door = note_progress, make_door
+        self._workers = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix=f"jaxpp-actor-{process_id}")
         self._parts_or_none: _Parts | None = None
         self._store, self._shelf = Store(), Shelf()
         self._programs: dict[int, LoadedProgram] = {}
@@ -111,6 +124,11 @@ class Actor:
             self._send(failed(request, error, step=getattr(message, "step", None)))
 
     @property
+    def actor_id(self) -> ActorId:
+        """Which actor it is, or is a part of."""
+        return self._seat.actor
+
+    @property
     def current_step(self) -> int | None:
         """The number of the step under way. Any thread may ask."""
         run = self._current
@@ -130,7 +148,11 @@ class Actor:
         if self._parts_or_none is not None:
             await self._parts_or_none.planes.aclose()
             await self._parts_or_none.machine.compute.aclose()
+            if (device := self._parts_or_none.machine.device) is not None:
+                await device.aclose()
         self._workers.shutdown(wait=False, cancel_futures=True)
+        if self._port is not None:
+            self._port.close()
         self._store.forget_all()
         self._programs.clear()
 
@@ -138,6 +160,9 @@ class Actor:
 
     def _take_up(self, message: m.Message) -> None:
         match message:
+            case m.Reserve():
+                self._port = reserve_port()
+                self._send(m.Reserved(message.request, self._port.getsockname()[1]))
             case m.Configure():
                 self._answer("configure", message.request, self._configure(message))
             case m.Connect():
@@ -193,37 +218,48 @@ class Actor:
         if self._parts_or_none is not None:
             raise ProtocolError("the actor is configured already", actor=self.actor_id)
         loop = asyncio.get_running_loop()
+        if message.cluster is not None:
+            self._cluster, self._seat = message.cluster, Seat(self._seat.process, message.cluster.size)
         start = partial(start_devices, message, inline=self._inline)
         devices: Devices = await loop.run_in_executor(self._workers, start)
+        door = await loop.run_in_executor(self._workers, self._make_door, devices.devices, message.transport)
+        if door is not None:
+            door.enter()  # on this thread, and before UCX begins: it keeps to the context that it finds
         planes = open_planes(message.transport, message.epoch, self._make_transport)
         layouts = Layouts(devices)
         shared = self._inline and len(devices.devices) > 1
         machine = Machine(
             transport=planes.programs,
-            compute=ComputeThread(f"jaxpp-actor-{self.actor_id}-compute", loop),
-            pool=ReceivePool(layouts),
+            compute=ComputeThread(f"jaxpp-actor-{self._seat.process}-compute", loop),
+            pool=ReceivePool(layouts, on_devices=door is not None),
             layouts=layouts,
             device_lock=INLINE_DEVICES if shared else None,
             note_progress=self._note_progress,
+            may_begin=self._tally.begin if message.cluster is not None else None,
+            device=None if door is None else DeviceWork(door, f"jaxpp-actor-{self._seat.process}", loop),
         )
         self._epoch = message.epoch
         self._parts_or_none = _Parts(
             executables=Executables(devices, self._workers),
-            host_values=HostValues(self._store, layouts, planes.host, self._workers, self._spawn),
+            host_values=HostValues(self._store, layouts, planes.host, self._workers, self._spawn, self._seat),
             machine=machine,
             snapshots=Snapshots(self._store, layouts, self._workers),
-            rollbacks=Rollbacks(self.actor_id, self._store, layouts, self._shelf, self._workers),
+            rollbacks=Rollbacks(self._seat.process, self._store, layouts, self._shelf, self._workers),
             planes=planes,
             transport_kind=message.transport,
         )
         names = tuple(f"{device.platform}:{device.id}" for device in devices.devices)
-        return m.Ready(message.request, planes.host.address, names, package_versions())
+        hardware = plain_hardware(devices) if door is None else door.hardware()
+        return m.Ready(message.request, planes.host.address, names, package_versions(), hardware)
 
-    async def _connect(self, message: m.Connect) -> m.Done:
+    async def _connect(self, message: m.Connect) -> m.Connected:
         self._epoch = message.epoch
-        peers = {peer: address for peer, address in message.addresses.items() if peer != self.actor_id}
+        peers = {peer: address for peer, address in message.addresses.items() if peer != self._seat.process}
         await self._parts.planes.connect(peers)
-        return m.Done(message.request)
+        machine, routes = self._parts.machine, {}
+        if machine.device is not None:
+            routes = {peer: machine.transport.routes(peer) for peer in peers if peer != CONTROLLER}
+        return m.Connected(message.request, routes)
 
     async def _offer_links(self, message: m.OfferLinks) -> m.LinksOffered:
         plane, loop = self._parts.planes.with_links, asyncio.get_running_loop()
@@ -242,7 +278,7 @@ class Actor:
     async def _load(self, message: m.Load) -> m.Loaded:
         machine = self._parts.machine
         program, reply = await load_program(
-            message, self._parts.executables, machine.layouts, machine.pool, self._workers
+            message, self._parts.executables, machine.layouts, machine.pool, self._workers, self._seat
         )
         self._programs[message.program_id] = program
         return reply
@@ -283,6 +319,8 @@ class Actor:
                 f"step {message.step} comes after step {self._last_step} and its reply is no longer kept", **where
             )
         if self._broken is not None:
+            if message.program_id in self._programs:
+                self._refused.append(self._programs[message.program_id])
             raise StepAbortedError(f"not started: {self._broken}", **where)
 
     def _prepare(self, message: m.Step) -> StepRun:
@@ -337,7 +375,9 @@ class Actor:
         if isinstance(end, StepFailure):
             # Transfers stay open until the controller's Abort: ending them here would fail the peers' steps with
             # transfer errors that could reach the controller before their cause.
-            self._broken = self._broken or f"step {message.step} failed on actor {self.actor_id}"
+            if self._broken is None:
+                self._broken = f"step {message.step} failed on actor {self.actor_id}"
+                self._failed = run
             reply = failed(message.request, end.error, step=message.step, instruction=end.instruction)
         else:
             self._free(message.frees_after)
@@ -361,10 +401,13 @@ class Actor:
                 self._send(reply if request == reply.request else replace(reply, request=request))
 
     def _abort(self, message: m.Abort) -> None:
+        self._tally.stop()
         self._broken = f"aborted: {message.cause}"
         dropped = [self._current] if self._current is not None else []
         dropped += self._queue
         self._queue.clear()
+        begun = [self._failed, *dropped] if self._failed is not None else dropped
+        steps = [Dropped(run.program, run.begun) for run in begun] + [Dropped(p, 0) for p in self._refused]
         cause = StepAbortedError(self._broken, actor=self.actor_id)
         for run in dropped:
             run.fail(cause)
@@ -372,11 +415,15 @@ class Actor:
         if self._parts_or_none is not None:
             self._parts_or_none.snapshots.stop_all()
         self._epoch, self._last_step = message.epoch, -1
-        self._answer("abort", message.request, self._end_transfers(message))
+        self._answer("abort", message.request, self._end_transfers(message, steps))
 
-    async def _end_transfers(self, message: m.Abort) -> m.Done:
+    async def _end_transfers(self, message: m.Abort, dropped: Sequence[Dropped]) -> m.Done:
         if self._parts_or_none is not None:
             await self._parts_or_none.planes.abort()
+            if self._cluster is not None:
+                compute = self._parts_or_none.machine.compute
+                await catch_up(f"epoch {message.epoch}", dropped, self._tally, self._cluster, compute, self._workers)
+        self._failed, self._refused = None, []
         self._broken = None
         return m.Done(message.request)
 

@@ -1,18 +1,26 @@
-"""actor_info: where an actor is and how it does. Plain data."""
+"""actor_info: where an actor, or one of its processes, is and how it does. Plain data."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from jaxpp_async.program import ProcessId
+
+_WORST_FIRST = ("failed", "restarting", "starting", "waiting", "closed", "ready")
 
 
 @dataclass(frozen=True, slots=True)
 class ActorInfo:
-    """Where an actor is.
+    """Where an actor, or one of its processes, is.
 
     Args:
+        host, pid: of an actor of several processes: those of the first.
         state: `"starting"`, `"ready"`, `"failed"` or `"closed"`; while lost actors are replaced these are
             `"restarting"` and the others `"waiting"`.
         devices: one text a device, such as `"cpu:0"`.
+        rank, size: of one of several processes: which, and of how many.
+        processes: of an actor of several processes: each of them, in order of rank.
     """
 
     id: int
@@ -20,6 +28,26 @@ class ActorInfo:
     pid: int
     devices: tuple[str, ...]
     state: str
+    rank: int = 0
+    size: int = 1
+    processes: tuple[ActorInfo, ...] = ()
+
+    @property
+    def process(self) -> ProcessId:
+        """The process's number in the mesh."""
+        return self.id * self.size + self.rank
 
     def __str__(self) -> str:
-        return f"actor {self.id} (host {self.host}, pid {self.pid})"
+        if self.size == 1:
+            return f"actor {self.id} (host {self.host}, pid {self.pid})"
+        return f"actor {self.id} (process {self.rank} of {self.size}: host {self.host}, pid {self.pid})"
+
+
+def of_actor(processes: Sequence[ActorInfo]) -> ActorInfo:
+    """What is known of an actor, from what is known of its processes, in order of rank."""
+    first = processes[0]
+    if len(processes) == 1:
+        return first
+    state = min((p.state for p in processes), key=_WORST_FIRST.index)
+    devices = tuple(device for p in processes for device in p.devices)
+    return ActorInfo(first.id, first.host, first.pid, devices, state, processes=tuple(processes))

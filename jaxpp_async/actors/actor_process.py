@@ -12,6 +12,9 @@ from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.progress import ProgressPage, make_page
 from jaxpp_async.actors.warden import Process, Warden
 
+_CHATTER = "Expected number of connected peer ranks"
+"""What gloo prints for every group of devices that computes together, and nobody has asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class ActorProcess:
@@ -32,6 +35,10 @@ def spawn_actor(
     started: concurrent.futures.Future[ActorProcess] = concurrent.futures.Future()
     page = make_page()
 
+    def tell(line: str) -> None:
+        if _CHATTER not in line:
+            forward(line)
+
     def on_spawned(spawned: concurrent.futures.Future[Process]) -> None:
         error = spawned.exception()
         if error is not None:
@@ -46,7 +53,7 @@ def spawn_actor(
 
     command = [request.python, "-m", "jaxpp_async.actors"]
     # The warden's thread forks, with the page still open here, and then calls back.
-    warden.spawn(
-        command, request.environment(), request.first_line(page), forward, descriptors=(page,)
-    ).add_done_callback(on_spawned)
+    warden.spawn(command, request.environment(), request.first_line(page), tell, descriptors=(page,)).add_done_callback(
+        on_spawned
+    )
     return started

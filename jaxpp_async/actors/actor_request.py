@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from jaxpp_async.actors.gpus import GpuShare, gpu_environment, host_gpus, share
+
 T = TypeVar("T")
 
 
@@ -23,6 +25,9 @@ class ActorRequest:
         cpus: CPU numbers that the host's actors share; None: those that the process may use.
         pin_cores: bind the actor to its share.
         cache_dir: folder of JAX's compilation cache, `~` and `{host}` filled in there; None: not set here.
+        gpus: how many GPUs its process needs; 0: none.
+        gpus_are_its_own: those that its host's environment names are for this process alone, which a cluster gave them,
+            and not for all that run there.
     """
 
     python: str
@@ -33,16 +38,31 @@ class ActorRequest:
     cpus: tuple[int, ...] | None = None
     pin_cores: bool = True
     cache_dir: str | None = None
+    gpus: int = 0
+    gpus_are_its_own: bool = False
 
     def environment(self) -> dict[str, str]:
-        """The whole environment of the process."""
+        """The whole environment of the process.
+
+        Raises:
+            MeshError: its host has not the GPUs that it needs, or too little memory is left for it on them.
+        """
         env = dict(os.environ)
         if self.cache_dir is not None:
             env["JAX_COMPILATION_CACHE_DIR"] = os.path.expanduser(self.cache_dir.replace("{host}", os.uname().nodename))
             # JAX would leave out what compiles fast, and that is most of a pipeline's tasks.
             env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
             env["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-        return env | dict(self.env)
+        env |= self.env
+        return env | self._gpu_environment(env) if self.gpus else env
+
+    def _gpu_environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        there = host_gpus(env)
+        if not there and "CUDA_VISIBLE_DEVICES" not in env:
+            return {}  # the process says itself what is missing: a GPU, its driver, or a JAX for it
+        alone = self.gpus_are_its_own and len(there) == self.gpus
+        given = GpuShare(there, 1) if alone else share(there, self.index, self.count, self.gpus)
+        return gpu_environment(given, env)
 
     def first_line(self, progress_page: int | None) -> bytes:
         """Configuration and secret, as one line of JSON: stdin is the one channel that no other user can read."""

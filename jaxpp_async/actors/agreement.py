@@ -1,7 +1,7 @@
 """agreement: what the processes of a mesh have for devices in; why they cannot work together out. Pure.
 
-Asked once all have come up, before anything is compiled: what is wrong with a mesh of hosts is one clear error, and no
-surprise in the middle of a step. `doctor` says the same beforehand.
+Asked once all have come up, before anything is compiled. What a host can say of itself alone (a GPU is missing, or its
+memory set aside twice by actors that were started together) it has said by then; here is what only all of them show.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class Member:
     Args:
         who: for errors, such as `"actor 1 (host n2, pid 7)"`.
         host: on which machine.
-        platform: `"cpu"` or `"cuda"`.
         cuda: version of the CUDA that JAX is for, such as `"13.0"`; empty without GPUs.
         gpus: their UUIDs, or whatever tells the GPUs of a machine apart; empty: not known.
         memory_fraction: how much of each GPU's memory it sets aside; 0: none beforehand.
@@ -33,31 +32,19 @@ class Member:
 
     who: str
     host: str
-    platform: str
     cuda: str = ""
     gpus: tuple[str, ...] = ()
     memory_fraction: float = 0.0
 
 
-def check_agreement(members: Sequence[Member], transport: str) -> None:
+def check_agreement(members: Sequence[Member]) -> None:
     """Raises:
-    MeshError: they cannot work together: GPUs and CPUs in one mesh, different CUDAs, NCCL without GPUs, a GPU whose
-        memory is set aside more than once. Names who, and says what to do.
+    MeshError: they cannot work together: JAXs for different CUDAs, or a GPU whose memory is set aside more than once.
+        Names who, and says what to do.
     """
-    for why in (_mixed(members), _cudas(members), _nccl(members, transport), _shared(members)):
+    for why in (_cudas(members), _shared(members)):
         if why is not None:
             raise MeshError(why)
-
-
-def _mixed(members: Sequence[Member]) -> str | None:
-    by_platform = _grouped((member.platform, member.who) for member in members)
-    if len(by_platform) < 2:
-        return None
-    said = "; ".join(f"{platform}: {_names(who)}" for platform, who in by_platform.items())
-    return (
-        f"the actors of a mesh are all on GPUs or all on CPUs, and these are on both: {said}; leave the hosts without "
-        "GPUs out, or say platform='cpu'"
-    )
 
 
 def _cudas(members: Sequence[Member]) -> str | None:
@@ -68,16 +55,6 @@ def _cudas(members: Sequence[Member]) -> str | None:
     return (
         f"JAX is for different CUDAs ({said}); install the same extra on all hosts, {pip_install('cuda13')} or "
         f"{pip_install('cuda12')}"
-    )
-
-
-def _nccl(members: Sequence[Member], transport: str) -> str | None:
-    without = [member.who for member in members if member.platform != "cuda"]
-    if transport != "nccl" or not without:
-        return None
-    return (
-        f"transport='nccl' moves GPU memory, and {_names(without)} {'has' if len(without) == 1 else 'have'} no GPU; "
-        "leave transport= out for UCX, or say platform='cuda'"
     )
 
 

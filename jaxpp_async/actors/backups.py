@@ -22,7 +22,7 @@ from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.rpc import Call
 from jaxpp_async.actors.stuck import PROGRESS_S, SLOW_BYTES_PER_S
 from jaxpp_async.errors import ActorError, ActorUnresponsiveError, RemoteError, StateLostError, TransferError
-from jaxpp_async.program import CONTROLLER, ActorId
+from jaxpp_async.program import CONTROLLER, ActorId, ProcessId
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -58,7 +58,7 @@ class Backups:
         self._since = every - 1  # the first one soon: until then all that was ever put is remembered
         self._generations = itertools.count()
         self._generation: int | None = None
-        self._contents: Mapping[ActorId, tuple[KeptArray, ...]] = {}
+        self._contents: Mapping[ProcessId, tuple[KeptArray, ...]] = {}
         self._shelf = Shelf()
         self._tasks = OwnedTasks()
         self._task: asyncio.Task[None] | None = None
@@ -83,7 +83,7 @@ class Backups:
         """
         self._since = 0
         generation, mark = next(self._generations), self._outbox.mark
-        asked = {actor: self._ask(actor, Keep(self._outbox.number(), generation), Kept) for actor in self._crew.links}
+        asked = {p: self._ask(p, Keep(self._outbox.number(), generation), Kept) for p in self._crew.links}
         work = self._unless_it_fails(generation, mark, asked)
         task = self._task = self._tasks.start(f"copy {generation} of the state", work)
         task.add_done_callback(self._ended)
@@ -125,7 +125,8 @@ class Backups:
             await self._ask_each(everyone, lambda: Forget(self._outbox.number(), generation))
             await self._bring_back(generation, lost)
             # What the lost ones held for others; until it is there again, one more loss would be one too many.
-            orphans = {a: self._contents[a] for a in everyone if self._holder_of(a) in lost}
+            gone = self._crew.processes.of_all(lost)
+            orphans = {p: self._contents[p] for p in everyone if self._holder_of(p) in gone}
             await self._hand_over(generation, orphans)
         size_bytes = sum(n for kept in self._contents.values() for array in kept for n in array.shard_bytes)
         try:
@@ -140,7 +141,9 @@ class Backups:
 
     # ------------------------------------------------------------ taking
 
-    async def _unless_it_fails(self, generation: int, mark: int, asked: Mapping[ActorId, asyncio.Future[Any]]) -> None:
+    async def _unless_it_fails(
+        self, generation: int, mark: int, asked: Mapping[ProcessId, asyncio.Future[Any]]
+    ) -> None:
         try:
             await self._finish(generation, mark, asked)
         except TransferError as error:
@@ -150,8 +153,8 @@ class Backups:
         except ActorError:  # the mesh has ended, and says why to whoever asks it for something
             _LOG.debug("copy %d of the state was not finished", generation)
 
-    async def _finish(self, generation: int, mark: int, asked: Mapping[ActorId, asyncio.Future[Any]]) -> None:
-        kept = {actor: (await reply).arrays for actor, reply in asked.items()}
+    async def _finish(self, generation: int, mark: int, asked: Mapping[ProcessId, asyncio.Future[Any]]) -> None:
+        kept = {process: (await reply).arrays for process, reply in asked.items()}
         await self._hand_over(generation, kept)
         for waiter in self._outbox.unanswered(mark):
             await asyncio.wait([waiter.future])
@@ -164,47 +167,51 @@ class Backups:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._task = None
 
-    async def _hand_over(self, generation: int, arrays: Mapping[ActorId, tuple[KeptArray, ...]]) -> None:
-        """From actors to their holders."""
-        ways = {actor: (actor, self._holder_of(actor)) for actor in arrays}
+    async def _hand_over(self, generation: int, arrays: Mapping[ProcessId, tuple[KeptArray, ...]]) -> None:
+        """From processes to their holders."""
+        ways = {process: (process, self._holder_of(process)) for process in arrays}
         await self._carry(generation, arrays, ways)
 
     async def _bring_back(self, generation: int, lost: Collection[ActorId]) -> None:
         """From the holders to the successors of the lost."""
-        for actor in sorted(lost):
-            if (holder := self._holder_of(actor)) in lost:
+        processes = self._crew.processes
+        for process in processes.of_all(lost):
+            holder, actor = self._holder_of(process), processes.actor_of(process)
+            if holder != CONTROLLER and (other := processes.actor_of(holder)) in lost:
                 raise StateLostError(
-                    f"actors {actor} and {holder} were lost together, and with them both copies of actor {actor}'s "
+                    f"actors {actor} and {other} were lost together, and with them both copies of actor {actor}'s "
                     "arrays; start again from a checkpoint (mesh.restore)",
                     actor=actor,
-                    host=self._crew.links[actor].info.host,
+                    host=self._crew.links[process].info.host,
                 )
-        ways = {actor: (self._holder_of(actor), actor) for actor in sorted(lost)}
+        ways = {process: (self._holder_of(process), process) for process in processes.of_all(lost)}
         await self._carry(generation, self._contents, ways)
 
     async def _carry(
         self,
         generation: int,
-        arrays: Mapping[ActorId, tuple[KeptArray, ...]],
-        ways: Mapping[ActorId, tuple[ActorId, ActorId]],
+        arrays: Mapping[ProcessId, tuple[KeptArray, ...]],
+        ways: Mapping[ProcessId, tuple[ProcessId, ProcessId]],
     ) -> None:
         """Carry copies, all at once.
 
         Args:
-            arrays: what each actor's copy has.
+            arrays: what each process's copy has.
             ways: whose copies, each from where to where.
 
         Raises:
             TransferError: one does not arrive.
         """
         size_bytes = sum(n for of in ways for array in arrays[of] for n in array.shard_bytes)
-        arrived: set[ActorId] = set()
+        arrived: set[ProcessId] = set()
 
-        async def one(of: ActorId, source: ActorId, to: ActorId) -> None:
+        async def one(of: ProcessId, source: ProcessId, to: ProcessId) -> None:
             number, epoch = self._outbox.number, self._crew.epoch
             hold = Hold(number(), epoch, generation, of, source, arrays[of])
             lend = Lend(number(), epoch, generation, of, to)
-            await all_of({to: self._hold(to, hold), source: self._lend(source, lend)}, f"carry the copy of actor {of}")
+            await all_of(
+                {to: self._hold(to, hold), source: self._lend(source, lend)}, f"carry the copy of process {of}"
+            )
             arrived.add(of)
 
         try:
@@ -213,36 +220,40 @@ class Backups:
         except TimeoutError:
             of = next(of for of in ways if of not in arrived)
             source, to = ways[of]
-            what = (
-                f"the copy of actor {of}'s arrays does not arrive: the link between actors {source} and {to} is broken"
-            )
-            raise TransferError(f"{what}, or slower than 50 MB/s (progress_timeout_s)", actor=to) from None
+            of_actor, *ends = (self._crew.processes.actor_of(process) for process in (of, source, to))
+            link = "with the controller" if CONTROLLER in (source, to) else f"between actors {ends[0]} and {ends[1]}"
+            what = f"the copy of actor {of_actor}'s arrays does not arrive: the link {link} is broken"
+            raise TransferError(f"{what}, or slower than 50 MB/s (progress_timeout_s)", actor=ends[1]) from None
 
-    async def _hold(self, actor: ActorId, message: Hold) -> None:
-        if actor == CONTROLLER:
+    async def _hold(self, process: ProcessId, message: Hold) -> None:
+        if process == CONTROLLER:
             await self._shelf.hold(self._crew.plane.transport, message)
         else:
-            await self._ask(actor, message, Done)
+            await self._ask(process, message, Done)
 
-    async def _lend(self, actor: ActorId, message: Lend) -> None:
-        if actor == CONTROLLER:
+    async def _lend(self, process: ProcessId, message: Lend) -> None:
+        if process == CONTROLLER:
             await self._shelf.lend(self._crew.plane.transport, message)
         else:
-            await self._ask(actor, message, Done)
+            await self._ask(process, message, Done)
 
-    def _holder_of(self, actor: ActorId) -> ActorId:
-        infos = self._crew.infos
-        return holders([info.host for info in infos])[actor] if len(infos) > 1 else CONTROLLER
+    def _holder_of(self, process: ProcessId) -> ProcessId:
+        """The process of equal rank of another actor."""
+        processes = self._crew.processes
+        if processes.num_actors == 1:
+            return CONTROLLER
+        hosts = [[self._crew.links[p].info.host for p in processes.of(actor)] for actor in self._crew.actors]
+        return processes.process(holders(hosts)[processes.actor_of(process)], processes.rank_of(process))
 
     # ------------------------------------------------------------ asking
 
-    def _ask(self, actor: ActorId, message: Request, expected: type) -> asyncio.Future[Any]:
+    def _ask(self, process: ProcessId, message: Request, expected: type) -> asyncio.Future[Any]:
         """Past the outbox: none of this is to be made again."""
         call = Call(expected, awaited=False)
-        self._crew.links[actor].request(message, call)
+        self._crew.links[process].request(message, call)
         return call.future
 
-    async def _ask_each(self, actors: Collection[ActorId], make: Callable[[], Request]) -> None:
-        replies = [self._ask(actor, make(), Done) for actor in actors]
+    async def _ask_each(self, processes: Collection[ProcessId], make: Callable[[], Request]) -> None:
+        replies = [self._ask(process, make(), Done) for process in processes]
         for reply in replies:
             await reply

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,8 @@ from jaxpp_async.actors.exit_codes import ExitCode
 from jaxpp_async.actors.failure import describe_end, launch_error, remote_error
 from jaxpp_async.actors.gate import Gate
 from jaxpp_async.actors.launch import ActorHandle, Launcher, LaunchSpec
-from jaxpp_async.actors.messages import Configure, Ready
+from jaxpp_async.actors.messages import Cluster, Configure, Ready, Request, Reserve, Reserved
+from jaxpp_async.actors.processes import Seat
 from jaxpp_async.actors.protocol import Identity
 from jaxpp_async.actors.rpc import ActorLink
 from jaxpp_async.errors import (
@@ -50,7 +52,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ActorConfig:
-    """What every actor of a mesh is configured with; see `messages.Configure`."""
+    """What every actor of a mesh is configured with; see `messages.Configure`.
+
+    Args:
+        processes_per_actor: of how many processes each is.
+    """
 
     spmd_mesh: tuple[tuple[str, int], ...] = ()
     axis_types: tuple[str, ...] = ()
@@ -62,7 +68,12 @@ class ActorConfig:
     env: Mapping[str, str] = field(default_factory=dict)
     processes_per_actor: int = 1
 
-    def message(self, request: int, transport: str, epoch: int) -> Configure:
+    @property
+    def num_devices(self) -> int:
+        """How many devices an actor has."""
+        return math.prod(size for _, size in self.spmd_mesh)
+
+    def message(self, request: int, transport: str, epoch: int, cluster: Cluster | None = None) -> Configure:
         """The request that carries it."""
         return Configure(
             request=request,
@@ -74,6 +85,7 @@ class ActorConfig:
             setup=self.setup,
             transport=transport,
             epoch=epoch,
+            cluster=cluster,
         )
 
 
@@ -86,57 +98,73 @@ class Bringup:
         say: told what is going on.
 
     Attributes:
-        handles: every actor started so far, for whoever has to stop them.
+        handles: every process started so far, for whoever has to stop them.
     """
 
     def __init__(self, launcher: Launcher, gate: Gate, *, timeout_s: float, say: Callable[[str], None]):
         self._launcher, self._gate, self._timeout_s, self._say = launcher, gate, timeout_s, say
         self.handles: dict[ProcessId, ActorHandle] = {}
 
-    async def start_actor(self, spec: LaunchSpec) -> ActorLink:
-        """Start one actor and wait for its connection.
+    async def start(self, spec: LaunchSpec) -> ActorLink:
+        """Start one process and wait for its connection.
 
         Raises:
             LaunchError: it did not start, died, or did not connect in time. HandshakeError: it runs another version.
         """
-        arrival = self._gate.expect(Identity(spec.process_id, spec.incarnation))
+        arrival, seat = self._gate.expect(Identity(spec.process_id, spec.incarnation)), spec.seat
         try:
             async with asyncio.timeout(self._timeout_s):
                 handle = self.handles[spec.process_id] = await self._launcher.start(spec, self._gate.adopt)
-                connection = await self._unless_dead(spec.actor_id, arrival, _way_back(spec.controller))
+                connection = await self._unless_dead(seat, arrival, _way_back(spec.controller))
         except OSError as error:
             if isinstance(error, TimeoutError):
-                raise self._late(spec.actor_id, "did not connect", _way_back(spec.controller)) from None
-            raise launch_error(spec.actor_id, f"could not be started: {error}") from error
-        return make_link(spec.actor_id, handle, connection)
+                raise self._late(seat, "did not connect", _way_back(spec.controller)) from None
+            raise launch_error(seat, f"could not be started: {error}") from error
+        return make_link(seat, handle, connection)
 
-    async def configure(self, link: ActorLink, message: Configure) -> None:
-        """Start JAX and the transport on one actor.
+    async def reserve(self, link: ActorLink, message: Reserve) -> int:
+        """Have a process find a free port for those that join it.
+
+        Raises:
+            LaunchError: it could not, died or took too long.
+        """
+        reserved: Reserved = await self._asked(link, message, Reserved, "connected but did not find a free port")
+        return reserved.port
+
+    async def configure(self, link: ActorLink, message: Configure) -> Ready:
+        """Start JAX and the transport in one process.
+
+        Returns:
+            What it tells of itself.
 
         Raises:
             LaunchError: it failed, died or took too long. HandshakeError: its JAX is another version.
             InstallError, MeshError: it lacks a package, or devices.
         """
-        actor_id = link.info.id
-        task = asyncio.get_running_loop().create_task(link.call(message, Ready), name=f"configure actor {actor_id}")
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                ready: Ready = await self._unless_dead(actor_id, task)
-        except TimeoutError:
-            raise self._late(actor_id, "connected but did not start JAX and the transport") from None
-        except RemoteError as error:
-            raise unready_error(link.info, error) from None
-        finally:
-            task.cancel()
+        ready: Ready = await self._asked(link, message, Ready, "connected but did not start JAX and the transport")
         check_library_versions(link.info, ready.versions)
         link.info = replace(link.info, devices=ready.devices, state="ready")
         link.address = ready.address
         self._say(f"{link.info} is ready: {', '.join(ready.devices)}")
+        return ready
 
-    async def _unless_dead(self, actor_id: int, wanted: asyncio.Future[T], unconnected: str = "") -> T:
-        """Wait for `wanted`, or raise if the actor dies first; `unconnected` is the remedy if it cannot reach us."""
-        handle = self.handles[actor_id]
-        dead = asyncio.get_running_loop().create_task(handle.wait_dead(), name=f"watch the start of actor {actor_id}")
+    async def _asked(self, link: ActorLink, message: Request, expected: type, late: str) -> Any:
+        seat = Seat(link.info.process, link.info.size)
+        task = asyncio.get_running_loop().create_task(link.call(message, expected), name=f"configure {seat}")
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._unless_dead(seat, task)
+        except TimeoutError:
+            raise self._late(seat, late) from None
+        except RemoteError as error:
+            raise unready_error(link.info, error) from None
+        finally:
+            task.cancel()
+
+    async def _unless_dead(self, seat: Seat, wanted: asyncio.Future[T], unconnected: str = "") -> T:
+        """Wait for `wanted`, or raise if the process dies first; `unconnected` is the remedy if it cannot reach us."""
+        handle = self.handles[seat.process]
+        dead = asyncio.get_running_loop().create_task(handle.wait_dead(), name=f"watch the start of {seat}")
         try:
             await asyncio.wait([wanted, dead], return_when=asyncio.FIRST_COMPLETED)
             # What it said and its death come by different ways: the other one may be a moment behind.
@@ -148,15 +176,15 @@ class Bringup:
                 death = dead.result()
                 remedy = unconnected if death.returncode == ExitCode.CONNECTION_LOST else ""
                 what = f"{describe_end(death.returncode, death.output_tail)} before it was ready{remedy}"
-                raise launch_error(actor_id, what, death.output_tail)
+                raise launch_error(seat, what, death.output_tail)
             return await wanted
         finally:
             dead.cancel()
 
-    def _late(self, actor_id: int, what: str, remedy: str = "") -> ActorError:
-        handle = self.handles.get(actor_id)
+    def _late(self, seat: Seat, what: str, remedy: str = "") -> ActorError:
+        handle = self.handles.get(seat.process)
         tail = handle.output_tail() if handle is not None else ()
-        return launch_error(actor_id, f"{what} within {self._timeout_s:g} s (launch_timeout_s){remedy}", tail)
+        return launch_error(seat, f"{what} within {self._timeout_s:g} s (launch_timeout_s){remedy}", tail)
 
 
 def unready_error(actor: ActorInfo, error: RemoteError) -> JaxppAsyncError:
@@ -187,9 +215,10 @@ def _way_back(controller: tuple[str, int] | None) -> str:
     )
 
 
-def make_link(actor_id: int, handle: ActorHandle, connection: Connection) -> ActorLink:
-    """The controller's end of an actor that has just connected."""
-    link = ActorLink(ActorInfo(actor_id, handle.host, handle.pid, (), "starting"), handle, connection)
+def make_link(seat: Seat, handle: ActorHandle, connection: Connection) -> ActorLink:
+    """The controller's end of a process that has just connected."""
+    info = ActorInfo(seat.actor, handle.host, handle.pid, (), "starting", seat.rank, seat.size)
+    link = ActorLink(info, handle, connection)
     connection.on_message = lambda message: _on_message(link, message)
     connection.on_closed = lambda error: _lose(link, error)
     return link
@@ -208,8 +237,9 @@ def _on_message(link: ActorLink, message: Any) -> None:
 
 
 def _lose(link: ActorLink, error: Exception | None) -> None:
+    seat = Seat(link.info.process, link.info.size)
     for waiter in link.waiters.values():
-        waiter.fail(launch_error(link.info.id, f"closed its control connection before it was ready: {error}"))
+        waiter.fail(launch_error(seat, f"closed its control connection before it was ready: {error}"))
 
 
 def check_library_versions(actor: ActorInfo, versions: Mapping[str, str]) -> None:

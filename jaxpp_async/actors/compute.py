@@ -8,8 +8,8 @@ import queue
 import threading
 from collections.abc import Callable
 
-Job = Callable[[], Callable[[], None]]
-"""Runs on the compute thread and returns what to call on the event loop afterwards. Must not raise."""
+Job = Callable[[], Callable[[], None] | None]
+"""Runs on the compute thread and returns what to call on the event loop afterwards, if anything. Must not raise."""
 
 
 class ComputeThread:
@@ -39,6 +39,9 @@ class ComputeThread:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             after = job()
+            if after is None:
+                del job
+                continue
             try:
                 self._loop.call_soon_threadsafe(after)
             except RuntimeError:  # the loop has closed: nobody waits for the result any more

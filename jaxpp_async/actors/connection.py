@@ -68,6 +68,12 @@ class Connection(asyncio.Protocol):
         """Both sides have proved themselves and the socket is not gone."""
         return self.wire.state == "open" and self._transport is not None and not self._transport.is_closing()
 
+    @property
+    def ends(self) -> tuple[str, str]:
+        """The network addresses of the peer and of this side, while the socket is there."""
+        assert self._transport is not None
+        return self._transport.get_extra_info("peername")[0], self._transport.get_extra_info("sockname")[0]
+
     def send(self, message: Message) -> None:
         """Send without waiting. On a connection that is over, the message is dropped (`on_closed` has told why).
 

@@ -12,7 +12,6 @@ import asyncio
 import itertools
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -37,12 +36,13 @@ from jaxpp_async.actors.programs import Programs
 from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.actors.recovery import Recovery
 from jaxpp_async.actors.rpc import Call, StepHandle
+from jaxpp_async.actors.scattering import Gathering, Scattering
 from jaxpp_async.actors.supervision import Supervision
 from jaxpp_async.actors.telling import Telling
 from jaxpp_async.actors.watch import Patience
 from jaxpp_async.errors import ActorDiedError, ActorError, ActorUnresponsiveError, MeshClosedError
 from jaxpp_async.events import EventLog
-from jaxpp_async.program import ActorId, ActorProgram, Aval
+from jaxpp_async.program import ActorId, ActorProgram, Aval, ProcessId
 from jaxpp_async.transport.base import Transport
 
 _LOG = logging.getLogger("jaxpp_async")
@@ -82,7 +82,14 @@ class Controller:
         self._under_way: dict[int, StepHandle] = {}
         self._tasks = OwnedTasks()
         self._closing: asyncio.Task[None] | None = None
-        self._crew = Crew(launcher, options, number=self._number, say=self._tell, on_transfer_error=self._suspect)
+        self._crew = Crew(
+            launcher,
+            options,
+            number=self._number,
+            say=self._tell,
+            on_transfer_error=self._suspect,
+            on_routes=self.telling.connected,
+        )
         links = self._crew.links
         self.requests = self._outbox = Outbox(links, self._check_usable, remembers=max_restarts > 0)
         self._supervision = Supervision(
@@ -203,13 +210,25 @@ class Controller:
         return self._crew.infos
 
     @property
+    def processes(self) -> Processes:
+        """Which process is whose."""
+        return self._crew.processes
+
+    @property
+    def scattering(self) -> Scattering | None:
+        """How values lie on actors of several processes; None: there are none."""
+        return self._crew.scattering
+
+    @property
     def is_closed(self) -> bool:
         """The mesh has failed, or was closed."""
         return self.cause is not None or self._closing is not None
 
     def clock(self, actor: ActorId) -> Clock:
-        """The clock of the process that is this actor now."""
-        return self._supervision.clocks.of(actor) if self._crew.has_hearts else OUR_CLOCK
+        """The clock of the process that is this actor now, or that speaks for it."""
+        return (
+            self._supervision.clocks.of(self._crew.processes.process(actor, 0)) if self._crew.has_hearts else OUR_CLOCK
+        )
 
     def new_array_id(self) -> ArrayId:
         """An id that no array of this mesh has had."""
@@ -240,12 +259,15 @@ class Controller:
         self._check_usable()
         self._programs.add(program_id, programs, executables, blobs)
 
-        async def load_one(actor: ActorId) -> Loaded:
-            known = self._crew.links[actor].known_blobs
+        processes = self._crew.processes
+
+        async def load_one(process: ProcessId) -> Loaded:
+            known = self._crew.links[process].known_blobs
+            actor = processes.actor_of(process)
             message = self._programs.load_message(self._number(), program_id, actor, known)
             call = Call(Loaded)
-            self._outbox.post(actor, message, call)
-            await self._outbox.drain(actor)
+            self._outbox.post(process, message, call)
+            await self._outbox.drain(process)
             try:
                 return await call.future
             except ActorError:
@@ -255,13 +277,13 @@ class Controller:
         self._tell(f"compiling on {len(programs)} actor{'s' if len(programs) != 1 else ''}")
         try:
             with self._supervision.hearts.paused():
-                loaded = await all_of({actor: load_one(actor) for actor in sorted(programs)}, "load")
+                loaded = await all_of({p: load_one(p) for p in processes.of_all(programs)}, "load")
                 await self._linking.link(program_id)
         except BaseException:  # also a cancellation: nobody will ask for it
             self._programs.remove(program_id)
             raise
         self._programs.note_loaded(program_id)
-        return loaded
+        return {actor: loaded[processes.process(actor, 0)] for actor in sorted(programs)}
 
     def start_step(
         self,
@@ -272,7 +294,7 @@ class Controller:
         puts: Mapping[ActorId, Sequence[HostValue]] | None = None,
         frees_after: Mapping[ActorId, Sequence[ArrayId]] | None = None,
     ) -> StepHandle:
-        """Send one frame to each actor of a loaded program. Does not wait; steps run in the order of these calls.
+        """Send one frame to each process of a loaded program's actors. Does not wait; steps run in their order.
 
         Args:
             program_id: which program.
@@ -285,13 +307,13 @@ class Controller:
             MeshClosedError: the mesh is closed or has failed.
         """
         self._check_usable()
-        actors = self._programs.actors_of(program_id)
-        handle = StepHandle(next(self._steps), program_id, actors)
+        actors, processes = self._programs.actors_of(program_id), self._crew.processes
+        handle = StepHandle(next(self._steps), program_id, processes.of_all(actors), processes.per_actor)
         frees, number, epoch = self._frees.take(), self._outbox.number, self._crew.epoch
-        posts: list[tuple[ActorId, Step, Sequence[Sending]]] = []
+        posts: list[tuple[ActorId, Step, Mapping[ProcessId, Sequence[Sending]]]] = []
         for actor in actors:
             values = puts.get(actor) if puts else None
-            small, large = self._plane.prepare(actor, values) if values else ((), ())
+            small, large = self._plane.prepare(actor, values) if values else ((), {})
             message = Step(
                 number(),
                 epoch,
@@ -307,10 +329,11 @@ class Controller:
         self._under_way[handle.step] = handle
         handle.when_done(lambda: self._under_way.pop(handle.step, None))
         for actor, message, large in posts:
-            if large:
-                self._post_with(actor, message, handle, large, handle.sends)
-            else:
-                self._outbox.post(actor, message, handle)
+            for process in processes.of(actor):
+                if large:
+                    self._post_with(process, message, handle, large.get(process, ()), handle.sends)
+                else:
+                    self._outbox.post(process, message, handle)
         if frees:
             self._frees.give_back(frees)  # of actors without a part in this step
         if self._backups is not None:
@@ -328,10 +351,14 @@ class Controller:
 
         async def put_one(actor: ActorId) -> None:
             small, large = self._plane.prepare(actor, values.get(actor, ()))
-            call = Call(Done)
-            self._post_with(actor, Store(self._number(), small, frees.get(actor, ())), call, large, [])
-            await self._outbox.drain(actor)
-            await call.future
+            calls: list[Call] = []
+            for process in self._crew.processes.of(actor):
+                calls.append(call := Call(Done))
+                message = Store(self._number(), small, frees.get(actor, ()))
+                self._post_with(process, message, call, large.get(process, ()), [])
+            for process, call in zip(self._crew.processes.of(actor), calls, strict=True):
+                await self._outbox.drain(process)
+                await call.future
 
         actors = sorted(set(values) | set(frees))
         await all_of({actor: put_one(actor) for actor in actors}, "put")
@@ -347,15 +374,9 @@ class Controller:
         """
         self._check_usable()
         self._send_frees()
-        by_actor: dict[ActorId, list[int]] = defaultdict(list)
-        for position, (actor, _, _) in enumerate(wanted):
-            by_actor[actor].append(position)
-        fetches = {actor: self._fetch_one(actor, [wanted[p][1:] for p in by_actor[actor]]) for actor in by_actor}
-        results: list[Any] = [None] * len(wanted)
-        for actor, arrays in (await all_of(fetches, "fetch")).items():
-            for position, array in zip(by_actor[actor], arrays, strict=True):
-                results[position] = array
-        return results
+        gathering = Gathering(wanted, self._crew.scattering)
+        fetches = {process: self._fetch_one(process, asked) for process, asked in gathering.asked.items()}
+        return gathering.arrays(await all_of(fetches, "fetch"))
 
     async def secure(self) -> None:
         """With `max_restarts`: wait until a restart would not need the files that arrays were read from."""
@@ -372,16 +393,16 @@ class Controller:
         """Free an array with the next request to its actor. Any thread may call this, also in a collection."""
         self._frees.add(actor, array_id)
 
-    async def inspect(self) -> dict[ActorId, dict[str, int]]:
-        """Each actor's numbers, such as `live_arrays` and `file_descriptors`; pending frees are sent before.
+    async def inspect(self) -> dict[ProcessId, dict[str, int]]:
+        """Each process's numbers, such as `live_arrays` and `file_descriptors`; pending frees are sent before.
 
         Raises:
             ActorError: an actor or the mesh failed.
         """
         self._check_usable()
         self._send_frees()
-        replies = {actor: self._outbox.send(actor, Inspect, Inspected) for actor in sorted(self._crew.links)}
-        return {actor: (await reply).numbers for actor, reply in replies.items()}
+        replies = {process: self._outbox.send(process, Inspect, Inspected) for process in sorted(self._crew.links)}
+        return {process: (await reply).numbers for process, reply in replies.items()}
 
     # ------------------------------------------------------------ requests and host values
 
@@ -390,32 +411,33 @@ class Controller:
 
     def _post_with(
         self,
-        actor: ActorId,
+        process: ProcessId,
         message: Step | Store,
         waiter: Call | StepHandle,
         large: Sequence[Sending],
         sends: list[asyncio.Future[None]],
     ) -> None:
         """Post a request and the host values that take the data plane; `sends` gets their transfers."""
-        transfers = (lambda: sends.extend(self._plane.send(actor, large))) if large else None
-        self._outbox.post(actor, message, waiter, transfers, sum(data.nbytes for _, data in large))
+        transfers = (lambda: sends.extend(self._plane.send(process, large))) if large else None
+        self._outbox.post(process, message, waiter, transfers, sum(data.nbytes for _, data in large))
 
     def _fetch_one(
-        self, actor: ActorId, wanted: Sequence[tuple[ArrayId, Aval]]
+        self, process: ProcessId, wanted: Sequence[tuple[ArrayId, Aval]]
     ) -> Coroutine[Any, Any, list[np.ndarray[Any, Any]]]:
         """The request leaves with the call, ahead of any later step that is given the arrays."""
-        message, fetching = self._plane.fetch(self._number(), actor, wanted)
-        self._outbox.post(actor, message, fetching, fetching.start)
+        message, fetching = self._plane.fetch(self._number(), process, wanted)
+        self._outbox.post(process, message, fetching, fetching.start)
 
         async def fetched() -> list[np.ndarray[Any, Any]]:
-            await self._outbox.drain(actor)
+            await self._outbox.drain(process)
             return await fetching.future
 
         return fetched()
 
     def _send_frees(self) -> None:
         for actor, array_ids in self._frees.take().items():
-            self._outbox.post(actor, Store(self._number(), (), array_ids), Call(Done, awaited=False))
+            for process in self._crew.processes.of(actor):
+                self._outbox.post(process, Store(self._number(), (), array_ids), Call(Done, awaited=False))
 
     @property
     def _plane(self) -> HostPlane:
@@ -433,9 +455,9 @@ class Controller:
 
     def _on_restarted(self, actors: list[ActorId], steps: int) -> None:
         self._supervision.calm_down()
-        self.telling.restarted([self._crew.links[actor].info for actor in actors], steps)
+        self.telling.restarted([self._crew.info(actor) for actor in actors], steps)
 
-    def _on_failure(self, error: ActorError, dead: ActorId | None) -> None:
+    def _on_failure(self, error: ActorError, dead: ProcessId | None) -> None:
         if self.is_closed:
             return
         self.telling.failed(error)
@@ -444,7 +466,7 @@ class Controller:
         else:
             self._end(error, dead)
 
-    def _end(self, error: ActorError, dead: ActorId | None = None) -> None:
+    def _end(self, error: ActorError, dead: ProcessId | None = None) -> None:
         """End the mesh because of `error`, unless it has ended already: the first cause wins."""
         if self.is_closed:
             return
@@ -452,25 +474,27 @@ class Controller:
         self.ended.set_result(None)
         self._supervision.calm_down()
         _LOG.debug("the mesh failed: %s", error)
-        for actor in self._crew.links:
-            self._crew.set_state(actor, "failed" if actor in (dead, error.actor) else "closed")
+        lost = self._crew.processes.actor_of(dead) if dead is not None else None
+        for actor in self._crew.actors:
+            self._crew.set_state(actor, "failed" if actor in (lost, error.actor) else "closed")
         if self._recovery is None and isinstance(error, ActorDiedError | ActorUnresponsiveError):
             error.add_note("RemoteMesh(max_restarts=n) replaces actors that die or hang, and goes on: docs/restarts.md")
         if isinstance(error, ActorUnresponsiveError) and error.actor is not None:
-            self._crew.handles[error.actor].kill()  # it would hold up the end
+            for process in self._crew.processes.of(error.actor):
+                self._crew.handles[process].kill()  # it would hold up the end
         step = error.step if error.step is not None else min(self._under_way, default=None)
         self._cause_raised |= self._outbox.fail_all(error, step)
         self._tasks.start("abort after a failure", self._abort_others(error, dead))
 
-    async def _abort_others(self, error: ActorError, dead: ActorId | None) -> None:
+    async def _abort_others(self, error: ActorError, dead: ProcessId | None) -> None:
         """Tell the living to drop everything; replies are of no interest any more."""
         await self._end_recovery()
         crew = self._crew
         crew.begin_epoch()
-        for actor, link in crew.links.items():
-            if actor != dead and link.connection.is_open:
+        for process, link in crew.links.items():
+            if process != dead and link.connection.is_open:
                 link.let_go()
-                crew.abort(actor, str(error))
+                crew.abort(process, str(error))
         await self._plane.transport.abort()
 
     def _check_usable(self) -> None:

@@ -23,7 +23,7 @@ Bytes: TypeAlias = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """The arrays of one actor at one time.
+    """The arrays of one process at one time.
 
     Args:
         arrays: what they are.
@@ -44,7 +44,7 @@ class Copy:
 
 
 class Shelf:
-    """The copies that one process has, by generation and actor."""
+    """The copies that one process has, by generation and process."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, ProcessId], Copy] = {}
@@ -60,7 +60,7 @@ class Shelf:
             ProtocolError: there is none.
         """
         if (generation, of) not in self._copies:
-            raise ProtocolError(f"copy {generation} of actor {of}'s arrays is not here")
+            raise ProtocolError(f"copy {generation} of process {of}'s arrays is not here")
         return self._copies[generation, of]
 
     def forget(self, generation: int) -> None:
@@ -101,11 +101,11 @@ class Shelf:
         self.put(message.generation, message.of, copy)
 
 
-def holders(hosts: Sequence[str]) -> dict[int, int]:
+def holders(hosts: Sequence[Sequence[str]]) -> dict[int, int]:
     """Who holds the copies of whom.
 
     Args:
-        hosts: the host of each actor, in order of id; at least two.
+        hosts: for each actor, in order of id, the host of each of its processes; at least two actors.
 
     Returns:
         Actor to holder: one each, by the shift that leaves the fewest pairs on one host: a host may be lost as a whole.
@@ -113,7 +113,8 @@ def holders(hosts: Sequence[str]) -> dict[int, int]:
     count = len(hosts)
 
     def together(shift: int) -> int:
-        return sum(hosts[k] == hosts[(k + shift) % count] for k in range(count))
+        pairs = [pair for k in range(count) for pair in zip(hosts[k], hosts[(k + shift) % count], strict=True)]
+        return sum(one == other for one, other in pairs)
 
     shift = min(range(1, count), key=together)
     return {k: (k + shift) % count for k in range(count)}

@@ -9,24 +9,41 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jaxpp_async
-from jaxpp_async.actors.actor_info import ActorInfo
+from jaxpp_async.actors.actor_info import ActorInfo, of_actor
+from jaxpp_async.actors.agreement import Member, check_agreement
 from jaxpp_async.actors.bringup import ActorConfig, Bringup, all_of
 from jaxpp_async.actors.ending import bounded, wait_all_dead
 from jaxpp_async.actors.gate import Gate
 from jaxpp_async.actors.handshake import SECRET_BYTES
 from jaxpp_async.actors.host_data import HostPlane
 from jaxpp_async.actors.launch import ActorHandle, Launcher, LaunchSpec
-from jaxpp_async.actors.messages import Abort, Connect, Done, Renew, Renewed, Report, Reported, Request, Shutdown
+from jaxpp_async.actors.launch.addresses import addresses_of_hosts
+from jaxpp_async.actors.messages import (
+    Abort,
+    Cluster,
+    Connect,
+    Connected,
+    Done,
+    Hardware,
+    Renew,
+    Renewed,
+    Report,
+    Reported,
+    Request,
+    Reserve,
+    Shutdown,
+)
 from jaxpp_async.actors.processes import Processes
 from jaxpp_async.actors.rpc import ActorLink, Call
+from jaxpp_async.actors.scattering import Scattering
 from jaxpp_async.actors.stuck import PROGRESS_S
 from jaxpp_async.errors import TransferError
-from jaxpp_async.program import CONTROLLER, ProcessId
+from jaxpp_async.program import CONTROLLER, ActorId, ProcessId
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.planes import host_kind
 
@@ -67,12 +84,14 @@ class Crew:
         number: gives out request numbers.
         say: told what is going on.
         on_transfer_error: told of transfers between actors and controller that failed.
+        on_routes: told by which ways a process with devices of its own reaches the others, once it is connected.
 
     Attributes:
         links: the processes by number; a replaced one has another link.
         epoch: of all tags and steps; another one after every abort.
         gate: where they come in.
         plane: the controller's end of the data plane, once started.
+        hardware: each process's devices, as it told.
     """
 
     def __init__(
@@ -83,11 +102,12 @@ class Crew:
         number: Callable[[], int],
         say: Callable[[str], None],
         on_transfer_error: Callable[[TransferError], None],
+        on_routes: Callable[[ActorInfo, Mapping[ProcessId, tuple[str, ...]]], None],
     ):
         self.links: dict[ProcessId, ActorLink] = {}
         self.epoch = 0
         self._launcher, self._options, self._number, self._say = launcher, options, number, say
-        self._on_transfer_error = on_transfer_error
+        self._on_transfer_error, self._on_routes = on_transfer_error, on_routes
         self._secret = secrets.token_bytes(SECRET_BYTES)
         version, longest = jaxpp_async.__version__, options.max_frame_bytes
         self.gate = Gate(self._secret, version=version, max_frame_bytes=longest)
@@ -95,6 +115,7 @@ class Crew:
         self._address: tuple[str, int] | None = None
         self._plane: HostPlane | None = None
         self._incarnations: dict[ProcessId, int] = {}
+        self.hardware: dict[ProcessId, Hardware] = {}
 
     @property
     def plane(self) -> HostPlane:
@@ -107,14 +128,37 @@ class Crew:
         return self._bringup.handles
 
     @property
-    def infos(self) -> tuple[ActorInfo, ...]:
-        """Where each actor is and how it does, in order of id."""
-        return tuple(link.info for _, link in sorted(self.links.items()))
+    def processes(self) -> Processes:
+        """How many actors there are, of how many processes each."""
+        return self._options.processes
 
-    def set_state(self, process: ProcessId, state: str) -> None:
+    @property
+    def scattering(self) -> Scattering | None:
+        """How values lie on actors of several processes; None: there are none."""
+        each = self.processes.per_actor
+        return Scattering(self._options.config.spmd_mesh, each) if each > 1 else None
+
+    @property
+    def actors(self) -> range:
+        """All actors, in order."""
+        return range(self.processes.num_actors)
+
+    @property
+    def infos(self) -> tuple[ActorInfo, ...]:
+        """Where each actor is and how it does, in order of id; those of which no process has come are left out."""
+        return tuple(self.info(actor) for actor in self.actors if self._links_of(actor))
+
+    def info(self, actor: ActorId) -> ActorInfo:
+        """Where an actor is and how it does."""
+        return of_actor([link.info for link in self._links_of(actor)])
+
+    def set_state(self, actor: ActorId, state: str) -> None:
         """Note how an actor does."""
-        link = self.links[process]
-        link.info = replace(link.info, state=state)
+        for link in self._links_of(actor):
+            link.info = replace(link.info, state=state)
+
+    def _links_of(self, actor: ActorId) -> list[ActorLink]:
+        return [self.links[process] for process in self.processes.of(actor) if process in self.links]
 
     # ------------------------------------------------------------ starting
 
@@ -123,13 +167,16 @@ class Crew:
 
         Raises:
             LaunchError: an actor did not come up; has the end of its output. HandshakeError: one runs other versions.
+            MeshError: their devices do not go together.
         """
-        processes = self._options.processes
-        count = processes.num_actors
+        count, each = self.processes.num_actors, self.processes.per_actor
         if self._launcher.listen_host is not None:
             self._address = await self.gate.listen(self._launcher.listen_host)
-        self._say(f"starting {count} actor{'s' if count != 1 else ''}")
-        await all_of({process: self.bring_up(process) for process in processes.everyone}, "start")
+        of_several = f" of {each} processes each" if each > 1 else ""
+        self._say(f"starting {count} actor{'s' if count != 1 else ''}{of_several}")
+        await all_of({actor: self.bring_up(actor) for actor in self.actors}, "start")
+        if self.has_hearts:  # inline actors have one JAX and one set of devices
+            check_agreement([self._member(process) for process in sorted(self.links)])
         self._plane = HostPlane(
             self._make_transport(),
             self.epoch,
@@ -137,35 +184,61 @@ class Crew:
             self._on_transfer_error,
             copies=self._options.copies,
             patience_s=self._options.patience_s,
+            scattering=self.scattering,
         )
 
-    async def bring_up(self, process: ProcessId) -> ActorLink:
-        """Start one process of an actor, or its successor, up to its JAX and transport.
+    def _member(self, process: ProcessId) -> Member:
+        info, found = self.links[process].info, self.hardware[process]
+        return Member(str(info), info.host, found.cuda, found.gpus, found.memory_fraction)
+
+    async def bring_up(self, actor: ActorId) -> list[ActorLink]:
+        """Start one actor, or its successor, up to its JAX and transport.
+
+        Returns:
+            Its processes, in order of rank.
 
         Raises:
             LaunchError, HandshakeError: as `start`.
         """
+        processes = self.processes.of(actor)
+        links = await all_of({process: self._start(process) for process in processes}, "start")
+        clusters = await self._clusters(list(links.values()))
+        await all_of({p: self._configure(links[p], c) for p, c in zip(processes, clusters, strict=True)}, "configure")
+        return list(links.values())
+
+    async def _start(self, process: ProcessId) -> ActorLink:
         options = self._options
         incarnation = self._incarnations[process] = self._incarnations.get(process, -1) + 1
         spec = LaunchSpec(
             process,
-            options.processes.count,
+            self.processes.count,
             incarnation,
             self._secret,
             self._address,
             options.config.platform,
             options.config.env,
             options.max_frame_bytes,
-            options.processes.name(process),
-            options.processes.actor_of(process),
+            self.processes.per_actor,
+            options.config.num_devices // self.processes.per_actor if options.config.platform == "cuda" else 0,
         )
-        link = await self._bringup.start_actor(spec)
-        self.links[process] = link
-        await self._bringup.configure(link, options.config.message(self._number(), self.transport_kind, self.epoch))
+        link = self.links[process] = await self._bringup.start(spec)
         return link
 
+    async def _clusters(self, links: Sequence[ActorLink]) -> list[Cluster | None]:
+        """How the processes of one actor find each other."""
+        if len(links) == 1:
+            return [None]
+        port = await self._bringup.reserve(links[0], Reserve(self._number()))
+        addresses = addresses_of_hosts([link.connection.ends for link in links])
+        coordinator = f"{addresses[0]}:{port}"
+        return [Cluster(coordinator, address, len(links), rank) for rank, address in enumerate(addresses)]
+
+    async def _configure(self, link: ActorLink, cluster: Cluster | None) -> None:
+        message = self._options.config.message(self._number(), self.transport_kind, self.epoch, cluster)
+        self.hardware[link.info.process] = (await self._bringup.configure(link, message)).hardware
+
     async def connect(self) -> None:
-        """Connect everyone with everyone, in this epoch.
+        """Connect everyone with those whom he exchanges anything with, in this epoch.
 
         Raises:
             RemoteError, TransferError: a link could not be made.
@@ -174,7 +247,15 @@ class Crew:
         addresses[CONTROLLER] = self.plane.transport.address
         for process in sorted(self.links):
             await self.plane.transport.connect(process, addresses[process])
-        await self.ask_all(self.links, lambda: Connect(self._number(), self.epoch, addresses), Done, "connect")
+
+        def connect(process: ProcessId) -> Connect:
+            peers = {CONTROLLER, *self.processes.peers_of(process)}
+            return Connect(self._number(), self.epoch, {peer: a for peer, a in addresses.items() if peer in peers})
+
+        connects = {process: connect(process) for process in sorted(self.links)}
+        found = await self.ask_each(connects, Connected, "connect")
+        for process, connected in sorted(found.items()):
+            self._on_routes(self.links[process].info, connected.routes)
 
     # ------------------------------------------------------------ going on after a failure
 
@@ -216,23 +297,21 @@ class Crew:
         await self.plane.transport.aclose()
         self.plane.renew(self._make_transport(), self.epoch)
 
-    async def ask_all(
-        self, processes: Iterable[ProcessId], make: Callable[[], Request], expected: type, what: str
-    ) -> dict[ProcessId, Any]:
-        """One request to each of some processes; the first failure is raised."""
-        return await self.ask_each({process: make() for process in sorted(processes)}, expected, what)
-
     async def ask_each(self, requests: Mapping[ProcessId, Request], expected: type, what: str) -> dict[ProcessId, Any]:
         """A request to each of some processes; the first failure is raised."""
         return await all_of({p: self.links[p].call(request, expected) for p, request in requests.items()}, what)
 
-    async def remove(self, process: ProcessId) -> None:
-        """End a process, if it has not ended, and let go of its connection."""
-        self.let_go(self.links[process])
-        handle = self.handles[process]
-        handle.kill()
-        if not await wait_all_dead({process: handle}, KILL_S):
-            _LOG.warning("%s could not be reaped; it is left behind", self.links[process].info)
+    async def remove(self, actor: ActorId) -> None:
+        """End an actor's processes, if they have not ended, and let go of their connections."""
+        handles: dict[int, ActorHandle] = {}
+        for process in reversed(self.processes.of(actor)):  # the others end loudly when they miss the first
+            if process in self.links:
+                self.let_go(self.links[process])
+            if process in self.handles:
+                handles[process] = self.handles[process]
+                handles[process].kill()
+        if not await wait_all_dead(handles, KILL_S):
+            _LOG.warning("actor %d could not be reaped; it is left behind", actor)
 
     def let_go(self, link: ActorLink) -> None:
         """Whatever comes of this link is of no interest any more."""
@@ -246,11 +325,6 @@ class Crew:
         return transport
 
     @property
-    def per_actor(self) -> int:
-        """Of how many processes each actor is."""
-        return self._options.processes.per_actor
-
-    @property
     def transport_kind(self) -> str:
         """How programs transfer."""
         return self._options.config.transport or self._launcher.transports[0]
@@ -261,21 +335,29 @@ class Crew:
         """Ask every actor to end, then make it."""
         for link in self.links.values():
             link.let_go()
-            link.connection.send(Shutdown(self._number()))
-        for process, handle in self.handles.items():
-            link = self.links.get(process)
-            if link is None or link.handle is not handle or not link.connection.is_open:
-                handle.kill()  # it cannot be asked: it is being started or replaced
-        if not await wait_all_dead(self.handles, SHUTDOWN_S):
+        # The others end loudly when they miss the first of an actor's processes, which therefore goes last.
+        others = [process for process in self.handles if self.processes.rank_of(process) > 0]
+        firsts = [process for process in self.handles if process not in others]
+        if not (await self._asked_to_end(others) and await self._asked_to_end(firsts)):
             for handle in self.handles.values():
                 handle.terminate()
             if not await wait_all_dead(self.handles, TERMINATE_S):
                 _LOG.warning("actors did not end when asked to; killing them")
         await self.kill_all()
 
+    async def _asked_to_end(self, processes: Sequence[ProcessId]) -> bool:
+        for process in processes:
+            link, handle = self.links.get(process), self.handles[process]
+            if link is None or link.handle is not handle or not link.connection.is_open:
+                handle.kill()  # it cannot be asked: it is being started or replaced
+            else:
+                link.connection.send(Shutdown(self._number()))
+        handles = {process: self.handles[process] for process in processes}
+        return not processes or await wait_all_dead(handles, SHUTDOWN_S / (2 if self.processes.per_actor > 1 else 1))
+
     def kill(self) -> None:
         """End every process, without waiting for it."""
-        for handle in self.handles.values():
+        for _, handle in sorted(self.handles.items(), key=lambda item: -self.processes.rank_of(item[0])):
             handle.kill()
 
     async def kill_all(self) -> None:

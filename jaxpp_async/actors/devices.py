@@ -1,5 +1,7 @@
 """devices: a Configure in, JAX started and the actor's mesh of devices out. Never touches arrays.
 
+The mesh is the whole actor's; of an actor of several processes each has its own part of the devices.
+
 In an actor process JAX is this package's to configure. Inline, the process and its JAX belong to the user: nothing is
 set there, and the actors share its devices.
 """
@@ -19,7 +21,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_async import jax_config
-from jaxpp_async.actors.messages import Configure
+from jaxpp_async.actors.cluster import join
+from jaxpp_async.actors.messages import Configure, Hardware
 from jaxpp_async.errors import InstallError, MeshError
 from jaxpp_async.extras import cuda_error
 from jaxpp_async.program import Aval
@@ -39,12 +42,19 @@ class Devices:
     """The devices of one actor as a JAX mesh.
 
     Args:
-        mesh: the actor's mesh, also for one device.
+        mesh: the actor's mesh, also for one device. Each process's devices are neighbours there.
+
+    Attributes:
+        size: how many the actor has.
+        devices: those of this process, in the mesh's order.
+        first: the place of the first of these in the mesh.
     """
 
     def __init__(self, mesh: Mesh):
-        self.mesh = mesh
-        self.devices: tuple[Any, ...] = tuple(mesh.devices.flat)
+        self.mesh, self.size = mesh, mesh.devices.size
+        everyone, own = list(mesh.devices.flat), mesh.devices.flat[0].client.process_index()
+        self.devices: tuple[Any, ...] = tuple(device for device in everyone if device.process_index == own)
+        self.first = everyone.index(self.devices[0])
         self.sharding_of = lru_cache(maxsize=None)(self._sharding_of)
 
     @property
@@ -76,7 +86,15 @@ def start_devices(configure: Configure, *, inline: bool) -> Devices:
         _configure_jax(configure)
     if configure.setup:
         _run_setup(configure.setup)
+    if configure.cluster is not None:
+        join(configure.cluster, configure.platform)
     return Devices(_make_mesh(configure))
+
+
+def _devices_each(configure: Configure) -> int:
+    """How many devices of the actor belong to this process."""
+    processes = configure.cluster.size if configure.cluster is not None else 1
+    return math.prod(size for _, size in configure.spmd_mesh) // processes
 
 
 def package_versions() -> dict[str, str]:
@@ -90,6 +108,11 @@ def package_versions() -> dict[str, str]:
     return found
 
 
+def plain_hardware(devices: Devices) -> Hardware:
+    """What devices are whose arrays pass through host memory."""
+    return Hardware(kind=devices.devices[0].device_kind, count=len(devices.devices))
+
+
 def _configure_jax(configure: Configure) -> None:
     settings = {
         # Executables run on a thread of the actor; handing over to XLA's own too costs as much as a small task.
@@ -97,7 +120,7 @@ def _configure_jax(configure: Configure) -> None:
         **configure.jax_config,
     }
     if configure.platform == "cpu":
-        settings["jax_num_cpu_devices"] = math.prod(size for _, size in configure.spmd_mesh)
+        settings["jax_num_cpu_devices"] = _devices_each(configure)
         settings["jax_platforms"] = "cpu"
     elif configure.platform:
         settings["jax_platforms"] = f"{configure.platform},cpu"
@@ -132,16 +155,30 @@ def _make_mesh(configure: Configure) -> Mesh:
     if unknown or len(kinds) != len(axes):
         raise ValueError(f"axis_types {kinds} for the axes {axes}: give 'auto' or 'explicit' for each axis")
     shape = tuple(size for _, size in axes)
-    needed = math.prod(shape)
-    devices = jax.local_devices(backend=configure.platform or None)
+    needed = _devices_each(configure)
+    try:
+        devices = jax.local_devices(backend=configure.platform or None)
+    except RuntimeError as error:
+        if configure.platform != "cuda":
+            raise
+        raise MeshError(
+            f"JAX finds no GPU here ({error}); is the driver loaded, and jaxpp-async[cuda13] (or [cuda12], for older "
+            "drivers) installed? without GPUs, use platform='cpu'"
+        ) from error
     if len(devices) < needed:
         raise MeshError(
-            f"spmd_mesh {dict(axes)} needs {needed} devices, this process has {len(devices)} of platform "
+            f"spmd_mesh {dict(axes)} needs {needed} devices in each process, this one has {len(devices)} of platform "
             f"{devices[0].platform!r}; on CPU, call "
             f"jax.config.update('jax_num_cpu_devices', {needed}) before JAX's first use"
         )
+    if configure.cluster is not None:  # in order of rank, and so as the hosts are filled
+        devices = [
+            device
+            for rank in range(configure.cluster.size)
+            for device in jax.local_devices(process_index=rank, backend=configure.platform or None)[:needed]
+        ]
     return Mesh(
-        np.array(devices[:needed]).reshape(shape),
+        np.array(devices[: math.prod(shape)]).reshape(shape),
         tuple(name for name, _ in axes),
         axis_types=tuple(_AXIS_TYPES[kind] for kind in kinds),
     )

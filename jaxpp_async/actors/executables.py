@@ -119,8 +119,8 @@ def compile_blob(blob: bytes, donated: tuple[int, ...], devices: Devices) -> Exe
         ValueError: it was exported for another number of devices or another platform.
     """
     exported = export.deserialize(bytearray(blob))
-    if exported.nr_devices not in (1, len(devices.devices)):
-        raise ValueError(f"exported for {exported.nr_devices} devices, the actor has {len(devices.devices)}")
+    if exported.nr_devices not in (1, devices.size):
+        raise ValueError(f"exported for {exported.nr_devices} devices, the actor has {devices.size}")
     inputs = _signatures(exported.in_avals, _input_shardings(exported, devices))
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in inputs]
     # Results' shardings too: an executable without arguments has nothing else that names the actor's devices.

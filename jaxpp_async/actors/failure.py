@@ -11,6 +11,7 @@ from jaxpp_async.actors.actor_info import ActorInfo
 from jaxpp_async.actors.autopsy import Autopsy
 from jaxpp_async.actors.exit_codes import EXIT_REASONS
 from jaxpp_async.actors.messages import Failed
+from jaxpp_async.actors.processes import Seat
 from jaxpp_async.errors import (
     ActorDiedError,
     ActorError,
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 _CONSEQUENCES = ("TransferError", "StepAbortedError", "CancelledError")
 """Remote exceptions that usually follow from another actor's death, which may be noticed a moment later."""
 
+_OF_FELLOWS = ("JaxRuntimeError", "XlaRuntimeError")
+
 _OF_A_STEP: dict[str, type[ActorError]] = {f"{c.__module__}.{c.__name__}": c for c in (ProtocolError, TransferError)}
 """What fails a step on an actor and is nobody's code: the user gets an error of the same class."""
 
@@ -40,9 +43,19 @@ _RUN = re.compile(r'(?:#\d+ )?run +"([^"]*)".*?( \(waiting for data\))?$')
 _MOST_CHARS = 120
 
 
-def is_consequence(failed: Failed) -> bool:
-    """Whether another failure probably stands behind this one."""
-    return failed.exception_type.rpartition(".")[2] in _CONSEQUENCES
+def is_consequence(failed: Failed, *, of_several: bool = False) -> bool:
+    """Whether another failure probably stands behind this one.
+
+    Args:
+        of_several: it is of one of several processes that compute together: XLA fails in one when another is gone.
+    """
+    kind = failed.exception_type.rpartition(".")[2]
+    return kind in _CONSEQUENCES or (of_several and kind in _OF_FELLOWS)
+
+
+def is_echo(process: ActorInfo, death: Death) -> bool:
+    """Whether a process probably ended because the first of its actor's processes did: JAX then aborts the others."""
+    return process.rank > 0 and death.returncode == -signal.SIGABRT
 
 
 def remote_error(actor: ActorInfo, failed: Failed) -> ActorError:
@@ -122,9 +135,13 @@ def stuck_error(autopsy: Autopsy, still_s: float, actors: Mapping[int, ActorInfo
     return cls(said, step=autopsy.step, instruction=autopsy.instruction, **where)
 
 
-def launch_error(actor_id: int, what: str, tail: Sequence[str] = ()) -> LaunchError:
-    """The error for an actor that did not come up."""
-    return LaunchError(f"actor {actor_id} {what}{_last_error(tail)}{describe_tail(tail)}", actor=actor_id)
+def launch_error(seat: Seat, what: str, tail: Sequence[str] = ()) -> LaunchError:
+    """The error for an actor that did not come up.
+
+    Args:
+        seat: of the process that did not.
+    """
+    return LaunchError(f"{seat} {what}{_last_error(tail)}{describe_tail(tail)}", actor=seat.actor)
 
 
 def describe_end(returncode: int, tail: Sequence[str] = ()) -> str:

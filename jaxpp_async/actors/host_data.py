@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,9 +19,10 @@ from jaxpp_async.actors.awake import TICK_S, AwakeClock
 from jaxpp_async.actors.messages import INLINE_BYTES, ArrayId, Fetch, Fetched, Put
 from jaxpp_async.actors.numpy_types import numpy_dtype
 from jaxpp_async.actors.rpc import ActorLink
+from jaxpp_async.actors.scattering import Scattering
 from jaxpp_async.actors.stuck import PROGRESS_S, SLOW_BYTES_PER_S
 from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.program import Aval, ProcessId
+from jaxpp_async.program import ActorId, Aval, ProcessId
 from jaxpp_async.transport.base import HOST_CHANNEL, SEQUENCE_BITS, Transport, make_tag
 
 Sending: TypeAlias = tuple[int, np.ndarray[Any, Any]]
@@ -64,6 +65,7 @@ class HostPlane:
         on_error: called with what went wrong in a transfer: a hint that its actor may be dead.
         copies: whether large values are copied before they are sent: they may then have to be sent again.
         patience_s: how long transfers may take; more by a second for each 50 MB.
+        scattering: how values lie on actors of several processes; None: there are none.
 
     Attributes:
         epoch: of the tags.
@@ -78,8 +80,9 @@ class HostPlane:
         *,
         copies: bool = False,
         patience_s: float = PROGRESS_S,
+        scattering: Scattering | None = None,
     ):
-        self._patience_s = patience_s
+        self._patience_s, self._scattering = patience_s, scattering
         self._expected: list[_Expected] = []
         self._clock = AwakeClock(time.monotonic())
         self._timer: asyncio.TimerHandle | None = None
@@ -91,19 +94,42 @@ class HostPlane:
         """Go on with another transport, the old one being closed by the caller."""
         self.transport, self.epoch = transport, epoch
 
-    def prepare(self, process: ProcessId, values: Iterable[HostValue]) -> tuple[tuple[Put, ...], list[Sending]]:
-        """The `Put`s for some values, and what `send` must send once they are on their way.
+    def prepare(
+        self, actor: ActorId, values: Iterable[HostValue]
+    ) -> tuple[tuple[Put, ...], dict[ProcessId, list[Sending]]]:
+        """The `Put`s for some values, for all processes of an actor, and what `send` must send to each of them once
+        they are on their way.
 
         Raises:
             ProtocolError: a value has another size than its aval says.
         """
+        if self._scattering is not None:
+            return self._scatter(actor, values, self._scattering)
         puts, sendings = [], []
         for value in values:
-            sequence = self._next_sequence(process) if value.value.nbytes > INLINE_BYTES else 0
+            sequence = self._next_sequence(actor) if value.value.nbytes > INLINE_BYTES else 0
             put, data = prepare_put(value, sequence)
             puts.append(put)
             if data is not None:
                 sendings.append((sequence, data.copy() if self._copies else data))
+        return tuple(puts), {actor: sendings} if sendings else {}
+
+    def _scatter(
+        self, actor: ActorId, values: Iterable[HostValue], how: Scattering
+    ) -> tuple[tuple[Put, ...], dict[ProcessId, list[Sending]]]:
+        """Each part goes to the process that owns it, under a number of its own."""
+        puts: list[Put] = []
+        sendings: dict[ProcessId, list[Sending]] = {}
+        first = actor * how.per_actor
+        for value in values:
+            put, data = prepare_put(value, 0)
+            if data is not None:
+                pieces = how.pieces(value.array_id, value.aval, value.value)
+                sequence = self._next_sequence(first, len(pieces))
+                put = replace(put, sequence=sequence)
+                for rank, number, piece in pieces:
+                    sendings.setdefault(first + rank, []).append((sequence + number, piece))
+            puts.append(put)
         return tuple(puts), sendings
 
     def send(self, process: ProcessId, sendings: Iterable[Sending]) -> list[asyncio.Future[None]]:
@@ -167,9 +193,15 @@ class HostPlane:
         )
         self._on_error(TransferError(text, actor=info.id, host=info.host, pid=info.pid))
 
-    def _next_sequence(self, process: ProcessId) -> int:
-        self._sequences[process] = (self._sequences[process] + 1) % (1 << SEQUENCE_BITS)
-        return self._sequences[process]
+    def _next_sequence(self, process: ProcessId, count: int = 1) -> int:
+        """The first of so many numbers that are free with this process."""
+        if self._scattering is not None:  # an actor's processes use them among themselves, too
+            process -= process % self._scattering.per_actor
+        first = self._sequences[process] + 1
+        if first + count >= 1 << SEQUENCE_BITS:
+            first = 0
+        self._sequences[process] = first + count - 1
+        return first
 
     def _tag(self, sequence: int) -> int:
         return make_tag(self.epoch, HOST_CHANNEL, sequence)

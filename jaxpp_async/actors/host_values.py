@@ -7,18 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxpp_async.actors.messages import INLINE_BYTES, Fetch, Fetched, Put
-from jaxpp_async.actors.shards import Layout, Layouts, aligned_bytes, fetch_pieces, host_bytes, join_pieces, place
+from jaxpp_async.actors.messages import INLINE_BYTES, ArrayId, Fetch, Fetched, Put
+from jaxpp_async.actors.processes import Seat
+from jaxpp_async.actors.shards import (
+    Layout,
+    Layouts,
+    aligned_bytes,
+    fetch_pieces,
+    hold_pieces,
+    host_bytes,
+    join_pieces,
+    join_privately,
+    place,
+)
 from jaxpp_async.actors.store import Entry, Store
 from jaxpp_async.errors import JaxppAsyncError
-from jaxpp_async.program import CONTROLLER
+from jaxpp_async.program import CONTROLLER, ProcessId
 from jaxpp_async.transport.base import HOST_CHANNEL, Transport, make_tag
 
 Spawn = Callable[[str, Coroutine[Any, Any, None]], object]
@@ -32,14 +45,23 @@ class HostValues:
         store: where arrays go and come from.
         workers: threads for copies between host and devices.
         spawn: starts and owns asyncio tasks.
+        seat: this process's place in its actor; None: it is the actor.
 
     Attributes:
         transport: replaced after a restart.
     """
 
-    def __init__(self, store: Store, layouts: Layouts, transport: Transport, workers: ThreadPoolExecutor, spawn: Spawn):
+    def __init__(
+        self,
+        store: Store,
+        layouts: Layouts,
+        transport: Transport,
+        workers: ThreadPoolExecutor,
+        spawn: Spawn,
+        seat: Seat | None = None,
+    ):
         self._store, self._layouts, self.transport = store, layouts, transport
-        self._workers, self._spawn = workers, spawn
+        self._workers, self._spawn, self._seat = workers, spawn, seat or Seat(0)
 
     def take(self, puts: Iterable[Put], epoch: int) -> list[Entry]:
         """Enter the values into the store. Those in the message are there at once; failures land in the entries."""
@@ -51,6 +73,11 @@ class HostValues:
             layout = self._layouts.of(put.aval)
             if put.data is not None:
                 entry.resolve(place(_shaped(np.frombuffer(put.data, np.uint8), layout), layout))
+                return entry
+            if not layout.is_here:
+                self._spawn(
+                    f"put {put.array_id}", self._place_parts(entry, layout, self._receive_parts(put, layout, epoch))
+                )
                 return entry
             memory = aligned_bytes(int(np.prod(put.aval.shape)) * layout.dtype.itemsize)
             arrival = self.transport.recv(memory, CONTROLLER, make_tag(epoch, HOST_CHANNEL, put.sequence))
@@ -71,6 +98,38 @@ class HostValues:
         except Exception as error:  # as in `_take`
             entry.fail(error)
 
+    def _receive_parts(self, put: Put, layout: Layout, epoch: int) -> list[_Arriving]:
+        """Post receives of what this process holds of a value: from the controller or the process that owns it."""
+        found: list[_Arriving] = []
+        for shard in layout.shards:
+            memory = aligned_bytes(math.prod(shard.shape) * layout.dtype.itemsize)
+            owner, tag = shard.part.owner(put.array_id), make_tag(epoch, HOST_CHANNEL, put.sequence + shard.part.number)
+            is_ours = owner == self._seat.rank
+            source = CONTROLLER if is_ours else self._seat.mate(owner)
+            others = [self._seat.mate(rank) for rank in shard.part.ranks if rank != owner] if is_ours else []
+            found.append(_Arriving(memory, self.transport.recv(memory, source, tag), others, tag))
+        return found
+
+    async def _place_parts(self, entry: Entry, layout: Layout, arriving: Sequence[_Arriving]) -> None:
+        try:
+            await asyncio.gather(*(self._pass_on(part) for part in arriving))
+            pieces = [
+                part.memory.view(layout.dtype).reshape(shard.shape)
+                for part, shard in zip(arriving, layout.shards, strict=True)
+            ]
+            loop = asyncio.get_running_loop()
+            entry.resolve(await loop.run_in_executor(self._workers, join_privately, pieces, layout))
+        except asyncio.CancelledError:
+            entry.fail(RuntimeError("the actor closed before the value came"))
+            raise
+        except Exception as error:  # as in `_take`
+            entry.fail(error)
+
+    async def _pass_on(self, part: _Arriving) -> None:
+        await part.arrival
+        if part.others:
+            await asyncio.gather(*(self.transport.send(part.memory, other, part.tag) for other in part.others))
+
     def look_at(self, message: Fetch) -> list[Look]:
         """Take hold of the arrays to fetch, so that no later step can reuse their memory.
 
@@ -78,8 +137,9 @@ class HostValues:
             ArrayError: an array is not here.
         """
         looks: list[Look] = []
+        read = hold_pieces(self._layouts.devices)
         for entry in [self._store.get(array_id) for array_id in message.array_ids]:
-            look = Look(self._layouts.of(entry.aval), asyncio.get_running_loop().create_future())
+            look = Look(self._layouts.of(entry.aval), asyncio.get_running_loop().create_future(), read)
             looks.append(look)
             entry.when_done(look.take)
         return looks
@@ -96,19 +156,46 @@ class HostValues:
         """
         found = await asyncio.gather(*(look.pieces for look in looks))
         replies: list[tuple[tuple[int, ...], str, bytes | None]] = []
-        for look, pieces, sequence in zip(looks, found, message.sequences, strict=True):
-            data = host_bytes(await self._join(pieces, look.layout))
+        arrays = zip(message.array_ids, looks, found, message.sequences, strict=True)
+        for array_id, look, pieces, sequence in arrays:
+            layout = look.layout
+            if layout.is_here:
+                data = host_bytes(await self._join(pieces, layout))
+                shape, dtype = layout.aval.shape, layout.aval.dtype
+            else:
+                data = self._owned(array_id, pieces, layout)
+                shape, dtype = (data.nbytes,), "uint8"
             small = data.nbytes <= INLINE_BYTES
-            replies.append((look.layout.aval.shape, look.layout.aval.dtype, data.tobytes() if small else None))
+            replies.append((shape, dtype, data.tobytes() if small else None))
             if not small:
                 sending = self.transport.send(data, CONTROLLER, make_tag(epoch, HOST_CHANNEL, sequence))
                 self._spawn(f"fetch {sequence}", _until_sent(sending, data))
         return Fetched(message.request, tuple(replies))
 
-    async def _join(self, pieces: list[np.ndarray], layout: Layout) -> np.ndarray:
-        if len(pieces) == 1:
+    def _owned(self, array_id: ArrayId, pieces: Sequence[np.ndarray], layout: Layout) -> np.ndarray:
+        """The bytes of the parts that this process owns, one after the other."""
+        parts = [
+            host_bytes(piece)
+            for piece, shard in zip(pieces, layout.shards, strict=True)
+            if shard.part.owner(array_id) == self._seat.rank
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
+
+    async def _join(self, pieces: list[Any], layout: Layout) -> np.ndarray:
+        if len(pieces) == 1 and isinstance(pieces[0], np.ndarray):
             return pieces[0]
+        # A thread's work: to put parts together, or to wait for what is on its way from a device.
         return await asyncio.get_running_loop().run_in_executor(self._workers, join_pieces, pieces, layout)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Arriving:
+    """A part of a value on its way here: its memory, its receive, and who gets it from here."""
+
+    memory: np.ndarray
+    arrival: asyncio.Future[None]
+    others: Sequence[ProcessId]
+    tag: int
 
 
 class Look:

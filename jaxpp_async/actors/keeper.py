@@ -27,6 +27,7 @@ from jaxpp_async.actors.actor_process import ActorProcess, spawn_actor
 from jaxpp_async.actors.exit_codes import LEASE_S, ExitCode
 from jaxpp_async.actors.lifeline import BEAT_S
 from jaxpp_async.actors.warden import Warden
+from jaxpp_async.errors import MeshError
 
 VERSIONED = ("jax", "jaxlib")
 
@@ -77,7 +78,7 @@ class Keeper:
             os.chdir(order.folder)
         try:
             actor = spawn_actor(self._warden, order.request, lambda line: self._forward(key, line)).result()
-        except OSError as error:
+        except (OSError, MeshError) as error:
             self.say(kp.Failed(key, str(error)))
             return
         self._actors[key] = actor

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxpp_async.actors.inline import InlineLauncher
 from jaxpp_async.actors.launch.hostfile import load_hostfile, parse_hosts
-from jaxpp_async.actors.launch.hosts import Host, Settings, parse_cpus, parse_devices, parse_ports, place
+from jaxpp_async.actors.launch.hosts import Host, Settings, parse_cpus, parse_devices, parse_ports, place, spread
 from jaxpp_async.actors.launch.local import LocalLauncher
 from jaxpp_async.actors.launch.remote import Reach, RemoteLauncher
 from jaxpp_async.errors import MeshError
@@ -29,6 +29,8 @@ class Launching:
     Args:
         cache_dir: folder of the compilation cache on other hosts, with `~` and `{host}`; None: not set.
         gpus_per_actor: what a cluster that hands out devices has to set aside.
+        processes_per_actor: of how many processes each actor is; None: as few as the hosts allow.
+        num_devices: of one actor.
     """
 
     launcher: Any = None
@@ -42,6 +44,8 @@ class Launching:
     ssh_options: Sequence[str] = ()
     cache_dir: str | None = None
     gpus_per_actor: int = 0
+    processes_per_actor: int | None = None
+    num_devices: int = 1
 
     @property
     def kind(self) -> str:
@@ -62,24 +66,41 @@ class Launching:
             )
         return "own"
 
-    def make(self, num_actors: int) -> Any:
-        """The launcher.
+    def make(self, num_actors: int) -> tuple[Any, int]:
+        """The launcher, and of how many processes each actor is.
 
         Raises:
             MeshError: options that contradict each other; a wrong hostfile; more actors than slots.
         """
-        kind = self.kind
+        kind, each = self.kind, self.processes_per_actor or 1
         self._refuse_idle(kind)
+        self._refuse_split(kind, each)
         if kind == "own":
-            return self.launcher
+            return self.launcher, each
         if kind == "inline":
-            return InlineLauncher()
+            return InlineLauncher(), 1
         if kind == "local":
-            return LocalLauncher(settings=self.settings())
-        launcher = self._make_remote(kind, num_actors)
-        if kind != "ray":  # that one asks for room later
-            place(launcher.hosts, num_actors)
-        return launcher
+            return LocalLauncher(settings=self.settings()), each
+        launcher = self._make_remote(kind, num_actors * each)
+        if kind == "ssh":
+            found = spread(launcher.hosts, num_actors, self.num_devices, self.processes_per_actor)
+            each, launcher.slots_each = found.per_actor, found.slots_each
+        elif kind == "slurm":  # a slot is a task, and so a process; Ray asks for room later
+            place(launcher.hosts, num_actors * each)
+        return launcher, each
+
+    def _refuse_split(self, kind: str, each: int) -> None:
+        """Refuse actors of several processes where there is no way to have them."""
+        if self.num_devices % each:
+            raise MeshError(
+                f"processes_per_actor={each} does not divide the {self.num_devices} device"
+                f"{'s' * (self.num_devices != 1)} of an actor (spmd_mesh)"
+            )
+        if kind == "inline" and each > 1:
+            raise MeshError(
+                f"processes_per_actor={each} does not work with launcher='inline', whose actors run inside this "
+                "process; use launcher='local'"
+            )
 
     def way(self) -> tuple[tuple[Host, ...] | None, Reach | None]:
         """The hosts, and how they are reached: what a launcher would be made of. None, None: this machine alone.
@@ -115,7 +136,7 @@ class Launching:
             ports=_read("ports", self.ports, parse_ports),
         )
 
-    def _make_remote(self, kind: str, num_actors: int) -> RemoteLauncher:
+    def _make_remote(self, kind: str, num_processes: int) -> RemoteLauncher:
         options: dict[str, Any] = {
             "settings": self.settings(),
             "control_address": self.control_address,
@@ -128,8 +149,8 @@ class Launching:
         if kind == "ray":
             from jaxpp_async.actors.launch.ray import RayLauncher
 
-            gpus = {"GPU": float(self.gpus_per_actor)} if self.gpus_per_actor else {}
-            return RayLauncher(num_actors, bundle={"CPU": 1.0, **gpus}, **options)
+            gpus = {"GPU": self.gpus_per_actor / (self.processes_per_actor or 1)} if self.gpus_per_actor else {}
+            return RayLauncher(num_processes, bundle={"CPU": 1.0, **gpus}, **options)
         from jaxpp_async.actors.launch.ssh import ssh_launcher
 
         return ssh_launcher(_hosts(self.hosts), ssh_options=self.ssh_options, **options)

@@ -16,7 +16,7 @@ from jaxpp_async.actors.messages import Done, JoinLink, JoinLinks, LinksOffered,
 from jaxpp_async.actors.outbox import Outbox
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.programs import Programs
-from jaxpp_async.errors import MeshError, ProtocolError
+from jaxpp_async.errors import ProtocolError
 from jaxpp_async.program import ActorId, ActorProgram, Aval, Recv, Send, Tag
 from jaxpp_async.transport.nccl_plan import Link, batches
 from jaxpp_async.transport.planes import is_ordered
@@ -72,8 +72,6 @@ class Linking:
     """
 
     def __init__(self, crew: Crew, outbox: Outbox, programs: Programs, num_devices: int):
-        if is_ordered(crew.transport_kind) and crew.per_actor > 1:
-            raise MeshError("transport 'nccl' with processes_per_actor above 1 is not there yet; leave transport= out")
         self._crew, self._outbox, self._programs, self._num_devices = crew, outbox, programs, num_devices
         self._made: set[Link] = set()
         self._epoch = 0

@@ -12,9 +12,11 @@ from typing import Any
 import jax
 
 from jaxpp_async.actors import special_values
+from jaxpp_async.actors.crossings import Leg, passes, receives, sends
 from jaxpp_async.actors.plan import Execute, ExecutionPlan, PostRecv, StartSend
+from jaxpp_async.actors.processes import Seat
 from jaxpp_async.actors.receive_pool import ReceivePool
-from jaxpp_async.actors.shards import Layouts, transfer_sequence
+from jaxpp_async.actors.shards import Layouts
 from jaxpp_async.program import Run
 from jaxpp_async.transport.nccl_plan import Order, Turn, Way, order_of
 
@@ -50,11 +52,12 @@ class LoadedTask:
         self._call = call
         self._check_infs = not label.startswith("start(")  # an accumulator of `Max` begins with one
 
-    def run(self, arguments: Sequence[Any], *, checked: bool) -> Sequence[jax.Array]:
-        """Call it, and wait until it has computed.
+    def run(self, arguments: Sequence[Any], *, checked: bool, wait: bool = True) -> Sequence[jax.Array]:
+        """Call it.
 
         Args:
             checked: look for special values that the configuration forbids.
+            wait: until it has computed.
 
         Raises:
             FloatingPointError: a result is a NaN or an infinity, which the configuration forbids.
@@ -64,7 +67,7 @@ class LoadedTask:
             outputs = special_values.call_checked(self._call, arguments, infs=self._check_infs)
         else:
             outputs = self._call(*arguments)
-        if outputs:
+        if outputs and wait:
             outputs[-1].block_until_ready()  # results of one executable are there together
         return outputs
 
@@ -88,12 +91,14 @@ class LoadedProgram:
         layouts: of the actor's devices.
         pool: where receives find memory; it allocates now what the program will use at once.
         loops: `Run`s that are never quick, since how long they take may depend on their data.
+        seat: this process's; None: it is the actor.
 
     Attributes:
         tasks: each `Run`, by instruction.
         layouts: of each buffer key.
         bins: where each `Recv` finds memory, by instruction.
-        sequences: of each `Send` and `Recv`, by instruction: the first of its wire tags.
+        legs: of each `Send` and `Recv`, by instruction: its messages.
+        passes: of a `Recv`, what this process passes on to others of its actor, by piece; most have none.
         no_stamps: the time stamps of a step that has not begun: two NaNs an instruction, as `array("d")` packs them.
         donates: whether it consumes any of its arguments.
         quick: the `Run`s that have been taking less than `QUICK_S`; changes from step to step.
@@ -106,6 +111,7 @@ class LoadedProgram:
         layouts: Layouts,
         pool: ReceivePool,
         loops: Container[int] = (),
+        seat: Seat | None = None,
     ):
         self.plan = plan
         self.tasks = {at: LoadedTask(call, _label(plan, at)) for at, call in calls.items()}
@@ -114,16 +120,28 @@ class LoadedProgram:
             pool.bin(aval).reserve(count)
         receives = [command for command in plan.commands if isinstance(command, PostRecv)]
         self.bins = {command.instruction: pool.bin(command.aval) for command in receives}
-        num_devices = len(layouts.devices.devices)
-        self.sequences = {
-            command.instruction: transfer_sequence(command.tag, 0, num_devices)
-            for command in plan.commands
-            if isinstance(command, StartSend | PostRecv)
-        }
+        seat = seat or Seat(plan.program.actor)
+        self.legs: dict[int, tuple[Leg, ...]] = {}
+        self.passes: dict[int, dict[int, tuple[Leg, ...]]] = {}
+        self._find_legs(seat, layouts.devices.size)
         self.no_stamps = packed("d", [float("nan")] * (2 * len(plan.commands))).tobytes()
         self.donates = any(command.donated for command in plan.binds)
         self.quick: set[int] = set()
-        self._paces = {at: pace for at, pace in _paces(plan).items() if at not in loops}
+        # With others a task may have to wait for them, which the event loop must not.
+        self._paces = {at: pace for at, pace in _paces(plan).items() if at not in loops and seat.size == 1}
+
+    def _find_legs(self, seat: Seat, num_devices: int) -> None:
+        for command in self.plan.commands:
+            if not isinstance(command, StartSend | PostRecv):
+                continue
+            at, tag = command.instruction, command.tag
+            held = [shard.part for shard in self.layouts[command.buffer].shards]
+            if isinstance(command, StartSend):
+                self.legs[at] = sends(seat, held, tag, command.to_actor, num_devices)
+                continue
+            self.legs[at] = receives(seat, held, tag, command.from_actor, num_devices)
+            if passed_on := passes(seat, held, tag, num_devices):
+                self.passes[at] = passed_on
 
     @cached_property
     def order(self) -> Order:
@@ -131,10 +149,10 @@ class LoadedProgram:
         turns: dict[Way, list[Turn]] = {}
         for command in self.plan.commands:
             if isinstance(command, StartSend | PostRecv):
-                peer = command.to_actor if isinstance(command, StartSend) else command.from_actor
-                way = Way(peer, sends=isinstance(command, StartSend))
-                first, shards = self.sequences[command.instruction], self.layouts[command.buffer].shards
-                turns.setdefault(way, []).extend(Turn(first + k, s.positions[0]) for k, s in enumerate(shards))
+                is_send, shards = isinstance(command, StartSend), self.layouts[command.buffer].shards
+                for piece, peer, sequence in self.legs[command.instruction]:
+                    way = Way(peer, sends=is_send)
+                    turns.setdefault(way, []).append(Turn(sequence, shards[piece].positions[0]))
         return order_of(turns)
 
     def took(self, instruction: int, seconds: float) -> None:

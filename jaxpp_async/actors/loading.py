@@ -9,15 +9,24 @@ from jaxpp_async.actors.executables import ContentKey, Executable, Executables, 
 from jaxpp_async.actors.loaded_program import LoadedProgram
 from jaxpp_async.actors.messages import Load, Loaded
 from jaxpp_async.actors.plan import Execute, ExecutionPlan, make_plan
+from jaxpp_async.actors.processes import Seat
 from jaxpp_async.actors.receive_pool import ReceivePool
 from jaxpp_async.actors.shards import Layouts
 from jaxpp_async.program_text import parse_program
 
 
 async def load_program(
-    message: Load, executables: Executables, layouts: Layouts, pool: ReceivePool, workers: ThreadPoolExecutor
+    message: Load,
+    executables: Executables,
+    layouts: Layouts,
+    pool: ReceivePool,
+    workers: ThreadPoolExecutor,
+    seat: Seat | None = None,
 ) -> tuple[LoadedProgram, Loaded]:
     """Make a program ready, so that its first step compiles and allocates nothing.
+
+    Args:
+        seat: this process's place in its actor; None: it is the actor.
 
     Returns:
         The program, and the reply.
@@ -41,7 +50,7 @@ async def load_program(
         if executable.has_loop:
             loops.add(run.instruction)
         temp_bytes[run.executable] = max(temp_bytes[run.executable], executable.temp_bytes)
-    return LoadedProgram(plan, calls, layouts, pool, loops), Loaded(message.request, compile_s, temp_bytes)
+    return LoadedProgram(plan, calls, layouts, pool, loops, seat), Loaded(message.request, compile_s, temp_bytes)
 
 
 def _read(text: str) -> ExecutionPlan:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from jaxpp_async.program import ActorId, Aval, BufferId, Tag
+from jaxpp_async.program import ActorId, Aval, BufferId, ProcessId, Tag
 
 ArrayId: TypeAlias = int
 """Names one array of the mesh; given out by the controller, counting up, never used twice."""
@@ -19,6 +19,30 @@ INLINE_BYTES = 16 * 1024
 
 
 # ---------------------------------------------------------------- controller to actor
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Several processes that are one actor, for one of them.
+
+    Args:
+        coordinator: host and port where they find each other; the first process opens it.
+        address: of this process's host, by which the others reach it.
+        size: how many they are.
+        rank: which of them this is.
+    """
+
+    coordinator: str
+    address: str
+    size: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Ahead of `Configure`, to the first of an actor's processes: find a port for the others. Answer: `Reserved`."""
+
+    request: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +57,7 @@ class Configure:
         setup: `"module:function"` called before JAX starts, or None.
         transport: `"ucx"`, `"memory"` or `"nccl"`.
         epoch: first epoch of the tags.
+        cluster: the other processes of this actor, which start with this one; None: there are none.
     """
 
     request: int
@@ -44,15 +69,16 @@ class Configure:
     setup: str | None
     transport: str
     epoch: int
+    cluster: Cluster | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Connect the transport to these peers (the actor skips itself). Answer: `Done`."""
+    """Connect the transport to these peers (the process skips itself). Answer: `Connected`."""
 
     request: int
     epoch: int
-    addresses: dict[ActorId, bytes]
+    addresses: dict[ProcessId, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +143,8 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Put:
     """A host value to keep as `array_id`. `data` is its C-order bytes, or None: it comes over the data plane with
-    sequence number `sequence` of the host channel."""
+    sequence number `sequence` of the host channel. To an actor of several processes each of its `parts` comes by
+    itself, with the numbers from there on, to the process that owns it, which passes it on."""
 
     array_id: ArrayId
     aval: Aval
@@ -164,7 +191,8 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """Send arrays to the controller, whole (unsharded). Answer: `Fetched`. Array k travels over the data plane with
-    `sequences[k]` of the host channel unless it is small (`INLINE_BYTES`)."""
+    `sequences[k]` of the host channel unless it is small (`INLINE_BYTES`). Of an actor of several processes each sends
+    the bytes of those `parts` that it owns, one after the other."""
 
     request: int
     array_ids: tuple[ArrayId, ...]
@@ -190,14 +218,14 @@ class WriteFile:
     """Write held arrays to one file, which is then on the disk, and hold them no longer. Answer: `Written`.
 
     Args:
-        arrays: array and its name in the file.
+        arrays: array, its name in the file, and which of its `parts` this is, or -1: all of it.
         metadata: for the file's header.
     """
 
     request: int
     folder: str
     file: str
-    arrays: tuple[tuple[ArrayId, str], ...]
+    arrays: tuple[tuple[ArrayId, str, int], ...]
     metadata: dict[str, str]
 
 
@@ -218,13 +246,27 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True)
+class FilePiece:
+    """A piece of an array that was written by several processes: its file and its name there, where it begins in the
+    array, its shape, and the SHA-256 of its bytes."""
+
+    path: str
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class FilePart:
-    """An array to read: its name in the file, the SHA-256 of its bytes there, the id to keep it under, and its type."""
+    """An array to read: its name in the file, the SHA-256 of its bytes there, the id to keep it under, and its type; or
+    the pieces of which it is made, in whatever files."""
 
     name: str
     sha256: str
     array_id: ArrayId
     aval: Aval
+    pieces: tuple[FilePiece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,15 +321,15 @@ class Lend:
     """Send a copy to a peer. Answer: `Done`, once all of it has left.
 
     Args:
-        of: whose arrays: this actor's own, or another's whose copy it holds.
+        of: whose arrays: this process's own, or another's whose copy it holds.
         to: the peer, which has been told to `Hold` it.
     """
 
     request: int
     epoch: int
     generation: int
-    of: ActorId
-    to: ActorId
+    of: ProcessId
+    to: ProcessId
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,8 +339,8 @@ class Hold:
     request: int
     epoch: int
     generation: int
-    of: ActorId
-    source: ActorId
+    of: ProcessId
+    source: ProcessId
     arrays: tuple[KeptArray, ...]
 
 
@@ -352,6 +394,37 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Reserved:
+    """A TCP port that is this process's."""
+
+    request: int
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The devices of an actor.
+
+    Args:
+        kind: as JAX names them, such as `"cpu"` or `"NVIDIA H100 80GB HBM3"`.
+        count: how many the actor has.
+        memory_bytes: of one; 0: not known, or the host's.
+        cuda: version of the CUDA runtime, such as `"13.0"`; empty without GPUs.
+        driver: the newest CUDA that the host's driver knows, written alike.
+        gpus: the PCI addresses of GPUs, which tell those of a host apart; empty without GPUs.
+        memory_fraction: how much of each GPU's memory JAX takes beforehand; 0: none.
+    """
+
+    kind: str
+    count: int
+    memory_bytes: int = 0
+    cuda: str = ""
+    driver: str = ""
+    gpus: tuple[str, ...] = ()
+    memory_fraction: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The actor's JAX and transport are up.
 
@@ -359,12 +432,27 @@ class Ready:
         address: the transport's address.
         devices: one text a device, such as `"cpu:0"`.
         versions: package name to version, for the mismatch check.
+        hardware: what the devices are.
     """
 
     request: int
     address: bytes
     devices: tuple[str, ...]
     versions: dict[str, str]
+    hardware: Hardware
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The transport is connected.
+
+    Args:
+        routes: by which of its ways the transport reaches each peer, as it names them (`"cuda_ipc"`, `"rc_mlx5"`,
+            `"tcp"`); empty where it does not say, or where only host memory travels.
+    """
+
+    request: int
+    routes: dict[ActorId, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -540,7 +628,8 @@ class Beat:
 
 
 Request: TypeAlias = (
-    Configure
+    Reserve
+    | Configure
     | Connect
     | OfferLinks
     | JoinLinks
@@ -564,6 +653,19 @@ Request: TypeAlias = (
     | Shutdown
 )
 Reply: TypeAlias = (
-    Done | Ready | LinksOffered | Loaded | StepDone | Fetched | Written | Renewed | Kept | Inspected | Reported | Failed
+    Done
+    | Reserved
+    | Ready
+    | Connected
+    | LinksOffered
+    | Loaded
+    | StepDone
+    | Fetched
+    | Written
+    | Renewed
+    | Kept
+    | Inspected
+    | Reported
+    | Failed
 )
 Message: TypeAlias = Request | Reply | Log | Beat

@@ -18,7 +18,7 @@ from jaxpp_async.actors.failure import abandoned
 from jaxpp_async.actors.messages import ReadFile, Request, Step, Store, Sweep, Take
 from jaxpp_async.actors.rpc import ActorLink, Call, Replayed, StepHandle, Waiter
 from jaxpp_async.errors import ActorError, StepAbortedError
-from jaxpp_async.program import ActorId
+from jaxpp_async.program import ProcessId
 
 StartTransfers: TypeAlias = Callable[[], None]
 """Starts the data that goes with a request, in the data plane's epoch of then."""
@@ -41,7 +41,7 @@ class _Sent:
     """
 
     serial: int
-    actor: ActorId
+    process: ProcessId
     message: Request
     waiter: Waiter
     transfers: StartTransfers | None
@@ -62,12 +62,12 @@ class Outbox:
     """Requests to the actors of one mesh.
 
     Args:
-        links: the actors as they are now, by id.
+        links: the processes as they are now, by number.
         check_usable: raises if the mesh is closed or has failed.
         remembers: whether requests are remembered at all.
     """
 
-    def __init__(self, links: Mapping[ActorId, ActorLink], check_usable: Callable[[], None], *, remembers: bool):
+    def __init__(self, links: Mapping[ProcessId, ActorLink], check_usable: Callable[[], None], *, remembers: bool):
         self._links, self._check_usable, self._remembers = links, check_usable, remembers
         self._numbers, self._serials = itertools.count(), itertools.count()
         self._open: set[Waiter] = set()  # also those that have had their reply, and wait for what comes behind it
@@ -85,7 +85,7 @@ class Outbox:
 
     def post(
         self,
-        actor: ActorId,
+        process: ProcessId,
         message: Request,
         waiter: Waiter,
         transfers: StartTransfers | None = None,
@@ -97,16 +97,16 @@ class Outbox:
             transfers: called behind the request, each time that it is made.
             size_bytes: of host arrays that `transfers` holds.
         """
-        if waiter not in self._open:  # a step is posted to several actors
+        if waiter not in self._open:  # a step is posted to several processes
             self._open.add(waiter)
             waiter.when_done(lambda: self._open.discard(waiter))
         if self._remembers:
-            self._remember(_Sent(next(self._serials), actor, message, waiter, transfers, size_bytes))
+            self._remember(_Sent(next(self._serials), process, message, waiter, transfers, size_bytes))
         if self._is_open.is_set():
-            self._send(actor, message, waiter, transfers)
+            self._send(process, message, waiter, transfers)
 
     def send(
-        self, actor: ActorId, make: Callable[[int], Request], expected: type, *, awaited: bool = True
+        self, process: ProcessId, make: Callable[[int], Request], expected: type, *, awaited: bool = True
     ) -> asyncio.Future[Any]:
         """Make one request, for those who need no more of the controller.
 
@@ -123,19 +123,19 @@ class Outbox:
         """
         self._check_usable()
         call = Call(expected, awaited=awaited)
-        self.post(actor, make(self.number()), call)
+        self.post(process, make(self.number()), call)
         return call.future
 
-    def info(self, actor: ActorId) -> ActorInfo:
-        """Where an actor is."""
-        return self._links[actor].info
+    def info(self, process: ProcessId) -> ActorInfo:
+        """Where a process is."""
+        return self._links[process].info
 
-    async def drain(self, actor: ActorId) -> None:
-        """Wait until little is left unsent to an actor, or it has gone."""
-        await self._links[actor].connection.drain()
+    async def drain(self, process: ProcessId) -> None:
+        """Wait until little is left unsent to a process, or it has gone."""
+        await self._links[process].connection.drain()
 
-    def _send(self, actor: ActorId, message: Request, waiter: Waiter, transfers: StartTransfers | None) -> None:
-        self._links[actor].request(message, waiter)
+    def _send(self, process: ProcessId, message: Request, waiter: Waiter, transfers: StartTransfers | None) -> None:
+        self._links[process].request(message, waiter)
         if transfers is not None:
             transfers()
 
@@ -189,13 +189,13 @@ class Outbox:
         self._sent, self._size_bytes = sent, sum(one.size_bytes for one in sent)
 
     def _needed(self) -> list[_Sent]:
-        swept: set[tuple[ActorId, str]] = set()
+        swept: set[tuple[ProcessId, str]] = set()
         needed: list[_Sent] = []
         for sent in reversed(self._sent):
             message = sent.message
             if isinstance(message, Sweep) and sent.waiter.done:
-                swept.add((sent.actor, message.folder))
-            is_swept = isinstance(message, Take) and (sent.actor, message.folder) in swept
+                swept.add((sent.process, message.folder))
+            is_swept = isinstance(message, Take) and (sent.process, message.folder) in swept
             if sent.is_needed and not is_swept:
                 needed.append(sent)
         return needed[::-1]
@@ -233,7 +233,7 @@ class Outbox:
                     again.add(sent.message.step)
                 # What is put or read and cannot be had again fails whoever uses it, if anyone still does.
                 sent.waiter = Replayed(takes_failures=not isinstance(sent.message, Step))
-            self._send(sent.actor, sent.message, sent.waiter, sent.transfers)
+            self._send(sent.process, sent.message, sent.waiter, sent.transfers)
         return len(again)
 
     # ------------------------------------------------------------ the end

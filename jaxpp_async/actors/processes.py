@@ -54,11 +54,45 @@ class Processes:
         """All processes of the actor that a process belongs to, itself among them."""
         return self.of(self.actor_of(process))
 
+    def peers_of(self, process: ProcessId) -> set[ProcessId]:
+        """The processes with which it exchanges data: its mates, and those of its rank in other actors."""
+        return {*self.mates_of(process), *range(self.rank_of(process), self.count, self.per_actor)} - {process}
+
     def of_all(self, actors: Iterable[ActorId]) -> list[ProcessId]:
         """The processes of several actors, in order."""
         return [process for actor in sorted(actors) for process in self.of(actor)]
 
-    def name(self, process: ProcessId) -> str:
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One process's place in its actor.
+
+    Args:
+        process: its number in the mesh.
+        size: how many processes its actor has, as all of the mesh do.
+    """
+
+    process: ProcessId
+    size: int = 1
+
+    @property
+    def actor(self) -> ActorId:
+        """The actor that it belongs to."""
+        return self.process // self.size
+
+    @property
+    def rank(self) -> int:
+        """Which of its actor's processes it is, counted from 0."""
+        return self.process % self.size
+
+    def __str__(self) -> str:
         """Such as `"actor 1"`, or `"actor 1 (process 1 of 2)"`, counted from 0."""
-        actor = f"actor {self.actor_of(process)}"
-        return actor if self.per_actor == 1 else f"{actor} (process {self.rank_of(process)} of {self.per_actor})"
+        return f"actor {self.actor}" if self.size == 1 else f"actor {self.actor} (process {self.rank} of {self.size})"
+
+    def mate(self, rank: int) -> ProcessId:
+        """Another process of its actor."""
+        return self.actor * self.size + rank
+
+    def partner(self, actor: ActorId) -> ProcessId:
+        """The process of another actor with which it exchanges what the two actors exchange: that of its own rank."""
+        return actor * self.size + self.rank

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +39,15 @@ class Position:
     instruction: int
     waiting: bool
     computing: bool = False
+
+
+def hindmost(positions: Sequence[Position | None]) -> Position | None:
+    """Where an actor is, by where its processes are: the one that is furthest behind. Those before it may only wait for
+    it, in a task that they compute together. None if one has told nothing."""
+    known = [position for position in positions if position is not None]
+    if len(known) < len(positions) or not known:
+        return None
+    return min(known, key=lambda at: (at.step, at.instruction, at.computing))
 
 
 def make_page() -> int:

@@ -40,7 +40,7 @@ from jaxpp_async.errors import (
     StateLostError,
     TransferError,
 )
-from jaxpp_async.program import CONTROLLER, ActorId
+from jaxpp_async.program import CONTROLLER, ActorId, ProcessId
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -85,7 +85,7 @@ class Recovery:
 
     Args:
         max_restarts: how many there may be in ten minutes.
-        watch, unwatch: begin to supervise an actor's successor; listen for an actor no longer.
+        watch, unwatch: begin to supervise a process's successor; listen for a process no longer.
         end: ends the mesh.
         on_restarted: told when all is as it was: which actors were replaced, and how many steps are run again.
     """
@@ -100,7 +100,7 @@ class Recovery:
         *,
         max_restarts: int,
         watch: Callable[[ActorLink], None],
-        unwatch: Callable[[ActorId], None],
+        unwatch: Callable[[ProcessId], None],
         end: Callable[[ActorError], None],
         on_restarted: Callable[[list[ActorId], int], None],
     ):
@@ -152,11 +152,12 @@ class Recovery:
             return
         if error.actor is not None and not isinstance(error, TransferError | RemoteError):
             self._lost.add(error.actor)
-            self._unwatch(error.actor)
+            for process in self._crew.processes.of(error.actor):
+                self._unwatch(process)
         where = {"actor": error.actor, "host": error.host, "step": error.step}
         _LOG.warning("restarting because of a failure: %s", error, extra=where)
         self._outbox.hold_back()
-        for actor in self._crew.links:
+        for actor in self._crew.actors:
             self._crew.set_state(actor, "restarting" if actor in self._lost else "waiting")
         before, self._task = self._task, None
         if before is not None:
@@ -203,15 +204,15 @@ class Recovery:
         await all_of({actor: crew.remove(actor) for actor in lost}, "remove")
         crew.begin_epoch()
         self._is_new_epoch = True
-        living = [actor for actor in crew.links if actor not in self._lost]
+        living = [actor for actor in crew.actors if actor not in self._lost]
         await self._prepare(living, lost, str(cause).partition("\n")[0])
         await self._connect()
-        await all_of({actor: self._load(actor) for actor in lost}, "load")
+        await all_of({process: self._load(process) for process in crew.processes.of_all(lost)}, "load")
         await self._linking.link_again()
         await self._backups.roll_back(lost)
         self._lost.clear()
         self._task, self._late_starts = None, 0
-        for actor in crew.links:
+        for actor in crew.actors:
             crew.set_state(actor, "ready")
         steps = self._outbox.replay(crew.epoch)
         _LOG.warning(
@@ -226,19 +227,23 @@ class Recovery:
     async def _prepare(self, living: list[ActorId], lost: list[ActorId], cause: str) -> None:
         """New processes for the lost, new ends of the data plane for the living."""
         replacing = {actor: self._replace(actor) for actor in lost}
-        settling = {actor: self._settle(actor, cause) for actor in living}
+        settling = {actor: self._settle_all(actor, cause) for actor in living}
         await all_of({**replacing, **settling, CONTROLLER: self._crew.renew_plane()}, "prepare")
 
-    async def _settle(self, actor: ActorId, cause: str) -> None:
-        """Have a living actor drop what it does, and make a new end of the data plane."""
+    async def _settle_all(self, actor: ActorId, cause: str) -> None:
+        processes = self._crew.processes.of(actor)
+        await all_of({process: self._settle(process, cause) for process in processes}, "settle")
+
+    async def _settle(self, process: ProcessId, cause: str) -> None:
+        """Have a living process drop what it does, and make a new end of the data plane."""
         try:
             async with awake_timeout(ABORT_S):
-                await self._crew.abort(actor, cause)
-                await self._crew.renew(actor)
+                await self._crew.abort(process, cause)
+                await self._crew.renew(process)
         except (TimeoutError, RemoteError) as error:
-            info = self._crew.links[actor].info
+            info = self._crew.links[process].info
             what = f"{info} did not drop its work within {ABORT_S:g} s of a failure elsewhere: {error or 'no answer'}"
-            raise ActorUnresponsiveError(what, actor=actor, host=info.host, pid=info.pid) from error
+            raise ActorUnresponsiveError(what, actor=info.id, host=info.host, pid=info.pid) from error
 
     async def _connect(self) -> None:
         try:
@@ -248,12 +253,14 @@ class Recovery:
             raise TransferError(f"the data plane could not be connected anew within {CONNECT_S:g} s") from None
 
     async def _replace(self, actor: ActorId) -> None:
-        self._watch(await self._crew.bring_up(actor))
+        for link in await self._crew.bring_up(actor):
+            self._watch(link)
         self._replaced.add(actor)
 
-    async def _load(self, actor: ActorId) -> None:
+    async def _load(self, process: ProcessId) -> None:
         """All programs that its predecessor had, or was loading."""
-        link = self._crew.links[actor]
+        link = self._crew.links[process]
+        actor = link.info.id
         for program_id in self._programs.of(actor):
             message = self._programs.load_message(self._outbox.number(), program_id, actor, link.known_blobs)
             await link.call(message, Loaded)

@@ -16,23 +16,25 @@ import numpy as np
 from jaxpp_async.actors.copies import Copy, Shelf
 from jaxpp_async.actors.host_values import Look
 from jaxpp_async.actors.messages import ArrayId, Done, Keep, Kept, KeptArray, Rollback
-from jaxpp_async.actors.shards import Layout, Layouts, hold_pieces, host_bytes, joined, private
+from jaxpp_async.actors.shards import Layout, Layouts, hold_pieces, host_bytes, join_privately
 from jaxpp_async.actors.store import Entry, Store, fill
-from jaxpp_async.program import ActorId
+from jaxpp_async.program import ProcessId
 
 
 class Rollbacks:
     """Copies of one actor's arrays, and the way back to them.
 
     Args:
-        actor_id: whose.
+        process_id: whose.
         store: where arrays come from and go.
         shelf: where copies are.
         workers: threads for copying.
     """
 
-    def __init__(self, actor_id: ActorId, store: Store, layouts: Layouts, shelf: Shelf, workers: ThreadPoolExecutor):
-        self._actor_id, self._store, self._layouts = actor_id, store, layouts
+    def __init__(
+        self, process_id: ProcessId, store: Store, layouts: Layouts, shelf: Shelf, workers: ThreadPoolExecutor
+    ):
+        self._process_id, self._store, self._layouts = process_id, store, layouts
         self._shelf, self._workers = shelf, workers
 
     def keep(self, message: Keep, leaving: Container[ArrayId]) -> Coroutine[Any, Any, Kept]:
@@ -60,7 +62,7 @@ class Rollbacks:
             look.pieces.result()  # one that is there and could not be held makes the whole copy worthless
         loop = asyncio.get_running_loop()
         copy = await loop.run_in_executor(self._workers, _copied, found)
-        self._shelf.put(message.generation, self._actor_id, copy)
+        self._shelf.put(message.generation, self._process_id, copy)
         return Kept(message.request, copy.arrays)
 
     def roll_back(self, message: Rollback) -> Coroutine[Any, Any, Done]:
@@ -70,7 +72,7 @@ class Rollbacks:
             ProtocolError: the copy is not here.
         """
         self._store.forget_all()
-        copy = Copy((), ()) if message.generation is None else self._shelf.get(message.generation, self._actor_id)
+        copy = Copy((), ()) if message.generation is None else self._shelf.get(message.generation, self._process_id)
         entries = [self._store.expect(kept.array_id, kept.aval) for kept in copy.arrays]
         return self._filled(message, copy, entries)
 
@@ -100,5 +102,5 @@ def _placed(copy: Copy, layouts: Sequence[Layout]) -> list[jax.Array]:
         parts = [
             data.view(layout.dtype).reshape(shard.shape) for data, shard in zip(shards, layout.shards, strict=True)
         ]
-        arrays.append(private(joined(parts, layout), parts))
+        arrays.append(join_privately(parts, layout))
     return arrays

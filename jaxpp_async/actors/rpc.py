@@ -17,6 +17,7 @@ from jaxpp_async.actors.launch import ActorHandle
 from jaxpp_async.actors.messages import Failed, Log, Request, StepDone, StepStats
 from jaxpp_async.actors.records import log_remote
 from jaxpp_async.errors import ProtocolError
+from jaxpp_async.program import ProcessId
 
 
 class Waiter(Protocol):
@@ -121,17 +122,20 @@ class StepHandle:
         sends: the transfers of its host values, one future each.
         error: why it failed, or None.
         sent_s, heard_s: when it was sent, and when each actor's reply came, by this process's monotonic clock.
+
+    Args:
+        processes: those that run it. per_actor: how many of them each actor has; the first of them speaks for it.
     """
 
     takes_failures = False
 
-    def __init__(self, step: int, program_id: int, actors: Sequence[int]):
+    def __init__(self, step: int, program_id: int, processes: Sequence[ProcessId], per_actor: int = 1):
         self.step, self.program_id = step, program_id
         self.sends: list[asyncio.Future[None]] = []
         self.error: Exception | None = None
         self.sent_s, self.heard_s = time.monotonic(), dict[int, float]()
-        self._actors = tuple(actors)
-        self._waiting = set(actors)
+        self._processes, self._per_actor = tuple(processes), per_actor
+        self._waiting = set(processes)
         self._stats: dict[int, StepStats] = {}
         self._done = False
         self._callbacks: list[Callable[[], object]] = []
@@ -186,12 +190,12 @@ class StepHandle:
         else:
             self._callbacks.append(callback)
 
-    def waits_for(self, actor_id: int) -> bool:
-        """Whether this actor has not finished the step yet."""
-        return actor_id in self._waiting
+    def waits_for(self, process: ProcessId) -> bool:
+        """Whether this process has not finished the step yet."""
+        return process in self._waiting
 
     def again(self) -> None:
-        self._waiting = set(self._actors)
+        self._waiting = set(self._processes)
         self._stats.clear()
         self.sent_s = time.monotonic()
 
@@ -200,8 +204,11 @@ class StepHandle:
             raise ProtocolError(
                 f"{link.info} answered step {self.step} with {type(reply).__name__}", actor=link.info.id
             )
-        self._stats[link.info.id], self.heard_s[link.info.id] = reply.stats, time.monotonic()
-        self._waiting.discard(link.info.id)
+        process = link.info.process
+        if process % self._per_actor == 0:
+            actor = link.info.id
+            self._stats[actor], self.heard_s[actor] = reply.stats, time.monotonic()
+        self._waiting.discard(process)
         if not self._waiting:
             self._end(None)
 

@@ -1,7 +1,8 @@
-"""shards: how an array lies on an actor's devices, as seen by transfers. Arrays in, host views out and back; no I/O.
+"""shards: how an array lies on a process's devices, as seen by transfers. Arrays in, host views out and back; no I/O.
 
 Replicas are sent once: a transfer is one message for each distinct shard, in the order in which the mesh's devices
-first hold them. Sender and receiver have meshes of one shape and the same `Aval`, so both derive the same list.
+first hold them. Sender and receiver have meshes of one shape and the same `Aval`, so both derive the same list. Of an
+actor of several processes each sees the shards on its own devices only.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxpp_async import jax_compat
 from jaxpp_async.actors.devices import Devices
 from jaxpp_async.actors.numpy_types import numpy_dtype
-from jaxpp_async.program import Aval, Tag
+from jaxpp_async.actors.parts import Part, parts_of
+from jaxpp_async.program import Aval
 from jaxpp_async.transport.buffers import Memory, memory_of
 
 ALIGNMENT = 64
@@ -38,24 +40,35 @@ Put: TypeAlias = Callable[[np.ndarray], jax.Array]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One distinct part of an array.
+    """One distinct part of an array that this process holds.
 
     Args:
-        index: which part of the global array.
-        shape: its shape.
-        positions: the devices that hold it, as positions in the mesh's flat order.
+        part: it, as the whole actor sees it.
+        positions: the devices of this process that hold it, by their place among these.
     """
 
-    index: tuple[slice, ...]
-    shape: tuple[int, ...]
+    part: Part
     positions: tuple[int, ...]
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Which part of the global array."""
+        return self.part.index
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.part.shape
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """An aval on an actor's devices: its distinct shards in transfer order.
+    """An aval on a process's devices: the distinct shards that they hold, in transfer order.
 
     Args:
+        devices: this process's.
+        is_here: no other process holds anything of it.
+        is_whole: it is not split.
         is_plain: its elements lie in a device's memory as in numpy's: a byte or more each, on a CPU.
         size_bytes: of the whole array in numpy.
         put: puts a host array there; it may come to share the host's memory.
@@ -65,13 +78,16 @@ class Layout:
     dtype: np.dtype
     sharding: NamedSharding
     shards: tuple[Shard, ...]
+    devices: tuple[Any, ...]
+    is_here: bool
+    is_whole: bool
     is_plain: bool
     size_bytes: int
     put: Put = field(compare=False, repr=False)
 
 
 class Layouts:
-    """Layouts of avals on these devices, worked out once each."""
+    """Layouts of avals on a process's devices, worked out once each."""
 
     def __init__(self, devices: Devices):
         self.devices = devices
@@ -89,60 +105,74 @@ class Layouts:
         Raises:
             ValueError: the spec does not divide the shape, or names an axis that the mesh does not have.
         """
-        sharding = self.devices.sharding_of(aval)
-        plain = NamedSharding(sharding.mesh, PartitionSpec(*aval.spec))
-        shape = plain.shard_shape(aval.shape)
-        where = plain.devices_indices_map(aval.shape)
-        holders: dict[tuple, list[int]] = {}
-        indices: dict[tuple, tuple[slice, ...]] = {}
-        for position, device in enumerate(self.devices.devices):
-            index = where[device]
-            # What is still to be added up differs along those axes, though it stands for one part of the array.
-            key = (*((part.start, part.stop) for part in index), *self._coordinates(position, aval.unreduced))
-            indices.setdefault(key, index)
-            holders.setdefault(key, []).append(position)
-        shards = tuple(Shard(indices[key], shape, tuple(positions)) for key, positions in holders.items())
+        devices = self.devices
+        parts = parts_of(aval, tuple(devices.mesh.shape.items()), devices.size // len(devices.devices))
+        first = devices.first
+        here = range(first, first + len(devices.devices))
+        shards = tuple(
+            Shard(part, tuple(position - first for position in part.positions if position in here))
+            for part in parts
+            if any(position in here for position in part.positions)
+        )
         dtype = numpy_dtype(aval.dtype)
-        is_plain = self.devices.is_cpu and not aval.dtype.startswith(_PACKED)
-        size_bytes = math.prod(aval.shape) * dtype.itemsize
-        return Layout(aval, dtype, sharding, shards, is_plain, size_bytes, self._put(shape, dtype, sharding, is_plain))
+        sharding, is_plain = devices.sharding_of(aval), devices.is_cpu and not aval.dtype.startswith(_PACKED)
+        return Layout(
+            aval=aval,
+            dtype=dtype,
+            sharding=sharding,
+            shards=shards,
+            devices=devices.devices,
+            is_here=devices.size == len(devices.devices),
+            is_whole=len(parts) == 1,
+            is_plain=is_plain,
+            size_bytes=math.prod(aval.shape) * dtype.itemsize,
+            put=self._put(aval.shape, dtype, sharding, is_plain),
+        )
 
     def _put(self, shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding, is_plain: bool) -> Put:
         size_bytes = math.prod(shape) * dtype.itemsize
         # 64-bit types are JAX's to refuse, and of large ones the copy is all that counts.
-        if is_plain and len(self.devices.devices) == 1 and dtype.itemsize <= 4 and size_bytes <= _SMALL_BYTES:
+        if is_plain and self.devices.size == 1 and dtype.itemsize <= 4 and size_bytes <= _SMALL_BYTES:
             return jax_compat.quick_put(shape, dtype, sharding)
         return partial(jax.device_put, device=sharding)
-
-    def _coordinates(self, position: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """Where a device stands along these axes of the mesh."""
-        mesh = self.devices.mesh
-        at = dict(zip(mesh.axis_names, np.unravel_index(position, mesh.devices.shape), strict=True))
-        return tuple(int(at[axis]) for axis in axes)
-
-
-def transfer_sequence(tag: Tag, shard_index: int, num_devices: int) -> int:
-    """The sequence part of a wire tag: shard `shard_index` of a program's transfer `tag`. An array has at most as many
-    distinct shards as the actor has devices, so no two messages of a program share a number."""
-    return tag * num_devices + shard_index
 
 
 def send_views(array: jax.Array, layout: Layout) -> list[np.ndarray]:
     """The bytes of each distinct shard, without copying where the array lies in host memory."""
-    return [
-        host_bytes(np.asarray(array.addressable_data(shard.positions[0] if len(layout.shards) > 1 else 0)))
-        for shard in layout.shards
-    ]
+    return [host_bytes(np.asarray(array.addressable_data(shard.positions[0]))) for shard in layout.shards]
 
 
 def send_memories(array: jax.Array, layout: Layout) -> list[Memory]:
     """The memory of each distinct shard, to be sent: where it lies, without a copy and without a view being made."""
     array.block_until_ready()  # asking where an array lies does not wait for what is in it
-    if layout.is_plain and len(layout.shards) == 1:
-        if len(layout.shards[0].positions) > 1:
+    if layout.is_plain and layout.is_whole:
+        if len(layout.shards[0].positions) > 1 or not layout.is_here:
             array = array.addressable_data(0)
         return [Memory(array.unsafe_buffer_pointer(), layout.size_bytes, array)]
     return [memory_of(view, writable=False) for view in send_views(array, layout)]
+
+
+def device_memories(array: jax.Array, layout: Layout) -> list[Memory]:
+    """The memory of each distinct shard on the device that holds it first, to be sent or received into.
+
+    Only of an array that is computed: some of JAX's clients wait here until it is.
+    """
+    parts = device_parts(array, layout)
+    return [_device_memory(parts[shard.positions[0]]) for shard in layout.shards]
+
+
+def device_parts(array: jax.Array, layout: Layout) -> list[jax.Array]:
+    """The part on each of this process's devices, in their order. They share the array's memory."""
+    if len(array.sharding.device_set) == 1:
+        return [array]
+    by_device = {part.device: part.data for part in array.addressable_shards}
+    return [by_device[device] for device in layout.devices]
+
+
+def _device_memory(part: jax.Array) -> Memory:
+    # Not `nbytes`: a device keeps two int4 in a byte.
+    size_bytes: int = part.on_device_size_in_bytes()  # pyright: ignore[reportAttributeAccessIssue]
+    return Memory(part.unsafe_buffer_pointer(), size_bytes, part, on_device=True)
 
 
 def host_bytes(array: np.ndarray) -> np.ndarray:
@@ -156,15 +186,17 @@ def joined(parts: Sequence[np.ndarray], layout: Layout) -> jax.Array:
     by_position = {
         position: part for shard, part in zip(layout.shards, parts, strict=True) for position in shard.positions
     }
-    devices = np.asarray(layout.sharding.mesh.devices).flat
-    pieces = [jax.device_put(by_position[k], device) for k, device in enumerate(devices)]
+    pieces = [jax.device_put(by_position[k], device) for k, device in enumerate(layout.devices)]
     return jax.make_array_from_single_device_arrays(layout.aval.shape, layout.sharding, pieces)
+
+
+def join_privately(parts: Sequence[np.ndarray], layout: Layout) -> jax.Array:
+    """The same, sharing no memory with the parts."""
+    return private(joined(parts, layout), parts)
 
 
 def fetch_pieces(array: jax.Array, layout: Layout) -> list[np.ndarray]:
     """Each distinct shard on the host. While these are held, JAX does not reuse the array's memory."""
-    if len(layout.shards) == 1:
-        return [np.asarray(array.addressable_data(0))]
     return [np.asarray(array.addressable_data(shard.positions[0])) for shard in layout.shards]
 
 
@@ -172,8 +204,7 @@ def host_copies(array: jax.Array, layout: Layout) -> list[jax.Array]:
     """Copies of each distinct shard on their way to host memory. The array may be donated at once: a device keeps the
     order of what it was asked, and the event loop does not wait for it."""
     host = jax.local_devices(backend="cpu")[0]
-    positions = [shard.positions[0] for shard in layout.shards] if len(layout.shards) > 1 else [0]
-    return [jax.device_put(array.addressable_data(position), host) for position in positions]
+    return [jax.device_put(array.addressable_data(shard.positions[0]), host) for shard in layout.shards]
 
 
 def hold_pieces(devices: Devices) -> Callable[[jax.Array, Layout], Sequence[Any]]:
@@ -181,10 +212,11 @@ def hold_pieces(devices: Devices) -> Callable[[jax.Array, Layout], Sequence[Any]
     return fetch_pieces if devices.is_cpu else host_copies
 
 
-def join_pieces(pieces: Sequence[np.ndarray], layout: Layout) -> np.ndarray:
-    """The whole array from `fetch_pieces`. (`numpy.asarray` of a sharded array would cache the result in the array.)"""
-    if len(pieces) == 1:
-        return pieces[0]
+def join_pieces(pieces: Sequence[Any], layout: Layout) -> np.ndarray:
+    """The whole array from `fetch_pieces`, where all of it is here, or from `host_copies`, which are waited for.
+    (`numpy.asarray` of a sharded array would cache the result in the array.)"""
+    if layout.is_whole:
+        return np.asarray(pieces[0])
     whole = np.empty(layout.aval.shape, layout.dtype)
     for piece, shard in zip(pieces, layout.shards, strict=True):
         whole[shard.index] = piece
@@ -192,7 +224,7 @@ def join_pieces(pieces: Sequence[np.ndarray], layout: Layout) -> np.ndarray:
 
 
 def place(host: np.ndarray, layout: Layout) -> jax.Array:
-    """A host array on the devices, sharing no memory with `host`, so that it may be donated and `host` reused.
+    """A (whole) host array on the devices, sharing no memory with `host`, so that it may be donated and `host` reused.
 
     Raises:
         ValueError: JAX would change the dtype (a 64-bit value without `jax_enable_x64`).
@@ -200,7 +232,8 @@ def place(host: np.ndarray, layout: Layout) -> jax.Array:
     if host.nbytes <= _SMALL_BYTES and host.ctypes.data % ALIGNMENT == 0:
         # JAX would use this memory itself (also with may_alias=False), and another array would have to be made of it.
         host = _misaligned_copy(host)
-    array = layout.put(host)
+    # With devices elsewhere JAX would ask all processes whether they put the same.
+    array = layout.put(host) if layout.is_here else joined([host[shard.index] for shard in layout.shards], layout)
     if array.dtype != layout.dtype:
         raise ValueError(
             f"a {layout.dtype} value became {array.dtype}: jax_enable_x64 differs between controller and actor"
@@ -217,6 +250,8 @@ def _misaligned_copy(host: np.ndarray) -> np.ndarray:
 
 def private(array: jax.Array, memory: Sequence[np.ndarray]) -> jax.Array:
     """`array` itself if it lies outside all of `memory`, else a copy."""
+    if not _is_on_cpu(array):
+        return array  # never in host memory; JAX holds on to `memory` until it has read it
     array.block_until_ready()
     if not any(_lies_in(array, part) for part in memory):
         return array
@@ -225,9 +260,21 @@ def private(array: jax.Array, memory: Sequence[np.ndarray]) -> jax.Array:
     return copy
 
 
+def _is_on_cpu(array: jax.Array) -> bool:
+    return next(iter(array.sharding.device_set)).platform == "cpu"
+
+
+def is_ready(array: jax.Array) -> bool:
+    """Whether it is computed; does not wait."""
+    return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def duplicate(array: jax.Array) -> jax.Array:
     """A copy with the same sharding."""
-    return jax.device_put(array, array.sharding, may_alias=False)
+    if array.is_fully_addressable:
+        return jax.device_put(array, array.sharding, may_alias=False)
+    parts = [jax.device_put(part.data, part.device, may_alias=False) for part in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
 
 def aligned_bytes(size_bytes: int) -> np.ndarray:

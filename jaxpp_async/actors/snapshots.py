@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxpp_async.actors import checkpoint_folder, tensor_files
 from jaxpp_async.actors.host_values import Look
-from jaxpp_async.actors.messages import ArrayId, Done, ReadFile, Sweep, Take, WriteFile, Written
+from jaxpp_async.actors.messages import ArrayId, Done, FilePart, ReadFile, Sweep, Take, WriteFile, Written
 from jaxpp_async.actors.shards import Layout, Layouts, hold_pieces, join_pieces, place
 from jaxpp_async.actors.store import Entry, Store, fill
 from jaxpp_async.errors import CheckpointError
@@ -63,13 +63,13 @@ class Snapshots:
         save = self._saves.get(message.folder)
         if save is None:
             raise CheckpointError(f"{message.folder}: no save is under way there")
-        looks = {name: save.looks[array_id] for array_id, name in message.arrays}
-        for array_id, _ in message.arrays:
+        looks = {name: (save.looks[array_id], part) for array_id, name, part in message.arrays}
+        for array_id, _, _ in message.arrays:
             save.looks.pop(array_id, None)  # one array may have two names
         return self._written(message, save, looks)
 
-    async def _written(self, message: WriteFile, save: _Save, looks: dict[str, Look]) -> Written:
-        await asyncio.gather(*(look.pieces for look in looks.values()))
+    async def _written(self, message: WriteFile, save: _Save, looks: dict[str, tuple[Look, int]]) -> Written:
+        await asyncio.gather(*(look.pieces for look, _ in looks.values()))
         await self._until_stopped()
         save.check_going_on()
         path = os.path.join(message.folder, message.file)
@@ -77,7 +77,7 @@ class Snapshots:
         save.writing = loop.run_in_executor(self._workers, _write, path, looks, message.metadata, save.stopped)
         del looks  # the thread lets go of the arrays
         size, digests = await save.writing
-        return Written(message.request, size, tuple(digests[name] for _, name in message.arrays))
+        return Written(message.request, size, tuple(digests[name] for _, name, _ in message.arrays))
 
     def sweep(self, message: Sweep) -> Coroutine[Any, Any, Done]:
         """End the save in a folder, now, so that the next may begin behind this; what is returned removes what is not
@@ -173,12 +173,12 @@ class _Save:
 
 
 def _write(
-    path: str, looks: Mapping[str, Look], metadata: Mapping[str, str], stopped: threading.Event
+    path: str, looks: Mapping[str, tuple[Look, int]], metadata: Mapping[str, str], stopped: threading.Event
 ) -> tuple[int, dict[str, str]]:
     """Runs in a thread."""
     arrays = {
-        name: join_pieces([np.asarray(piece) for piece in look.pieces.result()], look.layout)
-        for name, look in looks.items()
+        name: _part_of([np.asarray(piece) for piece in look.pieces.result()], look.layout, part)
+        for name, (look, part) in looks.items()
     }
     try:
         checkpoint_folder.make(os.path.dirname(path))
@@ -187,6 +187,13 @@ def _write(
         raise
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
+
+
+def _part_of(pieces: Sequence[np.ndarray], layout: Layout, part: int) -> np.ndarray:
+    """What is to be written of an array: all of it (-1), or one of its parts."""
+    if part < 0:
+        return join_pieces(pieces, layout)
+    return next(piece for piece, shard in zip(pieces, layout.shards, strict=True) if shard.part.number == part)
 
 
 def _sweep(message: Sweep) -> None:
@@ -201,6 +208,21 @@ def _sweep(message: Sweep) -> None:
 
 def _read_and_place(message: ReadFile, layouts: Sequence[Layout]) -> list[jax.Array]:
     """Runs in a thread."""
-    wanted = [tensor_files.Wanted(p.name, p.aval.dtype, p.aval.shape, p.sha256) for p in message.parts]
-    hosts = tensor_files.read(message.path, wanted)
+    wanted = [_wanted(part) for part in message.parts if not part.pieces]
+    whole = iter(tensor_files.read(message.path, wanted)) if wanted else iter(())
+    hosts = [
+        _put_together(part, layout) if part.pieces else next(whole)
+        for part, layout in zip(message.parts, layouts, strict=True)
+    ]
     return [place(host, layout) for host, layout in zip(hosts, layouts, strict=True)]
+
+
+def _wanted(part: FilePart) -> tensor_files.Wanted:
+    return tensor_files.Wanted(part.name, part.aval.dtype, part.aval.shape, part.sha256)
+
+
+def _put_together(part: FilePart, layout: Layout) -> np.ndarray:
+    """As much of an array in several pieces as this process is to hold."""
+    aval = part.aval
+    pieces = [(p.path, p.start, tensor_files.Wanted(p.name, aval.dtype, p.shape, p.sha256)) for p in part.pieces]
+    return tensor_files.read_pieces(aval.shape, aval.dtype, pieces, [shard.index for shard in layout.shards])

@@ -3,6 +3,10 @@
 Everything runs on the event loop and never waits, but for tasks that take their time: those run on the compute thread.
 Completions call back, the executor answers with commands, and these are carried out at once. One object a step, no
 asyncio task and no future an instruction.
+
+On devices that compute after a call has returned (`Machine.device`), a run is over for the executor when the device
+says so. With that, what holds on CPUs holds there: sends start when the value is there, and memory is freed, or written
+again, when nothing on the device reads it any more.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import threading
 import time
 from array import array as packed
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +26,8 @@ import jax
 
 from jaxpp_async.actors import special_values
 from jaxpp_async.actors.compute import ComputeThread
+from jaxpp_async.actors.crossings import Leg
+from jaxpp_async.actors.device_work import DeviceWork
 from jaxpp_async.actors.executor import Executor
 from jaxpp_async.actors.loaded_program import LoadedProgram
 from jaxpp_async.actors.messages import Step, StepStats
@@ -39,9 +45,11 @@ from jaxpp_async.actors.plan import (
 )
 from jaxpp_async.actors.progress import NoteProgress, no_progress
 from jaxpp_async.actors.receive_pool import ReceiveBuffer, ReceivePool
-from jaxpp_async.actors.shards import Layouts, duplicate, send_memories
+from jaxpp_async.actors.shards import Layouts, device_memories, duplicate, is_ready, send_memories
 from jaxpp_async.actors.store import Entry
+from jaxpp_async.errors import TransferError
 from jaxpp_async.transport.base import PROGRAM_CHANNEL, Transport, make_tag
+from jaxpp_async.transport.buffers import Memory
 
 MAX_PASS_S = 0.002
 """How long tasks may follow each other on the event loop before it looks at its other work."""
@@ -54,6 +62,9 @@ class Machine:
     Args:
         device_lock: held while executing, where several actors share the devices.
         note_progress: told of every instruction that is taken up or waited at.
+        device: tells of the end of work on devices whose memory the transport reads and writes; None: arrays lie in
+            host memory, or pass through it.
+        may_begin: asked before each task of an actor of several processes, from any thread; False: the step is over.
     """
 
     transport: Transport
@@ -62,6 +73,8 @@ class Machine:
     layouts: Layouts
     device_lock: threading.Lock | None = None
     note_progress: NoteProgress = no_progress
+    device: DeviceWork | None = None
+    may_begin: Callable[[StepRun], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +98,10 @@ class StepRun:
         bound: the store's entry for each step argument that the program binds.
         results: the store's entry for each result that the program makes.
         on_end: called once, with statistics (`live_buffers` 0) or the failure.
+
+    Attributes:
+        ended: it has finished or failed.
+        begun: how many tasks have been begun, in an actor of several processes.
     """
 
     def __init__(
@@ -98,9 +115,12 @@ class StepRun:
     ):
         self.message = message
         # Where actors share devices a task may have to wait for its turn, which the event loop must not.
-        self._quick = program.quick if machine.device_lock is None else frozenset()
+        # And on a device none is over when its call returns.
+        self._device = machine.device
+        self._quick = program.quick if machine.device_lock is None and machine.device is None else frozenset()
         self.executor = Executor(program.plan, alone=self._quick)
         self.ended = False
+        self.begun = 0
         self._program, self._machine, self._on_end = program, machine, on_end
         self._bound, self._results = bound, results
         self._arrays: list[jax.Array | None] = [None] * len(program.plan.avals)
@@ -116,6 +136,8 @@ class StepRun:
         self._stamps = packed("d", program.no_stamps)
         self._started_s = self._waited_s = self._computed_s = 0.0
         self._starved_since = 0.0  # 0: it is not starved
+        self._run_ended_s = 0.0  # on the device, the last one
+        self._unready: set[BufferKey] = set()  # arguments that the device may still be filling
         self._drains = False
 
     @property
@@ -192,6 +214,8 @@ class StepRun:
                 continue
             self._arrays[command.buffer] = array
             present.append(command.buffer)
+            if self._device is not None:
+                self._unready.add(command.buffer)
             self._stamps[2 * command.instruction] = self._stamps[2 * command.instruction + 1] = now
         return present
 
@@ -207,6 +231,8 @@ class StepRun:
             return
         alone = not command.donated or id(entry) not in _shared_entries(self._bound)
         self._arrays[command.buffer] = entry.array if alone else duplicate(entry.array)
+        if self._device is not None:
+            self._unready.add(command.buffer)
         self._stamps[2 * command.instruction + 1] = time.monotonic()
         self._obey(self.executor.arrived(command.buffer))
 
@@ -214,19 +240,58 @@ class StepRun:
         instruction = command.instruction
         self._stamps[2 * instruction] = time.monotonic()
         buffer = self._receiving[command.buffer] = self._program.bins[instruction].take()
-        self._pieces_left[instruction] = len(buffer.pieces)
+        pieces, legs = buffer.pieces, self._program.legs[instruction]
+        self._pieces_left[instruction] = len(legs)
         done = partial(self._piece_received, command)
-        tag, post = self._tag_base + self._program.sequences[instruction], self._machine.transport.post_recv
-        for piece in buffer.pieces:
-            if post(piece, command.from_actor, tag, done):
+        passes = self._program.passes.get(instruction)
+        if passes is not None:
+            self._receive_for_others(command, passes, done)
+            return
+        tag_base, post = self._tag_base, self._machine.transport.post_recv
+        for piece, peer, sequence in legs:
+            if post(pieces[piece], peer, tag_base + sequence, done):
                 done(None)
-            tag += 1
+
+    def _receive_for_others(
+        self, command: PostRecv, passes: Mapping[int, Sequence[Leg]], done: Callable[[Exception | None], None]
+    ) -> None:
+        """Post receives of which this process passes some on. The transfer has ended once that has, too: until then the
+        memory may be read, but neither used again nor given away."""
+        legs, pieces = self._program.legs[command.instruction], self._receiving[command.buffer].pieces
+        self._pieces_left[command.instruction] += sum(map(len, passes.values()))
+        for piece, peer, sequence in legs:
+            onwards = passes.get(piece, ())
+            told = partial(self._pass_on, command, pieces[piece], onwards, done) if onwards else done
+            if self._machine.transport.post_recv(pieces[piece], peer, self._tag_base + sequence, told):
+                told(None)
+
+    def _pass_on(
+        self,
+        command: PostRecv,
+        memory: Memory,
+        onwards: Sequence[Leg],
+        done: Callable[[Exception | None], None],
+        error: Exception | None,
+    ) -> None:
+        """A piece has come, or will not."""
+        if error is None and not self.ended:
+            for _, peer, sequence in onwards:
+                try:
+                    if self._machine.transport.post_send(memory, peer, self._tag_base + sequence, done):
+                        done(None)
+                except TransferError as failure:
+                    self.fail(failure, command.instruction)
+                    return
+        done(error)
 
     def _piece_received(self, command: PostRecv, error: Exception | None) -> None:
         if not self._piece_done(command, error):
             return
         key = command.buffer
         buffer = self._receiving[key]
+        if self._device is not None:
+            self._received_on_device(command, buffer, self._device)
+            return
         if command.private or buffer.array is None:
             try:
                 self._arrays[key] = buffer.received(private_copy=command.private)
@@ -242,16 +307,25 @@ class StepRun:
     def _send(self, command: StartSend) -> None:
         instruction = command.instruction
         self._stamps[2 * instruction] = time.monotonic()
-        array = self._arrays[command.buffer]
+        array, layout = self._arrays[command.buffer], self._program.layouts[command.buffer]
         assert array is not None
-        pieces = send_memories(array, self._program.layouts[command.buffer])
-        self._pieces_left[instruction] = len(pieces)
+        if self._device is None:
+            pieces = send_memories(array, layout)
+        elif command.buffer in self._unready and not is_ready(array):
+            self._machine.compute.submit(partial(self._wait_to_send, command, array, self._device))
+            return
+        else:
+            pieces = device_memories(array, layout)
+        legs = self._program.legs[instruction]
+        self._pieces_left[instruction] = len(legs)
         done = partial(self._piece_sent, command)
-        tag, post = self._tag_base + self._program.sequences[instruction], self._machine.transport.post_send
-        for piece in pieces:
-            if post(piece, command.to_actor, tag, done):
+        tag_base, post = self._tag_base, self._machine.transport.post_send
+        for piece, peer, sequence in legs:
+            if post(pieces[piece], peer, tag_base + sequence, done):
                 done(None)
-            tag += 1
+        if not legs:  # another process of the actor holds all of it, too, and sends it
+            self._pieces_left[instruction] = 1
+            done(None)
 
     def _piece_sent(self, command: StartSend, error: Exception | None) -> None:
         if self._piece_done(command, error):
@@ -290,7 +364,10 @@ class StepRun:
             return
         copy = duplicate(array)  # begun now: the next step may be given the array
         self._copying += 1
-        self._machine.compute.submit(partial(self._wait_copied, copy, entry))
+        if self._device is None:
+            self._machine.compute.submit(partial(self._wait_copied, copy, entry))
+        else:
+            self._machine.compute.submit(partial(self._await_copied, copy, entry, self._device))
 
     def _wait_copied(self, copy: jax.Array, entry: Entry) -> Callable[[], None]:
         """Runs on the compute thread: a large copy takes its time, and nobody may look at it before it is there."""
@@ -335,7 +412,8 @@ class StepRun:
         if self._on_thread or command.instruction not in self._quick:
             self._on_thread += 1
             self._machine.transport.hurry(False)
-            self._machine.compute.submit(partial(self._compute, command))
+            work = partial(self._compute, command) if self._device is None else partial(self._enqueue, command)
+            self._machine.compute.submit(work)
             return
         self._note(command.instruction, computing=True)
         start_s, end_s = self._call(command)
@@ -343,7 +421,7 @@ class StepRun:
 
     def _compute(self, command: Execute) -> Callable[[], None]:
         """Runs on the compute thread."""
-        if self.ended:
+        if self.ended or not self._may_begin():
             return _nothing
         self._note(command.instruction, computing=True)
         lock: AbstractContextManager = self._machine.device_lock or nullcontext()
@@ -357,17 +435,26 @@ class StepRun:
                 self._note(command.instruction)
         return partial(self._computed, command, start_s, end_s)
 
+    def _may_begin(self) -> bool:
+        may_begin = self._machine.may_begin
+        return may_begin is None or may_begin(self)
+
     def _call(self, command: Execute) -> tuple[float, float]:
         """Call the executable and wait until it has computed. Returns when it began and ended."""
-        task, arrays = self._program.tasks[command.instruction], self._arrays
         start_s = time.monotonic()
+        self._run(command, wait=True)
+        return start_s, time.monotonic()
+
+    def _run(self, command: Execute, *, wait: bool) -> Sequence[jax.Array]:
+        """Call the executable. Returns its results."""
+        task, arrays = self._program.tasks[command.instruction], self._arrays
         arguments = [arrays[key] for key in command.inputs]
         for position in command.donated:
             arrays[command.inputs[position]] = None
-        outputs = task.run(arguments, checked=self._checked)
+        outputs = task.run(arguments, checked=self._checked, wait=wait)
         for key, array in zip(command.outputs, outputs, strict=True):
             arrays[key] = array
-        return start_s, time.monotonic()
+        return outputs
 
     def _computed(self, command: Execute, start_s: float, end_s: float) -> None:
         self._on_thread -= 1
@@ -380,6 +467,104 @@ class StepRun:
         self._computed_s += end_s - start_s
         self._program.took(instruction, end_s - start_s)
         return self.executor.ran(instruction)
+
+    # ------------------------------------------------------------ on devices
+
+    def _enqueue(self, command: Execute) -> Callable[[], None] | None:
+        """Runs on the compute thread: gives a run to the device, and does not wait for it."""
+        if self.ended or not self._may_begin():
+            return _nothing
+        assert self._device is not None
+        self._note(command.instruction, computing=True)
+        called_s = time.monotonic()
+        try:
+            outputs = self._run(command, wait=False)
+            self._device.after_run(outputs, partial(self._ran_on_device, command, called_s))
+        except Exception as error:  # as in `_compute`
+            return partial(self.fail, error, command.instruction)
+        return None
+
+    def _ran_on_device(self, command: Execute, called_s: float, end_s: float, error: Exception | None) -> None:
+        self._on_thread -= 1
+        if self.ended:
+            return
+        if error is not None:
+            self.fail(error, command.instruction)
+            return
+        if not self._on_thread:
+            self._note(command.instruction)
+        # It may have been called while the one before it still ran.
+        start_s, self._run_ended_s = max(called_s, self._run_ended_s), end_s
+        self._obey(self._ran(command, start_s, end_s))
+
+    def _received_on_device(self, command: PostRecv, buffer: ReceiveBuffer, device: DeviceWork) -> None:
+        """The data is in, on the first device that is to have it."""
+        if not buffer.replicas:
+            self._take_in(command, buffer)
+            return
+
+        def spread(_: float, error: Exception | None) -> None:
+            if error is not None:
+                self.fail(error, command.instruction)
+            elif not self.ended:
+                self._take_in(command, buffer)
+
+        device.spread(buffer.replicas, spread)
+
+    def _take_in(self, command: PostRecv, buffer: ReceiveBuffer) -> None:
+        """The data is in on every device."""
+        if command.private:
+            self._machine.compute.submit(partial(self._copy_out, command, buffer))
+            return
+        self._arrays[command.buffer] = buffer.array
+        self._obey(self.executor.arrived(command.buffer))
+
+    def _copy_out(self, command: PostRecv, buffer: ReceiveBuffer) -> Callable[[], None] | None:
+        """Runs on the compute thread: an array of its own for what is to outlive the receive buffer."""
+        assert self._device is not None and buffer.array is not None
+
+        def copied(_: float, error: Exception | None) -> None:
+            if self.ended:
+                return
+            if error is not None:
+                self.fail(error, command.instruction)
+                return
+            self._receiving.pop(command.buffer).give_back()
+            self._arrays[command.buffer] = copy
+            self._obey(self.executor.arrived(command.buffer))
+
+        try:
+            copy = duplicate(buffer.array)
+            self._device.after_copy((copy,), copied)
+        except Exception as error:  # there is no room for it, for one: the step's failure
+            return partial(self.fail, error, command.instruction)
+        return None
+
+    def _wait_to_send(self, command: StartSend, array: jax.Array, device: DeviceWork) -> Callable[[], None] | None:
+        """Runs on the compute thread: an argument that was given to the device and may not be there yet."""
+
+        def ready(_: float, error: Exception | None) -> None:
+            if self.ended:
+                return
+            if error is not None:
+                self.fail(error, command.instruction)
+                return
+            self._unready.discard(command.buffer)
+            self._send(command)
+
+        try:
+            device.after_copy((array,), ready)
+        except Exception as error:  # the array failed
+            return partial(self.fail, error, command.instruction)
+        return None
+
+    def _await_copied(self, copy: jax.Array, entry: Entry, device: DeviceWork) -> Callable[[], None] | None:
+        """Runs on the compute thread, as `_wait_copied`."""
+        try:
+            device.after_copy((copy,), lambda _, error: self._copied(entry, error or copy))
+        except Exception as error:  # as there
+            return partial(self._copied, entry, error)
+        return None
 
     # ------------------------------------------------------------ waiting
 

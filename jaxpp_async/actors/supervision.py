@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxpp_async.actors.clock_watch import ClockWatch
 from jaxpp_async.actors.crew import Crew
-from jaxpp_async.actors.failure import died_error, is_consequence, lost_error, remote_error
+from jaxpp_async.actors.failure import died_error, is_consequence, is_echo, lost_error, remote_error
 from jaxpp_async.actors.messages import Beat
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.programs import Programs
@@ -21,7 +21,7 @@ from jaxpp_async.actors.rpc import ActorLink, StepHandle
 from jaxpp_async.actors.telling import Telling
 from jaxpp_async.actors.watch import Patience, Watch
 from jaxpp_async.errors import ActorError, ProtocolError
-from jaxpp_async.program import ActorId
+from jaxpp_async.program import ProcessId
 
 GRACE_S = 1.0
 """How long a failure that looks like a consequence waits for its cause to be noticed."""
@@ -32,7 +32,7 @@ class Supervision:
 
     Args:
         under_way: the steps that have not ended, by number.
-        on_failure: told of each failure and of the actor whose process is gone with it, if any.
+        on_failure: told of each failure and of the process that is gone with it, if any.
 
     Attributes:
         hearts: who lives. clocks: what their clocks show.
@@ -43,7 +43,7 @@ class Supervision:
         crew: Crew,
         programs: Programs,
         under_way: dict[int, StepHandle],
-        on_failure: Callable[[ActorError, ActorId | None], None],
+        on_failure: Callable[[ActorError, ProcessId | None], None],
         is_recovering: Callable[[], bool],
         telling: Telling,
         patience: Patience | None = None,
@@ -55,26 +55,28 @@ class Supervision:
         self.hearts = Watch(
             part=programs.part,
             under_way=under_way,
-            info=lambda actor: crew.links[actor].info,
+            info=lambda process: crew.links[process].info,
             ask=crew.ask_where,
-            look=lambda actor: crew.links[actor].handle.progress(),
+            look=lambda process: crew.links[process].handle.progress(),
             fail=self.report,
             is_busy=is_recovering,
             tell=lambda verdict: telling.judged(crew.links[verdict.process].info, verdict),
             patience=patience,
+            processes=crew.processes,
         )
         self.clocks = ClockWatch(crew.ask_where)
         crew.gate.on_beat = self._on_beat
 
     def watch(self, link: ActorLink) -> None:
-        """From here on a death, a lost connection or a failure of this actor is the mesh's."""
+        """From here on a death, a lost connection or a failure of this process is the mesh's."""
         link.connection.on_message = lambda message: self._on_message(link, message)
         link.connection.on_closed = lambda error: self._on_lost(link, error)
         self._telling.started(link.info)
-        self._tasks.start(f"watch actor {link.info.id}", self._watch(link))
-        self.clocks.begin(link.info.id)
+        process = link.info.process
+        self._tasks.start(f"watch {link.info}", self._watch(link))
+        self.clocks.begin(process)
         if self._crew.has_hearts:
-            self.hearts.watch(link.info.id)
+            self.hearts.watch(process)
         if not link.connection.is_open:
             self._on_lost(link, None)
 
@@ -83,7 +85,7 @@ class Supervision:
         if self._suspicion is None:
             self._suspicion = asyncio.get_running_loop().call_later(GRACE_S, self.report, error)
 
-    def report(self, error: ActorError, dead: ActorId | None = None) -> None:
+    def report(self, error: ActorError, dead: ProcessId | None = None) -> None:
         """Take `error` as the cause."""
         self.calm_down()
         self._on_failure(error, dead)
@@ -94,9 +96,9 @@ class Supervision:
             self._suspicion.cancel()
             self._suspicion = None
 
-    def step_of(self, actor: ActorId) -> int | None:
-        """The step that an actor is running: the oldest that it has not finished."""
-        return next((s for s, h in self._under_way.items() if h.waits_for(actor)), None)
+    def step_of(self, process: ProcessId) -> int | None:
+        """The step that a process is running: the oldest that it has not finished."""
+        return next((s for s, h in self._under_way.items() if h.waits_for(process)), None)
 
     async def aclose(self) -> None:
         """Stop watching."""
@@ -112,7 +114,7 @@ class Supervision:
 
     def _is_current(self, link: ActorLink) -> bool:
         """It has not been replaced, and nobody has seen to its end already."""
-        return self._crew.links.get(link.info.id) is link and not link.is_let_go
+        return self._crew.links.get(link.info.process) is link and not link.is_let_go
 
     def _on_message(self, link: ActorLink, message: Any) -> None:
         try:
@@ -122,19 +124,22 @@ class Supervision:
             return
         if failed is not None:
             error = remote_error(link.info, failed)
-            self.suspect(error) if is_consequence(failed) else self.report(error)
+            of_several = self._crew.processes.per_actor > 1
+            self.suspect(error) if is_consequence(failed, of_several=of_several) else self.report(error)
 
     async def _watch(self, link: ActorLink) -> None:
         death = await link.handle.wait_dead()
         if self._is_current(link):
-            self.hearts.unwatch(link.info.id)
-            step = self.step_of(link.info.id)
-            self.report(died_error(link.info, death, step, self._instruction_of(link, step)), link.info.id)
+            process = link.info.process
+            self.hearts.unwatch(process)
+            step = self.step_of(process)
+            error = died_error(link.info, death, step, self._instruction_of(link, step))
+            self.suspect(error) if is_echo(link.info, death) else self.report(error, process)
 
     def _on_lost(self, link: ActorLink, error: Exception | None) -> None:
         """The connection ended; if the process did as well, its death says more."""
         if self._is_current(link):
-            self.suspect(lost_error(link.info, error, link.handle.output_tail(), self.step_of(link.info.id)))
+            self.suspect(lost_error(link.info, error, link.handle.output_tail(), self.step_of(link.info.process)))
 
     def _instruction_of(self, link: ActorLink, step: int | None) -> str | None:
         """Text of the instruction that a dead actor was at in `step`, if it left word."""

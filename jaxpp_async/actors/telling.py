@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 
 from jaxpp_async.actors.actor_info import ActorInfo
 from jaxpp_async.actors.monitor import Recovered, Suspect
+from jaxpp_async.actors.routes import staged
 from jaxpp_async.errors import ActorDiedError, ActorError, ActorUnresponsiveError
 from jaxpp_async.events import EventLog
+from jaxpp_async.program import ProcessId
+
+_LOG = logging.getLogger("jaxpp_async")
 
 
 class Telling:
@@ -24,6 +29,19 @@ class Telling:
         """An actor, or its successor, is ready."""
         text = f"{info} is ready: {', '.join(info.devices)}"
         self._emit("started", text, actor=info.id, host=info.host, pid=info.pid, devices=info.devices)
+
+    def connected(self, info: ActorInfo, routes: Mapping[ProcessId, tuple[str, ...]]) -> None:
+        """An actor whose arrays lie on GPUs has been connected; told if they go through host memory on the way."""
+        slow = staged(routes)
+        if not slow:
+            return
+        ways = sorted({way for each in slow.values() for way in each})
+        text = (
+            f"{info} sends device memory to peers {', '.join(map(str, sorted(slow)))} through host memory: UCX has "
+            f"{', '.join(ways)} to them, and neither cuda_ipc nor rc; see docs/gpu.md"
+        )
+        _LOG.warning("%s", text)
+        self._emit("staged", text, actor=info.id, host=info.host, pid=info.pid, peers=tuple(sorted(slow)), routes=ways)
 
     def compiled(self, name: str, seconds: float, num_tasks: int) -> None:
         """A step is on the actors."""

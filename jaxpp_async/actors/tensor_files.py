@@ -15,9 +15,9 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
@@ -50,6 +50,10 @@ _FORMAT_NAMES = {
     "float8_e5m2": "F8_E5M2",
 }
 """What every reader of the format knows. Other dtypes are stored as U8 with one more axis, of the element's bytes."""
+
+
+Index: TypeAlias = tuple[slice, ...]
+"""A part of an array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,34 @@ def read(path: str, wanted: Sequence[Wanted]) -> list[np.ndarray]:
         raise CheckpointError(f"{path}: the file is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
+
+
+def read_pieces(
+    shape: Sequence[int], dtype: str, pieces: Iterable[tuple[str, Sequence[int], Wanted]], needed: Sequence[Index] = ()
+) -> np.ndarray:
+    """Put an array together from several files.
+
+    Args:
+        pieces: of each its file, where it begins in the array, and what it is there.
+        needed: parts of the array that are wanted; what has nothing to do with them is not read, and zero. None: all.
+
+    Raises:
+        CheckpointError: as `read`.
+    """
+    whole = np.zeros(tuple(shape), numpy_dtype(dtype))
+    for path, start, wanted in pieces:
+        index = tuple(slice(first, first + size) for first, size in zip(start, wanted.shape, strict=True))
+        if not needed or any(_overlap(index, other, shape) for other in needed):
+            whole[index] = read(path, [wanted])[0]
+    return whole
+
+
+def _overlap(one: Index, other: Index, shape: Sequence[int]) -> bool:
+    for a, b, size in zip(one, other, shape, strict=True):
+        (a_start, a_stop, _), (b_start, b_stop, _) = a.indices(size), b.indices(size)
+        if max(a_start, b_start) >= min(a_stop, b_stop):
+            return False
+    return True
 
 
 def read_whole(path: str, at_most: int) -> bytes:

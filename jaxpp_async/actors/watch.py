@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxpp_async.actors.actor_info import ActorInfo
@@ -18,12 +18,13 @@ from jaxpp_async.actors.failure import describe_silence, silent_error, stuck_err
 from jaxpp_async.actors.messages import Beat, Reported
 from jaxpp_async.actors.monitor import DEAD_S, SUSPECT_S, Dead, Monitor, Recovered, Suspect, Verdict
 from jaxpp_async.actors.owned_tasks import OwnedTasks
-from jaxpp_async.actors.progress import Position
+from jaxpp_async.actors.processes import Processes
+from jaxpp_async.actors.progress import Position, hindmost
 from jaxpp_async.actors.protocol import Identity
 from jaxpp_async.actors.rpc import StepHandle
 from jaxpp_async.actors.stuck import PROGRESS_S, Stall, StuckSteps
 from jaxpp_async.errors import ActorError
-from jaxpp_async.program import ActorId
+from jaxpp_async.program import ActorId, ProcessId
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -53,6 +54,7 @@ class Watch:
         ask: sends `Report` to an actor; gives the reply, to come. May raise `ActorError`.
         fail: takes the error that a silent actor or a stuck step is.
         look: where an actor is by the page that it shares with this host, if it does; a stopped one has told since.
+        processes: which are whose; None: each actor is one.
         is_busy: whether actors do something else than steps, such as being started anew; no step is stuck then.
         tell: told of suspects and of those that are back.
     """
@@ -62,14 +64,16 @@ class Watch:
         *,
         part: Part,
         under_way: Mapping[int, StepHandle],
-        info: Callable[[ActorId], ActorInfo],
-        ask: Callable[[ActorId], asyncio.Future[Reported]],
+        info: Callable[[ProcessId], ActorInfo],
+        ask: Callable[[ProcessId], asyncio.Future[Reported]],
         fail: Callable[[ActorError], None],
-        look: Callable[[ActorId], Position | None] = lambda actor: None,
+        look: Callable[[ProcessId], Position | None] = lambda process: None,
         is_busy: Callable[[], bool] = lambda: False,
         tell: Callable[[Suspect | Recovered], None] = lambda verdict: None,
         patience: Patience | None = None,
+        processes: Processes | None = None,
     ):
+        self._per_actor = processes.per_actor if processes is not None else 1
         patience = patience or Patience()
         self._part, self._under_way, self._info, self._ask = part, under_way, info, ask
         self._look, self._fail, self._is_busy, self._tell, self._patience = look, fail, is_busy, tell, patience
@@ -83,15 +87,15 @@ class Watch:
 
     # ------------------------------------------------------------ for owners
 
-    def watch(self, actor: ActorId) -> None:
-        """Watch an actor from now on: one that is ready, and whose process beats."""
-        self._monitor.watch(actor, self._now())
+    def watch(self, process: ProcessId) -> None:
+        """Watch a process from now on: one that is ready, and beats."""
+        self._monitor.watch(process, self._now())
         if self._timer is None and not self._closed:
             self._schedule()
 
-    def unwatch(self, actor: ActorId) -> None:
-        """Watch an actor no longer: it is dead, or will be made dead."""
-        self._monitor.unwatch(actor)
+    def unwatch(self, process: ProcessId) -> None:
+        """Watch a process no longer: it is dead, or will be made dead."""
+        self._monitor.unwatch(process)
 
     def heard(self, identity: Identity, beat: Beat) -> None:
         """Take a sign of life (`Gate.on_beat`)."""
@@ -150,7 +154,7 @@ class Watch:
             self._tell(verdict)
             return
         position = self._look(verdict.process) or verdict.position
-        at = place(self._part, verdict.process, position) if position is not None else None
+        at = place(self._part, info.id, position) if position is not None else None
         if isinstance(verdict, Dead):
             step = self._unfinished([verdict.process]).get(verdict.process)
             self._fail(silent_error(info, verdict.silence_s, step, at))
@@ -159,44 +163,72 @@ class Watch:
         _LOG.warning("%s; it is given up after %g s", said, self._patience.dead_s, extra=_where(info))
         self._tell(verdict)
 
-    def _unfinished(self, actors: Sequence[ActorId]) -> dict[ActorId, int]:
-        """Each actor's oldest step that it has not finished; those without one are left out."""
-        found: dict[ActorId, int] = {}
+    def _unfinished(self, processes: Sequence[ProcessId]) -> dict[ProcessId, int]:
+        """The oldest step that each process has not finished; those without one are left out."""
+        found: dict[ProcessId, int] = {}
         for step, handle in sorted(self._under_way.items()):
-            for actor in actors:
-                if actor not in found and handle.waits_for(actor):
-                    found[actor] = step
+            for process in processes:
+                if process not in found and handle.waits_for(process):
+                    found[process] = step
         return found
+
+    def _by_actor(self, unfinished: Mapping[ProcessId, int]) -> dict[ActorId, list[ProcessId]]:
+        found: dict[ActorId, list[ProcessId]] = {}
+        for process in unfinished:
+            found.setdefault(process // self._per_actor, []).append(process)
+        return found
+
+    def _steps(self, unfinished: Mapping[ProcessId, int]) -> dict[ActorId, int]:
+        return {a: min(unfinished[p] for p in processes) for a, processes in self._by_actor(unfinished).items()}
+
+    def _actors(self, processes: Collection[ProcessId]) -> frozenset[ActorId]:
+        return frozenset(process // self._per_actor for process in processes)
 
     def _judge_steps(self, now: float) -> None:
         unfinished = self._unfinished(self._monitor.watched)
-        positions = {actor: self._monitor.position(actor) for actor in unfinished}
-        silent = self._monitor.silent(now, self._patience.suspect_s)
-        stall = self._stuck.judge(now, unfinished, positions, silent)
+        positions = {
+            actor: hindmost([self._monitor.position(process) for process in processes])
+            for actor, processes in self._by_actor(unfinished).items()
+        }
+        silent = self._actors(self._monitor.silent(now, self._patience.suspect_s))
+        stall = self._stuck.judge(now, self._steps(unfinished), positions, silent)
         if stall is not None:
             self._tasks.start("ask about a step that stands still", self._inquire(stall))
 
     async def _inquire(self, stall: Stall) -> None:
-        reports = await self._reports(self._unfinished(self._monitor.watched))
+        told = await self._reports(self._unfinished(self._monitor.watched))
         now = self._now()
-        silent = self._monitor.silent(now, min(_QUIET_S, self._patience.suspect_s))
-        unfinished = self._unfinished([actor for actor in self._monitor.watched if actor in reports])
-        autopsy = self._stuck.conclude(now, stall, unfinished, reports, silent)
+        silent = self._actors(self._monitor.silent(now, min(_QUIET_S, self._patience.suspect_s)))
+        unfinished = self._unfinished([process for process in self._monitor.watched if process in told])
+        speakers = {a: _speaker(processes, told) for a, processes in self._by_actor(unfinished).items()}
+        reports = {actor: told[process] for actor, process in speakers.items()}
+        autopsy = self._stuck.conclude(now, stall, self._steps(unfinished), reports, silent)
         if autopsy is None or self._is_paused or self._closed:
             return
-        actors = {actor: self._info(actor) for actor in unfinished}
+        actors = {actor: self._info(process) for actor, process in speakers.items()}
         self._stuck.restart()
         self._fail(stuck_error(autopsy, stall.still_s, actors))
 
-    async def _reports(self, actors: Mapping[ActorId, int]) -> dict[ActorId, Reported | None]:
-        """What the actors say; None of one that does not in time. Nothing at all if the mesh ends meanwhile."""
+    async def _reports(self, processes: Mapping[ProcessId, int]) -> dict[ProcessId, Reported | None]:
+        """What they say; None of one that does not in time. Nothing at all if the mesh ends meanwhile."""
         try:
-            asked = {actor: self._ask(actor) for actor in actors}
+            asked = {process: self._ask(process) for process in processes}
             if asked:
                 await asyncio.wait(asked.values(), timeout=REPORT_S)
-            return {actor: future.result() if future.done() else None for actor, future in asked.items()}
+            return {process: future.result() if future.done() else None for process, future in asked.items()}
         except ActorError:
             return {}
+
+
+def _speaker(processes: Sequence[ProcessId], told: Mapping[ProcessId, Reported | None]) -> ProcessId:
+    """Who tells where an actor is: one that says nothing, or the one that is furthest behind. Those before it may only
+    wait for it, in a task that they compute together."""
+
+    def place_of(process: ProcessId) -> tuple[int, int, bool]:
+        said = told[process]
+        return (said.step or 0, said.instruction, said.running) if said is not None else (-1, 0, False)
+
+    return min(processes, key=place_of)
 
 
 def _where(info: ActorInfo) -> dict[str, object]:

@@ -47,15 +47,33 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an array that several processes have written.
+
+    Args:
+        file: its file's name. name: under which it is there.
+        start: where it begins in the array. shape: its own.
+        sha256: of its C-order little-endian bytes.
+    """
+
+    file: str
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class Array:
-    """An array in a file, under its path.
+    """An array in a file, under its path; or in pieces, which together are all of it.
 
     Args:
         file: the file's name.
         dtype: numpy or ml_dtypes name; key arrays stand as their `uint32` data.
         shape: of what is stored: for key arrays, of their data.
-        sha256: of its C-order little-endian bytes.
+        sha256: of its C-order little-endian bytes; empty for one in pieces, whose `file` is the first's.
         key_impl: PRNG implementation, for key arrays.
+        pieces: in the order of their beginnings; none: it is in one piece.
     """
 
     file: str
@@ -63,6 +81,7 @@ class Array:
     shape: tuple[int, ...]
     sha256: str
     key_impl: str | None = None
+    pieces: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +151,28 @@ def _array(fields: Mapping[str, Any], files: Mapping[str, File]) -> Array:
     shape = fields["shape"]
     if type(shape) is not list or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"{shape!r:.80} is no shape")
-    array = Array(**{**fields, "shape": tuple(shape)})
+    pieces = tuple(_piece(piece, shape, files) for piece in fields.get("pieces", ()))
+    array = Array(**{**fields, "shape": tuple(shape), "pieces": pieces})
+    if pieces and sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
+        raise ValueError(f"pieces of {sum(math.prod(p.shape) for p in pieces)} elements are no array {shape!r:.80}")
     if array.file not in files:
         raise ValueError(f"{array.file!r:.80} is none of its files")
     if type(array.sha256) is not str or type(array.key_impl) not in (str, type(None)) or not _is_dtype(array.dtype):
         raise ValueError(f"{fields!r:.200} describes no array")
     return array
+
+
+def _piece(fields: Mapping[str, Any], whole: list[int], files: Mapping[str, File]) -> Piece:
+    start, shape = fields["start"], fields["shape"]
+    for numbers in (start, shape):
+        if type(numbers) is not list or len(numbers) != len(whole) or not all(type(n) is int for n in numbers):
+            raise ValueError(f"{numbers!r:.80} is no place in an array {whole!r:.80}")
+    if not all(0 <= first <= first + size <= most for first, size, most in zip(start, shape, whole, strict=True)):
+        raise ValueError(f"a piece {shape!r:.80} at {start!r:.80} lies outside of an array {whole!r:.80}")
+    piece = Piece(**{**fields, "start": tuple(start), "shape": tuple(shape)})
+    if piece.file not in files or type(piece.name) is not str or type(piece.sha256) is not str:
+        raise ValueError(f"{fields!r:.200} describes no piece of an array")
+    return piece
 
 
 def _is_dtype(name: Any) -> bool:
@@ -150,7 +185,17 @@ def _is_dtype(name: Any) -> bool:
 
 
 def _array_fields(array: Array) -> dict[str, Any]:
-    fields = {"file": array.file, "dtype": array.dtype, "shape": list(array.shape), "sha256": array.sha256}
+    fields: dict[str, Any] = {
+        "file": array.file,
+        "dtype": array.dtype,
+        "shape": list(array.shape),
+        "sha256": array.sha256,
+    }
+    if array.pieces:
+        fields["pieces"] = [
+            {"file": p.file, "name": p.name, "start": list(p.start), "shape": list(p.shape), "sha256": p.sha256}
+            for p in array.pieces
+        ]
     return fields | ({"key_impl": array.key_impl} if array.key_impl is not None else {})
 
 

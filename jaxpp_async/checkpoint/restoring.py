@@ -12,14 +12,14 @@ import numpy as np
 from jaxpp_async.actors import checkpoint_folder, tensor_files
 from jaxpp_async.actors.bringup import all_of
 from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.messages import Done, FilePart, ReadFile
+from jaxpp_async.actors.messages import Done, FilePart, FilePiece, ReadFile
 from jaxpp_async.arrays import DELETED, RemoteArray
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint import trees
 from jaxpp_async.checkpoint.saving import failed
 from jaxpp_async.checkpoint.trees import Target
 from jaxpp_async.errors import ActorError, CheckpointError, RemoteError
-from jaxpp_async.program import ActorId
+from jaxpp_async.program import ProcessId
 from jaxpp_async.values import RemoteValues
 
 _MAX_MANIFEST_BYTES = 256 << 20
@@ -130,27 +130,30 @@ class _Reading:
     async def _fill(self, wanted: dict[str, Target], remote: dict[str, RemoteArray]) -> dict[str, Any]:
         """Fill the arrays on the actors; the other leaves, by path."""
         here = {path: target for path, target in wanted.items() if path not in remote}
-        by_actor: dict[ActorId, dict[str, list[FilePart]]] = {}
+        by_process: dict[ProcessId, dict[str, list[FilePart]]] = {}
         for path, array in remote.items():
             if path in self._manifest.arrays:
-                self._ask_for(path, array, by_actor)
-        await all_of({actor: self._read_on(actor, files) for actor, files in by_actor.items()}, "restore")
+                self._ask_for(path, array, by_process)
+        await all_of({process: self._read_on(process, files) for process, files in by_process.items()}, "restore")
         await self._controller.secure()
         await self._values.fill([(remote[p], self._plain(p, remote[p])) for p in remote if p in self._manifest.values])
         hosts = await asyncio.to_thread(self._read_here, [path for path in here if path in self._manifest.arrays])
         return {path: self._finished(target, hosts.get(path), path) for path, target in here.items()}
 
-    def _ask_for(self, path: str, array: RemoteArray, by_actor: dict[ActorId, dict[str, list[FilePart]]]) -> None:
+    def _ask_for(self, path: str, array: RemoteArray, by_process: dict[ProcessId, dict[str, list[FilePart]]]) -> None:
         stored = self._manifest.arrays[path]
-        part = FilePart(path, stored.sha256, array.array_id, array.value_type.aval)
-        for actor in array.actors:
-            by_actor.setdefault(actor, {}).setdefault(stored.file, []).append(part)
+        pieces = tuple(
+            FilePiece(os.path.join(self._folder, p.file), p.name, p.start, p.shape, p.sha256) for p in stored.pieces
+        )
+        part = FilePart(path, stored.sha256, array.array_id, array.value_type.aval, pieces)
+        for process in self._controller.processes.of_all(array.actors):
+            by_process.setdefault(process, {}).setdefault(stored.file, []).append(part)
 
-    async def _read_on(self, actor: ActorId, files: dict[str, list[FilePart]]) -> None:
+    async def _read_on(self, process: ProcessId, files: dict[str, list[FilePart]]) -> None:
         """One file after the other, so that an actor's host memory holds no more than one of them."""
         for name, parts in files.items():
             make: Callable[[int], ReadFile] = _request(os.path.join(self._folder, name), parts)
-            await self._controller.requests.send(actor, make, Done)
+            await self._controller.requests.send(process, make, Done)
 
     def _plain(self, path: str, array: RemoteArray) -> np.ndarray:
         return np.asarray(self._manifest.values[path], array.value_type.aval.dtype)
@@ -158,9 +161,21 @@ class _Reading:
     def _read_here(self, paths: Sequence[str]) -> dict[str, np.ndarray]:
         """Runs in a thread."""
         by_file: dict[str, list[str]] = {}
-        for path in paths:
-            by_file.setdefault(self._manifest.arrays[path].file, []).append(path)
         found: dict[str, np.ndarray] = {}
+        for path in paths:
+            array = self._manifest.arrays[path]
+            if not array.pieces:
+                by_file.setdefault(array.file, []).append(path)
+                continue
+            pieces = [
+                (
+                    os.path.join(self._folder, p.file),
+                    p.start,
+                    tensor_files.Wanted(p.name, array.dtype, p.shape, p.sha256),
+                )
+                for p in array.pieces
+            ]
+            found[path] = tensor_files.read_pieces(array.shape, array.dtype, pieces)
         for name, members in by_file.items():
             stored = [(path, self._manifest.arrays[path]) for path in members]
             wanted = [tensor_files.Wanted(path, a.dtype, a.shape, a.sha256) for path, a in stored]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -22,12 +23,14 @@ from jaxpp_async.actors.bringup import all_of
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.messages import ArrayId, Done, Sweep, Take, WriteFile, Written
 from jaxpp_async.actors.owned_tasks import OwnedTasks
+from jaxpp_async.actors.parts import Part
+from jaxpp_async.actors.processes import Seat
 from jaxpp_async.arrays import Owner
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint.trees import Leaves, to_save
 from jaxpp_async.errors import ActorError, CheckpointError
 from jaxpp_async.events import Emit, EventLog
-from jaxpp_async.program import CONTROLLER, ActorId
+from jaxpp_async.program import CONTROLLER, ActorId, Aval, ProcessId
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -169,12 +172,12 @@ class Saver:
     ) -> Saving:
         """Take hold of everything; from here on nothing is awaited until the actors have been asked to do so too."""
         leaves = to_save(tree, self._owner)
-        plan = _plan(leaves)
+        plan = _plan(leaves, self._controller())
         controller, save_id = self._controller(), checkpoint_folder.new_save_id()
         controller.before_save()
         takes = {
-            actor: controller.requests.send(actor, lambda r, ids=ids: Take(r, folder, ids), Done, awaited=awaited)
-            for actor, ids in plan.takes.items()
+            process: controller.requests.send(process, lambda r, ids=ids: Take(r, folder, ids), Done, awaited=awaited)
+            for process, ids in plan.takes.items()
         }
         saving = self._current = Saving(folder, plan.size_bytes, is_awaited=awaited)
         job = _Job(controller, saving, save_id, leaves, plan, takes, on_progress, after, self._on_event, self._sweeps)
@@ -199,7 +202,8 @@ class _Sweeps:
         controller = self._controller()
         if controller.is_closed:
             return
-        sweeps = [controller.requests.send(info.id, make, Done, awaited=False) for info in controller.actors]
+        everyone = controller.processes.everyone
+        sweeps = [controller.requests.send(process, make, Done, awaited=False) for process in everyone]
         for sweep in sweeps:
             self._under_way.setdefault(folder, set()).add(sweep)
             sweep.add_done_callback(lambda sweep: self._ended(folder, sweep))
@@ -224,32 +228,82 @@ class _Sweeps:
 
 
 @dataclass(frozen=True, slots=True)
+class _Entry:
+    """An array in a file, or one of the parts in which the processes of an actor have it.
+
+    Args:
+        part: None: all of it.
+    """
+
+    array_id: ArrayId
+    path: str
+    part: Part | None = None
+
+    @property
+    def name(self) -> str:
+        """Under which it is there."""
+        if self.part is None:
+            return self.path
+        starts = ",".join(str(start) for start in _start(self.part))
+        return f"{self.path}[{starts}]"
+
+    @property
+    def number(self) -> int:
+        """As `WriteFile` has it."""
+        return -1 if self.part is None else self.part.number
+
+
+@dataclass(frozen=True, slots=True)
 class _Plan:
     """Who writes what.
 
     Args:
-        takes: the arrays that each actor is to take hold of.
-        files: each actor's files, each a list of (array, path).
+        takes: the arrays that each process is to take hold of.
+        files: each process's files, and what is in them.
     """
 
-    takes: dict[ActorId, tuple[ArrayId, ...]]
-    files: dict[ActorId, list[tuple[tuple[ArrayId, str], ...]]]
+    takes: dict[ProcessId, tuple[ArrayId, ...]]
+    files: dict[ProcessId, list[tuple[_Entry, ...]]]
     size_bytes: int
 
 
-def _plan(leaves: Leaves) -> _Plan:
+def _start(part: Part) -> tuple[int, ...]:
+    return tuple(one.start or 0 for one in part.index)
+
+
+def _plan(leaves: Leaves, controller: Controller) -> _Plan:
     paths: dict[ArrayId, list[str]] = {}
     for path, array in leaves.remote.items():
         paths.setdefault(array.array_id, []).append(path)  # one array may stand at several places of the tree
     by_id = {array.array_id: array for array in leaves.remote.values()}
     sizes = {i: array.nbytes * len(paths[i]) for i, array in by_id.items()}
     shares = m.share_out(sizes, {i: array.actors for i, array in by_id.items()})
-    files = {
-        actor: [tuple((i, path) for i in ids for path in paths[i]) for ids in m.in_files(share, sizes, FILE_BYTES)]
-        for actor, share in shares.items()
-    }
+    files: dict[ProcessId, list[tuple[_Entry, ...]]] = {}
+    takes: dict[ProcessId, dict[ArrayId, None]] = {}
+    for actor, share in shares.items():
+        for ids in m.in_files(share, sizes, FILE_BYTES):
+            of_process: dict[ProcessId, list[_Entry]] = {}
+            for i in ids:
+                for process, parts in _writers(actor, i, by_id[i].value_type.aval, controller):
+                    takes.setdefault(process, {})[i] = None
+                    entries = of_process.setdefault(process, [])
+                    entries += [_Entry(i, path, part) for path in paths[i] for part in parts]
+            for process, entries in of_process.items():
+                files.setdefault(process, []).append(tuple(entries))
     size_bytes = sum(sizes.values()) + sum(array.nbytes for array in leaves.host.values())
-    return _Plan({actor: tuple(share) for actor, share in shares.items()}, files, size_bytes)
+    return _Plan({process: tuple(ids) for process, ids in takes.items()}, files, size_bytes)
+
+
+def _writers(
+    actor: ActorId, array_id: ArrayId, aval: Aval, controller: Controller
+) -> list[tuple[ProcessId, Sequence[Part | None]]]:
+    """Which of an actor's processes write an array, and which parts of it."""
+    processes, how = controller.processes, controller.scattering
+    if how is None:
+        return [(processes.process(actor, 0), [None])]
+    owned = how.owned(array_id, aval)
+    is_whole = len(how.parts(aval)) == 1
+    return [(processes.process(actor, rank), [None] if is_whole else parts) for rank, parts in sorted(owned.items())]
 
 
 class _Job:
@@ -262,7 +316,7 @@ class _Job:
         save_id: str,
         leaves: Leaves,
         plan: _Plan,
-        takes: Mapping[ActorId, asyncio.Future[Any]],
+        takes: Mapping[ProcessId, asyncio.Future[Any]],
         on_progress: OnProgress | None,
         after_commit: AfterCommit | None,
         on_event: Emit,
@@ -311,7 +365,7 @@ class _Job:
 
     async def _write_all(self) -> None:
         await _in_thread(self._make_folder)
-        writers = {actor: self._write_on(actor, files) for actor, files in self._plan.files.items()}
+        writers = {process: self._write_on(process, files) for process, files in self._plan.files.items()}
         if self._leaves.host:
             writers[CONTROLLER] = self._write_here()
         await all_of(writers, "save")
@@ -320,24 +374,45 @@ class _Job:
         """Runs in a thread, whose end a cancellation does not see: what it made is noted here."""
         self._made = checkpoint_folder.make(self._folder)
 
-    async def _write_on(self, actor: ActorId, files: Sequence[tuple[tuple[ArrayId, str], ...]]) -> None:
+    async def _write_on(self, process: ProcessId, files: Sequence[Sequence[_Entry]]) -> None:
         """One file after the other: the actor's threads have other things to do as well."""
-        await self._takes[actor]
+        await self._takes[process]
         requests = self._controller.requests
-        for index, arrays in enumerate(files):
-            name = checkpoint_folder.file_name(self._save_id, actor, index)
-            paths = [path for _, path in arrays]
+        for index, entries in enumerate(files):
+            file = checkpoint_folder.file_name(self._save_id, process, index)
+            paths = list(dict.fromkeys(entry.path for entry in entries))
 
-            def ask(request: int, name: str = name, arrays: Any = arrays, paths: Sequence[str] = paths) -> WriteFile:
-                return WriteFile(request, self._folder, name, arrays, self._metadata(paths))
+            def ask(
+                request: int, file: str = file, entries: Sequence[_Entry] = entries, paths: Sequence[str] = paths
+            ) -> WriteFile:
+                arrays = tuple((entry.array_id, entry.name, entry.number) for entry in entries)
+                return WriteFile(request, self._folder, file, arrays, self._metadata(paths))
 
-            written: Written = await requests.send(actor, ask, Written, awaited=self._saving.is_awaited)
-            info = requests.info(actor)
-            self._files[name] = m.File(written.size_bytes, f"actor {actor} on host {info.host}")
-            for path, digest in zip(paths, written.sha256, strict=True):
-                aval = self._leaves.remote[path].value_type.aval
-                self._arrays[path] = m.Array(name, aval.dtype, aval.shape, digest, self._leaves.key_impls.get(path))
-            self._advance(sum(self._leaves.remote[path].nbytes for path in paths))
+            written: Written = await requests.send(process, ask, Written, awaited=self._saving.is_awaited)
+            info = requests.info(process)
+            seat = Seat(info.process, info.size)
+            self._files[file] = m.File(written.size_bytes, f"{seat} on host {info.host}")
+            for entry, digest in zip(entries, written.sha256, strict=True):
+                self._note(file, entry, digest)
+            self._advance(sum(self._size_of(entry) for entry in entries))
+
+    def _note(self, file: str, entry: _Entry, digest: str) -> None:
+        """An array, or a part of one, is in a file."""
+        path, part = entry.path, entry.part
+        aval, key_impl = self._leaves.remote[path].value_type.aval, self._leaves.key_impls.get(path)
+        if part is None:
+            self._arrays[path] = m.Array(file, aval.dtype, aval.shape, digest, key_impl)
+            return
+        before = self._arrays[path].pieces if path in self._arrays else ()
+        piece = m.Piece(file, entry.name, _start(part), part.shape, digest)
+        pieces = tuple(sorted((*before, piece), key=lambda p: p.start))
+        self._arrays[path] = m.Array(pieces[0].file, aval.dtype, aval.shape, "", key_impl, pieces)
+
+    def _size_of(self, entry: _Entry) -> int:
+        array = self._leaves.remote[entry.path]
+        if entry.part is None:
+            return array.nbytes
+        return array.nbytes * math.prod(entry.part.shape) // max(1, math.prod(array.value_type.aval.shape))
 
     async def _write_here(self) -> None:
         """The arrays that lie here."""

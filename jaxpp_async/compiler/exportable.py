@@ -10,6 +10,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Sequence
 
+from jaxpp_async import jax_compat
 from jaxpp_async.compiler.emit import Target, emit
 from jaxpp_async.compiler.ir import Op, Types
 from jaxpp_async.compiler.recipes import Recipe
@@ -67,6 +68,11 @@ def _message(recipe: Recipe, op: Op, error: Exception) -> str:
         return (
             f"{where}`{op.name}` in task {recipe.name} calls foreign code, {foreign[1]!r}, which cannot be exported to "
             "the actors; write it with JAX's own operations"
+        )
+    if jax_compat.is_missing_gpu_error(error):
+        return (
+            f"{where}`{op.name}` in task {recipe.name} needs a GPU in this process to be lowered "
+            f"({text.splitlines()[0]}); start it where there is one, or use an implementation that can do without"
         )
     why = text.splitlines()[0] if text else type(error).__name__
     return (

@@ -88,6 +88,12 @@ def _traced(fn: Callable, args: Sequence[Any]) -> tuple[Any, Any]:
     except jax_compat.ShardingTypeError as error:  # on explicit axes; JAX says what to do
         raise ShardingError(f"{jax_compat.error_line(error)}: {error}") from error
     except (ValueError, RuntimeError) as error:
+        if jax_compat.is_missing_gpu_error(error):
+            raise UnsupportedError(
+                f"{jax_compat.error_line(error)}: the step needs a GPU in this process to be traced ({error}); "
+                "start it where there is one, or use an implementation that can do without "
+                "(implementation='xla', if this is jax.nn.dot_product_attention)"
+            ) from error
         if not jax_compat.is_unknown_axis_error(error):
             raise
         axes = list(jax.sharding.get_abstract_mesh().shape)

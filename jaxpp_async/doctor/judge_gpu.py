@@ -57,6 +57,11 @@ def judge_together(found: Examination) -> Iterator[Finding]:
     if len(majors) > 1:
         said = "; ".join(f"CUDA {major} on {', '.join(who)}" for major, who in majors.items())
         yield error("versions", ALL, f"JAX is for different CUDAs: {said}", "install the same extra on all hosts")
+    if asked.transport == "nccl":
+        versions = _by_value({name: _nccl(facts) or None for name, facts in known.items()})
+        if len(versions) > 1:
+            said = "; ".join(f"{version} on {', '.join(who)}" for version, who in versions.items())
+            yield error("versions", ALL, f"NCCL differs: {said}", "install the same on all")
     kinds = _by_value({name: _only({gpu.name for gpu in facts.gpus}) for name, facts in known.items()})
     if len(kinds) > 1:
         said = "; ".join(f"{kind} on {', '.join(who)}" for kind, who in kinds.items())

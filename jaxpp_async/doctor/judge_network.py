@@ -14,6 +14,9 @@ MEMLOCK_BYTES = 1 << 30
 SLOW = 0.2
 """Of what RDMA ports on both sides could do: less than that did not go through them."""
 
+WHEEL = "/site-packages/libucx/"
+"""Where pip puts UCX."""
+
 _RDMA = ("rc", "dc", "ud")
 
 
@@ -42,7 +45,9 @@ def _ucx(ucx: Ucx, package: str) -> str:
         if resource.transport != "self":
             by_device.setdefault(resource.device, []).append(resource.transport)
     devices = "".join(f"; {device}: {', '.join(transports)}" for device, transports in by_device.items())
-    return f"UCX {ucx.version} ({package or 'ucxx'}){devices}"
+    # pip's own place is not worth a line of its own.
+    place = "" if WHEEL in ucx.library or not ucx.library else f" of {ucx.library}"
+    return f"UCX {ucx.version}{place} ({package or 'ucxx'}){devices}"
 
 
 def _cuda_transports(name: str, facts: HostFacts, transports: set[str]) -> Iterator[Finding]:
@@ -106,11 +111,12 @@ def _without_rc(facts: HostFacts) -> tuple[str, str]:
     what = "UCX has no rc: it would use TCP, not InfiniBand"
     if restricted := _restricted(facts, "rc"):
         return what, restricted
-    if facts.ucx is not None and "/site-packages/libucx/" in facts.ucx.library:
+    if facts.ucx is not None and WHEEL in facts.ucx.library:
         return (
             f"{what}; UCX of pip's wheels is built without InfiniBand",
-            "install your distribution's UCX (or your cluster's), and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true "
-            "for the actors (env=); or take ucxx from conda-forge, with rdma-core. See docs/cluster.md",
+            "take your cluster's UCX, or your distribution's (Debian: libucx-dev), and set "
+            "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true for the actors (env=); or take ucxx from conda-forge, with "
+            "rdma-core. See docs/cluster.md",
         )
     return what, "is UCX built with verbs (`ucx_info -v`), and is rdma-core installed?"
 

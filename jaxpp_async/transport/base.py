@@ -97,6 +97,11 @@ class Transport(Protocol):
         """
         ...
 
+    def routes(self, peer: Peer) -> tuple[str, ...]:
+        """The ways that it has chosen for messages to and from a connected peer, by the medium's names for them
+        (`"posix"`, `"cuda_ipc"`, `"rc_mlx5"`, `"tcp"`), sorted; none if the medium has but one, or does not say."""
+        ...
+
     def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
         """Start sending the whole of `buffer`.
 

@@ -28,11 +28,13 @@ class Memory(NamedTuple):
         address: of the first byte, on the host or on a device.
         size_bytes: how many.
         owner: keeps the bytes alive; the transport holds it for as long as it holds the memory.
+        on_device: they are in a GPU's memory, which this process itself cannot read or write.
     """
 
     address: int
     size_bytes: int
     owner: Any
+    on_device: bool = False
 
 
 def memory_of(buffer: Any, *, writable: bool) -> Memory:
@@ -48,7 +50,7 @@ def memory_of(buffer: Any, *, writable: bool) -> Memory:
     if type(buffer) is SharedBlock:
         return Memory(buffer.address, buffer.size_bytes, buffer)
     address, size_bytes = locate(buffer, writable=writable)
-    return Memory(address, size_bytes, buffer)
+    return Memory(address, size_bytes, buffer, not isinstance(buffer, np.ndarray))
 
 
 def locate(buffer: Any, *, writable: bool) -> tuple[int, int]:

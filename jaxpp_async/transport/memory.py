@@ -122,6 +122,9 @@ class MemoryTransport:
     def address(self) -> bytes:
         return b"%s:epoch %d" % (self._address, self.epoch)
 
+    def routes(self, peer: Peer) -> tuple[str, ...]:
+        return ()
+
     async def connect(self, peer: Peer, address: bytes) -> None:
         if self._closed:
             raise TransferError(f"peer {self.peer_id}: the transport has closed")

@@ -44,6 +44,29 @@ class _Param(ctypes.Structure):
     )
 
 
+class _Route(ctypes.Structure):
+    """`ucp_transport_entry_t`."""
+
+    _fields_ = (("transport_name", ctypes.c_char_p), ("device_name", ctypes.c_char_p))
+
+
+class _EndpointInfo(ctypes.Structure):
+    """`ucp_ep_attr_t`."""
+
+    _fields_ = (
+        ("field_mask", ctypes.c_uint64),
+        ("name", ctypes.c_char * 32),
+        ("local_sockaddr", ctypes.c_uint64 * 16),  # 128 bytes, and aligned, as `struct sockaddr_storage` is
+        ("remote_sockaddr", ctypes.c_uint64 * 16),
+        ("routes", ctypes.POINTER(_Route)),
+        ("num_routes", ctypes.c_uint),
+        ("route_size", ctypes.c_size_t),
+        ("user_data", ctypes.c_void_p),
+    )
+
+
+_FIELD_ROUTES, _MAX_ROUTES = 1 << 3, 32
+
 # ucs_status_t is a packed enum: one signed byte.
 _SendCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int8, ctypes.c_void_p)
 _RecvCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int8, ctypes.c_void_p, ctypes.c_void_p)
@@ -121,6 +144,19 @@ class TagPort:
         if result and not is_error(result):
             self.free(result)
 
+    def routes(self, endpoint: int) -> tuple[str, ...]:
+        """UCX's names of the transports that an endpoint uses, sorted; none if UCX does not say."""
+        entries = (_Route * _MAX_ROUTES)()
+        info = _EndpointInfo(
+            field_mask=_FIELD_ROUTES,
+            routes=ctypes.cast(entries, ctypes.POINTER(_Route)),
+            num_routes=_MAX_ROUTES,
+            route_size=ctypes.sizeof(_Route),
+        )
+        if self._ucp.ucp_ep_query(endpoint, ctypes.byref(info)) != STATUS_OK:
+            return ()
+        return tuple(sorted({entry.transport_name.decode() for entry in entries[: info.num_routes]}))
+
     def status_text(self, status: int) -> str:
         """UCX's own words for a status."""
         return self._ucs.ucs_status_string(status).decode()
@@ -157,6 +193,7 @@ def _declare(ucp: ctypes.CDLL, ucs: ctypes.CDLL) -> None:
         (ucp.ucp_request_cancel, None, (pointer, pointer)),
         (ucp.ucp_request_free, None, (pointer,)),
         (ucp.ucp_ep_close_nbx, result, (pointer, pointer)),
+        (ucp.ucp_ep_query, ctypes.c_int8, (pointer, pointer)),
         (ucs.ucs_status_string, ctypes.c_char_p, (ctypes.c_int8,)),
     ):
         function.restype, function.argtypes = returns, arguments

@@ -68,13 +68,16 @@ class UCXTransport:
 
     Args:
         peer_id: this side's id, from -1 (the controller) to 65534; peers name it in `send` and `recv`.
+        error_handling: UCX notices that a peer is gone, and can end what is under way. Without it, a large transfer
+            that has begun is ended by nothing, and an actor cannot live through an abort: for measuring. All peers
+            have the same.
 
     Raises:
         InstallError: ucxx is not installed.
     """
 
-    def __init__(self, peer_id: Peer):
-        self._sender_bits = sender_bits_of(peer_id)
+    def __init__(self, peer_id: Peer, *, error_handling: bool = True):
+        self._sender_bits, self._error_handling = sender_bits_of(peer_id), error_handling
         self.peer_id, self.epoch = peer_id, 0
         self._loop = asyncio.get_running_loop()
         self._ucxx, context = process_context.acquire()
@@ -116,7 +119,7 @@ class UCXTransport:
             self._discard_unexpected(sender_bits_of(peer), self._past_epochs.pop(peer))
         try:
             endpoint = self._worker.create_endpoint_from_worker_address(
-                self._ucxx.UCXAddress.create_from_buffer(target), True
+                self._ucxx.UCXAddress.create_from_buffer(target), self._error_handling
             )
         except self._ucxx.UCXError as error:
             raise TransferError(f"peer {self.peer_id} cannot reach peer {peer}: {error}") from error
@@ -126,6 +129,10 @@ class UCXTransport:
         endpoint.set_close_callback(lambda: failed.append(link))
         self._links[peer] = link
         self._kick()
+
+    def routes(self, peer: Peer) -> tuple[str, ...]:
+        link = self._links.get(peer)
+        return () if link is None else self._port.routes(link.handle)
 
     def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
         return post_future(self._loop, self.post_send, memory_of(buffer, writable=False), peer, tag)

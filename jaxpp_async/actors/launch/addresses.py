@@ -27,6 +27,19 @@ def address_towards(host: str) -> str | None:
         return probe.getsockname()[0]
 
 
+def addresses_of_hosts(ends: Sequence[tuple[str, str]]) -> list[str]:
+    """Addresses by which the hosts of some processes reach each other.
+
+    Args:
+        ends: of the connection of each process with this one: its address, and ours.
+    """
+    outside = [own for theirs, own in ends if not ipaddress.ip_address(theirs).is_loopback]
+    if not outside:
+        return [theirs for theirs, _ in ends]
+    # Those on this machine may have come by its loopback, where the others would look for them on their own.
+    return [outside[0] if ipaddress.ip_address(theirs).is_loopback else theirs for theirs, _ in ends]
+
+
 def control_address(hosts: Sequence[str]) -> str:
     """The one address by which all hosts reach this machine: loopback if all of them are this machine.
 

@@ -5,21 +5,26 @@ The interface is public: `docs/launching.md` says what a launcher of one's own h
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from jaxpp_async.actors.exit_codes import LEASE_S
+from jaxpp_async.actors.processes import Seat
 from jaxpp_async.actors.progress import Position
 from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.actors.records import package_level
 from jaxpp_async.actors.warden import Death
 from jaxpp_async.errors import MeshError
-from jaxpp_async.program import ActorId, ProcessId
+from jaxpp_async.program import ProcessId
 from jaxpp_async.transport.base import Transport
 
 DEFAULT_ACTOR = "jaxpp_async.actors.actor:Actor"
+
+ERROR_HANDLING = "JAXPP_UCX_ERROR_HANDLING"
+"""`n` switches UCX's error handling off, for this process and the actors it starts here; see `UCXTransport`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +33,14 @@ class LaunchSpec:
 
     Args:
         process_id: counted from 0. num_processes: of the whole mesh, for sharing out cores.
-        name, actor_id: what to call it in lines that people read, such as `"actor 1"`; the actor it belongs to.
+        processes_per_actor: processes of one actor are neighbours; they should be near each other.
         incarnation: which life of the actor this is.
         secret: the mesh's 32 bytes.
         controller: host and port to connect to, or None if the launcher does without (`Launcher.listen_host`).
         platform: `"cpu"` or `"cuda"`.
         env: environment variables to add.
         max_frame_bytes: the longest control frame.
+        gpus: how many GPUs the process needs; 0: none.
     """
 
     process_id: ProcessId
@@ -45,8 +51,13 @@ class LaunchSpec:
     platform: str = "cpu"
     env: Mapping[str, str] = field(default_factory=dict)
     max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES
-    name: str = ""
-    actor_id: ActorId = 0
+    processes_per_actor: int = 1
+    gpus: int = 0
+
+    @property
+    def seat(self) -> Seat:
+        """Which process of which actor it is; its text is what to call it in lines that people read."""
+        return Seat(self.process_id, self.processes_per_actor)
 
     def config(self, *, actor: str = DEFAULT_ACTOR, lease_s: float = LEASE_S) -> dict[str, Any]:
         """What the process `python -m jaxpp_async.actors` reads on the first line of its stdin, as JSON.
@@ -147,7 +158,7 @@ def make_process_transport(kind: str, peer_id: int) -> Transport:
     if kind == "ucx":
         from jaxpp_async.transport.ucx import UCXTransport
 
-        return UCXTransport(peer_id)
+        return UCXTransport(peer_id, error_handling=os.environ.get(ERROR_HANDLING, "y") != "n")
     if kind == "nccl":
         from jaxpp_async.transport.nccl import NcclTransport
         from jaxpp_async.transport.nccl_library import load_library

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 
-from jaxpp_async.actors.actor_request import share_out
 from jaxpp_async.errors import MeshError
 from jaxpp_async.transport.shared import COPIES_PAST_CACHES
 
@@ -74,7 +73,7 @@ class Host:
 
     Args:
         name: what `ssh` takes: a host name, an address, or an alias of the user's ssh configuration.
-        slots: how many actors it takes.
+        slots: how many devices it takes; with one slot everywhere, how many processes.
         user, port: for ssh; None: as ssh is configured.
         settings: of this host alone.
 
@@ -110,30 +109,75 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one actor runs: the `index`-th of `count` on its host."""
+    """Where one process of an actor runs: the `index`-th of `count` on its host."""
 
     host: Host
     index: int
     count: int
 
 
-def place(hosts: Sequence[Host], num_actors: int) -> tuple[Placement, ...]:
-    """Fill the hosts' slots in order.
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How actors spread over hosts.
 
-    Returns:
-        One entry an actor.
+    Args:
+        per_actor: of how many processes each is.
+        slots_each: how many slots of one host a process takes.
+    """
+
+    per_actor: int = 1
+    slots_each: int = 1
+
+
+def spread(hosts: Sequence[Host], num_actors: int, num_devices: int, per_actor: int | None = None) -> Spread:
+    """Of how many processes each actor has to be: as few as the hosts allow, each on one host.
+
+    A slot is a device, so that an actor which no host has room for is one process on each of several. Where every host
+    has one slot, that takes a process of whatever size.
+
+    Args:
+        num_devices: of one actor.
+        per_actor: what was asked for; None: what it takes.
 
     Raises:
-        MeshError: there are more actors than slots.
+        MeshError: there is not enough room, or no way to divide the devices.
     """
-    slots = sum(host.slots for host in hosts)
-    if num_actors > slots:
+    if num_devices == 1 or all(host.slots == 1 for host in hosts):
+        place(hosts, num_actors * (per_actor or 1))
+        return Spread(per_actor or 1)
+    for each in [per_actor] if per_actor else [k for k in range(1, num_devices + 1) if num_devices % k == 0]:
+        slots_each = num_devices // each
+        if sum(host.slots // slots_each for host in hosts) >= num_actors * each:
+            return Spread(each, slots_each)
+    room = f"{sum(host.slots for host in hosts)} slots on {len(hosts)} host{'s' * (len(hosts) != 1)}"
+    of_each = f" in {per_actor} processes of {num_devices // per_actor} each" if per_actor else ""
+    raise MeshError(
+        f"{num_actors} actor{'s' * (num_actors != 1)} of {num_devices} devices{of_each} do not fit {room}; a slot "
+        "is a device, and a process lies on one host: add hosts, raise slots=, or start fewer or smaller actors "
+        "(spmd_mesh)"
+    )
+
+
+def place(hosts: Sequence[Host], num_processes: int, slots_each: int = 1) -> tuple[Placement, ...]:
+    """Fill the hosts' slots in order.
+
+    Args:
+        slots_each: how many slots of one host a process takes.
+
+    Returns:
+        One entry a process.
+
+    Raises:
+        MeshError: there are more of them than slots.
+    """
+    slots = sum(host.slots // slots_each for host in hosts)
+    if num_processes > slots:
         room = f"{slots} slot{'s' * (slots != 1)} on {len(hosts)} host{'s' * (len(hosts) != 1)}"
         fewer = f"start at most {slots} actor{'s' * (slots != 1)}"
-        raise MeshError(f"{num_actors} actors do not fit {room}; add hosts, raise slots=, or {fewer}")
+        raise MeshError(f"{num_processes} actors do not fit {room}; add hosts, raise slots=, or {fewer}")
     placements: list[Placement] = []
     for host in hosts:
-        count = min(host.slots, num_actors - len(placements))
+        count = min(host.slots // slots_each, num_processes - len(placements))
         placements += [Placement(host, index, count) for index in range(count)]
     return tuple(placements)
 
@@ -154,7 +198,7 @@ def environment(settings: Settings, placement: Placement, platform: str) -> dict
     if settings.ports is not None:
         env["UCX_TCP_PORT_RANGE"] = f"{settings.ports[0]}-{settings.ports[1]}"
     if settings.devices is not None:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(share_out(settings.devices, placement.count)[placement.index])
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(settings.devices)  # shared out on the host: `ActorRequest`
     return env | dict(settings.env)
 
 

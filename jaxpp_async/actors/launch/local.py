@@ -61,7 +61,7 @@ class LocalLauncher:
         """Spawn `python -m jaxpp_async.actors`; see `Launcher.start`."""
         if self._warden is None:
             self._warden = Warden(self._beat_s)
-        prefix = f"[{spec.name}] "
+        prefix = f"[{spec.seat}] "
         started = spawn_actor(self._warden, self._request(spec), lambda line: self._forward(prefix + line))
         actor = await asyncio.wrap_future(started)
         self._pages.append(actor.page)
@@ -86,6 +86,7 @@ class LocalLauncher:
             count=here.count,
             cpus=self._settings.cpus,
             pin_cores=self._pin_cores,
+            gpus=spec.gpus,
         )
 
 

@@ -96,6 +96,9 @@ class RemoteLauncher:
         actor: `module:name` of the actor class, for tests of the control plane.
         forward: called with each line that an actor or a host prints, prefixed; default: to `sys.stderr`.
         beat_s, lease_s: see `LocalLauncher`. timeouts: of hosts.
+
+    Attributes:
+        slots_each: how many slots of one host a process takes; to be set before the first is started.
     """
 
     transports = ("ucx", "nccl")
@@ -114,7 +117,7 @@ class RemoteLauncher:
         lease_s: float = LEASE_S,
         timeouts: Timeouts | None = None,
     ):
-        self.hosts = tuple(hosts)
+        self.hosts, self.slots_each = tuple(hosts), 1
         self._reach, self._settings, self._actor = reach, settings or Settings(), actor
         self._control_address, self._cache_dir = control_address, cache_dir
         self._forward = forward or print_to_stderr
@@ -149,16 +152,16 @@ class RemoteLauncher:
         Raises:
             LaunchError: its host, or the actor there, did not come up. HandshakeError: other versions there.
         """
-        placement = place(self.hosts, spec.num_processes)[spec.process_id]
+        placement = place(self.hosts, spec.num_processes, self.slots_each)[spec.process_id]
         host = placement.host
         link = await self._link(placement, spec)
-        key, prefix = f"{spec.process_id}.{spec.incarnation}", f"[{spec.name}, {host}] "
+        key, prefix = f"{spec.process_id}.{spec.incarnation}", f"[{spec.seat}, {host}] "
         request = await self._request(placement, spec, link.hello.result())
         try:
             handle = await link.start(key, request, os.getcwd(), lambda line: self._forward(prefix + line))
         except OSError as error:
             self._lines.set(str(host), f"failed: {error}")
-            raise LaunchError(f"host {host}: {error}", actor=spec.actor_id, host=host.name) from error
+            raise LaunchError(f"host {host}: {error}", actor=spec.seat.actor, host=host.name) from error
         self._note_started(placement, spec)
         return handle
 
@@ -180,7 +183,7 @@ class RemoteLauncher:
         key: Hashable = spec.process_id if self._reach.keeper_each else placement.host.where
         task = self._links.get(key)
         if task is None or (task.done() and _is_over(task)):
-            work = self._open(placement, spec.actor_id)
+            work = self._open(placement, spec.seat.actor)
             task = self._links[key] = asyncio.get_running_loop().create_task(work, name=f"reach {placement.host}")
         return await asyncio.shield(task)
 
@@ -241,6 +244,8 @@ class RemoteLauncher:
             count=placement.count,
             cpus=settings.cpus,
             cache_dir=self._cache_dir,
+            gpus=spec.gpus,
+            gpus_are_its_own=self._reach.keeper_each,
         )
 
     def _note_started(self, placement: Placement, spec: LaunchSpec) -> None:

@@ -1,0 +1,95 @@
+"""A stand-in for GPUs on a machine without: devices whose work is done some time after the call that asked for it.
+
+Arrays are those of JAX's CPU devices. What a real device does late, this one does late: a copy between devices is made
+when its mark is reached, and a mark is reached after a random moment, or when a test says so. The walk of buffers,
+events and messages is that of a GPU; only the memory is the host's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxpp_async.actors.actor import Actor
+from jaxpp_async.actors.cuda import DeviceCopy
+from jaxpp_async.actors.messages import Hardware
+
+LONGEST_S = 0.002
+
+
+class FakeMark:
+    """Reached after `moment()`, which blocks."""
+
+    def __init__(self, arrays: Sequence[jax.Array], copies: Sequence[DeviceCopy], moment: Callable[[], None]):
+        self.arrays, self._copies, self._moment = arrays, copies, moment
+
+    def wait(self) -> None:
+        self._moment()
+        for copy in self._copies:
+            ctypes.memmove(copy.target, copy.source, copy.size_bytes)
+
+
+class FakeDoor:
+    """A `DeviceDoor`.
+
+    Args:
+        moment: called on the watching thread before a mark is reached; may raise what the device would.
+
+    Attributes:
+        entered: the threads that made the first device's context theirs.
+        marked: what marks were asked for, in order: numbers of arrays, and of copies as negative ones.
+    """
+
+    def __init__(self, devices: Sequence[Any], moment: Callable[[], None] | None = None):
+        self.devices, self._moment = devices, moment or _a_moment
+        self.entered: list[int] = []
+        self.marked: list[int] = []
+
+    def enter(self) -> None:
+        self.entered.append(threading.get_ident())
+
+    def lane(self) -> FakeLane:
+        return FakeLane(self)
+
+    def hardware(self) -> Hardware:
+        return Hardware("a fake GPU", len(self.devices), 80 << 30, "13.0", "13.1")
+
+
+class FakeLane:
+    """A `Lane`."""
+
+    def __init__(self, door: FakeDoor):
+        self._door = door
+
+    def mark(self, arrays: Sequence[jax.Array]) -> FakeMark:
+        for array in arrays:
+            assert not array.is_deleted(), "a mark after the array was given away"
+            array.block_until_ready()  # here, for it may be given away before the mark is reached
+        self._door.marked.append(len(arrays))
+        return FakeMark(arrays, (), self._door._moment)
+
+    def copy(self, copies: Sequence[DeviceCopy]) -> FakeMark:
+        self._door.marked.append(-len(copies))
+        return FakeMark((), tuple(copies), self._door._moment)
+
+
+def _a_moment() -> None:
+    time.sleep(random.random() * LONGEST_S)
+
+
+def make_door(devices: Sequence[Any], transport: str) -> FakeDoor:
+    """For `Actor(make_door=)`."""
+    return FakeDoor(devices)
+
+
+class DeviceActor(Actor):
+    """An actor whose devices compute on their own; for launchers, as `"fake_device:DeviceActor"`."""
+
+    def __init__(self, process_id: int, **seams: Any):
+        super().__init__(process_id, make_door=make_door, **seams)

@@ -1,0 +1,285 @@
+"""Which GPUs an actor's process gets, what the compiler makes for actors with GPUs from here, where there is none, and
+what is said to who asks for what cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import export
+from jax.sharding import PartitionSpec as P
+from planning import plan_step
+
+import jaxpp_async as jpp
+from jaxpp_async import mesh_options
+from jaxpp_async.actors import cuda
+from jaxpp_async.actors.actor_request import ActorRequest
+from jaxpp_async.actors.gpus import GpuShare, gpu_environment, host_gpus, share
+from jaxpp_async.compiler.emit import emit
+from jaxpp_async.errors import MeshError, UnsupportedError
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import gpu  # noqa: E402
+
+FOUR = ("0", "1", "2", "3")
+
+
+@pytest.mark.parametrize(
+    "devices, count, each, shares",
+    [
+        (FOUR, 4, 1, ["0", "1", "2", "3"]),
+        (FOUR, 2, 2, ["0 1", "2 3"]),
+        (FOUR, 2, 1, ["0 1", "2 3"]),  # what is left over goes to neighbours; JAX takes the first it needs
+        (FOUR, 3, 1, ["0", "1", "2 3"]),
+        (("0",), 4, 1, ["0 /4"] * 4),
+        (("0", "1"), 4, 1, ["0 /2", "1 /2", "0 /2", "1 /2"]),
+        (("0", "1"), 3, 1, ["0 /2", "1 /1", "0 /2"]),
+        (FOUR, 3, 2, ["0 1 /2", "2 3 /1", "0 1 /2"]),
+        (("GPU-8f", "GPU-b2"), 2, 1, ["GPU-8f", "GPU-b2"]),
+    ],
+)
+def test_gpus_are_shared_out_in_neighbours(devices, count, each, shares):
+    found = [share(devices, index, count, each) for index in range(count)]
+    wanted = [text.partition(" /") for text in shares]
+    assert found == [GpuShare(tuple(names.split()), int(number or 1)) for names, _, number in wanted]
+
+
+def test_more_gpus_than_there_are():
+    with pytest.raises(MeshError, match=r"needs 4 GPUs and this host has 2 GPUs \(0, 1\) for it; make spmd_mesh"):
+        share(("0", "1"), 0, 1, 4)
+    with pytest.raises(MeshError, match=r"needs 1 GPU and this host has 0 GPUs for it; .* platform='cpu'"):
+        share((), 0, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "sharers, user, fraction",
+    [
+        (1, {}, "0.900"),
+        (2, {}, "0.450"),
+        (4, {}, "0.225"),
+        (2, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"}, None),
+        (2, {"XLA_CLIENT_MEM_FRACTION": "0.5"}, None),
+        (2, {"XLA_CLIENT_MEM_FRACTION": "0.8", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, None),
+        (2, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.75"}, r"2 processes share GPU 0, .* take 0.75 .* at most 0.50"),
+        (1, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "a lot"}, "'a lot' is no number"),
+    ],
+)
+def test_memory_of_a_shared_gpu(sharers, user, fraction):
+    if (fraction is not None and not fraction[0].isdigit()) or (fraction and "share" in fraction):
+        with pytest.raises(MeshError, match=fraction):
+            gpu_environment(GpuShare(("0",), sharers), user)
+        return
+    env = gpu_environment(GpuShare(("0",), sharers), user)
+    assert env["CUDA_VISIBLE_DEVICES"] == "0" and env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert env.get("XLA_PYTHON_CLIENT_MEM_FRACTION") == fraction
+
+
+def test_what_an_actors_process_gets(monkeypatch):
+    def visible(index, count=2, *, own=False, env=None, gpus=1):
+        request = ActorRequest("py", env or {}, {}, index, count, gpus=gpus, gpus_are_its_own=own)
+        found = request.environment()
+        return found.get("CUDA_VISIBLE_DEVICES"), found.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert [visible(i) for i in range(2)] == [("2", "0.900"), ("5", "0.900")]
+    assert visible(1, env={"CUDA_VISIBLE_DEVICES": "7"}) == ("7", "0.450")  # devices=, or the user's env=
+    assert visible(0, gpus=0) == ("2,5", None), "an actor without GPUs is left alone"
+    assert visible(1, 8, own=True, gpus=2) == ("2,5", "0.900"), "a cluster gave them to this process"
+    assert visible(1, 8, own=True)[1] == "0.225", "or to all that run there"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert host_gpus(os.environ) == ()
+    with pytest.raises(MeshError, match="this host has 0 GPUs"):
+        visible(0)
+
+
+async def test_a_host_without_gpus_says_so_before_anything_is_compiled(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(MeshError, match="needs 1 GPU and this host has 0 GPUs for it"):
+        async with jpp.RemoteMesh(2, platform="cuda"):
+            pass
+
+
+# ---------------------------------------------------------------- what is compiled here for actors with GPUs
+
+
+def attention_step(implementation):
+    def loss(params, mb):
+        x = mb["x"] @ params["in"]
+        x = jpp.pipeline_yield(x)
+        q = x.reshape(*x.shape[:2], 2, 32).astype(jnp.bfloat16)
+        mixed = jax.nn.dot_product_attention(q, q, q, implementation=implementation, is_causal=True)
+        return jnp.mean(jnp.square(mixed.astype(jnp.float32).reshape(x.shape) @ params["out"]))
+
+    def step(params, batch):
+        def grads(mb):
+            value, grad = jax.value_and_grad(loss)(params, mb)
+            return grad, value
+
+        return jpp.accumulate_grads(grads, jpp.Std1F1B(2))(batch)
+
+    shapes = {"in": jax.ShapeDtypeStruct((16, 64), "float32"), "out": jax.ShapeDtypeStruct((64, 16), "float32")}
+    return step, shapes, {"x": jax.ShapeDtypeStruct((4, 2, 8, 16), "float32")}
+
+
+@pytest.mark.parametrize("spmd_mesh", [{}, {"data": 2, "model": 2}], ids=["one device", "four"])
+def test_everything_is_lowered_for_the_actors_platform(spmd_mesh):
+    step, params, batch = attention_step("xla")
+    options = {"in_shardings": (None, P(None, "data"))} if spmd_mesh else {}
+    on = {
+        platform: plan_step(step, params, batch, spmd_mesh=spmd_mesh, platform=platform, **options)
+        for platform in ("cpu", "cuda")
+    }
+    assert on["cpu"].specs == on["cuda"].specs, "shardings are the program's, not the platform's"
+    for platform, plan in on.items():
+        target = mesh_options.target(spmd_mesh, mesh_options.axis_types({}, spmd_mesh), {}, platform)
+        for recipe in plan.placed.recipes:
+            exported = export.deserialize(bytearray(emit(recipe, plan.traced.types, plan.specs, target).blob))
+            assert exported.platforms == (platform,)
+
+
+def test_what_needs_a_gpu_here_is_an_error_that_names_the_line():
+    with pytest.raises(UnsupportedError, match=r"test_gpus.py:\d+: the step needs a GPU in this process .*'xla'"):
+        plan_step(*attention_step("cudnn"), platform="cuda")
+
+
+# ---------------------------------------------------------------- this process's own JAX
+
+
+SPARING = """
+import json, os, sys
+sys.modules["pynvml"] = None
+from jaxpp_async import jax_config, mesh_options
+import jax
+found = [mesh_options.platform(None), jax_config.spare_gpus(), jax.config.jax_pjrt_client_create_options]
+jax.devices()
+print(json.dumps([*found, jax_config.spare_gpus(), os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE")]))
+"""
+
+
+@pytest.mark.parametrize(
+    "env, says",
+    [
+        ({}, ["cpu", True, {"preallocate": False}, True, None]),
+        ({"JAX_PLATFORMS": "cpu"}, ["cpu", True, {"preallocate": False}, True, None]),
+        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}, ["cpu", False, None, False, "true"]),
+        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, ["cpu", True, None, True, "false"]),
+    ],
+)
+def test_the_controller_leaves_the_actors_their_memory(env, says):
+    clean = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE")}
+    command = [sys.executable, "-c", SPARING]
+    done = subprocess.run(command, check=False, env=clean | env, capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout.splitlines()[-1]) == says, done.stderr
+
+
+def test_inline_actors_without_gpus():
+    with pytest.raises(MeshError, match="JAX in this process, which inline actors share, has no cuda devices"):
+        jpp.RemoteMesh(1, launcher="inline", platform="cuda")
+
+
+# ---------------------------------------------------------------- the door, with nothing behind it
+
+
+class FakeCuda:
+    """CuPy's `cuda`, as far as the door goes: notes what it is asked."""
+
+    def __init__(self):
+        self.calls, self.current = [], None
+        self.runtime = self
+
+    class Device:
+        def __init__(self, cuda, ordinal):
+            self._cuda, self._ordinal = cuda, ordinal
+
+        def use(self):
+            self._cuda.calls.append(f"use {self._ordinal}")
+
+        def __enter__(self):
+            self._cuda.current = self._ordinal
+
+        def __exit__(self, *_):
+            self._cuda.current = None
+
+    def __getattribute__(self, name):
+        if name == "Device":
+            return lambda ordinal: FakeCuda.Device(self, ordinal)
+        return object.__getattribute__(self, name)
+
+    def Stream(self, non_blocking):
+        return SimpleNamespace(ptr=100 + self.current)
+
+    def Event(self, block, disable_timing):
+        where, calls = self.current, self.calls
+        return SimpleNamespace(
+            record=lambda stream: calls.append(f"record on {where}, stream {stream.ptr}"),
+            synchronize=lambda: calls.append(f"wait on {where}"),
+        )
+
+    def free(self, address):
+        self.calls.append("context")
+
+    def memcpyPeerAsync(self, *arguments):
+        self.calls.append(("copy", self.current, *arguments))
+
+
+class FakeArray:
+    def __init__(self, ordinal, calls, dtype="float32"):
+        self.device = SimpleNamespace(local_hardware_id=ordinal)
+        self.sharding, self.dtype, self._calls = SimpleNamespace(device_set=[self.device]), jnp.dtype(dtype), calls
+
+    def devices(self):
+        return [self.device]
+
+    def __dlpack__(self, *, stream):
+        self._calls.append(f"stream {stream} waits")
+
+    def block_until_ready(self):
+        self._calls.append("JAX waits")
+
+
+def test_the_door_has_a_stream_wait_and_records_an_event_there(monkeypatch):
+    fake = FakeCuda()
+    monkeypatch.setattr(cuda, "_import_cupy", lambda: SimpleNamespace(cuda=fake))
+    devices = [SimpleNamespace(local_hardware_id=k, platform="gpu") for k in (2, 3)]
+    assert cuda.open_door(devices, "memory") is None and cuda.open_door(jax.local_devices(), "ucx") is None
+    door = cuda.open_door(devices, "ucx")
+    door.enter()
+    lane = door.lane()
+    assert fake.calls == ["use 2", "context"]
+    fake.calls.clear()
+    mark = lane.mark([FakeArray(2, fake.calls), FakeArray(3, fake.calls)])
+    assert fake.calls == ["stream 102 waits", "stream 103 waits", "record on 2, stream 102", "record on 3, stream 103"]
+    fake.calls.clear()
+    mark.wait()
+    assert fake.calls == ["wait on 2", "wait on 3"]
+    fake.calls.clear()
+    lane.mark([FakeArray(2, fake.calls, "float8_e4m3fn")]).wait()
+    assert fake.calls == ["JAX waits"]
+    fake.calls.clear()
+    lane.copy([cuda.DeviceCopy(10, devices[1], 20, devices[0], 64)])
+    assert fake.calls == [("copy", 3, 10, 3, 20, 2, 64, 103), "record on 3, stream 103"]
+
+
+# ---------------------------------------------------------------- the benchmark, where there is no GPU
+
+
+def test_the_gpu_benchmark_runs_without_one():
+    """`make bench-gpu ARGS="--platform cpu --small transfers"`; its other parts take longer, and are run by hand."""
+    command = [sys.executable, "benchmarks/gpu.py", "--platform", "cpu", "--small", "transfers"]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in ("error handling on: 64 KiB", "error handling off: 1 MiB", "tcp, staged: half round trip", "GB/s"):
+        assert line in done.stdout
+    found = json.loads((ROOT / "benchmarks/results/gpu-on-cpu.json").read_text())
+    assert found["about"]["platform"] == "cpu" and set(found["transfers"]) == set(gpu.VARIANTS)
+    assert all("failed" not in figures for figures in found["transfers"].values())
