@@ -153,8 +153,9 @@ bench-peers: setup
 
 # On a machine with a GPU, with jaxpp-async[cuda13] (or [cuda12]) installed into .venv. See docs/gpu.md.
 .PHONY: test-gpu bench-gpu
+GPU_TESTS := tests/test_on_gpu.py tests/test_on_gpu_nccl.py
 test-gpu: setup
-	JAXPP_TEST_GPU=cuda $(BIN)/python -m pytest -rs tests/test_on_gpu.py $(ARGS)
+	JAXPP_TEST_GPU=cuda $(BIN)/python -m pytest -rs $(GPU_TESTS) $(ARGS)
 
 bench-gpu: setup
 	@$(BIN)/python benchmarks/gpu.py $(ARGS)

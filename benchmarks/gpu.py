@@ -5,7 +5,7 @@ results/gpu.json. `make bench-gpu`.
     python benchmarks/gpu.py --platform cpu --small   # the same programs where there is none, to see that they run
     python benchmarks/gpu.py transfers step           # these parts
 
-Measures nothing itself: it starts `tests/test_on_gpu.py`, `ours/device_peer.py` and `ours/device_step.py`, one after
+Measures nothing itself: it starts `tests/test_on_gpu*.py`, `ours/device_peer.py` and `ours/device_step.py`, one after
 the other, each with a process group and an end of its own, and goes on when one fails.
 """
 
@@ -37,6 +37,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 BUDGET_S = 570.0
 """Of all parts together. A part gets what is left of it at most."""
+
+GPU_TESTS = ("tests/test_on_gpu.py", "tests/test_on_gpu_nccl.py")
+"""As `make test-gpu` runs them."""
 
 PACKAGES = (
     "jaxpp-async",
@@ -135,8 +138,8 @@ class Bench:
 
 
 def tests(bench: Bench) -> dict[str, Any]:
-    """The conformance suite on device memory, and numerics with actors that share the GPU."""
-    command = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/test_on_gpu.py")
+    """The conformance suite on device memory and on NCCL, and numerics with actors that share the GPU."""
+    command = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *GPU_TESTS)
     if bench.small:
         command += ("-k", "share_a_gpu and 2 or dtypes or abort")
     try:

@@ -47,7 +47,9 @@ class LightActor:
             case m.Step():
                 self._send(m.StepDone(message.request, message.step, _STATS))
             case m.Configure():
-                self._send(m.Ready(message.request, NoTransport.address, ("light:0",), {}))
+                self._send(m.Ready(message.request, NoTransport.address, ("light:0",), {}, m.Hardware("light", 1)))
+            case m.Connect():
+                self._send(m.Connected(message.request, {}))
             case m.Load():
                 self._send(m.Loaded(message.request, 0.0, {}))
             case _:

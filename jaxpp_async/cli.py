@@ -49,8 +49,9 @@ def doctor(
     slurm: Annotated[bool, typer.Option(help="Look at the hosts of the Slurm allocation around this process.")] = False,
     platform: Annotated[PlatformChoice, typer.Option(help="Of the actors.")] = PlatformChoice.cpu,
     transport: Annotated[TransportChoice, typer.Option(help="tcp: UCX over TCP alone.")] = TransportChoice.ucx,
-    actors: Annotated[int | None, typer.Option(min=1, help="How many; default: one a slot.")] = None,
+    actors: Annotated[int | None, typer.Option(min=1, help="How many; default: as there is room for.")] = None,
     devices_per_actor: Annotated[int, typer.Option(min=1, help="The product of spmd_mesh's sizes.")] = 1,
+    processes_per_actor: Annotated[int | None, typer.Option(min=1, help="Default: as few as hosts allow.")] = None,
     ssh_options: Annotated[str, typer.Option(help="Words for ssh, such as '-o ProxyJump=gate'.")] = "",
     python: Annotated[str | None, typer.Option(help="The interpreter on the hosts; default: this one's path.")] = None,
     interface: Annotated[str | None, typer.Option(help="Network device of the data plane.")] = None,
@@ -68,11 +69,12 @@ def doctor(
     if facts:
         typer.echo(json.dumps(dataclasses.asdict(asyncio.run(_facts(platform.value))), indent=1))
         return
-    asked = Asked(platform.value, transport.value, actors, devices_per_actor)
+    asked = Asked(platform.value, transport.value, actors, devices_per_actor, processes_per_actor, slurm)
     options: dict[str, Any] = {
         "hosts": hosts, "python": python, "interface": interface, "ports": ports, "devices": devices,
         "control_address": control_address, "ssh_options": shlex.split(ssh_options),
-        "launcher": "slurm" if slurm else None,
+        "launcher": "slurm" if slurm else None, "processes_per_actor": processes_per_actor,
+        "num_devices": devices_per_actor,
     }  # fmt: skip
     try:
         work = _doctor(Launching(**options), asked, transfers)

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src import source_info_util as _source_info
@@ -419,13 +418,17 @@ def is_unknown_axis_error(error: BaseException) -> bool:
     return ("Resource axis" in text and "not found in mesh" in text) or "requires a non-empty mesh in context" in text
 
 
-_NEEDS_GPU = re.compile(r"cuDNN is not detected|Unknown backend:? '?(gpu|cuda)|[Nn]o (visible )?GPU|needs a GPU")
+_NEEDS_GPU = re.compile(
+    r"cuDNN is not detected\.$|Unknown backend: '(gpu|cuda)' requested, but no platforms |"
+    r"Unknown backend (gpu|cuda)\. Available backends are |Backend '(gpu|cuda)' failed to initialize: |"
+    r"Unable to initialize backend '(gpu|cuda)': "
+)
 
 
 def is_missing_gpu_error(error: BaseException) -> bool:
-    """Whether JAX, or a kernel library, asked for a GPU of this process while it traced or lowered."""
-    # By its text, as above.
-    return _NEEDS_GPU.search(str(error)) is not None
+    """Whether JAX asked for a GPU of this process while it traced or lowered."""
+    # By its text, as above, from its first word on: users' errors may speak of GPUs too.
+    return _NEEDS_GPU.match(str(error)) is not None
 
 
 def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
@@ -447,14 +450,6 @@ def lift_consts(closed: Any) -> tuple[Any, list[Any]]:
 
 
 # ---------------------------------------------------------------- lowering
-
-
-def innermost_locations() -> Any:
-    """A context in which a lowered operation names the user's line that made it, and not who called that.
-
-    Else a program's bytes would differ with the line that starts its first run.
-    """
-    return _config.include_full_tracebacks_in_locations(False)
 
 
 def unspecified() -> Any:

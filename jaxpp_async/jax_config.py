@@ -56,6 +56,14 @@ def copied_config() -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def innermost_locations() -> Any:
+    """A context in which a lowered operation names the user's line that made it, and not who called that.
+
+    Else a program's bytes would differ with the line that starts its first run.
+    """
+    return _settings.include_full_tracebacks_in_locations(False)
+
+
 def forbids_nans() -> bool:
     """Whether `jax_debug_nans` is on in this thread."""
     return bool(_settings.debug_nans.value)

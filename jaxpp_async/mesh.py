@@ -34,15 +34,16 @@ class RemoteMesh:
         axis_types: `"auto"` (the default) or `"explicit"`, by axis name.
         axis_rules: logical axis name to mesh axis, for `shard` and shardings by name.
         hosts: machines to run on over ssh: a hostfile's path, or a list such as `["node1 slots=2", "node2"]`.
-        launcher: `"local"` (a process an actor, the default), `"inline"` (actors inside this process), `"ssh"` (the
-            default with `hosts`), `"slurm"`, `"ray"`, or a `Launcher`. See docs/launching.md, also for the next ones.
+        launcher: `"local"` (processes of this machine, the default), `"inline"` (actors inside this process), `"ssh"`
+            (the default with `hosts`), `"slurm"`, `"ray"`, or a `Launcher`. See docs/launching.md, also for the next.
         python: the interpreter on the hosts; default: this one's path. A host's own setting wins, here and below.
         cpus, devices: CPU numbers (`"0-15"`) and `CUDA_VISIBLE_DEVICES` (`"0-7"`), shared out among a host's actors.
         interface, ports: network device and range of TCP ports of the data plane (`"ib0"`, `"47000-47100"`).
         control_address: where this process listens for actors on other hosts; default: the address that reaches them.
         ssh_options: words for `ssh`, such as `["-o", "ProxyJump=gate"]`.
         transport: `"ucx"` (the default), `"nccl"` (GPUs only: see docs/nccl.md) or `"memory"` (inline only).
-        platform: `"cpu"` (the default) or `"cuda"`.
+        platform: `"cpu"` or `"cuda"`; default: what this machine has (`"cuda"` if GPUs and a JAX for them), whatever
+            hosts have.
         setup: `"module:function"` called in each actor before JAX starts.
         env: environment variables of the actors' processes.
         processes_per_actor: of how many processes each actor is, which share its devices out; default: one, or with
@@ -93,7 +94,8 @@ class RemoteMesh:
         self.num_actors = mesh_options.actor_count(num_actors)
         self.spmd_mesh = mesh_options.axes(spmd_mesh)
         self.axis_rules = mesh_options.checked_rules(axis_rules, self.spmd_mesh)
-        kinds, platform = mesh_options.axis_types(axis_types, self.spmd_mesh), mesh_options.platform(platform)
+        kinds, given = mesh_options.axis_types(axis_types, self.spmd_mesh), platform
+        platform = mesh_options.platform(given)
         self._launcher, inline, each = mesh_options.make_launcher(
             launcher,
             self.num_actors,
@@ -110,6 +112,7 @@ class RemoteMesh:
             spmd_mesh=self.spmd_mesh,
             platform=platform,
         )
+        mesh_options.refuse_idle_devices(given, platform, self._launcher, devices)
         mesh_options.spare_gpus(platform, inline=inline)
         self._config = mesh_options.actor_config(
             spmd_mesh=self.spmd_mesh,
@@ -183,7 +186,7 @@ class RemoteMesh:
 
     @property
     def actors(self) -> tuple[ActorInfo, ...]:
-        """One entry an actor: `id host pid devices state`, and `processes` where it has several."""
+        """One entry an actor: `id host pid devices state`, and its `processes`."""
         return tuple(self._running().actors)
 
     def events(self, *, history: bool = True) -> Events:

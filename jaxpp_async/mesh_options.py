@@ -113,16 +113,14 @@ def make_launcher(
 
     Args:
         processes_per_actor: what was asked for; None: what it takes.
-        options: of `Launching`; `compilation_cache`, whose default on other hosts is a folder of theirs; `spmd_mesh`
-            and `platform`.
+        options: of `Launching`; `compilation_cache`, whose default on other hosts is a folder of theirs; `spmd_mesh`.
     """
-    sizes, platform = options.pop("spmd_mesh", {}).values(), options.pop("platform", "cpu")
-    gpus = math.prod(sizes) if platform == "cuda" else 0
+    sizes = options.pop("spmd_mesh", {}).values()
     cache = REMOTE_CACHE if options.pop("compilation_cache", None) == DEFAULT_CACHE else None
     if processes_per_actor is not None:
         count_of("processes_per_actor", processes_per_actor, least=1)
     options |= {"processes_per_actor": processes_per_actor, "num_devices": math.prod(sizes)}
-    launching = Launching(launcher=launcher, cache_dir=cache, gpus_per_actor=gpus, **options)
+    launching = Launching(launcher=launcher, cache_dir=cache, **options)
     made, each = launching.make(num_actors)
     return made, not isinstance(made, RemoteLauncher) and made.listen_host is None, each
 
@@ -158,10 +156,12 @@ def transport(
 def platform(given: str | None) -> str:
     """The actors' platform: what is asked for, else `"cuda"` where this machine has GPUs and a JAX for them.
 
+    Hosts are not asked: a driver without a GPU has to name it (`refuse_idle_devices`).
+
     `jax_platforms` (or `JAX_PLATFORMS`) decides for this process, and then for its actors too. JAX is not started.
     """
     if given not in (None, "cpu", "cuda"):
-        raise MeshError(f"platform is {given!r}; it is 'cpu' or 'cuda'")
+        raise MeshError(f"platform is {given!r}; it is 'cpu' or, for GPUs, 'cuda'")
     if given is not None:
         return given
     preferred = jax_config.default_platform()
@@ -169,6 +169,28 @@ def platform(given: str | None) -> str:
         return "cuda" if preferred in ("cuda", "gpu") else "cpu"
     has_jax = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") is not None for n in (13, 12))
     return "cuda" if has_jax and host_gpus(os.environ) else "cpu"
+
+
+def refuse_idle_devices(given: str | None, chosen: str, launcher: Any, devices: Any) -> None:
+    """Refuse `devices=` where its actors would run on CPUs and nobody has said so.
+
+    Args:
+        given: the platform that was asked for. chosen: what came of it.
+        devices: the mesh's own; hosts may name theirs.
+
+    Raises:
+        MeshError: so it is.
+    """
+    if given is not None or chosen != "cpu":
+        return
+    hosts = launcher.hosts if isinstance(launcher, RemoteLauncher) else ()
+    named = ["devices="] if devices is not None else []
+    named += [f"devices= of host {host}" for host in hosts if launcher.devices_on(host) is not None]
+    if named:
+        raise MeshError(
+            f"{named[0]} names GPUs, and platform= was not given: this process runs JAX on CPUs, and so would the "
+            "actors; give platform='cuda', or platform='cpu' if that is what you mean"
+        )
 
 
 def spare_gpus(platform: str, *, inline: bool) -> None:

@@ -225,6 +225,7 @@ def _plain_spec(
         size = math.prod(axes[a] for a in used)
         if shape[dimension] % size:
             raise ShardingError(
-                f"{what} of {name}: dimension {dimension} of shape {shape} is not divisible by {size} ({entry!r})"
+                f"{what} of {name}: dimension {dimension} of shape {shape} is not divisible by {size} ({entry!r}); "
+                "give it such a size, or shard another dimension"
             )
     return entries

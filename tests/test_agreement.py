@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,16 +12,19 @@ import jaxpp_async as jpp
 from jaxpp_async.actors.actor_info import ActorInfo
 from jaxpp_async.actors.agreement import Member, check_agreement
 from jaxpp_async.actors.bringup import unready_error
+from jaxpp_async.actors.crew import Crew
+from jaxpp_async.actors.messages import Hardware
 from jaxpp_async.errors import InstallError, LaunchError, MeshError, RemoteError
 from jaxpp_async.extras import cuda_error, extra_of
 
 
 def cpu(name: str) -> Member:
-    return Member(name, f"host {name}")
+    return Member(name, ord(name[0]), f"host {name}")
 
 
 def gpu(name: str, uuid: str = "", *, host: str = "n1", fraction: float = 0.75, cuda: str = "13.0") -> Member:
-    return Member(name, host, cuda, (uuid or f"GPU-{name}",), fraction)
+    """Its actor is its name's first character."""
+    return Member(name, ord(name[0]), host, cuda, (uuid or f"GPU-{name}",), fraction)
 
 
 AGREED = [
@@ -31,6 +36,9 @@ AGREED = [
     [gpu("a", "GPU-0", fraction=0.0), gpu("b", "GPU-0", fraction=0.0)],
     [gpu(str(i), "GPU-0", fraction=1 / 3) for i in range(3)],
     [gpu("a", "GPU-0", host="n1"), gpu("b", "GPU-0", host="n2")],
+    [gpu("a0", "GPU-0"), gpu("a1", "GPU-1")],
+    [gpu("a0", "GPU-0"), gpu("a1", "GPU-0", host="n2")],
+    [gpu(name, f"GPU-{name[1]}", fraction=0.45) for name in ("a0", "a1", "b0", "b1")],
 ]
 
 
@@ -40,6 +48,13 @@ def test_what_can_work_together(members):
 
 
 REFUSED = [
+    *(
+        (
+            [gpu("a0", "GPU-0", fraction=fraction), gpu("a1", "GPU-0", fraction=fraction)],
+            "^a0, a1 have GPU GPU-0 of host n1, but actor 97 wants a GPU for each device; make spmd_mesh smaller",
+        )
+        for fraction in (0.45, 0.0)
+    ),
     ([gpu("a"), gpu("b", cuda="12.9")], r"CUDA 13: a; CUDA 12: b.*'jaxpp-async\[cuda12\]'"),
     (
         [gpu("a"), *(gpu(str(i), cuda="12.9") for i in range(6))],
@@ -56,6 +71,12 @@ REFUSED = [
 def test_what_cannot_work_together_is_refused_with_a_remedy(members, says):
     with pytest.raises(MeshError, match=says):
         check_agreement(members)
+
+
+def test_processes_of_one_actor_are_known_as_such():
+    info = ActorInfo(1, "n1", 7, (), "ready", 1, 2)
+    crew: Any = SimpleNamespace(links={3: SimpleNamespace(info=info)}, hardware={3: Hardware("g", 1, gpus=("GPU-0",))})
+    assert Crew._member(crew, 3) == Member(str(info), 1, "n1", "", ("GPU-0",), 0.0)
 
 
 ACTOR = ActorInfo(1, "n2", 7, (), "starting")

@@ -41,5 +41,19 @@ def test_the_map_names_every_package():
     assert [package for package in sorted(packages) if f"{package}/" not in MAP] == []
 
 
+def test_every_module_of_the_actors_has_a_side():
+    """In the table of rooms, where a newcomer looks for it."""
+    table = MAP.split("## The rooms of `actors/`")[1].split("\n## ")[0]
+    words = set(re.findall(r"\w+", table)) | {"__init__"}
+    assert [str(path) for path in MODULES if "actors" in path.parts and path.stem not in words] == []
+
+
+def test_one_module_numbers_the_processes():
+    """`process = actor * per_actor + rank`, and back, is said in `processes.py`; the others ask it."""
+    counting = re.compile(r"\b(actor|process|id|rank)\w* (\*|//|%)=? [\w.]*(per_actor|size)\b")
+    found = {path.stem for path in MODULES if "actors" in path.parts and counting.search((ROOT / path).read_text())}
+    assert found == {"processes"}
+
+
 def test_the_map_names_no_module_that_is_gone():
     assert FILES - {path.stem for path in MODULES} == set()

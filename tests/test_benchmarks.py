@@ -13,6 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import bench
 import bound
+import controller
 import parts
 import rounds
 import targets
@@ -300,3 +301,9 @@ async def test_the_driver_says_what_it_does():
     said: list[str] = []
     await rounds.take([rounds.Contender("good", (sys.executable, "-c", code))], rounds.Plan(2, 1, 0), said.append)
     assert said == ["setting up good", "round 1 of 2: good", "round 2 of 2: good"]
+
+
+async def test_actors_that_execute_nothing_answer_like_actors():
+    """What `controller.py` measures with: it has to know every request that a mesh makes."""
+    figures = await controller.measure(2, 10)
+    assert all(value > 0 for value in figures.values())

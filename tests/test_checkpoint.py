@@ -196,6 +196,32 @@ def test_a_manifest_round_trips():
 
 
 @pytest.mark.parametrize(
+    ("shape", "cells", "is_whole"),
+    [
+        ((4,), [((0,), (2,)), ((2,), (2,))], True),
+        ((4,), [((0,), (2,)), ((0,), (2,))], False),
+        ((4,), [((0,), (2,)), ((1,), (2,))], False),
+        ((2, 2), [((i, j), (1, 1)) for i in (0, 1) for j in (0, 1)], True),
+        ((2, 2), [((0, 0), (1, 2)), ((0, 0), (2, 1))], False),
+        ((2, 2), [((0, 0), (1, 1)), ((1, 1), (1, 1)), ((0, 0), (1, 2))], False),
+        ((0, 3), [((0, 0), (0, 3)), ((0, 0), (0, 3))], True),
+        ((), [((), ()), ((), ())], False),
+        ((), [((), ())], True),
+    ],
+)
+def test_pieces_are_all_of_an_array(shape, cells, is_whole):
+    pieces = tuple(m.Piece("f", f"w[{k}]", *cell, "00") for k, cell in enumerate(cells))
+    text = m.to_text(
+        m.Manifest({"f": m.File(8, "actor 0")}, {"w": m.Array("f", "float32", shape, "", None, pieces)}, {})
+    )
+    if is_whole:
+        assert m.parse(text).arrays["w"].pieces == pieces
+    else:
+        with pytest.raises(CheckpointError, match=r"are no array|overlap, or are no grid"):
+            m.parse(text)
+
+
+@pytest.mark.parametrize(
     ("old", "new", "said"),
     [
         ('"value": 3', '"value": 4', "its checksum is not"),

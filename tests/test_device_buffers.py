@@ -43,6 +43,7 @@ from test_actor import (  # noqa: F401
     test_two_steps_in_flight_with_puts_and_frees,
 )
 from test_numerics import check_five_steps
+from test_processes import BOTH, DP, FSDP, close, problem, train_step
 
 import jaxpp_async as jpp
 from jaxpp_async.actors import messages as m
@@ -339,3 +340,18 @@ async def test_processes_on_late_devices_compute_what_jit_does():
         slow += [event] if event.kind == "staged" else []
     assert [(event.actor, event.details["peers"]) for event in slow] == [(0, (1,)), (1, (0,))]
     assert "through host memory: UCX has posix to them" in slow[0].text
+
+
+async def test_actors_of_several_processes_on_late_devices_compute_what_jit_does():
+    launcher = LocalLauncher(actor="fake_device:DeviceActor")
+    options = {"spmd_mesh": {"data": 2, "model": 2}, "processes_per_actor": 2, "env": checkpoint_faults.ENV}
+    async with jpp.RemoteMesh(2, launcher=launcher, **options) as mesh:
+        params, batch = problem()
+        plain = jax.jit(train_step(jpp.Std1F1B(2)))
+        for shardings in (DP, FSDP, BOTH):
+            step = mesh.distributed(train_step(jpp.Std1F1B(2)), in_shardings=shardings, donate_argnums=0)
+            state, expected = params, params
+            for _ in range(2):
+                state, losses = await mesh.run(step, state, batch)
+                expected, wanted = plain(expected, batch)
+            close(await mesh.fetch((state, losses)), (expected, wanted))

@@ -7,6 +7,7 @@ Findings are pure, and most tests are a table of them. Hosts over ssh: `test_lau
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -90,8 +91,25 @@ def on_two(
     """`report`: of the second host."""
     here = HostReport("this machine", facts=CPU_HOST, clock=Clock(0.0, 0.0))
     one = HostReport("n1", 2, first, clock=Clock(0.1, 0.01), calls_back="")
-    two = HostReport("n2", 2, second, **{"clock": Clock(0.0, 0.01), "calls_back": "", **report})
+    two = HostReport("n2", facts=second, **{"slots": 2, "clock": Clock(0.0, 0.01), "calls_back": "", **report})
     return Examination(asked, here, (one, two), (link or LinkReport("n1", "n2", "ucx", 5e-6, 40e9),))
+
+
+def on_slots(
+    actors: int | None, devices: int, slots: tuple[int, ...], *, gpus_asked: int | None = None, **asked: Any
+) -> Examination:
+    """Hosts of that many slots, with a GPU for each; of tasks, with as many as an actor has devices."""
+    here = HostReport("this machine", facts=CPU_HOST, clock=Clock(0.0, 0.0))
+    wanted = replace(GPU, num_actors=actors, devices_per_actor=devices, **asked)
+    reports: list[HostReport] = []
+    for index, slot in enumerate(slots):
+        gpus = range(devices if wanted.slots_are_processes else slot)
+        facts = replace(GPU_HOST, gpus=tuple(replace(GPU_HOST.gpus[0], index=i, uuid=f"GPU-{i}") for i in gpus))
+        reports.append(
+            HostReport(f"n{index}", slot, facts, clock=Clock(0.0, 0.01), calls_back="", gpus_asked=gpus_asked)
+        )
+    links = tuple(LinkReport(a.name, b.name, "ucx", 5e-6, 4e10) for a, b in itertools.pairwise(reports))
+    return Examination(wanted, here, tuple(reports), links)
 
 
 def without(facts: HostFacts, *packages: str) -> HostFacts:
@@ -117,6 +135,10 @@ WELL = [
     ("GPUs", on_one(GPU, GPU_HOST)),
     ("GPUs, two hosts, NCCL", on_two(NCCL, GPU_HOST, GPU_HOST)),
     ("two GPUs an actor", on_one(replace(GPU, devices_per_actor=2), GPU_HOST)),
+    ("several devices an actor: a slot is a device", on_slots(4, 2, (4, 4), gpus_asked=4)),
+    ("actors larger than a host", on_slots(2, 16, (8, 8, 8, 8))),
+    ("as many actors as there is room for", on_slots(None, 16, (8, 8, 8, 8))),
+    ("a task a process", on_slots(2, 4, (1, 1), gpus_asked=4, slots_are_processes=True)),
     ("CUDA 12", on_one(GPU, having(without(OLD_DRIVER, "jax-cuda13-plugin", "cupy-cuda13x", "ucxx-cu13"),
                                    jax_cuda12_plugin="0.10.2", cupy_cuda12x="14", ucxx_cu12="0.52"))),
     ("a port is down that nobody asked for", on_one(CPU, replace(CPU_HOST, ib_ports=(DOWN,)))),
@@ -217,13 +239,23 @@ WRONG = [
     ("a GPU that nobody may use", on_one(GPU, replace(GPU_HOST, gpus=(replace(GPU_HOST.gpus[0], mode="prohibited"),))),
      "error", "gpu", "n1", "nobody may compute", "nvidia-smi -i 0 -c DEFAULT"),
     ("actors that share a GPU", on_one(GPU, SHARED, slots=2),
-     "warning", "gpu", "n1", "2 actors with 1 GPU each share 1 GPU, and", "slots=1"),
+     "warning", "gpu", "n1", "2 actors with 1 GPU each share 1 GPU, and", "start at most 1 actor"),
     ("actors that share a GPU that takes one", on_one(GPU, EXCLUSIVE, slots=2),
      "error", "gpu", "n1", "GPU 0 takes one process only", "fewer actors"),
     ("an actor larger than its host", on_one(replace(GPU, devices_per_actor=4), GPU_HOST),
      "error", "gpu", "n1", "an actor needs 4 GPUs, the host gives 2 GPUs", "spmd_mesh smaller"),
-    ("actors that share several GPUs", on_one(replace(GPU, devices_per_actor=2), GPU_HOST, slots=2),
-     "warning", "gpu", "n1", "2 actors with 2 GPUs each share 2 GPUs, and", "slots=1"),
+    ("actors that share several GPUs", on_two(replace(GPU, devices_per_actor=2), GPU_HOST, GPU_HOST, slots=4),
+     "warning", "gpu", "n2", "2 actors with 2 GPUs each share 2 GPUs, and", "slots=2"),
+    ("actors that do not fit, as a slot is a device", on_slots(8, 2, (4, 4)),
+     "error", "hosts", "all hosts", "8 actors of 2 devices do not fit 8 slots on 2 hosts", "a slot is a device"),
+    ("tasks that share GPUs", on_slots(None, 4, (2,), slots_are_processes=True),
+     "error", "gpu", "n0", "2 actors with 4 GPUs each share 4 GPUs, each with 0.9", "--ntasks-per-node=1"),
+    ("two processes of one actor on a GPU", on_one(replace(GPU, devices_per_actor=2, processes_per_actor=2), SHARED),
+     "error", "gpu", "n1", "processes of one actor with 1 GPU each cannot share 1 GPU", "spmd_mesh smaller"),
+    ("tasks with more than devices= has", on_slots(None, 4, (2,), gpus_asked=4, slots_are_processes=True),
+     "error", "gpu", "n0", "2 actors with 4 GPUs each share 4 GPUs of devices=", "--ntasks-per-node=1"),
+    ("processes larger than their host", on_slots(1, 4, (1, 2), processes_per_actor=2),
+     "error", "hosts", "all hosts", "1 actor of 4 devices in 2 processes of 2 each do not fit 3 slots", "add hosts"),
     ("devices= of what is not there", on_one(GPU, GPU_HOST, gpus_asked=8),
      "error", "gpu", "n1", "devices= names 8 GPUs, there are 2", "correct devices="),
     ("CUDA_VISIBLE_DEVICES hides one",
@@ -386,6 +418,7 @@ WRONG_USES = [
     (("--hosts", "no-such-file"), "hostfile no-such-file does not exist"),
     (("--slurm",), "SLURM_JOB_ID"),
     (("--ports", "1"), "ports='1'"),
+    (("--devices-per-actor", "4", "--processes-per-actor", "3"), "=3 does not divide the 4 devices of an actor"),
     (("--control-address", "10.0.0.1"), "control_address= has no effect"),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,18 +13,24 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import one_gpu
 import pytest
 from jax import export
 from jax.sharding import PartitionSpec as P
 from planning import plan_step
 
 import jaxpp_async as jpp
-from jaxpp_async import mesh_options
-from jaxpp_async.actors import cuda
+from jaxpp_async import jax_compat, mesh_options
+from jaxpp_async.actors import cuda, gpus
+from jaxpp_async.actors.actor_info import ActorInfo, of_actor
 from jaxpp_async.actors.actor_request import ActorRequest
-from jaxpp_async.actors.gpus import GpuShare, gpu_environment, host_gpus, share
+from jaxpp_async.actors.gpus import GpuShare, gpu_environment, host_gpus, memory_fraction, share
+from jaxpp_async.actors.launch import LocalLauncher
+from jaxpp_async.actors.launch.base import LaunchSpec
+from jaxpp_async.actors.launch.hosts import KEEP_MEMORY, Settings, defaults
 from jaxpp_async.compiler.emit import emit
-from jaxpp_async.errors import MeshError, UnsupportedError
+from jaxpp_async.errors import ActorError, LaunchError, MeshError, UnsupportedError
+from jaxpp_async.transport import nccl_library
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -70,17 +77,72 @@ def test_more_gpus_than_there_are():
         (2, {"XLA_CLIENT_MEM_FRACTION": "0.5"}, None),
         (2, {"XLA_CLIENT_MEM_FRACTION": "0.8", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, None),
         (2, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.75"}, r"2 processes share GPU 0, .* take 0.75 .* at most 0.50"),
-        (1, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "a lot"}, "'a lot' is no number"),
+        (3, {"XLA_CLIENT_MEM_FRACTION": "0.4"}, r"3 processes share GPU 0, .*\(XLA_CLIENT_MEM_FRACTION\); .* 0.33,"),
+        (2, {"XLA_CLIENT_MEM_FRACTION": "0.9", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, None),
+        *(
+            (sharers, {"XLA_PYTHON_CLIENT_MEM_FRACTION": text}, f"FRACTION='{text}' is no part of a GPU's memory")
+            for text in ("a lot", "nan", "inf", "-1", "0", "7")
+            for sharers in (1, 2)
+        ),
     ],
 )
 def test_memory_of_a_shared_gpu(sharers, user, fraction):
-    if (fraction is not None and not fraction[0].isdigit()) or (fraction and "share" in fraction):
+    if fraction is not None and " " in fraction:
         with pytest.raises(MeshError, match=fraction):
             gpu_environment(GpuShare(("0",), sharers), user)
         return
     env = gpu_environment(GpuShare(("0",), sharers), user)
     assert env["CUDA_VISIBLE_DEVICES"] == "0" and env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert env.get("XLA_PYTHON_CLIENT_MEM_FRACTION") == fraction
+
+
+@pytest.mark.parametrize(
+    "environ, fraction",
+    [
+        ({}, 0.75),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.4"}, 0.4),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, 0.0),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, 0.0),
+    ],
+)
+def test_what_jax_takes_beforehand(environ, fraction):
+    assert memory_fraction(environ) == fraction
+
+
+@pytest.mark.parametrize(
+    "visible, names",
+    [("0,-1,2", "0"), ("-1", ""), ("0,0", "0"), ("1, 0,1", "1 0"), ("2,,3", "2"), ("MIG-a,MIG-b", "MIG-a MIG-b")],
+)
+def test_the_gpus_that_a_user_names_are_read_as_cuda_reads_them(visible, names):
+    assert host_gpus({"CUDA_VISIBLE_DEVICES": visible}) == tuple(names.split())
+
+
+@pytest.mark.parametrize(
+    "user, order",
+    [
+        ({}, "PCI_BUS_ID"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8f"}, "PCI_BUS_ID"),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, None),  # counted as CUDA counts, unless the user says otherwise
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8f,1"}, None),
+        ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, "FASTEST_FIRST"),
+    ],
+)
+def test_numbers_of_gpus_keep_the_order_in_which_the_user_counted(user, order):
+    assert gpu_environment(GpuShare(("1",), 1), user).get("CUDA_DEVICE_ORDER") == order
+
+
+def test_devices_counts_as_nvidias_tools_do():
+    assert defaults(Settings(devices=("1",)))["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert "CUDA_DEVICE_ORDER" not in defaults(Settings())
+
+
+def test_a_launcher_sends_the_defaults_along(monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    spec = LaunchSpec(0, 1, 0, b"", ("127.0.0.1", 1), platform="cuda", gpus=1)
+    request = LocalLauncher(settings=Settings(devices=("1",)))._request(spec)
+    assert request.defaults == defaults(Settings(devices=("1",))) and request.defaults.items() >= KEEP_MEMORY.items()
+    found = request.environment()
+    assert (found["CUDA_VISIBLE_DEVICES"], found["CUDA_DEVICE_ORDER"]) == ("1", "PCI_BUS_ID")
 
 
 def test_what_an_actors_process_gets(monkeypatch):
@@ -150,6 +212,22 @@ def test_everything_is_lowered_for_the_actors_platform(spmd_mesh):
 def test_what_needs_a_gpu_here_is_an_error_that_names_the_line():
     with pytest.raises(UnsupportedError, match=r"test_gpus.py:\d+: the step needs a GPU in this process .*'xla'"):
         plan_step(*attention_step("cudnn"), platform="cuda")
+
+
+@pytest.mark.parametrize("says", ["No GPU budget given", "this model needs a GPU id", "Unknown backend 'gpu-tiles'"])
+def test_the_users_own_errors_may_speak_of_gpus(says):
+    def step(params, batch):
+        raise ValueError(says)
+
+    with pytest.raises(ValueError, match=says):
+        plan_step(step, jnp.zeros(2), jnp.zeros(2))
+
+
+@pytest.mark.parametrize("platform", ["gpu", "cuda"])
+def test_jaxs_error_of_a_backend_that_is_not_here_is_known(platform):
+    with pytest.raises(RuntimeError) as raised:
+        jax.devices(platform)
+    assert jax_compat.is_missing_gpu_error(raised.value)
 
 
 # ---------------------------------------------------------------- this process's own JAX
@@ -247,6 +325,25 @@ class FakeArray:
         self._calls.append("JAX waits")
 
 
+def test_gpus_are_told_apart_as_nvidias_tools_do_and_parts_of_one_too(monkeypatch):
+    properties = [{"uuid": bytes(range(16))}, {"uuid": b""}, {}]
+    runtime = SimpleNamespace(getDeviceProperties=properties.__getitem__, deviceGetPCIBusId="0000:1{}:00.0".format)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    named = [cuda._uuid(runtime, ordinal) for ordinal in range(3)]
+    assert named == ["GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", "0000:11:00.0", "0000:12:00.0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-b")
+    assert cuda._uuid(runtime, 0) == "MIG-b"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(gpus, "_count", lambda: 0)
+    assert cuda._uuid(runtime, 0) == named[0]
+
+
+def test_an_actor_tells_which_gpus_it_has():
+    processes = [ActorInfo(0, "n1", 7 + k, (f"cuda:{k}",), "ready", k, 2, gpus=(f"GPU-{k}",)) for k in range(2)]
+    assert of_actor(processes).gpus == ("GPU-0", "GPU-1")
+    assert [process.gpus for process in of_actor(processes).processes] == [("GPU-0",), ("GPU-1",)]
+
+
 def test_the_door_has_a_stream_wait_and_records_an_event_there(monkeypatch):
     fake = FakeCuda()
     monkeypatch.setattr(cuda, "_import_cupy", lambda: SimpleNamespace(cuda=fake))
@@ -270,7 +367,24 @@ def test_the_door_has_a_stream_wait_and_records_an_event_there(monkeypatch):
     assert fake.calls == [("copy", 3, 10, 3, 20, 2, 64, 103), "record on 3, stream 103"]
 
 
-# ---------------------------------------------------------------- the benchmark, where there is no GPU
+# ---------------------------------------------------------------- tests and the benchmark, where there is no GPU
+
+
+def test_every_test_that_wants_a_gpu_is_run_by_make_and_by_the_benchmark():
+    every = sorted(f"tests/{path.name}" for path in (ROOT / "tests").glob("test_on_gpu*.py"))
+    (in_make,) = re.findall(r"(?m)^GPU_TESTS := (.*)$", (ROOT / "Makefile").read_text())
+    assert in_make.split() == every == list(gpu.GPU_TESTS)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["as it starts", "as links are made"])
+def test_only_nccls_refusal_of_ranks_on_one_gpu_skips_a_test(late):
+    refusal = nccl_library._with_remedy("NCCL_ERROR_INVALID_USAGE: ncclInvalidUsage")
+    error = ActorError if late else LaunchError
+    skipped = pytest.raises(pytest.skip.Exception, match="NCCL_MULTI_RANK_GPU_ENABLE")
+    with skipped, one_gpu.skipped_where_nccl_wants_a_gpu_each():
+        raise error(f"actor 1: {refusal}")
+    with pytest.raises(error, match="no luck"), one_gpu.skipped_where_nccl_wants_a_gpu_each():
+        raise error("actor 1: no luck with NCCL")
 
 
 def test_the_gpu_benchmark_runs_without_one():

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+import jaxpp_async as jpp
+from jaxpp_async import jax_config
+from jaxpp_async.actors.actor_request import ActorRequest
+from jaxpp_async.actors.keeper_protocol import Start, read_order, write_order
 from jaxpp_async.actors.launch.hostfile import load_hostfile, parse_hostfile, parse_hosts
-from jaxpp_async.actors.launch.hosts import KEEP_MEMORY, Host, Settings, environment, parse_cpus, place
+from jaxpp_async.actors.launch.hosts import DEFAULTS, Host, Settings, environment, parse_cpus, place
 from jaxpp_async.actors.launching import Launching
 from jaxpp_async.errors import MeshError
 
@@ -99,6 +103,12 @@ def test_slots_are_filled_in_order():
     assert [(p.host.name, p.index, p.count) for p in placed] == [("a", 0, 2), ("a", 1, 2), ("b", 0, 2), ("b", 1, 2)]
     with pytest.raises(MeshError, match=r"7 actors do not fit 6 slots on 3 hosts; .* at most 6 actors"):
         place([Host("a", 2), Host("b", 3), Host("c")], 7)
+    with pytest.raises(
+        MeshError, match=r"2 actors of 2 processes each do not fit 2 slots on 2 hosts; .* at most 1 actor$"
+    ):
+        Launching(num_devices=4, processes_per_actor=2, hosts=["a", "b"]).make(2)
+    with pytest.raises(MeshError, match=r"1 actor of 2 processes each does not fit 1 slot on 1 host; .* fewer proc"):
+        place([Host("a")], 2, per_actor=2)
 
 
 def test_a_hosts_own_settings_win():
@@ -111,14 +121,34 @@ def test_a_hosts_own_settings_win():
     assert environment(joined, second, "cuda") == {
         "JAX_PLATFORMS": "cuda",
         "PYTHONUNBUFFERED": "1",
-        **KEEP_MEMORY,
-        "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000",
         "UCX_NET_DEVICES": "i",
         "UCX_TCP_PORT_RANGE": "1-2",
         "CUDA_VISIBLE_DEVICES": "4,5,6",
         "A": "1",
         "B": "2",
     }
+
+
+@pytest.mark.parametrize("name", sorted(DEFAULTS))
+def test_what_a_host_says_of_its_malloc_wins_over_our_defaults_and_env_over_both(monkeypatch, name):
+    def found(env=None):
+        on_controller = environment(Settings(env=env or {}), place([Host("a")], 1)[0], "cpu")
+        order = read_order(write_order(Start("0", ActorRequest("py", on_controller, {}, defaults=dict(DEFAULTS)), "/")))
+        assert isinstance(order, Start)
+        return order.request.environment()[name]
+
+    monkeypatch.delenv(name, raising=False)
+    assert found() == DEFAULTS[name]
+    monkeypatch.setenv(name, "the host's")
+    assert found() == "the host's"
+    assert found({name: "env="}) == "env="
+
+
+def test_our_defaults_are_not_taken_from_the_controllers_environment(monkeypatch):
+    before = environment(Settings(), place([Host("a")], 1)[0], "cpu")
+    for name in DEFAULTS:
+        monkeypatch.setenv(name, "the controller's")
+    assert environment(Settings(), place([Host("a")], 1)[0], "cpu") == before and not DEFAULTS.keys() & before.keys()
 
 
 def test_cpu_lists():
@@ -146,3 +176,23 @@ OPTIONS = [
 def test_options_that_cannot_be(options, says):
     with pytest.raises(MeshError, match=says):
         Launching(**options).make(2)
+
+
+GPUS_WITHOUT_PLATFORM = [
+    ({"devices": "0-3"}, "devices= names GPUs, and platform= was not given"),
+    ({"hosts": ["a", "b devices=0-3"]}, "devices= of host b names GPUs"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), GPUS_WITHOUT_PLATFORM)
+def test_devices_are_not_left_idle_silently(monkeypatch, options, says):
+    monkeypatch.setattr(jax_config, "default_platform", lambda: "cpu")
+    with pytest.raises(MeshError, match=f"{says}.*give platform='cuda'"):
+        jpp.RemoteMesh(1, **options)
+    jpp.RemoteMesh(1, **options, platform="cpu")
+    jpp.RemoteMesh(1, **options, platform="cuda")
+
+
+def test_gpus_are_set_aside_for_every_device_of_an_actor_that_computes_on_them():
+    assert Launching(num_devices=4, platform="cuda").gpus_per_actor == 4
+    assert Launching(num_devices=4).gpus_per_actor == 0

@@ -79,7 +79,7 @@ async def test_a_blocked_event_loop_keeps_the_lease(ray):
 
 async def test_a_cluster_without_room(ray, monkeypatch):
     monkeypatch.setattr(ray_module, "PLACEMENT_TIMEOUT_S", 1.0)
-    with pytest.raises(MeshError, match=r"no room for 3 actors of {'CPU': 1} within 1 s; free now: CPU 2"):
+    with pytest.raises(MeshError, match=r"no room for 3 processes of {'CPU': 1} within 1 s; free now: CPU 2"):
         await launcher(3).prepare()
     await all_back(ray)
 

@@ -137,6 +137,10 @@ def test_a_mesh_in_an_allocation(slurm):
         jpp.RemoteMesh(6, launcher="slurm")
     with pytest.raises(MeshError, match=r"hosts= has no effect with launcher='slurm'"):
         jpp.RemoteMesh(2, launcher="slurm", hosts=["a"])
+    gpus = {"launcher": "slurm", "platform": "cuda", "spmd_mesh": {"model": 4}, "devices": "0-3"}
+    with pytest.raises(MeshError, match=r"takes 2 processes of 4 devices each, .* names 4; .*--ntasks-per-node=1"):
+        jpp.RemoteMesh(2, **gpus)
+    jpp.RemoteMesh(2, **{**gpus, "devices": "0-7"})
 
 
 def test_the_doctor_looks_at_the_hosts_of_an_allocation(slurm, monkeypatch):

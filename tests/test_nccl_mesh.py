@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from test_transport_nccl import waiters
 import jaxpp_async as jpp
 from jaxpp_async.actors.inline import InlineLauncher
 from jaxpp_async.actors.linking import Linking, links_of
+from jaxpp_async.actors.processes import Processes
 from jaxpp_async.errors import ActorDiedError, ActorError, MeshError, ProtocolError
 from jaxpp_async.mesh import RemoteMesh
 from jaxpp_async.program import ActorProgram, Aval, Recv, Send
@@ -268,3 +270,10 @@ def test_the_links_of_a_program(parts, links):
 def test_programs_that_disagree_are_refused_when_they_are_loaded(parts, said):
     with pytest.raises(ProtocolError, match=said):
         links_of({part.actor: part for part in parts}, 1)
+
+
+async def test_links_are_between_actors_of_one_process():
+    """They are made by asking processes, named by actor; `mesh_options.transport` refuses what would differ."""
+    crew = SimpleNamespace(processes=Processes(2, 2), epoch=0)
+    with pytest.raises(AssertionError, match="of several processes"):
+        await Linking(crew, None, None, 2)._make([Link(0, 1, 0)])

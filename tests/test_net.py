@@ -24,6 +24,7 @@ import numpy as np
 import psutil
 import pytest
 from fake_actor import NullTransport
+from jax.sharding import PartitionSpec as P
 from namespaces import Host, Network
 from resources import nothing_left
 from test_launch import HERE
@@ -33,7 +34,14 @@ from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.launch.hostfile import parse_hosts
 from jaxpp_async.actors.launch.hosts import Settings
 from jaxpp_async.actors.launch.ssh import ssh_launcher
-from jaxpp_async.errors import ActorUnresponsiveError, LaunchError, MeshClosedError, MeshError, TransferError
+from jaxpp_async.errors import (
+    ActorDiedError,
+    ActorUnresponsiveError,
+    LaunchError,
+    MeshClosedError,
+    MeshError,
+    TransferError,
+)
 from jaxpp_async.testing import assert_close
 
 REASON = namespaces.skip_reason()
@@ -101,10 +109,10 @@ def control_addresses(hosts: Sequence[Host]) -> list[str]:
 
 
 def new_mesh(net: Network, hosts: Sequence[Host], **options: Any) -> jpp.RemoteMesh:
-    """An actor a host."""
+    """An actor a host, unless `num_actors=` and `at=`, the addresses, say otherwise."""
     return jpp.RemoteMesh(
-        len(hosts),
-        hosts=control_addresses(hosts),
+        options.pop("num_actors", len(hosts)),
+        hosts=options.pop("at", None) or control_addresses(hosts),
         ssh_options=net.ssh_options,
         interface=namespaces.INTERFACE["data"],
         ports=PORTS,
@@ -167,6 +175,32 @@ async def test_two_hosts_train_as_plain_jax_does(shared):
     mesh, step, expected = shared
     assert [actor.host for actor in mesh.actors]
     assert_close(await mesh.fetch(await mesh.run(step, *arguments())), expected)
+
+
+async def test_actors_that_lie_on_two_hosts_each(net):
+    """Of each actor one process on either host: its collectives and its transfers go over the network."""
+    # Each host by both of its addresses, a slot each time.
+    hosts = [host.address[link] for link in ("control", "data") for host in net.hosts[:2]]
+    expected = jax.jit(train_step)(*arguments())
+    async with new_mesh(
+        net,
+        net.hosts[:2],
+        num_actors=2,
+        at=hosts,
+        control_address="0.0.0.0",
+        spmd_mesh={"data": 2},
+        processes_per_actor=2,
+    ) as mesh:
+        for actor in mesh.actors:
+            assert all(p.pid in host.pids() for p, host in zip(actor.processes, net.hosts[:2], strict=True))
+        step = mesh.distributed(train_step, in_shardings=(None, P(None, "data")))
+        for form in (step, step.with_schedule(jpp.GPipe(2))):
+            assert_close(await mesh.fetch(await mesh.run(form, *arguments())), expected, rtol=2e-5)
+        victim = mesh.actors[1].processes[1]
+        net.hosts[1].run("kill", "-KILL", str(victim.pid))
+        with pytest.raises(ActorDiedError, match=rf"actor 1 \(process 1 of 2: host .*pid {victim.pid}\)"):
+            for _ in range(100):
+                await mesh.run(step, *arguments())
 
 
 async def test_everything_listens_where_the_documentation_says(net, shared):

@@ -8,6 +8,7 @@ Without that variable they are skipped; `test_device_buffers.py` has what needs 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 
@@ -15,13 +16,13 @@ import checkpoint_faults
 import jax
 import numpy as np
 import pytest
+from one_gpu import skipped_where_nccl_wants_a_gpu_each
 from test_numerics import check_five_steps
 from transport_conformance import TransportConformance
 
 import jaxpp_async as jpp
 from jaxpp_async.actors.cuda import open_door
 from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.errors import JaxppAsyncError
 from jaxpp_async.transport.buffers import Memory
 from jaxpp_async.transport.ucx import UCXTransport
 
@@ -88,20 +89,17 @@ async def test_actors_that_share_a_gpu_compute_what_jit_does(num_actors, transpo
     if transport == "nccl":
         if PLATFORM == "cpu":
             pytest.skip("NCCL needs a GPU")
-        options["env"] = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}  # several ranks on one GPU, from NCCL 2.32 on
+        options["env"] = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}  # several ranks on one GPU, from NCCL 2.30 on
     if PLATFORM == "cpu":
         options = {"launcher": LocalLauncher(actor="fake_device:DeviceActor"), "env": checkpoint_faults.ENV}
-    try:
-        mesh = jpp.RemoteMesh(num_actors, **options)
-        await mesh.__aenter__()
-    except JaxppAsyncError as error:
-        if transport != "nccl":
-            raise
-        pytest.skip(f"NCCL does not take {num_actors} ranks on this GPU: {error}")
-    try:
+    # Around the steps too: links are made when a program is loaded.
+    with skipped_where_nccl_wants_a_gpu_each() if transport == "nccl" else contextlib.nullcontext():
+        await _check_steps(num_actors, options)
+
+
+async def _check_steps(num_actors, options):
+    async with jpp.RemoteMesh(num_actors, **options) as mesh:
         names = (("mlp", jpp.Std1F1B), ("mlp", jpp.Interleaved1F1B), ("gpt", jpp.GPipe), ("uneven", jpp.Std1F1B))
         for name, kind in names if num_actors == 2 else names[:2]:
             await check_five_steps(mesh, name, kind)
         assert len({info.pid for info in mesh.actors}) == num_actors
-    finally:
-        await mesh.aclose()

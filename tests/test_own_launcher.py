@@ -26,14 +26,16 @@ from test_launch import HERE, environment, is_running
 
 from jaxpp_async.actors import keeper_protocol as kp
 from jaxpp_async.actors.actor_request import ActorRequest
+from jaxpp_async.actors.bringup import all_of
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.handshake import version_mismatch
 from jaxpp_async.actors.launch import LaunchSpec
 from jaxpp_async.actors.launch import addresses as addresses_module
 from jaxpp_async.actors.launch.display import HostLines
 from jaxpp_async.actors.launch.hostfile import parse_hosts
-from jaxpp_async.actors.launch.hosts import Settings
+from jaxpp_async.actors.launch.hosts import Settings, place
 from jaxpp_async.actors.launch.remote import MAX_HANDSHAKES, CommandReach, RemoteLauncher
+from jaxpp_async.actors.launching import Launching
 from jaxpp_async.actors.warden import Death
 from jaxpp_async.errors import ActorDiedError, LaunchError, MeshError
 
@@ -148,6 +150,34 @@ def elsewhere(hosts: list[str], reach: Any = None, **options: Any) -> RemoteLaun
     reach = reach or CommandReach(lambda placement, keeper: ["sh", "-c", 'exec "$@"', "sh", *keeper])
     options = {"control_address": "127.0.0.1", "settings": settings} | options
     return RemoteLauncher(reach, parse_hosts(hosts), actor="fake_actor:FakeActor", **options)
+
+
+def test_its_actors_spread_over_the_slots_of_its_hosts():
+    launcher = elsewhere(["a slots=4", "b slots=4"])
+    made, per_actor = Launching(launcher=launcher, num_devices=4).make(2)
+    assert (made, per_actor, launcher.slots_each) == (launcher, 1, 4)
+    assert [p.host.name for p in place(launcher.hosts, 2, launcher.slots_each)] == ["a", "b"]
+    assert Launching(launcher=launcher, num_devices=8).make(1) == (launcher, 2)
+    with pytest.raises(MeshError, match="8 actors of 4 devices do not fit 8 slots on 2 hosts"):
+        Launching(launcher=launcher, num_devices=4).make(8)
+
+
+@pytest.mark.parametrize(("per_actor", "says"), [(1, "2 actors started"), (2, "2 processes started")])
+def test_what_has_started_is_counted_as_what_it_is(caplog, per_actor, says):
+    launcher = elsewhere(["a slots=2"])
+    spec = LaunchSpec(0, 2, 0, b"", None, processes_per_actor=per_actor)
+    with caplog.at_level("INFO", "jaxpp_async"):
+        launcher._note_started(place(launcher.hosts, 2)[0], spec)
+    assert f"host a: {says}" in caplog.messages
+
+
+async def test_tasks_are_named_by_what_they_do_and_for_whom():
+    async def name() -> str:
+        task = asyncio.current_task()
+        assert task is not None
+        return task.get_name()
+
+    assert await all_of({3: name()}, "load") == {3: "load 3"}
 
 
 async def test_actors_through_a_command(caplog):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pathlib
 import re
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,15 +23,18 @@ import jaxpp_async as jpp
 from jaxpp_async.actors import crossings
 from jaxpp_async.actors.actor_info import ActorInfo, of_actor
 from jaxpp_async.actors.copies import holders
+from jaxpp_async.actors.host_values import HostValues, Look
 from jaxpp_async.actors.launch.addresses import addresses_of_hosts
 from jaxpp_async.actors.launch.hostfile import parse_hosts
 from jaxpp_async.actors.launch.hosts import place, spread
+from jaxpp_async.actors.messages import Fetch
 from jaxpp_async.actors.parts import parts_of
 from jaxpp_async.actors.processes import Processes, Seat
 from jaxpp_async.actors.progress import Position, hindmost
 from jaxpp_async.actors.scattering import Gathering, Scattering
+from jaxpp_async.actors.watch import Patience
 from jaxpp_async.checkpoint.restoring import load_manifest
-from jaxpp_async.errors import ActorDiedError, CheckpointError, MeshError
+from jaxpp_async.errors import ActorDiedError, ActorUnresponsiveError, CheckpointError, MeshError
 from jaxpp_async.program import Aval
 
 AXES = (("data", 2), ("model", 2))
@@ -139,6 +146,26 @@ def test_a_value_is_taken_apart_and_put_together(spec):
         assert [(i, a.size_bytes) for i, a in asked] == [(5, data.nbytes)]
         answers[process] = [data]
     np.testing.assert_array_equal(gathering.arrays(answers)[0], value)
+
+
+async def test_no_loop_waits_for_parts_that_are_still_on_a_device():
+    told: list[threading.Thread] = []
+
+    class OnItsWay:
+        def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+            told.append(threading.current_thread())
+            return np.arange(2, dtype=np.uint8)
+
+    shard: Any = SimpleNamespace(part=SimpleNamespace(owner=lambda array_id: 0))
+    layout: Any = SimpleNamespace(is_here=False, shards=[shard, shard])
+    look = Look(layout, asyncio.get_running_loop().create_future())
+    look.pieces.set_result([OnItsWay(), OnItsWay()])
+    with ThreadPoolExecutor(1) as workers:
+        nothing: Any = None
+        values = HostValues(nothing, nothing, nothing, workers, nothing)
+        fetched = await values.fetch(Fetch(1, (5,), (0,)), [look], 0)
+    assert fetched.arrays == (((4,), "uint8", b"\0\1\0\1"),)
+    assert len(told) == 2 and threading.main_thread() not in told
 
 
 # ---------------------------------------------------------------- placement
@@ -298,6 +325,21 @@ async def test_the_death_of_one_process_is_told_with_its_name(remote_mesh):
     assert str(raised.value).startswith(said)
     assert (raised.value.actor, raised.value.pid) == (1, victim.pid)
     assert [actor.state for actor in mesh.actors] == ["closed", "failed"]
+
+
+async def test_a_process_that_hangs_is_told_with_its_name():
+    mesh = jpp.RemoteMesh(2, spmd_mesh={"data": 4}, processes_per_actor=2, launcher="local", max_restarts=0)
+    mesh._patience = Patience(suspect_s=1.0, dead_s=2.0)
+    async with mesh:
+        params, batch = problem()
+        step = mesh.distributed(train_step(jpp.Std1F1B(2)), in_shardings=(P(), P(None, "data")))
+        state, _ = await mesh.run(step, params, batch)
+        victim = mesh.actors[1].processes[1]
+        os.kill(victim.pid, signal.SIGSTOP)
+        with pytest.raises(ActorUnresponsiveError) as raised:
+            while True:
+                state, _ = await mesh.run(step, state, batch)
+    assert f"actor 1 (process 1 of 2: host {victim.host}, pid {victim.pid})" in str(raised.value)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

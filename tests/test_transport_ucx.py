@@ -27,7 +27,7 @@ from jaxpp_async.transport import direct, shared
 from jaxpp_async.transport.addresses import seal, unseal
 from jaxpp_async.transport.buffers import memory_of
 from jaxpp_async.transport.direct import DIRECT_BYTES
-from jaxpp_async.transport.lookout import LONGEST_S, SHORTEST_S, Lookout
+from jaxpp_async.transport.lookout import SHORTEST_S, Lookout
 from jaxpp_async.transport.shared import SharedBlock
 from jaxpp_async.transport.ucx import UCXTransport
 from jaxpp_async.transport.ucx_context import shares_memory
@@ -152,6 +152,9 @@ async def test_an_error_in_progress_fails_the_futures_and_not_the_loop(make_tran
     await within(a.aclose())
 
 
+LONGEST_S = 200e-6
+
+
 @pytest.mark.parametrize(
     ("waits_us", "limit_us"),
     [
@@ -166,7 +169,7 @@ async def test_an_error_in_progress_fails_the_futures_and_not_the_loop(make_tran
     ],
 )
 def test_lookout_follows_the_waits(waits_us, limit_us):
-    lookout, now_s = Lookout(), 7.0
+    lookout, now_s = Lookout(LONGEST_S), 7.0
     for wait_us in waits_us:
         lookout.goes_on(now_s)
         now_s += wait_us * 1e-6
@@ -176,7 +179,7 @@ def test_lookout_follows_the_waits(waits_us, limit_us):
 
 
 def test_lookout_ends():
-    lookout = Lookout()
+    lookout = Lookout(LONGEST_S)
     assert lookout.goes_on(1.0) and lookout.goes_on(1.0 + LONGEST_S / 2)
     assert not lookout.goes_on(1.0 + 2 * LONGEST_S)
     lookout.stop()
@@ -540,6 +543,149 @@ async def test_what_is_written_after_an_abort_reaches_nobody(make_transport):
     await join(a, b)
     await within(b.recv(block, 0, tag(1, 2)), a.send(sent, 1, tag(1, 2)))
     assert np.array_equal(block.array, sent)
+
+
+@pytest.mark.parametrize("blind", [0, 1])
+async def test_one_side_alone_sees_the_other(make_transport, monkeypatch, blind):
+    """As where only one of two users, or only the side with descriptors left, may open the other's memory."""
+    a, b = await make_transport(0), await make_transport(1)
+    of = shared.Neighbour.of
+    with monkeypatch.context() as patch:
+        unseen = (a, b)[1 - blind]._direct.ticket
+        patch.setattr(shared.Neighbour, "of", lambda ticket: None if ticket == unseen else of(ticket))
+        await join(a, b)
+    pieces = write_count(monkeypatch)
+    for sender, receiver in ((a, b), (b, a)):
+        block = SharedBlock(LARGE)
+        receive = receiver.recv(block, sender.peer_id, tag(1))
+        await within(receive, sender.send(data(LARGE, 1), receiver.peer_id, tag(1)))
+        assert np.array_equal(block.array, data(LARGE, 1))
+    assert not pieces
+
+
+async def test_short_receives_let_every_sender_go(make_transport):
+    """The header lies nowhere then; each sender counts from one, and one tag goes to several peers."""
+    a, b, c = await make_transport(0), await make_transport(1), await make_transport(2)
+    for other in (b, c):
+        await join(a, other)
+    for other in (b, c):
+        receive = a.recv(np.zeros(16, np.uint8), other.peer_id, tag(1))
+        send = other.send(data(LARGE, 1), 0, tag(1))
+        with pytest.raises(ProtocolError, match=f"expected 16 bytes, got {LARGE}"):
+            await within(receive)
+        await within(send)
+    sends = [a.send(data(LARGE, 1), 1, tag(2)), a.send(data(2 * LARGE, 1), 2, tag(2))]
+    receive = c.recv(np.zeros(16, np.uint8), 0, tag(2))
+    with pytest.raises(ProtocolError, match=f"got {2 * LARGE}"):
+        await within(receive)
+    await within(sends[1])
+    await within(b.recv(SharedBlock(LARGE), 0, tag(2)), sends[0])
+
+
+async def test_blocks_of_another_size_are_not_written(make_transport, monkeypatch):
+    a, b = await make_transport(0), await make_transport(1)
+    await join(a, b)
+    small = SharedBlock(4096)
+    assert small.ticket is not None
+    a._links[1].neighbour.place(small.ticket)  # from then on it is known by its key
+    for number, (size, error) in enumerate([(4096, ProtocolError), (LARGE, None)]):
+        block = SharedBlock(LARGE)
+        block.ticket = small.ticket._replace(size_bytes=size)
+        pieces = write_count(monkeypatch)
+        receive, send = b.recv(block, 0, tag(number)), a.send(data(LARGE, 1), 1, tag(number))
+        if error is None:
+            await within(receive, send)
+            assert np.array_equal(block.array, data(LARGE, 1))
+        else:
+            with pytest.raises(error, match="no valid answer"):
+                await within(send)
+        assert not pieces
+    await within(b.abort(0), a.abort(1))
+
+
+@pytest.mark.parametrize("answer", [b"", b"\0", bytes([3]) + bytes(28), bytes([255]) + bytes(28)])
+async def test_answers_without_a_sense_fail_the_send(make_transport, monkeypatch, answer):
+    a, b = await make_transport(0), await make_transport(1)
+    await join(a, b)
+    pack = b._direct._answer
+    monkeypatch.setattr(b._direct, "_answer", lambda transfer, serial, _: pack(transfer, serial, answer))
+    receive, send = b.recv(SharedBlock(LARGE), 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))
+    with pytest.raises(ProtocolError, match="no valid answer"):
+        await within(send)
+    await within(b.abort(0), asyncio.gather(receive, return_exceptions=True))
+
+
+@pytest.mark.parametrize("end", [b"", b"\0", b"\3", b"\1\1", bytes(61)])
+async def test_ends_without_a_sense_fail_the_receive(make_transport, monkeypatch, end):
+    a, b = await make_transport(0), await make_transport(1)
+    await join(a, b)
+    post = a._direct._carrier.post_own_send
+
+    def post_own_send(link, memory, own_tag, transfer):
+        said = memory if memory.size_bytes != 1 else memory_of(np.frombuffer(end, np.uint8), writable=False)
+        return post(link, said, own_tag, transfer)
+
+    monkeypatch.setattr(a, "post_own_send", post_own_send)
+    block = SharedBlock(LARGE)
+    old = block.ticket
+    receive, send = b.recv(block, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))
+    with pytest.raises(ProtocolError, match="expected"):
+        await within(receive)
+    await within(send)
+    assert block.ticket != old  # it may still be written to
+
+
+async def test_memory_that_cannot_be_replaced_ends_the_process(make_transport, monkeypatch):
+    a, b = await make_transport(0), await make_transport(1)
+    await join(a, b)
+    block = SharedBlock(LARGE)
+    receive, send = b.recv(block, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))
+    await until(lambda: a._direct._written_bytes)
+
+    def no_memory(block):
+        raise OSError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedBlock, "retire", no_memory)
+        with pytest.raises(TransferError, match="this process has to end"):
+            await within(b.abort(0))
+    with pytest.raises(TransferError):
+        await within(receive)
+    assert [t.memory.owner for t in b._direct.exposed] == [block]
+    with pytest.raises(TransferError, match="this process has to end"):
+        await within(b.abort())
+    b._direct.exposed.clear()
+    await within(a.abort(1), asyncio.gather(send, return_exceptions=True))
+
+
+async def test_a_sender_keeps_no_memory_that_its_peer_let_go_of(make_transport):
+    a, b = await make_transport(0), await make_transport(1)
+    await join(a, b)
+    kept, freed = SharedBlock(LARGE), SharedBlock(LARGE)
+    for block in (kept, freed):
+        await within(b.recv(block, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1)))
+    neighbour = a._links[1].neighbour
+    assert neighbour is not None and len(neighbour._blocks) == 2
+    del freed, block
+    gc.collect()
+    await within(b.recv(kept, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1)))
+    assert len(neighbour._blocks) == 1
+    await within(a.abort(1), b.abort(0))
+    assert not neighbour._blocks
+
+
+def test_half_of_the_descriptors_are_left_to_others(monkeypatch):
+    lowest = os.dup(0)
+    os.close(lowest)
+    monkeypatch.setattr(shared.resource, "getrlimit", lambda _: (2 * (lowest + 10), -1))
+    blocks = [SharedBlock.make(1) for _ in range(100)]
+    made = [block for block in blocks if block is not None]
+    assert 0 < len(made) <= 10 and made == blocks[: len(made)]
+    before = num_descriptors()
+    made[-1].retire()
+    assert num_descriptors() <= before
+    monkeypatch.setattr(shared.resource, "getrlimit", lambda _: (-1, -1))
+    assert SharedBlock.make(1) is not None
 
 
 async def test_a_sender_that_dies_while_it_writes(make_transport):

@@ -586,7 +586,7 @@ OPTIONS = [
     ({"launcher": 3}, MeshError, "launcher 3 is none of .*, nor a Launcher: it has no listen_host, tra"),
     ({"transport": "tcp"}, MeshError, "'tcp' does not work between processes; .* 'ucx'"),
     ({"transport": "ucx", "launcher": "inline"}, MeshError, "'ucx' does not work inside one process; .* 'memory'"),
-    ({"platform": "tpu"}, MeshError, "platform is 'tpu'; it is 'cpu' or 'cuda'"),
+    ({"platform": "tpu"}, MeshError, "platform is 'tpu'; it is 'cpu' or, for GPUs, 'cuda'"),
     ({"axis_rules": {"batch": "data"}}, ShardingError, r"axis_rules\['batch'\] names the axis 'data'.* no axes"),
     (
         {"axis_rules": {"batch": ("data", "model")}, "spmd_mesh": {"data": 1}},

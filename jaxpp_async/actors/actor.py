@@ -9,66 +9,40 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
-
-import jax
 
 from jaxpp_async.actors import messages as m
 from jaxpp_async.actors.catching_up import Dropped, Tally, catch_up
 from jaxpp_async.actors.cluster import reserve_port
-from jaxpp_async.actors.compute import ComputeThread
+from jaxpp_async.actors.configuring import Parts, open_parts
 from jaxpp_async.actors.copies import Shelf
 from jaxpp_async.actors.cuda import DeviceDoor, open_door
-from jaxpp_async.actors.device_work import DeviceWork
-from jaxpp_async.actors.devices import INLINE_DEVICES, Devices, package_versions, plain_hardware, start_devices
-from jaxpp_async.actors.executables import Executables
-from jaxpp_async.actors.host_values import HostValues
+from jaxpp_async.actors.device_step_run import DeviceStepRun
+from jaxpp_async.actors.failed_reply import failed
 from jaxpp_async.actors.loaded_program import LoadedProgram
 from jaxpp_async.actors.loading import load_program
+from jaxpp_async.actors.numbers import numbers
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.plan import ExecutionPlan
 from jaxpp_async.actors.processes import Seat
 from jaxpp_async.actors.progress import NoteProgress, no_progress
-from jaxpp_async.actors.receive_pool import ReceivePool
-from jaxpp_async.actors.rollback import Rollbacks
-from jaxpp_async.actors.shards import Layouts, memory_held
-from jaxpp_async.actors.snapshots import Snapshots
-from jaxpp_async.actors.step_run import Machine, StepFailure, StepRun
-from jaxpp_async.actors.store import Entry, Store
+from jaxpp_async.actors.step_run import StepFailure, StepRun
+from jaxpp_async.actors.store import Entry, Store, wait_all
 from jaxpp_async.actors.stuck_report import report
 from jaxpp_async.errors import MeshError, ProtocolError, StepAbortedError
 from jaxpp_async.program import CONTROLLER, ActorId, ProcessId
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.nccl_plan import Link
-from jaxpp_async.transport.planes import Planes, open_planes
+from jaxpp_async.transport.planes import open_planes
 
 REPLIES_KEPT = 16
 """How many steps' replies are kept for requests that come twice."""
 
 StepKey = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """What `Configure` makes.
-
-    Args:
-        transport_kind: for `Renew`.
-    """
-
-    executables: Executables
-    host_values: HostValues
-    machine: Machine
-    snapshots: Snapshots
-    rollbacks: Rollbacks
-    planes: Planes
-    transport_kind: str
 
 
 class Actor:
@@ -102,7 +76,7 @@ class Actor:
         self._make_transport, self._send, self._inline = make_transport, send, inline
         self._note_progress, self._make_door = note_progress, make_door
         self._workers = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix=f"jaxpp-actor-{process_id}")
-        self._parts_or_none: _Parts | None = None
+        self._parts_or_none: Parts | None = None
         self._store, self._shelf = Store(), Shelf()
         self._programs: dict[int, LoadedProgram] = {}
         self._tasks = OwnedTasks()
@@ -176,7 +150,7 @@ class Actor:
             case m.Store():
                 entries = self._parts.host_values.take(message.puts, self._epoch)
                 self._free(message.frees)
-                self._answer("store", message.request, _all_there(message.request, entries))
+                self._answer("store", message.request, self._stored(message.request, entries))
             case m.Step():
                 self._step(message)
             case m.Fetch():
@@ -217,40 +191,27 @@ class Actor:
     async def _configure(self, message: m.Configure) -> m.Ready:
         if self._parts_or_none is not None:
             raise ProtocolError("the actor is configured already", actor=self.actor_id)
-        loop = asyncio.get_running_loop()
         if message.cluster is not None:
             self._cluster, self._seat = message.cluster, Seat(self._seat.process, message.cluster.size)
-        start = partial(start_devices, message, inline=self._inline)
-        devices: Devices = await loop.run_in_executor(self._workers, start)
-        door = await loop.run_in_executor(self._workers, self._make_door, devices.devices, message.transport)
-        if door is not None:
-            door.enter()  # on this thread, and before UCX begins: it keeps to the context that it finds
-        planes = open_planes(message.transport, message.epoch, self._make_transport)
-        layouts = Layouts(devices)
-        shared = self._inline and len(devices.devices) > 1
-        machine = Machine(
-            transport=planes.programs,
-            compute=ComputeThread(f"jaxpp-actor-{self._seat.process}-compute", loop),
-            pool=ReceivePool(layouts, on_devices=door is not None),
-            layouts=layouts,
-            device_lock=INLINE_DEVICES if shared else None,
+        self._parts_or_none, ready = await open_parts(
+            message,
+            self._seat,
+            self._store,
+            self._shelf,
+            self._workers,
+            spawn=self._spawn,
+            make_transport=self._make_transport,
+            make_door=self._make_door,
             note_progress=self._note_progress,
             may_begin=self._tally.begin if message.cluster is not None else None,
-            device=None if door is None else DeviceWork(door, f"jaxpp-actor-{self._seat.process}", loop),
+            inline=self._inline,
         )
         self._epoch = message.epoch
-        self._parts_or_none = _Parts(
-            executables=Executables(devices, self._workers),
-            host_values=HostValues(self._store, layouts, planes.host, self._workers, self._spawn, self._seat),
-            machine=machine,
-            snapshots=Snapshots(self._store, layouts, self._workers),
-            rollbacks=Rollbacks(self._seat.process, self._store, layouts, self._shelf, self._workers),
-            planes=planes,
-            transport_kind=message.transport,
-        )
-        names = tuple(f"{device.platform}:{device.id}" for device in devices.devices)
-        hardware = plain_hardware(devices) if door is None else door.hardware()
-        return m.Ready(message.request, planes.host.address, names, package_versions(), hardware)
+        return ready
+
+    async def _stored(self, request: int, entries: Sequence[Entry]) -> m.Done:
+        await wait_all(entries)
+        return m.Done(request)
 
     async def _connect(self, message: m.Connect) -> m.Connected:
         self._epoch = message.epoch
@@ -339,7 +300,8 @@ class Actor:
             if command.result in message.outputs:
                 aval = program.plan.avals[command.buffer]
                 results[command.result] = self._store.expect(message.outputs[command.result], aval)
-        return StepRun(message, program, parts.machine, bound, results, self._step_ended)
+        kind = StepRun if parts.machine.device is None else DeviceStepRun
+        return kind(message, program, parts.machine, bound, results, self._step_ended)
 
     def _bind(self, plan: ExecutionPlan, message: m.Step) -> tuple[dict[int, Entry], list[int]]:
         bound: dict[int, Entry] = {}
@@ -452,7 +414,7 @@ class Actor:
         return {array_id for run in runs for array_id in run.message.frees_after}
 
     @property
-    def _parts(self) -> _Parts:
+    def _parts(self) -> Parts:
         if self._parts_or_none is None:
             raise MeshError(f"actor {self.actor_id} is not configured")
         return self._parts_or_none
@@ -462,22 +424,8 @@ class Actor:
             self._store.remove(array_id)
 
     def _numbers(self) -> dict[str, int]:
-        parts, executor = self._parts, self._current.executor if self._current else None
-        live_arrays, live_bytes = memory_held(jax.live_arrays())
-        return {
-            "live_arrays": live_arrays,
-            "live_bytes": live_bytes,
-            "store_arrays": len(self._store),
-            "store_bytes": self._store.size_bytes,
-            "table_bytes": executor.table_bytes if executor else 0,
-            "pending_bytes": executor.pending_bytes if executor else 0,
-            "copied_bytes": self._shelf.size_bytes,
-            "free_receive_buffers": parts.machine.pool.free_buffers,
-            "free_receive_bytes": parts.machine.pool.free_bytes,
-            "file_descriptors": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
-            "compilations": parts.executables.compilations,
-            "tasks": len(self._tasks),
-        }
+        executor = self._current.executor if self._current else None
+        return numbers(self._parts, self._store, self._shelf, executor, num_tasks=len(self._tasks))
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.start(f"actor {self.actor_id}: {name}", work)
@@ -494,33 +442,3 @@ class Actor:
                 return
             reply = failed(request, error)
         self._send(reply)
-
-
-async def _all_there(request: int, entries: list[Entry]) -> m.Done:
-    there = asyncio.get_running_loop().create_future()
-    left = len(entries)
-
-    def one_done(_: Entry) -> None:
-        nonlocal left
-        left -= 1
-        if not left and not there.done():
-            there.set_result(None)
-
-    for entry in entries:
-        entry.when_done(one_done)
-    if entries:
-        await there
-    for entry in entries:
-        if entry.error is not None:
-            raise entry.error
-    return m.Done(request)
-
-
-def failed(
-    request: int | None, error: BaseException, *, step: int | None = None, instruction: str | None = None
-) -> m.Failed:
-    """An exception as a reply: names and text only, nothing that has to be unpickled."""
-    kind = type(error)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    text = "".join(traceback.format_exception(error))
-    return m.Failed(request, name, str(error), text, step, instruction)

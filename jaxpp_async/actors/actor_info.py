@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from jaxpp_async.actors.processes import process_of
 from jaxpp_async.program import ProcessId
 
 _WORST_FIRST = ("failed", "restarting", "starting", "waiting", "closed", "ready")
@@ -20,7 +21,8 @@ class ActorInfo:
             `"restarting"` and the others `"waiting"`.
         devices: one text a device, such as `"cpu:0"`.
         rank, size: of one of several processes: which, and of how many.
-        processes: of an actor of several processes: each of them, in order of rank.
+        processes: of an actor: each of its processes, in order of rank; of a process: none.
+        gpus: the UUIDs of its GPUs, or of parts of one (MIG), as `nvidia-smi -L` lists them; empty without GPUs.
     """
 
     id: int
@@ -31,11 +33,12 @@ class ActorInfo:
     rank: int = 0
     size: int = 1
     processes: tuple[ActorInfo, ...] = ()
+    gpus: tuple[str, ...] = ()
 
     @property
     def process(self) -> ProcessId:
         """The process's number in the mesh."""
-        return self.id * self.size + self.rank
+        return process_of(self.id, self.rank, self.size)
 
     def __str__(self) -> str:
         if self.size == 1:
@@ -47,7 +50,8 @@ def of_actor(processes: Sequence[ActorInfo]) -> ActorInfo:
     """What is known of an actor, from what is known of its processes, in order of rank."""
     first = processes[0]
     if len(processes) == 1:
-        return first
+        return replace(first, processes=(first,))
     state = min((p.state for p in processes), key=_WORST_FIRST.index)
     devices = tuple(device for p in processes for device in p.devices)
-    return ActorInfo(first.id, first.host, first.pid, devices, state, processes=tuple(processes))
+    gpus = tuple(gpu for p in processes for gpu in p.gpus)
+    return ActorInfo(first.id, first.host, first.pid, devices, state, processes=tuple(processes), gpus=gpus)

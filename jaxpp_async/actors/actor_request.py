@@ -28,6 +28,7 @@ class ActorRequest:
         gpus: how many GPUs its process needs; 0: none.
         gpus_are_its_own: those that its host's environment names are for this process alone, which a cluster gave them,
             and not for all that run there.
+        defaults: variables for where neither its host's environment nor `env` has them.
     """
 
     python: str
@@ -40,6 +41,7 @@ class ActorRequest:
     cache_dir: str | None = None
     gpus: int = 0
     gpus_are_its_own: bool = False
+    defaults: Mapping[str, str] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
         """The whole environment of the process.
@@ -47,7 +49,7 @@ class ActorRequest:
         Raises:
             MeshError: its host has not the GPUs that it needs, or too little memory is left for it on them.
         """
-        env = dict(os.environ)
+        env = {**self.defaults, **os.environ}
         if self.cache_dir is not None:
             env["JAX_COMPILATION_CACHE_DIR"] = os.path.expanduser(self.cache_dir.replace("{host}", os.uname().nodename))
             # JAX would leave out what compiles fast, and that is most of a pipeline's tasks.

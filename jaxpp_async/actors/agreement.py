@@ -24,6 +24,7 @@ class Member:
 
     Args:
         who: for errors, such as `"actor 1 (host n2, pid 7)"`.
+        actor: whose process it is.
         host: on which machine.
         cuda: version of the CUDA that JAX is for, such as `"13.0"`; empty without GPUs.
         gpus: their UUIDs, or whatever tells the GPUs of a machine apart; empty: not known.
@@ -31,6 +32,7 @@ class Member:
     """
 
     who: str
+    actor: int
     host: str
     cuda: str = ""
     gpus: tuple[str, ...] = ()
@@ -39,10 +41,11 @@ class Member:
 
 def check_agreement(members: Sequence[Member]) -> None:
     """Raises:
-    MeshError: they cannot work together: JAXs for different CUDAs, or a GPU whose memory is set aside more than once.
+    MeshError: they cannot work together: JAXs for different CUDAs, a GPU that two processes of one actor have, or one
+        whose memory is set aside more than once.
         Names who, and says what to do.
     """
-    for why in (_cudas(members), _shared(members)):
+    for why in (_cudas(members), _twice(members), _shared(members)):
         if why is not None:
             raise MeshError(why)
 
@@ -56,6 +59,18 @@ def _cudas(members: Sequence[Member]) -> str | None:
         f"JAX is for different CUDAs ({said}); install the same extra on all hosts, {pip_install('cuda13')} or "
         f"{pip_install('cuda12')}"
     )
+
+
+def _twice(members: Sequence[Member]) -> str | None:
+    """XLA's collectives are between different GPUs: an actor cannot have one of them as two of its devices."""
+    by_gpu = _grouped(((member.host, gpu, member.actor), member.who) for member in members for gpu in member.gpus)
+    for (host, gpu, actor), who in by_gpu.items():
+        if len(who) > 1:
+            return (
+                f"{_names(who)} have GPU {gpu} of host {host}, but actor {actor} wants a GPU for each device; "
+                "make spmd_mesh smaller, name more GPUs with devices=, or give it more hosts"
+            )
+    return None
 
 
 def _shared(members: Sequence[Member]) -> str | None:

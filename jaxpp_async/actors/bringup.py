@@ -1,4 +1,5 @@
-"""bringup: from a launcher to connected, configured actors. Used once by `Controller.start`.
+"""bringup: from a launcher to connected, configured actors. `Crew` uses one for the
+mesh's life: to start actors, and to replace those that were lost.
 
 All actors come up in parallel; the first that fails ends the launch, and the caller stops what has started.
 """
@@ -143,7 +144,7 @@ class Bringup:
         """
         ready: Ready = await self._asked(link, message, Ready, "connected but did not start JAX and the transport")
         check_library_versions(link.info, ready.versions)
-        link.info = replace(link.info, devices=ready.devices, state="ready")
+        link.info = replace(link.info, devices=ready.devices, gpus=ready.hardware.gpus, state="ready")
         link.address = ready.address
         self._say(f"{link.info} is ready: {', '.join(ready.devices)}")
         return ready
@@ -259,16 +260,16 @@ def check_library_versions(actor: ActorInfo, versions: Mapping[str, str]) -> Non
 
 
 async def all_of(coroutines: Mapping[int, Coroutine[Any, Any, T]], what: str) -> dict[int, T]:
-    """Run one coroutine an actor at once. The first error ends the others and is raised as it is."""
+    """Run a coroutine for each actor, or process, at once. The first error ends the others and is raised as it is."""
     loop = asyncio.get_running_loop()
-    tasks = {actor: loop.create_task(c, name=f"{what}, actor {actor}") for actor, c in coroutines.items()}
+    tasks = {number: loop.create_task(c, name=f"{what} {number}") for number, c in coroutines.items()}
     if not tasks:
         return {}
     try:
         done, _ = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             task.result()
-        return {actor: task.result() for actor, task in tasks.items()}
+        return {number: task.result() for number, task in tasks.items()}
     finally:
         for task in tasks.values():
             task.cancel()

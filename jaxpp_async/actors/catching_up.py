@@ -13,28 +13,23 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from jaxpp_async.actors.cluster import agree
 from jaxpp_async.actors.compute import ComputeThread
 from jaxpp_async.actors.loaded_program import LoadedProgram
+from jaxpp_async.actors.machine import Begins
 from jaxpp_async.actors.messages import Cluster
 from jaxpp_async.actors.plan import Execute
 from jaxpp_async.actors.shards import joined
 from jaxpp_async.errors import MeshError
 
-_LOG = logging.getLogger("jaxpp_async.actor")
+_LOG = logging.getLogger("jaxpp_async")
 
 AGREE_S, END_S = 4.0, 4.0
-"""What the others may take to say how far they are, and all of them to end the tasks that they have begun."""
-
-
-class Begins(Protocol):
-    """A step that counts its tasks."""
-
-    begun: int
+"""What the others may take to say how far they are, and all of them to end the tasks that they have begun: unless tasks
+have been seen to take longer, which then go on in front of the next step's, as in an actor of one process."""
 
 
 class Tally:
@@ -92,7 +87,7 @@ async def catch_up(
         tally: stopped before.
 
     Raises:
-        MeshError: another process does not answer, or what they compute together does not end.
+        MeshError: another process does not answer, or what they compute together does not end though it used to.
     """
     loop = asyncio.get_running_loop()
     begun = tally.stop()
@@ -102,14 +97,29 @@ async def catch_up(
         raise MeshError(f"another process of this actor is {most - begun} tasks ahead, this one knows of {len(left)}")
     for program, task in left[: most - begun]:
         compute.submit(_dry_run(program, task))
-    idle = loop.create_future()
+    longest_s = max((one.program.longest_s for one in dropped), default=0.0)
+    await _ended(compute, (1 + most - begun) * longest_s)
+    tally.go_on(most)
+
+
+async def _ended(compute: ComputeThread, expected_s: float) -> None:
+    """Wait for what the compute thread has.
+
+    Args:
+        expected_s: how long that takes, by what such tasks took before; 0: none has ended yet.
+    """
+    idle = asyncio.get_running_loop().create_future()
     compute.submit(lambda: lambda: None if idle.done() else idle.set_result(None))
     try:
         async with asyncio.timeout(END_S):
             await idle
     except TimeoutError:
-        raise MeshError("a task that this actor's processes compute together does not end") from None
-    tally.go_on(most)
+        if expected_s < END_S / 2:
+            raise MeshError(
+                "a task that this actor's processes compute together does not end: it was waited for for "
+                f"{END_S:g} s, and {f'used to take {expected_s:.3g} s' if expected_s else 'none has ended before'}"
+            ) from None
+        _LOG.info("the next step waits for tasks of a dropped one, which used to take %.1f s", expected_s)
 
 
 def _dry_run(program: LoadedProgram, task: Execute) -> Callable[[], Callable[[], None]]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,9 +25,10 @@ from jaxpp_async.actors.ending import to_the_end
 from jaxpp_async.actors.failure import abandoned
 from jaxpp_async.actors.frees import FreeList
 from jaxpp_async.actors.host_data import HostPlane, HostValue, Sending
+from jaxpp_async.actors.host_requests import HostRequests
 from jaxpp_async.actors.launch import Launcher
 from jaxpp_async.actors.linking import Linking
-from jaxpp_async.actors.messages import ArrayId, Done, Inspect, Inspected, Loaded, Step, Store
+from jaxpp_async.actors.messages import ArrayId, Inspect, Inspected, Loaded, Step
 from jaxpp_async.actors.outbox import Outbox
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.processes import Processes
@@ -36,7 +36,7 @@ from jaxpp_async.actors.programs import Programs
 from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.actors.recovery import Recovery
 from jaxpp_async.actors.rpc import Call, StepHandle
-from jaxpp_async.actors.scattering import Gathering, Scattering
+from jaxpp_async.actors.scattering import Scattering
 from jaxpp_async.actors.supervision import Supervision
 from jaxpp_async.actors.telling import Telling
 from jaxpp_async.actors.watch import Patience
@@ -101,16 +101,10 @@ class Controller:
             self.telling,
             patience,
         )
-        num_devices = math.prod(size for _, size in options.config.spmd_mesh)
-        self._linking = Linking(self._crew, self._outbox, self._programs, num_devices)
+        self._host = HostRequests(self._crew, self._outbox, self._frees)
+        self._linking = Linking(self._crew, self._outbox, self._programs, options.config.num_devices)
         self._backups = (
-            Backups(
-                self._crew,
-                self._outbox,
-                every=backup_every,
-                on_error=self._suspect,
-                patience_s=options.patience_s,
-            )
+            Backups(self._crew, self._outbox, every=backup_every, on_error=self._suspect, patience_s=options.patience_s)
             if max_restarts
             else None
         )
@@ -308,7 +302,7 @@ class Controller:
         """
         self._check_usable()
         actors, processes = self._programs.actors_of(program_id), self._crew.processes
-        handle = StepHandle(next(self._steps), program_id, processes.of_all(actors), processes.per_actor)
+        handle = StepHandle(next(self._steps), program_id, processes.of_all(actors))
         frees, number, epoch = self._frees.take(), self._outbox.number, self._crew.epoch
         posts: list[tuple[ActorId, Step, Mapping[ProcessId, Sequence[Sending]]]] = []
         for actor in actors:
@@ -331,7 +325,7 @@ class Controller:
         for actor, message, large in posts:
             for process in processes.of(actor):
                 if large:
-                    self._post_with(process, message, handle, large.get(process, ()), handle.sends)
+                    self._host.post_with(process, message, handle, large.get(process, ()), handle.sends)
                 else:
                     self._outbox.post(process, message, handle)
         if frees:
@@ -347,21 +341,7 @@ class Controller:
             ActorError: an actor or the mesh failed.
         """
         self._check_usable()
-        frees = self._frees.take()
-
-        async def put_one(actor: ActorId) -> None:
-            small, large = self._plane.prepare(actor, values.get(actor, ()))
-            calls: list[Call] = []
-            for process in self._crew.processes.of(actor):
-                calls.append(call := Call(Done))
-                message = Store(self._number(), small, frees.get(actor, ()))
-                self._post_with(process, message, call, large.get(process, ()), [])
-            for process, call in zip(self._crew.processes.of(actor), calls, strict=True):
-                await self._outbox.drain(process)
-                await call.future
-
-        actors = sorted(set(values) | set(frees))
-        await all_of({actor: put_one(actor) for actor in actors}, "put")
+        await self._host.put(values)
 
     async def fetch(self, wanted: Sequence[tuple[ActorId, ArrayId, Aval]]) -> list[np.ndarray[Any, Any]]:
         """Bring whole arrays to the controller.
@@ -373,10 +353,7 @@ class Controller:
             RemoteError: an actor does not have the array; the mesh goes on. ActorError: the mesh failed.
         """
         self._check_usable()
-        self._send_frees()
-        gathering = Gathering(wanted, self._crew.scattering)
-        fetches = {process: self._fetch_one(process, asked) for process, asked in gathering.asked.items()}
-        return gathering.arrays(await all_of(fetches, "fetch"))
+        return await self._host.fetch(wanted)
 
     async def secure(self) -> None:
         """With `max_restarts`: wait until a restart would not need the files that arrays were read from."""
@@ -400,44 +377,14 @@ class Controller:
             ActorError: an actor or the mesh failed.
         """
         self._check_usable()
-        self._send_frees()
+        self._host.send_frees()
         replies = {process: self._outbox.send(process, Inspect, Inspected) for process in sorted(self._crew.links)}
         return {process: (await reply).numbers for process, reply in replies.items()}
 
-    # ------------------------------------------------------------ requests and host values
+    # ------------------------------------------------------------ requests
 
     def _number(self) -> int:
         return self._outbox.number()
-
-    def _post_with(
-        self,
-        process: ProcessId,
-        message: Step | Store,
-        waiter: Call | StepHandle,
-        large: Sequence[Sending],
-        sends: list[asyncio.Future[None]],
-    ) -> None:
-        """Post a request and the host values that take the data plane; `sends` gets their transfers."""
-        transfers = (lambda: sends.extend(self._plane.send(process, large))) if large else None
-        self._outbox.post(process, message, waiter, transfers, sum(data.nbytes for _, data in large))
-
-    def _fetch_one(
-        self, process: ProcessId, wanted: Sequence[tuple[ArrayId, Aval]]
-    ) -> Coroutine[Any, Any, list[np.ndarray[Any, Any]]]:
-        """The request leaves with the call, ahead of any later step that is given the arrays."""
-        message, fetching = self._plane.fetch(self._number(), process, wanted)
-        self._outbox.post(process, message, fetching, fetching.start)
-
-        async def fetched() -> list[np.ndarray[Any, Any]]:
-            await self._outbox.drain(process)
-            return await fetching.future
-
-        return fetched()
-
-    def _send_frees(self) -> None:
-        for actor, array_ids in self._frees.take().items():
-            for process in self._crew.processes.of(actor):
-                self._outbox.post(process, Store(self._number(), (), array_ids), Call(Done, awaited=False))
 
     @property
     def _plane(self) -> HostPlane:

@@ -189,7 +189,7 @@ class Crew:
 
     def _member(self, process: ProcessId) -> Member:
         info, found = self.links[process].info, self.hardware[process]
-        return Member(str(info), info.host, found.cuda, found.gpus, found.memory_fraction)
+        return Member(str(info), info.id, info.host, found.cuda, found.gpus, found.memory_fraction)
 
     async def bring_up(self, actor: ActorId) -> list[ActorLink]:
         """Start one actor, or its successor, up to its JAX and transport.

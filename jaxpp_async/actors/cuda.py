@@ -10,13 +10,14 @@ an event recorded on `s` after it happens then. A capsule is dropped at once: JA
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 
-from jaxpp_async.actors.gpus import memory_fraction
+from jaxpp_async.actors.gpus import host_gpus, memory_fraction
 from jaxpp_async.actors.messages import Hardware
 from jaxpp_async.errors import InstallError
 
@@ -132,7 +133,7 @@ class CupyDoor:
             memory_bytes=memory_bytes,
             cuda=_version(runtime.runtimeGetVersion()),
             driver=_version(runtime.driverGetVersion()),
-            gpus=tuple(runtime.deviceGetPCIBusId(_ordinal(device)) for device in self._devices),
+            gpus=tuple(_uuid(runtime, _ordinal(device)) for device in self._devices),
             memory_fraction=memory_fraction(os.environ),
         )
 
@@ -203,6 +204,18 @@ def _parts(arrays: Sequence[jax.Array]) -> Iterable[Any]:
 def _ordinal(device: Any) -> int:
     """CUDA's number of a device in this process."""
     return device.local_hardware_id
+
+
+def _uuid(runtime: Any, ordinal: int) -> str:
+    """What `nvidia-smi -L` calls a device. CUDA tells of a part of a GPU (MIG) what its GPU is called, so that its own
+    name is the one by which the process was given it."""
+    named = host_gpus(os.environ)[ordinal : ordinal + 1]
+    if named and named[0].startswith("MIG-"):
+        return named[0]
+    found = runtime.getDeviceProperties(ordinal).get("uuid", b"")
+    if len(found) != 16:
+        return runtime.deviceGetPCIBusId(ordinal)
+    return f"GPU-{uuid.UUID(bytes=bytes(found))}"
 
 
 def _version(number: int) -> str:

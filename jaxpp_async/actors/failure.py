@@ -29,6 +29,8 @@ _CONSEQUENCES = ("TransferError", "StepAbortedError", "CancelledError")
 """Remote exceptions that usually follow from another actor's death, which may be noticed a moment later."""
 
 _OF_FELLOWS = ("JaxRuntimeError", "XlaRuntimeError")
+_COLLECTIVE = re.compile(r"\b(Gloo|NCCL|[Cc]oordination service)\b")
+"""In what XLA says of a collective that a fellow has left; it comes as a ValueError when a connection was reset."""
 
 _OF_A_STEP: dict[str, type[ActorError]] = {f"{c.__module__}.{c.__name__}": c for c in (ProtocolError, TransferError)}
 """What fails a step on an actor and is nobody's code: the user gets an error of the same class."""
@@ -50,7 +52,8 @@ def is_consequence(failed: Failed, *, of_several: bool = False) -> bool:
         of_several: it is of one of several processes that compute together: XLA fails in one when another is gone.
     """
     kind = failed.exception_type.rpartition(".")[2]
-    return kind in _CONSEQUENCES or (of_several and kind in _OF_FELLOWS)
+    of_a_fellow = kind in _OF_FELLOWS or _COLLECTIVE.search(failed.message) is not None
+    return kind in _CONSEQUENCES or (of_several and of_a_fellow)
 
 
 def is_echo(process: ActorInfo, death: Death) -> bool:

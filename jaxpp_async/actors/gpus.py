@@ -8,6 +8,8 @@ takes three quarters of a GPU unless it is told otherwise, which two processes c
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -23,7 +25,8 @@ JAX_FRACTION = "0.75"
 
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _FRACTIONS = (_FRACTION, "XLA_CLIENT_MEM_FRACTION")
-_VISIBLE, _ORDER, _PREALLOCATE = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "XLA_PYTHON_CLIENT_PREALLOCATE"
+_VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+_PREALLOCATE, _ALLOCATOR = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,33 +73,44 @@ def gpu_environment(given: GpuShare, user: Mapping[str, str]) -> dict[str, str]:
         user: what the user has set, in the process's environment or for it.
 
     Raises:
-        MeshError: the user's fraction of the memory, taken by every process on a GPU, is more than all of it.
+        MeshError: the user's fraction of the memory is none, or taken by every process on a GPU is more than all of it.
     """
-    env = {_VISIBLE: ",".join(given.devices), _ORDER: user.get(_ORDER, "PCI_BUS_ID")}
-    fraction = next((user[name] for name in _FRACTIONS if user.get(name)), None)
-    if fraction is None:
+    env = {_VISIBLE: ",".join(given.devices)}
+    if not any(name.isdigit() for name in (user.get(_VISIBLE) or "").split(",")):
+        env[_ORDER] = user.get(_ORDER, "PCI_BUS_ID")  # as NVIDIA's tools count; what the user counted stays so
+    name = next((name for name in _FRACTIONS if user.get(name)), None)
+    if name is None:
         return env | {_FRACTION: f"{MEMORY_FRACTION / given.sharers:.3f}"}
-    takes_all = user.get(_PREALLOCATE, "").lower() not in ("false", "0")
-    if takes_all and _number(fraction) * given.sharers > 1:
+    fraction = user[name]
+    if _fraction(name, fraction) * given.sharers > 1 and _sets_aside(user):
         raise MeshError(
             f"{given.sharers} processes share GPU {env[_VISIBLE]}, and each is to take {fraction} of its memory "
-            f"({_FRACTION}); set at most {1 / given.sharers:.2f}, or leave it out"
+            f"({name}); set at most {math.floor(100 / given.sharers) / 100:.2f}, or leave it out"
         )
     return env
 
 
 def memory_fraction(environ: Mapping[str, str]) -> float:
-    """How much of a GPU's memory JAX takes beforehand, in a process of this environment."""
-    if environ.get(_PREALLOCATE, "").lower() in ("false", "0"):
+    """How much of a GPU's memory JAX takes beforehand, in a process of this environment.
+
+    Raises:
+        MeshError: the environment has a fraction that is none.
+    """
+    if not _sets_aside(environ):
         return 0.0
-    return _number(next((environ[name] for name in _FRACTIONS if environ.get(name)), JAX_FRACTION))
+    name = next((name for name in _FRACTIONS if environ.get(name)), _FRACTION)
+    return _fraction(name, environ.get(name) or JAX_FRACTION)
 
 
 def host_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The GPUs that a process of this host may use: those that `CUDA_VISIBLE_DEVICES` names, else all."""
+    """The GPUs that a process of this host may use: those that `CUDA_VISIBLE_DEVICES` names, each once, else all.
+
+    CUDA reads that up to the first name that is none, such as -1.
+    """
     visible = environ.get(_VISIBLE)
     if visible is not None:
-        return tuple(name for name in visible.split(",") if name and name != "-1")
+        names = map(str.strip, visible.split(","))
+        return tuple(dict.fromkeys(itertools.takewhile(lambda name: name not in ("", "-1"), names)))
     return tuple(map(str, range(_count())))
 
 
@@ -118,8 +132,18 @@ def _count() -> int:
     return 0
 
 
-def _number(text: str) -> float:
+def _sets_aside(environ: Mapping[str, str]) -> bool:
+    """Whether JAX takes its part beforehand: its `platform` allocator asks CUDA for each array."""
+    if environ.get(_ALLOCATOR, "").lower() == "platform":
+        return False
+    return environ.get(_PREALLOCATE, "").lower() not in ("false", "0")
+
+
+def _fraction(name: str, text: str) -> float:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        raise MeshError(f"{_FRACTION}={text!r} is no number; it is a part of a GPU's memory, such as 0.4") from None
+        number = math.nan
+    if not 0 < number <= 1:  # NaN is neither
+        raise MeshError(f"{name}={text!r} is no part of a GPU's memory; give a number above 0 and up to 1, such as 0.4")
+    return number

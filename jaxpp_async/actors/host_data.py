@@ -120,15 +120,14 @@ class HostPlane:
         """Each part goes to the process that owns it, under a number of its own."""
         puts: list[Put] = []
         sendings: dict[ProcessId, list[Sending]] = {}
-        first = actor * how.per_actor
         for value in values:
             put, data = prepare_put(value, 0)
             if data is not None:
                 pieces = how.pieces(value.array_id, value.aval, value.value)
-                sequence = self._next_sequence(first, len(pieces))
+                sequence = self._next_sequence(how.process(actor, 0), len(pieces))
                 put = replace(put, sequence=sequence)
                 for rank, number, piece in pieces:
-                    sendings.setdefault(first + rank, []).append((sequence + number, piece))
+                    sendings.setdefault(how.process(actor, rank), []).append((sequence + number, piece))
             puts.append(put)
         return tuple(puts), sendings
 
@@ -196,7 +195,7 @@ class HostPlane:
     def _next_sequence(self, process: ProcessId, count: int = 1) -> int:
         """The first of so many numbers that are free with this process."""
         if self._scattering is not None:  # an actor's processes use them among themselves, too
-            process -= process % self._scattering.per_actor
+            process = self._scattering.first_of(process)
         first = self._sequences[process] + 1
         if first + count >= 1 << SEQUENCE_BITS:
             first = 0

@@ -163,7 +163,9 @@ class HostValues:
                 data = host_bytes(await self._join(pieces, layout))
                 shape, dtype = layout.aval.shape, layout.aval.dtype
             else:
-                data = self._owned(array_id, pieces, layout)
+                # A thread's work, as `_join`'s.
+                loop = asyncio.get_running_loop()
+                data = await loop.run_in_executor(self._workers, self._owned, array_id, pieces, layout)
                 shape, dtype = (data.nbytes,), "uint8"
             small = data.nbytes <= INLINE_BYTES
             replies.append((shape, dtype, data.tobytes() if small else None))
@@ -173,7 +175,7 @@ class HostValues:
         return Fetched(message.request, tuple(replies))
 
     def _owned(self, array_id: ArrayId, pieces: Sequence[np.ndarray], layout: Layout) -> np.ndarray:
-        """The bytes of the parts that this process owns, one after the other."""
+        """The bytes of the parts that this process owns, one after the other. May wait for a device."""
         parts = [
             host_bytes(piece)
             for piece, shard in zip(pieces, layout.shards, strict=True)

@@ -28,9 +28,8 @@ class Launching:
 
     Args:
         cache_dir: folder of the compilation cache on other hosts, with `~` and `{host}`; None: not set.
-        gpus_per_actor: what a cluster that hands out devices has to set aside.
         processes_per_actor: of how many processes each actor is; None: as few as the hosts allow.
-        num_devices: of one actor.
+        num_devices: of one actor. platform: what they are: `"cpu"` or `"cuda"`.
     """
 
     launcher: Any = None
@@ -43,9 +42,14 @@ class Launching:
     control_address: str | None = None
     ssh_options: Sequence[str] = ()
     cache_dir: str | None = None
-    gpus_per_actor: int = 0
     processes_per_actor: int | None = None
     num_devices: int = 1
+    platform: str = "cpu"
+
+    @property
+    def gpus_per_actor(self) -> int:
+        """What a cluster that hands out devices has to set aside."""
+        return self.num_devices if self.platform == "cuda" else 0
 
     @property
     def kind(self) -> str:
@@ -76,25 +80,43 @@ class Launching:
         self._refuse_idle(kind)
         self._refuse_split(kind, each)
         if kind == "own":
-            return self.launcher, each
+            return self.launcher, self._spread(self.launcher, num_actors)
         if kind == "inline":
             return InlineLauncher(), 1
         if kind == "local":
             return LocalLauncher(settings=self.settings()), each
         launcher = self._make_remote(kind, num_actors * each)
-        if kind == "ssh":
+        return launcher, self._spread(launcher, num_actors)
+
+    def _spread(self, launcher: Any, num_actors: int) -> int:
+        """Have a launcher with hosts place processes by their slots. Returns: of how many each actor is."""
+        each = self.processes_per_actor or 1
+        if not isinstance(launcher, RemoteLauncher) or not launcher.hosts:  # Ray asks for room later
+            return each
+        if not launcher.slots_are_processes:
             found = spread(launcher.hosts, num_actors, self.num_devices, self.processes_per_actor)
-            each, launcher.slots_each = found.per_actor, found.slots_each
-        elif kind == "slurm":  # a slot is a task, and so a process; Ray asks for room later
-            place(launcher.hosts, num_actors * each)
-        return launcher, each
+            launcher.slots_each = found.slots_each
+            return found.per_actor
+        needed = self.gpus_per_actor // each
+        for placement in place(launcher.hosts, num_actors * each, per_actor=each):
+            host, count = placement.host, placement.count
+            devices = launcher.devices_on(host)
+            if devices is not None and count * needed > len(devices):
+                fits = len(devices) // needed
+                remedy = f"ask for {fits} (--ntasks-per-node={fits})" if fits else "make spmd_mesh smaller"
+                raise MeshError(
+                    f"host {host} takes {count} process{'es' * (count != 1)} of {needed} devices each, one a task, and "
+                    f"devices= names {len(devices)}; {remedy}"
+                )
+        return each
 
     def _refuse_split(self, kind: str, each: int) -> None:
         """Refuse actors of several processes where there is no way to have them."""
         if self.num_devices % each:
             raise MeshError(
                 f"processes_per_actor={each} does not divide the {self.num_devices} device"
-                f"{'s' * (self.num_devices != 1)} of an actor (spmd_mesh)"
+                f"{'s' * (self.num_devices != 1)} of an actor (spmd_mesh); "
+                f"give spmd_mesh a product that is a multiple of {each}, for example {{'data': {each}}}"
             )
         if kind == "inline" and each > 1:
             raise MeshError(
@@ -110,6 +132,7 @@ class Launching:
         """
         kind = self.kind
         self._refuse_idle(kind)
+        self._refuse_split(kind, self.processes_per_actor or 1)
         if kind == "local":
             return None, None
         if kind == "slurm":

@@ -132,6 +132,8 @@ class Linking:
         if self._has(links):
             return
         epoch, new = self._epoch, sorted(set(links) - self._made)
+        # Links are asked for by actor, and the crew is asked by process: with NCCL these are the same (`mesh_options`).
+        assert self._crew.processes.per_actor == 1, "links between actors of several processes: which process joins?"
         ends = sorted({end for link in new for end in (link.sender, link.receiver)})
         makers = batches(new)
         offers: dict[ActorId, LinksOffered] = await self._crew.ask_each(

@@ -102,6 +102,7 @@ class LoadedProgram:
         no_stamps: the time stamps of a step that has not begun: two NaNs an instruction, as `array("d")` packs them.
         donates: whether it consumes any of its arguments.
         quick: the `Run`s that have been taking less than `QUICK_S`; changes from step to step.
+        longest_s: what any `Run` has taken at most.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class LoadedProgram:
         self.no_stamps = packed("d", [float("nan")] * (2 * len(plan.commands))).tobytes()
         self.donates = any(command.donated for command in plan.binds)
         self.quick: set[int] = set()
+        self.longest_s = 0.0
         # With others a task may have to wait for them, which the event loop must not.
         self._paces = {at: pace for at, pace in _paces(plan).items() if at not in loops and seat.size == 1}
 
@@ -157,6 +159,7 @@ class LoadedProgram:
 
     def took(self, instruction: int, seconds: float) -> None:
         """Remember how long a `Run` took."""
+        self.longest_s = max(self.longest_s, seconds)
         pace = self._paces.get(instruction)
         if pace is None:
             return

@@ -1,7 +1,8 @@
 """processes: how many actors a mesh has and of how many processes each in; which process is whose out. Plain numbers.
 
-Processes are numbered flat: process `actor * per_actor + rank`. With one process an actor the two numbers are the same.
-Whatever runs, listens, beats, dies or sends is a process; whatever has a program is an actor.
+Processes are numbered flat, an actor's one after the other: `process_of` and `place_of` count, nobody else does. With
+one process an actor the two numbers are the same. Whatever runs, listens, beats, dies or sends is a process; whatever
+has a program is an actor.
 """
 
 from __future__ import annotations
@@ -10,6 +11,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxpp_async.program import ActorId, ProcessId
+
+
+def process_of(actor: ActorId, rank: int, size: int) -> ProcessId:
+    """The process of this rank of an actor, where each actor has `size` of them."""
+    return actor * size + rank
+
+
+def place_of(process: ProcessId, size: int) -> tuple[ActorId, int]:
+    """The other way round: which actor's, and which of its processes, counted from 0."""
+    return divmod(process, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +47,19 @@ class Processes:
 
     def actor_of(self, process: ProcessId) -> ActorId:
         """The actor that a process belongs to."""
-        return process // self.per_actor
+        return place_of(process, self.per_actor)[0]
 
     def rank_of(self, process: ProcessId) -> int:
         """Which of its actor's processes it is, counted from 0."""
-        return process % self.per_actor
+        return place_of(process, self.per_actor)[1]
 
     def process(self, actor: ActorId, rank: int) -> ProcessId:
         """The process of this rank of an actor."""
-        return actor * self.per_actor + rank
+        return process_of(actor, rank, self.per_actor)
 
     def of(self, actor: ActorId) -> range:
         """An actor's processes, in order of rank."""
-        return range(actor * self.per_actor, (actor + 1) * self.per_actor)
+        return range(self.process(actor, 0), self.process(actor + 1, 0))
 
     def mates_of(self, process: ProcessId) -> range:
         """All processes of the actor that a process belongs to, itself among them."""
@@ -78,12 +89,12 @@ class Seat:
     @property
     def actor(self) -> ActorId:
         """The actor that it belongs to."""
-        return self.process // self.size
+        return place_of(self.process, self.size)[0]
 
     @property
     def rank(self) -> int:
         """Which of its actor's processes it is, counted from 0."""
-        return self.process % self.size
+        return place_of(self.process, self.size)[1]
 
     def __str__(self) -> str:
         """Such as `"actor 1"`, or `"actor 1 (process 1 of 2)"`, counted from 0."""
@@ -91,8 +102,8 @@ class Seat:
 
     def mate(self, rank: int) -> ProcessId:
         """Another process of its actor."""
-        return self.actor * self.size + rank
+        return process_of(self.actor, rank, self.size)
 
     def partner(self, actor: ActorId) -> ProcessId:
         """The process of another actor with which it exchanges what the two actors exchange: that of its own rank."""
-        return actor * self.size + self.rank
+        return process_of(actor, self.rank, self.size)

@@ -124,17 +124,17 @@ class StepHandle:
         sent_s, heard_s: when it was sent, and when each actor's reply came, by this process's monotonic clock.
 
     Args:
-        processes: those that run it. per_actor: how many of them each actor has; the first of them speaks for it.
+        processes: those that run it; the first of each actor speaks for it.
     """
 
     takes_failures = False
 
-    def __init__(self, step: int, program_id: int, processes: Sequence[ProcessId], per_actor: int = 1):
+    def __init__(self, step: int, program_id: int, processes: Sequence[ProcessId]):
         self.step, self.program_id = step, program_id
         self.sends: list[asyncio.Future[None]] = []
         self.error: Exception | None = None
         self.sent_s, self.heard_s = time.monotonic(), dict[int, float]()
-        self._processes, self._per_actor = tuple(processes), per_actor
+        self._processes = tuple(processes)
         self._waiting = set(processes)
         self._stats: dict[int, StepStats] = {}
         self._done = False
@@ -204,11 +204,10 @@ class StepHandle:
             raise ProtocolError(
                 f"{link.info} answered step {self.step} with {type(reply).__name__}", actor=link.info.id
             )
-        process = link.info.process
-        if process % self._per_actor == 0:
+        if link.info.rank == 0:
             actor = link.info.id
             self._stats[actor], self.heard_s[actor] = reply.stats, time.monotonic()
-        self._waiting.discard(process)
+        self._waiting.discard(link.info.process)
         if not self._waiting:
             self._end(None)
 

@@ -15,6 +15,7 @@ import numpy as np
 from jaxpp_async.actors.messages import ArrayId
 from jaxpp_async.actors.numpy_types import numpy_dtype
 from jaxpp_async.actors.parts import Part, parts_of
+from jaxpp_async.actors.processes import place_of, process_of
 from jaxpp_async.program import ActorId, Aval, ProcessId
 
 Array = np.ndarray[Any, Any]
@@ -31,6 +32,14 @@ class Scattering:
 
     axes: tuple[tuple[str, int], ...]
     per_actor: int
+
+    def process(self, actor: ActorId, rank: int) -> ProcessId:
+        """The process of this rank of an actor."""
+        return process_of(actor, rank, self.per_actor)
+
+    def first_of(self, process: ProcessId) -> ProcessId:
+        """The first process of the actor that a process belongs to."""
+        return self.process(place_of(process, self.per_actor)[0], 0)
 
     def parts(self, aval: Aval) -> tuple[Part, ...]:
         """The distinct parts of an array."""
@@ -72,7 +81,7 @@ class Gathering:
                 continue
             for rank, parts in scattering.owned(array_id, aval).items():
                 flat = Aval((size_of(parts, aval),), "uint8", (None,))
-                self._ask(actor * scattering.per_actor + rank, array_id, flat, position, tuple(parts))
+                self._ask(scattering.process(actor, rank), array_id, flat, position, tuple(parts))
 
     def _ask(self, process: ProcessId, array_id: ArrayId, aval: Aval, position: int, parts: tuple[Part, ...]) -> None:
         self.asked.setdefault(process, []).append((array_id, aval))

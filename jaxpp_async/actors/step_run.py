@@ -2,21 +2,16 @@
 
 Everything runs on the event loop and never waits, but for tasks that take their time: those run on the compute thread.
 Completions call back, the executor answers with commands, and these are carried out at once. One object a step, no
-asyncio task and no future an instruction.
-
-On devices that compute after a call has returned (`Machine.device`), a run is over for the executor when the device
-says so. With that, what holds on CPUs holds there: sends start when the value is there, and memory is freed, or written
-again, when nothing on the device reads it any more.
+asyncio task and no future an instruction. Here a call has computed when it returns; where it has not: device_step_run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from array import array as packed
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,11 +20,10 @@ from typing import TypeAlias
 import jax
 
 from jaxpp_async.actors import special_values
-from jaxpp_async.actors.compute import ComputeThread
 from jaxpp_async.actors.crossings import Leg
-from jaxpp_async.actors.device_work import DeviceWork
 from jaxpp_async.actors.executor import Executor
 from jaxpp_async.actors.loaded_program import LoadedProgram
+from jaxpp_async.actors.machine import Machine
 from jaxpp_async.actors.messages import Step, StepStats
 from jaxpp_async.actors.plan import (
     BindInput,
@@ -43,38 +37,15 @@ from jaxpp_async.actors.plan import (
     PostRecv,
     StartSend,
 )
-from jaxpp_async.actors.progress import NoteProgress, no_progress
-from jaxpp_async.actors.receive_pool import ReceiveBuffer, ReceivePool
-from jaxpp_async.actors.shards import Layouts, device_memories, duplicate, is_ready, send_memories
+from jaxpp_async.actors.receive_pool import ReceiveBuffer
+from jaxpp_async.actors.shards import Layout, duplicate, send_memories
 from jaxpp_async.actors.store import Entry
 from jaxpp_async.errors import TransferError
-from jaxpp_async.transport.base import PROGRAM_CHANNEL, Transport, make_tag
+from jaxpp_async.transport.base import PROGRAM_CHANNEL, make_tag
 from jaxpp_async.transport.buffers import Memory
 
 MAX_PASS_S = 0.002
 """How long tasks may follow each other on the event loop before it looks at its other work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What steps run on.
-
-    Args:
-        device_lock: held while executing, where several actors share the devices.
-        note_progress: told of every instruction that is taken up or waited at.
-        device: tells of the end of work on devices whose memory the transport reads and writes; None: arrays lie in
-            host memory, or pass through it.
-        may_begin: asked before each task of an actor of several processes, from any thread; False: the step is over.
-    """
-
-    transport: Transport
-    compute: ComputeThread
-    pool: ReceivePool
-    layouts: Layouts
-    device_lock: threading.Lock | None = None
-    note_progress: NoteProgress = no_progress
-    device: DeviceWork | None = None
-    may_begin: Callable[[StepRun], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +87,6 @@ class StepRun:
         self.message = message
         # Where actors share devices a task may have to wait for its turn, which the event loop must not.
         # And on a device none is over when its call returns.
-        self._device = machine.device
         self._quick = program.quick if machine.device_lock is None and machine.device is None else frozenset()
         self.executor = Executor(program.plan, alone=self._quick)
         self.ended = False
@@ -136,8 +106,6 @@ class StepRun:
         self._stamps = packed("d", program.no_stamps)
         self._started_s = self._waited_s = self._computed_s = 0.0
         self._starved_since = 0.0  # 0: it is not starved
-        self._run_ended_s = 0.0  # on the device, the last one
-        self._unready: set[BufferKey] = set()  # arguments that the device may still be filling
         self._drains = False
 
     @property
@@ -214,9 +182,8 @@ class StepRun:
                 continue
             self._arrays[command.buffer] = array
             present.append(command.buffer)
-            if self._device is not None:
-                self._unready.add(command.buffer)
             self._stamps[2 * command.instruction] = self._stamps[2 * command.instruction + 1] = now
+        self._has_bound(present)
         return present
 
     def _ask(self, command: BindInput) -> None:
@@ -231,10 +198,12 @@ class StepRun:
             return
         alone = not command.donated or id(entry) not in _shared_entries(self._bound)
         self._arrays[command.buffer] = entry.array if alone else duplicate(entry.array)
-        if self._device is not None:
-            self._unready.add(command.buffer)
+        self._has_bound((command.buffer,))
         self._stamps[2 * command.instruction + 1] = time.monotonic()
         self._obey(self.executor.arrived(command.buffer))
+
+    def _has_bound(self, keys: Iterable[BufferKey]) -> None:
+        """These are arguments, of which a device may still be filling some."""
 
     def _receive(self, command: PostRecv) -> None:
         instruction = command.instruction
@@ -285,13 +254,12 @@ class StepRun:
         done(error)
 
     def _piece_received(self, command: PostRecv, error: Exception | None) -> None:
-        if not self._piece_done(command, error):
-            return
+        if self._piece_done(command, error):
+            self._received(command, self._receiving[command.buffer])
+
+    def _received(self, command: PostRecv, buffer: ReceiveBuffer) -> None:
+        """All the data is in."""
         key = command.buffer
-        buffer = self._receiving[key]
-        if self._device is not None:
-            self._received_on_device(command, buffer, self._device)
-            return
         if command.private or buffer.array is None:
             try:
                 self._arrays[key] = buffer.received(private_copy=command.private)
@@ -309,13 +277,9 @@ class StepRun:
         self._stamps[2 * instruction] = time.monotonic()
         array, layout = self._arrays[command.buffer], self._program.layouts[command.buffer]
         assert array is not None
-        if self._device is None:
-            pieces = send_memories(array, layout)
-        elif command.buffer in self._unready and not is_ready(array):
-            self._machine.compute.submit(partial(self._wait_to_send, command, array, self._device))
-            return
-        else:
-            pieces = device_memories(array, layout)
+        pieces = self._memories(command, array, layout)
+        if pieces is None:
+            return  # it comes back to this
         legs = self._program.legs[instruction]
         self._pieces_left[instruction] = len(legs)
         done = partial(self._piece_sent, command)
@@ -326,6 +290,10 @@ class StepRun:
         if not legs:  # another process of the actor holds all of it, too, and sends it
             self._pieces_left[instruction] = 1
             done(None)
+
+    def _memories(self, command: StartSend, array: jax.Array, layout: Layout) -> Sequence[Memory] | None:
+        """What to send, or None: the array is not there yet, and `_send` is called again when it is."""
+        return send_memories(array, layout)
 
     def _piece_sent(self, command: StartSend, error: Exception | None) -> None:
         if self._piece_done(command, error):
@@ -364,12 +332,9 @@ class StepRun:
             return
         copy = duplicate(array)  # begun now: the next step may be given the array
         self._copying += 1
-        if self._device is None:
-            self._machine.compute.submit(partial(self._wait_copied, copy, entry))
-        else:
-            self._machine.compute.submit(partial(self._await_copied, copy, entry, self._device))
+        self._machine.compute.submit(partial(self._wait_copied, copy, entry))
 
-    def _wait_copied(self, copy: jax.Array, entry: Entry) -> Callable[[], None]:
+    def _wait_copied(self, copy: jax.Array, entry: Entry) -> Callable[[], None] | None:
         """Runs on the compute thread: a large copy takes its time, and nobody may look at it before it is there."""
         try:
             copy.block_until_ready()
@@ -412,17 +377,16 @@ class StepRun:
         if self._on_thread or command.instruction not in self._quick:
             self._on_thread += 1
             self._machine.transport.hurry(False)
-            work = partial(self._compute, command) if self._device is None else partial(self._enqueue, command)
-            self._machine.compute.submit(work)
+            self._machine.compute.submit(partial(self._compute, command))
             return
         self._note(command.instruction, computing=True)
         start_s, end_s = self._call(command)
         self._obey(self._ran(command, start_s, end_s))
 
-    def _compute(self, command: Execute) -> Callable[[], None]:
+    def _compute(self, command: Execute) -> Callable[[], None] | None:
         """Runs on the compute thread."""
         if self.ended or not self._may_begin():
-            return _nothing
+            return nothing_left
         self._note(command.instruction, computing=True)
         lock: AbstractContextManager = self._machine.device_lock or nullcontext()
         try:
@@ -468,104 +432,6 @@ class StepRun:
         self._program.took(instruction, end_s - start_s)
         return self.executor.ran(instruction)
 
-    # ------------------------------------------------------------ on devices
-
-    def _enqueue(self, command: Execute) -> Callable[[], None] | None:
-        """Runs on the compute thread: gives a run to the device, and does not wait for it."""
-        if self.ended or not self._may_begin():
-            return _nothing
-        assert self._device is not None
-        self._note(command.instruction, computing=True)
-        called_s = time.monotonic()
-        try:
-            outputs = self._run(command, wait=False)
-            self._device.after_run(outputs, partial(self._ran_on_device, command, called_s))
-        except Exception as error:  # as in `_compute`
-            return partial(self.fail, error, command.instruction)
-        return None
-
-    def _ran_on_device(self, command: Execute, called_s: float, end_s: float, error: Exception | None) -> None:
-        self._on_thread -= 1
-        if self.ended:
-            return
-        if error is not None:
-            self.fail(error, command.instruction)
-            return
-        if not self._on_thread:
-            self._note(command.instruction)
-        # It may have been called while the one before it still ran.
-        start_s, self._run_ended_s = max(called_s, self._run_ended_s), end_s
-        self._obey(self._ran(command, start_s, end_s))
-
-    def _received_on_device(self, command: PostRecv, buffer: ReceiveBuffer, device: DeviceWork) -> None:
-        """The data is in, on the first device that is to have it."""
-        if not buffer.replicas:
-            self._take_in(command, buffer)
-            return
-
-        def spread(_: float, error: Exception | None) -> None:
-            if error is not None:
-                self.fail(error, command.instruction)
-            elif not self.ended:
-                self._take_in(command, buffer)
-
-        device.spread(buffer.replicas, spread)
-
-    def _take_in(self, command: PostRecv, buffer: ReceiveBuffer) -> None:
-        """The data is in on every device."""
-        if command.private:
-            self._machine.compute.submit(partial(self._copy_out, command, buffer))
-            return
-        self._arrays[command.buffer] = buffer.array
-        self._obey(self.executor.arrived(command.buffer))
-
-    def _copy_out(self, command: PostRecv, buffer: ReceiveBuffer) -> Callable[[], None] | None:
-        """Runs on the compute thread: an array of its own for what is to outlive the receive buffer."""
-        assert self._device is not None and buffer.array is not None
-
-        def copied(_: float, error: Exception | None) -> None:
-            if self.ended:
-                return
-            if error is not None:
-                self.fail(error, command.instruction)
-                return
-            self._receiving.pop(command.buffer).give_back()
-            self._arrays[command.buffer] = copy
-            self._obey(self.executor.arrived(command.buffer))
-
-        try:
-            copy = duplicate(buffer.array)
-            self._device.after_copy((copy,), copied)
-        except Exception as error:  # there is no room for it, for one: the step's failure
-            return partial(self.fail, error, command.instruction)
-        return None
-
-    def _wait_to_send(self, command: StartSend, array: jax.Array, device: DeviceWork) -> Callable[[], None] | None:
-        """Runs on the compute thread: an argument that was given to the device and may not be there yet."""
-
-        def ready(_: float, error: Exception | None) -> None:
-            if self.ended:
-                return
-            if error is not None:
-                self.fail(error, command.instruction)
-                return
-            self._unready.discard(command.buffer)
-            self._send(command)
-
-        try:
-            device.after_copy((array,), ready)
-        except Exception as error:  # the array failed
-            return partial(self.fail, error, command.instruction)
-        return None
-
-    def _await_copied(self, copy: jax.Array, entry: Entry, device: DeviceWork) -> Callable[[], None] | None:
-        """Runs on the compute thread, as `_wait_copied`."""
-        try:
-            device.after_copy((copy,), lambda _, error: self._copied(entry, error or copy))
-        except Exception as error:  # as there
-            return partial(self._copied, entry, error)
-        return None
-
     # ------------------------------------------------------------ waiting
 
     def _note(self, instruction: int, *, waiting: bool = False, computing: bool = False) -> None:
@@ -601,5 +467,5 @@ def _shared_entries(bound: Mapping[int, Entry]) -> frozenset[int]:
     return frozenset(id(entry) for entry in bound.values() if id(entry) in seen or seen.add(id(entry)))
 
 
-def _nothing() -> None:
+def nothing_left() -> None:
     """The step ended before this run was taken up."""

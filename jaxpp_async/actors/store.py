@@ -1,7 +1,8 @@
-"""store: the actor's arrays by id, some of them still on their way. Never transfers, and only `fill` waits."""
+"""store: the actor's arrays by id, some of them still on their way. Never transfers; `fill` and `wait_all` wait."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 import jax
@@ -75,6 +76,30 @@ async def fill(entries: Sequence[Entry], making: Awaitable[Sequence[jax.Array]])
         raise
     for entry, array in zip(entries, arrays, strict=True):
         entry.resolve(array)
+
+
+async def wait_all(entries: Sequence[Entry]) -> None:
+    """Wait until all of them are there, or will not be.
+
+    Raises:
+        The error of the first in order that has one.
+    """
+    there = asyncio.get_running_loop().create_future()
+    left = len(entries)
+
+    def one_done(_: Entry) -> None:
+        nonlocal left
+        left -= 1
+        if not left and not there.done():
+            there.set_result(None)
+
+    for entry in entries:
+        entry.when_done(one_done)
+    if entries:
+        await there
+    for entry in entries:
+        if entry.error is not None:
+            raise entry.error
 
 
 class Store:

@@ -18,7 +18,7 @@ from jaxpp_async.actors.failure import describe_silence, silent_error, stuck_err
 from jaxpp_async.actors.messages import Beat, Reported
 from jaxpp_async.actors.monitor import DEAD_S, SUSPECT_S, Dead, Monitor, Recovered, Suspect, Verdict
 from jaxpp_async.actors.owned_tasks import OwnedTasks
-from jaxpp_async.actors.processes import Processes
+from jaxpp_async.actors.processes import Processes, place_of
 from jaxpp_async.actors.progress import Position, hindmost
 from jaxpp_async.actors.protocol import Identity
 from jaxpp_async.actors.rpc import StepHandle
@@ -175,14 +175,14 @@ class Watch:
     def _by_actor(self, unfinished: Mapping[ProcessId, int]) -> dict[ActorId, list[ProcessId]]:
         found: dict[ActorId, list[ProcessId]] = {}
         for process in unfinished:
-            found.setdefault(process // self._per_actor, []).append(process)
+            found.setdefault(place_of(process, self._per_actor)[0], []).append(process)
         return found
 
     def _steps(self, unfinished: Mapping[ProcessId, int]) -> dict[ActorId, int]:
         return {a: min(unfinished[p] for p in processes) for a, processes in self._by_actor(unfinished).items()}
 
     def _actors(self, processes: Collection[ProcessId]) -> frozenset[ActorId]:
-        return frozenset(process // self._per_actor for process in processes)
+        return frozenset(place_of(process, self._per_actor)[0] for process in processes)
 
     def _judge_steps(self, now: float) -> None:
         unfinished = self._unfinished(self._monitor.watched)

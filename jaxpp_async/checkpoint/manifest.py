@@ -11,8 +11,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -155,11 +156,25 @@ def _array(fields: Mapping[str, Any], files: Mapping[str, File]) -> Array:
     array = Array(**{**fields, "shape": tuple(shape), "pieces": pieces})
     if pieces and sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
         raise ValueError(f"pieces of {sum(math.prod(p.shape) for p in pieces)} elements are no array {shape!r:.80}")
+    if not _are_apart(pieces):  # as many elements as the array, none twice: together they are all of it
+        raise ValueError(f"pieces of an array {shape!r:.80} overlap, or are no grid")
     if array.file not in files:
         raise ValueError(f"{array.file!r:.80} is none of its files")
     if type(array.sha256) is not str or type(array.key_impl) not in (str, type(None)) or not _is_dtype(array.dtype):
         raise ValueError(f"{fields!r:.200} describes no array")
     return array
+
+
+def _are_apart(pieces: Sequence[Piece]) -> bool:
+    """Whether they are cells of a grid, as the parts of a sharded array are, and no cell comes twice."""
+    pieces = [piece for piece in pieces if 0 not in piece.shape]
+    if len({piece.start for piece in pieces}) < len(pieces):
+        return False
+    for places in zip(*(zip(piece.start, piece.shape, strict=True) for piece in pieces), strict=True):
+        spans = sorted({(start, start + size) for start, size in places})
+        if any(end > start for (_, end), (start, _) in pairwise(spans)):
+            return False
+    return True
 
 
 def _piece(fields: Mapping[str, Any], whole: list[int], files: Mapping[str, File]) -> Piece:

@@ -16,7 +16,7 @@ from jaxpp_async.actors.messages import Done, FilePart, FilePiece, ReadFile
 from jaxpp_async.arrays import DELETED, RemoteArray
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint import trees
-from jaxpp_async.checkpoint.saving import failed
+from jaxpp_async.checkpoint.endings import failed
 from jaxpp_async.checkpoint.trees import Target
 from jaxpp_async.errors import ActorError, CheckpointError, RemoteError
 from jaxpp_async.program import ProcessId

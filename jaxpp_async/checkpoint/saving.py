@@ -15,32 +15,26 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from jaxpp_async.actors import checkpoint_folder, tensor_files
 from jaxpp_async.actors.bringup import all_of
 from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.messages import ArrayId, Done, Sweep, Take, WriteFile, Written
+from jaxpp_async.actors.messages import Done, Sweep, Take, WriteFile, Written
 from jaxpp_async.actors.owned_tasks import OwnedTasks
-from jaxpp_async.actors.parts import Part
 from jaxpp_async.actors.processes import Seat
 from jaxpp_async.arrays import Owner
 from jaxpp_async.checkpoint import manifest as m
+from jaxpp_async.checkpoint.endings import failed, in_thread
+from jaxpp_async.checkpoint.save_plan import Entry, Plan, plan_of, start
+from jaxpp_async.checkpoint.sweeps import Sweeps
 from jaxpp_async.checkpoint.trees import Leaves, to_save
 from jaxpp_async.errors import ActorError, CheckpointError
 from jaxpp_async.events import Emit, EventLog
-from jaxpp_async.program import CONTROLLER, ActorId, Aval, ProcessId
+from jaxpp_async.program import CONTROLLER, ProcessId
 
 _LOG = logging.getLogger("jaxpp_async")
 
-FILE_BYTES = 256 << 20
-"""Arrays are put together in files of about this size: the grain of progress, and of what a writer holds twice."""
-
-CLEAN_S = 5.0
-"""What actors may take to end a save that failed."""
-
-T = TypeVar("T")
 OnProgress: TypeAlias = "Callable[[Saving], None]"
 AfterCommit: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
@@ -113,7 +107,7 @@ class Saver:
         self._controller, self._owner = controller, owner
         self._on_event = on_event or EventLog().emit  # which still logs it
         self._one_at_a_time, self._tasks = asyncio.Lock(), OwnedTasks()
-        self._sweeps = _Sweeps(controller)
+        self._sweeps = Sweeps(controller)
         self._current: Saving | None = None
 
     async def save(
@@ -154,7 +148,7 @@ class Saver:
             CheckpointError: a file cannot be removed.
         """
         try:
-            await _in_thread(lambda: checkpoint_folder.remove(path))
+            await in_thread(lambda: checkpoint_folder.remove(path))
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror or error}") from error
         await self._sweeps.run(path, lambda request: Sweep(request, path, remove_folder=True))
@@ -172,7 +166,7 @@ class Saver:
     ) -> Saving:
         """Take hold of everything; from here on nothing is awaited until the actors have been asked to do so too."""
         leaves = to_save(tree, self._owner)
-        plan = _plan(leaves, self._controller())
+        plan = plan_of(leaves, self._controller())
         controller, save_id = self._controller(), checkpoint_folder.new_save_id()
         controller.before_save()
         takes = {
@@ -185,127 +179,6 @@ class Saver:
         return saving
 
 
-class _Sweeps:
-    """What the actors of a mesh are removing, by folder: a late one would take the files of the next save there, as
-    another actor writes them, for leftovers.
-
-    Args:
-        controller: as the `Saver`'s.
-    """
-
-    def __init__(self, controller: Callable[[], Controller]):
-        self._controller = controller
-        self._under_way: dict[str, set[asyncio.Future[Any]]] = {}
-
-    async def run(self, folder: str, make: Callable[[int], Sweep]) -> None:
-        """Have every actor sweep. Those that cannot are gone, or will with the next save: this only says so."""
-        controller = self._controller()
-        if controller.is_closed:
-            return
-        everyone = controller.processes.everyone
-        sweeps = [controller.requests.send(process, make, Done, awaited=False) for process in everyone]
-        for sweep in sweeps:
-            self._under_way.setdefault(folder, set()).add(sweep)
-            sweep.add_done_callback(lambda sweep: self._ended(folder, sweep))
-        done, late = await asyncio.wait(sweeps, timeout=CLEAN_S)
-        errors = [error for sweep in done if (error := sweep.exception()) is not None]
-        if late or errors:
-            _LOG.warning("files of an ended save may be left: %s", errors or f"{len(late)} actors did not answer")
-
-    async def wait_over(self, folder: str) -> None:
-        """Wait until nobody sweeps there, also for those whom `run` did not wait for: it was cancelled, or they were
-        late."""
-        while sweeps := self._under_way.get(folder):
-            await asyncio.wait(sweeps)
-
-    def _ended(self, folder: str, sweep: asyncio.Future[Any]) -> None:
-        if not sweep.cancelled():
-            sweep.exception()  # seen: nobody may be waiting any more
-        left = self._under_way[folder]
-        left.discard(sweep)
-        if not left:
-            del self._under_way[folder]
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """An array in a file, or one of the parts in which the processes of an actor have it.
-
-    Args:
-        part: None: all of it.
-    """
-
-    array_id: ArrayId
-    path: str
-    part: Part | None = None
-
-    @property
-    def name(self) -> str:
-        """Under which it is there."""
-        if self.part is None:
-            return self.path
-        starts = ",".join(str(start) for start in _start(self.part))
-        return f"{self.path}[{starts}]"
-
-    @property
-    def number(self) -> int:
-        """As `WriteFile` has it."""
-        return -1 if self.part is None else self.part.number
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Who writes what.
-
-    Args:
-        takes: the arrays that each process is to take hold of.
-        files: each process's files, and what is in them.
-    """
-
-    takes: dict[ProcessId, tuple[ArrayId, ...]]
-    files: dict[ProcessId, list[tuple[_Entry, ...]]]
-    size_bytes: int
-
-
-def _start(part: Part) -> tuple[int, ...]:
-    return tuple(one.start or 0 for one in part.index)
-
-
-def _plan(leaves: Leaves, controller: Controller) -> _Plan:
-    paths: dict[ArrayId, list[str]] = {}
-    for path, array in leaves.remote.items():
-        paths.setdefault(array.array_id, []).append(path)  # one array may stand at several places of the tree
-    by_id = {array.array_id: array for array in leaves.remote.values()}
-    sizes = {i: array.nbytes * len(paths[i]) for i, array in by_id.items()}
-    shares = m.share_out(sizes, {i: array.actors for i, array in by_id.items()})
-    files: dict[ProcessId, list[tuple[_Entry, ...]]] = {}
-    takes: dict[ProcessId, dict[ArrayId, None]] = {}
-    for actor, share in shares.items():
-        for ids in m.in_files(share, sizes, FILE_BYTES):
-            of_process: dict[ProcessId, list[_Entry]] = {}
-            for i in ids:
-                for process, parts in _writers(actor, i, by_id[i].value_type.aval, controller):
-                    takes.setdefault(process, {})[i] = None
-                    entries = of_process.setdefault(process, [])
-                    entries += [_Entry(i, path, part) for path in paths[i] for part in parts]
-            for process, entries in of_process.items():
-                files.setdefault(process, []).append(tuple(entries))
-    size_bytes = sum(sizes.values()) + sum(array.nbytes for array in leaves.host.values())
-    return _Plan({process: tuple(ids) for process, ids in takes.items()}, files, size_bytes)
-
-
-def _writers(
-    actor: ActorId, array_id: ArrayId, aval: Aval, controller: Controller
-) -> list[tuple[ProcessId, Sequence[Part | None]]]:
-    """Which of an actor's processes write an array, and which parts of it."""
-    processes, how = controller.processes, controller.scattering
-    if how is None:
-        return [(processes.process(actor, 0), [None])]
-    owned = how.owned(array_id, aval)
-    is_whole = len(how.parts(aval)) == 1
-    return [(processes.process(actor, rank), [None] if is_whole else parts) for rank, parts in sorted(owned.items())]
-
-
 class _Job:
     """One save: writes, commits, cleans up."""
 
@@ -315,12 +188,12 @@ class _Job:
         saving: Saving,
         save_id: str,
         leaves: Leaves,
-        plan: _Plan,
+        plan: Plan,
         takes: Mapping[ProcessId, asyncio.Future[Any]],
         on_progress: OnProgress | None,
         after_commit: AfterCommit | None,
         on_event: Emit,
-        sweeps: _Sweeps,
+        sweeps: Sweeps,
     ):
         self._after_commit, self._on_event, self._sweeps = after_commit, on_event, sweeps
         self._controller, self._saving, self._save_id = controller, saving, save_id
@@ -336,7 +209,7 @@ class _Job:
         start_s = time.monotonic()
         try:
             await self._write_all()
-            await _in_thread(self._commit)
+            await in_thread(self._commit)
         except BaseException as error:  # also a cancellation: nothing half-written may stay
             if not self._committed:
                 await self._clean_up()
@@ -364,7 +237,7 @@ class _Job:
     # ------------------------------------------------------------ writing
 
     async def _write_all(self) -> None:
-        await _in_thread(self._make_folder)
+        await in_thread(self._make_folder)
         writers = {process: self._write_on(process, files) for process, files in self._plan.files.items()}
         if self._leaves.host:
             writers[CONTROLLER] = self._write_here()
@@ -374,7 +247,7 @@ class _Job:
         """Runs in a thread, whose end a cancellation does not see: what it made is noted here."""
         self._made = checkpoint_folder.make(self._folder)
 
-    async def _write_on(self, process: ProcessId, files: Sequence[Sequence[_Entry]]) -> None:
+    async def _write_on(self, process: ProcessId, files: Sequence[Sequence[Entry]]) -> None:
         """One file after the other: the actor's threads have other things to do as well."""
         await self._takes[process]
         requests = self._controller.requests
@@ -383,7 +256,7 @@ class _Job:
             paths = list(dict.fromkeys(entry.path for entry in entries))
 
             def ask(
-                request: int, file: str = file, entries: Sequence[_Entry] = entries, paths: Sequence[str] = paths
+                request: int, file: str = file, entries: Sequence[Entry] = entries, paths: Sequence[str] = paths
             ) -> WriteFile:
                 arrays = tuple((entry.array_id, entry.name, entry.number) for entry in entries)
                 return WriteFile(request, self._folder, file, arrays, self._metadata(paths))
@@ -396,7 +269,7 @@ class _Job:
                 self._note(file, entry, digest)
             self._advance(sum(self._size_of(entry) for entry in entries))
 
-    def _note(self, file: str, entry: _Entry, digest: str) -> None:
+    def _note(self, file: str, entry: Entry, digest: str) -> None:
         """An array, or a part of one, is in a file."""
         path, part = entry.path, entry.part
         aval, key_impl = self._leaves.remote[path].value_type.aval, self._leaves.key_impls.get(path)
@@ -404,11 +277,11 @@ class _Job:
             self._arrays[path] = m.Array(file, aval.dtype, aval.shape, digest, key_impl)
             return
         before = self._arrays[path].pieces if path in self._arrays else ()
-        piece = m.Piece(file, entry.name, _start(part), part.shape, digest)
+        piece = m.Piece(file, entry.name, start(part), part.shape, digest)
         pieces = tuple(sorted((*before, piece), key=lambda p: p.start))
         self._arrays[path] = m.Array(pieces[0].file, aval.dtype, aval.shape, "", key_impl, pieces)
 
-    def _size_of(self, entry: _Entry) -> int:
+    def _size_of(self, entry: Entry) -> int:
         array = self._leaves.remote[entry.path]
         if entry.part is None:
             return array.nbytes
@@ -419,7 +292,7 @@ class _Job:
         arrays, name = self._leaves.host, checkpoint_folder.file_name(self._save_id, None, 0)
         path, metadata = os.path.join(self._folder, name), self._metadata(list(arrays))
         try:
-            size, digests = await _in_thread(
+            size, digests = await in_thread(
                 lambda: tensor_files.write(path, arrays, metadata, self._stopped.is_set), self._stopped
             )
         except OSError as error:
@@ -475,7 +348,7 @@ class _Job:
                 checkpoint_folder.remove_empty(folder)
 
         try:
-            await _in_thread(remove)
+            await in_thread(remove)
         except OSError as error:
             _LOG.warning("%s: what a failed save wrote could not be removed: %s", self._folder, error)
 
@@ -485,27 +358,3 @@ class _Job:
         if not isinstance(error, Exception):
             return CheckpointError(f"{self._folder}: the save was cancelled")
         return failed(self._folder, "saved", error)
-
-
-def failed(folder: str, what: str, error: Exception) -> CheckpointError:
-    """The error for a checkpoint that could not be `what`, with its cause."""
-    text = error.strerror or str(error) if isinstance(error, OSError) else str(error).partition("\n")[0]
-    result = CheckpointError(f"{folder} could not be {what}: {text or type(error).__name__}")
-    result.__cause__ = error
-    return result
-
-
-async def _in_thread(work: Callable[[], T], stop: threading.Event | None = None) -> T:
-    """Run `work` in a thread. When cancelled, `stop` is set and the thread's end awaited: nothing is written later."""
-    future = asyncio.get_running_loop().run_in_executor(None, work)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        if stop is not None:
-            stop.set()
-        while not future.done():
-            with contextlib.suppress(asyncio.CancelledError):  # once more; the thread does not end for it
-                await asyncio.wait([future])
-        with contextlib.suppress(Exception, asyncio.CancelledError):  # seen: the cancellation is what is raised
-            future.result()
-        raise

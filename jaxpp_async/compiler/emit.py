@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import export
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from jaxpp_async import explicit, jax_compat, sharding
+from jaxpp_async import explicit, jax_config, sharding
 from jaxpp_async.compiler.evaluate import recipe_function
 from jaxpp_async.compiler.ir import Types, ValueType
 from jaxpp_async.compiler.recipes import Recipe
@@ -85,7 +85,7 @@ def emit(
         jax.ShapeDtypeStruct(t.aval.shape, jnp.dtype(t.aval.dtype), sharding=s)
         for t, s in zip(inputs, in_types, strict=True)
     ]
-    with lowering_context(target), jax_compat.innermost_locations():
+    with lowering_context(target), jax_config.innermost_locations():
         jitted = jax.jit(fn, keep_unused=True, **options)
         exported = export.export(jitted, platforms=[target.platform])(*avals)
     blob = bytes(exported.serialize())

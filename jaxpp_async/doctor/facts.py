@@ -19,13 +19,17 @@ class Asked:
 
     Args:
         platform: of the actors. transport: `"tcp"` is UCX over TCP alone.
-        num_actors: None: one a slot. devices_per_actor: as many as `spmd_mesh` has.
+        num_actors: None: as many as there is room for. devices_per_actor: as many as `spmd_mesh` has.
+        processes_per_actor: None: as few as the hosts allow.
+        slots_are_processes: as under Slurm, where they are tasks; else they are devices.
     """
 
     platform: Platform = "cpu"
     transport: Plane = "ucx"
     num_actors: int | None = None
     devices_per_actor: int = 1
+    processes_per_actor: int | None = None
+    slots_are_processes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

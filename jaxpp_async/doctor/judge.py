@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from jaxpp_async.doctor import judge_gpu, judge_network
 from jaxpp_async.doctor.facts import Asked, Examination, HostFacts, HostReport
 from jaxpp_async.doctor.finding import ALL, SECTIONS, Finding, error, note, ok, warning
+from jaxpp_async.doctor.room import find_room
+from jaxpp_async.errors import MeshError
 from jaxpp_async.extras import extra_of, pip_install
 
 CLOCK_S = 1.0
@@ -188,19 +190,18 @@ def _clocks(found: Examination) -> Iterator[Finding]:
 
 
 def _slots(found: Examination) -> Iterator[Finding]:
-    asked, slots = found.asked.num_actors, sum(report.slots for report in found.hosts)
-    where = f"on {len(found.hosts)} host{'s' * (len(found.hosts) != 1)}"
-    if found.is_local:
+    try:
+        room = find_room(found)
+    except MeshError as trouble:  # the launcher's own words
+        what, _, remedy = str(trouble).partition("; ")
+        yield error("hosts", ALL, what, remedy)
         return
-    if asked is not None and asked > slots:
-        yield error(
-            "hosts",
-            ALL,
-            f"{asked} actors do not fit {slots} slot{'s' * (slots != 1)} {where}",
-            f"add hosts, raise slots=, or start at most {slots} actors",
-        )
-    else:
-        yield ok("hosts", ALL, f"{slots} slot{'s' * (slots != 1)} {where}")
+    if not found.is_local:
+        slots, actors = sum(report.slots for report in found.hosts), sum(room.num_processes) // room.per_actor
+        where = f"{slots} slot{'s' * (slots != 1)} on {len(found.hosts)} host{'s' * (len(found.hosts) != 1)}"
+        split = f" of {room.per_actor} processes each" if room.per_actor > 1 else ""
+        yield ok("hosts", ALL, f"{where}, for {actors} actor{'s' * (actors != 1)}{split}")
+    yield from judge_gpu.judge_room(found, room)
 
 
 def _of_the_driver(found: Examination) -> Iterator[Finding]:

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 
 from jaxpp_async.doctor.facts import Asked, Examination, Gpu, HostFacts, HostReport
 from jaxpp_async.doctor.finding import ALL, Finding, error, note, ok, warning
+from jaxpp_async.doctor.room import Room
 from jaxpp_async.extras import extra_of, pip_install
 
 DRIVERS: Mapping[int, str] = {12: "525.60.13", 13: "580"}
 """Oldest driver for each CUDA, on Linux. Source: JAX's installation page; NVIDIA's CUDA compatibility guide."""
 
 MOST_USED = 0.1
-"""Of a GPU's memory, by others: JAX sets three quarters of it aside at once."""
+"""Of a GPU's memory, by others: an actor that has a GPU to itself sets nine tenths of it aside at once."""
 
 _GIB = 1 << 30
 
@@ -23,9 +24,10 @@ def judge(report: HostReport, facts: HostFacts, asked: Asked) -> Iterator[Findin
     if asked.platform == "cpu":
         what = f"{len(facts.gpus)}, which a run on CPUs leaves alone" if facts.gpus else "none, and none is asked for"
         yield ok("gpu", report.name, what)
-        yield ok("nccl", report.name, _nccl(facts) or "not installed, and not asked for")
+        if asked.transport != "nccl":
+            yield ok("nccl", report.name, _nccl(facts) or "not installed, and not asked for")
         return
-    yield from _devices(report, facts, asked)
+    yield from _devices(report, facts)
     yield from _jax(report.name, facts)
     yield from _cupy(report.name, facts)
     yield from _judge_nccl(report.name, facts, asked)
@@ -84,7 +86,7 @@ def _mixed(known: Mapping[str, HostFacts]) -> Iterator[Finding]:
 # ---------------------------------------------------------------- devices
 
 
-def _devices(report: HostReport, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
+def _devices(report: HostReport, facts: HostFacts) -> Iterator[Finding]:
     name = report.name
     if facts.driver is None:
         why = f" ({facts.gpu_error})" if facts.gpu_error else ""
@@ -96,7 +98,6 @@ def _devices(report: HostReport, facts: HostFacts, asked: Asked) -> Iterator[Fin
     driver = f"driver {facts.driver.version} (CUDA {_dotted(facts.driver.cuda)})"
     for gpu in facts.gpus:
         yield from _gpu(name, gpu, driver)
-    yield from _room(report, facts, asked)
 
 
 def _gpu(name: str, gpu: Gpu, driver: str) -> Iterator[Finding]:
@@ -113,31 +114,51 @@ def _gpu(name: str, gpu: Gpu, driver: str) -> Iterator[Finding]:
         yield note("gpu", name, f"{gpu.index} is cut into instances (MIG)", "name them with devices= (MIG-<UUID>)")
 
 
-def _room(report: HostReport, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
-    """Whether the host's actors find their GPUs."""
+def judge_room(found: Examination, room: Room) -> Iterator[Finding]:
+    """Whether the processes that each host gets find their GPUs."""
+    if found.asked.platform == "cpu":
+        return
+    for report, num_processes in zip(found.hosts, room.num_processes, strict=True):
+        if report.facts is not None and report.facts.driver is not None and report.facts.gpus and num_processes:
+            yield from _room(report, report.facts, num_processes, room, found)
+
+
+def _room(
+    report: HostReport, facts: HostFacts, num_processes: int, room: Room, found: Examination
+) -> Iterator[Finding]:
     there = report.gpus_asked if report.gpus_asked is not None else facts.num_visible_gpus
-    actors = report.slots if asked.num_actors is None else min(report.slots, asked.num_actors)
-    needed = asked.devices_per_actor
-    have = f"{there} GPU{'s' * (there != 1)}"
+    needed, have = room.devices_each, f"{there} GPU{'s' * (there != 1)}"
+    one, several = ("a process", "processes") if room.per_actor > 1 else ("an actor", "actors")
     if report.gpus_asked is not None and report.gpus_asked > len(facts.gpus):
         yield error("gpu", report.name, f"devices= names {have}, there are {len(facts.gpus)}", "correct devices=")
     elif needed > there:
         remedy = "make spmd_mesh smaller, or have an actor span hosts (processes_per_actor=)"
-        yield error("gpu", report.name, f"an actor needs {needed} GPUs, the host gives {have}", remedy)
-    elif needed * actors > there:
+        yield error("gpu", report.name, f"{one} needs {needed} GPUs, the host gives {have}", remedy)
+    elif needed * num_processes > there:
+        what = f"{num_processes} {several} with {needed} GPU{'s' * (needed != 1)} each share {have}"
+        remedy = _fewer(there // needed, room, found)
         exclusive = [gpu.index for gpu in facts.gpus if gpu.mode == "exclusive"]
         if exclusive:
-            yield error(
-                "gpu",
-                report.name,
-                f"{actors} actors share {have}, and GPU {exclusive[0]} takes one process only",
-                f"sudo nvidia-smi -i {exclusive[0]} -c DEFAULT, or start fewer actors",
-            )
-            return
-        fits = there // needed
-        remedy = f"slots={fits}: an actor has its GPU to itself then" if needed == 1 else f"slots={fits}"
-        what = f"{actors} actors with {needed} GPU{'s' * (needed != 1)} each share {have}, and the memory there"
-        yield warning("gpu", report.name, what, remedy)
+            remedy = f"sudo nvidia-smi -i {exclusive[0]} -c DEFAULT, or start fewer actors"
+            yield error("gpu", report.name, f"{what}, and GPU {exclusive[0]} takes one process only", remedy)
+        elif found.asked.slots_are_processes and report.gpus_asked is not None:
+            yield error("gpu", report.name, f"{what} of devices=, which the launcher refuses", remedy)
+        elif found.asked.slots_are_processes and needed == there:
+            # Each task takes what it sees for its own.
+            yield error("gpu", report.name, f"{what}, each with 0.9 of its memory, which the mesh refuses", remedy)
+        elif min(room.per_actor, num_processes) > there // needed:
+            what = f"processes of one actor with {needed} GPU{'s' * (needed != 1)} each cannot share {have}"
+            yield error("gpu", report.name, what, "make spmd_mesh smaller, or have fewer processes on a host")
+        else:
+            yield warning("gpu", report.name, f"{what}, and the memory there", remedy)
+
+
+def _fewer(fits: int, room: Room, found: Examination) -> str:
+    """How to have no more than `fits` processes on a host."""
+    if found.is_local:
+        most = max(1, fits // room.per_actor)
+        return f"start at most {most} actor{'s' * (most != 1)}"
+    return f"--ntasks-per-node={fits}" if found.asked.slots_are_processes else f"slots={fits * room.slots_each}"
 
 
 # ---------------------------------------------------------------- packages

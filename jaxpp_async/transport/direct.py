@@ -19,7 +19,10 @@ all do when the peer dies or is aborted. The sender writes only between two pass
 and `drop` ends it at once; a receiver whose transfer fails puts other memory in the place of what the sender might
 still write to, and so does one that was offered in vain.
 
-It never writes without an OFFER or an ANSWER, and never uses a block whose key it has not read.
+So that no HEADER comes to who cannot tell it, a sender announces only to peers whose boards say that they see its own.
+
+It never writes without an OFFER or an ANSWER, never uses a block whose key it has not read, and never writes past a
+block's end.
 """
 
 from __future__ import annotations
@@ -106,16 +109,20 @@ class Direct:
     """One transport's direct messages.
 
     Args:
-        carrier: the transport. loop: on which copies are made.
+        carrier: the transport. loop: on which copies are made. own_bits: this side's id, as peers' `sender_bits`.
+
+    Attributes:
+        exposed: receives into whose memory a peer might still write, for want of memory to put there. While there are
+            any, this process may not go on.
     """
 
-    def __init__(self, carrier: Carrier, loop: asyncio.AbstractEventLoop):
-        self._carrier, self._loop = carrier, loop
+    def __init__(self, carrier: Carrier, loop: asyncio.AbstractEventLoop, own_bits: int):
+        self._carrier, self._loop, self._own_bits = carrier, loop, own_bits
+        self.exposed: list[Any] = []
         self._serials = itertools.count(1)
         self._copies: deque[_Copy] = deque()
         self._written_bytes = 0  # of the first of them
         self._num_written = 0  # by peers, at present
-        self._answered: dict[int, None] = {}
         self._scheduled = False
         self._ended: deque[Transfer] = deque()
         self._waiting: dict[Transfer, float] = {}  # for offers, until when
@@ -143,6 +150,13 @@ class Direct:
         """Give back what peers could read. Every link has been dropped."""
         if self._board is not None:
             self._board.close()
+
+    def see(self, link: Any) -> None:
+        """Tell a new link's peer that it may offer, if it is on this host."""
+        if self._board is None:
+            link.neighbour = link.offers = None
+        elif link.neighbour is not None:
+            self._board.see(link.neighbour)
 
     # ------------------------------------------------------------ sending
 
@@ -250,8 +264,10 @@ class Direct:
         memory, link = transfer.memory, transfer.link
         if self._board is None or memory is None or memory.size_bytes < ANSWER_BYTES:
             return False
+        if not link.neighbour.sees(self._board):
+            return False
         serial = next(self._serials)
-        row = self._board.put(serial, transfer.tag, memory.size_bytes)
+        row = self._board.put(serial, transfer.tag | link.sender_bits, memory.size_bytes)
         if row is None:
             return False
         answer = _bytes(_ANSWER.size)
@@ -264,15 +280,18 @@ class Direct:
         self._carrier.post_own_recv(link, answer, tag, partial(self._hear_answer, transfer, row, serial, answer))
         return True
 
-    def _hear_answer(self, transfer: Transfer, row: int, serial: int, answer: Memory, status: int, _: int) -> None:
+    def _hear_answer(self, transfer: Transfer, row: int, serial: int, answer: Memory, status: int, length: int) -> None:
         assert self._board is not None and transfer.memory is not None
         self._board.clear(row)
         if status != STATUS_OK or transfer.link.failure is not None:
             self._carrier.finish(transfer, status or STATUS_CANCELED, 0)
             return
         verdict, descriptor, key, size_bytes = _ANSWER.unpack(answer.owner)
+        is_sound = length == _ANSWER.size and (verdict != _WRITE or size_bytes == transfer.memory.size_bytes)
         data_tag = _own_tag(transfer.tag, _DATA_CHANNEL, serial)
-        if verdict == _REFUSED:
+        if not is_sound or verdict not in (_REFUSED, _AS_MESSAGE, _WRITE):
+            self._carrier.finish(transfer, STATUS_TRUNCATED, 0)
+        elif verdict == _REFUSED:
             self._carrier.finish(transfer, STATUS_OK, 0)  # UCX does not tell a sender of wrong sizes either
         elif verdict == _AS_MESSAGE:
             self._carrier.post_own_send(transfer.link, transfer.memory, data_tag, transfer)
@@ -321,9 +340,12 @@ class Direct:
         transfer = self._copies.popleft().transfer
         self._written_bytes = 0
         self._carrier.finish(transfer, status, 0)
+        if transfer.link.neighbour is not None:
+            transfer.link.neighbour.forget_freed()
 
     def drop(self, link: Any) -> None:
-        """Copy nothing more for a link: its buffers are their owners' again when this returns."""
+        """Copy nothing more for a link: its buffers are their owners' again when this returns, and no block of the
+        peer's is kept."""
         first = self._copies[0] if self._copies else None
         dropped = [copy for copy in self._copies if copy.transfer.link is link]
         waiting = [transfer for transfer in self._waiting if transfer.link is link]
@@ -334,6 +356,9 @@ class Direct:
         for transfer in [copy.transfer for copy in dropped] + waiting:
             self._carrier.finish(transfer, STATUS_CANCELED, 0)
         self._tell_ended()
+        if self._board is not None and link.neighbour is not None:
+            self._board.unsee(link.neighbour)
+            link.neighbour.forget()
 
     # ------------------------------------------------------------ receiving
 
@@ -370,8 +395,7 @@ class Direct:
                 self._await_end(transfer, _own_tag(transfer.tag, _OFFERED_CHANNEL, serial))
                 return None
         if serial and (status, length) != (STATUS_OK, transfer.size_bytes):
-            assert transfer.memory is not None
-            transfer.memory.owner.retire()
+            self._withdraw(transfer)
         return status, length
 
     def _header(self, transfer: Transfer, status: int) -> tuple[int, int] | None:
@@ -387,10 +411,7 @@ class Direct:
         if status == STATUS_OK and not memory.on_device:
             key, serial, size_bytes = _HEADER.unpack(ctypes.string_at(memory.address, HEADER_BYTES))
             return (serial, size_bytes) if key == neighbour.key else None
-        for serial, size_bytes in neighbour.offers(transfer.tag):
-            if serial not in self._answered:
-                return serial, size_bytes
-        return None
+        return next(iter(neighbour.offers(transfer.tag | self._own_bits)), None)
 
     def _accept(self, transfer: Transfer, serial: int) -> None:
         """Say where to write the message that a header announced; it has the right size."""
@@ -415,23 +436,32 @@ class Direct:
         self._answer(transfer, serial, _ANSWER.pack(_REFUSED, 0, bytes(16), 0))
 
     def _answer(self, transfer: Transfer, serial: int, answer: bytes) -> None:
-        self._answered[serial] = None
-        if len(self._answered) > 1000:  # more than a board has: the sender has heard the answer to the oldest
-            del self._answered[next(iter(self._answered))]
+        transfer.link.neighbour.note_answered(serial)
         tag = _own_tag(transfer.tag, _ANSWER_CHANNEL, serial)
         self._carrier.post_own_send(transfer.link, _bytes(len(answer), answer), tag, None)
 
-    def _hear_end(self, transfer: Transfer, data_tag: int, end: Memory, status: int, _: int) -> None:
+    def _hear_end(self, transfer: Transfer, data_tag: int, end: Memory, status: int, length: int) -> None:
         memory = transfer.memory
         assert memory is not None
         self._num_written -= 1
+        (verdict,) = _END.unpack(end.owner)
+        if status == STATUS_OK and (length != _END.size or verdict not in (_WRITTEN, _MESSAGE_FOLLOWS)):
+            status = STATUS_TRUNCATED
         if status != STATUS_OK:
-            memory.owner.retire()
+            self._withdraw(transfer)
             self._carrier.finish(transfer, status, 0)
-        elif _END.unpack(end.owner)[0] == _WRITTEN:
+        elif verdict == _WRITTEN:
             self._carrier.finish(transfer, STATUS_OK, memory.size_bytes)
         else:
             self._carrier.post_own_recv(transfer.link, memory, data_tag, transfer)
+
+    def _withdraw(self, transfer: Transfer) -> None:
+        """Let a peer's late writes go to memory that nobody reads."""
+        assert transfer.memory is not None
+        try:
+            transfer.memory.owner.retire()
+        except OSError:
+            self.exposed.append(transfer)
 
 
 def _may_be_written(transfer: Transfer) -> bool:

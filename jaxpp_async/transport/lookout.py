@@ -6,9 +6,6 @@ is guessed from the waits before: a short one makes the next look longer, a long
 
 from __future__ import annotations
 
-LONGEST_S = 200e-6
-"""The usual limit: more than a message between two processes takes."""
-
 SHORTEST_S = 20e-6
 """Less than this is not worth looking for at all."""
 
@@ -25,7 +22,7 @@ class Lookout:
 
     __slots__ = ("_longest_s", "_since_s", "limit_s")
 
-    def __init__(self, longest_s: float = LONGEST_S) -> None:
+    def __init__(self, longest_s: float) -> None:
         self.limit_s = self._longest_s = longest_s
         self._since_s: float | None = None
 

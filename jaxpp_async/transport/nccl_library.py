@@ -259,10 +259,14 @@ def _failures() -> Iterator[None]:
         raise NcclFailure(_with_remedy(str(error))) from error
 
 
+ONE_GPU = "are both ends on one GPU?"
+"""Stands in the error where NCCL refuses two ranks that share a GPU."""
+
+
 def _with_remedy(text: str) -> str:
     if "InvalidUsage" not in text:
         return text
     return (
-        f"{text}; are both ends on one GPU? NCCL allows that from 2.30 on with NCCL_MULTI_RANK_GPU_ENABLE=1 in the "
+        f"{text}; {ONE_GPU} NCCL allows that from 2.30 on with NCCL_MULTI_RANK_GPU_ENABLE=1 in the "
         "actors' environment (env=), for two actors a GPU"
     )

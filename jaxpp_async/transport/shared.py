@@ -9,9 +9,12 @@ other memory in its place.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
+import hashlib
 import mmap
 import os
+import resource
 import struct
 import weakref
 from types import MappingProxyType
@@ -29,8 +32,9 @@ _MARK_AT = 32
 RING_BYTES = 64 * 513
 """Of a board: for `offers.py`."""
 
-_BOARD_ROWS = 256
-_BOARD_BYTES = _BOARD_ROWS * 24 + RING_BYTES + _KEY_BYTES
+_BOARD_ROWS, _BOARD_SEEN = 256, 256
+_SEEN_BYTES, _ROW_BYTES = 16, 24
+_BOARD_BYTES = _BOARD_ROWS * _ROW_BYTES + _BOARD_SEEN * _SEEN_BYTES + RING_BYTES + _KEY_BYTES
 _TICKET = struct.Struct("<16sQII16s")  # boot id, process id namespace, process id, descriptor, key
 
 COPIES_PAST_CACHES = MappingProxyType({"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000"})
@@ -119,19 +123,21 @@ class SharedBlock:
 
 
 class Board:
-    """What this process offers to neighbours, where they can read it: rows of (serial, tag, size).
+    """What this process tells neighbours, where they can read it: what it offers, as rows of (serial, tag, size), and
+    whose boards it sees itself. One of two processes may see the other's alone: of another user, out of descriptors.
 
     Attributes:
         ticket: for peers, to find the board and to prove that they are on this host.
-        key: random; whoever knows it has read the board.
+        key: random; whoever knows it has read the board. name: what others' boards say for it.
         ring: `RING_BYTES` of it, for `offers.py`.
     """
 
     def __init__(self) -> None:
         self._descriptor, self.key = _make_file(_BOARD_BYTES)
+        self.name = _name_of(self.key)
         whole = _map(self._descriptor, _BOARD_BYTES)
         whole[-_KEY_BYTES:] = np.frombuffer(self.key, np.uint8)
-        self._rows, self.ring = _parts(whole)
+        self._rows, self._seen, self.ring = _board_parts(whole)
         self._free = list(range(_BOARD_ROWS))
         self.ticket = _TICKET.pack(*_here(), os.getpid(), self._descriptor, self.key)
 
@@ -147,6 +153,16 @@ class Board:
         """Take a row back."""
         self._rows[row] = 0
         self._free.append(row)
+
+    def see(self, neighbour: Neighbour) -> None:
+        """Say that this process reads a neighbour's board. Where there is no room left, that is not said."""
+        free = np.flatnonzero(~self._seen.any(axis=1))
+        if len(free):
+            self._seen[free[0]] = np.frombuffer(_name_of(neighbour.key), np.uint8)
+
+    def unsee(self, neighbour: Neighbour) -> None:
+        """Say it no longer."""
+        self._seen[(self._seen == np.frombuffer(_name_of(neighbour.key), np.uint8)).all(axis=1)] = 0
 
     def close(self) -> None:
         """Give the descriptor back. A second call does nothing."""
@@ -164,8 +180,9 @@ class Neighbour:
 
     def __init__(self, pid: int, key: bytes, board: np.ndarray):
         self._pid, self.key = pid, key
-        self._rows, self.ring = _parts(board)
+        self._rows, self._seen, self.ring = _board_parts(board)
         self._blocks: dict[bytes, np.ndarray] = {}
+        self._answered: set[int] = set()
 
     @classmethod
     def of(cls, ticket: bytes) -> Neighbour | None:
@@ -182,11 +199,22 @@ class Neighbour:
         return cls(pid, key, board) if board[-_KEY_BYTES:].tobytes() == key else None
 
     def offers(self, tag: int) -> list[tuple[int, int]]:
-        """(serial, size) of what is offered under a tag, oldest first."""
-        return sorted((serial, size) for serial, at, size in self._rows.tolist() if serial and at == tag)
+        """(serial, size) of what is offered under a tag and has not been answered, oldest first."""
+        rows = self._rows.tolist()
+        return sorted((n, size) for n, at, size in rows if n and at == tag and n not in self._answered)
+
+    def note_answered(self, serial: int) -> None:
+        """Leave an offer out from now on. The neighbour takes its row back once it has heard the answer."""
+        self._answered.add(serial)
+        if len(self._answered) > _BOARD_ROWS:
+            self._answered &= {serial, *self._rows[:, 0].tolist()}
+
+    def sees(self, board: Board) -> bool:
+        """Whether the neighbour says that it reads this board."""
+        return board.name in self._seen.tobytes()
 
     def place(self, ticket: BlockTicket) -> int:
-        """Where a block of the neighbour's lies here.
+        """Where a block of the neighbour's lies here, all of its bytes.
 
         Raises:
             OSError, ValueError: it cannot be mapped, or is not what the ticket says.
@@ -195,20 +223,28 @@ class Neighbour:
         if known is not None and known[_KEY_BYTES - _TRAILER_BYTES]:
             raise ValueError("its owner has let go of it")
         if known is None:
-            self._forget_freed()
+            self.forget_freed()
             whole = _open(self._pid, ticket.descriptor, _whole_bytes(ticket.size_bytes), writable=True)
             if whole[-_TRAILER_BYTES:][:_KEY_BYTES].tobytes() != ticket.key:
                 raise ValueError("another block is there")
             self._blocks[ticket.key] = whole
-        return self._blocks[ticket.key].ctypes.data
+        block = self._blocks[ticket.key]
+        if block.size != _whole_bytes(ticket.size_bytes):
+            raise ValueError("the block is of another size")
+        return block.ctypes.data
 
     def note(self, target: int, ticket: BlockTicket, mark: int) -> None:
         """Say to the owner of a block, which lies at `target`, how far this side has come."""
         _mark(target, ticket.size_bytes).value = mark
 
-    def _forget_freed(self) -> None:
+    def forget(self) -> None:
+        """Keep no block of the neighbour's."""
+        self._blocks.clear()
+
+    def forget_freed(self) -> None:
+        """Keep no block that the neighbour has let go of: its memory is in use for as long as it is mapped here."""
         for key, whole in list(self._blocks.items()):
-            if whole[-_TRAILER_BYTES:][_KEY_BYTES]:
+            if whole[_KEY_BYTES - _TRAILER_BYTES]:
                 del self._blocks[key]
 
 
@@ -225,12 +261,6 @@ class _Mapping:
         weakref.finalize(self, _libc().munmap, address, size_bytes).atexit = False
 
 
-def _parts(board: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A board's rows and its ring."""
-    rows, ring = board[: _BOARD_ROWS * 24], board[_BOARD_ROWS * 24 : -_KEY_BYTES]
-    return rows.view(np.uint64).reshape(_BOARD_ROWS, 3), ring
-
-
 def _mark(address: int, size_bytes: int) -> ctypes.c_uint64:
     """A block's mark, by the address and size of its data."""
     return ctypes.c_uint64.from_address(address + _whole_bytes(size_bytes) - _TRAILER_BYTES + _MARK_AT)
@@ -240,10 +270,25 @@ def _whole_bytes(size_bytes: int) -> int:
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + _TRAILER_BYTES
 
 
+def _board_parts(board: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What it announces, whose boards its owner sees, and the ring of its offers."""
+    seen_at, ring_at = _BOARD_ROWS * _ROW_BYTES, _BOARD_ROWS * _ROW_BYTES + _BOARD_SEEN * _SEEN_BYTES
+    rows, seen, ring = np.split(board[:-_KEY_BYTES], [seen_at, ring_at])
+    return rows.view(np.uint64).reshape(_BOARD_ROWS, 3), seen.reshape(_BOARD_SEEN, _SEEN_BYTES), ring
+
+
+def _name_of(key: bytes) -> bytes:
+    """Unlike the key itself it may be read by who must not know that."""
+    return hashlib.sha256(key).digest()[:_SEEN_BYTES]
+
+
 def _make_file(size_bytes: int) -> tuple[int, bytes]:
-    """A descriptor, and a key for it."""
+    """A descriptor, and a key for it. Half of the descriptors that the process may have are left to others."""
     descriptor = os.memfd_create("jaxpp-async", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if most != resource.RLIM_INFINITY and descriptor >= most // 2:  # the kernel gives the lowest that is free
+            raise OSError(errno.EMFILE, "half of the descriptors are in use")
         # Allocated now: a peer that writes must not be the one who finds that there is no memory left, by SIGBUS ...
         os.posix_fallocate(descriptor, 0, size_bytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # ... nor that the file has shrunk.

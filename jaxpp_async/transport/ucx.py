@@ -92,7 +92,7 @@ class UCXTransport:
         self._past_epochs: dict[Peer, int] = {}
         self._kicked = self._progressing = self._stalled = self._hurried = False
         self._lookout = Lookout(_LOOK_S)
-        self._direct = Direct(self, self._loop)
+        self._direct = Direct(self, self._loop, self._sender_bits)
         self._idle_since_s: float | None = None
         self._closing: asyncio.Task[None] | None = None
         self._descriptor: int = self._worker.epoll_file_descriptor
@@ -124,6 +124,7 @@ class UCXTransport:
         except self._ucxx.UCXError as error:
             raise TransferError(f"peer {self.peer_id} cannot reach peer {peer}: {error}") from error
         link = Link(peer, endpoint, Neighbour.of(ticket) if shares_memory() else None, self._sender_bits)
+        self._direct.see(link)
         # Runs inside UCX's progress: only note it, _progress acts on it.
         failed = self._failed
         endpoint.set_close_callback(lambda: failed.append(link))
@@ -354,6 +355,10 @@ class UCXTransport:
             self._loop.call_exception_handler({"message": f"{done} failed", "exception": failure})
 
     def _error(self, transfer: Transfer, status: int, length: int) -> Exception:
+        if status == STATUS_TRUNCATED and transfer.size_bytes == SENDING:
+            return ProtocolError(
+                f"{self._describe(transfer)}: the peer gave no valid answer to a large message's header"
+            )
         if status in (STATUS_OK, STATUS_TRUNCATED):
             return ProtocolError(f"{self._describe(transfer)}: expected {transfer.size_bytes} bytes, got {length}")
         return TransferError(f"{self._describe(transfer)} failed: {self._cause(transfer, status)}")
@@ -448,6 +453,11 @@ class UCXTransport:
             self._discard_unexpected(sender_bits_of(sender), epoch)
         while True:
             self._progress()
+            if any(self._is_ending(t, peer) for t in self._direct.exposed):
+                raise TransferError(
+                    f"peer {self.peer_id}: a peer may still write into the memory of a receive, and there is none to "
+                    "put in its place; this process has to end"
+                )
             held = [t for t in self._open.values() if self._is_ending(t, peer)]
             if not held:
                 return

@@ -1,11 +1,10 @@
-"""hosts: which machine each actor runs on, and how an actor is set up there. Plain data and pure functions; no I/O.
+"""hosts: which machine each process runs on, and how it is set up there. Plain data and pure functions; no I/O.
 
-In: `Host`s (written out, or read by `hostfile`) and the mesh's `Settings`. Out: a `Placement` an actor.
+In: `Host`s (written out, or read by `hostfile`) and the mesh's `Settings`. Out: a `Placement` a process.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -73,7 +72,7 @@ class Host:
 
     Args:
         name: what `ssh` takes: a host name, an address, or an alias of the user's ssh configuration.
-        slots: how many devices it takes; with one slot everywhere, how many processes.
+        slots: how many devices it takes; with one slot everywhere, and under Slurm and Ray, how many processes.
         user, port: for ssh; None: as ssh is configured.
         settings: of this host alone.
 
@@ -91,7 +90,7 @@ class Host:
         if not _NAME.fullmatch(self.name):
             raise MeshError(f"{self.name!r} is no host name; hosts are names or IPv4 addresses, also with user@")
         if self.slots < 1:
-            raise MeshError(f"host {self.name} has slots={self.slots}; a host takes at least 1 actor, or is left out")
+            raise MeshError(f"host {self.name} has slots={self.slots}; a host takes at least 1 device, or is left out")
         if self.user is not None and not _NAME.fullmatch(self.user):
             raise MeshError(f"host {self.name} has user={self.user!r}, which is no user name")
         if self.port is not None and not 1 <= self.port <= 65535:
@@ -143,7 +142,7 @@ def spread(hosts: Sequence[Host], num_actors: int, num_devices: int, per_actor: 
         MeshError: there is not enough room, or no way to divide the devices.
     """
     if num_devices == 1 or all(host.slots == 1 for host in hosts):
-        place(hosts, num_actors * (per_actor or 1))
+        place(hosts, num_actors * (per_actor or 1), per_actor=per_actor or 1)
         return Spread(per_actor or 1)
     for each in [per_actor] if per_actor else [k for k in range(1, num_devices + 1) if num_devices % k == 0]:
         slots_each = num_devices // each
@@ -158,11 +157,14 @@ def spread(hosts: Sequence[Host], num_actors: int, num_devices: int, per_actor: 
     )
 
 
-def place(hosts: Sequence[Host], num_processes: int, slots_each: int = 1) -> tuple[Placement, ...]:
+def place(
+    hosts: Sequence[Host], num_processes: int, slots_each: int = 1, *, per_actor: int = 1
+) -> tuple[Placement, ...]:
     """Fill the hosts' slots in order.
 
     Args:
         slots_each: how many slots of one host a process takes.
+        per_actor: of how many processes each actor is, for the error's words.
 
     Returns:
         One entry a process.
@@ -173,8 +175,11 @@ def place(hosts: Sequence[Host], num_processes: int, slots_each: int = 1) -> tup
     slots = sum(host.slots // slots_each for host in hosts)
     if num_processes > slots:
         room = f"{slots} slot{'s' * (slots != 1)} on {len(hosts)} host{'s' * (len(hosts) != 1)}"
-        fewer = f"start at most {slots} actor{'s' * (slots != 1)}"
-        raise MeshError(f"{num_processes} actors do not fit {room}; add hosts, raise slots=, or {fewer}")
+        actors, most = num_processes // per_actor, slots // per_actor
+        who = f"{actors} actor{'s' * (actors != 1)}" + (f" of {per_actor} processes each" if per_actor > 1 else "")
+        do = "does" if actors == 1 else "do"
+        fewer = f"start at most {most} actor{'s' * (most != 1)}" if most else "have fewer processes an actor"
+        raise MeshError(f"{who} {do} not fit {room}; add hosts, raise slots=, or {fewer}")
     placements: list[Placement] = []
     for host in hosts:
         count = min(host.slots // slots_each, num_processes - len(placements))
@@ -184,15 +189,21 @@ def place(hosts: Sequence[Host], num_processes: int, slots_each: int = 1) -> tup
 
 KEEP_MEMORY = MappingProxyType({"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_ARENA_MAX": "1"})
 """glibc's malloc returns large memory to the system when it is freed, and a step asks for as much again: some ten
-thousand page faults a step, a tenth of its time. With these it keeps what it has (in one arena: those of threads end at
+thousand page faults a step, 8 % of its CPU time. With these it keeps what it has (in one arena: those of threads end at
 64 MiB). Other C libraries do not know them."""
+
+DEFAULTS = MappingProxyType({**COPIES_PAST_CACHES, **KEEP_MEMORY})
+
+
+def defaults(settings: Settings) -> dict[str, str]:
+    """Variables that an actor's process has if its host's environment says nothing else: `ActorRequest.defaults`."""
+    counted = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if settings.devices is not None else {}  # as NVIDIA's tools count
+    return {**DEFAULTS, **counted}
 
 
 def environment(settings: Settings, placement: Placement, platform: str) -> dict[str, str]:
-    """The variables that an actor's process gets on top of what its host has. The user's own win."""
+    """The variables that an actor's process gets on top of what its host has, and whatever that says. `env=` wins."""
     env = {"JAX_PLATFORMS": platform, "PYTHONUNBUFFERED": "1"}  # printed is seen, also when it is killed next
-    env |= {name: os.environ.get(name, value) for name, value in COPIES_PAST_CACHES.items()}
-    env |= KEEP_MEMORY
     if settings.interface is not None:
         env["UCX_NET_DEVICES"] = settings.interface
     if settings.ports is not None:

@@ -1,4 +1,4 @@
-"""local: actors as processes of this machine, one each."""
+"""local: the processes of actors, on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxpp_async.actors.actor_process import ActorProcess, spawn_actor
 from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.exit_codes import LEASE_S
 from jaxpp_async.actors.launch.base import DEFAULT_ACTOR, ActorHandle, LaunchSpec, make_process_transport
-from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, environment
+from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, defaults, environment
 from jaxpp_async.actors.lifeline import BEAT_S
 from jaxpp_async.actors.progress import ProgressPage
 from jaxpp_async.actors.warden import Death, Warden
@@ -21,7 +21,7 @@ from jaxpp_async.transport.base import Transport
 
 
 class LocalLauncher:
-    """One process an actor, on this machine.
+    """Processes of this machine, one an actor or several.
 
     Args:
         pin_cores: share this process's CPU cores out among the actors.
@@ -87,6 +87,7 @@ class LocalLauncher:
             cpus=self._settings.cpus,
             pin_cores=self._pin_cores,
             gpus=spec.gpus,
+            defaults=defaults(self._settings),
         )
 
 

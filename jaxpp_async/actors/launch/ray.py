@@ -1,5 +1,5 @@
-"""ray: hosts of a Ray cluster, through one placement group. Ray starts and supervises a process an actor, no more: the
-control channel, the data plane and the arrays stay ours.
+"""ray: hosts of a Ray cluster, through one placement group. Ray starts and supervises a bundle for each process, no
+more: the control channel, the data plane and the arrays stay ours.
 
 A Ray actor runs the keeper as a child and carries bytes: what the driver writes goes to the keeper's stdin. The mesh's
 secret is therefore in no argument vector, environment or file, but it does pass through Ray, as an argument of a method
@@ -62,10 +62,10 @@ class KeeperRunner:
 
 
 class RayReach:
-    """The nodes on which a placement group has its bundles, one an actor.
+    """The nodes on which a placement group has its bundles, one a process.
 
     Args:
-        bundle: what Ray sets aside for an actor.
+        bundle: what Ray sets aside for a process.
         own_python: an interpreter was named; else the keepers run under that of Ray's workers.
     """
 
@@ -80,8 +80,8 @@ class RayReach:
         self._bundles: dict[tuple[str, int], int] = {}
         self._streams: list[_RayStream] = []
 
-    def place(self, num_actors: int) -> tuple[Host, ...]:
-        """Connect to the cluster and have a bundle an actor set aside. Blocks.
+    def place(self, num_processes: int) -> tuple[Host, ...]:
+        """Connect to the cluster and have a bundle a process set aside. Blocks.
 
         Raises:
             InstallError: Ray is not installed. MeshError: no cluster, or not enough room in it.
@@ -96,10 +96,10 @@ class RayReach:
                     "--head`), set RAY_ADDRESS, or call ray.init(...) yourself before"
                 ) from None
             self._is_ours = True
-        self._group = ray.util.placement_group([self._bundle] * num_actors, strategy="PACK")
+        self._group = ray.util.placement_group([self._bundle] * num_processes, strategy="PACK")
         if not self._group.wait(PLACEMENT_TIMEOUT_S):
             raise MeshError(
-                f"the Ray cluster has no room for {num_actors} actors of {self._bundle} within "
+                f"the Ray cluster has no room for {num_processes} processes of {self._bundle} within "
                 f"{PLACEMENT_TIMEOUT_S:g} s; free now: {_numbers(ray.available_resources())}; see `ray status`"
             )
         table = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
@@ -228,12 +228,12 @@ class RayLauncher(RemoteLauncher):
     """Actors in a Ray cluster.
 
     Args:
-        num_actors: how many bundles to ask for.
+        num_processes: how many bundles to ask for, one a process.
         bundle: what Ray sets aside for each; default: one CPU.
         options: of `RemoteLauncher`.
     """
 
-    def __init__(self, num_actors: int, *, bundle: Mapping[str, float] | None = None, **options: Any):
+    def __init__(self, num_processes: int, *, bundle: Mapping[str, float] | None = None, **options: Any):
         settings = options.get("settings")
         reach = RayReach(
             bundle or {"CPU": 1},
@@ -241,7 +241,7 @@ class RayLauncher(RemoteLauncher):
             beat_s=options.get("beat_s", BEAT_S),
         )
         super().__init__(reach, (), **options)
-        self._num_actors, self._ray_reach = num_actors, reach
+        self._num_processes, self._ray_reach = num_processes, reach
 
     async def prepare(self) -> None:
         """Have the bundles set aside, then find the control address.
@@ -250,7 +250,7 @@ class RayLauncher(RemoteLauncher):
             InstallError: Ray is not installed. MeshError: no cluster, or not enough room in it.
         """
         try:
-            self.hosts = await asyncio.to_thread(self._ray_reach.place, self._num_actors)
+            self.hosts = await asyncio.to_thread(self._ray_reach.place, self._num_processes)
             await super().prepare()
         except BaseException:  # also a cancellation: nobody else gives the bundles back
             await self._reach.aclose()

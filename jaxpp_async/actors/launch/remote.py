@@ -26,7 +26,7 @@ from jaxpp_async.actors.launch.addresses import ANY, address_towards, control_ad
 from jaxpp_async.actors.launch.base import DEFAULT_ACTOR, ActorHandle, LaunchSpec, make_process_transport
 from jaxpp_async.actors.launch.display import HostLines
 from jaxpp_async.actors.launch.explain import Explanation, explain_python
-from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, environment, place
+from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, defaults, environment, place
 from jaxpp_async.actors.launch.keeper_link import KeeperError, KeeperLink, Stream
 from jaxpp_async.actors.launch.local import print_to_stderr
 from jaxpp_async.actors.lifeline import BEAT_S
@@ -54,7 +54,8 @@ class Reach(Protocol):
     """How a program is run on a host."""
 
     keeper_each: bool
-    """Whether every actor has a keeper, and so a stream, of its own, instead of one a host."""
+    """Whether every process has a keeper, and so a stream, of its own, instead of one a host. A slot is a process there
+    (a task, a bundle), elsewhere a device."""
 
     login_mark: str | None
     """A line that tells that the host let us in, before Python starts; None if there is none."""
@@ -99,6 +100,7 @@ class RemoteLauncher:
 
     Attributes:
         slots_each: how many slots of one host a process takes; to be set before the first is started.
+        slots_are_processes: whether a slot is a process instead of a device.
     """
 
     transports = ("ucx", "nccl")
@@ -119,6 +121,7 @@ class RemoteLauncher:
     ):
         self.hosts, self.slots_each = tuple(hosts), 1
         self._reach, self._settings, self._actor = reach, settings or Settings(), actor
+        self.slots_are_processes = reach.keeper_each
         self._control_address, self._cache_dir = control_address, cache_dir
         self._forward = forward or print_to_stderr
         self._beat_s, self._lease_s, self._timeouts = beat_s, lease_s, timeouts or Timeouts()
@@ -131,6 +134,10 @@ class RemoteLauncher:
     def listen_host(self) -> str | None:
         """The control address. `prepare` has found it, or it is looked for now, which may block."""
         return self._control_address or control_address([host.name for host in self.hosts])
+
+    def devices_on(self, host: Host) -> tuple[str, ...] | None:
+        """What `devices=` gives the actors of a host; None: it was not said."""
+        return host.settings.over(self._settings).devices
 
     async def prepare(self) -> None:
         """Find the control address.
@@ -147,7 +154,7 @@ class RemoteLauncher:
         return make_process_transport(kind, CONTROLLER)
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
-        """Start one actor on its host; see `Launcher.start`.
+        """Start one process on its host; see `Launcher.start`.
 
         Raises:
             LaunchError: its host, or the actor there, did not come up. HandshakeError: other versions there.
@@ -179,7 +186,7 @@ class RemoteLauncher:
     # ------------------------------------------------------------ keepers
 
     async def _link(self, placement: Placement, spec: LaunchSpec) -> KeeperLink:
-        """The keeper that an actor belongs to: the first that asks has it started, and one that is gone is replaced."""
+        """The keeper that a process belongs to: started by the first that asks; one that is gone is replaced."""
         key: Hashable = spec.process_id if self._reach.keeper_each else placement.host.where
         task = self._links.get(key)
         if task is None or (task.done() and _is_over(task)):
@@ -246,6 +253,7 @@ class RemoteLauncher:
             cache_dir=self._cache_dir,
             gpus=spec.gpus,
             gpus_are_its_own=self._reach.keeper_each,
+            defaults=defaults(settings),
         )
 
     def _note_started(self, placement: Placement, spec: LaunchSpec) -> None:
@@ -253,7 +261,8 @@ class RemoteLauncher:
             self._left_to_start = set(range(spec.num_processes))
         self._left_to_start.discard(spec.process_id)
         count = placement.count
-        self._lines.set(str(placement.host), f"{count} actor{'s' * (count != 1)} started")
+        what = f"process{'es' * (count != 1)}" if spec.seat.size > 1 else f"actor{'s' * (count != 1)}"
+        self._lines.set(str(placement.host), f"{count} {what} started")
         if not self._left_to_start:
             self._lines.close()
 

@@ -1,4 +1,4 @@
-"""slurm: hosts of the Slurm allocation that this process runs in, reached with `srun`: one task an actor.
+"""slurm: hosts of the Slurm allocation that this process runs in, reached with `srun`: one task a process.
 
 Slurm says which hosts there are and starts the keepers; the rest is as everywhere. srun's stdin is the lifeline.
 """
@@ -24,7 +24,7 @@ _OVERLAP_SINCE = (20, 11)
 
 
 def srun_command(placement: Placement, keeper: Sequence[str], version: tuple[int, ...]) -> list[str]:
-    """The argument vector of the task that runs one actor's keeper on the placement's host.
+    """The argument vector of the task that runs one process's keeper on the placement's host.
 
     Args:
         version: of Slurm. Since 20.11 a step has its resources to itself unless it says `--overlap`: the driver's own

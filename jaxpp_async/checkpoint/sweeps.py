@@ -1,0 +1,58 @@
+"""sweeps: has the actors remove files of ended saves, and knows in which folders they still do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from jaxpp_async.actors.controller import Controller
+from jaxpp_async.actors.messages import Done, Sweep
+
+_LOG = logging.getLogger("jaxpp_async")
+
+CLEAN_S = 5.0
+"""What actors may take to end a save that failed."""
+
+
+class Sweeps:
+    """What the actors of a mesh are removing, by folder: a late one would take the files of the next save there, as
+    another actor writes them, for leftovers.
+
+    Args:
+        controller: as the `Saver`'s.
+    """
+
+    def __init__(self, controller: Callable[[], Controller]):
+        self._controller = controller
+        self._under_way: dict[str, set[asyncio.Future[Any]]] = {}
+
+    async def run(self, folder: str, make: Callable[[int], Sweep]) -> None:
+        """Have every actor sweep. Those that cannot are gone, or will with the next save: this only says so."""
+        controller = self._controller()
+        if controller.is_closed:
+            return
+        everyone = controller.processes.everyone
+        sweeps = [controller.requests.send(process, make, Done, awaited=False) for process in everyone]
+        for sweep in sweeps:
+            self._under_way.setdefault(folder, set()).add(sweep)
+            sweep.add_done_callback(lambda sweep: self._ended(folder, sweep))
+        done, late = await asyncio.wait(sweeps, timeout=CLEAN_S)
+        errors = [error for sweep in done if (error := sweep.exception()) is not None]
+        if late or errors:
+            _LOG.warning("files of an ended save may be left: %s", errors or f"{len(late)} actors did not answer")
+
+    async def wait_over(self, folder: str) -> None:
+        """Wait until nobody sweeps there, also for those whom `run` did not wait for: it was cancelled, or they were
+        late."""
+        while sweeps := self._under_way.get(folder):
+            await asyncio.wait(sweeps)
+
+    def _ended(self, folder: str, sweep: asyncio.Future[Any]) -> None:
+        if not sweep.cancelled():
+            sweep.exception()  # seen: nobody may be waiting any more
+        left = self._under_way[folder]
+        left.discard(sweep)
+        if not left:
+            del self._under_way[folder]
