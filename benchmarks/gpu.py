@@ -4,9 +4,10 @@ results/gpu.json. `make bench-gpu`.
     python benchmarks/gpu.py                          # on a GPU; takes less than ten minutes
     python benchmarks/gpu.py --platform cpu --small   # the same programs where there is none, to see that they run
     python benchmarks/gpu.py transfers step           # these parts
+    python benchmarks/gpu.py --markdown               # the table as docs/gpu.md has it
 
 Measures nothing itself: it starts `tests/test_on_gpu*.py`, `ours/device_peer.py` and `ours/device_step.py`, one after
-the other, each with a process group and an end of its own, and goes on when one fails.
+the other, each with a process group and an end of its own, and goes on when one fails. Ends with 1 if any did.
 """
 
 from __future__ import annotations
@@ -17,44 +18,37 @@ import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import gpu_table
 import harness
+from gpu_table import ERRORS_HANDLED, ERRORS_NOT_HANDLED
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+
+from jaxpp_async.doctor import gather
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 BUDGET_S = 570.0
-"""Of all parts together. A part gets what is left of it at most."""
+"""Of all programs together: what each may take adds up to no more, so that one that hangs costs only itself."""
 
-GPU_TESTS = ("tests/test_on_gpu.py", "tests/test_on_gpu_nccl.py")
-"""As `make test-gpu` runs them."""
+GPU_TESTS = {"tests/test_on_gpu.py": 165.0, "tests/test_on_gpu_nccl.py": 85.0}
+"""As `make test-gpu` runs them, and how long each file may take, in seconds."""
 
-PACKAGES = (
-    "jaxpp-async",
-    "jax",
-    "jaxlib",
-    "ucxx-cu13",
-    "ucxx-cu12",
-    "cupy-cuda13x",
-    "cupy-cuda12x",
-    "nvidia-nccl-cu13",
-)
+TRANSFERS_S, STEP_S = 35.0, 105.0
+"""What one way of sending, and one of the contenders in the step, may take."""
 
 VARIANTS: dict[str, dict[str, str]] = {
-    "error handling on": {},
-    "error handling off": {"JAXPP_UCX_ERROR_HANDLING": "n"},
+    ERRORS_HANDLED: {},
+    ERRORS_NOT_HANDLED: {"JAXPP_UCX_ERROR_HANDLING": "n"},
     "tcp, staged": {"UCX_TLS": "tcp,cuda_copy,self"},
 }
 """Ways to send, and what chooses them. The first is how actors do it."""
@@ -66,8 +60,8 @@ class Program:
 
     Args:
         command: after the interpreter.
-        env: variables to add.
         limit_s: how long it may take at most.
+        env: variables to add.
     """
 
     command: tuple[str, ...]
@@ -75,8 +69,27 @@ class Program:
     env: Mapping[str, str] | None = None
 
 
-class Failed(Exception):
-    """A program did not give its figures; says why."""
+@dataclass(frozen=True)
+class Ran:
+    """What came of it.
+
+    Args:
+        code: its exit status; None: it was ended after `limit_s`.
+        out, err: what it printed, until then.
+    """
+
+    code: int | None
+    out: str
+    err: str
+    limit_s: float
+
+    @property
+    def failed(self) -> str:
+        """Why it gave nothing, in words; empty if it did."""
+        if self.code is None:
+            return f"took longer than {self.limit_s:.0f} s"
+        last = [line for line in (self.err or self.out).splitlines() if line.strip()][-1:] or ["no output"]
+        return f"ended with code {self.code}: {last[0].strip()}"[:300] if self.code else ""
 
 
 class Bench:
@@ -85,52 +98,41 @@ class Bench:
     Args:
         platform: `"cuda"` or `"cpu"`.
         small: sizes for a machine without a GPU.
-        console: progress goes here.
+        say: told what is going on.
     """
 
-    def __init__(self, platform: str, small: bool, console: Console):
-        self.platform, self.small, self.console = platform, small, console
-        self._end_s = time.monotonic() + BUDGET_S
+    def __init__(self, platform: str, small: bool, say: Callable[[str], None]):
+        self.platform, self.small, self.say = platform, small, say
 
-    def run(self, program: Program) -> str:
-        """What it printed.
-
-        Raises:
-            Failed: it failed, or took too long.
-        """
-        limit_s = min(program.limit_s, self._end_s - time.monotonic())
-        if limit_s <= 5:
-            raise Failed(f"no time left of {BUDGET_S:.0f} s")
+    def run(self, program: Program) -> Ran:
+        """Run it to its end, or to that of its time."""
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()])} | dict(program.env or {})
         child = subprocess.Popen(
             [sys.executable, *program.command],
             cwd=ROOT,
-            env=env,
+            env=env | {"PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
+        late = False
         try:
-            out, err = child.communicate(timeout=limit_s)
+            out, err = child.communicate(timeout=program.limit_s)
         except subprocess.TimeoutExpired:
-            raise Failed(f"took longer than {limit_s:.0f} s") from None
+            late = True
+            _end_group(child)
+            out, err = child.communicate()
         finally:
             _end_group(child)
-        if child.returncode:
-            last = [line for line in (err or out).splitlines() if line.strip()][-1:] or ["no output"]
-            raise Failed(f"ended with code {child.returncode}: {last[0].strip()}"[:300])
-        return out
+        return Ran(None if late else child.returncode, out, err, program.limit_s)
 
     def figures(self, program: Program) -> dict[str, Any]:
-        """The JSON that a program prints last.
-
-        Raises:
-            Failed: as `run`.
-        """
-        lines = [line for line in self.run(program).splitlines() if line.startswith("{")]
-        if not lines:
-            raise Failed("printed no figures")
+        """The JSON that a program prints last; of one that fails, `failed` with the reason."""
+        ran = self.run(program)
+        lines = [line for line in ran.out.splitlines() if line.startswith("{")]
+        if ran.failed or not lines:
+            return {"failed": ran.failed or "printed no figures"}
         return json.loads(lines[-1])
 
 
@@ -139,16 +141,30 @@ class Bench:
 
 def tests(bench: Bench) -> dict[str, Any]:
     """The conformance suite on device memory and on NCCL, and numerics with actors that share the GPU."""
-    command = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *GPU_TESTS)
-    if bench.small:
-        command += ("-k", "share_a_gpu and 2 or dtypes or abort")
-    try:
-        out = bench.run(Program(command, 240.0, {"JAXPP_TEST_GPU": bench.platform}))
-    except Failed as error:
-        return {"failed": str(error)}
-    counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", out.splitlines()[-1])}
-    skipped = sorted({line.split(": ", 1)[-1] for line in out.splitlines() if line.startswith("SKIPPED")})
-    return counts | {"why_skipped": skipped}
+    found: dict[str, Any] = {}
+    for file, limit_s in GPU_TESTS.items():
+        bench.say(f"  {file}")
+        command = ("-m", "pytest", "-v", "-rs", "--color=no", "-p", "no:cacheprovider", file)
+        if bench.small:
+            command += ("-k", "(share_a_gpu and 2-ucx) or dtypes or abort")
+        found[file] = results(bench.run(Program(command, limit_s, {"JAXPP_TEST_GPU": bench.platform})))
+    return found
+
+
+def results(ran: Ran) -> dict[str, Any]:
+    """How many tests passed, failed and were skipped, and why; of a run that was ended, up to there."""
+    outcomes = re.findall(r"(?m)^\S+::.* (PASSED|FAILED|SKIPPED|ERROR)\b", ran.out)
+    found: dict[str, Any] = {"counts": {kind.lower(): n for kind, n in Counter(outcomes).items()}}
+    found["why_skipped"] = sorted(set(re.findall(r"(?m)^SKIPPED \[\d+\] [^:]+(?::\d+)?: (.*)$", ran.out)))
+    broken = re.findall(r"(?m)^(?:FAILED|ERROR) \S*?(test_\w+\.py\S*)", ran.out)
+    under_way = re.findall(r"(?m)^(\S+::\S+) *$", ran.out)[-1:] if ran.code is None else []
+    if under_way:
+        found["failed"] = f"{ran.failed}, in {under_way[0].rpartition('/')[2]}"
+    elif broken:
+        found["failed"] = f"{len(broken)} failed: {', '.join(broken[:3])}"
+    elif ran.failed and ran.code != 5:  # no test of this file is among those asked for
+        found["failed"] = ran.failed
+    return found
 
 
 def transfers(bench: Bench) -> dict[str, Any]:
@@ -158,141 +174,61 @@ def transfers(bench: Bench) -> dict[str, Any]:
         command += ("--small", "--sizes", "65536,1048576", "--pings", "50")
     found: dict[str, Any] = {}
     for name, env in VARIANTS.items():
-        bench.console.print(f"  {name}")
-        # Two processes on the device, each with half of what is left to take.
+        bench.say(f"  {name}")
+        # Two processes on the device, each with part of its memory.
         shared = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3", **env}
         if bench.platform == "cpu" and "UCX_TLS" in shared:
             shared["UCX_TLS"] = "tcp,self"  # naming cuda_copy where there is no CUDA ends every link
-        try:
-            found[name] = bench.figures(Program(command, 60.0, shared))
-        except Failed as error:
-            found[name] = {"failed": str(error)}
+        found[name] = bench.figures(Program(command, TRANSFERS_S, shared))
     return found
 
 
 def step(bench: Bench) -> dict[str, Any]:
     """The step of examples/train_gpt.py, bfloat16, by two actors that share the device, and by `jax.jit` on it."""
-    sizes = _step_sizes(bench)
+    sizes = step_sizes(bench.small, _gpu_bytes())
     found: dict[str, Any] = {"sizes": sizes}
     arguments = tuple(str(part) for name, value in sizes.items() for part in (f"--{name}", value))
     for contender in ("jit", "ours"):
-        bench.console.print(f"  {contender}")
+        bench.say(f"  {contender}")
         stand_in = ("--stand-in",) if contender == "ours" and bench.platform == "cpu" else ()
         command = ("benchmarks/ours/device_step.py", contender, bench.platform, *stand_in, *arguments)
-        try:
-            found[contender] = bench.figures(Program(command, 200.0))
-        except Failed as error:
-            found[contender] = {"failed": str(error)}
+        found[contender] = bench.figures(Program(command, STEP_S))
     return found
 
 
-def _step_sizes(bench: Bench) -> dict[str, int]:
+def step_sizes(small: bool, gpu_bytes: int) -> dict[str, int]:
     """As large as the device takes: two stages' states, and activations of as many microbatches as there are stages."""
-    if bench.small:
+    if small:
         return {"layers": 2, "dim": 32, "head-dim": 16, "seq-len": 32, "microbatches": 4, "steps": 3, "warm": 1}
     large = {"layers": 16, "dim": 2048, "head-dim": 128, "seq-len": 1024, "microbatches": 8, "microbatch-size": 4}
-    if _gpu_bytes() < 60 << 30:
+    if gpu_bytes < 60 << 30:
         large |= {"layers": 12, "dim": 1024, "head-dim": 64}
-    if _gpu_bytes() < 20 << 30:
+    if gpu_bytes < 30 << 30:
         large |= {"layers": 8, "microbatch-size": 2}
     return large | {"steps": 20, "warm": 3}
 
 
 def _gpu_bytes() -> int:
     """Memory of the first GPU; 0: not known."""
-    try:
-        import pynvml
-    except ImportError:
-        return 0
-    try:
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total)
-    except pynvml.NVMLError:
-        return 0
+    _, gpus, _ = gather.gpus()
+    return gpus[0].memory_bytes if gpus else 0
 
 
-PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {"transfers": transfers, "step": step, "tests": tests}
-"""In this order: should time run out, the tests can be run alone (`make test-gpu`)."""
-
-# ---------------------------------------------------------------- showing
-
-
-def table(found: Mapping[str, Any]) -> Table:
-    """All figures."""
-    about = found["about"]
-    head = f"{about['device']}, {about['date'][:10]}, JAX {about['versions'].get('jax', '?')}"
-    shown = Table(title=head, title_justify="left", box=None, pad_edge=False)
-    shown.add_column("what", no_wrap=True)
-    shown.add_column("figure", justify="right", no_wrap=True)
-    shown.add_column("beside")
-    for row in [*_transfer_rows(found.get("transfers", {})), *_step_rows(found.get("step", {}))]:
-        shown.add_row(*map(escape, row))
-    if (ran := found.get("tests")) is not None:
-        text = ran.get("failed") or ", ".join(f"{n} {kind}" for kind, n in ran.items() if isinstance(n, int))
-        shown.add_row("tests", escape(text), escape("; ".join(ran.get("why_skipped", ()))))
-    return shown
-
-
-def _transfer_rows(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    rows = []
-    for name, figures in found.items():
-        if "failed" in figures:
-            rows.append((name, "-", figures["failed"]))
-            continue
-        rows.append((f"{name}: half round trip, 8 B", f"{figures['half_rtt_us']:.1f} us", ", ".join(figures["routes"])))
-        for size, rate in figures["gb_s"].items():
-            beside = f"a copy on the device: {figures['copy_gb_s'][size]:.1f} GB/s"
-            rows.append((f"{name}: {_size(int(size))}", f"{rate:.2f} GB/s", beside))
-        ended = figures["abort"]
-        if "ms" in ended:
-            rows.append((f"{name}: abort of four of the largest", f"{ended['ms']:.1f} ms", ", ".join(ended["ended"])))
-        else:
-            rows.append((f"{name}: abort", "-", ended["failed"]))
-    return rows
-
-
-def _step_rows(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    rows, medians = [], {}
-    for name in ("jit", "ours"):
-        figures = found.get(name, {})
-        if "ms" not in figures:
-            rows.append((f"step, {name}", "-", figures.get("failed", "not measured")))
-            continue
-        medians[name] = statistics.median(figures["ms"])
-        sizes = found["sizes"]
-        tokens = sizes["microbatches"] * sizes.get("microbatch-size", 2) * sizes["seq-len"]
-        rows.append((f"step, {name}", f"{medians[name]:.1f} ms", f"{tokens / medians[name] * 1e3:,.0f} tokens/s"))
-    if len(medians) == 2:
-        losses = f"last losses {found['ours']['losses'][-1]:.4f} and {found['jit']['losses'][-1]:.4f}"
-        rows.append(("step, ours to jit", f"{medians['ours'] / medians['jit']:.2f}x", losses))
-    if "gaps" in (ours := found.get("ours", {})):
-        gaps = ours["gaps"]
-        between = gaps["between_us"]
-        rows.append(("between tasks of an actor", f"{between['median']:.0f} us", f"p90 {between['p90']:.0f} us"))
-        bill = ", ".join(f"{name} {ms:.1f}" for name, ms in gaps["bill_ms"].items())
-        rows.append(("where a step's time goes", f"{gaps['efficiency']:.0%}", f"of the schedule's bound; ms: {bill}"))
-    return rows
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes >> 20} MiB" if size_bytes >= 1 << 20 else f"{size_bytes >> 10} KiB"
-
+PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {"tests": tests, "transfers": transfers, "step": step}
+"""In this order: figures of what is wrong are worth nothing."""
 
 # ---------------------------------------------------------------- the run
 
 
-def about(platform: str, small: bool, found: Mapping[str, Any]) -> dict[str, Any]:
+def about(platform: str, small: bool) -> dict[str, Any]:
     """When, on what and with which versions."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    measured = [f for f in found.get("transfers", {}).values() if "device" in f]
-    device, cuda = (measured[0]["device"], measured[0]["cuda"]) if measured else (platform, "")
+    driver, gpus, _ = gather.gpus()
+    versions = gather.installed()
+    if driver is not None:
+        versions["driver"] = f"{driver.version} (CUDA {'.'.join(map(str, driver.cuda))})"
+    device = gpus[0].name if gpus and platform == "cuda" else platform
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"date": date, "platform": platform, "small": small, "device": device, "cuda": cuda, "versions": versions}
+    return {"date": date, "platform": platform, "small": small, "device": device, "versions": versions}
 
 
 def _python_path() -> list[str]:
@@ -305,29 +241,28 @@ def _end_group(child: subprocess.Popen[str]) -> None:
     child.wait()
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="small sizes, few rounds: to see that it runs")
-    options = parser.parse_args()
+    parser.add_argument("--markdown", action="store_true", help="print the table for docs/gpu.md")
+    options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    bench = Bench(options.platform, options.small, console)
-    found: dict[str, Any] = {}
+    bench = Bench(options.platform, options.small, console.print)
+    found: dict[str, Any] = {"about": about(options.platform, options.small)}
+    begin = time.monotonic()
     for name in options.parts or PARTS:
         console.print(f"{name} ...")
         found[name] = PARTS[name](bench)
-    found["about"] = about(options.platform, options.small, found)
-    console.print(table(found))
+    found["took_s"] = round(time.monotonic() - begin, 1)
+    print(gpu_table.markdown(found)) if options.markdown else console.print(gpu_table.table(found))
     name = "gpu" if options.platform == "cuda" else "gpu-on-cpu"  # the figures of a stand-in are nobody's results
-    console.print(f"written to {harness.write(name, found)}")
-    return int(any("failed" in str(figures.keys()) for figures in _all(found)))
-
-
-def _all(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Everything that may have failed."""
-    inner = [*found.get("transfers", {}).values(), found.get("tests", {}), found.get("step", {})]
-    return [*inner, *(found.get("step", {}).get(name, {}) for name in ("ours", "jit"))]
+    console.print(f"written to {harness.write(name, found)}, after {found['took_s']:.0f} s")
+    failed = gpu_table.failures(found)
+    for text in failed:
+        console.print(f"failed: {text}", markup=False)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """rpc: two contenders: an empty step to two actor processes and back (one request and one reply each, and nothing to
 execute), and the same bytes over bare sockets, which is what waking three processes takes.
 
-    python benchmarks/rpc.py [--calls 1000] [--uvloop] [--profile]     # an empty step, by hand
+    python benchmarks/rpc.py [--calls 1000] [--asyncio] [--profile]    # an empty step, by hand
     python benchmarks/rpc.py --serve ours                              # as a contender (`contender.py`)
     python benchmarks/rpc.py --serve bare_sockets
 """
@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import uvloop
 from contender import Channel, timed, timed_async
 
 from jaxpp_async.actors.controller import Controller
@@ -143,21 +144,17 @@ def _echo(end: socket.socket, core: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=CALLS, help="calls measured, behind 200 that warm up")
-    parser.add_argument("--uvloop", action="store_true", help="the controller on uvloop (actors always are)")
+    parser.add_argument("--asyncio", action="store_true", help="the controller on asyncio's own loop, not on uvloop")
     parser.add_argument("--profile", action="store_true", help="print where the controller's time goes, by function")
     parser.add_argument("--serve", choices=("ours", "bare_sockets"), help="be a contender")
     given = parser.parse_args()
     if given.serve == "ours":
-        asyncio.run(serve_empty_step(Channel()))
+        uvloop.run(serve_empty_step(Channel()))
         return
     if given.serve:
         serve_bare_sockets(Channel())
         return
-    runner: Callable[..., Any] = asyncio.run
-    if given.uvloop:
-        import uvloop
-
-        runner = uvloop.run
+    runner: Callable[..., Any] = asyncio.run if given.asyncio else uvloop.run
     taken = runner(by_hand(given.calls, given.profile))
     print(json.dumps({"rpc_us": {"ours_two_actors": round(statistics.median(taken) * 1e3, 1)}}))
 

@@ -18,7 +18,7 @@ from jaxpp_async.doctor.examine import Plan, examine
 from jaxpp_async.doctor.facts import Asked, HostFacts
 from jaxpp_async.doctor.gather import gather
 from jaxpp_async.doctor.judge import judge, would_work
-from jaxpp_async.doctor.show import as_json, print_findings
+from jaxpp_async.doctor.show import as_flags, as_json, print_findings
 from jaxpp_async.errors import MeshError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -80,9 +80,10 @@ def doctor(
         work = _doctor(Launching(**options), asked, transfers)
         found = asyncio.run(work)
     except MeshError as error:
-        Console(stderr=True).print(f"doctor: {error}", style="red", markup=False, highlight=False)
+        said = f"doctor: {as_flags(str(error))}"
+        Console(stderr=True).print(said, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(WRONG_USE) from None
-    findings = judge(found)
+    findings = [dataclasses.replace(f, what=as_flags(f.what), remedy=as_flags(f.remedy)) for f in judge(found)]
     if as_json_:
         typer.echo(json.dumps(as_json(found, findings), indent=1))
     else:

@@ -27,13 +27,18 @@ def pip_install(extra: str, python: str = "") -> str:
     return f"{f'{python} -m ' if python else ''}pip install 'jaxpp-async[{extra}]'"
 
 
+def jax_cuda_majors() -> tuple[int, ...]:
+    """The CUDAs for which JAX has a plugin here, the preferred one first; usually one, and none without GPUs."""
+    return tuple(major for major in CUDA_MAJORS if util.find_spec(f"jax_cuda{major}_plugin") is not None)
+
+
 def cuda_error(what: str) -> InstallError | None:
     """Why there is no JAX for CUDA here, if it was never installed; None if it was.
 
     Args:
         what: asked for it, such as `"platform='cuda'"`.
     """
-    if any(util.find_spec(f"jax_cuda{major}_plugin") is not None for major in CUDA_MAJORS):
+    if jax_cuda_majors():
         return None
     preferred, other = (pip_install(f"cuda{major}") for major in CUDA_MAJORS)
     return InstallError(

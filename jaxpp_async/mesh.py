@@ -63,6 +63,7 @@ class RemoteMesh:
         ShardingError: a rule that names an unknown axis.
     """
 
+    @mesh_options.only_known
     def __init__(
         self,
         num_actors: int | tuple[int],
@@ -127,7 +128,6 @@ class RemoteMesh:
                 inline,
                 platform=mesh_options.platform(platform),
                 num_actors=self.num_actors,
-                processes_per_actor=each,
             ),
             inline=inline,
             processes_per_actor=each,
@@ -205,6 +205,7 @@ class RemoteMesh:
 
     # ---------------------------------------------------------------- steps
 
+    @mesh_options.only_known
     def distributed(
         self,
         fn: Callable,

@@ -5,13 +5,15 @@ Starts nothing.
 
 from __future__ import annotations
 
-import importlib.util
+import difflib
+import functools
+import inspect
 import logging
 import math
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
@@ -23,10 +25,14 @@ from jaxpp_async.actors.launch.remote import RemoteLauncher
 from jaxpp_async.actors.launching import Launching
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.errors import MeshError, ShardingError
+from jaxpp_async.extras import jax_cuda_majors
 from jaxpp_async.transport.nccl_plan import ENVIRONMENT as NCCL_ENVIRONMENT
 from jaxpp_async.transport.planes import is_ordered
 
 _LOG = logging.getLogger("jaxpp_async")
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 DEFAULT_CACHE = "default"
 
@@ -56,6 +62,27 @@ def seconds(name: str, value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise MeshError(f"{name} is {value!r}; give a positive number of seconds")
     return float(value)
+
+
+def only_known(fn: Callable[P, R]) -> Callable[P, R]:
+    """`fn`, but an option that it does not have is answered with the nearest one that it has.
+
+    Raises:
+        TypeError: as of every such call.
+    """
+    known = [name for name in inspect.signature(fn).parameters if name != "self"]
+    name = fn.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for option in kwargs:
+            if option not in known:
+                near = difflib.get_close_matches(option, known, 1, 0.5)
+                what = f"did you mean {near[0]}=?" if near else f"it has {', '.join(known)}"
+                raise TypeError(f"{name} has no option {option}=; {what}")
+        return fn(*args, **kwargs)
+
+    return call
 
 
 def actor_count(num_actors: Any) -> int:
@@ -125,9 +152,7 @@ def make_launcher(
     return made, not isinstance(made, RemoteLauncher) and made.listen_host is None, each
 
 
-def transport(
-    given: str | None, launcher: Any, inline: bool, *, platform: str, num_actors: int, processes_per_actor: int = 1
-) -> str:
+def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, num_actors: int) -> str:
     """The data plane's name.
 
     Raises:
@@ -144,11 +169,6 @@ def transport(
         raise MeshError(
             f"transport {chosen!r} moves GPU memory, and {actors} have none: their platform is {platform!r}; pass "
             "platform='cuda' where there are GPUs, or leave transport= out for UCX, which moves either"
-        )
-    if is_ordered(chosen) and processes_per_actor > 1:
-        raise MeshError(
-            f"transport {chosen!r} with actors of {processes_per_actor} processes is not there yet; leave transport= "
-            "out for UCX"
         )
     return chosen
 
@@ -167,8 +187,7 @@ def platform(given: str | None) -> str:
     preferred = jax_config.default_platform()
     if preferred is not None:
         return "cuda" if preferred in ("cuda", "gpu") else "cpu"
-    has_jax = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") is not None for n in (13, 12))
-    return "cuda" if has_jax and host_gpus(os.environ) else "cpu"
+    return "cuda" if jax_cuda_majors() and host_gpus(os.environ) else "cpu"
 
 
 def refuse_idle_devices(given: str | None, chosen: str, launcher: Any, devices: Any) -> None:
@@ -246,7 +265,8 @@ def actor_config(
         cache_dir=None if inline else cache_dir,
         setup=setup,
         transport=transport,
-        env={**(NCCL_ENVIRONMENT if is_ordered(transport) and not inline else {}), **env},
+        env=dict(env),
+        defaults=dict(NCCL_ENVIRONMENT) if is_ordered(transport) and not inline else {},
         processes_per_actor=processes_per_actor,
     )
 

@@ -13,6 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpp_async.actors import messages as m
+from jaxpp_async.actors.gpus import memory_fraction
+
+GPUS = "JAXPP_TEST_GPUS"
+"""Names of the GPUs that an actor of this environment says it has."""
 
 STATS = m.StepStats(0.5, 0.25, 1.0, 4096, 3, bytes(16))
 
@@ -77,7 +81,10 @@ class FakeActor:
             return
         versions = {"jax": "0.0.1"} if message.setup == "old jax" else {}
         self._send(m.Log(20, "jaxpp_async.actor", "configured"))
-        self._send(m.Ready(message.request, b"null", ("fake:0",), versions, m.Hardware("fake", 1)))
+        gpus = tuple(os.environ.get(GPUS, "").split())
+        fraction = memory_fraction(os.environ) if gpus else 0.0
+        hardware = m.Hardware("fake", 1, gpus=gpus, memory_fraction=fraction)
+        self._send(m.Ready(message.request, b"null", ("fake:0",), versions, hardware))
 
     def _on_connect(self, message: m.Connect) -> None:
         self._send(m.Connected(message.request, {}))

@@ -44,7 +44,10 @@ class FakeDoor:
     Attributes:
         entered: the threads that made the first device's context theirs.
         marked: what marks were asked for, in order: numbers of arrays, and of copies as negative ones.
+        refuses: what asking for a copy, or for a mark, raises; None: they are begun.
     """
+
+    refuses: Exception | None = None
 
     def __init__(self, devices: Sequence[Any], moment: Callable[[], None] | None = None):
         self.devices, self._moment = devices, moment or _a_moment
@@ -68,6 +71,7 @@ class FakeLane:
         self._door = door
 
     def mark(self, arrays: Sequence[jax.Array]) -> FakeMark:
+        self._refuse()
         for array in arrays:
             assert not array.is_deleted(), "a mark after the array was given away"
             array.block_until_ready()  # here, for it may be given away before the mark is reached
@@ -75,8 +79,13 @@ class FakeLane:
         return FakeMark(arrays, (), self._door._moment)
 
     def copy(self, copies: Sequence[DeviceCopy]) -> FakeMark:
+        self._refuse()
         self._door.marked.append(-len(copies))
         return FakeMark((), tuple(copies), self._door._moment)
+
+    def _refuse(self) -> None:
+        if self._door.refuses is not None:
+            raise self._door.refuses
 
 
 def _a_moment() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from types import SimpleNamespace
 from typing import Any
 
+import fake_actor
 import pytest
 
 import jaxpp_async as jpp
 from jaxpp_async.actors.actor_info import ActorInfo
 from jaxpp_async.actors.agreement import Member, check_agreement
-from jaxpp_async.actors.bringup import unready_error
+from jaxpp_async.actors.bringup import ActorConfig, unready_error
+from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.crew import Crew
+from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.messages import Hardware
 from jaxpp_async.errors import InstallError, LaunchError, MeshError, RemoteError
 from jaxpp_async.extras import cuda_error, extra_of
@@ -27,6 +31,9 @@ def gpu(name: str, uuid: str = "", *, host: str = "n1", fraction: float = 0.75, 
     return Member(name, ord(name[0]), host, cuda, (uuid or f"GPU-{name}",), fraction)
 
 
+BUS = "0000:01:00.0"
+"""What tells a GPU apart on its machine only."""
+
 AGREED = [
     [cpu("a"), cpu("b")],
     [gpu("a"), gpu("b")],
@@ -35,9 +42,10 @@ AGREED = [
     [gpu("a", "GPU-0", fraction=0.45), gpu("b", "GPU-0", fraction=0.45)],
     [gpu("a", "GPU-0", fraction=0.0), gpu("b", "GPU-0", fraction=0.0)],
     [gpu(str(i), "GPU-0", fraction=1 / 3) for i in range(3)],
-    [gpu("a", "GPU-0", host="n1"), gpu("b", "GPU-0", host="n2")],
+    [gpu("a", BUS, host="n1"), gpu("b", BUS, host="n2")],
     [gpu("a0", "GPU-0"), gpu("a1", "GPU-1")],
-    [gpu("a0", "GPU-0"), gpu("a1", "GPU-0", host="n2")],
+    [gpu("a0", BUS), gpu("a1", BUS, host="n2")],
+    [gpu("a", "MIG-0", fraction=0.4), gpu("b", "MIG-0", host="n1.cluster", fraction=0.4)],
     [gpu(name, f"GPU-{name[1]}", fraction=0.45) for name in ("a0", "a1", "b0", "b1")],
 ]
 
@@ -51,7 +59,7 @@ REFUSED = [
     *(
         (
             [gpu("a0", "GPU-0", fraction=fraction), gpu("a1", "GPU-0", fraction=fraction)],
-            "^a0, a1 have GPU GPU-0 of host n1, but actor 97 wants a GPU for each device; make spmd_mesh smaller",
+            "^a0, a1 have GPU GPU-0, but actor 97 wants a GPU for each device; make spmd_mesh smaller",
         )
         for fraction in (0.45, 0.0)
     ),
@@ -62,8 +70,14 @@ REFUSED = [
     ),
     (
         [gpu("a", "GPU-0"), gpu("b", "GPU-0")],
-        "a, b share GPU GPU-0 of host n1, and set aside 0.75, 0.75 of its memory, 1.5 together.*'0.45'",
+        "a, b share GPU GPU-0, and set aside 0.75, 0.75 of its memory, 1.5 together.*'0.45'",
     ),
+    ([gpu("a", BUS), gpu("b", BUS)], f"a, b share GPU {BUS} of host n1, and set aside"),
+    *(  # one machine under two names
+        ([gpu("a", uuid), gpu("b", uuid, host="n1.cluster")], f"a, b share GPU {uuid}, and set aside")
+        for uuid in ("GPU-0", "MIG-0")
+    ),
+    ([gpu("a0", "GPU-0"), gpu("a1", "GPU-0", host="n1.cluster")], "a0, a1 have GPU GPU-0, but actor 97 wants"),
 ]
 
 
@@ -79,6 +93,16 @@ def test_processes_of_one_actor_are_known_as_such():
     assert Crew._member(crew, 3) == Member(str(info), 1, "n1", "", ("GPU-0",), 0.0)
 
 
+async def test_a_mesh_compares_what_its_actors_tell_before_anything_is_loaded():
+    """Actors without JAX, which tell of a GPU that they have in common."""
+    path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    config = ActorConfig(env={"PYTHONPATH": path, fake_actor.GPUS: "GPU-0"})
+    launcher = LocalLauncher(actor="fake_actor:FakeActor")
+    said = r"^actor 0 \(host .*\), actor 1 \(host .*\) share GPU GPU-0, and set aside 0.75, 0.75 of its memory"
+    with pytest.raises(MeshError, match=said):
+        await Controller.start(2, launcher, config, make_transport=lambda kind: fake_actor.NullTransport())
+
+
 ACTOR = ActorInfo(1, "n2", 7, (), "starting")
 
 UNREADY = [
@@ -89,12 +113,6 @@ UNREADY = [
         r"^actor 1 \(host n2, pid 7\): no JAX for GPUs$",
     ),
     ("jaxpp_async.errors.MeshError", "too few", MeshError, r"^actor 1 \(host n2, pid 7\): too few$"),
-    (
-        "RuntimeError",
-        "Unable to initialize backend 'cuda': x",
-        LaunchError,
-        r"(?s)^actor 1.*doctor --platform cuda` there",
-    ),
     (
         "ValueError",
         "own",

@@ -47,8 +47,10 @@ from test_processes import BOTH, DP, FSDP, close, problem, train_step
 
 import jaxpp_async as jpp
 from jaxpp_async.actors import messages as m
+from jaxpp_async.actors.inline import InlineLauncher
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.routes import staged
+from jaxpp_async.errors import RemoteError
 from jaxpp_async.program import Aval, Delete, Input, Output, Recv, Run, Send
 from jaxpp_async.transport.memory import MemoryNetwork
 
@@ -300,6 +302,64 @@ async def test_an_abort_while_the_device_computes_gives_no_buffer_back_too_early
         gate.let_through(50)
         await settle()
         assert held and held.isdisjoint({b.pieces[0].address for b in place.free})
+
+
+REFUSED = RuntimeError("cudaErrorInvalidValue: invalid argument")
+AXES = {"spmd_mesh": (("a", 2), ("b", 2)), "axis_types": ("auto", "auto")}
+SPLIT = Aval((8, 4), "float32", ("a",))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["as it is asked for", "later"])
+@pytest.mark.parametrize("what", ["spreading", "a late argument"])
+async def test_a_device_that_refuses_a_copy_ends_the_step_and_frees_nothing_early(gate, doors, monkeypatch, what, late):
+    """A copy between devices, or waiting for an argument that is to be sent: the step fails with the device's words,
+    once, its buffers stay in use, and the actors go on in the next epoch."""
+    culprit, instruction = (1, "recv") if what == "spreading" else (0, "send")
+    gate.open = True
+    async with harness(2, **AXES) as h:
+        await h.load(0, [Input(0, 0, SPLIT), Send(0, 1, 0), Delete(0)], [SPLIT], [], uncounted=[0])
+        await h.load(1, [Recv(0, 0, 0, SPLIT), Output(0, 0)], [SPLIT], [])
+        value = np.arange(32, dtype=np.float32).reshape(8, 4)
+        await h.put(0, 1, value, ("a",))
+        place = h.actors[1]._programs[0].bins[0]
+        addresses = {piece.address for buffer in place.free for piece in buffer.pieces}
+        if culprit == 0:
+            monkeypatch.setattr(type(jax.numpy.zeros(1)), "is_ready", lambda array: False)
+        setattr(*((gate, "failure") if late else (doors[culprit], "refuses")), REFUSED)
+        first = [await h.start(0, m.Step, **step(0, {0: 1}, {})), await h.start(1, m.Step, **step(0, {}, {0: 5}))]
+        failed = await asyncio.wait_for(first[culprit], TIMEOUT_S)
+        assert isinstance(failed, m.Failed) and "cudaErrorInvalidValue" in failed.message
+        assert f" {instruction} " in failed.instruction
+        await settle()
+        assert addresses.isdisjoint({piece.address for buffer in place.free for piece in buffer.pieces})
+        gate.failure = doors[culprit].refuses = None
+        h.epoch = 2
+        await h.transport.abort()
+        for k in range(2):
+            await h.ask(k, m.Abort, epoch=2, cause="a device refused")
+        replies = await asyncio.wait_for(asyncio.gather(*first), TIMEOUT_S)
+        assert isinstance(replies[1], m.Failed), "everybody is told"
+        await h.connect()
+        await h.put(0, 1, value, ("a",))
+        again = [step(1, {0: 1}, {}) | {"epoch": 2}, step(1, {}, {0: 6}) | {"epoch": 2}]
+        replies = [await h.start(k, m.Step, **fields) for k, fields in enumerate(again)]
+        assert all(isinstance(r, m.StepDone) for r in await asyncio.wait_for(asyncio.gather(*replies), TIMEOUT_S))
+        (found,) = await h.fetch(1, 6)
+        assert np.array_equal(found, value)
+
+
+async def test_a_mesh_whose_device_refuses_a_copy_says_so_and_closes(monkeypatch):
+    monkeypatch.setattr(FakeDoor, "refuses", None)
+    params, batch = problem()
+    launcher = InlineLauncher(actor="fake_device:DeviceActor")
+    async with jpp.RemoteMesh(2, launcher=launcher, spmd_mesh={"data": 2}, platform="cpu") as mesh:
+        run = mesh.distributed(train_step(jpp.Std1F1B(2)))
+        await run.compile(params, batch)
+        monkeypatch.setattr(FakeDoor, "refuses", REFUSED)
+        with pytest.raises(RemoteError, match="cudaErrorInvalidValue"):
+            await asyncio.wait_for(mesh.run(run, params, batch), TIMEOUT_S)
+    names = {thread.name for thread in threading.enumerate()}
+    assert not {name for name in names if name.endswith(("-runs", "-copies"))}, "threads end with their actor"
 
 
 async def test_the_first_devices_context_is_the_event_loops(doors):

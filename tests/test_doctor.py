@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from jaxpp_async.actors.launch.explain import Explanation
 from jaxpp_async.doctor import gather, start_ucx, talk
+from jaxpp_async.doctor.examine import host_command
 from jaxpp_async.doctor.facts import (
     UNLIMITED,
     Asked,
@@ -35,8 +37,9 @@ from jaxpp_async.doctor.facts import (
     Ucx,
     UcxResource,
 )
-from jaxpp_async.doctor.finding import SECTIONS
+from jaxpp_async.doctor.finding import SECTIONS, error
 from jaxpp_async.doctor.judge import judge, would_work
+from jaxpp_async.doctor.show import as_flags, print_findings
 
 GIB = 1 << 30
 
@@ -95,9 +98,7 @@ def on_two(
     return Examination(asked, here, (one, two), (link or LinkReport("n1", "n2", "ucx", 5e-6, 40e9),))
 
 
-def on_slots(
-    actors: int | None, devices: int, slots: tuple[int, ...], *, gpus_asked: int | None = None, **asked: Any
-) -> Examination:
+def on_slots(actors: int | None, devices: int, slots: tuple[int, ...], *, names: str = "", **asked: Any) -> Examination:
     """Hosts of that many slots, with a GPU for each; of tasks, with as many as an actor has devices."""
     here = HostReport("this machine", facts=CPU_HOST, clock=Clock(0.0, 0.0))
     wanted = replace(GPU, num_actors=actors, devices_per_actor=devices, **asked)
@@ -105,11 +106,15 @@ def on_slots(
     for index, slot in enumerate(slots):
         gpus = range(devices if wanted.slots_are_processes else slot)
         facts = replace(GPU_HOST, gpus=tuple(replace(GPU_HOST.gpus[0], index=i, uuid=f"GPU-{i}") for i in gpus))
-        reports.append(
-            HostReport(f"n{index}", slot, facts, clock=Clock(0.0, 0.01), calls_back="", gpus_asked=gpus_asked)
-        )
+        facts = seeing(facts, names) if names else facts
+        report = HostReport(f"n{index}", slot, facts, clock=Clock(0.0, 0.01), calls_back="", names_gpus=bool(names))
+        reports.append(report)
     links = tuple(LinkReport(a.name, b.name, "ucx", 5e-6, 4e10) for a, b in itertools.pairwise(reports))
     return Examination(wanted, here, tuple(reports), links)
+
+
+def seeing(facts: HostFacts, visible: str) -> HostFacts:
+    return replace(facts, settings={"CUDA_VISIBLE_DEVICES": visible})
 
 
 def without(facts: HostFacts, *packages: str) -> HostFacts:
@@ -122,6 +127,7 @@ def having(facts: HostFacts, **packages: str) -> HostFacts:
 
 OLD_DRIVER = replace(GPU_HOST, driver=Driver("550.54", (12, 4), has_peer_memory=True))
 NO_GPU = replace(GPU_HOST, gpus=(), driver=None, gpu_error="NVML Shared Library Not Found", jax=None, jax_error="x")
+SYSTEM = {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}
 DOWN = replace(PORT, state="DOWN")
 ETHERNET = replace(DOWN, link_layer="Ethernet")
 NO_RC = replace(GPU_HOST, ucx=Ucx("1.21.0", WHEEL, TCP + CUDA))
@@ -135,10 +141,10 @@ WELL = [
     ("GPUs", on_one(GPU, GPU_HOST)),
     ("GPUs, two hosts, NCCL", on_two(NCCL, GPU_HOST, GPU_HOST)),
     ("two GPUs an actor", on_one(replace(GPU, devices_per_actor=2), GPU_HOST)),
-    ("several devices an actor: a slot is a device", on_slots(4, 2, (4, 4), gpus_asked=4)),
+    ("several devices an actor: a slot is a device", on_slots(4, 2, (4, 4), names="0,1,2,3")),
     ("actors larger than a host", on_slots(2, 16, (8, 8, 8, 8))),
     ("as many actors as there is room for", on_slots(None, 16, (8, 8, 8, 8))),
-    ("a task a process", on_slots(2, 4, (1, 1), gpus_asked=4, slots_are_processes=True)),
+    ("a task a process", on_slots(2, 4, (1, 1), names="0,1,2,3", slots_are_processes=True)),
     ("CUDA 12", on_one(GPU, having(without(OLD_DRIVER, "jax-cuda13-plugin", "cupy-cuda13x", "ucxx-cu13"),
                                    jax_cuda12_plugin="0.10.2", cupy_cuda12x="14", ucxx_cu12="0.52"))),
     ("a port is down that nobody asked for", on_one(CPU, replace(CPU_HOST, ib_ports=(DOWN,)))),
@@ -159,6 +165,10 @@ WRONG = [
      "error", "ucx", "n1", "ucxx is not installed", "pip install 'jaxpp-async[cpu]'"),
     ("ucxx without its libraries", on_one(CPU, replace(CPU_HOST, ucx=None, ucx_error="libucp.so.0: cannot open")),
      "error", "ucx", "n1", "does not start: libucp.so.0", ""),
+    ("the system's UCX is too old", on_one(CPU, replace(CPU_HOST, ucx=None, ucx_error="UCX 1.13.1", settings=SYSTEM)),
+     "error", "ucx", "n1", "does not start: UCX 1.13.1", "LD_LIBRARY_PATH lead to a UCX that ucxx takes, or unset"),
+    ("the system's UCX is not found", on_one(CPU, replace(CPU_HOST, settings=SYSTEM)),
+     "warning", "ucx", "n1", "pip's, though RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY is set", "LD_LIBRARY_PATH"),
     ("UCX may use nothing", on_one(CPU, replace(CPU_HOST, ucx=Ucx("1", WHEEL, TCP[:1]), settings={"UCX_TLS": "self"})),
      "error", "ucx", "n1", "no way to other", "UCX_TLS=self leaves them out"),
     ("no JAX", on_one(CPU, replace(without(CPU_HOST, "jax"), jax=None, jax_error="No module named 'jax'")),
@@ -213,6 +223,8 @@ WRONG = [
      "error", "nccl", "all hosts", "NCCL moves GPU memory", "--platform cuda"),
     ("UCX without cuda_copy", on_one(GPU, replace(GPU_HOST, ucx=Ucx("1", WHEEL, TCP + RC))),
      "error", "ucx", "n1", "cannot take GPU memory", "UCX with CUDA"),
+    ("another UCX, without cuda", on_one(GPU, replace(GPU_HOST, ucx=Ucx("1", "/opt/ucx/libucp.so.0", TCP + RC))),
+     "error", "ucx", "n1", "cannot take GPU memory", "/opt/ucx/libucp.so.0 is built without it"),
     ("UCX_TLS without cuda", on_one(GPU, replace(GPU_HOST, ucx=Ucx("1", WHEEL, TCP + RC), settings={"UCX_TLS": "rc"})),
      "error", "ucx", "n1", "cannot take GPU memory", "UCX_TLS=rc leaves them out: add cuda"),
     ("UCX without cuda_ipc", on_one(GPU, replace(GPU_HOST, ucx=Ucx("1", WHEEL, TCP + RC + CUDA[:1]))),
@@ -252,19 +264,29 @@ WRONG = [
      "error", "gpu", "n0", "2 actors with 4 GPUs each share 4 GPUs, each with 0.9", "--ntasks-per-node=1"),
     ("two processes of one actor on a GPU", on_one(replace(GPU, devices_per_actor=2, processes_per_actor=2), SHARED),
      "error", "gpu", "n1", "processes of one actor with 1 GPU each cannot share 1 GPU", "spmd_mesh smaller"),
-    ("tasks with more than devices= has", on_slots(None, 4, (2,), gpus_asked=4, slots_are_processes=True),
+    ("tasks with more than devices= has", on_slots(None, 4, (2,), names="0,1,2,3", slots_are_processes=True),
      "error", "gpu", "n0", "2 actors with 4 GPUs each share 4 GPUs of devices=", "--ntasks-per-node=1"),
     ("processes larger than their host", on_slots(1, 4, (1, 2), processes_per_actor=2),
      "error", "hosts", "all hosts", "1 actor of 4 devices in 2 processes of 2 each do not fit 3 slots", "add hosts"),
-    ("devices= of what is not there", on_one(GPU, GPU_HOST, gpus_asked=8),
-     "error", "gpu", "n1", "devices= names 8 GPUs, there are 2", "correct devices="),
+    ("devices= of what is not there", on_one(GPU, seeing(GPU_HOST, "0,1,2,3"), names_gpus=True),
+     "error", "gpu", "n1", "=0,1,2,3 names GPU 2, which is none here (there are 2)", "correct devices="),
+    ("CUDA_VISIBLE_DEVICES of what is not there", on_one(GPU, seeing(GPU_HOST, "GPU-0,GPU-7")),
+     "warning", "gpu", "n1", "names GPU GPU-7, which is none here (there are 2), or not only one: CUDA", "correct it"),
+    ("devices= with a GPU twice", on_one(replace(GPU, devices_per_actor=2), seeing(GPU_HOST, "1,1"), names_gpus=True),
+     "error", "gpu", "n1", "an actor needs 2 GPUs, the host gives 1 GPU", "spmd_mesh smaller"),
     ("CUDA_VISIBLE_DEVICES hides one",
-     on_one(replace(GPU, devices_per_actor=2), replace(GPU_HOST, settings={"CUDA_VISIBLE_DEVICES": "1"})),
+     on_one(replace(GPU, devices_per_actor=2), seeing(GPU_HOST, "1")),
      "error", "gpu", "n1", "the host gives 1 GPU", ""),
     ("another GPU there",
      on_two(GPU, GPU_HOST, replace(GPU_HOST, gpus=(Gpu(0, "NVIDIA A100", "", 80 * GIB, 0),) * 2)),
      "warning", "gpu", "all hosts", "NVIDIA H100 on n1; NVIDIA A100 on n2", "slowest"),
 ]  # fmt: skip
+
+
+def test_what_the_loader_reads_is_there_when_a_hosts_program_starts():
+    program = ["py", "-m", "jaxpp_async.doctor.host"]
+    assert host_command("py", {"UCX_TLS": "tcp"}) == program
+    assert host_command("py", {"LD_LIBRARY_PATH": "/opt/ucx/lib"}) == ["env", "LD_LIBRARY_PATH=/opt/ucx/lib", *program]
 
 
 @pytest.mark.parametrize(("found", "level", "section", "host", "what", "remedy"), [row[1:] for row in WRONG],
@@ -361,14 +383,14 @@ class FakeNvml:
 
 def test_gpus_are_told_by_nvidias_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml)
-    driver, gpus, error = gather._gpus()
+    driver, gpus, error = gather.gpus()
     assert driver is not None and (driver.version, driver.cuda, error) == ("580.65.06", (13, 1), "")
     assert gpus == (
         Gpu(0, "NVIDIA H100", "GPU-0", 80 * GIB, 0),
         Gpu(1, "NVIDIA H100", "GPU-1", 80 * GIB, GIB, "exclusive", True),
     )
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gather._gpus() == (None, (), "nvidia-ml-py is not installed, so nobody can be asked for GPUs")
+    assert gather.gpus() == (None, (), "nvidia-ml-py is not installed, so nobody can be asked for GPUs")
 
 
 # ---------------------------------------------------------------- the command
@@ -390,6 +412,26 @@ def test_this_machine_would_run_actors_on_its_cpus():
     assert [line for line in done.stdout.splitlines() if line in SECTIONS.values()] == local
     assert "A run on cpu over ucx, on this machine, would work." in done.stdout
     assert "GB/s over ucx, host memory, between two processes" in done.stdout
+
+
+def test_where_no_terminal_is_a_finding_is_a_line_however_long(capsys):
+    findings = [error("ucx", "n1", "it has " + "eth0 " * 60 + "[not markup]", "correct it")]
+    print_findings(on_one(CPU, CPU_HOST), findings, Console())
+    title, line, remedy, *_ = capsys.readouterr().out.splitlines()
+    assert title == SECTIONS["ucx"] and line == f"ERROR    n1  {findings[0].what}"
+    assert remedy.lstrip() == "-> correct it" and remedy.index("->") == line.index("it has")
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("correct interface= (or UCX_NET_DEVICES)", "correct --interface (or UCX_NET_DEVICES)"),
+        ("python='/x' is none, give control_address=", "--python '/x' is none, give --control-address"),
+        ("name them with devices= (MIG-<UUID>), user= too", "name them with --devices (MIG-<UUID>), user= too"),
+    ],
+)
+def test_options_are_named_as_they_are_typed(said, shown):
+    assert as_flags(said) == shown
 
 
 def fake_ssh(folder: Path, said: str) -> Path:
@@ -417,9 +459,13 @@ def test_a_host_that_is_not_there_is_named_with_a_remedy_as_json_too(tmp_path):
 WRONG_USES = [
     (("--hosts", "no-such-file"), "hostfile no-such-file does not exist"),
     (("--slurm",), "SLURM_JOB_ID"),
-    (("--ports", "1"), "ports='1'"),
-    (("--devices-per-actor", "4", "--processes-per-actor", "3"), "=3 does not divide the 4 devices of an actor"),
-    (("--control-address", "10.0.0.1"), "control_address= has no effect"),
+    (("--ports", "1"), "--ports '1'"),
+    (
+        ("--devices-per-actor", "4", "--processes-per-actor", "3"),
+        "--processes-per-actor 3 does not divide the 4",
+    ),
+    (("--control-address", "10.0.0.1"), "--control-address has no effect"),
+    (("--python", "/no/such/python"), "--python '/no/such/python' is no program of this machine"),
 ]
 
 

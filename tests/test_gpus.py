@@ -3,12 +3,11 @@ what is said to who asks for what cannot be."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -24,18 +23,13 @@ from jaxpp_async import jax_compat, mesh_options
 from jaxpp_async.actors import cuda, gpus
 from jaxpp_async.actors.actor_info import ActorInfo, of_actor
 from jaxpp_async.actors.actor_request import ActorRequest
-from jaxpp_async.actors.gpus import GpuShare, gpu_environment, host_gpus, memory_fraction, share
+from jaxpp_async.actors.gpus import GpuShare, Visible, gpu_environment, host_gpus, memory_fraction, read_visible, share
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.launch.base import LaunchSpec
 from jaxpp_async.actors.launch.hosts import KEEP_MEMORY, Settings, defaults
 from jaxpp_async.compiler.emit import emit
 from jaxpp_async.errors import ActorError, LaunchError, MeshError, UnsupportedError
 from jaxpp_async.transport import nccl_library
-
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
-
-import gpu  # noqa: E402
 
 FOUR = ("0", "1", "2", "3")
 
@@ -110,11 +104,71 @@ def test_what_jax_takes_beforehand(environ, fraction):
 
 
 @pytest.mark.parametrize(
-    "visible, names",
-    [("0,-1,2", "0"), ("-1", ""), ("0,0", "0"), ("1, 0,1", "1 0"), ("2,,3", "2"), ("MIG-a,MIG-b", "MIG-a MIG-b")],
+    "visible, there, names, stopped_at",
+    [
+        (None, "", "", ""),
+        (None, "GPU-8f GPU-8a", "0 1", ""),
+        ("", "GPU-8f GPU-8a", "", ""),
+        ("-1", "GPU-8f GPU-8a", "", ""),
+        ("1,-1,0", "GPU-8f GPU-8a", "1", ""),
+        ("1,,0", "GPU-8f GPU-8a", "1", ""),
+        (" 1, 0,1", "GPU-8f GPU-8a", "1 0", ""),
+        ("1,2,0", "GPU-8f GPU-8a", "1", "2"),
+        ("0,all", "GPU-8f GPU-8a", "0", "all"),
+        ("GPU-8f,gpu-8A", "GPU-8f11 GPU-8a22", "GPU-8f gpu-8A", ""),
+        ("GPU-8f,GPU-8f11", "GPU-8f11 GPU-8a22", "GPU-8f", ""),
+        ("GPU-8a,GPU-8", "GPU-8f11 GPU-8a22", "GPU-8a", "GPU-8"),
+        ("GPU-9c", "GPU-8f11 GPU-8a22", "", "GPU-9c"),
+        ("GPU-8f,1", "GPU-8f11 GPU-8a22", "GPU-8f", "1"),
+        ("0,GPU-8a", "GPU-8f11 GPU-8a22", "0", "GPU-8a"),
+        ("MIG-a,MIG-b,MIG-a", "GPU-8f", "MIG-a MIG-b", ""),
+        ("MIG-GPU-8f/7/0,0", "GPU-8f", "MIG-GPU-8f/7/0", "0"),
+        ("7,GPU-8f", "", "7", "GPU-8f"),  # nobody knows what is there: names are believed
+        ("GPU-8f,GPU-9c", "", "GPU-8f GPU-9c", ""),
+        ("GPU-8f,GPU-9c", "? ?", "GPU-8f GPU-9c", ""),  # how many is known, and nothing else
+        ("1,2", "? ?", "1", "2"),
+    ],
 )
-def test_the_gpus_that_a_user_names_are_read_as_cuda_reads_them(visible, names):
-    assert host_gpus({"CUDA_VISIBLE_DEVICES": visible}) == tuple(names.split())
+def test_the_gpus_that_a_user_names_are_read_as_cuda_reads_them(visible, there, names, stopped_at):
+    uuids = tuple(uuid.strip("?") for uuid in there.split())
+    assert read_visible(visible, uuids) == Visible(tuple(names.split()), stopped_at)
+
+
+class FakeNvml:
+    """NVIDIA's library with two GPUs, or one that fails."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+
+    def __init__(self, fails=False):
+        self._fails, self.open = fails, 0
+
+    def nvmlInit(self):
+        if self._fails:
+            raise self.NVMLError("Driver Not Loaded")
+        self.open += 1
+
+    def nvmlShutdown(self):
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self):
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetUUID(self, handle):
+        return f"GPU-{handle}f"
+
+
+def test_what_is_there_is_asked_of_the_driver_else_of_the_kernel(monkeypatch):
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert host_gpus({}) == ("0", "1") and nvml.open == 0
+    assert gpus.visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2"}) == Visible(("GPU-1",), "GPU-2")
+    monkeypatch.setattr(os, "listdir", lambda folder: ["nvidia0", "nvidia1", "nvidia2", "nvidiactl", "null"])
+    for broken in (FakeNvml(fails=True), None):
+        monkeypatch.setitem(sys.modules, "pynvml", broken)
+        assert host_gpus({}) == ("0", "1", "2")
 
 
 @pytest.mark.parametrize(
@@ -162,6 +216,11 @@ def test_what_an_actors_process_gets(monkeypatch):
     assert host_gpus(os.environ) == ()
     with pytest.raises(MeshError, match="this host has 0 GPUs"):
         visible(0)
+    monkeypatch.setattr(gpus, "_uuids", lambda: ("GPU-8f", "GPU-8a"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert [visible(i)[0] for i in range(2)] == ["0", "1"], "how a host is set up: CUDA reads up to there"
+    with pytest.raises(MeshError, match=r"devices= .* is '1,3', and this host has no GPU 3, .*nvidia-smi -L"):
+        visible(0, env={"CUDA_VISIBLE_DEVICES": "1,3"})
 
 
 async def test_a_host_without_gpus_says_so_before_anything_is_compiled(monkeypatch):
@@ -272,7 +331,7 @@ class FakeCuda:
     """CuPy's `cuda`, as far as the door goes: notes what it is asked."""
 
     def __init__(self):
-        self.calls, self.current = [], None
+        self.calls, self.current, self.refuses = [], None, None
         self.runtime = self
 
     class Device:
@@ -307,6 +366,8 @@ class FakeCuda:
         self.calls.append("context")
 
     def memcpyPeerAsync(self, *arguments):
+        if arguments[0] == self.refuses:
+            raise RuntimeError("cudaErrorInvalidValue")
         self.calls.append(("copy", self.current, *arguments))
 
 
@@ -334,8 +395,25 @@ def test_gpus_are_told_apart_as_nvidias_tools_do_and_parts_of_one_too(monkeypatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-b")
     assert cuda._uuid(runtime, 0) == "MIG-b"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(gpus, "_count", lambda: 0)
     assert cuda._uuid(runtime, 0) == named[0]
+
+
+@pytest.mark.parametrize(
+    "said, plugins, cuda_version",
+    [
+        ("PJRT C API\ncuda 13010", (12,), "13.1"),
+        ("PJRT C API\ncuda 12090", (), "12.9"),
+        ("cuda 9", (13,), "13"),
+        ("", (12, 13), "13"),  # the preferred one
+        ("", (), ""),
+    ],
+)
+def test_the_cuda_that_hosts_agree_on_is_the_one_that_jax_is_for(monkeypatch, said, plugins, cuda_version):
+    """And not that of CuPy, which is another package."""
+    there = {f"jax_cuda{major}_plugin" for major in plugins}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in there or None)
+    device = SimpleNamespace(client=SimpleNamespace(platform_version=said))
+    assert cuda._jax_cuda(device) == cuda_version
 
 
 def test_an_actor_tells_which_gpus_it_has():
@@ -365,35 +443,31 @@ def test_the_door_has_a_stream_wait_and_records_an_event_there(monkeypatch):
     fake.calls.clear()
     lane.copy([cuda.DeviceCopy(10, devices[1], 20, devices[0], 64)])
     assert fake.calls == [("copy", 3, 10, 3, 20, 2, 64, 103), "record on 3, stream 103"]
+    fake.calls.clear()
+    fake.refuses = 11
+    copies = [cuda.DeviceCopy(target, devices[1], 20, devices[0], 64) for target in (10, 11, 12)]
+    mark = lane.copy(copies)
+    assert fake.calls.pop() == "record on 3, stream 103" and len(fake.calls) == 1
+    with pytest.raises(RuntimeError, match="cudaErrorInvalidValue"):
+        mark.wait()
+    assert fake.calls[-1] == "wait on 3", "the copy that had begun is waited for: its memory is in use"
 
 
-# ---------------------------------------------------------------- tests and the benchmark, where there is no GPU
-
-
-def test_every_test_that_wants_a_gpu_is_run_by_make_and_by_the_benchmark():
-    every = sorted(f"tests/{path.name}" for path in (ROOT / "tests").glob("test_on_gpu*.py"))
-    (in_make,) = re.findall(r"(?m)^GPU_TESTS := (.*)$", (ROOT / "Makefile").read_text())
-    assert in_make.split() == every == list(gpu.GPU_TESTS)
+# ---------------------------------------------------------------- tests that want a GPU, where there is none
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["as it starts", "as links are made"])
 def test_only_nccls_refusal_of_ranks_on_one_gpu_skips_a_test(late):
-    refusal = nccl_library._with_remedy("NCCL_ERROR_INVALID_USAGE: ncclInvalidUsage")
+    said = (
+        "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000",
+        "Multiple Ranks are using the same GPU",
+    )
+    refusal = nccl_library._with_remedy(f"InvalidUsage: {said[late]}")
     error = ActorError if late else LaunchError
     skipped = pytest.raises(pytest.skip.Exception, match="NCCL_MULTI_RANK_GPU_ENABLE")
     with skipped, one_gpu.skipped_where_nccl_wants_a_gpu_each():
         raise error(f"actor 1: {refusal}")
     with pytest.raises(error, match="no luck"), one_gpu.skipped_where_nccl_wants_a_gpu_each():
-        raise error("actor 1: no luck with NCCL")
-
-
-def test_the_gpu_benchmark_runs_without_one():
-    """`make bench-gpu ARGS="--platform cpu --small transfers"`; its other parts take longer, and are run by hand."""
-    command = [sys.executable, "benchmarks/gpu.py", "--platform", "cpu", "--small", "transfers"]
-    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for line in ("error handling on: 64 KiB", "error handling off: 1 MiB", "tcp, staged: half round trip", "GB/s"):
-        assert line in done.stdout
-    found = json.loads((ROOT / "benchmarks/results/gpu-on-cpu.json").read_text())
-    assert found["about"]["platform"] == "cpu" and set(found["transfers"]) == set(gpu.VARIANTS)
-    assert all("failed" not in figures for figures in found["transfers"].values())
+        raise error(
+            nccl_library._with_remedy("actor 1: no luck with NCCL: InvalidUsage: invalid usage of CommInitRank")
+        )

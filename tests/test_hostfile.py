@@ -166,6 +166,8 @@ OPTIONS = [
     ({"hosts": "/no/such/hostfile"}, "hostfile /no/such/hostfile does not exist"),
     ({"hosts": ["a"]}, "2 actors do not fit 1 slot on 1 host"),
     ({"cpus": "a-b"}, "cpus='a-b': 'a-b' is no list of CPU numbers"),
+    ({"cpus": "0-999"}, r"cpus= names CPU \d+ and \d+ more, which host .* does not have; its CPUs are 0 to \d+"),
+    ({"python": "/no/such/python"}, "python='/no/such/python' is no program of this machine"),
     ({"devices": []}, r"devices is \(\)"),
     ({"ports": 5}, "ports=5: "),
     ({"launcher": 3}, "nor a Launcher: it has no listen_host"),
@@ -176,6 +178,23 @@ OPTIONS = [
 def test_options_that_cannot_be(options, says):
     with pytest.raises(MeshError, match=says):
         Launching(**options).make(2)
+
+
+def test_another_host_says_itself_which_cpus_it_has_not():
+    with pytest.raises(MeshError, match="cpus= names CPU 9999, which"):
+        ActorRequest("py", {}, {}, cpus=(0, 9999)).first_line(None)
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [("spmd_mash", "RemoteMesh has no option spmd_mash=; did you mean spmd_mesh="), ("q", "q=; it has num_actors, ")],
+)
+def test_an_option_that_there_is_not(option, says):
+    with pytest.raises(TypeError, match=says):
+        jpp.RemoteMesh(2, **{option: 1})
+    mesh = jpp.RemoteMesh(1, launcher="inline")
+    with pytest.raises(TypeError, match="no option donate_args=; did you mean donate_argnums="):
+        mesh.distributed(len, **{"donate_args": 0})
 
 
 GPUS_WITHOUT_PLATFORM = [

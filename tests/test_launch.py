@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -282,6 +283,21 @@ async def test_without_pidfds_deaths_are_polled(monkeypatch):
     async with asyncio.timeout(5):
         assert (await asyncio.wrap_future(process.dead)).returncode == 4
     await asyncio.wrap_future(warden.close())
+
+
+async def test_a_death_that_is_seen_before_the_last_words(monkeypatch):
+    """Both in one round, the death first: what is then left of the round is about descriptors that are closed."""
+    warden, select, lines = Warden(beat_s=5.0), selectors.DefaultSelector.select, []
+
+    def deaths_first(self, timeout=None):
+        return sorted(select(self, timeout), key=lambda found: not isinstance(found[0].fileobj, int))
+
+    monkeypatch.setattr(selectors.DefaultSelector, "select", deaths_first)
+    process = await spawn(warden, "print('bye')", lines)
+    warden._do(lambda: os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT) and None)
+    async with asyncio.timeout(10):
+        assert (await asyncio.wrap_future(process.dead)).output_tail == ("bye",)
+        await asyncio.wrap_future(warden.close())
 
 
 async def test_closing_the_warden_kills_what_is_left():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,8 +13,9 @@ from test_transport_nccl import waiters
 
 import jaxpp_async as jpp
 from jaxpp_async.actors.inline import InlineLauncher
+from jaxpp_async.actors.launch import LaunchSpec, LocalLauncher
 from jaxpp_async.actors.linking import Linking, links_of
-from jaxpp_async.actors.processes import Processes
+from jaxpp_async.actors.scattering import Scattering
 from jaxpp_async.errors import ActorDiedError, ActorError, MeshError, ProtocolError
 from jaxpp_async.mesh import RemoteMesh
 from jaxpp_async.program import ActorProgram, Aval, Recv, Send
@@ -167,15 +167,17 @@ async def test_a_communicator_that_fails_is_a_failed_transfer(launcher, monkeypa
             await running
 
 
-async def test_links_that_cannot_be_made_fail_the_mesh_before_a_step(launcher, monkeypatch):
+@pytest.mark.parametrize("error", [NcclFailure, AttributeError], ids=["NCCL refuses", "a defect"])
+async def test_links_that_cannot_be_made_fail_the_mesh_before_a_step(launcher, monkeypatch, error):
     def refuse(unique_id, rank, device):
-        raise NcclFailure("InvalidUsage (injected)")
+        raise error("InvalidUsage (injected)")
 
     monkeypatch.setattr(launcher.library, "join", refuse)
     async with RemoteMesh(2, launcher=launcher, transport="nccl") as mesh:
         step = mesh.distributed(grads_step(MODEL, jpp.Std1F1B(4)))
-        with pytest.raises(ActorError, match="InvalidUsage"):
-            await mesh.run(step, MODEL.init(0), MODEL.batch(1, 8))
+        async with asyncio.timeout(30):
+            with pytest.raises(ActorError, match="InvalidUsage"):
+                await mesh.run(step, MODEL.init(0), MODEL.batch(1, 8))
 
 
 async def test_a_step_without_its_links_fails_and_hangs_nobody(launcher, monkeypatch):
@@ -220,13 +222,16 @@ def test_actors_without_a_gpu_are_an_error_before_anything_starts():
         RemoteMesh(3, transport="nccl")
     with pytest.raises(MeshError, match=r"'nccl' does not work inside one process"):
         RemoteMesh(2, transport="nccl", launcher="inline")
-    with pytest.raises(MeshError, match="'nccl' with actors of 2 processes is not there yet"):
-        RemoteMesh(2, transport="nccl", platform="cuda", processes_per_actor=2, spmd_mesh={"data": 2})
 
 
-def test_actors_with_gpus_get_the_environment_that_waiting_kernels_need():
+def test_actors_with_gpus_get_the_environment_that_waiting_kernels_need(monkeypatch):
     mesh = RemoteMesh(2, transport="nccl", platform="cuda", env={"CUDA_MODULE_LOADING": "LAZY"})
-    assert mesh._config.env == {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "LAZY"}
+    assert mesh._config.env == {"CUDA_MODULE_LOADING": "LAZY"}
+    assert mesh._config.defaults == {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+    spec = LaunchSpec(0, 2, 0, b"", ("127.0.0.1", 1), env=mesh._config.env, defaults=mesh._config.defaults)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "16")  # what its host says counts more than a default
+    request = LocalLauncher()._request(spec)
+    assert [request.environment()[name] for name in mesh._config.defaults] == ["16", "LAZY"]
 
 
 AVAL, SPLIT = Aval((4,), "float32"), Aval((4,), "float32", ("data",))
@@ -239,20 +244,20 @@ def _part(actor, *instructions, avals=(AVAL, AVAL)):
 @pytest.mark.parametrize(
     ("parts", "links"),
     [
-        ([_part(0, Send(0, 1, 5)), _part(1, Recv(0, 0, 5, AVAL))], [Link(0, 1, 0)]),
+        ([_part(0, Send(0, 1, 5)), _part(1, Recv(0, 0, 5, AVAL))], [Link(0, 1)]),
         ([_part(0), _part(1)], []),
         (
             [_part(0, Send(0, 1, 5), avals=(SPLIT,)), _part(1, Recv(0, 0, 5, SPLIT))],
-            [Link(0, 1, 0), Link(0, 1, 1)],
+            [Link(0, 1), Link(0, 1, 1, 1)],
         ),
         (
             [_part(1, Send(0, 0, 0), Recv(1, 0, 1, AVAL)), _part(0, Recv(0, 1, 0, AVAL), Send(1, 1, 1))],
-            [Link(0, 1, 0), Link(1, 0, 0)],
+            [Link(0, 1), Link(1, 0)],
         ),
     ],
 )
 def test_the_links_of_a_program(parts, links):
-    assert links_of({part.actor: part for part in parts}, 2) == links
+    assert links_of({part.actor: part for part in parts}, Scattering((("data", 2),), 1)) == links
 
 
 @pytest.mark.parametrize(
@@ -269,11 +274,4 @@ def test_the_links_of_a_program(parts, links):
 )
 def test_programs_that_disagree_are_refused_when_they_are_loaded(parts, said):
     with pytest.raises(ProtocolError, match=said):
-        links_of({part.actor: part for part in parts}, 1)
-
-
-async def test_links_are_between_actors_of_one_process():
-    """They are made by asking processes, named by actor; `mesh_options.transport` refuses what would differ."""
-    crew = SimpleNamespace(processes=Processes(2, 2), epoch=0)
-    with pytest.raises(AssertionError, match="of several processes"):
-        await Linking(crew, None, None, 2)._make([Link(0, 1, 0)])
+        links_of({part.actor: part for part in parts}, Scattering((("data", 2),), 1))

@@ -36,6 +36,7 @@ from jaxpp_async.actors.launch.hostfile import parse_hosts
 from jaxpp_async.actors.launch.hosts import Settings, place
 from jaxpp_async.actors.launch.remote import MAX_HANDSHAKES, CommandReach, RemoteLauncher
 from jaxpp_async.actors.launching import Launching
+from jaxpp_async.actors.line_protocol import RECORD
 from jaxpp_async.actors.warden import Death
 from jaxpp_async.errors import ActorDiedError, LaunchError, MeshError
 
@@ -373,4 +374,4 @@ def test_lines_that_are_no_orders(line):
 def test_a_banner_is_no_record():
     assert kp.read_record("Welcome to n1") is None and kp.read_record("") is None
     with pytest.raises(ValueError, match="no message of a keeper"):
-        kp.read_record(kp.RECORD + "{}")
+        kp.read_record(RECORD + "{}")

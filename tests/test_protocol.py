@@ -27,7 +27,7 @@ REQUESTS = [
     m.Configure(0, (("data", 2),), ("auto",), "cpu", {"jax_enable_x64": True, "x": None}, None, "m:f", "ucx", 0, None),
     m.Connect(1, 0, {-1: b"\0address", 0: b"", 7: b"a"}),
     m.OfferLinks(1, 2),
-    m.JoinLinks(1, {1: b"address"}, (m.JoinLink(0, 1, 0, b"id"), m.JoinLink(1, 0, 3, b""))),
+    m.JoinLinks(1, {1: b"address"}, (m.JoinLink(0, 1, 0, 0, b"id"), m.JoinLink(1, 0, 3, 2, b""))),
     m.Load(2, 5, "program text \N{GREEK SMALL LETTER PI}", {0: "key"}, {"key": b"\xff" * 1000}),
     m.Store(3, (m.Put(1, AVAL, b"x" * 16), m.Put(2, Aval((), "int32"), None, 9)), (3, 4)),
     m.Step(4, 1, 2**40, 5, {0: 1, 3: 2}, {0: 9}, (m.Put(1, AVAL, b""),), (1,), (2, 3)),

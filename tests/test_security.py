@@ -25,6 +25,7 @@ from jaxpp_async.actors.launch.hostfile import parse_hostfile
 from jaxpp_async.actors.launch.hosts import Host, Placement, Settings
 from jaxpp_async.actors.launch.slurm import srun_command
 from jaxpp_async.actors.launch.ssh import ssh_command
+from jaxpp_async.actors.line_protocol import RECORD
 from jaxpp_async.actors.protocol import Identity, Wire
 from jaxpp_async.errors import MeshError
 
@@ -52,22 +53,23 @@ def test_records_come_back_as_they_were(record):
 
 
 WRONG_FIELDS = [
-    ["Hello", {"host": 5, "pid": 1, "python": "", "versions": {}}],
-    ["Hello", {"host": "h", "pid": 1, "python": "", "versions": None}],
-    ["Hello", {"host": "h", "pid": 1, "python": "", "versions": {"jax": 1}}],
-    ["Hello", {"host": "h", "pid": 1, "python": ""}],
-    ["Started", {"key": ["0.0"], "pid": 1}],
-    ["Started", {"key": "0.0", "pid": "1"}],
-    ["Line", {"key": "0.0", "text": 5}],
-    ["Line", {"key": "0.0", "text": "", "more": 1}],
-    ["Dead", {"key": "0.0", "returncode": 1, "position": "abcde"}],
-    ["Dead", {"key": "0.0", "returncode": 1, "position": [1, 2]}],
-    ["Dead", {"key": "0.0", "returncode": None, "position": None}],
-    ["Start", {}],
+    ["Hello", [5, 1, "", {}]],
+    ["Hello", ["h", 1, "", None]],
+    ["Hello", ["h", 1, "", {"jax": 1}]],
+    ["Hello", ["h", 1, ""]],
+    ["Started", [["0.0"], 1]],
+    ["Started", ["0.0", "1"]],
+    ["Line", ["0.0", 5]],
+    ["Line", ["0.0", "", 1]],
+    ["Line", {"key": "0.0", "text": ""}],
+    ["Dead", ["0.0", 1, "abcde"]],
+    ["Dead", ["0.0", 1, [1, 2]]],
+    ["Dead", ["0.0", None, None]],
+    ["Start", []],
     ["Close"],
-    [["Line"], {}],
+    [["Line"], []],
     [{}, {}],
-    ["Line", []],
+    ["Line", {}],
     {"Line": 1},
     5,
 ]
@@ -76,13 +78,13 @@ WRONG_FIELDS = [
 @pytest.mark.parametrize("values", WRONG_FIELDS, ids=str)
 def test_records_with_wrong_fields(values):
     with pytest.raises(ValueError, match="no message of a keeper"):
-        kp.read_record(kp.RECORD + json.dumps(values))
+        kp.read_record(RECORD + json.dumps(values))
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '["Line", ' + '{"a":' * 50_000, "1" * 5000, "NaN", '"', ""])
 def test_records_that_are_no_json(text):
     with pytest.raises(ValueError, match="no message of a keeper"):
-        kp.read_record(kp.RECORD + text)
+        kp.read_record(RECORD + text)
     with pytest.raises(ValueError, match="no message of a keeper"):
         kp.read_order((text or "[").encode())
 
@@ -90,7 +92,7 @@ def test_records_that_are_no_json(text):
 @pytest.mark.parametrize("signum", [-1, 0, 65, 2**70, "9", None, 9.0, True])
 def test_signals_that_are_none(signum):
     with pytest.raises(ValueError, match="no message of a keeper"):
-        kp.read_order(json.dumps(["Signal", {"key": "0", "signum": signum}]).encode())
+        kp.read_order(json.dumps(["Signal", ["0", signum]]).encode())
 
 
 def test_mutated_lines_are_read_or_refused():
@@ -119,12 +121,12 @@ def test_mutated_lines_are_read_or_refused():
 
 
 def _mutated_json(line: bytes, rng: random.Random) -> bytes:
-    mark, text = (line[:1], line[1:]) if line.startswith(kp.RECORD.encode()) else (b"", line)
+    mark, text = (line[:1], line[1:]) if line.startswith(RECORD.encode()) else (b"", line)
     values = json.loads(text)
     here: Any = values[1]
     while here:
-        key = rng.choice(list(here))
-        if not isinstance(here[key], dict) or rng.random() < 0.5:
+        key = rng.choice(list(here) if isinstance(here, dict) else range(len(here)))
+        if not isinstance(here[key], dict | list) or rng.random() < 0.5:
             if rng.random() < 0.2:
                 del here[key]
             else:

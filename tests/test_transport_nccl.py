@@ -19,7 +19,7 @@ from jaxpp_async.transport import nccl_end
 from jaxpp_async.transport.buffers import memory_of
 from jaxpp_async.transport.nccl import NcclTransport
 from jaxpp_async.transport.nccl_library import NcclFailure, load_library
-from jaxpp_async.transport.nccl_plan import Line, Link, Queue, Turn, Way, batches, order_of
+from jaxpp_async.transport.nccl_plan import Line, Link, Queue, Turn, batches, order_of
 
 
 class SelfJoining(NcclTransport):
@@ -32,7 +32,7 @@ class SelfJoining(NcclTransport):
         other = self.known.get(peer)
         if other is None or self.peer_id not in other._peers:
             return
-        for link in sorted((Link(self.peer_id, peer, 0), Link(peer, self.peer_id, 0))):
+        for link in sorted((Link(self.peer_id, peer), Link(peer, self.peer_id))):
             maker = self if link.maker == self.peer_id else other
             unique_id = maker.make_id()
             await asyncio.gather(self.join(link, unique_id), other.join(link, unique_id))
@@ -97,7 +97,7 @@ class TestBusyNcclConformance(TransportConformance):
 
 
 def line(*sequences: int) -> Line:
-    return order_of({Way(1, True): [Turn(s, 0) for s in sequences]}).lines[Way(1, True), 0]
+    return order_of(0, [Turn(s, Link(0, 1)) for s in sequences]).lines[Link(0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -137,24 +137,24 @@ def test_what_has_no_turn_is_refused():
 
 def test_an_order_has_each_sequence_once():
     with pytest.raises(ValueError, match="sequence 3 stands twice"):
-        order_of({Way(1, True): [Turn(3, 0), Turn(3, 1)]})
+        order_of(0, [Turn(3, Link(0, 1)), Turn(3, Link(0, 1, 1, 1))])
 
 
 def test_ids_are_made_by_the_lower_number_and_links_in_one_order_by_all():
-    links = [Link(2, 0, 0), Link(1, 2, 0), Link(0, 2, 1), Link(0, 2, 0), Link(2, 1, 0), Link(0, 2, 0)]
-    assert batches(links) == {0: [Link(0, 2, 0), Link(0, 2, 1), Link(2, 0, 0)], 1: [Link(1, 2, 0), Link(2, 1, 0)]}
+    links = [Link(2, 0), Link(1, 2), Link(0, 2, 1, 1), Link(0, 2), Link(2, 1), Link(0, 2)]
+    assert batches(links) == {0: [Link(0, 2), Link(0, 2, 1, 1), Link(2, 0)], 1: [Link(1, 2), Link(2, 1)]}
 
 
-def orders(*turns: tuple[int, int]):
+def orders(*sequences: int):
     """The orders of a sender and its receiver."""
-    return [order_of({Way(1, True): [Turn(*t) for t in turns]}), order_of({Way(0, False): [Turn(*t) for t in turns]})]
+    return [order_of(here, [Turn(s, Link(0, 1)) for s in sequences]) for here in (0, 1)]
 
 
 async def test_messages_posted_in_any_order_meet_their_own(pair):
     """The two ends post in different orders; each link goes in the program's."""
     a, b = pair
     for epoch in range(3):
-        a_order, b_order = orders(*((s, 0) for s in range(6)))
+        a_order, b_order = orders(*range(6))
         a.begin(a_order), b.begin(b_order)
         sent = [data(EAGER + i, i + epoch) for i in range(6)]
         got = [np.zeros(EAGER + i, np.uint8) for i in range(6)]
@@ -176,10 +176,9 @@ async def test_four_peers_post_at_random_and_every_message_meets_its_own(make_tr
     ways = [(a, b) for a in range(4) for b in range(4) if a != b]
     for step in range(3):
         sizes = {way: [rng.choice((0, 1, 64, 5000)) for _ in range(rng.randrange(9))] for way in ways}
-        turns = {way: [Turn(100 * step + k, 0) for k in range(len(sizes[way]))] for way in ways}
+        turns = [Turn(100 * step + k, Link(*way)) for way in ways for k in range(len(sizes[way]))]
         for me, peer in enumerate(peers):
-            sends = {Way(b, True): turns[a, b] for a, b in ways if a == me}
-            peer.begin(order_of(sends | {Way(a, False): turns[a, b] for a, b in ways if b == me}))
+            peer.begin(order_of(me, [turn for turn in turns if me in turn.link[:2]]))
         messages = [(way, k, data(size, step + k)) for way in ways for k, size in enumerate(sizes[way])]
         received = [(way, k, np.zeros(sent.size, np.uint8)) for way, k, sent in messages]
         posts = [(peers[a].send, sent, b, k) for (a, b), k, sent in messages]
@@ -196,9 +195,9 @@ async def test_four_peers_post_at_random_and_every_message_meets_its_own(make_tr
 
 async def test_a_step_that_needs_links_which_were_never_made_does_not_begin(pair):
     a, _ = pair
-    for way, device in ((Way(1, True), 1), (Way(2, False), 0)):
+    for link in (Link(0, 1, 1, 1), Link(2, 0)):
         with pytest.raises(TransferError, match=r"link to peer \d"):
-            a.begin(order_of({way: [Turn(0, device)]}))
+            a.begin(order_of(0, [Turn(0, link)]))
 
 
 async def test_a_directions_receive_that_waits_does_not_hold_up_the_other(pair):
@@ -241,35 +240,35 @@ async def test_a_link_is_ones_own_and_made_once(library):
     a, b = await two(library)
     unique_id = a.make_id()
     with pytest.raises(ValueError, match="does not end at peer 0"):
-        await a.join(Link(1, 2, 0), unique_id)
+        await a.join(Link(1, 2), unique_id)
     with pytest.raises(TransferError, match=r"peer 2.*not connected"):
-        await a.join(Link(0, 2, 0), unique_id)
+        await a.join(Link(0, 2), unique_id)
     with pytest.raises(TransferError, match="peer 1: it has no communicator"):
         await within(a.send(data(8, 1), 1, tag(0)))
-    await asyncio.gather(a.join(Link(0, 1, 0), unique_id), b.join(Link(0, 1, 0), unique_id))
+    await asyncio.gather(a.join(Link(0, 1), unique_id), b.join(Link(0, 1), unique_id))
     with pytest.raises(ValueError, match="there is a communicator from peer 0 to peer 1, device 0 already"):
-        await a.join(Link(0, 1, 0), a.make_id())
+        await a.join(Link(0, 1), a.make_id())
     await a.aclose(), await b.aclose()
 
 
 async def test_a_peer_that_does_not_come_is_given_up(library):
     a, b = await two(library)
     with pytest.raises(TransferError, match=r"peer 1, device 0 could not be made: peer 1 did not come within 0.02 s"):
-        await a.join(Link(0, 1, 0), a.make_id(), timeout_s=0.02)
+        await a.join(Link(0, 1), a.make_id(), timeout_s=0.02)
     assert library.num_aborted == 1
-    await asyncio.gather(*(t.join(Link(0, 1, 0), i) for i in [a.make_id()] for t in (a, b)))
+    await asyncio.gather(*(t.join(Link(0, 1), i) for i in [a.make_id()] for t in (a, b)))
     await transfer(a, b, EAGER, 1)
     await a.aclose(), await b.aclose()
 
 
 async def test_an_abort_ends_links_that_are_being_made(library):
     a, b = await two(library)
-    joining = asyncio.gather(a.join(Link(0, 1, 0), a.make_id()), return_exceptions=True)
+    joining = asyncio.gather(a.join(Link(0, 1), a.make_id()), return_exceptions=True)
     await asyncio.sleep(0.01)
     await within(a.abort())
     (error,) = await within(joining)
     assert isinstance(error[0] if isinstance(error, list) else error, TransferError)
-    cancelled = asyncio.ensure_future(b.join(Link(0, 1, 0), b.make_id()))
+    cancelled = asyncio.ensure_future(b.join(Link(0, 1), b.make_id()))
     await asyncio.sleep(0.01)
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -282,7 +281,7 @@ async def test_communicators_that_were_mixed_up_are_found_out(library):
     """Both links are made with the ids of each other: a word that passes says from whom it is."""
     a, b = await two(library)
     there, back = a.make_id(), a.make_id()
-    mixed = [(a, Link(0, 1, 0), there), (b, Link(0, 1, 1), there), (a, Link(0, 1, 1), back), (b, Link(0, 1, 0), back)]
+    mixed = [(a, Link(0, 1), there), (b, Link(0, 1, 1, 1), there), (a, Link(0, 1, 1, 1), back), (b, Link(0, 1), back)]
     ends = await asyncio.gather(*(t.join(link, i, timeout_s=5) for t, link, i in mixed), return_exceptions=True)
     assert [type(end) for end in ends] == [type(None), TransferError, type(None), TransferError]
     assert "mixed up" in str(ends[1])
@@ -296,7 +295,7 @@ async def test_a_refusal_of_nccl_is_a_transfer_error(library, monkeypatch):
     monkeypatch.setattr(library, "join", refuse)
     a, b = await two(library)
     with pytest.raises(TransferError, match="could not be made: SystemError"):
-        await a.join(Link(0, 1, 0), a.make_id())
+        await a.join(Link(0, 1), a.make_id())
     await a.aclose(), await b.aclose()
 
 
@@ -340,7 +339,7 @@ async def test_a_device_that_is_lost_is_told_by_the_mark(pair, library):
 
 async def test_transfers_that_wait_for_their_turn_end_with_an_abort(pair, library):
     a, b = pair
-    a_order, b_order = orders(*((s, 0) for s in range(3)))
+    a_order, b_order = orders(*range(3))
     a.begin(a_order), b.begin(b_order)
     futures = [a.send(data(8, 1), 1, tag(2)), a.send(data(8, 1), 1, tag(0)), b.recv(np.zeros(8), 0, tag(1))]
     await within(a.abort(), b.abort())

@@ -495,7 +495,7 @@ async def test_large_messages_are_written_by_their_sender(make_transport, monkey
         await within(b.recv(block, 0, tag(1)), a.send(sent, 1, tag(1)))
         assert np.array_equal(block.array, sent)
     assert sum(pieces) == (2 * size if size >= DIRECT_BYTES else 0)
-    assert max(pieces, default=0) <= 1 << 20
+    assert max(pieces, default=0) <= direct._PIECE_BYTES
 
 
 async def test_other_buffers_other_hosts_and_kept_apart_processes_get_messages(make_transport, monkeypatch):
@@ -523,8 +523,9 @@ async def test_other_buffers_other_hosts_and_kept_apart_processes_get_messages(m
             assert not pieces, case
 
 
-async def test_what_is_written_after_an_abort_reaches_nobody(make_transport):
+async def test_what_is_written_after_an_abort_reaches_nobody(make_transport, monkeypatch):
     """The receiver gives up in the middle; the sender, who has not heard of it, writes on."""
+    monkeypatch.setattr(direct, "_PIECE_BYTES", LARGE // 4)
     a, b = await make_transport(0), await make_transport(1)
     await join(a, b)
     block, sent = SharedBlock(LARGE), data(LARGE, 1)
@@ -637,6 +638,7 @@ async def test_ends_without_a_sense_fail_the_receive(make_transport, monkeypatch
 
 async def test_memory_that_cannot_be_replaced_ends_the_process(make_transport, monkeypatch):
     a, b = await make_transport(0), await make_transport(1)
+    monkeypatch.setattr(direct, "_PIECE_BYTES", LARGE // 4)
     await join(a, b)
     block = SharedBlock(LARGE)
     receive, send = b.recv(block, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -127,7 +128,7 @@ async def measure(side: Side, sizes: list[int], pings: int, small: bool) -> dict
 async def abort(side: Side, size: int) -> dict[str, Any]:
     """Four of the largest are under way, matched on the other side, when both abort."""
     if os.environ.get(ERROR_HANDLING) == "n":
-        return {"failed": "not tried: without error handling nothing ends a large message that has begun"}
+        return {"not_tried": "without error handling nothing ends a large message that has begun"}
     moving = [asyncio.ensure_future(side.move(side.number == 0, size, i, 10_000 + i)) for i in range(WINDOW)]
     await asyncio.sleep(0)
     start = time.perf_counter()
@@ -173,14 +174,19 @@ async def run(options: argparse.Namespace) -> None:
     os._exit(0)  # without error handling UCX may hold memory for ever
 
 
-def main() -> None:
+def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("platform", choices=("cuda", "cpu"))
     parser.add_argument("--side", type=int, default=0)
     parser.add_argument("--sizes", default="65536,1048576,16777216,268435456")
     parser.add_argument("--pings", type=int, default=2000)
     parser.add_argument("--small", action="store_true")
-    uvloop.run(run(parser.parse_args()))
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    uvloop.run(run(read_options()))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +54,20 @@ def work(options: argparse.Namespace) -> tuple[Any, Any, Any]:
     return steps.make_train_step(config, optimizer, schedule), init_bf16, batch
 
 
-async def ours(options: argparse.Namespace) -> dict[str, Any]:
+def stand_in() -> dict[str, Any]:
+    """Options of a mesh whose actors compute late on CPUs, from the tests."""
+    from jaxpp_async.actors.launch import LocalLauncher
+
+    tests = str(Path(__file__).parents[2] / "tests")
+    path = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return {"launcher": LocalLauncher(actor="fake_device:DeviceActor"), "env": {"PYTHONPATH": path}}
+
+
+async def ours(options: argparse.Namespace, **mesh_options: Any) -> dict[str, Any]:
+    """The step by actors; `mesh_options` of a mesh on something else than GPUs."""
     jax.config.update("jax_platforms", "cpu")
     train_step, init, batch = work(options)
-    mesh_options: dict[str, Any] = {"platform": options.platform, "compilation_cache": None}
-    if options.stand_in:  # what computes late on CPUs, from the tests
-        from jaxpp_async.actors.launch import LocalLauncher
-
-        tests = str(Path(__file__).parents[2] / "tests")
-        path = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        launcher = LocalLauncher(actor="fake_device:DeviceActor")
-        mesh_options |= {"launcher": launcher, "env": {"PYTHONPATH": path}}
+    mesh_options = {"platform": options.platform, "compilation_cache": None} | mesh_options
     times, timelines, losses = [], [], []
     async with jpp.RemoteMesh(options.actors, **mesh_options) as mesh:
         step = mesh.distributed(train_step, donate_argnums=0)
@@ -135,7 +139,8 @@ def plain(options: argparse.Namespace) -> dict[str, Any]:
     return {"ms": times, "losses": losses, "compile_s": compile_s, "device": jax.devices()[0].device_kind}
 
 
-def main() -> None:
+def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("contender", choices=("ours", "jit"))
     parser.add_argument("platform", choices=("cuda", "cpu"))
@@ -154,8 +159,13 @@ def main() -> None:
         ("warm", 3),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
-    found = uvloop.run(ours(options)) if options.contender == "ours" else plain(options)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = read_options()
+    mesh_options = stand_in() if options.stand_in else {}
+    found = uvloop.run(ours(options, **mesh_options)) if options.contender == "ours" else plain(options)
     print(json.dumps(found), flush=True)
 
 

@@ -13,7 +13,6 @@ critical path with transfers that take the delay. Nothing spins between measurem
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import bound
 import shapes
 import steps
+import uvloop
 from contender import Channel
 from step import Trainer
 
@@ -73,4 +73,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--delay-ms", type=float, default=0.0, help="what a message takes on a link; 0: as it is")
     parser.add_argument("--idle", action="store_true", help="send the same arrays, but compute next to nothing")
-    asyncio.run(main(parser.parse_args(), Channel()))
+    uvloop.run(main(parser.parse_args(), Channel()))

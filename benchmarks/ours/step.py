@@ -4,8 +4,8 @@
     python benchmarks/ours/step.py tiny --in-flight 2
 
 Two actors, each a process on a core of its own. The state stays on them and is donated; the batch comes from the
-controller's host memory with every step, as in a training loop. Between measurements everybody waits for messages;
-nothing spins.
+controller's host memory with every step, as in a training loop. The controller runs uvloop, as `examples/` do. Between
+measurements everybody waits for messages; nothing spins.
 A step has ended when `mesh.run` returns: every actor has finished it. `--fetch` also brings the losses here.
 
 `--in-flight 2` submits each step before the one before it has ended; a step's duration is then the whole run's, divided
@@ -16,7 +16,6 @@ schedule, made of the actors' own median task times), `busiest_ms` (what the bus
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import time
 from pathlib import Path
@@ -27,6 +26,7 @@ import jax
 import numpy as np
 import shapes
 import steps
+import uvloop
 from contender import Answer, Channel
 
 import jaxpp_async as jpp
@@ -142,4 +142,4 @@ def _arguments() -> argparse.Namespace:
 
 if __name__ == "__main__":
     arguments = _arguments()
-    asyncio.run(main(arguments, Channel()))
+    uvloop.run(main(arguments, Channel()))

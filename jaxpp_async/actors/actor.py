@@ -233,7 +233,7 @@ class Actor:
             if not plane.is_connected(peer):
                 await plane.connect(peer, address)
         for link in message.links:  # one by one, in the order of the message: everyone makes links in the same order
-            await plane.join(Link(link.sender, link.receiver, link.device), link.unique_id)
+            await plane.join(Link(link.sender, link.receiver, link.from_device, link.to_device), link.unique_id)
         return m.Done(message.request)
 
     async def _load(self, message: m.Load) -> m.Loaded:
@@ -381,10 +381,16 @@ class Actor:
 
     async def _end_transfers(self, message: m.Abort, dropped: Sequence[Dropped]) -> m.Done:
         if self._parts_or_none is not None:
-            await self._parts_or_none.planes.abort()
+            ends = [self._parts_or_none.planes.abort()]
             if self._cluster is not None:
+                # Side by side: ending a communicator may wait for all that its device does (`cudaFree`), among which
+                # may be a task that waits for another process to catch up.
                 compute = self._parts_or_none.machine.compute
-                await catch_up(f"epoch {message.epoch}", dropped, self._tally, self._cluster, compute, self._workers)
+                name = f"epoch {message.epoch}"
+                ends.append(catch_up(name, dropped, self._tally, self._cluster, compute, self._workers))
+            outcomes = await asyncio.gather(*ends, return_exceptions=True)
+            if failed_ends := [outcome for outcome in outcomes if isinstance(outcome, BaseException)]:
+                raise failed_ends[0]
         self._failed, self._refused = None, []
         self._broken = None
         return m.Done(message.request)

@@ -31,7 +31,11 @@ def spawn_actor(
 
     Args:
         forward: called on the warden's thread with each line that the actor prints.
+
+    Raises:
+        MeshError: this host has not what the actor is to run on.
     """
+    env = request.environment()
     started: concurrent.futures.Future[ActorProcess] = concurrent.futures.Future()
     page = make_page()
 
@@ -51,9 +55,12 @@ def spawn_actor(
             os.close(page)
             spawned.result().signal_group(signal.SIGKILL)
 
+    try:
+        first_line = request.first_line(page)
+    except BaseException:
+        os.close(page)
+        raise
     command = [request.python, "-m", "jaxpp_async.actors"]
     # The warden's thread forks, with the page still open here, and then calls back.
-    warden.spawn(command, request.environment(), request.first_line(page), tell, descriptors=(page,)).add_done_callback(
-        on_spawned
-    )
+    warden.spawn(command, env, first_line, tell, descriptors=(page,)).add_done_callback(on_spawned)
     return started

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from jaxpp_async.actors.gpus import GpuShare, gpu_environment, host_gpus, share
+from jaxpp_async.actors.gpus import VISIBLE, GpuShare, gpu_environment, share, visible_gpus
+from jaxpp_async.errors import MeshError
 
 T = TypeVar("T")
 
@@ -59,15 +60,27 @@ class ActorRequest:
         return env | self._gpu_environment(env) if self.gpus else env
 
     def _gpu_environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        there = host_gpus(env)
-        if not there and "CUDA_VISIBLE_DEVICES" not in env:
+        visible = visible_gpus(env)
+        there = visible.names
+        if not there and VISIBLE not in env:
             return {}  # the process says itself what is missing: a GPU, its driver, or a JAX for it
+        if visible.stopped_at and VISIBLE in self.env:  # asked for, and not just how this host is set up
+            raise MeshError(
+                f"devices= (or {VISIBLE} of env=) is {env[VISIBLE]!r}, and this host has no GPU {visible.stopped_at}, "
+                "or more than one of that name; `nvidia-smi -L` there lists them"
+            )
         alone = self.gpus_are_its_own and len(there) == self.gpus
         given = GpuShare(there, 1) if alone else share(there, self.index, self.count, self.gpus)
         return gpu_environment(given, env)
 
     def first_line(self, progress_page: int | None) -> bytes:
-        """Configuration and secret, as one line of JSON: stdin is the one channel that no other user can read."""
+        """Configuration and secret, as one line of JSON: stdin is the one channel that no other user can read.
+
+        Raises:
+            MeshError: its host has not the CPUs that it is to run on.
+        """
+        if self.cpus is not None:
+            check_cpus(self.cpus)
         cpus = list(self.cpus or sorted(os.sched_getaffinity(0)))
         config = {
             **self.config,
@@ -76,6 +89,20 @@ class ActorRequest:
             "progress_page": progress_page,
         }
         return json.dumps(config).encode() + b"\n"
+
+
+def check_cpus(cpus: Sequence[int]) -> None:
+    """Raises:
+    MeshError: this host has not all of these CPUs.
+    """
+    there = os.sched_getaffinity(0) | set(range(os.cpu_count() or 1))
+    missing = sorted(set(cpus) - there)
+    if missing:
+        named = f"CPU {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
+        raise MeshError(
+            f"cpus= names {named}, which host {os.uname().nodename} does not have; its CPUs are {min(there)} to "
+            f"{max(there)}"
+        )
 
 
 def share_out(items: Sequence[T], count: int) -> list[list[T]]:

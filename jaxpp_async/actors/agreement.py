@@ -17,6 +17,9 @@ MOST = 1.0
 
 _SLACK = 1e-6  # thirds are written as .333333
 
+_UNIQUE = ("GPU-", "MIG-")
+"""How names begin that no two GPUs in the world share."""
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -37,6 +40,12 @@ class Member:
     cuda: str = ""
     gpus: tuple[str, ...] = ()
     memory_fraction: float = 0.0
+
+    @property
+    def named_gpus(self) -> list[str]:
+        """What to call its GPUs, so that equal names mean one GPU: one machine may be known by several names, and a
+        UUID needs none."""
+        return [gpu if gpu.startswith(_UNIQUE) else f"{gpu} of host {self.host}" for gpu in self.gpus]
 
 
 def check_agreement(members: Sequence[Member]) -> None:
@@ -63,25 +72,25 @@ def _cudas(members: Sequence[Member]) -> str | None:
 
 def _twice(members: Sequence[Member]) -> str | None:
     """XLA's collectives are between different GPUs: an actor cannot have one of them as two of its devices."""
-    by_gpu = _grouped(((member.host, gpu, member.actor), member.who) for member in members for gpu in member.gpus)
-    for (host, gpu, actor), who in by_gpu.items():
+    by_gpu = _grouped(((gpu, member.actor), member.who) for member in members for gpu in member.named_gpus)
+    for (gpu, actor), who in by_gpu.items():
         if len(who) > 1:
             return (
-                f"{_names(who)} have GPU {gpu} of host {host}, but actor {actor} wants a GPU for each device; "
+                f"{_names(who)} have GPU {gpu}, but actor {actor} wants a GPU for each device; "
                 "make spmd_mesh smaller, name more GPUs with devices=, or give it more hosts"
             )
     return None
 
 
 def _shared(members: Sequence[Member]) -> str | None:
-    by_gpu = _grouped(((member.host, gpu), member) for member in members for gpu in member.gpus)
-    for (host, gpu), sharing in by_gpu.items():
+    by_gpu = _grouped((gpu, member) for member in members for gpu in member.named_gpus)
+    for gpu, sharing in by_gpu.items():
         total = sum(member.memory_fraction for member in sharing)
         if len(sharing) > 1 and total > MOST + _SLACK:
             each = ", ".join(f"{member.memory_fraction:.3g}" for member in sharing)
             part = f"env={{'XLA_PYTHON_CLIENT_MEM_FRACTION': '{0.9 / len(sharing):.2f}'}}"
             return (
-                f"{_names([member.who for member in sharing])} share GPU {gpu} of host {host}, and set aside {each} of "
+                f"{_names([member.who for member in sharing])} share GPU {gpu}, and set aside {each} of "
                 f"its memory, {total:.3g} together; give each its part, such as {part}, or each actor a GPU: devices="
             )
     return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import re
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -43,11 +42,6 @@ _LAST_WORDS_S = 0.3
 _PLAIN: Final[dict[str, type[JaxppAsyncError]]] = {"InstallError": InstallError, "MeshError": MeshError}
 """What an actor may raise that says all that there is to say."""
 
-_NO_DEVICES: Final = re.compile(
-    r"Unable to initialize backend|Unknown backend|No visible .* devices|CUDA_ERROR_NO_DEVICE"
-)
-"""JAX's words where it finds no GPU."""
-
 T = TypeVar("T")
 
 
@@ -56,6 +50,7 @@ class ActorConfig:
     """What every actor of a mesh is configured with; see `messages.Configure`.
 
     Args:
+        env, defaults: as of `LaunchSpec`.
         processes_per_actor: of how many processes each is.
     """
 
@@ -67,6 +62,7 @@ class ActorConfig:
     setup: str | None = None
     transport: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, str] = field(default_factory=dict)
     processes_per_actor: int = 1
 
     @property
@@ -199,10 +195,6 @@ def unready_error(actor: ActorInfo, error: RemoteError) -> JaxppAsyncError:
     if plain is not None:
         return plain(text.replace(f"{error.exception_type}: ", "", 1))
     where = {"actor": actor.id, "host": actor.host, "pid": actor.pid}
-    if _NO_DEVICES.search(text):
-        return LaunchError(
-            f"{text}\n  `python -m jaxpp_async doctor --platform cuda` there says what is missing", **where
-        )
     return LaunchError(f"could not start JAX and the transport on {error}", **where)
 
 

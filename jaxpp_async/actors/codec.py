@@ -47,7 +47,7 @@ def pack(values: object) -> bytes:
     Raises:
         TypeError: a value of a type that msgpack cannot carry (our own bug, never a peer's doing).
     """
-    packed = msgpack.packb(values, default=_fields_of)
+    packed = msgpack.packb(values, default=fields_of)
     assert packed is not None  # its stubs allow None, for subclasses that write to a stream
     return packed
 
@@ -94,6 +94,15 @@ def build(cls: type[T], values: Any) -> T:
         raise ProtocolError(f"{cls.__name__}{bad.path}: expected {bad.expected}, got {bad.got}") from None
 
 
+def fields_of(value: object) -> tuple[Any, ...]:
+    """A dataclass's fields in order, as `build` takes them; nested ones stay what they are.
+
+    Raises:
+        TypeError: it is no dataclass.
+    """
+    return _fields_getter(type(value))(value)
+
+
 def message_types(union: Any) -> dict[str, type]:
     """The members of a union of dataclasses, by name."""
     return {cls.__name__: cls for cls in typing.get_args(union) or (union,)}
@@ -124,10 +133,6 @@ def _unpack_arrays(data: bytes | memoryview, longest: int) -> Any:
 
 def _not_msgpack(error: Exception) -> ProtocolError:
     return ProtocolError(f"a frame is not msgpack ({type(error).__name__})")
-
-
-def _fields_of(value: object) -> Any:
-    return _fields_getter(type(value))(value)
 
 
 @cache  # by class: bounded by the number of message types (what raises is not kept)

@@ -102,7 +102,8 @@ class Controller:
             patience,
         )
         self._host = HostRequests(self._crew, self._outbox, self._frees)
-        self._linking = Linking(self._crew, self._outbox, self._programs, options.config.num_devices)
+        scattering = Scattering(options.config.spmd_mesh, options.processes.per_actor)
+        self._linking = Linking(self._crew, self._outbox, self._programs, scattering)
         self._backups = (
             Backups(self._crew, self._outbox, every=backup_every, on_error=self._suspect, patience_s=options.patience_s)
             if max_restarts

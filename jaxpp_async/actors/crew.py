@@ -220,6 +220,7 @@ class Crew:
             options.max_frame_bytes,
             self.processes.per_actor,
             options.config.num_devices // self.processes.per_actor if options.config.platform == "cuda" else 0,
+            options.config.defaults,
         )
         link = self.links[process] = await self._bringup.start(spec)
         return link

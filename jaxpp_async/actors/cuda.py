@@ -10,6 +10,7 @@ an event recorded on `s` after it happens then. A capsule is dropped at once: JA
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxpp_async.actors.gpus import host_gpus, memory_fraction
+from jaxpp_async.actors.gpus import VISIBLE, memory_fraction, read_visible
 from jaxpp_async.actors.messages import Hardware
 from jaxpp_async.errors import InstallError
+from jaxpp_async.extras import jax_cuda_majors
 
 _NO_DLPACK = ("float8", "float4", "float6", "int2", "int4", "uint2", "uint4")
 """Types that not every JAX can say to others; such an array is waited for by JAX itself."""
@@ -65,7 +67,10 @@ class Lane(Protocol):
         ...
 
     def copy(self, copies: Sequence[DeviceCopy]) -> Mark:
-        """Begin copies; the point at which they are done. Whoever calls keeps the memory alive until then."""
+        """Begin copies; the point at which they are done. Whoever calls keeps the memory alive until then.
+
+        Copies that the device refuses are its mark's failure: those begun before them may still be under way.
+        """
         ...
 
 
@@ -131,7 +136,7 @@ class CupyDoor:
             kind=first.device_kind,
             count=len(self._devices),
             memory_bytes=memory_bytes,
-            cuda=_version(runtime.runtimeGetVersion()),
+            cuda=_jax_cuda(first),
             driver=_version(runtime.driverGetVersion()),
             gpus=tuple(_uuid(runtime, _ordinal(device)) for device in self._devices),
             memory_fraction=memory_fraction(os.environ),
@@ -162,15 +167,18 @@ class _CupyLane:
 
     def copy(self, copies: Sequence[DeviceCopy]) -> Mark:
         ordinals: dict[int, None] = {}
-        for c in copies:
-            target, source = _ordinal(c.target_device), _ordinal(c.source_device)
-            stream = self._streams[target]
-            with self._cuda.Device(target):
-                self._cuda.runtime.memcpyPeerAsync(c.target, target, c.source, source, c.size_bytes, stream.ptr)
-            ordinals[target] = None
+        try:
+            for c in copies:
+                target, source = _ordinal(c.target_device), _ordinal(c.source_device)
+                stream = self._streams[target]
+                with self._cuda.Device(target):
+                    self._cuda.runtime.memcpyPeerAsync(c.target, target, c.source, source, c.size_bytes, stream.ptr)
+                ordinals[target] = None
+        except Exception as error:  # whatever CUDA says ends the step; the memory is kept until the others are done
+            return self._record(ordinals, error)
         return self._record(ordinals)
 
-    def _record(self, ordinals: Iterable[int]) -> Mark:
+    def _record(self, ordinals: Iterable[int], failure: Exception | None = None) -> Mark:
         events = []
         for ordinal in ordinals:
             with self._cuda.Device(ordinal):
@@ -178,18 +186,20 @@ class _CupyLane:
                 event = self._cuda.Event(block=True, disable_timing=True)
                 event.record(self._streams[ordinal])
                 events.append(event)
-        return _EventMark(events)
+        return _EventMark(events, failure)
 
 
 class _EventMark:
-    """The end of some events."""
+    """The end of some events, and what failed after them."""
 
-    def __init__(self, events: Sequence[Any]):
-        self._events = events
+    def __init__(self, events: Sequence[Any], failure: Exception | None):
+        self._events, self._failure = events, failure
 
     def wait(self) -> None:
         for event in self._events:
             event.synchronize()
+        if self._failure is not None:
+            raise self._failure
 
 
 def _parts(arrays: Sequence[jax.Array]) -> Iterable[Any]:
@@ -206,10 +216,19 @@ def _ordinal(device: Any) -> int:
     return device.local_hardware_id
 
 
+def _jax_cuda(device: Any) -> str:
+    """Version of the CUDA that JAX's plugin was built for: by its own word (a line such as `cuda 13000`), else by the
+    plugin's name. CuPy's, which is another package, may differ."""
+    said = re.search(r"(?m)^cuda (\d{4,5})$", getattr(device.client, "platform_version", ""))
+    if said is not None:
+        return _version(int(said[1]))
+    return "".join(map(str, jax_cuda_majors()[:1]))
+
+
 def _uuid(runtime: Any, ordinal: int) -> str:
     """What `nvidia-smi -L` calls a device. CUDA tells of a part of a GPU (MIG) what its GPU is called, so that its own
     name is the one by which the process was given it."""
-    named = host_gpus(os.environ)[ordinal : ordinal + 1]
+    named = read_visible(os.environ.get(VISIBLE, ""), ()).names[ordinal : ordinal + 1]
     if named and named[0].startswith("MIG-"):
         return named[0]
     found = runtime.getDeviceProperties(ordinal).get("uuid", b"")

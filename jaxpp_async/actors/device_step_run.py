@@ -7,18 +7,15 @@ value is there, and memory is freed, or written again, when nothing on the devic
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import jax
 
-from jaxpp_async.actors.loaded_program import LoadedProgram
-from jaxpp_async.actors.machine import Machine
-from jaxpp_async.actors.messages import Step
 from jaxpp_async.actors.plan import BufferKey, Execute, PostRecv, StartSend
 from jaxpp_async.actors.receive_pool import ReceiveBuffer
 from jaxpp_async.actors.shards import Layout, device_memories, duplicate, is_ready
-from jaxpp_async.actors.step_run import StepEnd, StepRun, nothing_left
+from jaxpp_async.actors.step_run import StepRun, nothing_left
 from jaxpp_async.actors.store import Entry
 from jaxpp_async.transport.buffers import Memory
 
@@ -26,20 +23,14 @@ from jaxpp_async.transport.buffers import Memory
 class DeviceStepRun(StepRun):
     """As `StepRun`, where `machine.device` tells of the end of work."""
 
-    def __init__(
-        self,
-        message: Step,
-        program: LoadedProgram,
-        machine: Machine,
-        bound: Mapping[int, Entry],
-        results: Mapping[int, Entry],
-        on_end: StepEnd,
-    ):
-        super().__init__(message, program, machine, bound, results, on_end)
-        assert machine.device is not None
-        self._device = machine.device
+    def start(self) -> None:
+        """Take the step up."""
+        device = self._machine.device
+        assert device is not None  # else `StepRun` would have been chosen
+        self._device = device
         self._run_ended_s = 0.0  # the last one
         self._unready: set[BufferKey] = set()  # arguments that the device may still be filling
+        super().start()
 
     def _has_bound(self, keys: Iterable[BufferKey]) -> None:
         self._unready.update(keys)

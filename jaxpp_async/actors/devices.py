@@ -142,7 +142,7 @@ def _run_setup(setup: str) -> None:
     except ModuleNotFoundError as error:
         raise InstallError(
             f"setup={setup!r}: the actor cannot import {error.name!r}; install it there or add its folder to PYTHONPATH"
-        ) from error
+        ) from None
     if not callable(function := getattr(module, function_name, None)):
         raise InstallError(f"setup={setup!r}: {module_name} has no function {function_name!r}")
     function()
@@ -163,7 +163,8 @@ def _make_mesh(configure: Configure) -> Mesh:
             raise
         raise MeshError(
             f"JAX finds no GPU here ({error}); is the driver loaded, and jaxpp-async[cuda13] (or [cuda12], for older "
-            "drivers) installed? without GPUs, use platform='cpu'"
+            "drivers) installed? `python -m jaxpp_async doctor --platform cuda` there says what is missing; without "
+            "GPUs, use platform='cpu'"
         ) from error
     if len(devices) < needed:
         raise MeshError(

@@ -8,7 +8,6 @@ takes three quarters of a GPU unless it is told otherwise, which two processes c
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 import re
@@ -25,7 +24,8 @@ JAX_FRACTION = "0.75"
 
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _FRACTIONS = (_FRACTION, "XLA_CLIENT_MEM_FRACTION")
-_VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ORDER = "CUDA_DEVICE_ORDER"
 _PREALLOCATE, _ALLOCATOR = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"
 
 
@@ -56,7 +56,8 @@ def share(devices: Sequence[str], index: int, count: int, each: int) -> GpuShare
         there = f"{len(devices)} GPU{'s' * (len(devices) != 1)}" + (f" ({', '.join(devices)})" if devices else "")
         raise MeshError(
             f"an actor's process needs {each} GPU{'s' * (each != 1)} and this host has {there} for it; make spmd_mesh "
-            "smaller, name more with devices=, or use platform='cpu'"
+            "smaller, have an actor be of several processes (processes_per_actor=), name more with devices=, or use "
+            "platform='cpu'"
         )
     if count * each <= len(devices):
         bounds = index * len(devices) // count, (index + 1) * len(devices) // count
@@ -75,8 +76,8 @@ def gpu_environment(given: GpuShare, user: Mapping[str, str]) -> dict[str, str]:
     Raises:
         MeshError: the user's fraction of the memory is none, or taken by every process on a GPU is more than all of it.
     """
-    env = {_VISIBLE: ",".join(given.devices)}
-    if not any(name.isdigit() for name in (user.get(_VISIBLE) or "").split(",")):
+    env = {VISIBLE: ",".join(given.devices)}
+    if not any(name.isdigit() for name in (user.get(VISIBLE) or "").split(",")):
         env[_ORDER] = user.get(_ORDER, "PCI_BUS_ID")  # as NVIDIA's tools count; what the user counted stays so
     name = next((name for name in _FRACTIONS if user.get(name)), None)
     if name is None:
@@ -84,7 +85,7 @@ def gpu_environment(given: GpuShare, user: Mapping[str, str]) -> dict[str, str]:
     fraction = user[name]
     if _fraction(name, fraction) * given.sharers > 1 and _sets_aside(user):
         raise MeshError(
-            f"{given.sharers} processes share GPU {env[_VISIBLE]}, and each is to take {fraction} of its memory "
+            f"{given.sharers} processes share GPU {env[VISIBLE]}, and each is to take {fraction} of its memory "
             f"({name}); set at most {math.floor(100 / given.sharers) / 100:.2f}, or leave it out"
         )
     return env
@@ -102,20 +103,70 @@ def memory_fraction(environ: Mapping[str, str]) -> float:
     return _fraction(name, environ.get(name) or JAX_FRACTION)
 
 
-def host_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The GPUs that a process of this host may use: those that `CUDA_VISIBLE_DEVICES` names, each once, else all.
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """The GPUs that a process may use.
 
-    CUDA reads that up to the first name that is none, such as -1.
+    Args:
+        names: as `CUDA_VISIBLE_DEVICES` has them, each GPU once.
+        stopped_at: a name in there that is none here, at which CUDA reads no further; empty: there was none.
     """
-    visible = environ.get(_VISIBLE)
-    if visible is not None:
-        names = map(str.strip, visible.split(","))
-        return tuple(dict.fromkeys(itertools.takewhile(lambda name: name not in ("", "-1"), names)))
-    return tuple(map(str, range(_count())))
+
+    names: tuple[str, ...]
+    stopped_at: str = ""
 
 
-def _count() -> int:
-    """How many GPUs NVIDIA's driver has here."""
+def read_visible(text: str | None, uuids: Sequence[str]) -> Visible:
+    """What CUDA makes of `CUDA_VISIBLE_DEVICES`: numbers, or UUIDs of GPUs (or as much of them as tells them apart), or
+    names of parts of GPUs (MIG); the first one says which. It reads no further at a name that is none, such as -1. A
+    GPU that is named twice counts once here; to CUDA there would be none at all.
+
+    Args:
+        text: its value; None: it is not set.
+        uuids: of all GPUs here, as NVIDIA's tools count them, each empty where it is not known. Without any, names are
+            believed. Parts of GPUs are always believed.
+    """
+    if text is None:
+        return Visible(tuple(map(str, range(len(uuids)))))
+    found: dict[int | str, str] = {}
+    first = ""
+    for name in map(str.strip, text.split(",")):
+        first = first or name
+        gpu = _gpu_called(name, uuids) if _kind(name) == _kind(first) else None
+        if gpu is None:
+            return Visible(tuple(found.values()), "" if not name or re.fullmatch(r"-\d+", name) else name)
+        found.setdefault(gpu, name)
+    return Visible(tuple(found.values()))
+
+
+def visible_gpus(environ: Mapping[str, str]) -> Visible:
+    """The GPUs that a process of this host may use: those that `CUDA_VISIBLE_DEVICES` names, else all."""
+    return read_visible(environ.get(VISIBLE), _uuids())
+
+
+def host_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of `visible_gpus`."""
+    return visible_gpus(environ).names
+
+
+def _kind(name: str) -> str:
+    """What a name is of: a number, a GPU's UUID, or that of a part of one."""
+    return "number" if name.isdigit() else name[:4].upper()
+
+
+def _gpu_called(name: str, uuids: Sequence[str]) -> int | str | None:
+    """What tells the GPU of this name from others; None: there is none, or more than one."""
+    kind = _kind(name)
+    if kind == "number":
+        return int(name) if not uuids or int(name) < len(uuids) else None
+    if kind == "MIG-" or (kind == "GPU-" and not any(uuids)):
+        return name.lower()
+    called = [index for index, uuid in enumerate(uuids) if kind == "GPU-" and uuid.lower().startswith(name.lower())]
+    return called[0] if len(called) == 1 else None
+
+
+def _uuids() -> tuple[str, ...]:
+    """The GPUs that NVIDIA's driver has here, by UUID; empty ones where only their number is known."""
     try:
         import pynvml  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -124,12 +175,13 @@ def _count() -> int:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
             try:
-                return pynvml.nvmlDeviceGetCount()
+                handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+                return tuple(str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles)
             finally:
                 pynvml.nvmlShutdown()
     with contextlib.suppress(OSError):
-        return sum(re.fullmatch(r"nvidia\d+", name) is not None for name in os.listdir("/dev"))
-    return 0
+        return ("",) * sum(re.fullmatch(r"nvidia\d+", name) is not None for name in os.listdir("/dev"))
+    return ()
 
 
 def _sets_aside(environ: Mapping[str, str]) -> bool:

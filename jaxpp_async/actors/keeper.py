@@ -26,6 +26,7 @@ from jaxpp_async.actors import keeper_protocol as kp
 from jaxpp_async.actors.actor_process import ActorProcess, spawn_actor
 from jaxpp_async.actors.exit_codes import LEASE_S, ExitCode
 from jaxpp_async.actors.lifeline import BEAT_S
+from jaxpp_async.actors.line_protocol import SIGN_OF_LIFE
 from jaxpp_async.actors.warden import Warden
 from jaxpp_async.errors import MeshError
 
@@ -136,7 +137,7 @@ def keep(keeper: Keeper, descriptor: int, lease_s: float) -> ExitCode:
             return ExitCode.CONTROLLER_GONE
         deadline = time.monotonic() + lease_s
         *lines, rest = (bytes(buffer) + data).split(b"\n")
-        buffer[:] = rest.lstrip(kp.SIGN_OF_LIFE)
+        buffer[:] = rest.lstrip(SIGN_OF_LIFE)
         if len(buffer) > _MAX_ORDER_BYTES:
             return ExitCode.CONFIG
         for line in lines:

@@ -5,11 +5,14 @@ Options that contradict each other are errors, also those that would have no eff
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxpp_async.actors.actor_request import check_cpus
+from jaxpp_async.actors.gpus import read_visible
 from jaxpp_async.actors.inline import InlineLauncher
 from jaxpp_async.actors.launch.hostfile import load_hostfile, parse_hosts
 from jaxpp_async.actors.launch.hosts import Host, Settings, parse_cpus, parse_devices, parse_ports, place, spread
@@ -84,7 +87,7 @@ class Launching:
         if kind == "inline":
             return InlineLauncher(), 1
         if kind == "local":
-            return LocalLauncher(settings=self.settings()), each
+            return LocalLauncher(settings=self._settings_here()), each
         launcher = self._make_remote(kind, num_actors * each)
         return launcher, self._spread(launcher, num_actors)
 
@@ -101,12 +104,13 @@ class Launching:
         for placement in place(launcher.hosts, num_actors * each, per_actor=each):
             host, count = placement.host, placement.count
             devices = launcher.devices_on(host)
-            if devices is not None and count * needed > len(devices):
-                fits = len(devices) // needed
+            named = None if devices is None else len(read_visible(",".join(devices), ()).names)
+            if named is not None and count * needed > named:
+                fits = named // needed
                 remedy = f"ask for {fits} (--ntasks-per-node={fits})" if fits else "make spmd_mesh smaller"
                 raise MeshError(
-                    f"host {host} takes {count} process{'es' * (count != 1)} of {needed} devices each, one a task, and "
-                    f"devices= names {len(devices)}; {remedy}"
+                    f"host {host} takes {count} process{'es' * (count != 1)} of {needed} "
+                    f"device{'s' * (needed != 1)} each, one a task, and devices= names {named}; {remedy}"
                 )
         return each
 
@@ -134,6 +138,7 @@ class Launching:
         self._refuse_idle(kind)
         self._refuse_split(kind, self.processes_per_actor or 1)
         if kind == "local":
+            self._settings_here()
             return None, None
         if kind == "slurm":
             from jaxpp_async.actors.launch.slurm import slurm_reach
@@ -158,6 +163,15 @@ class Launching:
             interface=self.interface,
             ports=_read("ports", self.ports, parse_ports),
         )
+
+    def _settings_here(self) -> Settings:
+        """Those of actors on this machine, where it can be seen at once whether there is what they name."""
+        settings = self.settings()
+        if settings.cpus is not None:
+            check_cpus(settings.cpus)
+        if self.python is not None and shutil.which(self.python) is None:
+            raise MeshError(f"python={self.python!r} is no program of this machine; give an interpreter's path")
+        return settings
 
     def _make_remote(self, kind: str, num_processes: int) -> RemoteLauncher:
         options: dict[str, Any] = {

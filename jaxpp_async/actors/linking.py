@@ -1,66 +1,93 @@
 """linking: the NCCL communicators that programs need, made before their first step and anew in every epoch.
 
-In: programs. Out: every actor has joined its links. With a transport that needs none it does nothing. It runs no step,
+In: programs. Out: every process has joined its links. With a transport that needs none it does nothing. Runs no step,
 and does not decide what a failure means.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
+from typing import NamedTuple
 
+from jaxpp_async.actors import turns
 from jaxpp_async.actors.crew import Crew
 from jaxpp_async.actors.messages import Done, JoinLink, JoinLinks, LinksOffered, OfferLinks
 from jaxpp_async.actors.outbox import Outbox
 from jaxpp_async.actors.owned_tasks import OwnedTasks
+from jaxpp_async.actors.processes import Seat
 from jaxpp_async.actors.programs import Programs
+from jaxpp_async.actors.scattering import Scattering
 from jaxpp_async.errors import ProtocolError
-from jaxpp_async.program import ActorId, ActorProgram, Aval, Recv, Send, Tag
+from jaxpp_async.program import ActorId, ActorProgram, Aval, ProcessId, Recv, Send, Tag
 from jaxpp_async.transport.nccl_plan import Link, batches
 from jaxpp_async.transport.planes import is_ordered
 
 
-def links_of(parts: Mapping[ActorId, ActorProgram], num_devices: int) -> list[Link]:
+class Message(NamedTuple):
+    """One end of a message, as its link's other end has to have it.
+
+    Args:
+        sequence: of its wire tag. tag: of the transfer that it is a part of. aval: of that one's array.
+    """
+
+    sequence: int
+    tag: Tag
+    aval: Aval
+
+    def __str__(self) -> str:
+        return f"tag {self.tag}, {self.aval}"
+
+
+def links_of(parts: Mapping[ActorId, ActorProgram], scattering: Scattering) -> list[Link]:
     """The links that a program transfers on, in the order in which everyone makes them.
 
     Args:
-        parts: of all its actors. num_devices: of each actor.
+        parts: of all its actors. scattering: how their arrays lie.
 
     Raises:
-        ProtocolError: two actors do not agree what they transfer, or in which order. NCCL would not notice: it has no
-            tags, and does not check sizes.
+        ProtocolError: two processes do not agree what they transfer, or in which order. NCCL would not notice: it has
+            no tags, and does not check sizes.
     """
-    sent: dict[tuple[ActorId, ActorId], list[tuple[Tag, Aval]]] = defaultdict(list)
-    received: dict[tuple[ActorId, ActorId], list[tuple[Tag, Aval]]] = defaultdict(list)
+    ends: dict[Link, tuple[list[Message], list[Message]]] = {}
     for actor, part in parts.items():
-        for instruction in part.instructions:
-            if isinstance(instruction, Send):
-                sent[actor, instruction.to_actor].append((instruction.tag, part.avals[instruction.buffer]))
-            elif isinstance(instruction, Recv):
-                received[instruction.from_actor, actor].append((instruction.tag, instruction.aval))
-    links: set[Link] = set()
-    for way in sorted(sent.keys() | received.keys()):
-        _check(way, sent[way], received[way])
-        split = any(any(aval.spec) or aval.unreduced for _, aval in sent[way])
-        links |= {Link(*way, device) for device in range(num_devices if split else 1)}
-    return sorted(links)
+        for rank in range(scattering.per_actor):
+            seat = Seat(scattering.process(actor, rank), scattering.per_actor)
+            for link, message in _messages(part, seat, scattering):
+                sent_and_received = ends.setdefault(link, ([], []))
+                sent_and_received[link.rank_of(seat.process)].append(message)
+    for link in sorted(ends):
+        _check(link, *ends[link], scattering.per_actor)
+    return sorted(ends)
 
 
-def _check(
-    way: tuple[ActorId, ActorId], sent: Sequence[tuple[Tag, Aval]], received: Sequence[tuple[Tag, Aval]]
-) -> None:
+def _messages(part: ActorProgram, seat: Seat, scattering: Scattering) -> Iterator[tuple[Link, Message]]:
+    """What one process of an actor sends, receives and passes on, in the program's order."""
+    num_devices = math.prod(size for _, size in scattering.axes)
+    for instruction in part.instructions:
+        if not isinstance(instruction, Send | Recv):
+            continue
+        tag = instruction.tag
+        aval = part.avals[instruction.buffer] if isinstance(instruction, Send) else instruction.aval
+        held = [piece for piece in scattering.parts(aval) if seat.rank in piece.ranks]
+        if isinstance(instruction, Send):
+            found = turns.sent(seat, held, tag, instruction.to_actor, num_devices)
+        else:
+            found = turns.received(seat, held, tag, instruction.from_actor, num_devices)
+        for sequence, link in found:
+            yield link, Message(sequence, tag, aval)
+
+
+def _check(link: Link, sent: Sequence[Message], received: Sequence[Message], size: int) -> None:
     for place, (ours, theirs) in enumerate(zip_longest(sent, received)):
         if ours != theirs:
             raise ProtocolError(
-                f"transfer {place} from actor {way[0]} to actor {way[1]}: the one sends {_text(ours)}, the other "
-                f"receives {_text(theirs)}; this is a bug in jaxpp_async.compiler.lowering"
+                f"transfer {place} from {Seat(link.sender, size)} to {Seat(link.receiver, size)}: the one sends "
+                f"{ours or 'nothing'}, the other receives {theirs or 'nothing'}; this is a bug in "
+                "jaxpp_async.compiler.lowering"
             )
-
-
-def _text(transfer: tuple[Tag, Aval] | None) -> str:
-    return "nothing" if transfer is None else f"tag {transfer[0]}, {transfer[1]}"
 
 
 class Linking:
@@ -68,11 +95,11 @@ class Linking:
 
     Args:
         crew: the actors. outbox: says when a restart is under way. programs: what they have loaded.
-        num_devices: of each actor.
+        scattering: how arrays lie on their processes.
     """
 
-    def __init__(self, crew: Crew, outbox: Outbox, programs: Programs, num_devices: int):
-        self._crew, self._outbox, self._programs, self._num_devices = crew, outbox, programs, num_devices
+    def __init__(self, crew: Crew, outbox: Outbox, programs: Programs, scattering: Scattering):
+        self._crew, self._outbox, self._programs, self._scattering = crew, outbox, programs, scattering
         self._made: set[Link] = set()
         self._epoch = 0
         self._tasks = OwnedTasks()
@@ -86,7 +113,7 @@ class Linking:
         """
         if not is_ordered(self._crew.transport_kind):
             return
-        wanted = links_of(self._programs.parts(program_id), self._num_devices)
+        wanted = links_of(self._programs.parts(program_id), self._scattering)
         while not self._has(wanted):
             await self._outbox.wait_open()
             if self._task is None:
@@ -104,7 +131,7 @@ class Linking:
             As `link`.
         """
         if is_ordered(self._crew.transport_kind):
-            wanted = {link for parts in self._programs.all_parts() for link in links_of(parts, self._num_devices)}
+            wanted = {link for parts in self._programs.all_parts() for link in links_of(parts, self._scattering)}
             await self._make(sorted(wanted))
 
     async def stop(self) -> None:
@@ -132,12 +159,10 @@ class Linking:
         if self._has(links):
             return
         epoch, new = self._epoch, sorted(set(links) - self._made)
-        # Links are asked for by actor, and the crew is asked by process: with NCCL these are the same (`mesh_options`).
-        assert self._crew.processes.per_actor == 1, "links between actors of several processes: which process joins?"
         ends = sorted({end for link in new for end in (link.sender, link.receiver)})
         makers = batches(new)
-        offers: dict[ActorId, LinksOffered] = await self._crew.ask_each(
-            {actor: OfferLinks(self._outbox.number(), len(makers.get(actor, ()))) for actor in ends},
+        offers: dict[ProcessId, LinksOffered] = await self._crew.ask_each(
+            {process: OfferLinks(self._outbox.number(), len(makers.get(process, ()))) for process in ends},
             LinksOffered,
             "offer links",
         )
@@ -146,19 +171,19 @@ class Linking:
             for maker, made in makers.items()
             for link, unique_id in zip(made, offers[maker].ids, strict=True)
         }
-        joins = {actor: self._join(actor, [link for link in new if actor in link[:2]], ids, offers) for actor in ends}
+        joins = {process: self._join(process, [k for k in new if process in k[:2]], ids, offers) for process in ends}
         await self._crew.ask_each(joins, Done, "join links")
         if self._crew.epoch == epoch:
             self._made.update(new)
 
     def _join(
         self,
-        actor: ActorId,
+        process: ProcessId,
         links: Sequence[Link],
         ids: Mapping[Link, bytes],
-        offers: Mapping[ActorId, LinksOffered],
+        offers: Mapping[ProcessId, LinksOffered],
     ) -> JoinLinks:
-        peers = {link.peer_of(actor) for link in links}
+        peers = {link.peer_of(process) for link in links}
         return JoinLinks(
             self._outbox.number(),
             {peer: offers[peer].address for peer in sorted(peers)},

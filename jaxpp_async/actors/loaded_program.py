@@ -11,14 +11,14 @@ from typing import Any
 
 import jax
 
-from jaxpp_async.actors import special_values
+from jaxpp_async.actors import special_values, turns
 from jaxpp_async.actors.crossings import Leg, passes, receives, sends
 from jaxpp_async.actors.plan import Execute, ExecutionPlan, PostRecv, StartSend
 from jaxpp_async.actors.processes import Seat
 from jaxpp_async.actors.receive_pool import ReceivePool
 from jaxpp_async.actors.shards import Layouts
 from jaxpp_async.program import Run
-from jaxpp_async.transport.nccl_plan import Order, Turn, Way, order_of
+from jaxpp_async.transport.nccl_plan import Order, Turn, order_of
 
 Call = Callable[..., Sequence[jax.Array]]
 
@@ -121,18 +121,19 @@ class LoadedProgram:
             pool.bin(aval).reserve(count)
         receives = [command for command in plan.commands if isinstance(command, PostRecv)]
         self.bins = {command.instruction: pool.bin(command.aval) for command in receives}
-        seat = seat or Seat(plan.program.actor)
+        self._seat, self._num_devices = seat or Seat(plan.program.actor), layouts.devices.size
         self.legs: dict[int, tuple[Leg, ...]] = {}
         self.passes: dict[int, dict[int, tuple[Leg, ...]]] = {}
-        self._find_legs(seat, layouts.devices.size)
+        self._find_legs()
         self.no_stamps = packed("d", [float("nan")] * (2 * len(plan.commands))).tobytes()
         self.donates = any(command.donated for command in plan.binds)
         self.quick: set[int] = set()
         self.longest_s = 0.0
         # With others a task may have to wait for them, which the event loop must not.
-        self._paces = {at: pace for at, pace in _paces(plan).items() if at not in loops and seat.size == 1}
+        self._paces = {at: pace for at, pace in _paces(plan).items() if at not in loops and self._seat.size == 1}
 
-    def _find_legs(self, seat: Seat, num_devices: int) -> None:
+    def _find_legs(self) -> None:
+        seat, num_devices = self._seat, self._num_devices
         for command in self.plan.commands:
             if not isinstance(command, StartSend | PostRecv):
                 continue
@@ -148,14 +149,15 @@ class LoadedProgram:
     @cached_property
     def order(self) -> Order:
         """In which order it transfers, for a transport that has to know."""
-        turns: dict[Way, list[Turn]] = {}
+        found: list[Turn] = []
         for command in self.plan.commands:
             if isinstance(command, StartSend | PostRecv):
-                is_send, shards = isinstance(command, StartSend), self.layouts[command.buffer].shards
-                for piece, peer, sequence in self.legs[command.instruction]:
-                    way = Way(peer, sends=is_send)
-                    turns.setdefault(way, []).append(Turn(sequence, shards[piece].positions[0]))
-        return order_of(turns)
+                held = [shard.part for shard in self.layouts[command.buffer].shards]
+                if isinstance(command, StartSend):
+                    found += turns.sent(self._seat, held, command.tag, command.to_actor, self._num_devices)
+                else:
+                    found += turns.received(self._seat, held, command.tag, command.from_actor, self._num_devices)
+        return order_of(self._seat.process, found)
 
     def took(self, instruction: int, seconds: float) -> None:
         """Remember how long a `Run` took."""

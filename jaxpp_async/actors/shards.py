@@ -71,6 +71,7 @@ class Layout:
         is_whole: it is not split.
         is_plain: its elements lie in a device's memory as in numpy's: a byte or more each, on a CPU.
         size_bytes: of the whole array in numpy.
+        is_small: one device's, on a CPU, and of few bytes: what counts is how quickly `put` returns.
         put: puts a host array there; it may come to share the host's memory.
     """
 
@@ -83,6 +84,7 @@ class Layout:
     is_whole: bool
     is_plain: bool
     size_bytes: int
+    is_small: bool
     put: Put = field(compare=False, repr=False)
 
 
@@ -116,6 +118,9 @@ class Layouts:
         )
         dtype = numpy_dtype(aval.dtype)
         sharding, is_plain = devices.sharding_of(aval), devices.is_cpu and not aval.dtype.startswith(_PACKED)
+        size_bytes = math.prod(aval.shape) * dtype.itemsize
+        # 64-bit types are JAX's to refuse, and of large ones the copy is all that counts.
+        is_small = is_plain and devices.size == 1 and dtype.itemsize <= 4 and size_bytes <= _SMALL_BYTES
         return Layout(
             aval=aval,
             dtype=dtype,
@@ -125,16 +130,12 @@ class Layouts:
             is_here=devices.size == len(devices.devices),
             is_whole=len(parts) == 1,
             is_plain=is_plain,
-            size_bytes=math.prod(aval.shape) * dtype.itemsize,
-            put=self._put(aval.shape, dtype, sharding, is_plain),
+            size_bytes=size_bytes,
+            is_small=is_small,
+            put=jax_compat.quick_put(aval.shape, dtype, sharding)
+            if is_small
+            else partial(jax.device_put, device=sharding),
         )
-
-    def _put(self, shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding, is_plain: bool) -> Put:
-        size_bytes = math.prod(shape) * dtype.itemsize
-        # 64-bit types are JAX's to refuse, and of large ones the copy is all that counts.
-        if is_plain and self.devices.size == 1 and dtype.itemsize <= 4 and size_bytes <= _SMALL_BYTES:
-            return jax_compat.quick_put(shape, dtype, sharding)
-        return partial(jax.device_put, device=sharding)
 
 
 def send_views(array: jax.Array, layout: Layout) -> list[np.ndarray]:
@@ -229,9 +230,11 @@ def place(host: np.ndarray, layout: Layout) -> jax.Array:
     Raises:
         ValueError: JAX would change the dtype (a 64-bit value without `jax_enable_x64`).
     """
-    if host.nbytes <= _SMALL_BYTES and host.ctypes.data % ALIGNMENT == 0:
+    if host.nbytes <= _SMALL_BYTES and _address(host) % ALIGNMENT == 0:
         # JAX would use this memory itself (also with may_alias=False), and another array would have to be made of it.
         host = _misaligned_copy(host)
+    if layout.is_small:
+        return layout.put(host).block_until_ready()
     # With devices elsewhere JAX would ask all processes whether they put the same.
     array = layout.put(host) if layout.is_here else joined([host[shard.index] for shard in layout.shards], layout)
     if array.dtype != layout.dtype:
@@ -239,6 +242,10 @@ def place(host: np.ndarray, layout: Layout) -> jax.Array:
             f"a {layout.dtype} value became {array.dtype}: jax_enable_x64 differs between controller and actor"
         )
     return private(array, [host])
+
+
+def _address(host: np.ndarray) -> int:
+    return host.__array_interface__["data"][0]  # `host.ctypes.data` takes three times as long
 
 
 def _misaligned_copy(host: np.ndarray) -> np.ndarray:

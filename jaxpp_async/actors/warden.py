@@ -176,7 +176,9 @@ class Warden:
             if len(self._descriptors) < len(self._processes):
                 timeout_s = min(timeout_s, _REAP_POLL_S)
             for key, _ in self._selector.select(max(0.0, timeout_s)):
-                key.data()
+                # Another of this round may have reaped the process: its descriptors are closed, or new ones by now.
+                if self._selector.get_map().get(key.fd) is key:
+                    key.data()
             if len(self._descriptors) < len(self._processes):
                 self._reap_without_descriptors()
             if time.monotonic() >= next_beat_s:

@@ -11,13 +11,14 @@ import itertools
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from jaxpp_async.actors.gpus import VISIBLE
 from jaxpp_async.actors.launch.addresses import ANY, address_towards, control_address
 from jaxpp_async.actors.launch.explain import Explanation, explain_python
+from jaxpp_async.actors.launch.host_program import NotUpError
 from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, environment
-from jaxpp_async.actors.launch.keeper_link import KeeperError
 from jaxpp_async.actors.launch.remote import MAX_HANDSHAKES, CommandReach, Reach, Timeouts
 from jaxpp_async.doctor import talk
 from jaxpp_async.doctor.facts import Asked, Clock, Examination, HostReport, LinkReport
@@ -159,7 +160,7 @@ class _Examiner:
         python = settings.python or sys.executable
         try:
             async with self._handshakes:
-                command = [python, "-m", "jaxpp_async.doctor.host"]
+                command = host_command(python, settings.env)
                 link.attach(await end.reach.open(Placement(end.host, 0, end.host.slots), command, link.on_line))
                 if end.reach.login_mark is not None:
                     await link.wait_login(timeouts.login_s)
@@ -167,7 +168,7 @@ class _Examiner:
             await link.ask(talk.Prepare(_environment(end, self._plan.asked)), talk.Done, ANSWER_S)
         except OSError as error:
             return Explanation(f"could not be reached: {error}", "")
-        except KeeperError as error:
+        except NotUpError as error:
             return end.reach.explain(end.host, error) or explain_python(end.host, python, error.said, error.ended)
         except HostError as error:
             return _deaf(error)
@@ -175,8 +176,8 @@ class _Examiner:
 
     async def _report(self, end: _End, link: HostLink | Explanation) -> HostReport:
         """What a host says of itself."""
-        devices = end.settings.devices
-        report = HostReport(end.name, end.host.slots, gpus_asked=len(devices) if devices is not None else None)
+        names_gpus = end.settings.devices is not None or VISIBLE in end.settings.env
+        report = HostReport(end.name, end.host.slots, names_gpus=names_gpus)
         if isinstance(link, Explanation):
             return replace(report, trouble=link)
         try:
@@ -251,12 +252,19 @@ class _Examiner:
         return replace(report, latency_s=measured.latency_s, bytes_per_s=measured.bytes_per_s)
 
 
+def host_command(python: str, env: Mapping[str, str]) -> list[str]:
+    """The program there. What the dynamic loader reads it reads once, as a process starts; the rest of the environment
+    comes later (`talk.Prepare`)."""
+    loader = [f"{name}={value}" for name, value in env.items() if name.startswith("LD_")]
+    return [*(["env", *loader] if loader else []), python, "-m", "jaxpp_async.doctor.host"]
+
+
 def _environment(end: _End, asked: Asked) -> dict[str, str]:
     """What all actors of a host have in common: each has devices of its own."""
     settings = end.settings
     env = {"UCX_TLS": "tcp,self"} if asked.transport == "tcp" else {}
     if settings.devices is not None:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(settings.devices)
+        env[VISIBLE] = ",".join(settings.devices)
     return env | environment(replace(settings, devices=None), Placement(end.host, 0, end.host.slots), end.platform)
 
 

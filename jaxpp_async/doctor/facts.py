@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from jaxpp_async.actors.gpus import VISIBLE, Visible, read_visible
 from jaxpp_async.actors.launch.explain import Explanation
 
 Platform: TypeAlias = Literal["cpu", "cuda"]
@@ -160,12 +161,9 @@ class HostFacts:
         return self.driver.cuda if self.driver is not None else None
 
     @property
-    def num_visible_gpus(self) -> int:
-        """Those that `CUDA_VISIBLE_DEVICES` leaves."""
-        visible = self.settings.get("CUDA_VISIBLE_DEVICES")
-        if visible is None:
-            return len(self.gpus)
-        return min(len(self.gpus), len([word for word in visible.split(",") if word.strip() not in ("", "-1")]))
+    def visible_gpus(self) -> Visible:
+        """Those that `CUDA_VISIBLE_DEVICES` leaves, as actors there read it."""
+        return read_visible(self.settings.get(VISIBLE), [gpu.uuid for gpu in self.gpus])
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +182,7 @@ class HostReport:
         name: as the user wrote it. slots: of the hostfile.
         trouble: why nothing could be asked.
         calls_back: what came of connecting from there to this machine: empty if it did, None if it was not tried.
-        gpus_asked: how many `devices=` gives its actors; None: all that it has.
+        names_gpus: the run says which GPUs its actors get (`devices=`, `env=`): as its `CUDA_VISIBLE_DEVICES`.
     """
 
     name: str
@@ -193,7 +191,7 @@ class HostReport:
     trouble: Explanation | None = None
     clock: Clock | None = None
     calls_back: str | None = None
-    gpus_asked: int | None = None
+    names_gpus: bool = False
 
 
 @dataclass(frozen=True, slots=True)

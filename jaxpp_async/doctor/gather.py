@@ -43,7 +43,7 @@ async def gather(platform: str) -> HostFacts:
     ucx, jax = await asyncio.gather(
         run_child("jaxpp_async.doctor.start_ucx"), run_child("jaxpp_async.doctor.start_jax", platform)
     )
-    driver, gpus, gpu_error = _gpus()
+    driver, there, gpu_error = gpus()
     return HostFacts(
         hostname=socket.gethostname(),
         executable=sys.executable,
@@ -55,7 +55,7 @@ async def gather(platform: str) -> HostFacts:
         shm_bytes=_free_bytes("/dev/shm"),
         memlock_bytes=_memlock_bytes(),
         driver=driver,
-        gpus=gpus,
+        gpus=there,
         gpu_error=gpu_error,
         ucx=_ucx(ucx) if isinstance(ucx, dict) else None,
         ucx_error="" if isinstance(ucx, dict) else ucx,
@@ -107,8 +107,9 @@ async def run_child(module: str, *arguments: str) -> dict[str, Any] | str:
 # ---------------------------------------------------------------- GPUs
 
 
-def _gpus() -> tuple[Driver | None, tuple[Gpu, ...], str]:
-    """By NVIDIA's own library (nvidia-ml-py, which ucxx brings): needs no tool in PATH, and no parsing."""
+def gpus() -> tuple[Driver | None, tuple[Gpu, ...], str]:
+    """The driver, its GPUs, and why there are none. By NVIDIA's own library (nvidia-ml-py, which ucxx brings): needs no
+    tool in PATH, and no parsing."""
     try:
         import pynvml
     except ImportError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from jaxpp_async.actors.gpus import VISIBLE
 from jaxpp_async.doctor.facts import Asked, Examination, Gpu, HostFacts, HostReport
 from jaxpp_async.doctor.finding import ALL, Finding, error, note, ok, warning
 from jaxpp_async.doctor.room import Room
@@ -126,12 +127,15 @@ def judge_room(found: Examination, room: Room) -> Iterator[Finding]:
 def _room(
     report: HostReport, facts: HostFacts, num_processes: int, room: Room, found: Examination
 ) -> Iterator[Finding]:
-    there = report.gpus_asked if report.gpus_asked is not None else facts.num_visible_gpus
+    visible = facts.visible_gpus
+    there = len(visible.names)
     needed, have = room.devices_each, f"{there} GPU{'s' * (there != 1)}"
     one, several = ("a process", "processes") if room.per_actor > 1 else ("an actor", "actors")
-    if report.gpus_asked is not None and report.gpus_asked > len(facts.gpus):
-        yield error("gpu", report.name, f"devices= names {have}, there are {len(facts.gpus)}", "correct devices=")
-    elif needed > there:
+    if visible.stopped_at:
+        yield _stopped(report, facts, visible.stopped_at)
+        if report.names_gpus:
+            return
+    if needed > there:
         remedy = "make spmd_mesh smaller, or have an actor span hosts (processes_per_actor=)"
         yield error("gpu", report.name, f"{one} needs {needed} GPUs, the host gives {have}", remedy)
     elif needed * num_processes > there:
@@ -141,7 +145,7 @@ def _room(
         if exclusive:
             remedy = f"sudo nvidia-smi -i {exclusive[0]} -c DEFAULT, or start fewer actors"
             yield error("gpu", report.name, f"{what}, and GPU {exclusive[0]} takes one process only", remedy)
-        elif found.asked.slots_are_processes and report.gpus_asked is not None:
+        elif found.asked.slots_are_processes and report.names_gpus:
             yield error("gpu", report.name, f"{what} of devices=, which the launcher refuses", remedy)
         elif found.asked.slots_are_processes and needed == there:
             # Each task takes what it sees for its own.
@@ -151,6 +155,15 @@ def _room(
             yield error("gpu", report.name, what, "make spmd_mesh smaller, or have fewer processes on a host")
         else:
             yield warning("gpu", report.name, f"{what}, and the memory there", remedy)
+
+
+def _stopped(report: HostReport, facts: HostFacts, name: str) -> Finding:
+    """CUDA reads no further at such a name, and says nothing; the mesh refuses it where the run asks for it."""
+    there = f"there {'is' if len(facts.gpus) == 1 else 'are'} {len(facts.gpus)}"
+    what = f"{VISIBLE}={facts.settings[VISIBLE]} names GPU {name}, which is none here ({there}), or not only one"
+    if report.names_gpus:
+        return error("gpu", report.name, what, "correct devices=, or env=: `nvidia-smi -L` lists them")
+    return warning("gpu", report.name, f"{what}: CUDA reads no further", "correct it: `nvidia-smi -L` lists them")
 
 
 def _fewer(fits: int, room: Room, found: Examination) -> str:

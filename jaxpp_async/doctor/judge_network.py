@@ -17,6 +17,9 @@ SLOW = 0.2
 WHEEL = "/site-packages/libucx/"
 """Where pip puts UCX."""
 
+SYSTEM_UCX = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
+"""Has ucxx load the UCX that the system finds, and pip's where it finds none."""
+
 _RDMA = ("rc", "dc", "ud")
 
 
@@ -26,16 +29,34 @@ def judge_ucx(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
     if facts.ucx is None:
         install = pip_install(extra_of(asked.platform, facts.cuda), facts.executable)
         what = f"does not start: {facts.ucx_error}" if package else "ucxx is not installed"
-        yield error("ucx", name, what, "see what it says" if package else install)
+        yield error("ucx", name, what, _why_not(facts) if package else install)
         return
     transports = {resource.transport for resource in facts.ucx.resources}
     has_rdma = any(transport.startswith(_RDMA) for transport in transports)
     if "tcp" not in transports and not has_rdma:
         yield error("ucx", name, f"{_ucx(facts.ucx, package)}: no way to other processes' hosts", _restricted(facts))
         return
-    yield ok("ucx", name, _ucx(facts.ucx, package))
+    if _prefers_system(facts) and WHEEL in facts.ucx.library:
+        what = f"{_ucx(facts.ucx, package)}: pip's, though {SYSTEM_UCX} is set; no other libucp.so was found"
+        remedy = "lead LD_LIBRARY_PATH to the folder of libucp.so (of that name: it comes with development packages)"
+        yield warning("ucx", name, what, remedy)
+    else:
+        yield ok("ucx", name, _ucx(facts.ucx, package))
     if asked.platform == "cuda" and facts.gpus:
         yield from _cuda_transports(name, facts, transports)
+
+
+def _prefers_system(facts: HostFacts) -> bool:
+    return facts.settings.get(SYSTEM_UCX, "false").lower() != "false"
+
+
+def _why_not(facts: HostFacts) -> str:
+    """What to do where UCX does not start."""
+    if "no network device" in facts.ucx_error:
+        return "correct interface= (or UCX_NET_DEVICES): name one of these"
+    if _prefers_system(facts):
+        return f"have LD_LIBRARY_PATH lead to a UCX that ucxx takes, or unset {SYSTEM_UCX}"
+    return "look for the cause in what it says; `UCX_LOG_LEVEL=info` there makes it say more"
 
 
 def _ucx(ucx: Ucx, package: str) -> str:
@@ -52,13 +73,17 @@ def _ucx(ucx: Ucx, package: str) -> str:
 
 def _cuda_transports(name: str, facts: HostFacts, transports: set[str]) -> Iterator[Finding]:
     if "cuda_copy" not in transports:
-        remedy = _restricted(facts, "cuda") or "install UCX with CUDA: " + pip_install(
-            extra_of("cuda", facts.cuda), facts.executable
-        )
+        remedy = _restricted(facts, "cuda") or _with_cuda(facts)
         yield error("ucx", name, "UCX cannot take GPU memory: it has no cuda_copy", remedy)
     elif "cuda_ipc" not in transports:
         remedy = _restricted(facts, "cuda") or "in a container: --ipc=host, so that processes see each other"
         yield warning("ucx", name, "no cuda_ipc: GPUs of this host exchange data through host memory", remedy)
+
+
+def _with_cuda(facts: HostFacts) -> str:
+    if facts.ucx is not None and facts.ucx.library and WHEEL not in facts.ucx.library:
+        return f"{facts.ucx.library} is built without it: take one built with CUDA, or pip's: unset {SYSTEM_UCX}"
+    return "install UCX with CUDA: " + pip_install(extra_of("cuda", facts.cuda), facts.executable)
 
 
 def _restricted(facts: HostFacts, needed: str = "tcp") -> str:
@@ -114,9 +139,9 @@ def _without_rc(facts: HostFacts) -> tuple[str, str]:
     if facts.ucx is not None and WHEEL in facts.ucx.library:
         return (
             f"{what}; UCX of pip's wheels is built without InfiniBand",
-            "take your cluster's UCX, or your distribution's (Debian: libucx-dev), and set "
-            "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true for the actors (env=); or take ucxx from conda-forge, with "
-            "rdma-core. See docs/cluster.md",
+            f"take a UCX with verbs (your cluster's, if it is as new as ucxx wants it; else build one), lead "
+            f"LD_LIBRARY_PATH there and set {SYSTEM_UCX}=true for the actors (env=); or take ucxx from conda-forge, "
+            "with rdma-core. See docs/cluster.md",
         )
     return what, "is UCX built with verbs (`ucx_info -v`), and is rdma-core installed?"
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +17,8 @@ from jaxpp_async.doctor.judge import would_work
 
 _MARKS = {"ok": ("OK", "green"), "note": ("note", "cyan"), "warning": ("warning", "yellow"), "error": ("ERROR", "red")}
 _MARK_WIDTH, _MOST_OF_A_NAME = 7, 32
+_OPTION: Final = re.compile(r"\b(python|interface|ports|devices|control_address|ssh_options|processes_per_actor)=(\S?)")
+"""An option of `RemoteMesh`, as errors and remedies name it, and what follows."""
 
 
 def as_json(found: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
@@ -27,8 +30,36 @@ def as_json(found: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
     }
 
 
+def as_flags(text: str) -> str:
+    """Options of `RemoteMesh` as whoever asks the doctor types them: `--interface` for `interface=`."""
+
+    def flag(match: re.Match[str]) -> str:
+        gap = " " if match[2].isalnum() or match[2] in ("'", '"', "<") else ""
+        return f"--{match[1].replace('_', '-')}{gap if match[2] else ''}{match[2]}"
+
+    return _OPTION.sub(flag, text)
+
+
 def print_findings(found: Examination, findings: Sequence[Finding], console: Console) -> None:
-    """A table a section, and what it all comes to."""
+    """A table a section, and what it all comes to; where no terminal is, lines of any length."""
+    (_print_tables if console.is_terminal else _print_lines)(findings, console)
+    console.print(_sum(found, findings), soft_wrap=True)
+
+
+def _print_lines(findings: Sequence[Finding], console: Console) -> None:
+    width = max((len(finding.host) for finding in findings), default=0)
+    for section, title in SECTIONS.items():
+        mine = [finding for finding in findings if finding.section == section]
+        lines = [title] * bool(mine)
+        for finding in mine:
+            mark = f"{_MARKS[finding.level][0]:{_MARK_WIDTH}}  {finding.host:{width}}  "
+            rest = [f"-> {finding.remedy}"] if finding.remedy else []
+            lines += [mark + f"\n{' ' * len(mark)}".join([*finding.what.splitlines(), *rest])]
+        for line in lines:
+            console.out(line, highlight=False)
+
+
+def _print_tables(findings: Sequence[Finding], console: Console) -> None:
     width = max((len(finding.host) for finding in findings), default=0)
     for section, title in SECTIONS.items():
         mine = [finding for finding in findings if finding.section == section]
@@ -45,7 +76,6 @@ def print_findings(found: Examination, findings: Sequence[Finding], console: Con
                 text.append(f"\n-> {finding.remedy}", style="bold")
             table.add_row(Text(mark, style=style), Text(finding.host), text)
         console.print(Text(title, style="bold"), table)
-    console.print(_sum(found, findings))
 
 
 def _sum(found: Examination, findings: Sequence[Finding]) -> Text:

@@ -59,8 +59,8 @@ went: then each message would come too early."""
 HEADER_BYTES = 61
 """Unlike the size of any likely array, though it would be told from one by its key."""
 
-_PIECE_BYTES = 1 << 20
-"""Copied at a time, in 0.1 ms."""
+_PIECE_BYTES = 4 << 20
+"""Copied at a time, in 0.3 to 0.4 ms. With 1 MiB the loop's passes between took a tenth as long as the copying."""
 
 _HEADER = struct.Struct("<16sQQ29x")  # the board's key, serial, size
 _ANSWER = struct.Struct("<Bi16sQ")  # verdict, then a `BlockTicket`

@@ -50,7 +50,7 @@ class NcclTransport:
         self._loop = asyncio.get_running_loop()
         self._peers: set[Peer] = set()
         self._ends: dict[Link, LinkEnd] = {}
-        self._joined: dict[tuple[Way, int], LinkEnd] = {}
+        self._joined: dict[Link, LinkEnd] = {}
         self._order = Order({}, {})
         self._closing: asyncio.Task[None] | None = None
 
@@ -124,12 +124,18 @@ class NcclTransport:
         except asyncio.CancelledError:  # a communicator that nobody waits for is not left behind
             await self._given_up(end, "given up")
             raise
-        self._joined[Way(peer, end.sends), link.device] = end
+        if self._ends.get(link) is not end:  # an abort came between the word and this
+            raise TransferError(f"{link} could not be made: {end.failure}")
+        self._joined[link] = end
+
+    def _forget(self, end: LinkEnd) -> None:
+        for ends in (self._ends, self._joined):
+            if ends.get(end.link) is end:
+                del ends[end.link]
 
     async def _given_up(self, end: LinkEnd, cause: str) -> TransferError:
         await end.end(cause)
-        if self._ends.get(end.link) is end:
-            del self._ends[end.link]
+        self._forget(end)
         return TransferError(f"{end.link} could not be made: {end.failure}")
 
     # ------------------------------------------------------------ transferring
@@ -143,11 +149,11 @@ class NcclTransport:
             TransferError: the program has transfers on a link that was never made.
             ProtocolError: the step before has not posted all of its transfers.
         """
-        for way, device in order.lines:
-            if (way, device) not in self._joined:
-                raise self._refusal(way.peer, None)
-        for key, end in self._joined.items():
-            end.begin(order.lines.get(key, NO_LINE))
+        for link in order.lines:
+            if link not in self._joined:
+                raise self._refusal(link.peer_of(self.peer_id), None)
+        for link, end in self._joined.items():
+            end.begin(order.lines.get(link, NO_LINE))
         self._order = order
 
     def routes(self, peer: Peer) -> tuple[str, ...]:
@@ -172,20 +178,24 @@ class NcclTransport:
     def _post(self, way: Way, memory: Memory, tag: int, done: OnEnd) -> bool:
         check_tag(tag)
         sequence = tag & _SEQUENCE_MASK
-        devices = self._order.devices.get(way)
-        end = self._joined.get((way, devices.get(sequence, 0) if devices else 0))
+        links = self._order.links.get(way)
+        link = links.get(sequence) if links else None
+        end = self._joined.get(link or self._only_link(way))
         if end is None or end.failure is not None:
             raise self._refusal(way.peer, end)
         end.post(sequence, Transfer(memory, tag, done))
         return False
+
+    def _only_link(self, way: Way) -> Link:
+        """That of the first devices: where nobody has said which one a transfer takes."""
+        return Link(self.peer_id, way.peer) if way.sends else Link(way.peer, self.peer_id)
 
     # ------------------------------------------------------------ ending
 
     async def abort(self, peer: Peer | None = None) -> None:
         ends = [end for end in self._ends.values() if peer is None or end.peer == peer]
         for end in ends:
-            del self._ends[end.link]
-            self._joined.pop((Way(end.peer, end.sends), end.link.device), None)
+            self._forget(end)
         self._peers = {other for other in self._peers if peer is not None and other != peer}
         outcomes = await asyncio.gather(*(end.end("aborted") for end in ends), return_exceptions=True)
         failed = [(end.num_open, o) for end, o in zip(ends, outcomes, strict=True) if isinstance(o, BaseException)]
@@ -211,4 +221,5 @@ class NcclTransport:
 
 def _greeting(link: Link, epoch: int) -> int:
     """What the first message on a link says; another on every link of every epoch."""
-    return (epoch & 0xFFFF) << 48 | (link.sender & 0xFFFF) << 32 | (link.receiver & 0xFFFF) << 16 | link.device & 0xFFFF
+    devices = (link.from_device & 0xFF) << 8 | link.to_device & 0xFF
+    return (epoch & 0xFFFF) << 48 | (link.sender & 0xFFFF) << 32 | (link.receiver & 0xFFFF) << 16 | devices

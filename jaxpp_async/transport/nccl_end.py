@@ -191,17 +191,17 @@ class LinkEnd:
         """Everything that is done with the communicator, from its beginning to its end."""
         channel: Channel | None = None
         try:
-            channel = library.join(unique_id, self.link.rank_of(self._here), self.link.device)
+            channel = library.join(unique_id, self.link.rank_of(self._here), self.link.device_of(self._here))
             self._wait_ready(channel)
-            self._call_on_loop(_settle, self._opened, library.word(self.link.device, word), None)
+            self._call_on_loop(_settle, self._opened, library.word(self.link.device_of(self._here), word), None)
             while (transfer := self._next(channel)) is not None:
                 (channel.send if self.sends else channel.recv)(transfer.memory)
                 self._wait_ready(channel)
                 self._marks.put((channel.mark(), transfer))
-        except NcclFailure as error:
-            self._call_on_loop(self._fail, str(error))
+        except Exception as error:  # NCCL's word that it is broken, or a defect: the loop waits to hear of either
+            self._call_on_loop(self._fail, _text(error))
         if channel is not None:
-            with contextlib.suppress(NcclFailure):  # it has failed already: what matters is that the stream ends
+            with contextlib.suppress(Exception):  # it has failed already: what matters is that the stream ends
                 channel.abort()
         self._marks.put(None)
 
@@ -229,8 +229,8 @@ class LinkEnd:
                 mark.wait()
                 if transfer.check is not None and not self._stop.is_set():
                     transfer.check()
-            except NcclFailure as error:
-                self._call_on_loop(self._fail, str(error))
+            except Exception as error:  # as above
+                self._call_on_loop(self._fail, _text(error))
             else:
                 self._call_on_loop(self._finished)
         self._call_on_loop(_settle, self._gone, None, None)
@@ -251,6 +251,10 @@ def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -
     else:
         future.set_exception(error)
         future.exception()  # marks it as seen: whoever waited may have gone
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, NcclFailure) else repr(error)
 
 
 def _log_failure(ending: asyncio.Task[None]) -> None:

@@ -22,6 +22,8 @@ import ctypes
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import numpy
+
 from jaxpp_async.errors import InstallError, JaxppAsyncError
 from jaxpp_async.transport.buffers import Memory
 from jaxpp_async.transport.nccl_plan import MAX_CTAS
@@ -178,7 +180,7 @@ class _Nccl:
 
     def word(self, device: int, value: int) -> Memory:
         with _failures(), self._cupy.cuda.Device(device):
-            array = self._cupy.full(1, value, self._cupy.uint64)
+            array = self._cupy.asarray(numpy.array([value], numpy.uint64))  # a copy: what is computed is compiled first
             self._cupy.cuda.get_current_stream().synchronize()
         return Memory(array.data.ptr, WORD_BYTES, array)
 
@@ -259,14 +261,17 @@ def _failures() -> Iterator[None]:
         raise NcclFailure(_with_remedy(str(error))) from error
 
 
-ONE_GPU = "are both ends on one GPU?"
+ONE_GPU = "both ends are on one GPU"
 """Stands in the error where NCCL refuses two ranks that share a GPU."""
+
+_REFUSALS = ("Duplicate GPU detected", "Multiple Ranks are using the same GPU")
+"""NCCL's words for that: up to 2.29, and from 2.30 on."""
 
 
 def _with_remedy(text: str) -> str:
-    if "InvalidUsage" not in text:
+    if not any(words in text for words in _REFUSALS):
         return text
     return (
-        f"{text}; {ONE_GPU} NCCL allows that from 2.30 on with NCCL_MULTI_RANK_GPU_ENABLE=1 in the "
-        "actors' environment (env=), for two actors a GPU"
+        f"{text} ({ONE_GPU}: NCCL allows that from 2.30 on with NCCL_MULTI_RANK_GPU_ENABLE=1 in the actors' "
+        "environment, env=, for two actors a GPU)"
     )

@@ -10,7 +10,7 @@ a receive that was posted early would keep out the very send that its data depen
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
@@ -28,7 +28,7 @@ ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         "CUDA_MODULE_LOADING": "EAGER",
     }
 )
-"""What actors need in their environment before CUDA starts."""
+"""What actors have in their environment before CUDA starts, unless their host or their user says otherwise."""
 
 MAX_CTAS = 8
 """Blocks of a kernel, at most. A receive that waits keeps as many multiprocessors busy with looking; `NCCL_MAX_CTAS`
@@ -36,18 +36,19 @@ in the environment has its way instead."""
 
 
 class Link(NamedTuple):
-    """One direction between one device of a process and its counterpart in another: a communicator of its own.
+    """One direction between a device of one process and a device of another: a communicator of its own.
 
     Links are made in ascending order everywhere, so that no two processes wait for each other in a circle.
 
     Args:
         sender, receiver: processes.
-        device: position among the devices of either.
+        from_device, to_device: positions among the sender's devices, and among the receiver's.
     """
 
     sender: ProcessId
     receiver: ProcessId
-    device: int
+    from_device: int = 0
+    to_device: int = 0
 
     def peer_of(self, here: ProcessId) -> ProcessId:
         """The other end."""
@@ -57,20 +58,27 @@ class Link(NamedTuple):
         """The sender is rank 0."""
         return 0 if here == self.sender else 1
 
+    def device_of(self, here: ProcessId) -> int:
+        """The position of this end's device."""
+        return self.from_device if here == self.sender else self.to_device
+
     @property
     def maker(self) -> ProcessId:
         """Who makes the communicator's id: the lower number."""
         return min(self.sender, self.receiver)
 
     def __str__(self) -> str:
-        return f"communicator from peer {self.sender} to peer {self.receiver}, device {self.device}"
+        devices = f"device {self.from_device}"
+        if self.to_device != self.from_device:
+            devices += f" to device {self.to_device}"
+        return f"communicator from peer {self.sender} to peer {self.receiver}, {devices}"
 
 
 class Turn(NamedTuple):
-    """One message of a program: the sequence part of its tag, and the device position that it leaves or reaches."""
+    """One message of a program: the sequence part of its tag, and the link that it takes."""
 
     sequence: int
-    device: int
+    link: Link
 
 
 class Way(NamedTuple):
@@ -97,34 +105,32 @@ class Order:
     """One process's transfers in one step of a program.
 
     Args:
-        lines: the order on each device of each way.
-        devices: for each way, the device of each sequence.
+        lines: the order on each link.
+        links: for each way, the link of each sequence.
     """
 
-    lines: Mapping[tuple[Way, int], Line]
-    devices: Mapping[Way, Mapping[int, int]]
+    lines: Mapping[Link, Line]
+    links: Mapping[Way, Mapping[int, Link]]
 
 
-def order_of(turns: Mapping[Way, Sequence[Turn]]) -> Order:
+def order_of(here: ProcessId, turns: Iterable[Turn]) -> Order:
     """The order in which a program transfers.
 
     Args:
-        turns: for each way, its messages in the program's order.
+        here: the process. turns: its messages, those of each link in the program's order.
 
     Raises:
         ValueError: a sequence stands twice on one way.
     """
-    sequences: dict[tuple[Way, int], list[int]] = {}
-    devices: dict[Way, dict[int, int]] = {}
-    for way, messages in turns.items():
-        of_way = devices.setdefault(way, {})
-        for sequence, device in messages:
-            if sequence in of_way:
-                raise ValueError(f"sequence {sequence} stands twice between two peers; both take it for one message")
-            of_way[sequence] = device
-            sequences.setdefault((way, device), []).append(sequence)
-    lines = {key: Line(tuple(line), {s: i for i, s in enumerate(line)}) for key, line in sequences.items()}
-    return Order(lines, devices)
+    sequences: dict[Link, list[int]] = {}
+    links: dict[Way, dict[int, Link]] = {}
+    for sequence, link in turns:
+        of_way = links.setdefault(Way(link.peer_of(here), link.sender == here), {})
+        if sequence in of_way:
+            raise ValueError(f"sequence {sequence} stands twice between two peers; both take it for one message")
+        of_way[sequence] = link
+        sequences.setdefault(link, []).append(sequence)
+    return Order({key: Line(tuple(line), {s: i for i, s in enumerate(line)}) for key, line in sequences.items()}, links)
 
 
 class Queue(Generic[T]):
@@ -186,7 +192,7 @@ class Queue(Generic[T]):
         return held
 
 
-def batches(links: Sequence[Link]) -> dict[ProcessId, list[Link]]:
+def batches(links: Iterable[Link]) -> dict[ProcessId, list[Link]]:
     """Links by who makes their ids, each in ascending order."""
     made: dict[ProcessId, list[Link]] = {}
     for link in sorted(set(links)):

@@ -11,6 +11,8 @@ from typing import Any
 
 from jaxpp_async.errors import InstallError, MeshError, TransferError
 
+_SYSTEM_UCX = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
+
 # Not set, after measuring: larger segments (UCX_POSIX_SEG_SIZE) make messages of 16 MiB a tenth faster, but then each
 # small message that comes before its receive holds a larger one; and from 64 KiB on a full one has length 0 (16 bits).
 # A copy from process to process (cma) is not to be had: UCX keeps it from endpoints with error handling.
@@ -95,7 +97,12 @@ def _import_ucxx() -> Any:
         import ucxx._lib.libucxx as libucxx  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise InstallError(
-            f"transport 'ucx' needs the package ucxx, which does not import here ({error}); "
-            "install it with: pip install 'jaxpp-async[cpu]'  (with GPUs: 'jaxpp-async[cuda13]' or '[cuda12]')"
-        ) from error
+            f"transport 'ucx' needs the package ucxx, which does not import here ({error}); {_import_remedy()}"
+        ) from None
     return libucxx
+
+
+def _import_remedy() -> str:
+    if os.environ.get(_SYSTEM_UCX, "false").lower() != "false":
+        return f"it looks for the system's UCX first ({_SYSTEM_UCX}): have it find a newer one, or unset that"
+    return "install it with: pip install 'jaxpp-async[cpu]'  (with GPUs: 'jaxpp-async[cuda13]' or '[cuda12]')"

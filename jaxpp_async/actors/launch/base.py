@@ -41,6 +41,7 @@ class LaunchSpec:
         env: environment variables to add.
         max_frame_bytes: the longest control frame.
         gpus: how many GPUs the process needs; 0: none.
+        defaults: environment variables for where neither its host's environment nor `env` has them.
     """
 
     process_id: ProcessId
@@ -53,6 +54,7 @@ class LaunchSpec:
     max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES
     processes_per_actor: int = 1
     gpus: int = 0
+    defaults: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def seat(self) -> Seat:

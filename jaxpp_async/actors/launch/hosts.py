@@ -192,7 +192,14 @@ KEEP_MEMORY = MappingProxyType({"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_
 thousand page faults a step, 8 % of its CPU time. With these it keeps what it has (in one arena: those of threads end at
 64 MiB). Other C libraries do not know them."""
 
-DEFAULTS = MappingProxyType({**COPIES_PAST_CACHES, **KEEP_MEMORY})
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"
+"""Memory in huge pages, where the kernel gives them to who asks: every task reads its weights from end to end, and a
+page of 4 KiB has to be looked up anew each time."""
+
+DEFAULTS = MappingProxyType(
+    {**KEEP_MEMORY, "GLIBC_TUNABLES": ":".join([COPIES_PAST_CACHES["GLIBC_TUNABLES"], _HUGE_PAGES])}
+)
+"""For an actor's process, below its host's own settings."""
 
 
 def defaults(settings: Settings) -> dict[str, str]:

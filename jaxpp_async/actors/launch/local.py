@@ -87,7 +87,7 @@ class LocalLauncher:
             cpus=self._settings.cpus,
             pin_cores=self._pin_cores,
             gpus=spec.gpus,
-            defaults=defaults(self._settings),
+            defaults={**defaults(self._settings), **spec.defaults},
         )
 
 

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxpp_async.actors.launch.explain import Explanation
+from jaxpp_async.actors.launch.host_program import NotUpError, Stream
 from jaxpp_async.actors.launch.hosts import Host, Placement
-from jaxpp_async.actors.launch.keeper_link import KeeperError, Stream
 from jaxpp_async.actors.launch.remote import RemoteLauncher
 from jaxpp_async.actors.lifeline import BEAT_S
 from jaxpp_async.actors.warden import Death, Lines
@@ -136,7 +136,7 @@ class RayReach:
         )(KeeperRunner)
         return _RayStream(self._ray, runner.remote(list(command)), on_line, self._beat_s)
 
-    def explain(self, host: Host, error: KeeperError) -> Explanation | None:
+    def explain(self, host: Host, error: NotUpError) -> Explanation | None:
         """See `Reach`."""
         text = "\n".join(error.said)
         if f"No module named '{_NAME}" in text or "ray.exceptions" not in text:
@@ -265,7 +265,7 @@ def _import_ray() -> Any:
         raise InstallError(
             f"launcher='ray' needs the package ray, which does not import here ({error}); install it with: "
             "pip install 'jaxpp-async[ray]'"
-        ) from error
+        ) from None
     return ray
 
 

@@ -26,8 +26,9 @@ from jaxpp_async.actors.launch.addresses import ANY, address_towards, control_ad
 from jaxpp_async.actors.launch.base import DEFAULT_ACTOR, ActorHandle, LaunchSpec, make_process_transport
 from jaxpp_async.actors.launch.display import HostLines
 from jaxpp_async.actors.launch.explain import Explanation, explain_python
+from jaxpp_async.actors.launch.host_program import NotUpError, Stream
 from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, defaults, environment, place
-from jaxpp_async.actors.launch.keeper_link import KeeperError, KeeperLink, Stream
+from jaxpp_async.actors.launch.keeper_link import KeeperLink
 from jaxpp_async.actors.launch.local import print_to_stderr
 from jaxpp_async.actors.lifeline import BEAT_S
 from jaxpp_async.actors.warden import Death, Process, Warden
@@ -75,7 +76,7 @@ class Reach(Protocol):
         """
         ...
 
-    def explain(self, host: Host, error: KeeperError) -> Explanation | None:
+    def explain(self, host: Host, error: NotUpError) -> Explanation | None:
         """Why there is no keeper, if it has to do with the way there."""
         ...
 
@@ -215,7 +216,7 @@ class RemoteLauncher:
             await link.aclose(0.0)
             if isinstance(error, OSError):
                 error = self._failure(host, actor_id, Explanation(f"could not be reached: {error}", ""), ())
-            elif isinstance(error, KeeperError):
+            elif isinstance(error, NotUpError):
                 found = self._reach.explain(host, error) or explain_python(host, python, error.said, error.ended)
                 error = self._failure(host, actor_id, found, error.said)
             if not isinstance(error, asyncio.CancelledError):
@@ -253,7 +254,7 @@ class RemoteLauncher:
             cache_dir=self._cache_dir,
             gpus=spec.gpus,
             gpus_are_its_own=self._reach.keeper_each,
-            defaults=defaults(settings),
+            defaults={**defaults(settings), **spec.defaults},
         )
 
     def _note_started(self, placement: Placement, spec: LaunchSpec) -> None:
@@ -292,7 +293,7 @@ class CommandReach:
         spawned = self._warden.spawn(self._command(placement, keeper), os.environ, b"", on_line)
         return ProcessStream(self._warden, await asyncio.wrap_future(spawned))
 
-    def explain(self, host: Host, error: KeeperError) -> Explanation | None:
+    def explain(self, host: Host, error: NotUpError) -> Explanation | None:
         """See `Reach`: nothing is known of this way."""
         return None
 
@@ -326,5 +327,4 @@ class ProcessStream:
 def _is_over(task: asyncio.Task[KeeperLink]) -> bool:
     if task.cancelled() or task.exception() is not None:
         return True
-    over = task.result().over
-    return over is not None and over.done()
+    return task.result().is_over

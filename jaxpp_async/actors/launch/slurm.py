@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpp_async.actors.launch.explain import Explanation
+from jaxpp_async.actors.launch.host_program import NotUpError
 from jaxpp_async.actors.launch.hosts import Host, Placement
-from jaxpp_async.actors.launch.keeper_link import KeeperError
 from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
 from jaxpp_async.actors.lifeline import BEAT_S
 from jaxpp_async.errors import MeshError
@@ -50,7 +50,7 @@ class SlurmReach(CommandReach):
     def __init__(self, version: tuple[int, ...], *, beat_s: float = BEAT_S):
         super().__init__(lambda placement, keeper: srun_command(placement, keeper, version), beat_s=beat_s)
 
-    def explain(self, host: Host, error: KeeperError) -> Explanation | None:
+    def explain(self, host: Host, error: NotUpError) -> Explanation | None:
         """See `Reach`."""
         return explain_srun(error.said, is_late=error.ended is None)
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpp_async.actors.launch.explain import Explanation, explain_ssh
+from jaxpp_async.actors.launch.host_program import NotUpError
 from jaxpp_async.actors.launch.hosts import Host
-from jaxpp_async.actors.launch.keeper_link import KeeperError
 from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
 from jaxpp_async.actors.lifeline import BEAT_S
 from jaxpp_async.errors import MeshError
@@ -76,7 +76,7 @@ class SSHReach(CommandReach):
         """The names that ssh's configuration has for the hosts, which may be aliases."""
         return list(await asyncio.gather(*(self._resolve(host) for host in hosts)))
 
-    def explain(self, host: Host, error: KeeperError) -> Explanation | None:
+    def explain(self, host: Host, error: NotUpError) -> Explanation | None:
         """See `Reach`."""
         return explain_ssh(host, error.said, error.ended, is_logged_in=error.is_logged_in)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpp_async.program import ActorId, ProcessId
+from jaxpp_async.program import ProcessId
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class OfferLinks:
-    """Say how programs reach this actor, and make ids for communicators. Only with transport `"nccl"`. Answer:
+    """Say how programs reach this process, and make ids for communicators. Only with transport `"nccl"`. Answer:
     `LinksOffered`.
 
     Args:
-        num_ids: how many: one for each new link that this actor is the `maker` of.
+        num_ids: how many: one for each new link that this process is the `maker` of.
     """
 
     request: int
@@ -83,15 +83,16 @@ class OfferLinks:
 
 @dataclass(frozen=True, slots=True)
 class JoinLink:
-    """One direction between two actors, from device to device of the same position (`transport.nccl_plan.Link`).
+    """One direction between two processes, from a device to a device (`transport.nccl_plan.Link`).
 
     Args:
         unique_id: made by the lower of the two.
     """
 
-    sender: ActorId
-    receiver: ActorId
-    device: int
+    sender: ProcessId
+    receiver: ProcessId
+    from_device: int
+    to_device: int
     unique_id: bytes
 
 
@@ -105,7 +106,7 @@ class JoinLinks:
     """
 
     request: int
-    addresses: dict[ActorId, bytes]
+    addresses: dict[ProcessId, bytes]
     links: tuple[JoinLink, ...]
 
 
@@ -132,7 +133,7 @@ class Hardware:
         kind: as JAX names them, such as `"cpu"` or `"NVIDIA H100 80GB HBM3"`.
         count: how many the actor has.
         memory_bytes: of one; 0: not known, or the host's.
-        cuda: version of the CUDA runtime, such as `"13.0"`; empty without GPUs.
+        cuda: version of the CUDA that JAX's plugin is for, such as `"13.0"`, or `"13"`; empty without GPUs.
         driver: the newest CUDA that the host's driver knows, written alike.
         gpus: the UUIDs of GPUs, or of parts of one (MIG); empty without GPUs.
         memory_fraction: how much of each GPU's memory JAX takes beforehand; 0: none.
@@ -175,7 +176,7 @@ class Connected:
     """
 
     request: int
-    routes: dict[ActorId, tuple[str, ...]]
+    routes: dict[ProcessId, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
