@@ -236,17 +236,17 @@ class Direct:
         memory, link, (serial, ticket) = transfer.memory, transfer.link, offer
         assert memory is not None
         try:
-            target = link.neighbour.place(ticket)
+            placed = link.neighbour.place(ticket)
         except (OSError, ValueError):
             return False
         at_once = memory.size_bytes <= _PIECE_BYTES and not self._copies
         if at_once:
-            ctypes.memmove(target, memory.address, memory.size_bytes)
-        link.neighbour.note(target, ticket, serial * 2 + at_once)
+            ctypes.memmove(placed.address, memory.address, memory.size_bytes)
+        placed.mark.value = serial * 2 + at_once
         if not self._carrier.post_own_send(link, _EMPTY, transfer.tag, None):
             return False
         if not at_once:
-            self._queue(_Copy(transfer, target, _own_tag(transfer.tag, _OFFERED_CHANNEL, serial)))
+            self._queue(_Copy(transfer, placed.address, _own_tag(transfer.tag, _OFFERED_CHANNEL, serial)))
             return True
         # Told in the loop's next pass: whoever awaits one send after another would wait for no offer otherwise.
         self._ended.append(transfer)
@@ -301,7 +301,7 @@ class Direct:
     def _begin(self, transfer: Transfer, data_tag: int, ticket: BlockTicket) -> None:
         assert transfer.memory is not None
         try:
-            target = transfer.link.neighbour.place(ticket)
+            target = transfer.link.neighbour.place(ticket).address
         except (OSError, ValueError):
             self._carrier.post_own_send(transfer.link, _bytes(_END.size, _END.pack(_MESSAGE_FOLLOWS)), data_tag, None)
             self._carrier.post_own_send(transfer.link, transfer.memory, data_tag, transfer)
@@ -369,7 +369,7 @@ class Direct:
         block = memory.owner
         if self._ring is None or not isinstance(block, SharedBlock) or block.ticket is None:
             return
-        block.clear_mark()
+        block.mark.value = 0
         transfer.offer = self._ring.put(transfer.tag | link.sender_bits, number, block.ticket)
 
     def heard(self, transfer: Transfer, status: int, length: int) -> tuple[int, int] | None:
@@ -388,7 +388,7 @@ class Direct:
             self._refuse(transfer, announced)
         elif serial:
             assert transfer.memory is not None
-            mark = transfer.memory.owner.mark if status == STATUS_OK and length == 0 else 0
+            mark = transfer.memory.owner.mark.value if status == STATUS_OK and length == 0 else 0
             if mark == serial * 2 + 1:
                 return STATUS_OK, transfer.size_bytes
             if mark == serial * 2:

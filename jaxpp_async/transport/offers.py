@@ -97,8 +97,10 @@ class LinkOffers:
 
     def take(self, tag: int) -> Offer | None:
         """The offer for the next message to be sent under a tag, if it is here. It is not handed out again."""
-        self._read()
-        return self._held.pop((tag, self.sent.get(tag, 0)), None)
+        key = (tag, self.sent.get(tag, 0))
+        if key not in self._held:
+            self._read()
+        return self._held.pop(key, None)
 
     def _read(self) -> None:
         ring = self._ring

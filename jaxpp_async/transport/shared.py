@@ -61,9 +61,10 @@ class SharedBlock:
         address, size_bytes: of the data. It starts at a page, and stays where it is for as long as `array` lives.
         array: the same as flat uint8.
         ticket: for peers; None once the memory can no longer be shared.
+        mark: what the sender has noted in it.
     """
 
-    __slots__ = ("__weakref__", "_descriptor", "_end", "_whole", "address", "array", "size_bytes", "ticket")
+    __slots__ = ("__weakref__", "_descriptor", "_end", "_whole", "address", "array", "mark", "size_bytes", "ticket")
 
     def __init__(self, size_bytes: int):
         self._descriptor, key = _make_file(_whole_bytes(size_bytes))
@@ -74,6 +75,7 @@ class SharedBlock:
             raise
         self.array = self._whole[:size_bytes]
         self.address, self.size_bytes = self.array.ctypes.data, size_bytes
+        self.mark = ctypes.c_uint64.from_address(self.address + self._whole.size - _TRAILER_BYTES + _MARK_AT)
         self._share(key)
 
     @classmethod
@@ -85,15 +87,6 @@ class SharedBlock:
             return cls(size_bytes)
         except OSError:
             return None
-
-    @property
-    def mark(self) -> int:
-        """What the sender has noted in it."""
-        return _mark(self.address, self.size_bytes).value
-
-    def clear_mark(self) -> None:
-        """Note nothing, before it is offered."""
-        _mark(self.address, self.size_bytes).value = 0
 
     def retire(self) -> None:
         """Put other memory, all zeros, at the same addresses: what a peer still writes goes into the old.
@@ -171,6 +164,23 @@ class Board:
             self._descriptor = -1
 
 
+class Placed:
+    """A neighbour's block, mapped here.
+
+    Attributes:
+        address: of its first byte. size_bytes: of all of it, trailer included.
+        freed: whether its owner has let go of it. mark: how far this side has come, for its owner.
+    """
+
+    __slots__ = ("_whole", "address", "freed", "mark", "size_bytes")
+
+    def __init__(self, whole: np.ndarray):
+        self._whole, self.address, self.size_bytes = whole, whole.ctypes.data, whole.size
+        trailer = self.address + self.size_bytes - _TRAILER_BYTES
+        self.freed = ctypes.c_uint8.from_address(trailer + _KEY_BYTES)
+        self.mark = ctypes.c_uint64.from_address(trailer + _MARK_AT)
+
+
 class Neighbour:
     """A process on this host: its board, and its blocks as they are mapped here.
 
@@ -181,7 +191,7 @@ class Neighbour:
     def __init__(self, pid: int, key: bytes, board: np.ndarray):
         self._pid, self.key = pid, key
         self._rows, self._seen, self.ring = _board_parts(board)
-        self._blocks: dict[bytes, np.ndarray] = {}
+        self._blocks: dict[bytes, Placed] = {}
         self._answered: set[int] = set()
 
     @classmethod
@@ -213,29 +223,24 @@ class Neighbour:
         """Whether the neighbour says that it reads this board."""
         return board.name in self._seen.tobytes()
 
-    def place(self, ticket: BlockTicket) -> int:
+    def place(self, ticket: BlockTicket) -> Placed:
         """Where a block of the neighbour's lies here, all of its bytes.
 
         Raises:
             OSError, ValueError: it cannot be mapped, or is not what the ticket says.
         """
-        known = self._blocks.get(ticket.key)
-        if known is not None and known[_KEY_BYTES - _TRAILER_BYTES]:
-            raise ValueError("its owner has let go of it")
-        if known is None:
+        placed = self._blocks.get(ticket.key)
+        if placed is None:
             self.forget_freed()
             whole = _open(self._pid, ticket.descriptor, _whole_bytes(ticket.size_bytes), writable=True)
             if whole[-_TRAILER_BYTES:][:_KEY_BYTES].tobytes() != ticket.key:
                 raise ValueError("another block is there")
-            self._blocks[ticket.key] = whole
-        block = self._blocks[ticket.key]
-        if block.size != _whole_bytes(ticket.size_bytes):
+            placed = self._blocks[ticket.key] = Placed(whole)
+        if placed.size_bytes != _whole_bytes(ticket.size_bytes):
             raise ValueError("the block is of another size")
-        return block.ctypes.data
-
-    def note(self, target: int, ticket: BlockTicket, mark: int) -> None:
-        """Say to the owner of a block, which lies at `target`, how far this side has come."""
-        _mark(target, ticket.size_bytes).value = mark
+        if placed.freed.value:
+            raise ValueError("its owner has let go of it")
+        return placed
 
     def forget(self) -> None:
         """Keep no block of the neighbour's."""
@@ -243,9 +248,8 @@ class Neighbour:
 
     def forget_freed(self) -> None:
         """Keep no block that the neighbour has let go of: its memory is in use for as long as it is mapped here."""
-        for key, whole in list(self._blocks.items()):
-            if whole[_KEY_BYTES - _TRAILER_BYTES]:
-                del self._blocks[key]
+        for key in [key for key, placed in self._blocks.items() if placed.freed.value]:
+            del self._blocks[key]
 
 
 class _Mapping:
@@ -259,11 +263,6 @@ class _Mapping:
             "version": 3,
         }
         weakref.finalize(self, _libc().munmap, address, size_bytes).atexit = False
-
-
-def _mark(address: int, size_bytes: int) -> ctypes.c_uint64:
-    """A block's mark, by the address and size of its data."""
-    return ctypes.c_uint64.from_address(address + _whole_bytes(size_bytes) - _TRAILER_BYTES + _MARK_AT)
 
 
 def _whole_bytes(size_bytes: int) -> int:
