@@ -64,7 +64,7 @@ demo: setup
 	@$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Installs Debian packages whose commands are missing, where that is possible: $(call installed,command:package ...)
 SBIN := PATH="$$PATH:/usr/sbin:/sbin"

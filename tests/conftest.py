@@ -1,5 +1,6 @@
 """Settings for the whole suite, before anything starts JAX; `--golden` rewrites golden files."""
 
+import gc
 import os
 import pathlib
 import socket
@@ -13,6 +14,17 @@ if ON_GPU:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # actors share the GPU with this process
     jax.config.update("jax_default_matmul_precision", "highest")  # else float32 is multiplied as TensorFloat-32
 jax.config.update("jax_platforms", "cuda,cpu" if ON_GPU else "cpu")
+
+# Compiling is what the suite costs when nothing is cached, and XLA's optimizations are more than half of that. Actors
+# inherit it, so plain JAX and they still compile alike; who sets XLA_FLAGS (also to nothing) gets what users get. XLA
+# ends a process over a flag it does not know: only for versions that were tried.
+QUICK_COMPILES = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+if not ON_GPU and jax.__version_info__ < (0, 11):
+    os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILES))
 jax.config.update("jax_num_cpu_devices", 4)
 
 # Compiling is what the suite costs: meshes, plain JAX and later runs share their executables. One folder a host, since
@@ -26,3 +38,40 @@ jax_config.write_cache_whole()  # files of tests run side by side
 
 def pytest_addoption(parser):
     parser.addoption("--golden", action="store_true", help="rewrite golden files instead of comparing with them")
+
+
+# What costs most, first: `make test` gives files to two workers in this order, and none is left with a long one at the
+# end. A file that is missing here only comes later.
+LONG_FILES = (
+    "torture/test_programs.py",
+    "test_numerics.py",
+    "test_example_models.py",
+    "test_failures.py",
+    "test_api.py",
+    "test_hung_actors.py",
+    "test_restarts.py",
+    "fuzz/test_fuzz.py",
+    "test_cancellation.py",
+    "test_example_model.py",
+    "test_checkpoint.py",
+    "test_doctor.py",
+    "test_control_plane.py",
+    "test_drivers.py",
+    "test_device_buffers.py",
+    "torture/test_outside_the_loop.py",
+    "test_failure_cases.py",
+    "test_transport_ucx.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Long files first; else as they were."""
+    tests = pathlib.Path(__file__).parent
+    ranks = {tests / name: rank for rank, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+def pytest_collection_finish():
+    """What is loaded by now stays: the collector need not look through JAX and all tests again and again."""
+    gc.collect()
+    gc.freeze()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from planning import plan_step
 
 import jaxpp_async as jpp
 from jaxpp_async import jax_compat, mesh_options
-from jaxpp_async.actors import cuda, gpus
+from jaxpp_async.actors import cuda, device_work, gpus
 from jaxpp_async.actors.actor_info import ActorInfo, of_actor
 from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.gpus import GpuShare, Visible, gpu_environment, host_gpus, memory_fraction, read_visible, share
@@ -29,7 +30,7 @@ from jaxpp_async.actors.launch.base import LaunchSpec
 from jaxpp_async.actors.launch.hosts import KEEP_MEMORY, Settings, defaults
 from jaxpp_async.compiler.emit import emit
 from jaxpp_async.errors import ActorError, LaunchError, MeshError, UnsupportedError
-from jaxpp_async.transport import nccl_library
+from jaxpp_async.transport import nccl_library, ucx_context
 
 FOUR = ("0", "1", "2", "3")
 
@@ -414,6 +415,44 @@ def test_the_cuda_that_hosts_agree_on_is_the_one_that_jax_is_for(monkeypatch, sa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in there or None)
     device = SimpleNamespace(client=SimpleNamespace(platform_version=said))
     assert cuda._jax_cuda(device) == cuda_version
+
+
+@pytest.mark.parametrize(
+    "names, environ, says",
+    [
+        (("tcp/eth0", "cuda_copy/cuda"), {}, None),
+        ((), {}, None),  # in words that are not known
+        (("tcp/eth0",), {"UCX_TLS": "rc,tcp"}, "UCX_TLS=rc,tcp leaves it out: add cuda"),
+        (("tcp/eth0",), {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}, "built with CUDA, or pip's: unset RAPIDS"),
+        (("tcp/eth0",), {}, "doctor --platform cuda"),
+    ],
+)
+def test_a_ucx_that_would_take_gpu_memory_for_the_hosts_is_an_error(monkeypatch, names, environ, says):
+    lines = [f"#         resource {i:2} :  md {i}  dev {i}  flags -- {name}" for i, name in enumerate(names)]
+    context = SimpleNamespace(info="\n".join(["#", *lines]))
+    monkeypatch.setattr(ucx_context.process_context, "acquire", lambda: (None, context))
+    monkeypatch.setattr(ucx_context.process_context, "release", lambda: None)
+    for name in ("UCX_TLS", "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    if says is None:
+        ucx_context.check_takes_gpu_memory()
+        return
+    with pytest.raises(MeshError, match=f"cannot take GPU memory, it has no cuda_copy; .*{re.escape(says)}"):
+        ucx_context.check_takes_gpu_memory()
+
+
+def test_a_run_is_waited_for_by_a_result_that_stops_no_thread():
+    wide, narrow, empty = (jnp.zeros(n, dtype) for n, dtype in ((2, "float32"), (2, "float8_e4m3fn"), (0, "float32")))
+    for outputs, sign in (
+        ([wide, narrow, empty], wide),
+        ([narrow, empty], narrow),
+        ([empty], empty),
+        ([narrow, wide, wide], wide),
+    ):
+        assert device_work._sign_of(outputs)[0] is sign
+    assert list(device_work._sign_of([])) == []
 
 
 def test_an_actor_tells_which_gpus_it_has():

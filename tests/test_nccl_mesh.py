@@ -225,7 +225,8 @@ def test_actors_without_a_gpu_are_an_error_before_anything_starts():
 
 
 def test_actors_with_gpus_get_the_environment_that_waiting_kernels_need(monkeypatch):
-    mesh = RemoteMesh(2, transport="nccl", platform="cuda", env={"CUDA_MODULE_LOADING": "LAZY"})
+    options = {"spmd_mesh": {"data": 2}, "processes_per_actor": 2}
+    mesh = RemoteMesh(2, transport="nccl", platform="cuda", env={"CUDA_MODULE_LOADING": "LAZY"}, **options)
     assert mesh._config.env == {"CUDA_MODULE_LOADING": "LAZY"}
     assert mesh._config.defaults == {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
     spec = LaunchSpec(0, 2, 0, b"", ("127.0.0.1", 1), env=mesh._config.env, defaults=mesh._config.defaults)

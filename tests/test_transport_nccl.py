@@ -19,7 +19,7 @@ from jaxpp_async.transport import nccl_end
 from jaxpp_async.transport.buffers import memory_of
 from jaxpp_async.transport.nccl import NcclTransport
 from jaxpp_async.transport.nccl_library import NcclFailure, load_library
-from jaxpp_async.transport.nccl_plan import Line, Link, Queue, Turn, batches, order_of
+from jaxpp_async.transport.nccl_plan import Line, Link, Queue, Turn, batches, order_of, rounds
 
 
 class SelfJoining(NcclTransport):
@@ -143,6 +143,25 @@ def test_an_order_has_each_sequence_once():
 def test_ids_are_made_by_the_lower_number_and_links_in_one_order_by_all():
     links = [Link(2, 0), Link(1, 2), Link(0, 2, 1, 1), Link(0, 2), Link(2, 1), Link(0, 2)]
     assert batches(links) == {0: [Link(0, 2), Link(0, 2, 1, 1), Link(2, 0)], 1: [Link(1, 2), Link(2, 1)]}
+
+
+@pytest.mark.parametrize(
+    ("links", "most"),
+    [
+        ([Link(a, b, d, d) for k in range(63) for a, b in ((k, k + 1), (k + 1, k)) for d in range(2)], 8),
+        ([Link(a, b) for a in range(8) for b in range(8) if a != b], 16),
+        ([Link(a, b) for k in range(0, 8, 2) for a, b in ((k, k + 1), (k + 1, k))], 2),
+        ([], 0),
+    ],
+    ids=["a pipeline of 64, two devices each", "everyone with everyone", "pairs", "none"],
+)
+def test_links_are_made_in_few_rounds_in_which_nobody_waits_for_others(links, most):
+    found = rounds([*links, *links])
+    assert sorted(link for at_once in found for link in at_once) == sorted(links)
+    assert len(found) <= most
+    for at_once in found:
+        ends = [end for link in at_once for end in link[:2]]
+        assert len(ends) == len(set(ends))
 
 
 def orders(*sequences: int):

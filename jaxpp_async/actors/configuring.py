@@ -27,6 +27,7 @@ from jaxpp_async.actors.snapshots import Snapshots
 from jaxpp_async.actors.store import Store
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.planes import Planes, open_planes
+from jaxpp_async.transport.ucx_context import check_takes_gpu_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,8 @@ async def open_parts(
     if door is not None:
         door.enter()  # on this thread, and before UCX begins: it keeps to the context that it finds
     planes = open_planes(message.transport, message.epoch, make_transport)
+    if not devices.is_cpu and message.transport == "ucx":
+        check_takes_gpu_memory()
     layouts = Layouts(devices)
     shared = inline and len(devices.devices) > 1
     name = f"jaxpp-actor-{seat.process}"

@@ -156,7 +156,7 @@ class _CupyLane:
     def mark(self, arrays: Sequence[jax.Array]) -> Mark:
         ordinals: dict[int, None] = {}
         for part in _parts(arrays):
-            if part.dtype.name.startswith(_NO_DLPACK):
+            if not waits_elsewhere(part):
                 part.block_until_ready()
                 continue
             (device,) = part.devices()
@@ -200,6 +200,11 @@ class _EventMark:
             event.synchronize()
         if self._failure is not None:
             raise self._failure
+
+
+def waits_elsewhere(array: jax.Array) -> bool:
+    """Whether a stream can be told to wait for this array, so that no thread has to."""
+    return not array.dtype.name.startswith(_NO_DLPACK)
 
 
 def _parts(arrays: Sequence[jax.Array]) -> Iterable[Any]:

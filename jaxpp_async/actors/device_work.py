@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import jax
 
-from jaxpp_async.actors.cuda import DeviceCopy, DeviceDoor, Mark
+from jaxpp_async.actors.cuda import DeviceCopy, DeviceDoor, Mark, waits_elsewhere
 
 Then: TypeAlias = Callable[[float, Exception | None], object]
 """Called on the event loop with the time (`time.monotonic`) at which a mark was reached, and why it was not."""
@@ -91,5 +91,7 @@ class _Watcher:
 
 
 def _sign_of(outputs: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """One of a run's results, to tell by when it has computed; the last that holds anything."""
-    return next(((array,) for array in reversed(outputs) if array.size), outputs[-1:])
+    """One of a run's results, to tell by when it has computed: the last that holds anything, and of a type that can be
+    waited for without stopping this thread, if there is one."""
+    held = [array for array in reversed(outputs) if array.size]
+    return [*filter(waits_elsewhere, held), *held, *outputs[-1:]][:1]

@@ -22,7 +22,7 @@ from jaxpp_async.actors.programs import Programs
 from jaxpp_async.actors.scattering import Scattering
 from jaxpp_async.errors import ProtocolError
 from jaxpp_async.program import ActorId, ActorProgram, Aval, ProcessId, Recv, Send, Tag
-from jaxpp_async.transport.nccl_plan import Link, batches
+from jaxpp_async.transport.nccl_plan import Link, batches, rounds
 from jaxpp_async.transport.planes import is_ordered
 
 
@@ -42,7 +42,7 @@ class Message(NamedTuple):
 
 
 def links_of(parts: Mapping[ActorId, ActorProgram], scattering: Scattering) -> list[Link]:
-    """The links that a program transfers on, in the order in which everyone makes them.
+    """The links that a program transfers on, in ascending order.
 
     Args:
         parts: of all its actors. scattering: how their arrays lie.
@@ -155,10 +155,10 @@ class Linking:
         return self._made.issuperset(links)
 
     async def _make(self, links: Sequence[Link]) -> None:
-        """One exchange of ids, then everyone joins his links in ascending order."""
+        """One exchange of ids, then everyone joins his links, in an order that is the same for all."""
         if self._has(links):
             return
-        epoch, new = self._epoch, sorted(set(links) - self._made)
+        epoch, new = self._epoch, [link for made_at_once in rounds(set(links) - self._made) for link in made_at_once]
         ends = sorted({end for link in new for end in (link.sender, link.receiver)})
         makers = batches(new)
         offers: dict[ProcessId, LinksOffered] = await self._crew.ask_each(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 from jaxpp_async.errors import InstallError, MeshError
-from jaxpp_async.transport.ucx_context import process_context
+from jaxpp_async.transport.ucx_context import process_context, resources
 
 
 def main() -> None:
@@ -19,14 +18,6 @@ def main() -> None:
         return
     version = ".".join(map(str, ucxx.get_ucx_version()))
     print(json.dumps({"version": version, "library": _library(), "resources": resources(context.info)}))
-
-
-def resources(text: str) -> list[tuple[str, str]]:
-    """Transports and their devices, from UCX's own words (`ucp_context_print_info`).
-
-    Lines such as `resource 1  :  md 1  dev 1  flags -- tcp/eth0`.
-    """
-    return re.findall(r"^#\s+resource\s+\d+\s*:.*\s([\w.-]+)/(\S+)\s*$", text, re.MULTILINE)
 
 
 def _library() -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
@@ -37,8 +38,6 @@ in the environment has its way instead."""
 
 class Link(NamedTuple):
     """One direction between a device of one process and a device of another: a communicator of its own.
-
-    Links are made in ascending order everywhere, so that no two processes wait for each other in a circle.
 
     Args:
         sender, receiver: processes.
@@ -190,6 +189,25 @@ class Queue(Generic[T]):
         """Give up what waits for its turn."""
         held, self._held = list(self._held.values()), {}
         return held
+
+
+def rounds(links: Iterable[Link]) -> list[list[Link]]:
+    """The order in which links are made: each process makes its own one by one, round after round.
+
+    It is one order for all, so that nobody waits in a circle. And nobody waits long: in a round each process has one
+    link at most, and as few rounds follow each other as is easy to find. (In ascending order the last of a pipeline
+    would wait until all before it have made theirs.)
+    """
+    found: list[list[Link]] = []
+    taken: dict[ProcessId, set[int]] = {}
+    for link in sorted(set(links)):
+        ends = [taken.setdefault(end, set()) for end in (link.sender, link.receiver)]
+        at = next(k for k in count() if not any(k in of_end for of_end in ends))
+        for of_end in ends:
+            of_end.add(at)
+        found += [[]] * (at == len(found))
+        found[at] = [*found[at], link]
+    return found
 
 
 def batches(links: Iterable[Link]) -> dict[ProcessId, list[Link]]:

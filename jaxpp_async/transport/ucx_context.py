@@ -6,6 +6,7 @@ It never overrides a setting that the user has made, and never makes a second co
 from __future__ import annotations
 
 import os
+import re
 import socket
 from typing import Any
 
@@ -78,6 +79,34 @@ def _check_devices(names: str) -> None:
         )
 
 
+def resources(text: str) -> list[tuple[str, str]]:
+    """Transports and their devices, from UCX's own words (`ucp_context_print_info`).
+
+    Lines such as `resource 1  :  md 1  dev 1  flags -- tcp/eth0`.
+    """
+    return re.findall(r"^#\s+resource\s+\d+\s*:.*\s([\w.-]+)/(\S+)\s*$", text, re.MULTILINE)
+
+
+def check_takes_gpu_memory() -> None:
+    """Raises:
+    MeshError: UCX here does not know GPU memory. It would take its addresses for the host's, and end the process.
+    """
+    _, context = process_context.acquire()
+    try:
+        names = {name for name, _ in resources(context.info)}
+    finally:
+        process_context.release()
+    if not names or any(name.startswith("cuda") for name in names):
+        return
+    if given := os.environ.get("UCX_TLS"):
+        remedy = f"UCX_TLS={given} leaves it out: add cuda"
+    elif _wants_system_ucx():
+        remedy = f"take a UCX that is built with CUDA, or pip's: unset {_SYSTEM_UCX}"
+    else:
+        remedy = "is it built with CUDA, and is the driver there (`python -m jaxpp_async doctor --platform cuda`)?"
+    raise MeshError(f"UCX on host {socket.gethostname()} cannot take GPU memory, it has no cuda_copy; {remedy}")
+
+
 def shares_memory() -> bool:
     """Whether `UCX_TLS` lets processes of one host share memory: a user who keeps UCX from it keeps us from it too."""
     names = os.environ.get("UCX_TLS", _ENVIRONMENT["UCX_TLS"])
@@ -102,7 +131,11 @@ def _import_ucxx() -> Any:
     return libucxx
 
 
+def _wants_system_ucx() -> bool:
+    return os.environ.get(_SYSTEM_UCX, "false").lower() != "false"
+
+
 def _import_remedy() -> str:
-    if os.environ.get(_SYSTEM_UCX, "false").lower() != "false":
+    if _wants_system_ucx():
         return f"it looks for the system's UCX first ({_SYSTEM_UCX}): have it find a newer one, or unset that"
     return "install it with: pip install 'jaxpp-async[cpu]'  (with GPUs: 'jaxpp-async[cuda13]' or '[cuda12]')"
