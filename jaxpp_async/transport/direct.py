@@ -45,7 +45,8 @@ from jaxpp_async.transport.shared import BlockTicket, Board, Neighbour, SharedBl
 from jaxpp_async.transport.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED
 
 DIRECT_BYTES = 1 << 20
-"""Messages from this size on, where the receive was offered."""
+"""Messages from this size on, where the receive was offered. With four in flight 1 MiB is a tenth faster than by UCX, 4
+MiB 1.3 times, and twice where other work has the cores now and then: one copy needs one of the two sides awake."""
 
 ANSWER_BYTES = 4 << 20
 """And from this size on where it was not. Below it UCX's second copy, by another core, takes less time than three
@@ -258,6 +259,8 @@ class Direct:
         ended, self._ended = self._ended, deque()
         for transfer in ended:
             self._carrier.finish(transfer, STATUS_OK, 0)
+            if transfer.link.neighbour is not None:
+                transfer.link.neighbour.forget_freed()
 
     def _announce(self, transfer: Transfer) -> bool:
         """Send a header, if the message is large enough. False: not possible now; nothing has been sent."""
