@@ -81,7 +81,7 @@ def pieces(monkeypatch) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("size", [DIRECT_BYTES, DIRECT_BYTES + 1, ANSWER_BYTES])
+@pytest.mark.parametrize("size", [DIRECT_BYTES, DIRECT_BYTES + 1, direct._PIECE_BYTES])
 async def test_offered_messages_need_no_answer(pair, pieces, monkeypatch, size):
     a, b = pair
     monkeypatch.setattr(a._direct, "_announce", None)

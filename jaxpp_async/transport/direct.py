@@ -4,10 +4,10 @@ UCX copies such a message twice, into a queue in shared memory and out of it. He
 
     receiver  OFFER     when it posts a receive: the block to write to, in a ring that the sender reads (`offers.py`)
     sender    (writes)  where it holds the offer for its message
-    sender    EMPTY     in place of the message, under its tag; the block says: it is written, or: an END follows
+    sender    EMPTY     in place of the message, under its tag; the block says that it is written
 
 A sender who holds no offer, for the receive is not posted yet or has no such block, sends a message like any other;
-only where it is so large that waiting for an answer is worth it:
+and where it is so large that it is written in pieces, and waiting for an answer costs little beside:
 
     sender    HEADER    in place of the message, under its tag: how large it is, and a serial number
     receiver  ANSWER    the block to write to, or "as a message, please", or "that is not the size"
@@ -49,8 +49,9 @@ DIRECT_BYTES = 1 << 20
 MiB 1.3 times, and twice where other work has the cores now and then: one copy needs one of the two sides awake."""
 
 ANSWER_BYTES = 4 << 20
-"""And from this size on where it was not. Below it UCX's second copy, by another core, takes less time than three
-things said to a process that may be asleep. At 16 MiB 1.6 times as fast as UCX, at 4 MiB even with it."""
+"""And from this size on where it was not; what is larger than a piece is never offered. Below it UCX's second copy, by
+another core, takes less time than three things said to a process that may be asleep. At 16 MiB 1.6 times as fast as
+UCX, at 4 MiB even with it."""
 
 _PATIENCE_S, _MOST_IN_VAIN, _TRY_AGAIN = 200e-6, 3, 32
 """How long a sender in a hurry waits for an offer, how often in a row in vain, and which message after that waits all
@@ -69,7 +70,7 @@ _END = struct.Struct("<B")
 _REFUSED, _AS_MESSAGE, _WRITE = 0, 1, 2
 _WRITTEN, _MESSAGE_FOLLOWS = 1, 2
 
-_OFFERED_CHANNEL, _ANSWER_CHANNEL, _DATA_CHANNEL = 253, 254, 255
+_ANSWER_CHANNEL, _DATA_CHANNEL = 254, 255
 _EMPTY = Memory(0, 0, None)
 _SEQUENCES = 1 << SEQUENCE_BITS
 
@@ -177,6 +178,9 @@ class Direct:
             return False
         if self._send_offered(transfer) or self._announce(transfer):
             return True
+        assert transfer.memory is not None
+        if not _may_be_offered(transfer.memory.size_bytes):
+            return False
         if not hurried or (self._in_vain > _MOST_IN_VAIN and self._in_vain % _TRY_AGAIN):
             self._in_vain += 1
             return False
@@ -187,7 +191,7 @@ class Direct:
     def _send_offered(self, transfer: Transfer) -> bool:
         memory, offers = transfer.memory, transfer.link.offers
         assert memory is not None
-        offer = offers.take(transfer.tag)
+        offer = offers.take(transfer.tag) if _may_be_offered(memory.size_bytes) else None
         if offer is None or offer.ticket.size_bytes != memory.size_bytes or not self._fill(transfer, offer):
             return False
         offers.count(offers.sent, transfer.tag)
@@ -222,7 +226,7 @@ class Direct:
             return True
         is_large = _may_be_written(transfer)
         sent = is_large and self._send_offered(transfer)
-        if not sent and is_large and may_wait:
+        if not sent and may_wait and is_large and _may_be_offered(memory.size_bytes):
             return False
         del self._waiting[transfer]
         if not sent and not (is_large and self._announce(transfer)):
@@ -232,23 +236,17 @@ class Direct:
         return True
 
     def _fill(self, transfer: Transfer, offer: Offer) -> bool:
-        """Write to where a receive waits, a small message at once. False: it cannot be reached, or the link has failed;
-        nothing has been sent."""
+        """Write to where a receive waits. False: it cannot be reached, or the link has failed; nothing was sent."""
         memory, link, (serial, ticket) = transfer.memory, transfer.link, offer
         assert memory is not None
         try:
             placed = link.neighbour.place(ticket)
         except (OSError, ValueError):
             return False
-        at_once = memory.size_bytes <= _PIECE_BYTES and not self._copies
-        if at_once:
-            ctypes.memmove(placed.address, memory.address, memory.size_bytes)
-        placed.mark.value = serial * 2 + at_once
+        ctypes.memmove(placed.address, memory.address, memory.size_bytes)
+        placed.mark.value = serial
         if not self._carrier.post_own_send(link, _EMPTY, transfer.tag, None):
             return False
-        if not at_once:
-            self._queue(_Copy(transfer, placed.address, _own_tag(transfer.tag, _OFFERED_CHANNEL, serial)))
-            return True
         # Told in the loop's next pass: whoever awaits one send after another would wait for no offer otherwise.
         self._ended.append(transfer)
         if len(self._ended) == 1:
@@ -309,10 +307,7 @@ class Direct:
             self._carrier.post_own_send(transfer.link, _bytes(_END.size, _END.pack(_MESSAGE_FOLLOWS)), data_tag, None)
             self._carrier.post_own_send(transfer.link, transfer.memory, data_tag, transfer)
             return
-        self._queue(_Copy(transfer, target, data_tag))
-
-    def _queue(self, copy: _Copy) -> None:
-        self._copies.append(copy)
+        self._copies.append(_Copy(transfer, target, data_tag))
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._copy_piece)
@@ -372,6 +367,8 @@ class Direct:
         block = memory.owner
         if self._ring is None or not isinstance(block, SharedBlock) or block.ticket is None:
             return
+        if not _may_be_offered(memory.size_bytes):
+            return
         block.mark.value = 0
         transfer.offer = self._ring.put(transfer.tag | link.sender_bits, number, block.ticket)
 
@@ -391,12 +388,8 @@ class Direct:
             self._refuse(transfer, announced)
         elif serial:
             assert transfer.memory is not None
-            mark = transfer.memory.owner.mark.value if status == STATUS_OK and length == 0 else 0
-            if mark == serial * 2 + 1:
+            if status == STATUS_OK and length == 0 and transfer.memory.owner.mark.value == serial:
                 return STATUS_OK, transfer.size_bytes
-            if mark == serial * 2:
-                self._await_end(transfer, _own_tag(transfer.tag, _OFFERED_CHANNEL, serial))
-                return None
         if serial and (status, length) != (STATUS_OK, transfer.size_bytes):
             self._withdraw(transfer)
         return status, length
@@ -426,13 +419,10 @@ class Direct:
             self._carrier.post_own_recv(transfer.link, memory, data_tag, transfer)
             self._answer(transfer, serial, _ANSWER.pack(_AS_MESSAGE, 0, bytes(16), 0))
             return
-        self._await_end(transfer, data_tag)
-        self._answer(transfer, serial, _ANSWER.pack(_WRITE, *ticket))
-
-    def _await_end(self, transfer: Transfer, data_tag: int) -> None:
         end = _bytes(_END.size)
         self._num_written += 1
         self._carrier.post_own_recv(transfer.link, end, data_tag, partial(self._hear_end, transfer, data_tag, end))
+        self._answer(transfer, serial, _ANSWER.pack(_WRITE, *ticket))
 
     def _refuse(self, transfer: Transfer, serial: int) -> None:
         """Let the sender of a message of another size go."""
@@ -470,6 +460,10 @@ class Direct:
 def _may_be_written(transfer: Transfer) -> bool:
     memory = transfer.memory
     return memory is not None and memory.size_bytes >= DIRECT_BYTES and not memory.on_device
+
+
+def _may_be_offered(size_bytes: int) -> bool:
+    return DIRECT_BYTES <= size_bytes <= _PIECE_BYTES
 
 
 def _own_tag(tag: int, channel: int, serial: int) -> int:

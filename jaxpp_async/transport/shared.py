@@ -24,7 +24,7 @@ import numpy as np
 
 _KEY_BYTES = 16
 _TRAILER_BYTES = mmap.PAGESIZE
-"""Behind a block's data: its key, whether its owner has let go of it, and how far the sender has come."""
+"""Behind a block's data: its key, whether its owner has let go of it, and which offer the sender has used."""
 
 _MARK_AT = 32
 """Of the trailer: where the sender says so."""
@@ -61,7 +61,7 @@ class SharedBlock:
         address, size_bytes: of the data. It starts at a page, and stays where it is for as long as `array` lives.
         array: the same as flat uint8.
         ticket: for peers; None once the memory can no longer be shared.
-        mark: what the sender has noted in it.
+        mark: which offer the sender has used, as it notes there.
     """
 
     __slots__ = ("__weakref__", "_descriptor", "_end", "_whole", "address", "array", "mark", "size_bytes", "ticket")
@@ -169,7 +169,7 @@ class Placed:
 
     Attributes:
         address: of its first byte. size_bytes: of all of it, trailer included.
-        freed: whether its owner has let go of it. mark: how far this side has come, for its owner.
+        freed: whether its owner has let go of it. mark: the offer that this side has used, for its owner.
     """
 
     __slots__ = ("_whole", "address", "freed", "mark", "size_bytes")
