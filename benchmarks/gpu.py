@@ -261,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(f"written to {harness.write(name, found)}, after {found['took_s']:.0f} s")
     failed = gpu_table.failures(found)
     for text in failed:
-        console.print(f"failed: {text}", markup=False)
+        console.print(f"failed: {text}", markup=False, soft_wrap=True)
     return int(bool(failed))
 
 

@@ -50,8 +50,8 @@ def main() -> int:
     except CheckpointError as error:
         print("\n".join([f"train_gpt.py: error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print("".join(["interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 130
     return 0
 
@@ -67,7 +67,12 @@ def run(
     if options.launcher == "inline":
         jax.config.update("jax_num_cpu_devices", options.dp * options.tp)  # Inline actors share this process's devices.
     pipeline = Pipeline(options, reporter)
-    uvloop.run(pipeline.run(batches, validation))
+    try:
+        uvloop.run(pipeline.run(batches, validation))
+    except KeyboardInterrupt as error:
+        if (saved := pipeline.checkpoints) is not None and (newest := saved.latest()) is not None:
+            error.add_note(f"; the newest checkpoint is {saved.path(newest)}, and --resume goes on from it")
+        raise
 
     if options.verify:
         with reporter.spinner(f"{options.verify} steps with plain jax.jit"):

@@ -17,7 +17,17 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeAlias
 
 Kind: TypeAlias = Literal[
-    "started", "staged", "compiled", "suspect", "recovered", "died", "restarted", "checkpointed", "closed", "lost"
+    "started",
+    "staged",
+    "compiled",
+    "waiting",
+    "suspect",
+    "recovered",
+    "died",
+    "restarted",
+    "checkpointed",
+    "closed",
+    "lost",
 ]
 """`lost` is told by an iterator alone, in the place of events that it was too slow for."""
 

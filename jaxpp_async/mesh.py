@@ -241,8 +241,9 @@ class RemoteMesh:
     async def run(self, step: DistributedStep, *args: Any) -> Any:
         """Run one step; returns when every actor has finished it.
 
-        A cancelled `run` leaves its step running; the mesh stays usable. Its host arrays may then still be on their
-        way: with `max_restarts=0` do not change them in place before another step has returned.
+        A cancelled `run` leaves its step running, and the next one waits for its end: the event `waiting` says so after
+        5 s. The mesh stays usable. Its host arrays may then still be on their way: with `max_restarts=0` do not change
+        them in place before another step has returned.
 
         Returns:
             `fn`'s result tree, of `RemoteArray`s.

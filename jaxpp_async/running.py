@@ -26,6 +26,7 @@ from jaxpp_async.compiler.ir import Traced
 from jaxpp_async.compiler.passes import StepRequest, compile_step
 from jaxpp_async.errors import ArrayError, MeshError
 from jaxpp_async.leaves import host_array
+from jaxpp_async.left_behind import LeftBehind
 from jaxpp_async.printing import Printer
 from jaxpp_async.program import ActorId, ActorProgram, runs
 from jaxpp_async.recording import Recording
@@ -52,8 +53,10 @@ class StepFuture:
         recording: Recording,
         printing: asyncio.Task[None] | None = None,
         moved: tuple[moves.Moved, ...] = (),
+        donated: Sequence[RemoteArray] = (),
     ):
         self.outputs, self.moves, self._recording, self._printing = outputs, moved, recording, printing
+        self._donated = donated
         self._handle = recording.handle
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -139,13 +142,30 @@ class StepRunner:
         self._compile_lock, self._start_lock = asyncio.Lock(), asyncio.Lock()
         self._move_programs: dict[moves.Move, int] = {}
         self._printer = Printer(values)
+        self._left_behind = LeftBehind(self._tell_waiting)
 
     async def run(self, step: DistributedStep, args: Sequence[Any]) -> Any:
         """See `RemoteMesh.run`."""
-        return await (await self.submit(step, args))
+        future = await self._begin(step, args)
+        try:
+            await future.wait_sent()
+            return await future
+        except asyncio.CancelledError:
+            self._leave(future, "run")
+            raise
 
     async def submit(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
         """See `RemoteMesh.submit`."""
+        future = await self._begin(step, args)
+        try:
+            await future.wait_sent()  # the step's host values may change again once they have left
+        except asyncio.CancelledError:
+            self._leave(future, "submit")
+            raise
+        return future
+
+    async def _begin(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
+        """Send a step, compiled if need be, as soon as there is a place for it."""
         # From here on only what was found now counts: while this waits, its caller may change the trees it has passed.
         leaves, found = step.recall(args)
         if isinstance(found, CompiledStep):
@@ -154,10 +174,19 @@ class StepRunner:
             compiled = await self.compile(step, args)
             if found is not None:
                 step.remember(found, compiled)
-        future = await self._admit(step, compiled, leaves)
-        # The step's host values may change again once they have left.
-        await future.wait_sent()
-        return future
+        self._left_behind.before(step.__name__)
+        return await self._admit(step, compiled, leaves)
+
+    def _leave(self, future: StepFuture, call: str) -> None:
+        """The caller of a step that was sent has gone, and nobody has its results."""
+        self._left_behind.note(future._handle)
+        name = future._recording.name
+        why = (
+            f"it was donated to step {name!r}, whose `{call}` was cancelled: its results are gone; start again from a "
+            "checkpoint, and use `submit` where you mean to cancel a wait and keep the step"
+        )
+        for array in future._donated:
+            array.retire(DONATED, why)
 
     # ---------------------------------------------------------------- compiling
 
@@ -372,7 +401,7 @@ class StepRunner:
         traced = compiled.compiled.traced
         count = len(traced.out_names)
         printing = self._printer.start(traced, results[count:], handle) if traced.prints else None
-        return StepFuture(jax.tree.unflatten(traced.out_tree, results[:count]), recording, printing, moved)
+        return StepFuture(jax.tree.unflatten(traced.out_tree, results[:count]), recording, printing, moved, donated)
 
     def _retire_donated(
         self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
@@ -391,6 +420,9 @@ class StepRunner:
                 for a in set(leaf.actors).difference(taken):
                     self._controller().free(a, leaf.array_id)
         return donated_arrays
+
+    def _tell_waiting(self, ahead: StepHandle, name: str) -> None:
+        self._controller().telling.waiting(name, ahead.step)
 
     def _finished(self, ran: Recording, results: Sequence[RemoteArray], donated: Sequence[RemoteArray]) -> None:
         handle = ran.handle

@@ -22,12 +22,13 @@ from models import grads_step, mlp
 from resources import complaints, differences, everything, nothing_left
 
 import jaxpp_async as jpp
+from jaxpp_async import left_behind
 from jaxpp_async.actors.bringup import ActorConfig
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.launch.hostfile import parse_hosts
 from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
-from jaxpp_async.errors import MeshClosedError
+from jaxpp_async.errors import ArrayError, MeshClosedError
 from jaxpp_async.testing import assert_close
 
 MODEL = mlp(2)
@@ -326,6 +327,36 @@ async def entered(launcher: Any) -> Any:
     path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     config = ActorConfig(env={"PYTHONPATH": path})
     return await Controller.start(2, launcher(), config, make_transport=lambda kind: NullTransport())
+
+
+async def test_who_waits_behind_a_step_that_was_cancelled_is_told_once(inline, monkeypatch, caplog):
+    monkeypatch.setattr(left_behind, "PATIENCE_S", 0.0)
+    long = inline.distributed(lambda x: jax.lax.fori_loop(0, 30, lambda _, y: y @ x, x), name="long")
+    x = await inline.run(long, np.eye(400, dtype=np.float32))  # compiled, and its argument lies there
+    events = inline.events(history=False)
+    cancelled = asyncio.create_task(inline.run(long, x))
+    await asyncio.sleep(0)  # it has been sent
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    future = await inline.submit(long, x)
+    await inline.run(long, x)
+    async for event in events:
+        assert (event.kind, event.step, event.details["name"]) == ("waiting", future._handle.step - 1, "long")
+        break
+    assert len([r for r in caplog.records if "cancelled by its caller" in r.message]) == 1
+    await inline.run(long, x)
+    assert not inline._runner._left_behind._timers
+
+
+async def test_what_a_cancelled_run_was_given_for_good_says_so(inline):
+    step = inline.distributed(lambda x: x + 1, donate_argnums=0, name="give")
+    x = await inline.run(step, np.ones(3, np.float32))
+    cancelled = asyncio.create_task(inline.run(step, x))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    with pytest.raises(ArrayError, match="donated to step 'give', whose `run` was cancelled: its results are gone"):
+        await inline.run(step, x)
 
 
 # Which launcher, and after how many turns of the loop.

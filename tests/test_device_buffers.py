@@ -326,7 +326,9 @@ async def test_a_device_that_refuses_a_copy_ends_the_step_and_frees_nothing_earl
         if culprit == 0:
             monkeypatch.setattr(type(jax.numpy.zeros(1)), "is_ready", lambda array: False)
         setattr(*((gate, "failure") if late else (doors[culprit], "refuses")), REFUSED)
-        first = [await h.start(0, m.Step, **step(0, {0: 1}, {})), await h.start(1, m.Step, **step(0, {}, {0: 5}))]
+        second = await h.start(1, m.Step, **step(0, {}, {0: 5}))
+        await settle()  # what comes finds its receive, and nobody's commands are being carried out
+        first = [await h.start(0, m.Step, **step(0, {0: 1}, {})), second]
         failed = await asyncio.wait_for(first[culprit], TIMEOUT_S)
         assert isinstance(failed, m.Failed) and "cudaErrorInvalidValue" in failed.message
         assert f" {instruction} " in failed.instruction

@@ -205,7 +205,7 @@ async def test_a_command_that_fails(caplog):
 
 async def test_an_actor_that_cannot_be_set_up_says_so(caplog):
     async with nothing_left(caplog):
-        with pytest.raises(LaunchError, match=r"CPUs \[9999\]"):
+        with pytest.raises(LaunchError, match=r"names CPU 9999"):
             await start(elsewhere(["a cpus=9999"]), 1)
 
 

@@ -326,6 +326,7 @@ def check_trace(trace: dict[str, Any]) -> None:
         assert all(type(e[k]) is str and e[k] for k in ("name", "cat") if k in e), e
     _check_names([e for e in events if e["ph"] == "M"], {e["pid"] for e in events}, {e.get("tid") for e in events})
     tracks: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    slices = {(e["pid"], e["tid"], e["ts"]): e for e in events if e["ph"] == "X"}
     ends: dict[int, dict[str, dict]] = defaultdict(dict)
     for e in events:
         if e["ph"] == "X":
@@ -340,8 +341,16 @@ def check_trace(trace: dict[str, Any]) -> None:
     for arrow in ends.values():
         assert set(arrow) == {"s", "f"} and arrow["s"]["ts"] <= arrow["f"]["ts"] and arrow["f"]["bp"] == "e"
         assert all(arrow["s"][k] == arrow["f"][k] for k in ("name", "cat")), "viewers pair by both, and the id"
-        for e in arrow.values():
-            assert any(a <= e["ts"] < b for a, b in tracks[e["pid"], e["tid"]]), e
+        send, receive = (_slice_around(arrow[end], tracks, slices) for end in "sf")
+        assert (send["cat"], receive["cat"]) == ("sends", "receives"), "from a track of the sender to the receiver's"
+        assert send["args"]["tag"] == receive["args"]["tag"], arrow
+        assert (send["args"]["to_actor"], receive["args"]["from_actor"]) == (receive["pid"] - 2, send["pid"] - 2)
+
+
+def _slice_around(end: dict, tracks: dict[tuple[int, int], list[tuple[float, float]]], slices: dict) -> dict:
+    """The one slice that a viewer binds an arrow's end to: of its thread, at its time."""
+    (begin,) = [a for a, b in tracks[end["pid"], end["tid"]] if a <= end["ts"] < b]
+    return slices[end["pid"], end["tid"], begin]
 
 
 def _check_names(named: list[dict[str, Any]], pids: set[int], tids: set[int | None]) -> None:

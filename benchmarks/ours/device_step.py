@@ -123,6 +123,7 @@ def gaps(timelines: list[Timeline]) -> dict[str, Any]:
 
 def plain(options: argparse.Namespace) -> dict[str, Any]:
     jax.config.update("jax_platforms", "cuda,cpu" if options.platform == "cuda" else "cpu")
+    device = jax.devices(options.platform)[0]  # fails without one; JAX would take the CPU
     train_step, init, batch = work(options)
     state = jax.jit(init)(jax.random.key(0))
     batch = jax.device_put(batch)
@@ -136,7 +137,7 @@ def plain(options: argparse.Namespace) -> dict[str, Any]:
         if i >= options.warm:
             times.append((time.perf_counter() - begin) * 1e3)
             losses.append(float(loss))
-    return {"ms": times, "losses": losses, "compile_s": compile_s, "device": jax.devices()[0].device_kind}
+    return {"ms": times, "losses": losses, "compile_s": compile_s, "device": device.device_kind}
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -48,6 +48,12 @@ class Telling:
         text = f"compiled {name} in {seconds:.1f} s: {num_tasks} tasks"
         self._emit("compiled", text, name=name, seconds=seconds, num_tasks=num_tasks)
 
+    def waiting(self, name: str, ahead: int) -> None:
+        """A step waits behind one that nobody awaits any more, and has for a while."""
+        text = f"step {name!r} waits for step {ahead}, cancelled by its caller, to end: a step that was sent runs on"
+        _LOG.warning("%s", text)
+        self._emit("waiting", text, step=ahead, name=name)
+
     def judged(self, info: ActorInfo, verdict: Suspect | Recovered) -> None:
         """An actor is silent, or is heard again."""
         silence_s = verdict.silence_s

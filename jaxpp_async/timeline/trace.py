@@ -182,7 +182,7 @@ class _Tracks:
         """From the start of a slice to the end of another, each inside of its slice: viewers bind it to that."""
         self._num_arrows += 1
         common = {"cat": "transfers", "name": name, "id": self._num_arrows}
-        arrives_us = round(max(end.start_us, end.end_us - _LEAST_US), 3)
+        arrives_us = round(max(end.start_us, end.end_us - 2 * _LEAST_US), 3)  # still inside when viewers cut it off
         self.events.append({"ph": "s", "pid": start.pid, "tid": start.tid, "ts": start.start_us, **common})
         self.events.append({"ph": "f", "bp": "e", "pid": end.pid, "tid": end.tid, "ts": arrives_us, **common})
 
