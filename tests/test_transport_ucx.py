@@ -516,6 +516,8 @@ async def test_other_buffers_other_hosts_and_kept_apart_processes_get_messages(m
                 assert got.ticket is not None
                 got.ticket = got.ticket._replace(key=bytes(16))
             await join(a, b)
+            if case == "full board":  # an offer needs no row of it
+                patch.setattr(b._direct, "_ring", None)
             await within(b.recv(got.array if case == "buffer" else got, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1)))
             assert np.array_equal(got.array, data(LARGE, 1)), case
             assert not pieces, case
@@ -535,7 +537,7 @@ async def test_what_is_written_after_an_abort_reaches_nobody(make_transport, mon
     await within(b.abort(0))
     assert isinstance(receive.exception(), TransferError)
     block.array[:] = 7
-    old[:] = 9
+    old._whole[:] = 9
     await until(lambda: not a._direct.busy)
     assert np.all(block.array == 7)
     await within(a.abort(1), asyncio.gather(send, return_exceptions=True))
@@ -606,6 +608,7 @@ async def test_blocks_of_another_size_are_not_written(make_transport, monkeypatc
 async def test_answers_without_a_sense_fail_the_send(make_transport, monkeypatch, answer):
     a, b = await make_transport(0), await make_transport(1)
     await join(a, b)
+    monkeypatch.setattr(b._direct, "_ring", None)  # nothing is offered ahead
     pack = b._direct._answer
     monkeypatch.setattr(b._direct, "_answer", lambda transfer, serial, _: pack(transfer, serial, answer))
     receive, send = b.recv(SharedBlock(LARGE), 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))
@@ -618,6 +621,7 @@ async def test_answers_without_a_sense_fail_the_send(make_transport, monkeypatch
 async def test_ends_without_a_sense_fail_the_receive(make_transport, monkeypatch, end):
     a, b = await make_transport(0), await make_transport(1)
     await join(a, b)
+    monkeypatch.setattr(b._direct, "_ring", None)  # nothing is offered ahead
     post = a._direct._carrier.post_own_send
 
     def post_own_send(link, memory, own_tag, transfer):

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxpp_async.transport.base import SENDER_BITS, SENDER_SHIFT, OnEnd, Peer
 from jaxpp_async.transport.buffers import Memory
+from jaxpp_async.transport.offers import LinkOffers
 from jaxpp_async.transport.shared import Neighbour
 
 SENDING = -1
@@ -16,10 +17,11 @@ SENDING = -1
 class Link:
     """One connected peer: its endpoint, why it ended if it did, and its process if that is on this host."""
 
-    __slots__ = ("endpoint", "epoch", "failure", "handle", "neighbour", "peer", "sender_bits")
+    __slots__ = ("endpoint", "epoch", "failure", "handle", "neighbour", "offers", "peer", "sender_bits")
 
-    def __init__(self, peer: Peer, endpoint: Any, neighbour: Neighbour | None):
+    def __init__(self, peer: Peer, endpoint: Any, neighbour: Neighbour | None, own_bits: int):
         self.peer, self.endpoint, self.neighbour = peer, endpoint, neighbour
+        self.offers = LinkOffers(neighbour.ring, own_bits) if neighbour is not None else None
         self.handle: int = endpoint.handle
         self.sender_bits = sender_bits_of(peer)
         self.epoch: int | None = None  # of its transfers
@@ -32,12 +34,13 @@ class Transfer:
     Its end is told to `done`, or, for what only the transport itself says, to `then`: status and length.
     """
 
-    __slots__ = ("done", "link", "memory", "request", "size_bytes", "tag", "then")
+    __slots__ = ("done", "link", "memory", "offer", "request", "size_bytes", "tag", "then")
 
     def __init__(self, link: Link | None, memory: Memory | None, size_bytes: int, tag: int, done: OnEnd | None):
         self.link, self.memory, self.tag, self.done = link, memory, tag, done
         self.size_bytes = size_bytes  # expected, or SENDING
         self.request = 0
+        self.offer = 0  # its serial, for a receive that was offered
         self.then: Callable[[int, int], None] | None = None
 
 

@@ -24,11 +24,17 @@ import numpy as np
 
 _KEY_BYTES = 16
 _TRAILER_BYTES = mmap.PAGESIZE
-"""Behind a block's data: its key, and whether its owner has let go of it."""
+"""Behind a block's data: its key, whether its owner has let go of it, and which offer the sender has used."""
+
+_MARK_AT = 32
+"""Of the trailer: where the sender says so."""
+
+RING_BYTES = 64 * 513
+"""Of a board: for `offers.py`."""
 
 _BOARD_ROWS, _BOARD_SEEN = 256, 256
 _SEEN_BYTES, _ROW_BYTES = 16, 24
-_BOARD_BYTES = _BOARD_ROWS * _ROW_BYTES + _BOARD_SEEN * _SEEN_BYTES + _KEY_BYTES
+_BOARD_BYTES = _BOARD_ROWS * _ROW_BYTES + _BOARD_SEEN * _SEEN_BYTES + RING_BYTES + _KEY_BYTES
 _TICKET = struct.Struct("<16sQII16s")  # boot id, process id namespace, process id, descriptor, key
 
 COPIES_PAST_CACHES = MappingProxyType({"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000"})
@@ -55,9 +61,10 @@ class SharedBlock:
         address, size_bytes: of the data. It starts at a page, and stays where it is for as long as `array` lives.
         array: the same as flat uint8.
         ticket: for peers; None once the memory can no longer be shared.
+        mark: which offer the sender has used, as it notes there.
     """
 
-    __slots__ = ("__weakref__", "_descriptor", "_end", "_whole", "address", "array", "size_bytes", "ticket")
+    __slots__ = ("__weakref__", "_descriptor", "_end", "_whole", "address", "array", "mark", "size_bytes", "ticket")
 
     def __init__(self, size_bytes: int):
         self._descriptor, key = _make_file(_whole_bytes(size_bytes))
@@ -68,6 +75,7 @@ class SharedBlock:
             raise
         self.array = self._whole[:size_bytes]
         self.address, self.size_bytes = self.array.ctypes.data, size_bytes
+        self.mark = ctypes.c_uint64.from_address(self.address + self._whole.size - _TRAILER_BYTES + _MARK_AT)
         self._share(key)
 
     @classmethod
@@ -114,6 +122,7 @@ class Board:
     Attributes:
         ticket: for peers, to find the board and to prove that they are on this host.
         key: random; whoever knows it has read the board. name: what others' boards say for it.
+        ring: `RING_BYTES` of it, for `offers.py`.
     """
 
     def __init__(self) -> None:
@@ -121,7 +130,7 @@ class Board:
         self.name = _name_of(self.key)
         whole = _map(self._descriptor, _BOARD_BYTES)
         whole[-_KEY_BYTES:] = np.frombuffer(self.key, np.uint8)
-        self._rows, self._seen = _board_parts(whole)
+        self._rows, self._seen, self.ring = _board_parts(whole)
         self._free = list(range(_BOARD_ROWS))
         self.ticket = _TICKET.pack(*_here(), os.getpid(), self._descriptor, self.key)
 
@@ -155,17 +164,34 @@ class Board:
             self._descriptor = -1
 
 
+class Placed:
+    """A neighbour's block, mapped here.
+
+    Attributes:
+        address: of its first byte. size_bytes: of all of it, trailer included.
+        freed: whether its owner has let go of it. mark: the offer that this side has used, for its owner.
+    """
+
+    __slots__ = ("_whole", "address", "freed", "mark", "size_bytes")
+
+    def __init__(self, whole: np.ndarray):
+        self._whole, self.address, self.size_bytes = whole, whole.ctypes.data, whole.size
+        trailer = self.address + self.size_bytes - _TRAILER_BYTES
+        self.freed = ctypes.c_uint8.from_address(trailer + _KEY_BYTES)
+        self.mark = ctypes.c_uint64.from_address(trailer + _MARK_AT)
+
+
 class Neighbour:
     """A process on this host: its board, and its blocks as they are mapped here.
 
     Attributes:
-        key: of its board.
+        key: of its board. ring: the part of it that `offers.py` reads.
     """
 
     def __init__(self, pid: int, key: bytes, board: np.ndarray):
         self._pid, self.key = pid, key
-        self._rows, self._seen = _board_parts(board)
-        self._blocks: dict[bytes, np.ndarray] = {}
+        self._rows, self._seen, self.ring = _board_parts(board)
+        self._blocks: dict[bytes, Placed] = {}
         self._answered: set[int] = set()
 
     @classmethod
@@ -197,22 +223,24 @@ class Neighbour:
         """Whether the neighbour says that it reads this board."""
         return board.name in self._seen.tobytes()
 
-    def place(self, ticket: BlockTicket) -> int:
+    def place(self, ticket: BlockTicket) -> Placed:
         """Where a block of the neighbour's lies here, all of its bytes.
 
         Raises:
             OSError, ValueError: it cannot be mapped, or is not what the ticket says.
         """
-        if ticket.key not in self._blocks:
+        placed = self._blocks.get(ticket.key)
+        if placed is None:
             self.forget_freed()
             whole = _open(self._pid, ticket.descriptor, _whole_bytes(ticket.size_bytes), writable=True)
             if whole[-_TRAILER_BYTES:][:_KEY_BYTES].tobytes() != ticket.key:
                 raise ValueError("another block is there")
-            self._blocks[ticket.key] = whole
-        block = self._blocks[ticket.key]
-        if block.size != _whole_bytes(ticket.size_bytes):
+            placed = self._blocks[ticket.key] = Placed(whole)
+        if placed.size_bytes != _whole_bytes(ticket.size_bytes):
             raise ValueError("the block is of another size")
-        return block.ctypes.data
+        if placed.freed.value:
+            raise ValueError("its owner has let go of it")
+        return placed
 
     def forget(self) -> None:
         """Keep no block of the neighbour's."""
@@ -220,9 +248,8 @@ class Neighbour:
 
     def forget_freed(self) -> None:
         """Keep no block that the neighbour has let go of: its memory is in use for as long as it is mapped here."""
-        for key, whole in list(self._blocks.items()):
-            if whole[_KEY_BYTES - _TRAILER_BYTES]:
-                del self._blocks[key]
+        for key in [key for key, placed in self._blocks.items() if placed.freed.value]:
+            del self._blocks[key]
 
 
 class _Mapping:
@@ -242,10 +269,11 @@ def _whole_bytes(size_bytes: int) -> int:
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + _TRAILER_BYTES
 
 
-def _board_parts(board: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Its offers, and whose boards its owner sees."""
-    rows, seen = np.split(board[:-_KEY_BYTES], [_BOARD_ROWS * _ROW_BYTES])
-    return rows.view(np.uint64).reshape(_BOARD_ROWS, 3), seen.reshape(_BOARD_SEEN, _SEEN_BYTES)
+def _board_parts(board: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What it announces, whose boards its owner sees, and the ring of its offers."""
+    seen_at, ring_at = _BOARD_ROWS * _ROW_BYTES, _BOARD_ROWS * _ROW_BYTES + _BOARD_SEEN * _SEEN_BYTES
+    rows, seen, ring = np.split(board[:-_KEY_BYTES], [seen_at, ring_at])
+    return rows.view(np.uint64).reshape(_BOARD_ROWS, 3), seen.reshape(_BOARD_SEEN, _SEEN_BYTES), ring
 
 
 def _name_of(key: bytes) -> bytes:

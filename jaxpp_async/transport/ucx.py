@@ -123,7 +123,7 @@ class UCXTransport:
             )
         except self._ucxx.UCXError as error:
             raise TransferError(f"peer {self.peer_id} cannot reach peer {peer}: {error}") from error
-        link = Link(peer, endpoint, Neighbour.of(ticket) if shares_memory() else None)
+        link = Link(peer, endpoint, Neighbour.of(ticket) if shares_memory() else None, self._sender_bits)
         self._direct.see(link)
         # Runs inside UCX's progress: only note it, _progress acts on it.
         failed = self._failed
@@ -148,16 +148,20 @@ class UCXTransport:
         if link is None or link.failure is not None:
             raise self._refusal(peer, link)
         link.epoch = tag >> EPOCH_SHIFT
-        if memory.size_bytes >= DIRECT_BYTES and link.neighbour is not None:
-            transfer = Transfer(link, memory, SENDING, tag, done)
-            if self._direct.offer(transfer):
-                return False
+        offers = link.offers
+        if (
+            offers is not None
+            and (memory.size_bytes >= DIRECT_BYTES or self._direct.busy)
+            and self._direct.send(Transfer(link, memory, SENDING, tag, done), self._hurried)
+        ):
+            return False
         identity = next(self._identities)
         result = self._port.send(link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity)
-        if result == 0:
-            return True  # a message that is on its way leaves UCX nothing to do
-        self._track(Transfer(link, memory, SENDING, tag, done), identity, result)
-        return False
+        if result:
+            self._track(Transfer(link, memory, SENDING, tag, done), identity, result)
+        if offers is not None:
+            offers.count(offers.sent, tag)
+        return result == 0  # a message that is on its way leaves UCX nothing to do
 
     def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
         if tag & MISPLACED_TAG_BITS:
@@ -169,13 +173,20 @@ class UCXTransport:
         identity = next(self._identities)
         size_bytes = memory.size_bytes
         result = self._port.recv(memory.address, size_bytes, tag | link.sender_bits, identity)
-        completed = self._port.completed
+        completed, offers = self._port.completed, link.offers
         if completed and completed[-1] == (identity, STATUS_OK, size_bytes) and size_bytes != HEADER_BYTES:
             completed.pop()  # the message was here
             self._port.free(result)
             self._kick()
+            if offers is not None:
+                offers.count(offers.received, tag)
             return True
-        self._track(Transfer(link, memory, size_bytes, tag, done), identity, result)
+        transfer = Transfer(link, memory, size_bytes, tag, done)
+        self._track(transfer, identity, result)
+        if offers is not None:
+            number = offers.count(offers.received, tag)
+            if size_bytes >= DIRECT_BYTES and number is not None:
+                self._direct.invite(transfer, number)
         return False
 
     def hurry(self, on: bool) -> None:
@@ -322,25 +333,20 @@ class UCXTransport:
 
     def finish(self, transfer: Transfer, status: int, length: int) -> None:
         """Tell how a transfer has ended; nothing if that was told before."""
-        done, transfer.done = transfer.done, None
+        done = transfer.done
         if done is None:  # a discarded message, something of our own, or told already
             then, transfer.then = transfer.then, None
             if then is not None:
                 then(status, length)
             return
         expected = transfer.size_bytes
+        if expected != SENDING and (status != STATUS_OK or length != expected or length == HEADER_BYTES):
+            heard = self._direct.heard(transfer, status, length)
+            if heard is None:
+                return  # it goes on
+            status, length = heard
+        transfer.done = None
         error: Exception | None = None
-        if (
-            length == HEADER_BYTES
-            and expected != SENDING
-            and (header := self._direct.heard(transfer, status)) is not None
-        ):
-            serial, length = header
-            if length == expected:
-                transfer.done = done
-                self._direct.accept(transfer, serial)
-                return
-            self._direct.refuse(transfer, serial)
         if status != STATUS_OK or (expected != length and expected != SENDING):
             error = self._error(transfer, status, length)
         try:
@@ -426,7 +432,7 @@ class UCXTransport:
         endpoint.remove_close_callback()
         link.failure = link.failure or "aborted"
         self._direct.drop(link)
-        link.neighbour = None
+        link.neighbour = link.offers = None
         self._cancel_receives(link)
         if endpoint.alive:
             endpoint.close_blocking()

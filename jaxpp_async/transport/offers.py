@@ -1,0 +1,123 @@
+"""offers: which receives wait for large messages, told ahead to processes of this host. No UCX, no copying.
+
+A receiver writes an offer for each receive that a neighbour may fill into a ring in its own board; the neighbour reads
+the ring when it sends. Nobody is woken, and nobody waits for an offer: one that comes too late or is overwritten is
+never used. An offer is for one message only: both sides number the messages of a tag, which match in order whatever
+their sizes, so that an offer and its message have the same number, and the message that a receive has got is past.
+
+It never hands out an offer twice, or one for another message; a row that is torn (written and read at once) is dropped.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpp_async.transport.base import CHANNEL_BITS, HOST_CHANNEL, SENDER_BITS, SENDER_SHIFT, SEQUENCE_BITS
+from jaxpp_async.transport.shared import RING_BYTES, BlockTicket
+
+MOST_HELD = 1024
+"""Offers that a link remembers until their messages are sent. Any more, and the oldest are forgotten."""
+
+_COUNT = struct.Struct("<Q")
+_ROW = struct.Struct("<QQQQi16s")  # serial, tag on the wire, number, then a `BlockTicket` with its size first
+_CHECK = struct.Struct("<I")
+_FIRST_ROW, _ROW_BYTES = 64, 64
+_ROWS = (RING_BYTES - _FIRST_ROW) // _ROW_BYTES
+_SENDER_MASK = ((1 << SENDER_BITS) - 1) << SENDER_SHIFT
+_CHANNEL_MASK = ((1 << CHANNEL_BITS) - 1) << SEQUENCE_BITS
+_UNNUMBERED = HOST_CHANNEL << SEQUENCE_BITS
+
+
+class Offer(NamedTuple):
+    """A receive that waits.
+
+    Attributes:
+        serial: unlike any other of the receiver's. ticket: where to write.
+    """
+
+    serial: int
+    ticket: BlockTicket
+
+
+class OfferRing:
+    """The offers of one transport to all its neighbours, the latest `_ROWS` of them.
+
+    Args:
+        ring: `RING_BYTES` of memory that neighbours can read.
+    """
+
+    def __init__(self, ring: np.ndarray):
+        self._memory = ring.data
+        self._count = 0
+
+    def put(self, wire_tag: int, number: int, ticket: BlockTicket) -> int:
+        """Offer a block to the sender whose id is in the tag. Returns: the offer's serial, from 1."""
+        serial = self._count + 1
+        row = _ROW.pack(serial, wire_tag, number, ticket.size_bytes, ticket.descriptor, ticket.key)
+        start = _row_at(serial)
+        self._memory[start : start + _ROW.size + _CHECK.size] = row + _CHECK.pack(zlib.crc32(row))
+        self._count = serial
+        _COUNT.pack_into(self._memory, 0, serial)
+        return serial
+
+
+class LinkOffers:
+    """What one link has counted and been offered; it starts anew with each connection.
+
+    Args:
+        ring: the peer's, as it can be read here. sender_bits: this side's, as in tags on the wire.
+
+    Attributes:
+        sent, received: messages so far by tag: the number of the next.
+    """
+
+    __slots__ = ("_cursor", "_held", "_ring", "_sender_bits", "received", "sent")
+
+    def __init__(self, ring: np.ndarray, sender_bits: int):
+        self._ring, self._sender_bits = ring.data, sender_bits
+        self._cursor = 0
+        self._held: dict[tuple[int, int], Offer] = {}
+        self.sent: dict[int, int] = {}
+        self.received: dict[int, int] = {}
+
+    def count(self, counts: dict[int, int], tag: int) -> int | None:
+        """Count a message in `sent` or `received`. Returns: its number, or None: it has none.
+
+        Tags of the host channel are used once each, and would be remembered for ever.
+        """
+        if tag & _CHANNEL_MASK == _UNNUMBERED:
+            return None
+        number = counts.get(tag, 0)
+        counts[tag] = number + 1
+        return number
+
+    def take(self, tag: int) -> Offer | None:
+        """The offer for the next message to be sent under a tag, if it is here. It is not handed out again."""
+        key = (tag, self.sent.get(tag, 0))
+        if key not in self._held:
+            self._read()
+        return self._held.pop(key, None)
+
+    def _read(self) -> None:
+        ring = self._ring
+        (count,) = _COUNT.unpack_from(ring, 0)
+        for serial in range(max(self._cursor, count - _ROWS) + 1, count + 1):
+            start = _row_at(serial)
+            row = bytes(ring[start : start + _ROW.size + _CHECK.size])
+            found, tag, number, size_bytes, descriptor, key = _ROW.unpack_from(row)
+            if found != serial or _CHECK.unpack_from(row, _ROW.size)[0] != zlib.crc32(row[: _ROW.size]):
+                continue
+            if tag & _SENDER_MASK != self._sender_bits or number < self.sent.get(tag := tag & ~_SENDER_MASK, 0):
+                continue
+            self._held[tag, number] = Offer(serial, BlockTicket(descriptor, key, size_bytes))
+            if len(self._held) > MOST_HELD:
+                del self._held[next(iter(self._held))]
+        self._cursor = count
+
+
+def _row_at(serial: int) -> int:
+    return _FIRST_ROW + serial % _ROWS * _ROW_BYTES

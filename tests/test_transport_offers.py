@@ -1,0 +1,170 @@
+"""Offers: receives that are told ahead to senders of the same host, and messages that are written where they wait."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+
+import numpy as np
+import pytest
+from transport_conformance import data, join, tag, within
+
+from jaxpp_async.errors import ProtocolError, TransferError
+from jaxpp_async.transport import direct, offers
+from jaxpp_async.transport.base import HOST_CHANNEL, SENDER_SHIFT, make_tag
+from jaxpp_async.transport.direct import ANSWER_BYTES, DIRECT_BYTES
+from jaxpp_async.transport.offers import LinkOffers, OfferRing
+from jaxpp_async.transport.shared import RING_BYTES, BlockTicket, SharedBlock
+from jaxpp_async.transport.ucx import UCXTransport
+
+ME, OTHER = 1 << SENDER_SHIFT, 2 << SENDER_SHIFT
+TICKET = BlockTicket(3, bytes(range(16)), 100)
+
+
+def ring_and_link() -> tuple[np.ndarray, OfferRing, LinkOffers]:
+    memory = np.zeros(RING_BYTES, np.uint8)
+    return memory, OfferRing(memory), LinkOffers(memory, ME)
+
+
+def test_offers_are_for_one_message_each():
+    _, ring, link = ring_and_link()
+    assert link.take(7) is None
+    assert ring.put(7 | ME, 1, TICKET) == 1
+    ring.put(7 | OTHER, 0, TICKET)
+    ring.put(8 | ME, 0, TICKET)
+    assert link.take(7) is None, "the offer is for the second message, and the first one's is another sender's"
+    assert link.count(link.sent, 7) == 0
+    assert link.take(7) == (1, TICKET)
+    assert link.take(7) is None
+    for _ in range(3):
+        link.count(link.sent, 7)
+    ring.put(7 | ME, 3, TICKET)
+    assert link.take(7) is None, "that message has gone another way"
+    assert link.take(8) == (3, TICKET)
+    assert not link._held
+    assert link.count(link.sent, make_tag(1, HOST_CHANNEL, 5)) is None
+    assert len(link.sent) == 1
+
+
+def test_torn_and_overwritten_offers_are_dropped(monkeypatch):
+    memory, ring, link = ring_and_link()
+    for number in range(3):
+        ring.put(7 | ME, number, TICKET)
+    memory[offers._row_at(1) + 24] ^= 1
+    assert link.take(7) is None
+    link.count(link.sent, 7)
+    assert link.take(7) == (2, TICKET)
+    monkeypatch.setattr(offers, "MOST_HELD", 5)
+    for number in range(2, 2 + 3 * offers._ROWS):
+        ring.put(9 | ME, number, TICKET)
+    assert link.take(9) is None
+    assert [number for _, number in link._held] == list(range(3 * offers._ROWS - 3, 3 * offers._ROWS + 2))
+
+
+# ---------------------------------------------------------------- between transports
+
+
+@pytest.fixture
+async def pair():
+    made = [UCXTransport(0), UCXTransport(1)]
+    await join(*made)
+    yield made
+    for transport in made:
+        await transport.aclose()
+
+
+@pytest.fixture
+def pieces(monkeypatch) -> list[int]:
+    """Sizes of what is written."""
+    sizes, move = [], ctypes.memmove
+    monkeypatch.setattr(direct.ctypes, "memmove", lambda to, of, size: (sizes.append(size), move(to, of, size)))
+    return sizes
+
+
+@pytest.mark.parametrize("size", [DIRECT_BYTES, DIRECT_BYTES + 1, direct._PIECE_BYTES])
+async def test_offered_messages_need_no_answer(pair, pieces, monkeypatch, size):
+    a, b = pair
+    monkeypatch.setattr(a._direct, "_announce", None)
+    blocks, sent = [SharedBlock(size) for _ in range(3)], [data(size, seed) for seed in range(3)]
+    last = np.zeros(8, np.uint8)
+    receives = [b.recv(block, 0, tag(1)) for block in [*blocks, last]]
+    await within(*receives, *[a.send(content, 1, tag(1)) for content in [*sent, data(8, 9)]])
+    assert all(np.array_equal(block.array, content) for block, content in zip(blocks, sent, strict=True))
+    assert np.array_equal(last, data(8, 9)), "what follows under the tag comes after them"
+    assert sum(pieces) == 3 * size
+    assert not a._open
+    assert not b._open
+
+
+async def test_an_offer_that_comes_late_is_never_used(pair, pieces):
+    a, b = pair
+    blocks, sent = [SharedBlock(DIRECT_BYTES) for _ in range(2)], [data(DIRECT_BYTES, seed) for seed in range(2)]
+    send = a.send(sent[0], 1, tag(1))
+    await within(b.recv(blocks[0], 0, tag(1)), send)
+    assert np.array_equal(blocks[0].array, sent[0])
+    assert not pieces
+    blocks[0].array[:] = 7
+    await within(b.recv(blocks[1], 0, tag(1)), a.send(sent[1], 1, tag(1)))
+    assert np.array_equal(blocks[1].array, sent[1])
+    assert np.all(blocks[0].array == 7)
+    assert pieces == [DIRECT_BYTES]
+
+
+@pytest.mark.parametrize("size", [0, 8, direct.HEADER_BYTES, DIRECT_BYTES - 1, DIRECT_BYTES + 1, 2 * ANSWER_BYTES])
+async def test_wrong_sizes_are_errors_and_what_follows_is_right(pair, size):
+    a, b = pair
+    wrong, block, sent = SharedBlock(DIRECT_BYTES), SharedBlock(DIRECT_BYTES), data(DIRECT_BYTES, 1)
+    receive, following = b.recv(wrong, 0, tag(1)), b.recv(block, 0, tag(1))
+    old = wrong.ticket
+    await within(a.send(data(size, 0), 1, tag(1)))
+    with pytest.raises(ProtocolError, match=f"expected {DIRECT_BYTES} bytes, got {size}"):
+        await within(receive)
+    assert wrong.ticket != old, "nobody writes there any more"
+    await within(following, a.send(sent, 1, tag(1)))
+    assert np.array_equal(block.array, sent)
+
+
+@pytest.mark.parametrize("size", [DIRECT_BYTES, 3 * DIRECT_BYTES])
+async def test_what_was_offered_before_an_abort_reaches_nobody(pair, size):
+    a, b = pair
+    block, sent = SharedBlock(size), data(size, 1)
+    receive = b.recv(block, 0, tag(1))
+    await within(b.abort(0))
+    assert isinstance(receive.exception(), TransferError)
+    block.array[:] = 7
+    send = a.send(sent, 1, tag(1))
+    await asyncio.sleep(0.01)
+    assert np.all(block.array == 7)
+    await within(a.abort(1), asyncio.gather(send, return_exceptions=True))
+    await join(a, b)
+    await within(b.recv(block, 0, tag(1, 2)), a.send(sent, 1, tag(1, 2)))
+    assert np.array_equal(block.array, sent)
+
+
+async def test_a_sender_in_a_hurry_waits_for_an_offer_and_not_for_long(pair, pieces, monkeypatch):
+    a, b = pair
+    a.hurry(True)
+    blocks, sent = [SharedBlock(DIRECT_BYTES) for _ in range(3)], [data(DIRECT_BYTES, seed) for seed in range(3)]
+    got, small = np.zeros(8, np.uint8), data(8, 9)
+    monkeypatch.setattr(direct, "_PATIENCE_S", 60)
+    sends = [a.send(content, 1, tag(1)) for content in (sent[0], small, sent[1])]
+    await asyncio.sleep(0.002)
+    await within(*[b.recv(buffer, 0, tag(1)) for buffer in (blocks[0], got, blocks[1])], *sends)
+    assert len(pieces) == 2
+    monkeypatch.setattr(direct, "_PATIENCE_S", 0)
+    for number in range(direct._MOST_IN_VAIN + 3):  # the last of them do not wait any more
+        send = a.send(sent[2], 1, tag(1))
+        assert bool(a._direct._waiting) == (number <= direct._MOST_IN_VAIN)
+        await asyncio.sleep(0.002)
+        await within(b.recv(blocks[2], 0, tag(1)), send)
+    assert len(pieces) == 2
+    await within(b.recv(blocks[2], 0, tag(1)), a.send(sent[2], 1, tag(1)))
+    assert len(pieces) == 3
+    assert np.array_equal(got, small)
+    assert all(np.array_equal(block.array, content) for block, content in zip(blocks, sent, strict=True))
+    monkeypatch.setattr(direct, "_PATIENCE_S", 60)
+    send = a.send(sent[0], 1, tag(1))
+    assert a._direct._waiting
+    await within(a.abort())
+    assert isinstance(send.exception(), TransferError)
+    assert not a._direct._waiting
