@@ -89,6 +89,18 @@ def make_bill(actors: Sequence[ActorTimeline], transfers: Sequence[Transfer], du
     )
 
 
+def critical_path_s(actors: Sequence[ActorTimeline], transfers: Sequence[Transfer], *, moves: bool = False) -> float:
+    """How long a step takes in which every task begins as soon as what it reads is there.
+
+    Args:
+        moves: transfers take as long as they did; else no time.
+
+    Raises:
+        ValueError: the tasks wait for each other in a circle.
+    """
+    return _Replay(actors, transfers).length(moves=moves)
+
+
 class _Replay:
     """Plays the tasks of a step again: each actor's in its order, each as soon as what it reads is there."""
 
