@@ -51,6 +51,10 @@ class Link(Protocol):
         ...
 
 
+Move = Callable[[Any, bool, list[Any], int], Awaitable[None]]
+"""Moves messages: a link, whether it receives, a buffer for each message in flight, how many in all."""
+
+
 class OurLink:
     """The package's transport."""
 
@@ -126,26 +130,65 @@ async def ping(link: Link, serves: bool, times: int) -> list[float]:
     return seconds
 
 
-async def burst(link: Link, serves: bool, buffers: list[Any], count: int) -> float:
-    """Seconds of so many messages, `WINDOW` in flight, and one back."""
+async def awaited(link: Link, serves: bool, buffers: list[Any], count: int) -> None:
+    """So many messages through `send` and `recv`, a coroutine for each buffer."""
 
     async def lane(buffer: Any, tag: int) -> None:
         for _ in range(count // WINDOW):
             await (link.recv if serves else link.send)(buffer, tag)
 
+    await asyncio.gather(*[lane(buffer, 10 + k) for k, buffer in enumerate(buffers)])
+
+
+async def posted(link: OurLink, serves: bool, buffers: list[Any], count: int) -> None:
+    """So many messages through `post_send` and `post_recv`, each posted where the one before it in its buffer ended."""
+    from jaxpp_async.transport.buffers import memory_of
+
+    post = link.transport.post_recv if serves else link.transport.post_send
+    finished, open_lanes = asyncio.get_running_loop().create_future(), len(buffers)
+
+    def lane(buffer: Any, tag: int) -> Callable[[], None]:
+        memory, left = memory_of(buffer, writable=serves), count // WINDOW
+
+        def ended(error: Exception | None) -> None:
+            if error is not None:
+                finished.set_exception(error)
+            else:
+                go_on()
+
+        def go_on() -> None:
+            nonlocal left, open_lanes
+            while left:
+                left -= 1
+                if not post(memory, link.other, tag, ended):
+                    return
+            open_lanes -= 1
+            if not open_lanes:
+                finished.set_result(None)
+
+        return go_on
+
+    for k, buffer in enumerate(buffers):
+        lane(buffer, 10 + k)()
+    await finished
+
+
+async def burst(move: Move, link: Any, serves: bool, buffers: list[Any], count: int) -> float:
+    """Seconds of so many messages, `WINDOW` in flight, and one back."""
     sign = np.zeros(8, np.uint8)
     await (link.send if serves else link.recv)(sign, 1)  # the receiver is ready
     start = time.perf_counter()
-    await asyncio.gather(*[lane(buffer, 10 + k) for k, buffer in enumerate(buffers)])
+    await move(link, serves, buffers, count)
     await (link.send if serves else link.recv)(sign, 1)
     return time.perf_counter() - start
 
 
-async def bandwidth(link: Link, serves: bool, size: int) -> float:
+async def bandwidth(move: Move, link: Link, serves: bool, size: int) -> float:
     """GB/s of messages of one size."""
     buffers = [link.buffer_to_receive(size) if serves else np.ones(size, np.uint8) for _ in range(WINDOW)]
     count = max(min(BURST_BYTES // size, MOST_IN_BURST), WINDOW) // WINDOW * WINDOW
-    return statistics.median([count * size / await burst(link, serves, buffers, count) / 1e9 for _ in range(BURSTS)])
+    seconds = [await burst(move, link, serves, buffers, count) for _ in range(BURSTS)]
+    return round(count * size / statistics.median(seconds) / 1e9, 2)
 
 
 def copy_rate() -> float:
@@ -216,16 +259,22 @@ async def side(kind: str, number: int) -> dict[str, Any]:
     cpu_s = time.process_time()
     figures["half_rtt_us"] = half_us(await ping(link, serves, PINGS))
     figures["cpu_us"] = round((time.process_time() - cpu_s) / PINGS * 1e6, 1)
-    copies, rates = [], {}
+    copies: list[float] = []
+    moves: dict[str, Move] = {"gb_s": posted, "awaited_gb_s": awaited} if kind == "ours" else {"gb_s": awaited}
+    rates: dict[str, dict[str, float]] = {name: {} for name in moves}
     for size in SIZES:
         if not serves:
             copies.append(copy_rate())  # meanwhile the other side waits for the first message
-        rates[str(size)] = round(await bandwidth(link, serves, size), 2)
-    return {**figures, "gb_s": rates, "memcpy_gb_s": copies and round(statistics.median(copies), 2)}
+        for name, move in moves.items():
+            rates[name][str(size)] = await bandwidth(move, link, serves, size)
+    return {**figures, **rates, "memcpy_gb_s": copies and round(statistics.median(copies), 2)}
 
 
 def be_side(kind: str, number: int) -> None:
     """A process's life: figures on its standard output, then out, for ucxx's own threads may hold it for ever."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:
+        os.sched_setaffinity(0, {cores[number]})  # as actors of one host get one each
     print(json.dumps(uvloop.run(side(kind, number))), flush=True)
     os._exit(0)
 
@@ -236,7 +285,7 @@ def be_side(kind: str, number: int) -> None:
 def pair(kind: str) -> dict[str, Any]:
     """The figures of `"ours"` or `"ucxx"`, from two processes of their own."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from jaxpp_async.transport.shared import COPIES_PAST_CACHES
+    from jaxpp_async.actors.launch.hosts import DEFAULTS
 
     path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
     sides = [
@@ -245,7 +294,7 @@ def pair(kind: str) -> dict[str, Any]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**COPIES_PAST_CACHES, **os.environ, "PYTHONPATH": path},  # as actors get it
+            env={**DEFAULTS, **os.environ, "PYTHONPATH": path},  # as actors get it
         )
         for number in (0, 1)
     ]
@@ -267,7 +316,8 @@ def run() -> dict[str, Any]:
     """Measure both, one after the other.
 
     Returns:
-        `memcpy_gb_s`, `half_rtt_us`, `gb_s` and `ucxx_asyncio_gb_s` by size in bytes, and more of `README.md`'s.
+        `memcpy_gb_s`, `half_rtt_us`, `gb_s`, `awaited_gb_s` and `ucxx_asyncio_gb_s` by size in bytes, and more of
+        `README.md`'s.
     """
     ours, theirs = pair("ours"), pair("ucxx")
     return {
@@ -275,6 +325,7 @@ def run() -> dict[str, Any]:
         **{name: ours[name] for name in ("half_rtt_us", "asleep_half_rtt_us", "posted_half_rtt_us")},
         "ucxx_asyncio_half_rtt_us": theirs["half_rtt_us"],
         "gb_s": ours["gb_s"],
+        "awaited_gb_s": ours["awaited_gb_s"],
         "ucxx_asyncio_gb_s": theirs["gb_s"],
     }
 

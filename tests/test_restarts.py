@@ -30,8 +30,9 @@ from jaxpp_async.actors.copies import holders
 from jaxpp_async.actors.deadlines import awake_timeout
 from jaxpp_async.actors.inline import InlineLauncher
 from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.actors.messages import Step
+from jaxpp_async.actors.messages import Hold, Kept, Lend, Step
 from jaxpp_async.actors.recovery import Budget
+from jaxpp_async.actors.rpc import ActorLink, Call
 from jaxpp_async.actors.shards import hold_pieces
 from jaxpp_async.errors import (
     ActorDiedError,
@@ -172,6 +173,32 @@ async def test_every_other_operation_goes_on(mesh, undisturbed, tmp_path):
         assert_same(await mesh.fetch(made), start())
         other = mesh.distributed(lambda x, scale=float(turns + actor): x * scale)
         np.testing.assert_array_equal(await (await killing(mesh, actor, turns, other(large))), large * (turns + actor))
+
+
+async def test_a_copy_asks_for_nothing_more_once_a_restart_begins(undisturbed, monkeypatch, caplog):
+    """What it asked would fail with the abort, and count as a failure of its own."""
+    copied: list[Any] = []
+    asked: list[Any] = []
+    on_reply, request = Call.on_reply, ActorLink.request
+
+    def reply(self: Call, link: ActorLink, message: Any) -> None:
+        on_reply(self, link, message)
+        copied.extend([message] if type(message) is Kept else [])
+        if len(copied) == 2 and message is copied[1]:  # the last word that the first copy waits for
+            mesh._running()._recovery.begin(ActorDiedError("made up", actor=1))
+
+    def ask(self: ActorLink, message: Any, waiter: Any) -> None:
+        asked.extend([message] if isinstance(message, Hold | Lend) else [])
+        request(self, message, waiter)
+
+    monkeypatch.setattr(Call, "on_reply", reply)
+    monkeypatch.setattr(ActorLink, "request", ask)
+    async with a_mesh(max_restarts=1, backup_every=1) as mesh:
+        before = mesh._running()._crew.epoch
+        assert_same(await train(mesh, mesh.distributed(train_step, donate_argnums=0)), undisturbed)
+        await until(lambda: asked)
+    assert all(message.epoch > before for message in asked)
+    assert sum("restarting because" in record.message for record in caplog.records) == 1
 
 
 async def test_what_is_printed_is_printed_once(mesh, capsys):

@@ -103,8 +103,13 @@ class Backups:
                 _LOG.warning("no copy has what was restored: keep the files, a restart would read them again")
                 return
 
+    def give_up(self) -> None:
+        """Ask for nothing more of the copy that is being taken, if there is one."""
+        if self._task is not None:
+            self._task.cancel()
+
     async def stop(self) -> None:
-        """Give up the copy that is being taken, if there is one."""
+        """Give up the copy that is being taken, and wait until that is done."""
         task = self._task
         if task is not None:
             task.cancel()

@@ -134,8 +134,13 @@ class Linking:
             wanted = {link for parts in self._programs.all_parts() for link in links_of(parts, self._scattering)}
             await self._make(sorted(wanted))
 
+    def give_up(self) -> None:
+        """Ask for nothing more of what is being made."""
+        if self._task is not None:
+            self._task.cancel()
+
     async def stop(self) -> None:
-        """Give up what is being made: the actors have been told to drop it."""
+        """Give up what is being made, and wait until that is done: the actors have been told to drop it."""
         task = self._task
         if task is not None:
             task.cancel()

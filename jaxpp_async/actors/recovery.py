@@ -157,6 +157,9 @@ class Recovery:
         where = {"actor": error.actor, "host": error.host, "step": error.step}
         _LOG.warning("restarting because of a failure: %s", error, extra=where)
         self._outbox.hold_back()
+        # These ask past the outbox: what they asked from here on would fail with the abort, as a failure of its own.
+        self._backups.give_up()
+        self._linking.give_up()
         for actor in self._crew.actors:
             self._crew.set_state(actor, "restarting" if actor in self._lost else "waiting")
         before, self._task = self._task, None
