@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(path.relative_to(ROOT) for path in (ROOT / "jaxpp_async").rglob("*.py"))
 MAP = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+CONTRACTS = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 FILES = set(re.findall(r"\w+(?=\.py\b)", MAP))
 """The names that are written as files, in pictures and in text."""
@@ -41,11 +42,31 @@ def test_the_map_names_every_package():
     assert [package for package in sorted(packages) if f"{package}/" not in MAP] == []
 
 
-def test_every_module_of_the_actors_has_a_side():
-    """In the table of rooms, where a newcomer looks for it."""
+def _sides_in_the_contract() -> dict[str, str]:
+    """Rooms of `actors/`, each with the sections that the comments between the layers name."""
+    layers = CONTRACTS.split('containers = ["jaxpp_async.actors"]')[1].split("layers = [\n")[1].split("\n]")[0]
+    sides: dict[str, str] = {}
+    section = ""
+    for line in map(str.strip, layers.splitlines()):
+        if line.startswith("#"):
+            section = " ".join(re.findall(r"(\w+):", line))
+        else:
+            sides |= dict.fromkeys(re.findall(r"\w+", line), section)
+    return sides
+
+
+def _sides_on_the_map() -> list[tuple[str, str]]:
+    """Rooms and the first word of the row that each stands in; what lies in a package's brackets is part of it."""
     table = MAP.split("## The rooms of `actors/`")[1].split("\n## ")[0]
-    words = set(re.findall(r"\w+", table)) | {"__init__"}
-    assert [str(path) for path in MODULES if "actors" in path.parts and path.stem not in words] == []
+    rows = re.findall(r"^\| (\w+): [^|]*\| (.*) \|$", table, flags=re.MULTILINE)
+    return [(room, side) for side, rooms in rows for room in re.findall(r"`(\w+)/?`", re.sub(r"\([^)]*\)", "", rooms))]
+
+
+def test_every_room_of_the_actors_is_on_one_side_and_on_the_same_in_table_and_contract():
+    on_the_map, contract = _sides_on_the_map(), _sides_in_the_contract()
+    assert sorted(room for room, _ in on_the_map) == sorted(contract)
+    wrong = [(room, side, contract[room]) for room, side in on_the_map if side not in contract[room].split()]
+    assert wrong == [], "room, side in docs/architecture.md, section in pyproject.toml"
 
 
 def test_one_module_numbers_the_processes():
