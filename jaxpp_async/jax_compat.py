@@ -8,7 +8,6 @@ Tested with JAX 0.10 and 0.12.
 from __future__ import annotations
 
 import functools
-import os
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
-from jax._src import source_info_util as _source_info
+from jax._src import source_info_util as source_info
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters import pxla as _pxla
 from jax.extend import core as _extend
@@ -36,8 +35,6 @@ Zero = ad.Zero
 DropVar = _extend.DropVar
 
 TOKEN_SHAPE, TOKEN_DTYPE = (0,), jnp.int32
-
-_PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 # ---------------------------------------------------------------- primitives
@@ -146,7 +143,7 @@ def canonical_dtype(dtype: Any) -> Any:
     return _dtypes.canonicalize_dtype(dtype)
 
 
-# ---------------------------------------------------------------- equations
+# ---------------------------------------------------------------- host values
 
 
 def quick_put(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> Callable[[np.ndarray], jax.Array]:
@@ -163,6 +160,9 @@ def quick_put(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Shardin
         return _pxla.batched_device_put(aval, sharding, [host], devices)
 
     return put
+
+
+# ---------------------------------------------------------------- equations
 
 
 def inner_jaxpr(eqn: Any) -> Any:
@@ -287,9 +287,9 @@ def find_inside(eqn: Any, names: Collection[str]) -> tuple[Any, list[str]]:
 def bind_eqn(eqn: Any, args: Sequence[Any]) -> list[Any]:
     """Run one equation on `args` (tracers or arrays), keeping its source line for errors and profiles."""
     params = eqn.primitive.get_bind_params(eqn.params)
-    name_stack = _source_info.current_name_stack() + eqn.source_info.name_stack
+    name_stack = source_info.current_name_stack() + eqn.source_info.name_stack
     with (
-        _source_info.user_context(eqn.source_info.traceback, name_stack=name_stack),
+        source_info.user_context(eqn.source_info.traceback, name_stack=name_stack),
         eqn.ctx.manager,
     ):
         result = eqn.primitive.bind(*args, **params)
@@ -316,23 +316,6 @@ def with_inner(eqn: Any, fn: Callable) -> tuple[Any, list[Any]]:
     return eqn.replace(params=params, invars=invars, outvars=outvars, effects=lifted.effects), consts
 
 
-class Origins:
-    """What made equations, found once for all that share a stack of names."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, bool, bool]] = {}  # by id() of the stack, which is kept alive
-
-    def of(self, eqn: Any) -> tuple[bool, bool]:
-        """Whether JAX's transpose (reverse-mode differentiation) made an equation, and whether it is one that a
-        checkpoint's backward computes again."""
-        stack = eqn.source_info.name_stack.stack
-        if (known := self._known.get(id(stack))) is None:
-            transposed = any(type(e) is _source_info.Transform and e.name == "transpose" for e in stack)
-            recomputed = any("rematted_computation" in e.name for e in stack)
-            known = self._known[id(stack)] = stack, transposed, recomputed
-        return known[1], known[2]
-
-
 def same_computation(a: Any, b: Any) -> bool:
     """Whether two equations compute the same of equal operands. False when in doubt."""
     if a.primitive is not b.primitive or a.params.keys() != b.params.keys():
@@ -347,68 +330,7 @@ def has_effects(eqn: Any) -> bool:
     return bool(eqn.effects)
 
 
-def source_line(eqn: Any) -> str:
-    """`file:line` of the user's code that made `eqn`, or `"unknown line"`."""
-    traceback = eqn.source_info.traceback
-    return "unknown line" if traceback is None else _line_of(traceback)
-
-
-@functools.lru_cache(maxsize=4096)  # equations that come from one by differentiation share its traceback
-def _line_of(traceback: Any) -> str:
-    codes, instructions = traceback.raw_frames()
-    for code, instruction in zip(codes, instructions, strict=True):
-        if _is_user_file(code.co_filename):
-            return f"{code.co_filename}:{_source_info.raw_frame_to_frame(code, instruction).start_line}"
-    return "unknown line"
-
-
-@functools.cache
-def _is_user_file(name: str) -> bool:
-    return _source_info.is_user_filename(name) and not name.startswith(_PACKAGE_DIR)
-
-
-def location(eqn: Any) -> tuple[Any, ...]:
-    """What stands of `eqn`'s origin in a lowered program's bytes, under `innermost_locations`."""
-    traceback = eqn.source_info.traceback
-    return *(() if traceback is None else _place_of(traceback)), str(eqn.source_info.name_stack)
-
-
-@functools.lru_cache(maxsize=4096)
-def _place_of(traceback: Any) -> tuple[Any, ...]:
-    frame = next(_source_info.user_frames(traceback), None)
-    return (frame.file_name, frame.start_line, frame.start_column) if frame is not None else ()
-
-
-def debug_names(jaxpr: Any) -> tuple[Any, ...]:
-    """The names that a jaxpr remembers of its function, its arguments and its results."""
-    info = jaxpr.debug_info
-    return info.traced_for, info.func_src_info, info.arg_names, info.result_paths
-
-
-def caller_line() -> str:
-    """`file:line` of the innermost caller outside this package and JAX."""
-    import sys
-
-    frame = sys._getframe(1)
-    jax_dir = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
-    while frame is not None:
-        name = os.path.abspath(frame.f_code.co_filename)
-        if not name.startswith((_PACKAGE_DIR, jax_dir)) and "importlib" not in name:
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "unknown line"
-
-
-def error_line(error: BaseException) -> str:
-    """`file:line` of the innermost frame of an error's traceback outside this package and JAX."""
-    jax_dir = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
-    found, frame = "unknown line", error.__traceback__
-    while frame is not None:
-        name = os.path.abspath(frame.tb_frame.f_code.co_filename)
-        if not name.startswith((_PACKAGE_DIR, jax_dir)):
-            found = f"{name}:{frame.tb_lineno}"
-        frame = frame.tb_next
-    return found
+# ---------------------------------------------------------------- errors
 
 
 def is_unknown_axis_error(error: BaseException) -> bool:
@@ -429,6 +351,9 @@ def is_missing_gpu_error(error: BaseException) -> bool:
     """Whether JAX asked for a GPU of this process while it traced or lowered."""
     # By its text, as above, from its first word on: users' errors may speak of GPUs too.
     return _NEEDS_GPU.match(str(error)) is not None
+
+
+# ---------------------------------------------------------------- jaxprs
 
 
 def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpp_async import explicit, jax_compat, jax_config, nonfinite
+from jaxpp_async import explicit, jax_compat, jax_config, jax_origins, nonfinite
 from jaxpp_async.errors import StageError
 from jaxpp_async.reductions import Reduction, Stack, Sum
 
@@ -123,7 +123,7 @@ def pipeline_yield(tree: Any, *, name: str | None = None) -> Any:
     marked = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact)]
     if not marked:
         raise StageError(
-            f"{jax_compat.caller_line()}: pipeline_yield got no floating value; "
+            f"{jax_origins.caller_line()}: pipeline_yield got no floating value; "
             "pass the activations that the next stage works on"
         )
     *outs, _ = marker_p.bind(*[leaves[i] for i in marked], name=name)
@@ -286,7 +286,7 @@ def accumulate_grads(
 
     Source: the JaxPP paper, section "Gradient Accumulation Loop".
     """
-    line = jax_compat.caller_line()
+    line = jax_origins.caller_line()
 
     def run(batch: Any) -> Any:
         named, tree = jax.tree_util.tree_flatten_with_path(batch)

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp_async import jax_compat, jax_config
+from jaxpp_async import jax_compat, jax_config, jax_origins
 
 
 def find_special(closed: Any, args: Sequence[Any]) -> list[Any]:
@@ -43,7 +43,7 @@ def _looked_at(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     except FloatingPointError as error:
         results, what = [], str(error)
     if what:
-        raise FloatingPointError(f"{jax_compat.source_line(eqn)}: {what}")
+        raise FloatingPointError(f"{jax_origins.source_line(eqn)}: {what}")
     return results
 
 

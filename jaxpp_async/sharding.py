@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxpp_async import jax_compat
+from jaxpp_async import jax_compat, jax_origins
 from jaxpp_async.errors import ShardingError
 
 # What `jax.jit` has traced and lowered under one mesh's rules must not serve another's: JAX keys its caches by this.
@@ -123,7 +123,8 @@ def shard(x: Any, names: Sequence[str | None]) -> Any:
     ndim = jax.typeof(x).ndim
     if len(names) > ndim:
         raise ShardingError(
-            f"{jax_compat.caller_line()}: shard got {len(names)} names {tuple(names)} for an array of {ndim} dimensions"
+            f"{jax_origins.caller_line()}: shard got {len(names)} names {tuple(names)} "
+            f"for an array of {ndim} dimensions"
         )
     names = (*names, *[None] * (ndim - len(names)))
     types = set(_axis_types().values())

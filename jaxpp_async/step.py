@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_async import explicit, jax_compat, jax_config, report, sharding
+from jaxpp_async import explicit, jax_compat, jax_config, jax_origins, report, sharding
 from jaxpp_async.arrays import RemoteArray
 from jaxpp_async.binding import Binding, Slot
 from jaxpp_async.compiler.avals import value_type
@@ -147,7 +147,7 @@ class DistributedStep:
     ):
         self.runner, self.fn, self._options = runner, fn, options
         self._exports = exports or Exports()  # one for all forms of the step, under other schedules too
-        self._line = line or jax_compat.caller_line()  # of `mesh.distributed`, for errors in shardings
+        self._line = line or jax_origins.caller_line()  # of `mesh.distributed`, for errors in shardings
         self._compiled: dict[Any, CompiledStep] = {}
         self._latest: CompiledStep | None = None
         self._calls: deque[tuple[Call, CompiledStep]] = deque(maxlen=_CALLS_KEPT)

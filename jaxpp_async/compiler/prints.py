@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpp_async import jax_compat
+from jaxpp_async import jax_compat, jax_origins
 from jaxpp_async.compiler.ir import Lit, LoopPrints, Print, Ref, Shown, Types, stacked_type
 from jaxpp_async.compiler.primitives import CALLBACKS, CALLS, CHECKPOINTS, CUSTOM_RULES, PRINTS
 from jaxpp_async.errors import UnsupportedError
@@ -41,7 +41,7 @@ def refuse_host(eqn: Any, line: str, stage: Callable[[], int] | None) -> None:
     what = found.primitive.name if found is not None else name
     stage_text = "" if stage is None else f" in stage {stage()}"
     where = f"`{what}`" + (f" inside `{around[-1]}`" if around else "") + stage_text
-    if found is not None and (own := jax_compat.source_line(found)) != "unknown line":
+    if found is not None and (own := jax_origins.source_line(found)) != "unknown line":
         line = own
     if what in PRINTS:
         raise UnsupportedError(

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_async import jax_compat, jax_config
+from jaxpp_async import jax_compat, jax_config, jax_origins
 from jaxpp_async.compiler.emit import Emitted, Target, emit
 from jaxpp_async.compiler.ir import Lit, Ref, Types, ValueType
 from jaxpp_async.compiler.recipes import Recipe, literal_type
@@ -213,7 +213,7 @@ class _Contents:
             return _Itself(eqn)
         ignored = _NEVER_LOWERED.get(eqn.primitive.name, ())
         params = tuple((name, self.of(v)) for name, v in eqn.params.items() if name not in ignored)
-        return _Itself(eqn.primitive), params, jax_compat.location(eqn), _Itself(eqn.ctx)
+        return _Itself(eqn.primitive), params, jax_origins.location(eqn), _Itself(eqn.ctx)
 
     def jaxpr(self, jaxpr: Any) -> Hashable:
         known = len(self._jaxprs)
@@ -234,7 +234,7 @@ class _Contents:
 
         arguments = tuple(map(make, (*jaxpr.constvars, *jaxpr.invars)))
         eqns = tuple((self.equation(e), tuple(map(read, e.invars)), tuple(map(make, e.outvars))) for e in jaxpr.eqns)
-        names = self.of(jax_compat.debug_names(jaxpr))
+        names = self.of(jax_origins.debug_names(jaxpr))
         return "jaxpr", number, arguments, eqns, tuple(map(read, jaxpr.outvars)), names
 
     def array(self, value: Any) -> Hashable:

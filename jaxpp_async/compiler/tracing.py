@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_async import explicit, jax_compat, markers
+from jaxpp_async import explicit, jax_compat, jax_origins, markers
 from jaxpp_async.compiler import choices, prints, scan_halves, scans
 from jaxpp_async.compiler.avals import value_type
 from jaxpp_async.compiler.dead import eliminate_dead
@@ -86,11 +86,11 @@ def _traced(fn: Callable, args: Sequence[Any]) -> tuple[Any, Any]:
     try:
         return jax.make_jaxpr(fn, return_shape=True)(*args)
     except jax_compat.ShardingTypeError as error:  # on explicit axes; JAX says what to do
-        raise ShardingError(f"{jax_compat.error_line(error)}: {error}") from error
+        raise ShardingError(f"{jax_origins.error_line(error)}: {error}") from error
     except (ValueError, RuntimeError) as error:
         if jax_compat.is_missing_gpu_error(error):
             raise UnsupportedError(
-                f"{jax_compat.error_line(error)}: the step needs a GPU in this process to be traced ({error}); "
+                f"{jax_origins.error_line(error)}: the step needs a GPU in this process to be traced ({error}); "
                 "start it where there is one, or use an implementation that can do without "
                 "(implementation='xla', if this is jax.nn.dot_product_attention)"
             ) from error
@@ -99,7 +99,7 @@ def _traced(fn: Callable, args: Sequence[Any]) -> tuple[Any, Any]:
         axes = list(jax.sharding.get_abstract_mesh().shape)
         advice = "give spmd_mesh that axis or correct the constraint" if axes else "give RemoteMesh an spmd_mesh"
         raise ShardingError(
-            f"{jax_compat.error_line(error)}: a sharding in the step does not fit the mesh, whose axes are "
+            f"{jax_origins.error_line(error)}: a sharding in the step does not fit the mesh, whose axes are "
             f"{axes or 'none'}: {error}; {advice}"
         ) from error
 
@@ -114,7 +114,7 @@ class _Flattener:
     def __init__(self) -> None:
         self.types = Types()
         self.known: dict[int, tuple[Any, ValueType]] = {}  # by id() of the aval, which is kept alive
-        self.origins = jax_compat.Origins()
+        self.origins = jax_origins.Origins()
         self.captured: dict[int, Captured] = {}  # by id() of the array, which `Captured` keeps alive
         self.prints: list[Any] = []  # of the body that is being inlined
         self.stacks: dict[int, list[Ref]] = {}  # see `scans.Flattener`
@@ -281,7 +281,7 @@ class _Flattener:
         results = self.equation(alone, [*map(self.constant, consts), *inputs], ops, where)
         for inner, operands in inside:
             refs = [results[o] if isinstance(o, int) else self.constant(o.val) for o in operands]
-            self.prints.append(prints.print_of(inner, refs, jax_compat.source_line(inner)))
+            self.prints.append(prints.print_of(inner, refs, jax_origins.source_line(inner)))
         return list(results[: len(eqn.outvars)])
 
     def loop(self, eqn: Any, inputs: list[Ref], ops: list) -> list[Ref]:
@@ -355,7 +355,7 @@ def _is_key(value: Any) -> bool:
 
 
 def _line(eqn: Any, around: Where) -> str:
-    own = jax_compat.source_line(eqn)
+    own = jax_origins.source_line(eqn)
     return own if own != "unknown line" else around.line or own
 
 

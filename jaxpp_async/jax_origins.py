@@ -1,0 +1,95 @@
+"""jax_origins: which line of the user's code an equation or an error comes from, and what made an equation.
+
+In: equations, jaxprs, errors. Out: `file:line` and names. No door to private JAX: it takes that from `jax_compat`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import Any
+
+import jax
+
+from jaxpp_async.jax_compat import source_info
+
+_PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_JAX_DIR = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+
+
+def source_line(eqn: Any) -> str:
+    """`file:line` of the user's code that made `eqn`, or `"unknown line"`."""
+    traceback = eqn.source_info.traceback
+    return "unknown line" if traceback is None else _line_of(traceback)
+
+
+@functools.lru_cache(maxsize=4096)  # equations that come from one by differentiation share its traceback
+def _line_of(traceback: Any) -> str:
+    codes, instructions = traceback.raw_frames()
+    for code, instruction in zip(codes, instructions, strict=True):
+        if _is_user_file(code.co_filename):
+            return f"{code.co_filename}:{source_info.raw_frame_to_frame(code, instruction).start_line}"
+    return "unknown line"
+
+
+@functools.cache
+def _is_user_file(name: str) -> bool:
+    return source_info.is_user_filename(name) and not name.startswith(_PACKAGE_DIR)
+
+
+def location(eqn: Any) -> tuple[Any, ...]:
+    """What stands of `eqn`'s origin in a lowered program's bytes, under `innermost_locations`."""
+    traceback = eqn.source_info.traceback
+    return *(() if traceback is None else _place_of(traceback)), str(eqn.source_info.name_stack)
+
+
+@functools.lru_cache(maxsize=4096)
+def _place_of(traceback: Any) -> tuple[Any, ...]:
+    frame = next(source_info.user_frames(traceback), None)
+    return (frame.file_name, frame.start_line, frame.start_column) if frame is not None else ()
+
+
+def debug_names(jaxpr: Any) -> tuple[Any, ...]:
+    """The names that a jaxpr remembers of its function, its arguments and its results."""
+    info = jaxpr.debug_info
+    return info.traced_for, info.func_src_info, info.arg_names, info.result_paths
+
+
+class Origins:
+    """What made equations, found once for all that share a stack of names."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, bool, bool]] = {}  # by id() of the stack, which is kept alive
+
+    def of(self, eqn: Any) -> tuple[bool, bool]:
+        """Whether JAX's transpose (reverse-mode differentiation) made an equation, and whether it is one that a
+        checkpoint's backward computes again."""
+        stack = eqn.source_info.name_stack.stack
+        if (known := self._known.get(id(stack))) is None:
+            transposed = any(type(e) is source_info.Transform and e.name == "transpose" for e in stack)
+            recomputed = any("rematted_computation" in e.name for e in stack)
+            known = self._known[id(stack)] = stack, transposed, recomputed
+        return known[1], known[2]
+
+
+def caller_line() -> str:
+    """`file:line` of the innermost caller outside this package and JAX."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = os.path.abspath(frame.f_code.co_filename)
+        if not name.startswith((_PACKAGE_DIR, _JAX_DIR)) and "importlib" not in name:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown line"
+
+
+def error_line(error: BaseException) -> str:
+    """`file:line` of the innermost frame of an error's traceback outside this package and JAX."""
+    found, frame = "unknown line", error.__traceback__
+    while frame is not None:
+        name = os.path.abspath(frame.tb_frame.f_code.co_filename)
+        if not name.startswith((_PACKAGE_DIR, _JAX_DIR)):
+            found = f"{name}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    return found
