@@ -154,7 +154,7 @@ async def test_a_sender_in_a_hurry_waits_for_an_offer_and_not_for_long(pair, pie
     monkeypatch.setattr(direct, "_PATIENCE_S", 0)
     for number in range(direct._MOST_IN_VAIN + 3):  # the last of them do not wait any more
         send = a.send(sent[2], 1, tag(1))
-        assert bool(a._direct._waiting) == (number <= direct._MOST_IN_VAIN)
+        assert a._direct.holds_back == (number <= direct._MOST_IN_VAIN)
         await asyncio.sleep(0.002)
         await within(b.recv(blocks[2], 0, tag(1)), send)
     assert len(pieces) == 2
@@ -164,7 +164,7 @@ async def test_a_sender_in_a_hurry_waits_for_an_offer_and_not_for_long(pair, pie
     assert all(np.array_equal(block.array, content) for block, content in zip(blocks, sent, strict=True))
     monkeypatch.setattr(direct, "_PATIENCE_S", 60)
     send = a.send(sent[0], 1, tag(1))
-    assert a._direct._waiting
+    assert a._direct.holds_back
     await within(a.abort())
     assert isinstance(send.exception(), TransferError)
-    assert not a._direct._waiting
+    assert not a._direct.holds_back

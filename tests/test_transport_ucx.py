@@ -531,6 +531,8 @@ async def test_what_is_written_after_an_abort_reaches_nobody(make_transport, mon
     block, sent = SharedBlock(LARGE), data(LARGE, 1)
     receive, send = b.recv(block, 0, tag(1)), a.send(sent, 1, tag(1))
     await until(lambda: a._direct._written_bytes)
+    assert a._direct.busy
+    assert not a._direct.holds_back, "what is sent meanwhile need not go behind it"
     neighbour, ticket = a._links[1].neighbour, block.ticket
     assert neighbour is not None and ticket is not None
     old = neighbour._blocks[ticket.key]

@@ -155,8 +155,10 @@ class Transport(Protocol):
     def hurry(self, on: bool) -> None:
         """Say whether the caller has nothing to compute and waits for transfers only. A hint, off at first.
 
-        While it is on, the transport may look for messages for some microseconds before the loop sleeps, where that
-        has helped lately. The core is offered to others meanwhile, and the loop's other work is not kept waiting.
+        While it is on, the transport may look for messages for up to a millisecond before the loop sleeps, where that
+        has helped lately. And it may hold a large send back for as long, with what follows under its tag, if it can be
+        carried faster once the peer has posted the receive. The core is offered to others meanwhile, and the loop's
+        other work is not kept waiting.
         """
         ...
 

@@ -6,8 +6,11 @@ UCX copies such a message twice, into a queue in shared memory and out of it. He
     sender    (writes)  where it holds the offer for its message
     sender    EMPTY     in place of the message, under its tag; the block says that it is written
 
-A sender who holds no offer, for the receive is not posted yet or has no such block, sends a message like any other;
-and where it is so large that it is written in pieces, and waiting for an answer costs little beside:
+A sender who holds no offer, for the receive is not posted yet or has no such block, holds the message back if it is in
+a hurry (`Transport.hurry`): for 1 ms at most it looks for the offer in each pass of its loop, and what is sent under
+the tag meanwhile waits behind. Where that was in vain a few times it is tried now and then only. After that, or at
+once, the message goes like any other; and where it is so large that it is written in pieces, and waiting for an answer
+costs little beside:
 
     sender    HEADER    in place of the message, under its tag: how large it is, and a serial number
     receiver  ANSWER    the block to write to, or "as a message, please", or "that is not the size"
@@ -19,7 +22,8 @@ all do when the peer dies or is aborted. The sender writes only between two pass
 and `drop` ends it at once; a receiver whose transfer fails puts other memory in the place of what the sender might
 still write to, and so does one that was offered in vain.
 
-So that no HEADER comes to who cannot tell it, a sender announces only to peers whose boards say that they see its own.
+So that no HEADER comes to who cannot tell it, a sender announces a message by one only to peers whose boards say that
+they see its own; the announcement stands on its board too, for a receive that was too short for the HEADER.
 
 It never writes without an OFFER or an ANSWER, never uses a block whose key it has not read, and never writes past a
 block's end.
@@ -146,7 +150,12 @@ class Direct:
     def busy(self) -> bool:
         """Whether offers are looked for, or something is being copied, by this side or by a peer. That takes far longer
         than looking for messages may, and looking takes memory bandwidth from whoever copies."""
-        return bool(self._copies) or bool(self._waiting) or self._num_written > 0
+        return bool(self._copies) or self.holds_back or self._num_written > 0
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether messages wait for offers: what is sent under their tags, however small, has to go behind them."""
+        return bool(self._waiting)
 
     def close(self) -> None:
         """Give back what peers could read. Every link has been dropped."""
@@ -154,7 +163,7 @@ class Direct:
             self._board.close()
 
     def see(self, link: Any) -> None:
-        """Tell a new link's peer that it may offer, if it is on this host."""
+        """Tell a new link's peer that it may announce messages, if it is on this host."""
         if self._board is None:
             link.neighbour = link.offers = None
         elif link.neighbour is not None:
@@ -268,13 +277,13 @@ class Direct:
         if not link.neighbour.sees(self._board):
             return False
         serial = next(self._serials)
-        row = self._board.put(serial, transfer.tag | link.sender_bits, memory.size_bytes)
+        row = self._board.announce(serial, transfer.tag | link.sender_bits, memory.size_bytes)
         if row is None:
             return False
         answer = _bytes(_ANSWER.size)
         header = _bytes(HEADER_BYTES, _HEADER.pack(self._board.key, serial, memory.size_bytes))
         if not self._carrier.post_own_send(link, header, transfer.tag, None):
-            self._board.clear(row)
+            self._board.withdraw(row)
             return False
         link.offers.count(link.offers.sent, transfer.tag)
         tag = _own_tag(transfer.tag, _ANSWER_CHANNEL, serial)
@@ -283,7 +292,7 @@ class Direct:
 
     def _hear_answer(self, transfer: Transfer, row: int, serial: int, answer: Memory, status: int, length: int) -> None:
         assert self._board is not None and transfer.memory is not None
-        self._board.clear(row)
+        self._board.withdraw(row)
         if status != STATUS_OK or transfer.link.failure is not None:
             self._carrier.finish(transfer, status or STATUS_CANCELED, 0)
             return
@@ -391,7 +400,7 @@ class Direct:
             if status == STATUS_OK and length == 0 and transfer.memory.owner.mark.value == serial:
                 return STATUS_OK, transfer.size_bytes
         if serial and (status, length) != (STATUS_OK, transfer.size_bytes):
-            self._withdraw(transfer)
+            self._retire(transfer)
         return status, length
 
     def _header(self, transfer: Transfer, status: int) -> tuple[int, int] | None:
@@ -407,7 +416,7 @@ class Direct:
         if status == STATUS_OK and not memory.on_device:
             key, serial, size_bytes = _HEADER.unpack(ctypes.string_at(memory.address, HEADER_BYTES))
             return (serial, size_bytes) if key == neighbour.key else None
-        return next(iter(neighbour.offers(transfer.tag | self._own_bits)), None)
+        return next(iter(neighbour.announced(transfer.tag | self._own_bits)), None)
 
     def _accept(self, transfer: Transfer, serial: int) -> None:
         """Say where to write the message that a header announced; it has the right size."""
@@ -441,14 +450,14 @@ class Direct:
         if status == STATUS_OK and (length != _END.size or verdict not in (_WRITTEN, _MESSAGE_FOLLOWS)):
             status = STATUS_TRUNCATED
         if status != STATUS_OK:
-            self._withdraw(transfer)
+            self._retire(transfer)
             self._carrier.finish(transfer, status, 0)
         elif verdict == _WRITTEN:
             self._carrier.finish(transfer, STATUS_OK, memory.size_bytes)
         else:
             self._carrier.post_own_recv(transfer.link, memory, data_tag, transfer)
 
-    def _withdraw(self, transfer: Transfer) -> None:
+    def _retire(self, transfer: Transfer) -> None:
         """Let a peer's late writes go to memory that nobody reads."""
         assert transfer.memory is not None
         try:

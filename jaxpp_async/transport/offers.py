@@ -1,9 +1,10 @@
 """offers: which receives wait for large messages, told ahead to processes of this host. No UCX, no copying.
 
 A receiver writes an offer for each receive that a neighbour may fill into a ring in its own board; the neighbour reads
-the ring when it sends. Nobody is woken, and nobody waits for an offer: one that comes too late or is overwritten is
-never used. An offer is for one message only: both sides number the messages of a tag, which match in order whatever
-their sizes, so that an offer and its message have the same number, and the message that a receive has got is past.
+the ring when it sends, and where it holds a message back for its offer, again for as long (`direct.py`). Nobody is
+woken: an offer that comes too late or is overwritten is never used. An offer is for one message only: both sides number
+the messages of a tag, which match in order whatever their sizes, so that an offer and its message have the same number,
+and the message that a receive has got is past.
 
 It never hands out an offer twice, or one for another message; a row that is torn (written and read at once) is dropped.
 """

@@ -116,13 +116,14 @@ class SharedBlock:
 
 
 class Board:
-    """What this process tells neighbours, where they can read it: what it offers, as rows of (serial, tag, size), and
-    whose boards it sees itself. One of two processes may see the other's alone: of another user, out of descriptors.
+    """What this process tells neighbours, where they can read it: messages that it announces, as rows of (serial, tag,
+    size), and whose boards it sees itself. One of two processes may see the other's alone: of another user, out of
+    descriptors.
 
     Attributes:
         ticket: for peers, to find the board and to prove that they are on this host.
         key: random; whoever knows it has read the board. name: what others' boards say for it.
-        ring: `RING_BYTES` of it, for `offers.py`.
+        ring: `RING_BYTES` of it, for the receives that wait (`offers.py`).
     """
 
     def __init__(self) -> None:
@@ -134,16 +135,16 @@ class Board:
         self._free = list(range(_BOARD_ROWS))
         self.ticket = _TICKET.pack(*_here(), os.getpid(), self._descriptor, self.key)
 
-    def put(self, serial: int, tag: int, size_bytes: int) -> int | None:
-        """A row with these in it; None if there is none left."""
+    def announce(self, serial: int, tag: int, size_bytes: int) -> int | None:
+        """Announce a message. Returns: the row that says it; None if there is none left."""
         if not self._free:
             return None
         row = self._free.pop()
         self._rows[row] = (serial, tag, size_bytes)
         return row
 
-    def clear(self, row: int) -> None:
-        """Take a row back."""
+    def withdraw(self, row: int) -> None:
+        """Take an announcement's row back."""
         self._rows[row] = 0
         self._free.append(row)
 
@@ -208,13 +209,13 @@ class Neighbour:
             return None
         return cls(pid, key, board) if board[-_KEY_BYTES:].tobytes() == key else None
 
-    def offers(self, tag: int) -> list[tuple[int, int]]:
-        """(serial, size) of what is offered under a tag and has not been answered, oldest first."""
+    def announced(self, tag: int) -> list[tuple[int, int]]:
+        """(serial, size) of the messages that it announces under a tag and that were not answered, oldest first."""
         rows = self._rows.tolist()
         return sorted((n, size) for n, at, size in rows if n and at == tag and n not in self._answered)
 
     def note_answered(self, serial: int) -> None:
-        """Leave an offer out from now on. The neighbour takes its row back once it has heard the answer."""
+        """Leave an announcement out from now on. The neighbour takes its row back once it has heard the answer."""
         self._answered.add(serial)
         if len(self._answered) > _BOARD_ROWS:
             self._answered &= {serial, *self._rows[:, 0].tolist()}

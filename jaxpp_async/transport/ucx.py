@@ -2,8 +2,8 @@
 
 UCX is driven on the event loop's own descriptor: progress until nothing is left, arm, sleep in the loop. No thread, and
 no copy, but for large messages within a host (`direct.py`); only in a hurry does it look for messages for a little
-while before it sleeps. Every endpoint has error handling on, so that a large send can be ended; `abort` force-closes
-the endpoint and progresses until UCX has let go of every buffer.
+while before it sleeps, and hold such a message back until it may be written. Every endpoint has error handling on, so
+that a large send can be ended; `abort` force-closes the endpoint and progresses until UCX has let go of every buffer.
 
 It never frees or reuses a buffer that UCX may still touch, never trusts the size of what arrives, and never gives UCX
 an address that was damaged, mixed up or is out of date (one garbage byte in a worker address ends the process there).
@@ -151,7 +151,7 @@ class UCXTransport:
         offers = link.offers
         if (
             offers is not None
-            and (memory.size_bytes >= DIRECT_BYTES or self._direct.busy)
+            and (memory.size_bytes >= DIRECT_BYTES or self._direct.holds_back)
             and self._direct.send(Transfer(link, memory, SENDING, tag, done), self._hurried)
         ):
             return False
