@@ -14,7 +14,7 @@ import os
 import numpy as np
 import pytest
 from one_gpu import skipped_where_nccl_wants_a_gpu_each
-from test_transport_nccl import SelfJoining
+from test_transport_nccl import InOrderOfPosts
 from transport_conformance import EAGER, LARGE, TransportConformance, join, transfer, within
 
 from jaxpp_async.errors import JaxppAsyncError, TransferError
@@ -32,7 +32,7 @@ except JaxppAsyncError as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
 
-class OnDevice(SelfJoining):
+class OnDevice(InOrderOfPosts):
     """NCCL between device arrays: what the suite sends is copied there, what arrives back to it."""
 
     async def connect(self, peer, address):
@@ -63,7 +63,7 @@ def _on_device(data: bytes) -> Memory:
 
 @pytest.fixture
 async def make_transport():
-    made: dict[int, SelfJoining] = {}
+    made: dict[int, InOrderOfPosts] = {}
 
     async def make(peer_id: int) -> OnDevice:
         transport = made[peer_id] = OnDevice(peer_id, LIBRARY)

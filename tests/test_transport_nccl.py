@@ -16,8 +16,9 @@ from transport_conformance import EAGER, TransportConformance, data, join, tag, 
 
 from jaxpp_async.errors import InstallError, ProtocolError, TransferError
 from jaxpp_async.transport import nccl_end
+from jaxpp_async.transport.base import check_tag
 from jaxpp_async.transport.buffers import memory_of
-from jaxpp_async.transport.nccl import NcclTransport
+from jaxpp_async.transport.nccl import _SEQUENCE_MASK, NcclTransport
 from jaxpp_async.transport.nccl_library import NcclFailure, load_library
 from jaxpp_async.transport.nccl_plan import Line, Link, Queue, Turn, batches, order_of, rounds
 
@@ -38,6 +39,19 @@ class SelfJoining(NcclTransport):
             await asyncio.gather(self.join(link, unique_id), other.join(link, unique_id))
 
 
+class InOrderOfPosts(SelfJoining):
+    """Has an order of its own for each post. The suite knows no orders and has tags more than once, but posts what
+    belongs together in the same order at both ends of each link."""
+
+    def _post(self, way, memory, tag, done):
+        check_tag(tag)
+        link = Link(self.peer_id, way.peer) if way.sends else Link(way.peer, self.peer_id)
+        end = self._joined.get(link)
+        if end is not None and end.failure is None:
+            self.begin(order_of(self.peer_id, [Turn(tag & _SEQUENCE_MASK, link)]))
+        return super()._post(way, memory, tag, done)
+
+
 @pytest.fixture
 async def library():
     network = FakeNccl()
@@ -46,11 +60,17 @@ async def library():
 
 
 @pytest.fixture
-async def make_transport(library):
+def kind():
+    """Which transport the tests are about."""
+    return SelfJoining
+
+
+@pytest.fixture
+async def make_transport(library, kind):
     made: dict[int, SelfJoining] = {}
 
     async def make(peer_id: int) -> SelfJoining:
-        transport = made[peer_id] = SelfJoining(peer_id, library)
+        transport = made[peer_id] = kind(peer_id, library)
         transport.known = made
         return transport
 
@@ -80,11 +100,13 @@ class TestNcclConformance(TransportConformance):
 
     matches_by_tag = is_eager = False
 
+    @pytest.fixture
+    def kind(self):
+        return InOrderOfPosts
 
-class TestBusyNcclConformance(TransportConformance):
+
+class TestBusyNcclConformance(TestNcclConformance):
     """The same while NCCL takes its time to take up calls."""
-
-    matches_by_tag = is_eager = False
 
     @pytest.fixture
     async def library(self):
@@ -117,9 +139,9 @@ def test_what_is_posted_out_of_turn_waits_for_it(offered, gone):
     assert queue.clear() == []
 
 
-def test_without_a_line_the_order_is_that_of_the_posts():
-    queue: Queue[str] = Queue()
-    assert [queue.offer(7, "a"), queue.offer(7, "b"), queue.offer(1, "c")] == [["a"], ["b"], ["c"]]
+def test_before_a_step_has_begun_nothing_has_a_turn():
+    with pytest.raises(ProtocolError, match="sequence 7 is not one of the program's"):
+        Queue[str]().offer(7, "a")
 
 
 def test_what_has_no_turn_is_refused():
@@ -164,17 +186,18 @@ def test_links_are_made_in_few_rounds_in_which_nobody_waits_for_others(links, mo
         assert len(ends) == len(set(ends))
 
 
-def orders(*sequences: int):
-    """The orders of a sender and its receiver."""
-    return [order_of(here, [Turn(s, Link(0, 1)) for s in sequences]) for here in (0, 1)]
+def begin(pair, there=(), back=()) -> None:
+    """A step begins for peers 0 and 1, with these sequences from 0 to 1, and from 1 to 0."""
+    turns = [Turn(s, Link(0, 1)) for s in there] + [Turn(s, Link(1, 0)) for s in back]
+    for transport in pair:
+        transport.begin(order_of(transport.peer_id, turns))
 
 
 async def test_messages_posted_in_any_order_meet_their_own(pair):
     """The two ends post in different orders; each link goes in the program's."""
     a, b = pair
     for epoch in range(3):
-        a_order, b_order = orders(*range(6))
-        a.begin(a_order), b.begin(b_order)
+        begin(pair, there=range(6))
         sent = [data(EAGER + i, i + epoch) for i in range(6)]
         got = [np.zeros(EAGER + i, np.uint8) for i in range(6)]
         sends = [a.send(sent[i], 1, tag(i)) for i in (5, 0, 2, 1, 4, 3)]
@@ -212,6 +235,23 @@ async def test_four_peers_post_at_random_and_every_message_meets_its_own(make_tr
         assert all(np.array_equal(s[2], g[2]) for s, g in zip(messages, received, strict=True))
 
 
+async def test_nothing_is_posted_on_a_link_that_no_order_has_it_on(pair, library):
+    """Neither before the first step nor after an abort, nor on a link that the step does not use."""
+    a, b = pair
+    post = memory_of(data(4, 1), writable=True)
+    for refused in (a.post_send, a.post_recv):
+        with pytest.raises(ProtocolError, match="sequence 3 is not one of the program's"):
+            refused(post, 1, tag(3), print)
+    begin(pair, there=[3])
+    await transfer(a, b, EAGER, 3)
+    await within(a.abort(), b.abort())
+    await join(a, b)
+    sent = library.num_messages
+    with pytest.raises(ProtocolError, match="sequence 3 is not one of the program's"):
+        a.post_send(post, 1, tag(3), print)
+    assert library.num_messages == sent and library.num_pending == 0
+
+
 async def test_a_step_that_needs_links_which_were_never_made_does_not_begin(pair):
     a, _ = pair
     for link in (Link(0, 1, 1, 1), Link(2, 0)):
@@ -222,6 +262,7 @@ async def test_a_step_that_needs_links_which_were_never_made_does_not_begin(pair
 async def test_a_directions_receive_that_waits_does_not_hold_up_the_other(pair):
     """One communicator for both would: its kernels run one after the other."""
     a, b = pair
+    begin(pair, there=[0], back=[0])
     got = [np.zeros(EAGER, np.uint8) for _ in range(2)]
     early = [a.recv(got[0], 1, tag(0)), b.recv(got[1], 0, tag(0))]
     await asyncio.sleep(0.005)
@@ -276,6 +317,7 @@ async def test_a_peer_that_does_not_come_is_given_up(library):
         await a.join(Link(0, 1), a.make_id(), timeout_s=0.02)
     assert library.num_aborted == 1
     await asyncio.gather(*(t.join(Link(0, 1), i) for i in [a.make_id()] for t in (a, b)))
+    begin((a, b), there=[1])
     await transfer(a, b, EAGER, 1)
     await a.aclose(), await b.aclose()
 
@@ -329,6 +371,7 @@ async def test_what_nccl_reports_ends_the_transfers_of_that_link_only(make_trans
     monkeypatch.setattr(nccl_end, "_CHECK_S", 0.01)
     a, b = await make_transport(0), await make_transport(1)
     await join(a, b)
+    begin((a, b), there=[1], back=[1])
     lost, kept = a.recv(np.zeros(8, np.uint8), 1, tag(1)), b.recv(np.zeros(8, np.uint8), 0, tag(1))
     async with asyncio.timeout(5):
         while library.num_pending < 2:  # noqa: ASYNC110  the threads that call NCCL know no event loop
@@ -344,6 +387,7 @@ async def test_what_nccl_reports_ends_the_transfers_of_that_link_only(make_trans
 
 async def test_a_device_that_is_lost_is_told_by_the_mark(pair, library):
     a, b = pair
+    begin(pair, back=[1])
     got = a.recv(np.zeros(8, np.uint8), 1, tag(1))
     await asyncio.sleep(0.01)
     for channel in channels(library):
@@ -358,8 +402,7 @@ async def test_a_device_that_is_lost_is_told_by_the_mark(pair, library):
 
 async def test_transfers_that_wait_for_their_turn_end_with_an_abort(pair, library):
     a, b = pair
-    a_order, b_order = orders(*range(3))
-    a.begin(a_order), b.begin(b_order)
+    begin(pair, there=range(3))
     futures = [a.send(data(8, 1), 1, tag(2)), a.send(data(8, 1), 1, tag(0)), b.recv(np.zeros(8), 0, tag(1))]
     await within(a.abort(), b.abort())
     for future in futures:
@@ -370,6 +413,7 @@ async def test_transfers_that_wait_for_their_turn_end_with_an_abort(pair, librar
 async def test_buffers_that_nccl_does_not_give_back_are_not_told_of(pair, library, monkeypatch):
     monkeypatch.setattr(nccl_end, "RELEASE_TIMEOUT_S", 0.05)
     a, _ = pair
+    begin(pair, back=[1])
     open_receive = a.recv(np.zeros(8, np.uint8), 1, tag(1))
     library.abort_may_go_on.clear()
     try:

@@ -103,7 +103,7 @@ class TransportConformance:
 
     Attributes:
         matches_by_tag: messages find their receives by tag, in any order, and a wrong size is found out. What does not
-            (NCCL) matches in the order of posts.
+            (NCCL) has to be told the order, which here is that of the posts.
         is_eager: a small send completes though nobody receives it.
     """
 

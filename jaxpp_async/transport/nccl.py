@@ -143,7 +143,7 @@ class NcclTransport:
     def begin(self, order: Order) -> None:
         """A step begins: on each link, transfers go in this order from here on, whenever they are posted.
 
-        Posting what the order does not have then raises ProtocolError: NCCL would match it with something else.
+        Posting what no order has raises ProtocolError: NCCL would match it with something else.
 
         Raises:
             TransferError: the program has transfers on a link that was never made.
@@ -180,15 +180,16 @@ class NcclTransport:
         sequence = tag & _SEQUENCE_MASK
         links = self._order.links.get(way)
         link = links.get(sequence) if links else None
-        end = self._joined.get(link or self._only_link(way))
+        if link is None and any(self._way_of(joined) == way for joined in self._joined):
+            raise ProtocolError(f"a transfer with sequence {sequence} is not one of the program's here: it has no link")
+        end = self._joined.get(link) if link else None
         if end is None or end.failure is not None:
             raise self._refusal(way.peer, end)
         end.post(sequence, Transfer(memory, tag, done))
         return False
 
-    def _only_link(self, way: Way) -> Link:
-        """That of the first devices: where nobody has said which one a transfer takes."""
-        return Link(self.peer_id, way.peer) if way.sends else Link(way.peer, self.peer_id)
+    def _way_of(self, link: Link) -> Way:
+        return Way(link.peer_of(self.peer_id), link.sender == self.peer_id)
 
     # ------------------------------------------------------------ ending
 

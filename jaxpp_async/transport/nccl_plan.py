@@ -133,15 +133,12 @@ def order_of(here: ProcessId, turns: Iterable[Turn]) -> Order:
 
 
 class Queue(Generic[T]):
-    """Whose turn it is on one end of one link.
-
-    Without a line (`begin` was never called) transfers go in the order in which they are posted.
-    """
+    """Whose turn it is on one end of one link: nobody's, before a step has begun."""
 
     __slots__ = ("_held", "_line", "_next")
 
     def __init__(self) -> None:
-        self._line: Line | None = None
+        self._line = NO_LINE
         self._next = 0
         self._held: dict[int, T] = {}
 
@@ -151,7 +148,7 @@ class Queue(Generic[T]):
         Raises:
             ProtocolError: the step before has not posted all of its transfers.
         """
-        if self._line is not None and self._next < len(self._line.sequences):
+        if self._next < len(self._line.sequences):
             left = len(self._line.sequences) - self._next
             raise ProtocolError(
                 f"a step begins while {left} transfers of the one before are still to be posted, the first of them "
@@ -169,8 +166,6 @@ class Queue(Generic[T]):
             ProtocolError: the program has no such transfer here, or it came before.
         """
         line = self._line
-        if line is None:
-            return [item]
         place = line.places.get(sequence)
         if place is None or place < self._next or sequence in self._held:
             what = "not one of the program's here" if place is None else "posted twice"
