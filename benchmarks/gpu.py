@@ -43,6 +43,9 @@ BUDGET_S = 570.0
 GPU_TESTS = {"tests/test_on_gpu.py": 165.0, "tests/test_on_gpu_nccl.py": 85.0}
 """As `make test-gpu` runs them, and how long each file may take, in seconds."""
 
+PYTEST = ("-m", "pytest", "-v", "-rsfE", "--color=no", "-p", "no:cacheprovider")
+"""How tests are run, so that `results` can read what they print."""
+
 TRANSFERS_S, STEP_S = 35.0, 105.0
 """What one way of sending, and one of the contenders in the step, may take."""
 
@@ -144,7 +147,7 @@ def tests(bench: Bench) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for file, limit_s in GPU_TESTS.items():
         bench.say(f"  {file}")
-        command = ("-m", "pytest", "-v", "-rs", "--color=no", "-p", "no:cacheprovider", file)
+        command = (*PYTEST, file)
         if bench.small:
             command += ("-k", "(share_a_gpu and 2-ucx) or dtypes or abort")
         found[file] = results(bench.run(Program(command, limit_s, {"JAXPP_TEST_GPU": bench.platform})))

@@ -202,3 +202,31 @@ FAILED tests/test_on_gpu.py::TestX::test_c - AssertionError
         "failed": "1 failed: test_on_gpu.py::TestX::test_c",
     }
     assert gpu.results(gpu.Ran(5, "collected 0 items", "", 9.0)) == {"counts": {}, "why_skipped": []}
+
+
+FAILING = """
+import pytest
+
+def test_a(): pass
+
+def test_b(): assert 1 == 2
+
+def test_c(): pytest.skip("no luck")
+
+@pytest.fixture
+def broken(): raise OSError("no device")
+
+def test_d(broken): pass
+"""
+
+
+def test_what_pytest_itself_says_of_failures_is_understood(tmp_path):
+    file = tmp_path / "test_on_gpu_x.py"
+    file.write_text(FAILING)
+    as_here = ("-c", str(ROOT / "pyproject.toml"), f"--rootdir={tmp_path}")
+    ran = gpu.Bench("cpu", True, print).run(gpu.Program((*gpu.PYTEST, *as_here, str(file)), 60.0))
+    assert gpu.results(ran) == {
+        "counts": {"passed": 1, "failed": 1, "skipped": 1, "error": 1},
+        "why_skipped": ["no luck"],
+        "failed": "2 failed: test_on_gpu_x.py::test_b, test_on_gpu_x.py::test_d",
+    }
