@@ -36,7 +36,7 @@ _HOMES = {
     "RemoteArray": "arrays",
     "Event": "events",
     "ActorInfo": "actors.actor_info",
-    "StepFuture": "running",
+    "StepFuture": "step_future",
     "Timeline": "timeline",
     "Saving": "checkpoint.saving",
     "Launcher": "actors.launch",
@@ -96,7 +96,6 @@ if TYPE_CHECKING:
     from jaxpp_async.reductions import Min as Min
     from jaxpp_async.reductions import Stack as Stack
     from jaxpp_async.reductions import Sum as Sum
-    from jaxpp_async.running import StepFuture as StepFuture
     from jaxpp_async.schedules import DualPipeV as DualPipeV
     from jaxpp_async.schedules import Eager1F1B as Eager1F1B
     from jaxpp_async.schedules import GPipe as GPipe
@@ -110,6 +109,7 @@ if TYPE_CHECKING:
     from jaxpp_async.schedules import schedule_to_csv as schedule_to_csv
     from jaxpp_async.sharding import shard as shard
     from jaxpp_async.step import CompiledStep as CompiledStep
+    from jaxpp_async.step_future import StepFuture as StepFuture
     from jaxpp_async.timeline import Timeline as Timeline
 
 

@@ -19,8 +19,9 @@ from jaxpp_async.checkpoint.restoring import restore
 from jaxpp_async.checkpoint.saving import OnProgress, Saver, Saving
 from jaxpp_async.errors import MeshError
 from jaxpp_async.events import EventLog, Events
-from jaxpp_async.running import StepFuture, StepRunner
+from jaxpp_async.running import StepRunner
 from jaxpp_async.step import DistributedStep, StepOptions
+from jaxpp_async.step_future import StepFuture
 from jaxpp_async.timeline import Timeline
 from jaxpp_async.values import RemoteValues
 

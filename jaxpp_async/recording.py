@@ -42,8 +42,9 @@ class Recording:
         if not self.handle.done:
             raise MeshError("a step has a timeline once it has finished; await it first")
         if (error := self.handle.error) is not None:
-            why = next(iter(str(error).splitlines()), type(error).__name__)
-            raise MeshError(f"step {self.handle.step} ({self.name!r}) failed, so it has no timeline: {why}")
+            raise MeshError(
+                f"step {self.handle.step} ({self.name!r}) failed, so it has no timeline: {first_line(error)}"
+            )
         by_actor = {p.actor: p for p in self.programs}
         recorded = {a: self._recorded(by_actor[a], stats.stamps) for a, stats in self.handle.result().items()}
         return make_timeline(self.handle.step, self.name, self.handle.sent_s, recorded)
@@ -56,7 +57,7 @@ class Recording:
         for actor in self.handle.heard_s:
             clock = controller.clock(actor)
             first = controller.processes.process(actor, 0)
-            self._processes[actor] = controller.requests.info(first), clock, clock.readings
+            self._processes[actor] = controller.outbox.info(first), clock, clock.readings
 
     def _recorded(self, program: ActorProgram, stamps: bytes) -> Recorded:
         info, clock, readings = self._processes[program.actor]
@@ -71,3 +72,8 @@ class Recording:
             host=info.host,
             pid=info.pid,
         )
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says, or its type."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,97 +17,25 @@ import numpy as np
 
 from jaxpp_async import jax_compat, moves
 from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.messages import Loaded, StepStats
+from jaxpp_async.actors.messages import StepStats
 from jaxpp_async.actors.rpc import StepHandle
 from jaxpp_async.arrays import DONATED, FAILED, RemoteArray, is_remote
 from jaxpp_async.binding import Binding, Slot
-from jaxpp_async.compiler.emit import Emitted, Target
+from jaxpp_async.compiler.emit import Target
 from jaxpp_async.compiler.ir import Traced
 from jaxpp_async.compiler.passes import StepRequest, compile_step
-from jaxpp_async.errors import ArrayError, MeshError
+from jaxpp_async.errors import ArrayError
 from jaxpp_async.leaves import host_array
 from jaxpp_async.left_behind import LeftBehind
+from jaxpp_async.moving import Mover, load_programs
 from jaxpp_async.printing import Printer
 from jaxpp_async.program import ActorId, ActorProgram, runs
-from jaxpp_async.recording import Recording
+from jaxpp_async.recording import Recording, first_line
 from jaxpp_async.step import CompiledStep, DistributedStep, StepOptions, hidden_values, slots
-from jaxpp_async.timeline import Timeline
+from jaxpp_async.step_future import StepFuture, abandon, by_actor
 from jaxpp_async.values import RemoteValues
 
 _LOG = logging.getLogger("jaxpp_async")
-
-
-class StepFuture:
-    """A step that has been admitted; from `mesh.submit`.
-
-    Attributes:
-        outputs: the step's result tree of `RemoteArray`s, valid at once: they may be passed to the next step.
-        moves: arguments that lay elsewhere and were carried to where the step needs them.
-
-    Awaiting it waits until every actor has finished the step, and raises its error.
-    """
-
-    def __init__(
-        self,
-        outputs: Any,
-        recording: Recording,
-        printing: asyncio.Task[None] | None = None,
-        moved: tuple[moves.Moved, ...] = (),
-        donated: Sequence[RemoteArray] = (),
-    ):
-        self.outputs, self.moves, self._recording, self._printing = outputs, moved, recording, printing
-        self._donated = donated
-        self._handle = recording.handle
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        yield from self._handle.__await__()
-        if self._printing is not None:
-            yield from asyncio.shield(self._printing).__await__()
-        return self.outputs
-
-    def __repr__(self) -> str:
-        handle = self._handle
-        if handle.error is not None:
-            state = f"failed: {_why(handle.error)}"
-        elif handle.done:
-            state = "finished" if self.done() else "finished, printing"
-        else:
-            state = "under way"
-        return f"<StepFuture: step {handle.step} ({self._recording.name!r}), {state}>"
-
-    def done(self) -> bool:
-        """Whether the step has finished and printed what it prints, or failed."""
-        return self._handle.done and (self._printing is None or self._printing.done())
-
-    @property
-    def stats(self) -> list[StepStats]:
-        """Where each actor's time went in this step, and what its buffers held.
-
-        Raises:
-            MeshError: it has not finished, or it failed or was aborted.
-        """
-        handle = self._handle
-        if not handle.done:
-            raise MeshError("a step has stats once it has finished; await it first")
-        if handle.error is not None:
-            what = f"step {handle.step} ({self._recording.name!r})"
-            raise MeshError(f"{what} failed, so it has no stats: {_why(handle.error)}")
-        return _by_actor(handle.result())
-
-    def timeline(self) -> Timeline:
-        """What each actor did in this step, instruction by instruction. See docs/timeline.md.
-
-        It stays what it was when the step ended, also after restarts and when the mesh is closed. A step that a restart
-        ran again has the timeline of the run that counted, from when it was sent anew.
-
-        Raises:
-            MeshError: it has not finished, or it failed or was aborted.
-        """
-        return self._recording.timeline()
-
-    async def wait_sent(self) -> None:
-        """Wait until the step's host arguments have left: they may change again."""
-        await self._handle.wait_sent()
 
 
 class StepRunner:
@@ -140,7 +68,7 @@ class StepRunner:
         self.last: Recording | None = None
         self._admission = asyncio.Semaphore(max_inflight)
         self._compile_lock, self._start_lock = asyncio.Lock(), asyncio.Lock()
-        self._move_programs: dict[moves.Move, int] = {}
+        self._mover = Mover(controller, values, num_actors, target)
         self._printer = Printer(values)
         self._left_behind = LeftBehind(self._tell_waiting)
 
@@ -151,7 +79,7 @@ class StepRunner:
             await future.wait_sent()
             return await future
         except asyncio.CancelledError:
-            self._leave(future, "run")
+            self._left_behind.note(abandon(future, "run"))
             raise
 
     async def submit(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
@@ -160,7 +88,7 @@ class StepRunner:
         try:
             await future.wait_sent()  # the step's host values may change again once they have left
         except asyncio.CancelledError:
-            self._leave(future, "submit")
+            self._left_behind.note(abandon(future, "submit"))
             raise
         return future
 
@@ -176,17 +104,6 @@ class StepRunner:
                 step.remember(found, compiled)
         self._left_behind.before(step.__name__)
         return await self._admit(step, compiled, leaves)
-
-    def _leave(self, future: StepFuture, call: str) -> None:
-        """The caller of a step that was sent has gone, and nobody has its results."""
-        self._left_behind.note(future._handle)
-        name = future._recording.name
-        why = (
-            f"it was donated to step {name!r}, whose `{call}` was cancelled: its results are gone; start again from a "
-            "checkpoint, and use `submit` where you mean to cancel a wait and keep the step"
-        )
-        for array in future._donated:
-            array.retire(DONATED, why)
 
     # ---------------------------------------------------------------- compiling
 
@@ -229,7 +146,7 @@ class StepRunner:
                 idle,
                 self.num_actors,
             )
-        program_id, loaded = await self._load_programs(compiled.programs, compiled.executables)
+        program_id, loaded = await load_programs(self._controller(), compiled.programs, compiled.executables)
         seconds = time.perf_counter() - start_s
         self._controller().telling.compiled(step.__name__, seconds, len(compiled.placed.graph.nodes))
         inputs, outputs = slots(compiled)
@@ -245,18 +162,6 @@ class StepRunner:
             temp_bytes={a: reply.temp_bytes for a, reply in loaded.items()},
             hidden_values=hidden_values(compiled),
         )
-
-    async def _load_programs(
-        self, programs: Sequence[ActorProgram], executables: Sequence[Emitted]
-    ) -> tuple[int, dict[ActorId, Loaded]]:
-        controller = self._controller()
-        program_id = controller.new_program_id()
-        parts = {p.actor: p for p in programs if p.instructions}
-        keys = {
-            a: {r.executable: executables[r.executable].key for r in runs(p.instructions)} for a, p in parts.items()
-        }
-        blobs = {e.key: e.blob for e in executables}
-        return program_id, await controller.load(program_id, parts, keys, blobs)
 
     # ---------------------------------------------------------------- arguments
 
@@ -290,50 +195,6 @@ class StepRunner:
         await self._values.fill(list(zip(arrays, hosts, strict=True)))
         compiled.hidden.extend(arrays)
 
-    async def _move_in(self, leaves: Sequence[Any], compiled: CompiledStep) -> tuple[moves.Moved, ...]:
-        """Bring arrays that lie elsewhere to where the step needs them, actor to actor."""
-        moved = []
-        for leaf, slot in zip(leaves, compiled.inputs, strict=False):
-            if not is_remote(leaf) or leaf.host is not None:
-                continue
-            missing = tuple(a for a in slot.actors if a not in leaf.actors)
-            source = leaf.actors[0]
-            if leaf.spec != slot.type.aval.spec:
-                await self._reshard(leaf, slot)
-                moved.append(moves.Moved(slot.name, leaf.nbytes, source, slot.actors, resharded=True))
-            elif missing:
-                await self._move(leaf, missing, slot)
-                moved.append(moves.Moved(slot.name, leaf.nbytes, source, missing))
-        return tuple(moved)
-
-    async def _move(self, leaf: RemoteArray, to: tuple[ActorId, ...], slot: Slot) -> None:
-        move = moves.Move(replace(leaf.value_type, weak=False), leaf.actors[0], to, leaf.spec)
-        _LOG.info("moving %s (%d bytes) from actor %d to %s", slot.name, leaf.nbytes, leaf.actors[0], list(to))
-        handle = await self._start_move(move, leaf, leaf.array_id, slot)
-        # Before anything is awaited: a cancelled or deleted one must know its copies.
-        leaf.relocate(tuple(sorted({*leaf.actors, *to})))
-        await handle
-
-    async def _reshard(self, leaf: RemoteArray, slot: Slot) -> None:
-        """Give an array another sharding. The handle then stands for the new copies; the old ones are freed."""
-        move = moves.Move(replace(leaf.value_type, weak=False), leaf.actors[0], slot.actors, slot.type.aval.spec)
-        _LOG.info("resharding %s from %s to %s", slot.name, leaf.spec, slot.type.aval.spec)
-        new_id = self._controller().new_array_id()
-        handle = await self._start_move(move, leaf, new_id, slot)
-        self._values.release(leaf)
-        resharded = replace(leaf.value_type, aval=replace(leaf.value_type.aval, spec=slot.type.aval.spec))
-        leaf.relocate(slot.actors, array_id=new_id, value_type=resharded)
-        await handle
-
-    async def _start_move(self, move: moves.Move, leaf: RemoteArray, result_id: int, slot: Slot) -> StepHandle:
-        if move not in self._move_programs:
-            program = moves.build(move, self.num_actors, self.target)
-            self._move_programs[move], _ = await self._load_programs(program.programs, program.executables)
-        leaf.check_usable(slot.name, self._values)  # the user may have deleted it meanwhile
-        inputs = {move.source: {0: leaf.array_id}}
-        outputs = {a: {0: result_id} for a in move.to}
-        return self._controller().start_step(self._move_programs[move], inputs, outputs)
-
     # ---------------------------------------------------------------- running
 
     async def _admit(self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]) -> StepFuture:
@@ -361,7 +222,7 @@ class StepRunner:
         """See to what keeps a step from starting at once: errors, arrays that lie elsewhere, the first run."""
         self._check_leaves(leaves, compiled)
         await self._place_hidden(compiled)
-        moved = await self._move_in(leaves, compiled)
+        moved = await self._mover.bring(leaves, compiled.inputs)
         if moved:
             _LOG.info(moves.summary(moved, step.__name__))
         self._check_leaves(leaves, compiled)  # the user may have deleted one meanwhile
@@ -428,9 +289,9 @@ class StepRunner:
         handle = ran.handle
         self._admission.release()
         if handle.error is None:
-            self.last_stats, self.last = _by_actor(handle.result()), ran
+            self.last_stats, self.last = by_actor(handle.result()), ran
             return
-        why = _why(handle.error)
+        why = first_line(handle.error)
         for array in results:
             if not array.is_deleted():
                 array.retire(FAILED, f"its step failed: {why}")
@@ -438,18 +299,9 @@ class StepRunner:
             array.retire(DONATED, f"it was donated to step {ran.name!r}, which failed: {why}")
 
 
-def _why(error: Exception) -> str:
-    """The first line of what an error says."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
 def _idle(programs: Sequence[ActorProgram]) -> list[ActorId]:
     """Actors that run nothing."""
     return [p.actor for p in programs if not runs(p.instructions)]
-
-
-def _by_actor(stats: Mapping[ActorId, StepStats]) -> list[StepStats]:
-    return [stats[a] for a in sorted(stats)]
 
 
 def _checked_out_specs(traced: Traced, wanted: Sequence[Slot], name: str) -> list:

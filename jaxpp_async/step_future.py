@@ -1,0 +1,113 @@
+"""step_future: a step that was sent in; what its caller may await and ask out. Sends nothing, and decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+from jaxpp_async.actors.messages import StepStats
+from jaxpp_async.actors.rpc import StepHandle
+from jaxpp_async.arrays import DONATED, RemoteArray
+from jaxpp_async.errors import MeshError
+from jaxpp_async.moves import Moved
+from jaxpp_async.program import ActorId
+from jaxpp_async.recording import Recording, first_line
+from jaxpp_async.timeline import Timeline
+
+
+class StepFuture:
+    """A step that has been admitted; from `mesh.submit`.
+
+    Attributes:
+        outputs: the step's result tree of `RemoteArray`s, valid at once: they may be passed to the next step.
+        moves: arguments that lay elsewhere and were carried to where the step needs them.
+
+    Awaiting it waits until every actor has finished the step, and raises its error.
+    """
+
+    def __init__(
+        self,
+        outputs: Any,
+        recording: Recording,
+        printing: asyncio.Task[None] | None = None,
+        moved: tuple[Moved, ...] = (),
+        donated: Sequence[RemoteArray] = (),
+    ):
+        self.outputs, self.moves, self._recording, self._printing = outputs, moved, recording, printing
+        self._donated = donated
+        self._handle = recording.handle
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        yield from self._handle.__await__()
+        if self._printing is not None:
+            yield from asyncio.shield(self._printing).__await__()
+        return self.outputs
+
+    def __repr__(self) -> str:
+        handle = self._handle
+        if handle.error is not None:
+            state = f"failed: {first_line(handle.error)}"
+        elif handle.done:
+            state = "finished" if self.done() else "finished, printing"
+        else:
+            state = "under way"
+        return f"<StepFuture: step {handle.step} ({self._recording.name!r}), {state}>"
+
+    def done(self) -> bool:
+        """Whether the step has finished and printed what it prints, or failed."""
+        return self._handle.done and (self._printing is None or self._printing.done())
+
+    @property
+    def stats(self) -> list[StepStats]:
+        """Where each actor's time went in this step, and what its buffers held.
+
+        Raises:
+            MeshError: it has not finished, or it failed or was aborted.
+        """
+        handle = self._handle
+        if not handle.done:
+            raise MeshError("a step has stats once it has finished; await it first")
+        if handle.error is not None:
+            what = f"step {handle.step} ({self._recording.name!r})"
+            raise MeshError(f"{what} failed, so it has no stats: {first_line(handle.error)}")
+        return by_actor(handle.result())
+
+    def timeline(self) -> Timeline:
+        """What each actor did in this step, instruction by instruction. See docs/timeline.md.
+
+        It stays what it was when the step ended, also after restarts and when the mesh is closed. A step that a restart
+        ran again has the timeline of the run that counted, from when it was sent anew.
+
+        Raises:
+            MeshError: it has not finished, or it failed or was aborted.
+        """
+        return self._recording.timeline()
+
+    async def wait_sent(self) -> None:
+        """Wait until the step's host arguments have left: they may change again."""
+        await self._handle.wait_sent()
+
+
+def abandon(future: StepFuture, call: str) -> StepHandle:
+    """The caller of a step that was sent has gone, and nobody has its results.
+
+    Args:
+        call: what was cancelled, `"run"` or `"submit"`.
+
+    Returns:
+        The handle of the step, which runs on.
+    """
+    name = future._recording.name
+    why = (
+        f"it was donated to step {name!r}, whose `{call}` was cancelled: its results are gone; start again from a "
+        "checkpoint, and use `submit` where you mean to cancel a wait and keep the step"
+    )
+    for array in future._donated:
+        array.retire(DONATED, why)
+    return future._handle
+
+
+def by_actor(stats: Mapping[ActorId, StepStats]) -> list[StepStats]:
+    """In the order of the actors."""
+    return [stats[a] for a in sorted(stats)]
