@@ -113,6 +113,7 @@ class RemoteMesh:
             compilation_cache=compilation_cache,
             spmd_mesh=self.spmd_mesh,
             platform=platform,
+            env=env,
         )
         mesh_options.refuse_idle_devices(given, platform, self._launcher, devices)
         mesh_options.spare_gpus(platform, inline=inline)
@@ -127,7 +128,7 @@ class RemoteMesh:
                 transport,
                 self._launcher,
                 inline,
-                platform=mesh_options.platform(platform),
+                platform=platform,
                 num_actors=self.num_actors,
             ),
             inline=inline,

@@ -428,6 +428,7 @@ def test_where_no_terminal_is_a_finding_is_a_line_however_long(capsys):
         ("correct interface= (or UCX_NET_DEVICES)", "correct --interface (or UCX_NET_DEVICES)"),
         ("python='/x' is none, give control_address=", "--python '/x' is none, give --control-address"),
         ("name them with devices= (MIG-<UUID>), user= too", "name them with --devices (MIG-<UUID>), user= too"),
+        ("--devices=0,1 of /envs/python=3.11", "--devices=0,1 of /envs/python=3.11"),
     ],
 )
 def test_options_are_named_as_they_are_typed(said, shown):

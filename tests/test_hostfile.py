@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 import jaxpp_async as jpp
 from jaxpp_async import jax_config
+from jaxpp_async.actors import actor_request
 from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.keeper_protocol import Start, read_order, write_order
 from jaxpp_async.actors.launch.hostfile import load_hostfile, parse_hostfile, parse_hosts
@@ -166,7 +169,7 @@ OPTIONS = [
     ({"hosts": "/no/such/hostfile"}, "hostfile /no/such/hostfile does not exist"),
     ({"hosts": ["a"]}, "2 actors do not fit 1 slot on 1 host"),
     ({"cpus": "a-b"}, "cpus='a-b': 'a-b' is no list of CPU numbers"),
-    ({"cpus": "0-999"}, r"cpus= names CPU \d+ and \d+ more, which host .* does not have; its CPUs are 0 to \d+"),
+    ({"cpus": "0-999"}, r"cpus= names CPU \d+ and \d+ more, which host .* does not have; its CPUs are 0\S*$"),
     ({"python": "/no/such/python"}, "python='/no/such/python' is no program of this machine"),
     ({"devices": []}, r"devices is \(\)"),
     ({"ports": 5}, "ports=5: "),
@@ -178,6 +181,28 @@ OPTIONS = [
 def test_options_that_cannot_be(options, says):
     with pytest.raises(MeshError, match=says):
         Launching(**options).make(2)
+
+
+def test_an_interpreter_is_looked_up_where_its_actors_will_look(tmp_path, monkeypatch):
+    (tmp_path / "own-python").write_text("#!/bin/sh\n")
+    (tmp_path / "own-python").chmod(0o755)
+    jpp.RemoteMesh(1, launcher="local", python="own-python", env={"PATH": str(tmp_path)})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    jpp.RemoteMesh(1, launcher="local", python="own-python")
+    with pytest.raises(MeshError, match="python='own-python' is no program"):
+        jpp.RemoteMesh(1, launcher="local", python="own-python", env={"PATH": "/no/such"})
+
+
+def test_a_machine_may_leave_numbers_of_cpus_out(tmp_path, monkeypatch):
+    (tmp_path / "online").write_text("0-3,8,10-11\n")
+    monkeypatch.setattr(actor_request, "_ONLINE", tmp_path / "online")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    actor_request.check_cpus([3, 8, 11])
+    with pytest.raises(MeshError, match=r"names CPU 4 and 1 more, .* its CPUs are 0-3,8,10-11$"):
+        actor_request.check_cpus([4, 8, 9])
+    (tmp_path / "online").unlink()
+    actor_request.check_cpus([6])
 
 
 def test_another_host_says_itself_which_cpus_it_has_not():

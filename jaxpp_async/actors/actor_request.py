@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
 from jaxpp_async.actors.gpus import VISIBLE, GpuShare, gpu_environment, share, visible_gpus
 from jaxpp_async.errors import MeshError
 
 T = TypeVar("T")
+_ONLINE: Final = Path("/sys/devices/system/cpu/online")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +98,23 @@ def check_cpus(cpus: Sequence[int]) -> None:
     """Raises:
     MeshError: this host has not all of these CPUs.
     """
-    there = os.sched_getaffinity(0) | set(range(os.cpu_count() or 1))
+    online = _online_cpus()
+    there = os.sched_getaffinity(0)
+    for part in online.split(","):
+        first, _, last = part.partition("-")
+        there |= set(range(int(first), int(last or first) + 1))
     missing = sorted(set(cpus) - there)
     if missing:
         named = f"CPU {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
-        raise MeshError(
-            f"cpus= names {named}, which host {os.uname().nodename} does not have; its CPUs are {min(there)} to "
-            f"{max(there)}"
-        )
+        raise MeshError(f"cpus= names {named}, which host {os.uname().nodename} does not have; its CPUs are {online}")
+
+
+def _online_cpus() -> str:
+    """Such as `0-3,8-11`: numbers may be left out, and this process may not have all of them."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if text := _ONLINE.read_text().strip():
+            return text
+    return f"0-{(os.cpu_count() or 1) - 1}"
 
 
 def share_out(items: Sequence[T], count: int) -> list[list[T]]:

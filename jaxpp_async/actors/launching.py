@@ -5,9 +5,10 @@ Options that contradict each other are errors, also those that would have no eff
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class Launching:
         cache_dir: folder of the compilation cache on other hosts, with `~` and `{host}`; None: not set.
         processes_per_actor: of how many processes each actor is; None: as few as the hosts allow.
         num_devices: of one actor. platform: what they are: `"cpu"` or `"cuda"`.
+        env: variables that actors get; here for what they say of where programs are, checked and passed on elsewhere.
     """
 
     launcher: Any = None
@@ -48,6 +50,7 @@ class Launching:
     processes_per_actor: int | None = None
     num_devices: int = 1
     platform: str = "cpu"
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def gpus_per_actor(self) -> int:
@@ -169,9 +172,14 @@ class Launching:
         settings = self.settings()
         if settings.cpus is not None:
             check_cpus(settings.cpus)
-        if self.python is not None and shutil.which(self.python) is None:
+        if self.python is not None and shutil.which(self.python, path=self._actors_path()) is None:
             raise MeshError(f"python={self.python!r} is no program of this machine; give an interpreter's path")
         return settings
+
+    def _actors_path(self) -> str | None:
+        """Where a name without a folder is looked up as an actor starts; None: as in this process."""
+        path = self.env.get("PATH", os.environ.get("PATH"))
+        return path if isinstance(path, str) else None
 
     def _make_remote(self, kind: str, num_processes: int) -> RemoteLauncher:
         options: dict[str, Any] = {

@@ -17,8 +17,10 @@ from jaxpp_async.doctor.judge import would_work
 
 _MARKS = {"ok": ("OK", "green"), "note": ("note", "cyan"), "warning": ("warning", "yellow"), "error": ("ERROR", "red")}
 _MARK_WIDTH, _MOST_OF_A_NAME = 7, 32
-_OPTION: Final = re.compile(r"\b(python|interface|ports|devices|control_address|ssh_options|processes_per_actor)=(\S?)")
-"""An option of `RemoteMesh`, as errors and remedies name it, and what follows."""
+_OPTION: Final = re.compile(
+    r"(?<![-/\w])(python|interface|ports|devices|control_address|ssh_options|processes_per_actor)=(\S?)"
+)
+"""An option of `RemoteMesh`, as errors and remedies name it, and what follows; no flag and no part of a path."""
 
 
 def as_json(found: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
