@@ -15,6 +15,7 @@ from jaxpp_async.transport.base import HOST_CHANNEL, SENDER_SHIFT, make_tag
 from jaxpp_async.transport.direct import ANSWER_BYTES, DIRECT_BYTES
 from jaxpp_async.transport.offers import LinkOffers, OfferRing
 from jaxpp_async.transport.shared import RING_BYTES, BlockTicket, SharedBlock
+from jaxpp_async.transport.ucp import STATUS_TRUNCATED
 from jaxpp_async.transport.ucx import UCXTransport
 
 ME, OTHER = 1 << SENDER_SHIFT, 2 << SENDER_SHIFT
@@ -28,22 +29,27 @@ def ring_and_link() -> tuple[np.ndarray, OfferRing, LinkOffers]:
 
 def test_offers_are_for_one_message_each():
     _, ring, link = ring_and_link()
-    assert link.take(7) is None
+    assert link.take(7, 0) is None
     assert ring.put(7 | ME, 1, TICKET) == 1
     ring.put(7 | OTHER, 0, TICKET)
     ring.put(8 | ME, 0, TICKET)
-    assert link.take(7) is None, "the offer is for the second message, and the first one's is another sender's"
-    assert link.count(link.sent, 7) == 0
-    assert link.take(7) == (1, TICKET)
-    assert link.take(7) is None
-    for _ in range(3):
-        link.count(link.sent, 7)
+    assert link.take(7, 0) is None, "the offer is for the second message, and the first one's is another sender's"
+    assert link.take(7, 1) == (1, TICKET)
+    assert link.take(7, 1) is None
     ring.put(7 | ME, 3, TICKET)
-    assert link.take(7) is None, "that message has gone another way"
-    assert link.take(8) == (3, TICKET)
+    assert link.take(7, 4) is None, "the message before it has gone another way"
+    assert link.take(8, 0) == (3, TICKET)
     assert not link._held
-    assert link.count(link.sent, make_tag(1, HOST_CHANNEL, 5)) is None
-    assert len(link.sent) == 1
+
+
+def test_messages_are_numbered_by_tag_and_way():
+    _, _, link = ring_and_link()
+    assert [link.sent.next(tag) for tag in (7, 7, 8, 7)] == [0, 1, 0, 2]
+    assert link.received.next(7) == 0
+    link.sent.give_back(7)
+    assert link.sent.next(7) == 2
+    assert link.sent.next(make_tag(1, HOST_CHANNEL, 5)) is None
+    assert len(link.sent._next) == 2
 
 
 def test_torn_and_overwritten_offers_are_dropped(monkeypatch):
@@ -51,13 +57,12 @@ def test_torn_and_overwritten_offers_are_dropped(monkeypatch):
     for number in range(3):
         ring.put(7 | ME, number, TICKET)
     memory[offers._row_at(1) + 24] ^= 1
-    assert link.take(7) is None
-    link.count(link.sent, 7)
-    assert link.take(7) == (2, TICKET)
+    assert link.take(7, 0) is None
+    assert link.take(7, 1) == (2, TICKET)
     monkeypatch.setattr(offers, "MOST_HELD", 5)
     for number in range(2, 2 + 3 * offers._ROWS):
         ring.put(9 | ME, number, TICKET)
-    assert link.take(9) is None
+    assert link.take(9, 0) is None
     assert [number for _, number in link._held] == list(range(3 * offers._ROWS - 3, 3 * offers._ROWS + 2))
 
 
@@ -139,6 +144,30 @@ async def test_what_was_offered_before_an_abort_reaches_nobody(pair, size):
     await join(a, b)
     await within(b.recv(block, 0, tag(1, 2)), a.send(sent, 1, tag(1, 2)))
     assert np.array_equal(block.array, sent)
+
+
+@pytest.mark.parametrize("side", ["send", "recv"])
+async def test_what_ucx_refuses_has_no_number(pair, pieces, monkeypatch, side):
+    a, b = pair
+    with monkeypatch.context() as patch:
+        patch.setattr((a if side == "send" else b)._port, side, lambda *_: STATUS_TRUNCATED)
+        refused = a.send(data(8, 0), 1, tag(1)) if side == "send" else b.recv(np.zeros(8, np.uint8), 0, tag(1))
+        with pytest.raises(TransferError, match="failed"):
+            await within(refused)
+    block, sent = SharedBlock(DIRECT_BYTES), data(DIRECT_BYTES, 1)
+    await within(b.recv(block, 0, tag(1)), a.send(sent, 1, tag(1)))
+    assert np.array_equal(block.array, sent)
+    assert pieces == [DIRECT_BYTES], "both sides still count alike"
+
+
+async def test_values_of_the_host_are_not_held_back_for_they_are_never_offered(pair):
+    a, b = pair
+    a.hurry(True)
+    of_host, block = make_tag(1, HOST_CHANNEL, 5), SharedBlock(DIRECT_BYTES)
+    send = a.send(data(DIRECT_BYTES, 1), 1, of_host)
+    assert not a._direct.holds_back
+    await within(b.recv(block, 0, of_host), send)
+    assert np.array_equal(block.array, data(DIRECT_BYTES, 1))
 
 
 async def test_a_sender_in_a_hurry_waits_for_an_offer_and_not_for_long(pair, pieces, monkeypatch):

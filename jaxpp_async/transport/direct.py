@@ -40,10 +40,11 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from jaxpp_async.transport.base import EPOCH_SHIFT, SEQUENCE_BITS
 from jaxpp_async.transport.buffers import Memory
+from jaxpp_async.transport.links import Link, Transfer
 from jaxpp_async.transport.offers import Offer, OfferRing
 from jaxpp_async.transport.shared import BlockTicket, Board, Neighbour, SharedBlock
 from jaxpp_async.transport.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED
@@ -79,28 +80,18 @@ _EMPTY = Memory(0, 0, None)
 _SEQUENCES = 1 << SEQUENCE_BITS
 
 
-class Transfer(Protocol):
-    """What a transport knows of one transfer."""
-
-    link: Any
-    memory: Memory | None
-    tag: int
-    size_bytes: int
-    offer: int
-
-
 class Carrier(Protocol):
     """The transport that says what is said, and tells how transfers end."""
 
-    def post_own_send(self, link: Any, memory: Memory, tag: int, transfer: Any | None) -> bool:
+    def post_own_send(self, link: Link, memory: Memory, tag: int, transfer: Transfer | None) -> bool:
         """Send; tells `transfer` when it has ended, or nobody. False: it was refused, which is told too."""
         ...
 
-    def post_own_recv(self, link: Any, memory: Memory, tag: int, then: Callable[[int, int], None] | Any) -> None:
+    def post_own_recv(self, link: Link, memory: Memory, tag: int, then: Callable[[int, int], None] | Transfer) -> None:
         """Receive; calls `then` with status and length, or tells the transfer."""
         ...
 
-    def finish(self, transfer: Any, status: int, length: int) -> None:
+    def finish(self, transfer: Transfer, status: int, length: int) -> None:
         """Tell how a transfer has ended; nothing if that was told before."""
         ...
 
@@ -124,7 +115,7 @@ class Direct:
 
     def __init__(self, carrier: Carrier, loop: asyncio.AbstractEventLoop, own_bits: int):
         self._carrier, self._loop, self._own_bits = carrier, loop, own_bits
-        self.exposed: list[Any] = []
+        self.exposed: list[Transfer] = []
         self._serials = itertools.count(1)
         self._copies: deque[_Copy] = deque()
         self._written_bytes = 0  # of the first of them
@@ -162,12 +153,12 @@ class Direct:
         if self._board is not None:
             self._board.close()
 
-    def see(self, link: Any) -> None:
-        """Tell a new link's peer that it may announce messages, if it is on this host."""
-        if self._board is None:
-            link.neighbour = link.offers = None
-        elif link.neighbour is not None:
-            self._board.see(link.neighbour)
+    def meet(self, ticket: bytes) -> Neighbour | None:
+        """The process of a peer's ticket, if it is on this host. It is told that it may announce messages."""
+        neighbour = Neighbour.of(ticket) if self._board is not None else None
+        if self._board is not None and neighbour is not None:
+            self._board.see(neighbour)
+        return neighbour
 
     # ------------------------------------------------------------ sending
 
@@ -178,7 +169,7 @@ class Direct:
             hurried: there is nothing to do but wait, so that it may be waited for an offer for a moment.
 
         Returns:
-            False: not possible now; nothing has been sent, or counted.
+            False: not possible now; nothing has been sent.
         """
         if self._waiting and any(w.tag == transfer.tag and w.link is transfer.link for w in self._waiting):
             self._waiting[transfer] = monotonic() + _PATIENCE_S
@@ -187,8 +178,7 @@ class Direct:
             return False
         if self._send_offered(transfer) or self._announce(transfer):
             return True
-        assert transfer.memory is not None
-        if not _may_be_offered(transfer.memory.size_bytes):
+        if not _may_be_offered(transfer):
             return False
         if not hurried or (self._in_vain > _MOST_IN_VAIN and self._in_vain % _TRY_AGAIN):
             self._in_vain += 1
@@ -198,12 +188,12 @@ class Direct:
         return True
 
     def _send_offered(self, transfer: Transfer) -> bool:
-        memory, offers = transfer.memory, transfer.link.offers
-        assert memory is not None
-        offer = offers.take(transfer.tag) if _may_be_offered(memory.size_bytes) else None
-        if offer is None or offer.ticket.size_bytes != memory.size_bytes or not self._fill(transfer, offer):
+        number, offers = transfer.number, transfer.link.offers
+        if number is None or offers is None or not _may_be_offered(transfer):
             return False
-        offers.count(offers.sent, transfer.tag)
+        offer = offers.take(transfer.tag, number)
+        if offer is None or offer.ticket.size_bytes != transfer.memory.size_bytes or not self._fill(transfer, offer):
+            return False
         self._in_vain = 0
         return True
 
@@ -227,27 +217,24 @@ class Direct:
 
     def _leaves(self, transfer: Transfer, may_wait: bool) -> bool:
         """Send what waits, if it is time. Returns: whether it was."""
-        link, memory = transfer.link, transfer.memory
-        assert memory is not None
-        if link.failure is not None:
+        if transfer.link.failure is not None:
             del self._waiting[transfer]
             self._carrier.finish(transfer, STATUS_CANCELED, 0)
             return True
         is_large = _may_be_written(transfer)
         sent = is_large and self._send_offered(transfer)
-        if not sent and may_wait and is_large and _may_be_offered(memory.size_bytes):
+        if not sent and may_wait and is_large and _may_be_offered(transfer):
             return False
         del self._waiting[transfer]
         if not sent and not (is_large and self._announce(transfer)):
             self._in_vain += is_large
-            link.offers.count(link.offers.sent, transfer.tag)
-            self._carrier.post_own_send(link, memory, transfer.tag, transfer)
+            self._carrier.post_own_send(transfer.link, transfer.memory, transfer.tag, transfer)
         return True
 
     def _fill(self, transfer: Transfer, offer: Offer) -> bool:
         """Write to where a receive waits. False: it cannot be reached, or the link has failed; nothing was sent."""
         memory, link, (serial, ticket) = transfer.memory, transfer.link, offer
-        assert memory is not None
+        assert link.neighbour is not None
         try:
             placed = link.neighbour.place(ticket)
         except (OSError, ValueError):
@@ -272,7 +259,7 @@ class Direct:
     def _announce(self, transfer: Transfer) -> bool:
         """Send a header, if the message is large enough. False: not possible now; nothing has been sent."""
         memory, link = transfer.memory, transfer.link
-        if self._board is None or memory is None or memory.size_bytes < ANSWER_BYTES:
+        if self._board is None or link.neighbour is None or memory.size_bytes < ANSWER_BYTES:
             return False
         if not link.neighbour.sees(self._board):
             return False
@@ -285,13 +272,12 @@ class Direct:
         if not self._carrier.post_own_send(link, header, transfer.tag, None):
             self._board.withdraw(row)
             return False
-        link.offers.count(link.offers.sent, transfer.tag)
         tag = _own_tag(transfer.tag, _ANSWER_CHANNEL, serial)
         self._carrier.post_own_recv(link, answer, tag, partial(self._hear_answer, transfer, row, serial, answer))
         return True
 
     def _hear_answer(self, transfer: Transfer, row: int, serial: int, answer: Memory, status: int, length: int) -> None:
-        assert self._board is not None and transfer.memory is not None
+        assert self._board is not None
         self._board.withdraw(row)
         if status != STATUS_OK or transfer.link.failure is not None:
             self._carrier.finish(transfer, status or STATUS_CANCELED, 0)
@@ -309,7 +295,7 @@ class Direct:
             self._begin(transfer, data_tag, BlockTicket(descriptor, key, size_bytes))
 
     def _begin(self, transfer: Transfer, data_tag: int, ticket: BlockTicket) -> None:
-        assert transfer.memory is not None
+        assert transfer.link.neighbour is not None
         try:
             target = transfer.link.neighbour.place(ticket).address
         except (OSError, ValueError):
@@ -330,7 +316,6 @@ class Direct:
             self._end_first(STATUS_CANCELED)
         else:
             memory, start = transfer.memory, self._written_bytes
-            assert memory is not None
             size_bytes = min(_PIECE_BYTES, memory.size_bytes - start)
             ctypes.memmove(target + start, memory.address + start, size_bytes)
             self._written_bytes = start + size_bytes
@@ -350,7 +335,7 @@ class Direct:
         if transfer.link.neighbour is not None:
             transfer.link.neighbour.forget_freed()
 
-    def drop(self, link: Any) -> None:
+    def drop(self, link: Link) -> None:
         """Copy nothing more for a link: its buffers are their owners' again when this returns, and no block of the
         peer's is kept."""
         first = self._copies[0] if self._copies else None
@@ -369,17 +354,15 @@ class Direct:
 
     # ------------------------------------------------------------ receiving
 
-    def invite(self, transfer: Transfer, number: int) -> None:
-        """Offer a receive that was posted, the `number`-th of its tag, if it has a block."""
-        memory, link = transfer.memory, transfer.link
-        assert memory is not None
-        block = memory.owner
+    def invite(self, transfer: Transfer) -> None:
+        """Offer a receive that was posted, if it has a number and a block."""
+        number, block = transfer.number, transfer.memory.owner
         if self._ring is None or not isinstance(block, SharedBlock) or block.ticket is None:
             return
-        if not _may_be_offered(memory.size_bytes):
+        if number is None or not _may_be_offered(transfer):
             return
         block.mark.value = 0
-        transfer.offer = self._ring.put(transfer.tag | link.sender_bits, number, block.ticket)
+        transfer.offer = self._ring.put(transfer.tag | transfer.link.sender_bits, number, block.ticket)
 
     def heard(self, transfer: Transfer, status: int, length: int) -> tuple[int, int] | None:
         """What a receive has got that is not what it expected, or looks like a header.
@@ -395,10 +378,8 @@ class Direct:
                 self._accept(transfer, announced)
                 return None
             self._refuse(transfer, announced)
-        elif serial:
-            assert transfer.memory is not None
-            if status == STATUS_OK and length == 0 and transfer.memory.owner.mark.value == serial:
-                return STATUS_OK, transfer.size_bytes
+        elif serial and (status, length) == (STATUS_OK, 0) and transfer.memory.owner.mark.value == serial:
+            return STATUS_OK, transfer.size_bytes
         if serial and (status, length) != (STATUS_OK, transfer.size_bytes):
             self._retire(transfer)
         return status, length
@@ -409,9 +390,8 @@ class Direct:
         Args:
             transfer: the receive, which got `HEADER_BYTES`. status: how; truncated, they do not lie in its memory.
         """
-        neighbour: Neighbour | None = transfer.link.neighbour
-        memory = transfer.memory
-        if neighbour is None or memory is None or status not in (STATUS_OK, STATUS_TRUNCATED):
+        neighbour, memory = transfer.link.neighbour, transfer.memory
+        if neighbour is None or status not in (STATUS_OK, STATUS_TRUNCATED):
             return None
         if status == STATUS_OK and not memory.on_device:
             key, serial, size_bytes = _HEADER.unpack(ctypes.string_at(memory.address, HEADER_BYTES))
@@ -421,7 +401,6 @@ class Direct:
     def _accept(self, transfer: Transfer, serial: int) -> None:
         """Say where to write the message that a header announced; it has the right size."""
         memory, data_tag = transfer.memory, _own_tag(transfer.tag, _DATA_CHANNEL, serial)
-        assert memory is not None
         block = memory.owner
         ticket = block.ticket if isinstance(block, SharedBlock) else None
         if ticket is None:
@@ -438,13 +417,13 @@ class Direct:
         self._answer(transfer, serial, _ANSWER.pack(_REFUSED, 0, bytes(16), 0))
 
     def _answer(self, transfer: Transfer, serial: int, answer: bytes) -> None:
+        assert transfer.link.neighbour is not None
         transfer.link.neighbour.note_answered(serial)
         tag = _own_tag(transfer.tag, _ANSWER_CHANNEL, serial)
         self._carrier.post_own_send(transfer.link, _bytes(len(answer), answer), tag, None)
 
     def _hear_end(self, transfer: Transfer, data_tag: int, end: Memory, status: int, length: int) -> None:
         memory = transfer.memory
-        assert memory is not None
         self._num_written -= 1
         (verdict,) = _END.unpack(end.owner)
         if status == STATUS_OK and (length != _END.size or verdict not in (_WRITTEN, _MESSAGE_FOLLOWS)):
@@ -459,7 +438,6 @@ class Direct:
 
     def _retire(self, transfer: Transfer) -> None:
         """Let a peer's late writes go to memory that nobody reads."""
-        assert transfer.memory is not None
         try:
             transfer.memory.owner.retire()
         except OSError:
@@ -467,12 +445,11 @@ class Direct:
 
 
 def _may_be_written(transfer: Transfer) -> bool:
-    memory = transfer.memory
-    return memory is not None and memory.size_bytes >= DIRECT_BYTES and not memory.on_device
+    return transfer.memory.size_bytes >= DIRECT_BYTES and not transfer.memory.on_device
 
 
-def _may_be_offered(size_bytes: int) -> bool:
-    return DIRECT_BYTES <= size_bytes <= _PIECE_BYTES
+def _may_be_offered(transfer: Transfer) -> bool:
+    return transfer.number is not None and DIRECT_BYTES <= transfer.memory.size_bytes <= _PIECE_BYTES
 
 
 def _own_tag(tag: int, channel: int, serial: int) -> int:

@@ -20,7 +20,8 @@ class Link:
     __slots__ = ("endpoint", "epoch", "failure", "handle", "neighbour", "offers", "peer", "sender_bits")
 
     def __init__(self, peer: Peer, endpoint: Any, neighbour: Neighbour | None, own_bits: int):
-        self.peer, self.endpoint, self.neighbour = peer, endpoint, neighbour
+        self.peer, self.endpoint = peer, endpoint
+        self.neighbour: Neighbour | None = neighbour  # None, as `offers`, also once the link is closed
         self.offers = LinkOffers(neighbour.ring, own_bits) if neighbour is not None else None
         self.handle: int = endpoint.handle
         self.sender_bits = sender_bits_of(peer)
@@ -32,13 +33,20 @@ class Transfer:
     """An operation that UCX has not finished. Holds the memory: UCX itself keeps no reference.
 
     Its end is told to `done`, or, for what only the transport itself says, to `then`: status and length.
+
+    Attributes:
+        size_bytes: expected, or SENDING.
+        number: which message of its tag it is (see `offers.Numbers`), taken when it is posted; None: never offered. One
+            that was held back and that UCX then refuses takes its number along: what is offered later fails.
     """
 
-    __slots__ = ("done", "link", "memory", "offer", "request", "size_bytes", "tag", "then")
+    __slots__ = ("done", "link", "memory", "number", "offer", "request", "size_bytes", "tag", "then")
 
-    def __init__(self, link: Link | None, memory: Memory | None, size_bytes: int, tag: int, done: OnEnd | None):
+    def __init__(
+        self, link: Link, memory: Memory, size_bytes: int, tag: int, done: OnEnd | None, number: int | None = None
+    ):
         self.link, self.memory, self.tag, self.done = link, memory, tag, done
-        self.size_bytes = size_bytes  # expected, or SENDING
+        self.size_bytes, self.number = size_bytes, number
         self.request = 0
         self.offer = 0  # its serial, for a receive that was offered
         self.then: Callable[[int, int], None] | None = None

@@ -66,6 +66,30 @@ class OfferRing:
         return serial
 
 
+class Numbers:
+    """Which message of its tag each is, from 0, in one direction. Both sides count alike: see above."""
+
+    __slots__ = ("_next",)
+
+    def __init__(self) -> None:
+        self._next: dict[int, int] = {}
+
+    def next(self, tag: int) -> int | None:
+        """Count a message. Returns: its number, or None: it has none.
+
+        Tags of the host channel are used once each, and would be remembered for ever.
+        """
+        if tag & _CHANNEL_MASK == _UNNUMBERED:
+            return None
+        number = self._next.get(tag, 0)
+        self._next[tag] = number + 1
+        return number
+
+    def give_back(self, tag: int) -> None:
+        """The message that was counted last was refused."""
+        self._next[tag] -= 1
+
+
 class LinkOffers:
     """What one link has counted and been offered; it starts anew with each connection.
 
@@ -73,32 +97,22 @@ class LinkOffers:
         ring: the peer's, as it can be read here. sender_bits: this side's, as in tags on the wire.
 
     Attributes:
-        sent, received: messages so far by tag: the number of the next.
+        sent, received: the messages so far, also those that are held back and receives that wait.
     """
 
-    __slots__ = ("_cursor", "_held", "_ring", "_sender_bits", "received", "sent")
+    __slots__ = ("_asked", "_cursor", "_held", "_ring", "_sender_bits", "received", "sent")
 
     def __init__(self, ring: np.ndarray, sender_bits: int):
         self._ring, self._sender_bits = ring.data, sender_bits
         self._cursor = 0
         self._held: dict[tuple[int, int], Offer] = {}
-        self.sent: dict[int, int] = {}
-        self.received: dict[int, int] = {}
+        self._asked: dict[int, int] = {}  # the latest number by tag: offers for those before it are past
+        self.sent, self.received = Numbers(), Numbers()
 
-    def count(self, counts: dict[int, int], tag: int) -> int | None:
-        """Count a message in `sent` or `received`. Returns: its number, or None: it has none.
-
-        Tags of the host channel are used once each, and would be remembered for ever.
-        """
-        if tag & _CHANNEL_MASK == _UNNUMBERED:
-            return None
-        number = counts.get(tag, 0)
-        counts[tag] = number + 1
-        return number
-
-    def take(self, tag: int) -> Offer | None:
-        """The offer for the next message to be sent under a tag, if it is here. It is not handed out again."""
-        key = (tag, self.sent.get(tag, 0))
+    def take(self, tag: int, number: int) -> Offer | None:
+        """The offer for the `number`-th message of a tag, if it is here. It is not handed out again."""
+        key = (tag, number)
+        self._asked[tag] = number
         if key not in self._held:
             self._read()
         return self._held.pop(key, None)
@@ -112,7 +126,7 @@ class LinkOffers:
             found, tag, number, size_bytes, descriptor, key = _ROW.unpack_from(row)
             if found != serial or _CHECK.unpack_from(row, _ROW.size)[0] != zlib.crc32(row[: _ROW.size]):
                 continue
-            if tag & _SENDER_MASK != self._sender_bits or number < self.sent.get(tag := tag & ~_SENDER_MASK, 0):
+            if tag & _SENDER_MASK != self._sender_bits or number < self._asked.get(tag := tag & ~_SENDER_MASK, 0):
                 continue
             self._held[tag, number] = Offer(serial, BlockTicket(descriptor, key, size_bytes))
             if len(self._held) > MOST_HELD:

@@ -38,7 +38,6 @@ from jaxpp_async.transport.buffers import Memory, memory_of
 from jaxpp_async.transport.direct import DIRECT_BYTES, HEADER_BYTES, Direct
 from jaxpp_async.transport.links import SENDING, Link, Transfer, sender_bits_of
 from jaxpp_async.transport.lookout import Lookout
-from jaxpp_async.transport.shared import Neighbour
 from jaxpp_async.transport.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED, TagPort, is_error
 from jaxpp_async.transport.ucx_context import process_context, shares_memory
 
@@ -87,6 +86,7 @@ class UCXTransport:
         self._raw_address: bytes = self._worker.address.tobytes()
         self._links: dict[Peer, Link] = {}
         self._open: dict[int, Transfer] = {}
+        self._discarding: dict[int, int] = {}  # UCX's requests
         self._identities = itertools.count(1)
         self._failed: list[Link] = []
         self._past_epochs: dict[Peer, int] = {}
@@ -123,8 +123,7 @@ class UCXTransport:
             )
         except self._ucxx.UCXError as error:
             raise TransferError(f"peer {self.peer_id} cannot reach peer {peer}: {error}") from error
-        link = Link(peer, endpoint, Neighbour.of(ticket) if shares_memory() else None, self._sender_bits)
-        self._direct.see(link)
+        link = Link(peer, endpoint, self._direct.meet(ticket) if shares_memory() else None, self._sender_bits)
         # Runs inside UCX's progress: only note it, _progress acts on it.
         failed = self._failed
         endpoint.set_close_callback(lambda: failed.append(link))
@@ -149,18 +148,17 @@ class UCXTransport:
             raise self._refusal(peer, link)
         link.epoch = tag >> EPOCH_SHIFT
         offers = link.offers
+        number = offers.sent.next(tag) if offers is not None else None
         if (
             offers is not None
             and (memory.size_bytes >= DIRECT_BYTES or self._direct.holds_back)
-            and self._direct.send(Transfer(link, memory, SENDING, tag, done), self._hurried)
+            and self._direct.send(Transfer(link, memory, SENDING, tag, done, number), self._hurried)
         ):
             return False
         identity = next(self._identities)
         result = self._port.send(link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity)
         if result:
-            self._track(Transfer(link, memory, SENDING, tag, done), identity, result)
-        if offers is not None:
-            offers.count(offers.sent, tag)
+            self._track(Transfer(link, memory, SENDING, tag, done, number), identity, result)
         return result == 0  # a message that is on its way leaves UCX nothing to do
 
     def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
@@ -170,23 +168,20 @@ class UCXTransport:
         if link is None or link.failure is not None:
             raise self._refusal(peer, link)
         link.epoch = tag >> EPOCH_SHIFT
+        number = link.offers.received.next(tag) if link.offers is not None else None
         identity = next(self._identities)
         size_bytes = memory.size_bytes
         result = self._port.recv(memory.address, size_bytes, tag | link.sender_bits, identity)
-        completed, offers = self._port.completed, link.offers
+        completed = self._port.completed
         if completed and completed[-1] == (identity, STATUS_OK, size_bytes) and size_bytes != HEADER_BYTES:
             completed.pop()  # the message was here
             self._port.free(result)
             self._kick()
-            if offers is not None:
-                offers.count(offers.received, tag)
             return True
-        transfer = Transfer(link, memory, size_bytes, tag, done)
+        transfer = Transfer(link, memory, size_bytes, tag, done, number)
         self._track(transfer, identity, result)
-        if offers is not None:
-            number = offers.count(offers.received, tag)
-            if size_bytes >= DIRECT_BYTES and number is not None:
-                self._direct.invite(transfer, number)
+        if size_bytes >= DIRECT_BYTES and number is not None:
+            self._direct.invite(transfer)
         return False
 
     def hurry(self, on: bool) -> None:
@@ -313,9 +308,11 @@ class UCXTransport:
         # A transfer's `done` may post, and what then ends at once is appended while this goes on.
         for identity, status, length in completed:
             transfer = self._open.pop(identity, None)
-            if transfer is not None:  # None: told before, in a round that an interrupt cut short
+            if transfer is not None:  # None: discarded, or told before, in a round that an interrupt cut short
                 self._port.free(transfer.request)
                 self.finish(transfer, status, length)
+            elif request := self._discarding.pop(identity, 0):
+                self._port.free(request)
         completed.clear()
         return True
 
@@ -327,6 +324,9 @@ class UCXTransport:
         """
         self._kick()
         if is_error(result):
+            offers = transfer.link.offers
+            if offers is not None and transfer.number is not None:
+                (offers.sent if transfer.size_bytes == SENDING else offers.received).give_back(transfer.tag)
             raise TransferError(f"{self._describe(transfer)} failed: {self._cause(transfer, result)}")
         transfer.request = result
         self._open[identity] = transfer
@@ -334,7 +334,7 @@ class UCXTransport:
     def finish(self, transfer: Transfer, status: int, length: int) -> None:
         """Tell how a transfer has ended; nothing if that was told before."""
         done = transfer.done
-        if done is None:  # a discarded message, something of our own, or told already
+        if done is None:  # something of our own, or told already
             then, transfer.then = transfer.then, None
             if then is not None:
                 then(status, length)
@@ -364,15 +364,13 @@ class UCXTransport:
         return TransferError(f"{self._describe(transfer)} failed: {self._cause(transfer, status)}")
 
     def _describe(self, transfer: Transfer) -> str:
-        assert transfer.link is not None
         ours, theirs = self.peer_id, transfer.link.peer
         way = f"{ours} to peer {theirs}" if transfer.size_bytes == SENDING else f"{theirs} to peer {ours}"
         return f"transfer from peer {way}, tag {transfer.tag:#x}"
 
     def _cause(self, transfer: Transfer, status: int) -> str:
-        link = transfer.link
-        if link is not None and link.failure is not None:
-            return link.failure
+        if transfer.link.failure is not None:
+            return transfer.link.failure
         return self._port.status_text(status) if status != STATUS_CANCELED else "UCX canceled it"
 
     def _refusal(self, peer: Peer, link: Link | None) -> TransferError:
@@ -470,7 +468,7 @@ class UCXTransport:
 
     def _is_ending(self, transfer: Transfer, peer: Peer | None) -> bool:
         link = transfer.link
-        if link is None or (peer is not None and link.peer != peer):
+        if peer is not None and link.peer != peer:
             return False
         return self._links.get(link.peer) is not link
 
@@ -482,8 +480,7 @@ class UCXTransport:
         mask = ((1 << 64) - 1) >> EPOCH_SHIFT << EPOCH_SHIFT | ((1 << SENDER_BITS) - 1) << SENDER_SHIFT
         while (result := self._port.discard_unexpected(tag, mask, identity := next(self._identities))) is not None:
             if result and not is_error(result):
-                discarded = self._open[identity] = Transfer(None, None, 0, tag, None)
-                discarded.request = result
+                self._discarding[identity] = result
 
     async def _close(self) -> None:
         await self.abort()
