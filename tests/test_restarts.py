@@ -347,7 +347,7 @@ async def test_copies_are_taken_between_saves_that_follow_each_other(mesh, tmp_p
     await saving
     await settled(mesh)
     assert backups._generation > before
-    assert sum(isinstance(sent.message, Step) for sent in mesh._running()._outbox._sent) < 2 * len(BATCHES)
+    assert sum(isinstance(sent.message, Step) for sent in mesh._running().outbox._sent) < 2 * len(BATCHES)
 
 
 async def test_what_is_restored_beside_a_save_does_not_need_its_files_later(tmp_path, monkeypatch):
@@ -359,7 +359,7 @@ async def test_what_is_restored_beside_a_save_does_not_need_its_files_later(tmp_
         monkeypatch.setattr(tensor_files, "write", lambda *args: go_on.wait(10) and write(*args))
         saving = await mesh.save(tmp_path / "two", state, wait=False)
         restoring = asyncio.ensure_future(mesh.restore(tmp_path / "one", ((step, 0))))
-        await until(lambda: mesh._running()._outbox.needs_files)
+        await until(lambda: mesh._running().outbox.needs_files)
         go_on.set()
         back = await restoring
         await saving

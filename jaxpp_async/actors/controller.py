@@ -58,7 +58,7 @@ class Controller:
     Attributes:
         cause: the failure that ended the mesh, or None.
         ended: done once the mesh has failed or been closed.
-        requests: single requests to single actors.
+        outbox: where every request leaves.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Controller:
             on_routes=self.telling.connected,
         )
         links = self._crew.links
-        self.requests = self._outbox = Outbox(links, self._check_usable, remembers=max_restarts > 0)
+        self.outbox = Outbox(links, self._check_usable, remembers=max_restarts > 0)
         self._supervision = Supervision(
             self._crew,
             self._programs,
@@ -101,18 +101,17 @@ class Controller:
             self.telling,
             patience,
         )
-        self._host = HostRequests(self._crew, self._outbox, self._frees)
-        scattering = Scattering(options.config.spmd_mesh, options.processes.per_actor)
-        self._linking = Linking(self._crew, self._outbox, self._programs, scattering)
+        self._host = HostRequests(self._crew, self.outbox, self._frees)
+        self._linking = Linking(self._crew, self.outbox, self._programs)
         self._backups = (
-            Backups(self._crew, self._outbox, every=backup_every, on_error=self._suspect, patience_s=options.patience_s)
+            Backups(self._crew, self.outbox, every=backup_every, on_error=self._suspect, patience_s=options.patience_s)
             if max_restarts
             else None
         )
         self._recovery = (
             Recovery(
                 self._crew,
-                self._outbox,
+                self.outbox,
                 self._programs,
                 self._backups,
                 self._linking,
@@ -210,8 +209,8 @@ class Controller:
         return self._crew.processes
 
     @property
-    def scattering(self) -> Scattering | None:
-        """How values lie on actors of several processes; None: there are none."""
+    def scattering(self) -> Scattering:
+        """How arrays lie on actors' processes."""
         return self._crew.scattering
 
     @property
@@ -261,8 +260,8 @@ class Controller:
             actor = processes.actor_of(process)
             message = self._programs.load_message(self._number(), program_id, actor, known)
             call = Call(Loaded)
-            self._outbox.post(process, message, call)
-            await self._outbox.drain(process)
+            self.outbox.post(process, message, call)
+            await self.outbox.drain(process)
             try:
                 return await call.future
             except ActorError:
@@ -304,7 +303,7 @@ class Controller:
         self._check_usable()
         actors, processes = self._programs.actors_of(program_id), self._crew.processes
         handle = StepHandle(next(self._steps), program_id, processes.of_all(actors))
-        frees, number, epoch = self._frees.take(), self._outbox.number, self._crew.epoch
+        frees, number, epoch = self._frees.take(), self.outbox.number, self._crew.epoch
         posts: list[tuple[ActorId, Step, Mapping[ProcessId, Sequence[Sending]]]] = []
         for actor in actors:
             values = puts.get(actor) if puts else None
@@ -328,7 +327,7 @@ class Controller:
                 if large:
                     self._host.post_with(process, message, handle, large.get(process, ()), handle.sends)
                 else:
-                    self._outbox.post(process, message, handle)
+                    self.outbox.post(process, message, handle)
         if frees:
             self._frees.give_back(frees)  # of actors without a part in this step
         if self._backups is not None:
@@ -379,13 +378,13 @@ class Controller:
         """
         self._check_usable()
         self._host.send_frees()
-        replies = {process: self._outbox.send(process, Inspect, Inspected) for process in sorted(self._crew.links)}
+        replies = {process: self.outbox.send(process, Inspect, Inspected) for process in sorted(self._crew.links)}
         return {process: (await reply).numbers for process, reply in replies.items()}
 
     # ------------------------------------------------------------ requests
 
     def _number(self) -> int:
-        return self._outbox.number()
+        return self.outbox.number()
 
     @property
     def _plane(self) -> HostPlane:
@@ -431,7 +430,7 @@ class Controller:
             for process in self._crew.processes.of(error.actor):
                 self._crew.handles[process].kill()  # it would hold up the end
         step = error.step if error.step is not None else min(self._under_way, default=None)
-        self._cause_raised |= self._outbox.fail_all(error, step)
+        self._cause_raised |= self.outbox.fail_all(error, step)
         self._tasks.start("abort after a failure", self._abort_others(error, dead))
 
     async def _abort_others(self, error: ActorError, dead: ProcessId | None) -> None:
@@ -474,7 +473,7 @@ class Controller:
         if not self.ended.done():
             self.ended.set_result(None)
         await self._end_recovery()
-        self._outbox.close(MeshClosedError("the mesh was closed while this was under way"))
+        self.outbox.close(MeshClosedError("the mesh was closed while this was under way"))
         await self._supervision.aclose()
         await self._linking.aclose()
         await self._crew.shut_down()

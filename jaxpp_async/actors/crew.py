@@ -92,6 +92,7 @@ class Crew:
         gate: where they come in.
         plane: the controller's end of the data plane, once started.
         hardware: each process's devices, as it told.
+        scattering: how arrays lie on actors' processes.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Crew:
         self._plane: HostPlane | None = None
         self._incarnations: dict[ProcessId, int] = {}
         self.hardware: dict[ProcessId, Hardware] = {}
+        self.scattering = Scattering(options.config.spmd_mesh, options.processes.per_actor)
 
     @property
     def plane(self) -> HostPlane:
@@ -131,12 +133,6 @@ class Crew:
     def processes(self) -> Processes:
         """How many actors there are, of how many processes each."""
         return self._options.processes
-
-    @property
-    def scattering(self) -> Scattering | None:
-        """How values lie on actors of several processes; None: there are none."""
-        each = self.processes.per_actor
-        return Scattering(self._options.config.spmd_mesh, each) if each > 1 else None
 
     @property
     def actors(self) -> range:
@@ -175,21 +171,30 @@ class Crew:
         of_several = f" of {each} processes each" if each > 1 else ""
         self._say(f"starting {count} actor{'s' if count != 1 else ''}{of_several}")
         await all_of({actor: self.bring_up(actor) for actor in self.actors}, "start")
-        if self.has_hearts:  # inline actors have one JAX and one set of devices
-            check_agreement([self._member(process) for process in sorted(self.links)])
+        self.check_devices()
         self._plane = HostPlane(
             self._make_transport(),
             self.epoch,
             lambda process: self.links[process].info,
             self._on_transfer_error,
+            scattering=self.scattering,
             copies=self._options.copies,
             patience_s=self._options.patience_s,
-            scattering=self.scattering,
         )
 
+    def check_devices(self) -> None:
+        """Once all are up, and again when some have been replaced.
+
+        Raises:
+            MeshError: their devices do not go together.
+        """
+        if self.has_hearts:  # inline actors have one JAX and one set of devices
+            check_agreement([self._member(process) for process in sorted(self.links)])
+
     def _member(self, process: ProcessId) -> Member:
-        info, found = self.links[process].info, self.hardware[process]
-        return Member(str(info), info.id, info.host, found.cuda, found.gpus, found.memory_fraction)
+        info, has = self.links[process].info, self.hardware[process]
+        share, nccl = has.memory_fraction, (has.nccl, has.nccl_shares)
+        return Member(str(info), info.id, info.host, has.cuda, has.gpus, share, *nccl)
 
     async def bring_up(self, actor: ActorId) -> list[ActorLink]:
         """Start one actor, or its successor, up to its JAX and transport.

@@ -25,7 +25,7 @@ Channel: TypeAlias = Literal["control", "beats"]
 MAGIC = b"jpp1"
 """Opens every handshake message. Changes only if the handshake itself does, not with the package's version."""
 
-SECRET_BYTES = NONCE_BYTES = PROOF_BYTES = 32
+SECRET_BYTES = NONCE_BYTES = 32
 MAC_BYTES = 16
 _BLOCK_BYTES = 64  # SHA-256's, to which HMAC pads its key
 

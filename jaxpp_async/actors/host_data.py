@@ -65,7 +65,7 @@ class HostPlane:
         on_error: called with what went wrong in a transfer: a hint that its actor may be dead.
         copies: whether large values are copied before they are sent: they may then have to be sent again.
         patience_s: how long transfers may take; more by a second for each 50 MB.
-        scattering: how values lie on actors of several processes; None: there are none.
+        scattering: how values lie on actors' processes.
 
     Attributes:
         epoch: of the tags.
@@ -78,9 +78,9 @@ class HostPlane:
         info: Callable[[ProcessId], ActorInfo],
         on_error: Callable[[TransferError], None],
         *,
+        scattering: Scattering,
         copies: bool = False,
         patience_s: float = PROGRESS_S,
-        scattering: Scattering | None = None,
     ):
         self._patience_s, self._scattering = patience_s, scattering
         self._expected: list[_Expected] = []
@@ -103,8 +103,8 @@ class HostPlane:
         Raises:
             ProtocolError: a value has another size than its aval says.
         """
-        if self._scattering is not None:
-            return self._scatter(actor, values, self._scattering)
+        if self._scattering.splits:
+            return self._scatter(actor, values)
         puts, sendings = [], []
         for value in values:
             sequence = self._next_sequence(actor) if value.value.nbytes > INLINE_BYTES else 0
@@ -115,10 +115,10 @@ class HostPlane:
         return tuple(puts), {actor: sendings} if sendings else {}
 
     def _scatter(
-        self, actor: ActorId, values: Iterable[HostValue], how: Scattering
+        self, actor: ActorId, values: Iterable[HostValue]
     ) -> tuple[tuple[Put, ...], dict[ProcessId, list[Sending]]]:
         """Each part goes to the process that owns it, under a number of its own."""
-        puts: list[Put] = []
+        how, puts = self._scattering, list[Put]()
         sendings: dict[ProcessId, list[Sending]] = {}
         for value in values:
             put, data = prepare_put(value, 0)
@@ -194,8 +194,7 @@ class HostPlane:
 
     def _next_sequence(self, process: ProcessId, count: int = 1) -> int:
         """The first of so many numbers that are free with this process."""
-        if self._scattering is not None:  # an actor's processes use them among themselves, too
-            process = self._scattering.first_of(process)
+        process = self._scattering.first_of(process)  # an actor's processes use them among themselves, too
         first = self._sequences[process] + 1
         if first + count >= 1 << SEQUENCE_BITS:
             first = 0

@@ -45,7 +45,7 @@ class HostValues:
         store: where arrays go and come from.
         workers: threads for copies between host and devices.
         spawn: starts and owns asyncio tasks.
-        seat: this process's place in its actor; None: it is the actor.
+        seat: this process's place in its actor.
 
     Attributes:
         transport: replaced after a restart.
@@ -58,10 +58,10 @@ class HostValues:
         transport: Transport,
         workers: ThreadPoolExecutor,
         spawn: Spawn,
-        seat: Seat | None = None,
+        seat: Seat,
     ):
         self._store, self._layouts, self.transport = store, layouts, transport
-        self._workers, self._spawn, self._seat = workers, spawn, seat or Seat(0)
+        self._workers, self._spawn, self._seat = workers, spawn, seat
 
     def take(self, puts: Iterable[Put], epoch: int) -> list[Entry]:
         """Enter the values into the store. Those in the message are there at once; failures land in the entries."""

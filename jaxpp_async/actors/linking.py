@@ -95,11 +95,10 @@ class Linking:
 
     Args:
         crew: the actors. outbox: says when a restart is under way. programs: what they have loaded.
-        scattering: how arrays lie on their processes.
     """
 
-    def __init__(self, crew: Crew, outbox: Outbox, programs: Programs, scattering: Scattering):
-        self._crew, self._outbox, self._programs, self._scattering = crew, outbox, programs, scattering
+    def __init__(self, crew: Crew, outbox: Outbox, programs: Programs):
+        self._crew, self._outbox, self._programs = crew, outbox, programs
         self._made: set[Link] = set()
         self._epoch = 0
         self._tasks = OwnedTasks()
@@ -113,7 +112,7 @@ class Linking:
         """
         if not is_ordered(self._crew.transport_kind):
             return
-        wanted = links_of(self._programs.parts(program_id), self._scattering)
+        wanted = links_of(self._programs.parts(program_id), self._crew.scattering)
         while not self._has(wanted):
             await self._outbox.wait_open()
             if self._task is None:
@@ -131,7 +130,8 @@ class Linking:
             As `link`.
         """
         if is_ordered(self._crew.transport_kind):
-            wanted = {link for parts in self._programs.all_parts() for link in links_of(parts, self._scattering)}
+            how = self._crew.scattering
+            wanted = {link for parts in self._programs.all_parts() for link in links_of(parts, how)}
             await self._make(sorted(wanted))
 
     def give_up(self) -> None:

@@ -91,7 +91,7 @@ class LoadedProgram:
         layouts: of the actor's devices.
         pool: where receives find memory; it allocates now what the program will use at once.
         loops: `Run`s that are never quick, since how long they take may depend on their data.
-        seat: this process's; None: it is the actor.
+        seat: this process's.
 
     Attributes:
         tasks: each `Run`, by instruction.
@@ -111,8 +111,8 @@ class LoadedProgram:
         calls: Mapping[int, Call],
         layouts: Layouts,
         pool: ReceivePool,
-        loops: Container[int] = (),
-        seat: Seat | None = None,
+        loops: Container[int],
+        seat: Seat,
     ):
         self.plan = plan
         self.tasks = {at: LoadedTask(call, _label(plan, at)) for at, call in calls.items()}
@@ -121,7 +121,7 @@ class LoadedProgram:
             pool.bin(aval).reserve(count)
         receives = [command for command in plan.commands if isinstance(command, PostRecv)]
         self.bins = {command.instruction: pool.bin(command.aval) for command in receives}
-        self._seat, self._num_devices = seat or Seat(plan.program.actor), layouts.devices.size
+        self._seat, self._num_devices = seat, layouts.devices.size
         self.legs: dict[int, tuple[Leg, ...]] = {}
         self.passes: dict[int, dict[int, tuple[Leg, ...]]] = {}
         self._find_legs()

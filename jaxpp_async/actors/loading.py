@@ -21,12 +21,12 @@ async def load_program(
     layouts: Layouts,
     pool: ReceivePool,
     workers: ThreadPoolExecutor,
-    seat: Seat | None = None,
+    seat: Seat,
 ) -> tuple[LoadedProgram, Loaded]:
     """Make a program ready, so that its first step compiles and allocates nothing.
 
     Args:
-        seat: this process's place in its actor; None: it is the actor.
+        seat: this process's place in its actor.
 
     Returns:
         The program, and the reply.

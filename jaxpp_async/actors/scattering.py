@@ -33,6 +33,11 @@ class Scattering:
     axes: tuple[tuple[str, int], ...]
     per_actor: int
 
+    @property
+    def splits(self) -> bool:
+        """Whether actors are of several processes; else the one has all of every array."""
+        return self.per_actor > 1
+
     def process(self, actor: ActorId, rank: int) -> ProcessId:
         """The process of this rank of an actor."""
         return process_of(actor, rank, self.per_actor)
@@ -65,18 +70,18 @@ class Gathering:
 
     Args:
         wanted: actor, array and its aval, one an array.
-        scattering: how arrays lie; None: every actor is one process, which has all of it.
+        scattering: how arrays lie.
 
     Attributes:
         asked: for each process, arrays and the avals of what it sends of them.
     """
 
-    def __init__(self, wanted: Sequence[tuple[ActorId, ArrayId, Aval]], scattering: Scattering | None):
+    def __init__(self, wanted: Sequence[tuple[ActorId, ArrayId, Aval]], scattering: Scattering):
         self._wanted = wanted
         self.asked: dict[ProcessId, list[tuple[ArrayId, Aval]]] = {}
         self._what: dict[ProcessId, list[tuple[int, tuple[Part, ...]]]] = {}
         for position, (actor, array_id, aval) in enumerate(wanted):
-            if scattering is None:
+            if not scattering.splits:
                 self._ask(actor, array_id, aval, position, ())
                 continue
             for rank, parts in scattering.owned(array_id, aval).items():

@@ -153,7 +153,7 @@ class _Reading:
         """One file after the other, so that an actor's host memory holds no more than one of them."""
         for name, parts in files.items():
             make: Callable[[int], ReadFile] = _request(os.path.join(self._folder, name), parts)
-            await self._controller.requests.send(process, make, Done)
+            await self._controller.outbox.send(process, make, Done)
 
     def _plain(self, path: str, array: RemoteArray) -> np.ndarray:
         return np.asarray(self._manifest.values[path], array.value_type.aval.dtype)

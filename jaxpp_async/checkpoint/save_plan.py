@@ -88,7 +88,7 @@ def _writers(
 ) -> list[tuple[ProcessId, Sequence[Part | None]]]:
     """Which of an actor's processes write an array, and which parts of it."""
     processes, how = controller.processes, controller.scattering
-    if how is None:
+    if not how.splits:
         return [(processes.process(actor, 0), [None])]
     owned = how.owned(array_id, aval)
     is_whole = len(how.parts(aval)) == 1

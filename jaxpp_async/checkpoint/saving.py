@@ -170,7 +170,7 @@ class Saver:
         controller, save_id = self._controller(), checkpoint_folder.new_save_id()
         controller.before_save()
         takes = {
-            process: controller.requests.send(process, lambda r, ids=ids: Take(r, folder, ids), Done, awaited=awaited)
+            process: controller.outbox.send(process, lambda r, ids=ids: Take(r, folder, ids), Done, awaited=awaited)
             for process, ids in plan.takes.items()
         }
         saving = self._current = Saving(folder, plan.size_bytes, is_awaited=awaited)
@@ -250,7 +250,7 @@ class _Job:
     async def _write_on(self, process: ProcessId, files: Sequence[Sequence[Entry]]) -> None:
         """One file after the other: the actor's threads have other things to do as well."""
         await self._takes[process]
-        requests = self._controller.requests
+        outbox = self._controller.outbox
         for index, entries in enumerate(files):
             file = checkpoint_folder.file_name(self._save_id, process, index)
             paths = list(dict.fromkeys(entry.path for entry in entries))
@@ -261,8 +261,8 @@ class _Job:
                 arrays = tuple((entry.array_id, entry.name, entry.number) for entry in entries)
                 return WriteFile(request, self._folder, file, arrays, self._metadata(paths))
 
-            written: Written = await requests.send(process, ask, Written, awaited=self._saving.is_awaited)
-            info = requests.info(process)
+            written: Written = await outbox.send(process, ask, Written, awaited=self._saving.is_awaited)
+            info = outbox.info(process)
             seat = Seat(info.process, info.size)
             self._files[file] = m.File(written.size_bytes, f"{seat} on host {info.host}")
             for entry, digest in zip(entries, written.sha256, strict=True):

@@ -34,7 +34,7 @@ class Sweeps:
         if controller.is_closed:
             return
         everyone = controller.processes.everyone
-        sweeps = [controller.requests.send(process, make, Done, awaited=False) for process in everyone]
+        sweeps = [controller.outbox.send(process, make, Done, awaited=False) for process in everyone]
         for sweep in sweeps:
             self._under_way.setdefault(folder, set()).add(sweep)
             sweep.add_done_callback(lambda sweep: self._ended(folder, sweep))
