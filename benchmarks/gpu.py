@@ -6,8 +6,9 @@ results/gpu.json. `make bench-gpu`.
     python benchmarks/gpu.py transfers step           # these parts
     python benchmarks/gpu.py --markdown               # the table as docs/gpu.md has it
 
-Measures nothing itself: it starts `tests/test_on_gpu*.py`, `ours/device_peer.py` and `ours/device_step.py`, one after
-the other, each with a process group and an end of its own, and goes on when one fails. Ends with 1 if any did.
+All of it on one GPU, the first that `CUDA_VISIBLE_DEVICES` leaves. Measures nothing itself: it starts
+`tests/test_on_gpu*.py`, `ours/device_peer.py` and `ours/device_step.py`, one after the other, each with a process group
+and an end of its own, and goes on when one fails. Ends with 1 if any did.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ import harness
 from gpu_table import ERRORS_HANDLED, ERRORS_NOT_HANDLED
 from rich.console import Console
 
+from jaxpp_async.actors.gpus import VISIBLE, host_gpus
 from jaxpp_async.doctor import gather
+from jaxpp_async.doctor.facts import Gpu
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -102,14 +105,19 @@ class Bench:
         platform: `"cuda"` or `"cpu"`.
         small: sizes for a machine without a GPU.
         say: told what is going on.
+        gpu: the one that all programs get, as CUDA names it; empty: what they find. memory_bytes: that it has; 0: not
+            known.
     """
 
-    def __init__(self, platform: str, small: bool, say: Callable[[str], None]):
+    def __init__(self, platform: str, small: bool, say: Callable[[str], None], gpu: str = "", memory_bytes: int = 0):
         self.platform, self.small, self.say = platform, small, say
+        self.gpu, self.memory_bytes = gpu, memory_bytes
 
     def run(self, program: Program) -> Ran:
         """Run it to its end, or to that of its time."""
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()])} | dict(program.env or {})
+        if self.gpu:
+            env[VISIBLE] = self.gpu  # on a host with several, actors would have one each
         child = subprocess.Popen(
             [sys.executable, *program.command],
             cwd=ROOT,
@@ -188,7 +196,7 @@ def transfers(bench: Bench) -> dict[str, Any]:
 
 def step(bench: Bench) -> dict[str, Any]:
     """The step of examples/train_gpt.py, bfloat16, by two actors that share the device, and by `jax.jit` on it."""
-    sizes = step_sizes(bench.small, _gpu_bytes())
+    sizes = step_sizes(bench.small, bench.memory_bytes)
     found: dict[str, Any] = {"sizes": sizes}
     arguments = tuple(str(part) for name, value in sizes.items() for part in (f"--{name}", value))
     for contender in ("jit", "ours"):
@@ -211,25 +219,35 @@ def step_sizes(small: bool, gpu_bytes: int) -> dict[str, int]:
     return large | {"steps": 20, "warm": 3}
 
 
-def _gpu_bytes() -> int:
-    """Memory of the first GPU; 0: not known."""
-    _, gpus, _ = gather.gpus()
-    return gpus[0].memory_bytes if gpus else 0
-
-
 PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {"tests": tests, "transfers": transfers, "step": step}
 """In this order: figures of what is wrong are worth nothing."""
 
 # ---------------------------------------------------------------- the run
 
 
-def about(platform: str, small: bool) -> dict[str, Any]:
+def the_one(named: Sequence[str], there: Sequence[Gpu]) -> tuple[str, Gpu | None]:
+    """The first GPU that may be used: everything is about actors on one. What CUDA is to be given for it, and what is
+    known of it: of a part of a GPU (MIG), nothing.
+
+    Args:
+        named: those that may be used, as `CUDA_VISIBLE_DEVICES` has them; numbers count as NVIDIA's tools count.
+        there: all.
+    """
+    if not named:
+        return "", None
+    for gpu in there:
+        if named[0] == str(gpu.index) or gpu.uuid.lower().startswith(named[0].lower()):
+            return gpu.uuid, gpu
+    return named[0], None
+
+
+def about(platform: str, small: bool, gpu: Gpu | None) -> dict[str, Any]:
     """When, on what and with which versions."""
-    driver, gpus, _ = gather.gpus()
+    driver, _, _ = gather.gpus()
     versions = gather.installed()
     if driver is not None:
         versions["driver"] = f"{driver.version} (CUDA {'.'.join(map(str, driver.cuda))})"
-    device = gpus[0].name if gpus and platform == "cuda" else platform
+    device = gpu.name if gpu is not None else platform
     date = datetime.now(UTC).isoformat(timespec="seconds")
     return {"date": date, "platform": platform, "small": small, "device": device, "versions": versions}
 
@@ -252,8 +270,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--markdown", action="store_true", help="print the table for docs/gpu.md")
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    bench = Bench(options.platform, options.small, console.print)
-    found: dict[str, Any] = {"about": about(options.platform, options.small)}
+    name, gpu = the_one(host_gpus(os.environ), gather.gpus()[1]) if options.platform == "cuda" else ("", None)
+    bench = Bench(options.platform, options.small, console.print, name, gpu.memory_bytes if gpu is not None else 0)
+    found: dict[str, Any] = {"about": about(options.platform, options.small, gpu)}
     begin = time.monotonic()
     for name in options.parts or PARTS:
         console.print(f"{name} ...")

@@ -11,6 +11,9 @@ from jaxpp_async import jax_config
 
 ON_GPU = os.environ.get("JAXPP_TEST_GPU") == "cuda"  # make test-gpu
 if ON_GPU:
+    from one_gpu import first_gpu
+
+    os.environ.update(first_gpu(os.environ))  # before anything starts CUDA
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # actors share the GPU with this process
     jax.config.update("jax_default_matmul_precision", "highest")  # else float32 is multiplied as TensorFloat-32
 jax.config.update("jax_platforms", "cuda,cpu" if ON_GPU else "cpu")

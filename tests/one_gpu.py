@@ -1,14 +1,23 @@
-"""one_gpu: what tests do where NCCL does not take several ranks on one GPU."""
+"""one_gpu: what tests do to be on one GPU, and where NCCL does not take several ranks there."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 
+from jaxpp_async.actors.gpus import GpuShare, gpu_environment, host_gpus
 from jaxpp_async.errors import JaxppAsyncError
-from jaxpp_async.transport.nccl_library import ONE_GPU
+from jaxpp_async.transport.nccl_plan import ONE_GPU
+
+
+def first_gpu(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that leave one GPU of those that this process may use: actors would have one each, where there are
+    several, and the tests are about actors that share one."""
+    named = host_gpus(environ)[:1]
+    env = gpu_environment(GpuShare(named, 1), environ) if named else {}
+    return {name: value for name, value in env.items() if name.startswith("CUDA_")}
 
 
 @contextlib.contextmanager

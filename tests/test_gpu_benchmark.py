@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import jaxpp_async as jpp
+from jaxpp_async.doctor.facts import Gpu
 
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "ours")]
@@ -32,6 +33,18 @@ def test_every_test_that_wants_a_gpu_is_run_by_make_and_by_the_benchmark():
     every = sorted(f"tests/{path.name}" for path in (ROOT / "tests").glob("test_on_gpu*.py"))
     (in_make,) = re.findall(r"(?m)^GPU_TESTS := (.*)$", (ROOT / "Makefile").read_text())
     assert in_make.split() == every == list(gpu.GPU_TESTS)
+
+
+def test_where_a_gpu_is_wanted_an_nccl_that_is_missing_fails_and_does_not_skip(tmp_path):
+    (tmp_path / "nccl.py").write_text("raise ImportError('not here')")
+    bench = gpu.Bench("cpu", True, print)
+    env = {"JAXPP_TEST_GPU": "cuda", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tmp_path)}
+    ran = bench.run(gpu.Program((*gpu.PYTEST, "tests/test_on_gpu_nccl.py"), 60.0, env))
+    assert gpu.results(ran) == {
+        "counts": {},
+        "why_skipped": [],
+        "failed": "1 failed: test_on_gpu_nccl.py",
+    }
 
 
 # ---------------------------------------------------------------- its programs
@@ -95,6 +108,39 @@ def test_a_program_that_hangs_is_ended_with_all_it_started_and_says_how_far_it_c
     assert failed == {"failed": "ended with code 1: no GPU"}
 
 
+TWO = [Gpu(index, f"H{index}00", uuid, index + 1, 0) for index, uuid in enumerate(("GPU-8f11", "GPU-8a22"))]
+
+
+@pytest.mark.parametrize(
+    "named, there, first, known",
+    [
+        (("0", "1"), TWO, "GPU-8f11", TWO[0]),
+        (("1",), TWO, "GPU-8a22", TWO[1]),
+        (("gpu-8A", "GPU-8f"), TWO, "GPU-8a22", TWO[1]),
+        (("MIG-a",), TWO, "MIG-a", None),
+        (("2", "3"), (), "2", None),  # nobody can be asked
+        ((), TWO, "", None),
+    ],
+)
+def test_everything_is_on_one_gpu_of_those_that_may_be_used(named, there, first, known):
+    assert gpu.the_one(named, there) == (first, known)
+
+
+def test_all_programs_get_the_one_gpu_that_the_figures_are_said_to_be_of(monkeypatch, programs, tmp_path):
+    monkeypatch.setattr(gpu, "host_gpus", lambda environ: ("1", "0"))
+    monkeypatch.setattr(gpu.gather, "gpus", lambda: (None, TWO, ""))
+    assert gpu.main([]) == 0
+    assert {bench.gpu for bench in programs.benches} == {"GPU-8a22"}
+    assert json.loads((tmp_path / "gpu.json").read_text())["about"]["device"] == "H100"
+
+
+def test_a_program_sees_the_one_gpu_alone(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    says = gpu.Program(("-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"), 60.0)
+    shown = [gpu.Bench("cuda", True, print, name).run(says).out.strip() for name in ("GPU-8f11", "")]
+    assert shown == ["GPU-8f11", "0,1"]
+
+
 # ---------------------------------------------------------------- the whole run, with programs that say what is wanted
 
 PEER = {
@@ -113,12 +159,13 @@ class Programs:
     """Stands in for `Bench.run`: notes what is asked, and answers."""
 
     def __init__(self, monkeypatch, tmp_path):
-        self.asked, self.wrong = [], {}
-        monkeypatch.setattr(gpu.Bench, "run", lambda bench, program: self.run(program))
+        self.asked, self.benches, self.wrong = [], [], {}
+        monkeypatch.setattr(gpu.Bench, "run", lambda bench, program: self.run(program, bench))
         monkeypatch.setattr(gpu.harness, "RESULTS", tmp_path)
 
-    def run(self, program):
+    def run(self, program, bench):
         self.asked.append(program)
+        self.benches.append(bench)
         what = program.command[2 if program.command[0] == "-m" else 0]
         said = {"tests": "tests/test_a.py::test_b PASSED [100%]\n", "device_peer": json.dumps(self._peer(program))}
         said["device_step"] = json.dumps(STEP)

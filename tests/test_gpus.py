@@ -495,6 +495,19 @@ def test_the_door_has_a_stream_wait_and_records_an_event_there(monkeypatch):
 # ---------------------------------------------------------------- tests that want a GPU, where there is none
 
 
+@pytest.mark.parametrize(
+    "environ, there, env",
+    [
+        ({}, "GPU-8f GPU-8a", {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}),
+        ({"CUDA_VISIBLE_DEVICES": "1,0"}, "GPU-8f GPU-8a", {"CUDA_VISIBLE_DEVICES": "1"}),
+        ({}, "", {}),
+    ],
+)
+def test_they_have_one_gpu_of_those_that_are_there(monkeypatch, environ, there, env):
+    monkeypatch.setattr(gpus, "_uuids", lambda: tuple(there.split()))
+    assert one_gpu.first_gpu(environ) == env
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["as it starts", "as links are made"])
 def test_only_nccls_refusal_of_ranks_on_one_gpu_skips_a_test(late):
     said = (

@@ -103,3 +103,5 @@ async def _check_steps(num_actors, options):
         for name, kind in names if num_actors == 2 else names[:2]:
             await check_five_steps(mesh, name, kind)
         assert len({info.pid for info in mesh.actors}) == num_actors
+        (gpus,) = {info.gpus for info in mesh.actors}
+        assert len(gpus) == (PLATFORM == "cuda"), "they share one"
