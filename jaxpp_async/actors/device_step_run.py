@@ -7,15 +7,19 @@ value is there, and memory is freed, or written again, when nothing on the devic
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import jax
 
+from jaxpp_async.actors.device_work import Then
+from jaxpp_async.actors.loaded_program import LoadedProgram
+from jaxpp_async.actors.machine import Machine
+from jaxpp_async.actors.messages import Step
 from jaxpp_async.actors.plan import BufferKey, Execute, PostRecv, StartSend
 from jaxpp_async.actors.receive_pool import ReceiveBuffer
 from jaxpp_async.actors.shards import Layout, device_memories, duplicate, is_ready
-from jaxpp_async.actors.step_run import StepRun, nothing_left
+from jaxpp_async.actors.step_run import StepEnd, StepRun, nothing_left
 from jaxpp_async.actors.store import Entry
 from jaxpp_async.transport.buffers import Memory
 
@@ -23,14 +27,20 @@ from jaxpp_async.transport.buffers import Memory
 class DeviceStepRun(StepRun):
     """As `StepRun`, where `machine.device` tells of the end of work."""
 
-    def start(self) -> None:
-        """Take the step up."""
-        device = self._machine.device
-        assert device is not None  # else `StepRun` would have been chosen
-        self._device = device
+    def __init__(
+        self,
+        message: Step,
+        program: LoadedProgram,
+        machine: Machine,
+        bound: Mapping[int, Entry],
+        results: Mapping[int, Entry],
+        on_end: StepEnd,
+    ):
+        super().__init__(message, program, machine, bound, results, on_end)
+        assert machine.device is not None  # else `StepRun` would have been chosen
+        self._device = machine.device
         self._run_ended_s = 0.0  # the last one
         self._unready: set[BufferKey] = set()  # arguments that the device may still be filling
-        super().start()
 
     def _has_bound(self, keys: Iterable[BufferKey]) -> None:
         self._unready.update(keys)
@@ -67,14 +77,8 @@ class DeviceStepRun(StepRun):
             self._take_in(command, buffer)
             return
 
-        def spread(_: float, error: Exception | None) -> None:
-            if error is not None:
-                self.fail(error, command.instruction)
-            elif not self.ended:
-                self._take_in(command, buffer)
-
         try:
-            self._device.spread(buffer.replicas, spread)
+            self._device.spread(buffer.replicas, self._if_well(command, partial(self._take_in, command, buffer)))
         except Exception as error:  # the device refused the copy: the step's failure, never the transport's
             self.fail(error, command.instruction)
 
@@ -90,19 +94,14 @@ class DeviceStepRun(StepRun):
         """Runs on the compute thread: an array of its own for what is to outlive the receive buffer."""
         assert buffer.array is not None
 
-        def copied(_: float, error: Exception | None) -> None:
-            if self.ended:
-                return
-            if error is not None:
-                self.fail(error, command.instruction)
-                return
+        def take_copy() -> None:
             self._receiving.pop(command.buffer).give_back()
             self._arrays[command.buffer] = copy
             self._obey(self.executor.arrived(command.buffer))
 
         try:
             copy = duplicate(buffer.array)
-            self._device.after_copy((copy,), copied)
+            self._device.after_copy((copy,), self._if_well(command, take_copy))
         except Exception as error:  # there is no room for it, for one: the step's failure
             return partial(self.fail, error, command.instruction)
         return None
@@ -116,20 +115,28 @@ class DeviceStepRun(StepRun):
     def _wait_to_send(self, command: StartSend, array: jax.Array) -> Callable[[], None] | None:
         """Runs on the compute thread: an argument that was given to the device and may not be there yet."""
 
-        def ready(_: float, error: Exception | None) -> None:
-            if self.ended:
-                return
-            if error is not None:
-                self.fail(error, command.instruction)
-                return
+        def send() -> None:
             self._unready.discard(command.buffer)
             self._obey([command])
 
         try:
-            self._device.after_copy((array,), ready)
+            self._device.after_copy((array,), self._if_well(command, send))
         except Exception as error:  # the array failed
             return partial(self.fail, error, command.instruction)
         return None
+
+    def _if_well(self, command: PostRecv | StartSend, go_on: Callable[[], None]) -> Then:
+        """What the device is to call at the end of its part in a transfer, on the event loop."""
+
+        def ended(_: float, error: Exception | None) -> None:
+            if self.ended:
+                return
+            if error is None:
+                go_on()
+            else:
+                self.fail(error, command.instruction)
+
+        return ended
 
     def _wait_copied(self, copy: jax.Array, entry: Entry) -> Callable[[], None] | None:
         try:
