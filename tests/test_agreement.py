@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.messages import Hardware
 from jaxpp_async.errors import InstallError, LaunchError, MeshError, RemoteError
 from jaxpp_async.extras import cuda_error, extra_of
+from jaxpp_async.transport.nccl_plan import MULTI_RANK, ranks_may_share
 
 
 def cpu(name: str) -> Member:
@@ -29,6 +31,10 @@ def cpu(name: str) -> Member:
 def gpu(name: str, uuid: str = "", *, host: str = "n1", fraction: float = 0.75, cuda: str = "13.0") -> Member:
     """Its actor is its name's first character."""
     return Member(name, ord(name[0]), host, cuda, (uuid or f"GPU-{name}",), fraction)
+
+
+def nccl(name: str, uuid: str = "", version: str = "2.32.3", *, shares: bool = False, fraction: float = 0.4) -> Member:
+    return replace(gpu(name, uuid, fraction=fraction), nccl=version, nccl_shares=shares)
 
 
 BUS = "0000:01:00.0"
@@ -47,6 +53,9 @@ AGREED = [
     [gpu("a0", BUS), gpu("a1", BUS, host="n2")],
     [gpu("a", "MIG-0", fraction=0.4), gpu("b", "MIG-0", host="n1.cluster", fraction=0.4)],
     [gpu(name, f"GPU-{name[1]}", fraction=0.45) for name in ("a0", "a1", "b0", "b1")],
+    [nccl("a"), nccl("b")],
+    [nccl(name, "GPU-0", shares=True) for name in "ab"],
+    [nccl("a", "GPU-0"), nccl("b", "GPU-1"), nccl("c", "GPU-0"), nccl("d", "GPU-1")],  # no neighbours share one
 ]
 
 
@@ -78,6 +87,12 @@ REFUSED = [
         for uuid in ("GPU-0", "MIG-0")
     ),
     ([gpu("a0", "GPU-0"), gpu("a1", "GPU-0", host="n1.cluster")], "a0, a1 have GPU GPU-0, but actor 97 wants"),
+    ([nccl("a"), nccl("b", version="2.30.1")], r"NCCL 2.32.3: a; NCCL 2.30.1: b\); install the same version"),
+    *(
+        ([nccl("a", "GPU-0", shares=one), nccl("b", "GPU-0", shares=other)], "a, b share GPU GPU-0, and both ends are")
+        for one, other in ((False, False), (True, False))
+    ),
+    ([nccl("a0", "GPU-0"), nccl("c0", "GPU-0"), nccl("b0", "GPU-0")], "^a0, b0 share.*'NCCL_MULTI_RANK_GPU_ENABLE'"),
 ]
 
 
@@ -89,8 +104,18 @@ def test_what_cannot_work_together_is_refused_with_a_remedy(members, says):
 
 def test_processes_of_one_actor_are_known_as_such():
     info = ActorInfo(1, "n1", 7, (), "ready", 1, 2)
-    crew: Any = SimpleNamespace(links={3: SimpleNamespace(info=info)}, hardware={3: Hardware("g", 1, gpus=("GPU-0",))})
-    assert Crew._member(crew, 3) == Member(str(info), 1, "n1", "", ("GPU-0",), 0.0)
+    hardware = {3: Hardware("g", 1, cuda="13.0", gpus=("GPU-0",), memory_fraction=0.4, nccl="2.32.3", nccl_shares=True)}
+    crew: Any = SimpleNamespace(links={3: SimpleNamespace(info=info)}, hardware=hardware)
+    assert Crew._member(crew, 3) == Member(str(info), 1, "n1", "13.0", ("GPU-0",), 0.4, "2.32.3", True)
+
+
+@pytest.mark.parametrize(
+    ("version", "value", "expected"),
+    [("2.32.3", "1", True), ("2.30.1", "1", True), ("2.29.7", "1", False), ("2.32.3", None, False),
+     ("2.32.3", "0", False), ("2.32.3", "", False), ("3.0", "1", True)],
+)  # fmt: skip
+def test_two_ranks_a_gpu_need_a_new_nccl_and_a_variable(version, value, expected):
+    assert ranks_may_share(version, {} if value is None else {MULTI_RANK: value}) == expected
 
 
 async def test_a_mesh_compares_what_its_actors_tell_before_anything_is_loaded():

@@ -76,6 +76,8 @@ async def test_steps_are_those_of_plain_jax_under_every_schedule(launcher):
     params, batch = MODEL.init(0), MODEL.batch(1, 8)
     expected = jax.jit(grads_step(MODEL, SCHEDULES[0]))(params, batch)
     async with RemoteMesh(2, launcher=launcher, transport="nccl") as mesh:
+        told = mesh._running()._crew.hardware.values()
+        assert {each.nccl for each in told} == {launcher.library.version}, "to be compared before anything is compiled"
         step = mesh.distributed(grads_step(MODEL, SCHEDULES[0]))
         for schedule in SCHEDULES:
             scheduled = step.with_schedule(schedule)

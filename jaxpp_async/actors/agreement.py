@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from jaxpp_async.errors import MeshError
 from jaxpp_async.extras import pip_install
+from jaxpp_async.transport.nccl_plan import MULTI_RANK, ONE_GPU
 
 MOST = 1.0
 """Shares of one GPU's memory may add up to this."""
@@ -32,6 +34,8 @@ class Member:
         cuda: version of the CUDA that JAX is for, such as `"13.0"`; empty without GPUs.
         gpus: their UUIDs, or whatever tells the GPUs of a machine apart; empty: not known.
         memory_fraction: how much of each GPU's memory it sets aside; 0: none beforehand.
+        nccl: version of the NCCL that programs transfer over; empty with other transports.
+        nccl_shares: whether that takes two ranks on one GPU.
     """
 
     who: str
@@ -40,6 +44,8 @@ class Member:
     cuda: str = ""
     gpus: tuple[str, ...] = ()
     memory_fraction: float = 0.0
+    nccl: str = ""
+    nccl_shares: bool = False
 
     @property
     def named_gpus(self) -> list[str]:
@@ -50,11 +56,12 @@ class Member:
 
 def check_agreement(members: Sequence[Member]) -> None:
     """Raises:
-    MeshError: they cannot work together: JAXs for different CUDAs, a GPU that two processes of one actor have, or one
-        whose memory is set aside more than once.
+    MeshError: they cannot work together: JAXs for different CUDAs, NCCLs of different versions, a GPU that two
+        processes of one actor have, one that two have between which NCCL refuses to send, or one whose memory is set
+        aside more than once.
         Names who, and says what to do.
     """
-    for why in (_cudas(members), _twice(members), _shared(members)):
+    for why in (_cudas(members), _nccls(members), _twice(members), _between(members), _shared(members)):
         if why is not None:
             raise MeshError(why)
 
@@ -70,6 +77,18 @@ def _cudas(members: Sequence[Member]) -> str | None:
     )
 
 
+def _nccls(members: Sequence[Member]) -> str | None:
+    """Both ends of a communicator need the same."""
+    by_nccl = _grouped((member.nccl, member.who) for member in members if member.nccl)
+    if len(by_nccl) < 2:
+        return None
+    said = "; ".join(f"NCCL {version}: {_names(who)}" for version, who in by_nccl.items())
+    return (
+        f"programs transfer over NCCL, of which there are different versions ({said}); install the same version "
+        "(nvidia-nccl-cu13 or -cu12) on all hosts"
+    )
+
+
 def _twice(members: Sequence[Member]) -> str | None:
     """XLA's collectives are between different GPUs: an actor cannot have one of them as two of its devices."""
     by_gpu = _grouped(((gpu, member.actor), member.who) for member in members for gpu in member.named_gpus)
@@ -79,6 +98,20 @@ def _twice(members: Sequence[Member]) -> str | None:
                 f"{_names(who)} have GPU {gpu}, but actor {actor} wants a GPU for each device; "
                 "make spmd_mesh smaller, name more GPUs with devices=, or give it more hosts"
             )
+    return None
+
+
+def _between(members: Sequence[Member]) -> str | None:
+    """Neighbours send to each other in every pipeline. Whether others do is the program's: their links will tell."""
+    by_gpu = _grouped((gpu, member) for member in members for gpu in member.named_gpus if member.nccl)
+    for gpu, sharing in by_gpu.items():
+        for one, other in pairwise(sorted(sharing, key=lambda member: member.actor)):
+            if other.actor - one.actor == 1 and not (one.nccl_shares and other.nccl_shares):
+                return (
+                    f"{_names([one.who, other.who])} share GPU {gpu}, and {ONE_GPU} where they send to each other over "
+                    f"NCCL {one.nccl}, which refuses that; give each actor a GPU of its own (devices=), leave "
+                    f"transport= out for UCX, or, with NCCL 2.30 or later, try env={{'{MULTI_RANK}': '1'}}"
+                )
     return None
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from jaxpp_async.actors.shards import Layouts
 from jaxpp_async.actors.snapshots import Snapshots
 from jaxpp_async.actors.store import Store
 from jaxpp_async.transport.base import Transport
+from jaxpp_async.transport.nccl_plan import ranks_may_share
 from jaxpp_async.transport.planes import Planes, open_planes
 from jaxpp_async.transport.ucx_context import check_takes_gpu_memory
 
@@ -103,4 +105,7 @@ async def open_parts(
     )
     names = tuple(f"{device.platform}:{device.id}" for device in devices.devices)
     hardware = plain_hardware(devices) if door is None else door.hardware()
+    if (ordered := planes.ordered) is not None:
+        shares = ranks_may_share(ordered.version, os.environ)
+        hardware = replace(hardware, nccl=ordered.version, nccl_shares=shares)
     return parts, Ready(message.request, planes.host.address, names, package_versions(), hardware)

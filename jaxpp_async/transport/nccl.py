@@ -61,6 +61,11 @@ class NcclTransport:
     # ------------------------------------------------------------ connecting
 
     @property
+    def version(self) -> str:
+        """NCCL's; all ends need the same."""
+        return self._library.version
+
+    @property
     def address(self) -> bytes:
         return seal(MEDIUM, self._library.version.encode("ascii"), self.peer_id, self.epoch)
 

@@ -26,7 +26,7 @@ import numpy
 
 from jaxpp_async.errors import InstallError, JaxppAsyncError
 from jaxpp_async.transport.buffers import Memory
-from jaxpp_async.transport.nccl_plan import MAX_CTAS
+from jaxpp_async.transport.nccl_plan import MAX_CTAS, ONE_GPU
 
 WORD_BYTES = 8
 
@@ -260,9 +260,6 @@ def _failures() -> Iterator[None]:
     except Exception as error:  # theirs have no common base, and each means that the call was refused
         raise NcclFailure(_with_remedy(str(error))) from error
 
-
-ONE_GPU = "both ends are on one GPU"
-"""Stands in the error where NCCL refuses two ranks that share a GPU."""
 
 _REFUSALS = ("Duplicate GPU detected", "Multiple Ranks are using the same GPU")
 """NCCL's words for that: up to 2.29, and from 2.30 on."""

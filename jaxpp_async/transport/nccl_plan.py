@@ -36,6 +36,25 @@ MAX_CTAS = 8
 in the environment has its way instead."""
 
 
+MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""The variable that lets both ends of a communicator be on one GPU."""
+
+ONE_GPU = "both ends are on one GPU"
+"""Stands in the error where NCCL refuses two ranks that share a GPU."""
+
+_MULTI_RANK_FROM = (2, 30)
+
+
+def ranks_may_share(version: str, environ: Mapping[str, str]) -> bool:
+    """Whether NCCL takes two ranks on one GPU, in a process of this environment.
+
+    Args:
+        version: NCCL's, such as `"2.32.3"`.
+    """
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    return numbers >= _MULTI_RANK_FROM and environ.get(MULTI_RANK, "").strip() not in ("", "0")
+
+
 class Link(NamedTuple):
     """One direction between a device of one process and a device of another: a communicator of its own.
 

@@ -137,6 +137,8 @@ class Hardware:
         driver: the newest CUDA that the host's driver knows, written alike.
         gpus: the UUIDs of GPUs, or of parts of one (MIG); empty without GPUs.
         memory_fraction: how much of each GPU's memory JAX takes beforehand; 0: none.
+        nccl: version of the NCCL that programs transfer over, such as `"2.32.3"`; empty with other transports.
+        nccl_shares: whether that takes two ranks on one GPU.
     """
 
     kind: str
@@ -146,6 +148,8 @@ class Hardware:
     driver: str = ""
     gpus: tuple[str, ...] = ()
     memory_fraction: float = 0.0
+    nccl: str = ""
+    nccl_shares: bool = False
 
 
 @dataclass(frozen=True, slots=True)
