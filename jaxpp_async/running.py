@@ -102,7 +102,6 @@ class StepRunner:
             compiled = await self.compile(step, args)
             if found is not None:
                 step.remember(found, compiled)
-        self._left_behind.before(step.__name__)
         return await self._admit(step, compiled, leaves)
 
     # ---------------------------------------------------------------- compiling
@@ -133,7 +132,12 @@ class StepRunner:
             out_specs=lambda traced: _checked_out_specs(traced, wanted, name),
         )
         compiled = await self._load(request, maker)
-        return await (await self._admit(maker, compiled, leaves))
+        future = await self._admit(maker, compiled, leaves)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._left_behind.note(future._handle)  # nothing was donated to it
+            raise
 
     async def _load(self, request: StepRequest, step: DistributedStep) -> CompiledStep:
         start_s = time.perf_counter()
@@ -202,19 +206,22 @@ class StepRunner:
         binding = compiled.binding
         if (self._admission.locked() or self._start_lock.locked()) and binding.ids(self._values, leaves) is None:
             self._check_leaves(leaves, compiled)  # what is wrong is said at once, not after the steps under way
-        await self._admission.acquire()
-        try:
-            # One at a time: two steps that start together must not both move the same array.
-            async with self._start_lock:
-                moved: tuple[moves.Moved, ...] = ()
-                ids = binding.ids(self._values, leaves)
-                if ids is None or len(compiled.hidden) < len(compiled.hidden_values):
-                    moved = await self._bring(step, compiled, leaves)
+        with self._left_behind.begin(step.__name__) as turn:
+            await self._admission.acquire()
+            try:
+                # One at a time: two steps that start together must not both move the same array.
+                async with self._start_lock:
+                    moved: tuple[moves.Moved, ...] = ()
                     ids = binding.ids(self._values, leaves)
-                return self._start(step, compiled, leaves, ids, moved)
-        except BaseException:  # also a cancellation: the place goes to the next step
-            self._admission.release()
-            raise
+                    if ids is None or len(compiled.hidden) < len(compiled.hidden_values):
+                        moved = await self._bring(step, compiled, leaves)
+                        ids = binding.ids(self._values, leaves)
+                    future = self._start(step, compiled, leaves, ids, moved)
+            except BaseException:  # also a cancellation: the place goes to the next step
+                self._admission.release()
+                raise
+            turn.sent(future._handle)
+            return future
 
     async def _bring(
         self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]

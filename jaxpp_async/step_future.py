@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from jaxpp_async.actors.messages import StepStats
 from jaxpp_async.actors.rpc import StepHandle
@@ -89,6 +89,12 @@ class StepFuture:
         await self._handle.wait_sent()
 
 
+_INSTEAD: Final = {
+    "run": "use `submit` where you mean to cancel a wait and keep the step",
+    "submit": "where you mean to cancel a wait and keep the step, have a task of it and await `asyncio.shield(task)`",
+}
+
+
 def abandon(future: StepFuture, call: str) -> StepHandle:
     """The caller of a step that was sent has gone, and nobody has its results.
 
@@ -101,7 +107,7 @@ def abandon(future: StepFuture, call: str) -> StepHandle:
     name = future._recording.name
     why = (
         f"it was donated to step {name!r}, whose `{call}` was cancelled: its results are gone; start again from a "
-        "checkpoint, and use `submit` where you mean to cancel a wait and keep the step"
+        f"checkpoint, and {_INSTEAD[call]}"
     )
     for array in future._donated:
         array.retire(DONATED, why)

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import itertools
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias
 
 import jax
@@ -28,7 +28,9 @@ from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.launch.hostfile import parse_hosts
 from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
+from jaxpp_async.actors.rpc import StepHandle
 from jaxpp_async.errors import ArrayError, MeshClosedError
+from jaxpp_async.program import ProcessId
 from jaxpp_async.testing import assert_close
 
 MODEL = mlp(2)
@@ -345,7 +347,95 @@ async def test_who_waits_behind_a_step_that_was_cancelled_is_told_once(inline, m
         break
     assert len([r for r in caplog.records if "cancelled by its caller" in r.message]) == 1
     await inline.run(long, x)
-    assert not inline._runner._left_behind._timers
+    assert not inline._runner._left_behind._line
+
+
+async def cancelled(call: Coroutine[Any, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancel a call that has just sent its step."""
+    is_sent, sent = asyncio.Event(), left_behind.Turn.sent
+    with monkeypatch.context() as patch:
+        patch.setattr(left_behind.Turn, "sent", lambda turn, handle: (sent(turn, handle), is_sent.set()))
+        task = asyncio.create_task(call)
+        await is_sent.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
+async def test_a_step_that_is_refused_has_not_waited(inline, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(left_behind, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(inline._runner._left_behind, "_tell", lambda handle, name: told.append(name))
+    long = inline.distributed(lambda x: jax.lax.fori_loop(0, 30, lambda _, y: y @ x, x), name="long")
+    short = inline.distributed(lambda x: x + 1, name="short")
+    x = await inline.run(long, np.eye(400, dtype=np.float32))
+    gone = await inline.run(short, x)
+    await gone.delete()
+    await cancelled(inline.run(long, x), monkeypatch)
+    with pytest.raises(ArrayError, match="deleted"):
+        await inline.run(short, gone)
+    await asyncio.sleep(0.001)
+    assert told == []
+    await inline.run(short, x)
+    assert told == ["short"] and not inline._runner._left_behind._line
+
+
+async def test_who_waits_behind_an_init_that_was_cancelled_is_told(inline, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(left_behind, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(inline._runner._left_behind, "_tell", lambda handle, name: told.append(name))
+    step = inline.distributed(lambda x: x + 1, name="after")
+    x = await inline.run(step, np.eye(400, dtype=np.float32))
+    await cancelled(step.init(0, lambda k: jax.lax.fori_loop(0, 30, lambda _, y: y @ k, k), x), monkeypatch)
+    await inline.run(step, x)
+    assert told == ["after"]
+
+
+class Line:
+    """Steps of a `LeftBehind` by name, and what was told of them."""
+
+    def __init__(self, names: str):
+        self.told: list[str] = []
+        self.left_behind = left_behind.LeftBehind(lambda handle, name: self.told.append(f"{name} behind {handle.step}"))
+        self.turns = {name: self.left_behind.begin(name) for name in names}
+
+    def act(self, action: str) -> None:
+        """`+a`: it is sent; `!a`: its caller goes; `-a`: it ends, or, not yet sent, will not be."""
+        turn = self.turns[action[1]]
+        if action[0] == "+":
+            turn.sent(StepHandle(list(self.turns).index(action[1]), 0, [ProcessId(0)]))
+        elif action[0] == "!":
+            self.left_behind.note(turn.handle or StepHandle(-1, 0, []))
+        elif turn.handle is not None:
+            turn.handle.fail(ArrayError("over"))
+        else:
+            with pytest.raises(ArrayError), turn:
+                raise ArrayError("refused")
+
+
+# What happens to the steps a, b and c, in this order; then what is told.
+LINES = [
+    ("+a +b", []),
+    ("+a !a", ["b behind 0"]),  # b waits already, to be sent
+    ("+a +b +c !a", ["b behind 0"]),
+    ("+a !a -b", ["c behind 0"]),
+    ("+a +b !a !b", ["c behind 1", "c behind 0"]),
+    ("+a !a -b -c", []),
+    ("+a +b !a -a", []),
+    ("+a -a !a", []),
+]
+
+
+@pytest.mark.parametrize(("actions", "told"), LINES)
+async def test_whose_wait_is_told(actions, told, monkeypatch):
+    monkeypatch.setattr(left_behind, "PATIENCE_S", 0.0)
+    line = Line("abc")
+    for action in actions.split():
+        line.act(action)
+    await asyncio.sleep(0.001)
+    line.act("-c")
+    await asyncio.sleep(0.001)
+    assert line.told == told  # once each
 
 
 async def test_what_a_cancelled_run_was_given_for_good_says_so(inline):
@@ -355,8 +445,18 @@ async def test_what_a_cancelled_run_was_given_for_good_says_so(inline):
     await asyncio.sleep(0)
     cancelled.cancel()
     await asyncio.wait([cancelled])
-    with pytest.raises(ArrayError, match="donated to step 'give', whose `run` was cancelled: its results are gone"):
+    with pytest.raises(ArrayError, match=r"'give', whose `run` was cancelled: its results are gone.* and use `submit`"):
         await inline.run(step, x)
+
+
+async def test_what_a_cancelled_submit_was_given_for_good_says_what_would_have_kept_it(inline, monkeypatch):
+    step = inline.distributed(lambda x, y: x + y, donate_argnums=0, name="give")
+    x, y = await inline.run(step, *2 * [np.ones((1000, 1000), np.float32)]), np.ones((1000, 1000), np.float32)
+    await cancelled(inline.submit(step, x, y), monkeypatch)
+    with pytest.raises(
+        ArrayError, match=r"whose `submit` was cancelled: .*, have a task of it and await `asyncio\.shield"
+    ):
+        await inline.run(step, x, y)
 
 
 # Which launcher, and after how many turns of the loop.
