@@ -217,7 +217,7 @@ def test_what_an_actors_process_gets(monkeypatch):
     assert host_gpus(os.environ) == ()
     with pytest.raises(MeshError, match="this host has 0 GPUs"):
         visible(0)
-    monkeypatch.setattr(gpus, "_uuids", lambda: ("GPU-8f", "GPU-8a"))
+    monkeypatch.setattr(gpus, "uuids", lambda: ("GPU-8f", "GPU-8a"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert [visible(i)[0] for i in range(2)] == ["0", "1"], "how a host is set up: CUDA reads up to there"
     with pytest.raises(MeshError, match=r"devices= .* is '1,3', and this host has no GPU 3, .*nvidia-smi -L"):
@@ -504,7 +504,7 @@ def test_the_door_has_a_stream_wait_and_records_an_event_there(monkeypatch):
     ],
 )
 def test_they_have_one_gpu_of_those_that_are_there(monkeypatch, environ, there, env):
-    monkeypatch.setattr(gpus, "_uuids", lambda: tuple(there.split()))
+    monkeypatch.setattr(gpus, "uuids", lambda: tuple(there.split()))
     assert one_gpu.first_gpu(environ) == env
 
 

@@ -1,5 +1,5 @@
-"""gpus: which of a host's GPUs an actor's process gets, and how much of their memory. In: what its host has, how many
-processes run there. Out: environment variables. Starts nothing, and does not touch CUDA.
+"""gpus: which of a host's GPUs an actor's process gets, and how much of their memory. In: what its host has
+(`nvml` knows), how many processes run there. Out: environment variables. Starts nothing, and does not touch CUDA.
 
 Neighbouring GPUs go to one process. Where there are fewer than asked for, processes share them, and their memory: JAX
 takes three quarters of a GPU unless it is told otherwise, which two processes cannot both have.
@@ -7,13 +7,12 @@ takes three quarters of a GPU unless it is told otherwise, which two processes c
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from jaxpp_async.actors.nvml import uuids
 from jaxpp_async.errors import MeshError
 
 MEMORY_FRACTION = 0.9
@@ -25,7 +24,7 @@ JAX_FRACTION = "0.75"
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _FRACTIONS = (_FRACTION, "XLA_CLIENT_MEM_FRACTION")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_ORDER = "CUDA_DEVICE_ORDER"
+ORDER = "CUDA_DEVICE_ORDER"
 _PREALLOCATE, _ALLOCATOR = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"
 
 
@@ -78,7 +77,7 @@ def gpu_environment(given: GpuShare, user: Mapping[str, str]) -> dict[str, str]:
     """
     env = {VISIBLE: ",".join(given.devices)}
     if not any(name.isdigit() for name in (user.get(VISIBLE) or "").split(",")):
-        env[_ORDER] = user.get(_ORDER, "PCI_BUS_ID")  # as NVIDIA's tools count; what the user counted stays so
+        env[ORDER] = user.get(ORDER, "PCI_BUS_ID")  # as NVIDIA's tools count; what the user counted stays so
     name = next((name for name in _FRACTIONS if user.get(name)), None)
     if name is None:
         return env | {_FRACTION: f"{MEMORY_FRACTION / given.sharers:.3f}"}
@@ -141,7 +140,7 @@ def read_visible(text: str | None, uuids: Sequence[str]) -> Visible:
 
 def visible_gpus(environ: Mapping[str, str]) -> Visible:
     """The GPUs that a process of this host may use: those that `CUDA_VISIBLE_DEVICES` names, else all."""
-    return read_visible(environ.get(VISIBLE), _uuids())
+    return read_visible(environ.get(VISIBLE), uuids())
 
 
 def host_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -163,25 +162,6 @@ def _gpu_called(name: str, uuids: Sequence[str]) -> int | str | None:
         return name.lower()
     called = [index for index, uuid in enumerate(uuids) if kind == "GPU-" and uuid.lower().startswith(name.lower())]
     return called[0] if len(called) == 1 else None
-
-
-def _uuids() -> tuple[str, ...]:
-    """The GPUs that NVIDIA's driver has here, by UUID; empty ones where only their number is known."""
-    try:
-        import pynvml  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        pynvml = None
-    if pynvml is not None:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlInit()
-            try:
-                handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-                return tuple(str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles)
-            finally:
-                pynvml.nvmlShutdown()
-    with contextlib.suppress(OSError):
-        return ("",) * sum(re.fullmatch(r"nvidia\d+", name) is not None for name in os.listdir("/dev"))
-    return ()
 
 
 def _sets_aside(environ: Mapping[str, str]) -> bool:

@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jaxpp_async.actors import nvml
 from jaxpp_async.doctor.facts import UNLIMITED, Driver, Gpu, HostFacts, IbPort, Interface, JaxStart, Ucx, UcxResource
 
 PACKAGES = (
@@ -108,41 +109,31 @@ async def run_child(module: str, *arguments: str) -> dict[str, Any] | str:
 
 
 def gpus() -> tuple[Driver | None, tuple[Gpu, ...], str]:
-    """The driver, its GPUs, and why there are none. By NVIDIA's own library (nvidia-ml-py, which ucxx brings): needs no
-    tool in PATH, and no parsing."""
+    """The driver, its GPUs, and why there are none."""
     try:
-        import pynvml
-    except ImportError:
-        return None, (), "nvidia-ml-py is not installed, so nobody can be asked for GPUs"
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
+        with nvml.library() as asked:
+            cuda: int = asked.nvmlSystemGetCudaDriverVersion_v2()  # 13000 is 13.0
+            version = _text(asked.nvmlSystemGetDriverVersion())
+            driver = Driver(version, (cuda // 1000, cuda % 1000 // 10), _peer_memory())
+            return driver, tuple(_gpu(asked, i) for i in range(asked.nvmlDeviceGetCount())), ""
+    except nvml.NvmlFailure as error:
         return None, (), str(error)
-    try:
-        cuda: int = pynvml.nvmlSystemGetCudaDriverVersion_v2()  # 13000 is 13.0
-        driver = Driver(_text(pynvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10), _peer_memory())
-        return driver, tuple(_gpu(pynvml, i) for i in range(pynvml.nvmlDeviceGetCount())), ""
-    except pynvml.NVMLError as error:
-        return None, (), str(error)
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
 
 
-def _gpu(nvml: Any, index: int) -> Gpu:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    modes = {nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive", nvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited"}
+def _gpu(asked: Any, index: int) -> Gpu:
+    handle = asked.nvmlDeviceGetHandleByIndex(index)
+    memory = asked.nvmlDeviceGetMemoryInfo(handle)
+    modes = {asked.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive", asked.NVML_COMPUTEMODE_PROHIBITED: "prohibited"}
     mig = False
-    with contextlib.suppress(nvml.NVMLError):  # most GPUs cannot be cut
-        mig = bool(nvml.nvmlDeviceGetMigMode(handle)[0])
+    with contextlib.suppress(asked.NVMLError):  # most GPUs cannot be cut
+        mig = bool(asked.nvmlDeviceGetMigMode(handle)[0])
     return Gpu(
         index=index,
-        name=_text(nvml.nvmlDeviceGetName(handle)),
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        name=_text(asked.nvmlDeviceGetName(handle)),
+        uuid=_text(asked.nvmlDeviceGetUUID(handle)),
         memory_bytes=int(memory.total),
         used_bytes=int(memory.used),
-        mode=modes.get(nvml.nvmlDeviceGetComputeMode(handle), "default"),
+        mode=modes.get(asked.nvmlDeviceGetComputeMode(handle), "default"),
         mig=mig,
     )
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 
+from jaxpp_async.actors.gpus import ORDER, VISIBLE
 from jaxpp_async.errors import MeshError
 from jaxpp_async.transport.shared import COPIES_PAST_CACHES
 
@@ -204,7 +205,7 @@ DEFAULTS = MappingProxyType(
 
 def defaults(settings: Settings) -> dict[str, str]:
     """Variables that an actor's process has if its host's environment says nothing else: `ActorRequest.defaults`."""
-    counted = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if settings.devices is not None else {}  # as NVIDIA's tools count
+    counted = {ORDER: "PCI_BUS_ID"} if settings.devices is not None else {}  # as NVIDIA's tools count
     return {**DEFAULTS, **counted}
 
 
@@ -216,7 +217,7 @@ def environment(settings: Settings, placement: Placement, platform: str) -> dict
     if settings.ports is not None:
         env["UCX_TCP_PORT_RANGE"] = f"{settings.ports[0]}-{settings.ports[1]}"
     if settings.devices is not None:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(settings.devices)  # shared out on the host: `ActorRequest`
+        env[VISIBLE] = ",".join(settings.devices)  # shared out on the host: `ActorRequest`
     return env | dict(settings.env)
 
 
