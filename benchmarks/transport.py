@@ -74,7 +74,7 @@ class OurLink:
         return self.transport.recv(buffer, self.other, tag)
 
     def buffer_to_receive(self, size: int) -> Any:
-        from jaxpp_async.transport.direct import DIRECT_BYTES
+        from jaxpp_async.transport.direct_words import DIRECT_BYTES
         from jaxpp_async.transport.shared import SharedBlock
 
         block = SharedBlock.make(size) if size >= DIRECT_BYTES else None  # as actors/receive_pool.py does

@@ -10,9 +10,9 @@ import pytest
 from transport_conformance import data, join, tag, within
 
 from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.transport import direct, offers
+from jaxpp_async.transport import direct_send, offers
 from jaxpp_async.transport.base import HOST_CHANNEL, SENDER_SHIFT, make_tag
-from jaxpp_async.transport.direct import ANSWER_BYTES, DIRECT_BYTES
+from jaxpp_async.transport.direct_words import ANSWER_BYTES, DIRECT_BYTES, HEADER_BYTES, PIECE_BYTES
 from jaxpp_async.transport.offers import LinkOffers, OfferRing
 from jaxpp_async.transport.shared import RING_BYTES, BlockTicket, SharedBlock
 from jaxpp_async.transport.ucp import STATUS_TRUNCATED
@@ -82,14 +82,14 @@ async def pair():
 def pieces(monkeypatch) -> list[int]:
     """Sizes of what is written."""
     sizes, move = [], ctypes.memmove
-    monkeypatch.setattr(direct.ctypes, "memmove", lambda to, of, size: (sizes.append(size), move(to, of, size)))
+    monkeypatch.setattr(ctypes, "memmove", lambda to, of, size: (sizes.append(size), move(to, of, size)))
     return sizes
 
 
-@pytest.mark.parametrize("size", [DIRECT_BYTES, DIRECT_BYTES + 1, direct._PIECE_BYTES])
+@pytest.mark.parametrize("size", [DIRECT_BYTES, DIRECT_BYTES + 1, PIECE_BYTES])
 async def test_offered_messages_need_no_answer(pair, pieces, monkeypatch, size):
     a, b = pair
-    monkeypatch.setattr(a._direct, "_announce", None)
+    monkeypatch.setattr(a._direct.sender, "_announce", None)
     blocks, sent = [SharedBlock(size) for _ in range(3)], [data(size, seed) for seed in range(3)]
     last = np.zeros(8, np.uint8)
     receives = [b.recv(block, 0, tag(1)) for block in [*blocks, last]]
@@ -115,7 +115,7 @@ async def test_an_offer_that_comes_late_is_never_used(pair, pieces):
     assert pieces == [DIRECT_BYTES]
 
 
-@pytest.mark.parametrize("size", [0, 8, direct.HEADER_BYTES, DIRECT_BYTES - 1, DIRECT_BYTES + 1, 2 * ANSWER_BYTES])
+@pytest.mark.parametrize("size", [0, 8, HEADER_BYTES, DIRECT_BYTES - 1, DIRECT_BYTES + 1, 2 * ANSWER_BYTES])
 async def test_wrong_sizes_are_errors_and_what_follows_is_right(pair, size):
     a, b = pair
     wrong, block, sent = SharedBlock(DIRECT_BYTES), SharedBlock(DIRECT_BYTES), data(DIRECT_BYTES, 1)
@@ -165,7 +165,7 @@ async def test_values_of_the_host_are_not_held_back_for_they_are_never_offered(p
     a.hurry(True)
     of_host, block = make_tag(1, HOST_CHANNEL, 5), SharedBlock(DIRECT_BYTES)
     send = a.send(data(DIRECT_BYTES, 1), 1, of_host)
-    assert not a._direct.holds_back
+    assert not a._direct.sender.holds_back
     await within(b.recv(block, 0, of_host), send)
     assert np.array_equal(block.array, data(DIRECT_BYTES, 1))
 
@@ -175,15 +175,15 @@ async def test_a_sender_in_a_hurry_waits_for_an_offer_and_not_for_long(pair, pie
     a.hurry(True)
     blocks, sent = [SharedBlock(DIRECT_BYTES) for _ in range(3)], [data(DIRECT_BYTES, seed) for seed in range(3)]
     got, small = np.zeros(8, np.uint8), data(8, 9)
-    monkeypatch.setattr(direct, "_PATIENCE_S", 60)
+    monkeypatch.setattr(direct_send, "_PATIENCE_S", 60)
     sends = [a.send(content, 1, tag(1)) for content in (sent[0], small, sent[1])]
     await asyncio.sleep(0.002)
     await within(*[b.recv(buffer, 0, tag(1)) for buffer in (blocks[0], got, blocks[1])], *sends)
     assert len(pieces) == 2
-    monkeypatch.setattr(direct, "_PATIENCE_S", 0)
-    for number in range(direct._MOST_IN_VAIN + 3):  # the last of them do not wait any more
+    monkeypatch.setattr(direct_send, "_PATIENCE_S", 0)
+    for number in range(direct_send._MOST_IN_VAIN + 3):  # the last of them do not wait any more
         send = a.send(sent[2], 1, tag(1))
-        assert a._direct.holds_back == (number <= direct._MOST_IN_VAIN)
+        assert a._direct.sender.holds_back == (number <= direct_send._MOST_IN_VAIN)
         await asyncio.sleep(0.002)
         await within(b.recv(blocks[2], 0, tag(1)), send)
     assert len(pieces) == 2
@@ -191,9 +191,9 @@ async def test_a_sender_in_a_hurry_waits_for_an_offer_and_not_for_long(pair, pie
     assert len(pieces) == 3
     assert np.array_equal(got, small)
     assert all(np.array_equal(block.array, content) for block, content in zip(blocks, sent, strict=True))
-    monkeypatch.setattr(direct, "_PATIENCE_S", 60)
+    monkeypatch.setattr(direct_send, "_PATIENCE_S", 60)
     send = a.send(sent[0], 1, tag(1))
-    assert a._direct.holds_back
+    assert a._direct.sender.holds_back
     await within(a.abort())
     assert isinstance(send.exception(), TransferError)
-    assert not a._direct.holds_back
+    assert not a._direct.sender.holds_back

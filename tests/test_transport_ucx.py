@@ -23,10 +23,10 @@ import uvloop
 from transport_conformance import LARGE, TransportConformance, data, join, tag, transfer, within
 
 from jaxpp_async.errors import InstallError, ProtocolError, TransferError
-from jaxpp_async.transport import direct, shared
+from jaxpp_async.transport import direct_words, shared
 from jaxpp_async.transport.addresses import seal, unseal
 from jaxpp_async.transport.buffers import memory_of
-from jaxpp_async.transport.direct import DIRECT_BYTES
+from jaxpp_async.transport.direct_words import DIRECT_BYTES
 from jaxpp_async.transport.lookout import SHORTEST_S, Lookout
 from jaxpp_async.transport.shared import SharedBlock
 from jaxpp_async.transport.ucx import UCXTransport
@@ -481,7 +481,7 @@ async def until(condition) -> None:
 def write_count(monkeypatch) -> list[int]:
     """Sizes of the pieces that are written from now on."""
     pieces, move = [], ctypes.memmove
-    monkeypatch.setattr(direct.ctypes, "memmove", lambda to, of, size: (pieces.append(size), move(to, of, size)))
+    monkeypatch.setattr(ctypes, "memmove", lambda to, of, size: (pieces.append(size), move(to, of, size)))
     return pieces
 
 
@@ -495,7 +495,7 @@ async def test_large_messages_are_written_by_their_sender(make_transport, monkey
         await within(b.recv(block, 0, tag(1)), a.send(sent, 1, tag(1)))
         assert np.array_equal(block.array, sent)
     assert sum(pieces) == (2 * size if size >= DIRECT_BYTES else 0)
-    assert max(pieces, default=0) <= direct._PIECE_BYTES
+    assert max(pieces, default=0) <= direct_words.PIECE_BYTES
 
 
 async def test_other_buffers_other_hosts_and_kept_apart_processes_get_messages(make_transport, monkeypatch):
@@ -517,7 +517,7 @@ async def test_other_buffers_other_hosts_and_kept_apart_processes_get_messages(m
                 got.ticket = got.ticket._replace(key=bytes(16))
             await join(a, b)
             if case == "full board":  # an offer needs no row of it
-                patch.setattr(b._direct, "_ring", None)
+                patch.setattr(b._direct.receiver, "_ring", None)
             await within(b.recv(got.array if case == "buffer" else got, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1)))
             assert np.array_equal(got.array, data(LARGE, 1)), case
             assert not pieces, case
@@ -525,14 +525,14 @@ async def test_other_buffers_other_hosts_and_kept_apart_processes_get_messages(m
 
 async def test_what_is_written_after_an_abort_reaches_nobody(make_transport, monkeypatch):
     """The receiver gives up in the middle; the sender, who has not heard of it, writes on."""
-    monkeypatch.setattr(direct, "_PIECE_BYTES", LARGE // 4)
+    monkeypatch.setattr(direct_words, "PIECE_BYTES", LARGE // 4)
     a, b = await make_transport(0), await make_transport(1)
     await join(a, b)
     block, sent = SharedBlock(LARGE), data(LARGE, 1)
     receive, send = b.recv(block, 0, tag(1)), a.send(sent, 1, tag(1))
-    await until(lambda: a._direct._written_bytes)
+    await until(lambda: a._direct.sender._written_bytes)
     assert a._direct.busy
-    assert not a._direct.holds_back, "what is sent meanwhile need not go behind it"
+    assert not a._direct.sender.holds_back, "what is sent meanwhile need not go behind it"
     neighbour, ticket = a._links[1].neighbour, block.ticket
     assert neighbour is not None and ticket is not None
     old = neighbour._blocks[ticket.key]
@@ -610,9 +610,9 @@ async def test_blocks_of_another_size_are_not_written(make_transport, monkeypatc
 async def test_answers_without_a_sense_fail_the_send(make_transport, monkeypatch, answer):
     a, b = await make_transport(0), await make_transport(1)
     await join(a, b)
-    monkeypatch.setattr(b._direct, "_ring", None)  # nothing is offered ahead
-    pack = b._direct._answer
-    monkeypatch.setattr(b._direct, "_answer", lambda transfer, serial, _: pack(transfer, serial, answer))
+    monkeypatch.setattr(b._direct.receiver, "_ring", None)  # nothing is offered ahead
+    pack = b._direct.receiver._answer
+    monkeypatch.setattr(b._direct.receiver, "_answer", lambda transfer, serial, _: pack(transfer, serial, answer))
     receive, send = b.recv(SharedBlock(LARGE), 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))
     with pytest.raises(ProtocolError, match="no valid answer"):
         await within(send)
@@ -623,8 +623,8 @@ async def test_answers_without_a_sense_fail_the_send(make_transport, monkeypatch
 async def test_ends_without_a_sense_fail_the_receive(make_transport, monkeypatch, end):
     a, b = await make_transport(0), await make_transport(1)
     await join(a, b)
-    monkeypatch.setattr(b._direct, "_ring", None)  # nothing is offered ahead
-    post = a._direct._carrier.post_own_send
+    monkeypatch.setattr(b._direct.receiver, "_ring", None)  # nothing is offered ahead
+    post = a._direct.sender._carrier.post_own_send
 
     def post_own_send(link, memory, own_tag, transfer):
         said = memory if memory.size_bytes != 1 else memory_of(np.frombuffer(end, np.uint8), writable=False)
@@ -642,11 +642,11 @@ async def test_ends_without_a_sense_fail_the_receive(make_transport, monkeypatch
 
 async def test_memory_that_cannot_be_replaced_ends_the_process(make_transport, monkeypatch):
     a, b = await make_transport(0), await make_transport(1)
-    monkeypatch.setattr(direct, "_PIECE_BYTES", LARGE // 4)
+    monkeypatch.setattr(direct_words, "PIECE_BYTES", LARGE // 4)
     await join(a, b)
     block = SharedBlock(LARGE)
     receive, send = b.recv(block, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))
-    await until(lambda: a._direct._written_bytes)
+    await until(lambda: a._direct.sender._written_bytes)
 
     def no_memory(block):
         raise OSError("no memory")
@@ -657,10 +657,10 @@ async def test_memory_that_cannot_be_replaced_ends_the_process(make_transport, m
             await within(b.abort(0))
     with pytest.raises(TransferError):
         await within(receive)
-    assert [t.memory.owner for t in b._direct.exposed] == [block]
+    assert [t.memory.owner for t in b._direct.receiver.exposed] == [block]
     with pytest.raises(TransferError, match="this process has to end"):
         await within(b.abort())
-    b._direct.exposed.clear()
+    b._direct.receiver.exposed.clear()
     await within(a.abort(1), asyncio.gather(send, return_exceptions=True))
 
 

@@ -26,7 +26,7 @@ from jaxpp_async.actors.shards import (
 )
 from jaxpp_async.program import Aval
 from jaxpp_async.transport.buffers import Memory, memory_of
-from jaxpp_async.transport.direct import DIRECT_BYTES
+from jaxpp_async.transport.direct_words import DIRECT_BYTES
 from jaxpp_async.transport.shared import SharedBlock
 
 

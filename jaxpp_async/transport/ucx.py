@@ -35,7 +35,8 @@ from jaxpp_async.transport.base import (
     post_future,
 )
 from jaxpp_async.transport.buffers import Memory, memory_of
-from jaxpp_async.transport.direct import DIRECT_BYTES, HEADER_BYTES, Direct
+from jaxpp_async.transport.direct import Direct
+from jaxpp_async.transport.direct_words import DIRECT_BYTES, HEADER_BYTES
 from jaxpp_async.transport.links import SENDING, Link, Transfer, sender_bits_of
 from jaxpp_async.transport.lookout import Lookout
 from jaxpp_async.transport.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED, TagPort, is_error
@@ -151,8 +152,8 @@ class UCXTransport:
         number = offers.sent.next(tag) if offers is not None else None
         if (
             offers is not None
-            and (memory.size_bytes >= DIRECT_BYTES or self._direct.holds_back)
-            and self._direct.send(Transfer(link, memory, SENDING, tag, done, number), self._hurried)
+            and (memory.size_bytes >= DIRECT_BYTES or self._direct.sender.holds_back)
+            and self._direct.sender.send(Transfer(link, memory, SENDING, tag, done, number), self._hurried)
         ):
             return False
         identity = next(self._identities)
@@ -181,7 +182,7 @@ class UCXTransport:
         transfer = Transfer(link, memory, size_bytes, tag, done, number)
         self._track(transfer, identity, result)
         if size_bytes >= DIRECT_BYTES and number is not None:
-            self._direct.invite(transfer)
+            self._direct.receiver.invite(transfer)
         return False
 
     def hurry(self, on: bool) -> None:
@@ -341,7 +342,7 @@ class UCXTransport:
             return
         expected = transfer.size_bytes
         if expected != SENDING and (status != STATUS_OK or length != expected or length == HEADER_BYTES):
-            heard = self._direct.heard(transfer, status, length)
+            heard = self._direct.receiver.heard(transfer, status, length)
             if heard is None:
                 return  # it goes on
             status, length = heard
@@ -380,7 +381,7 @@ class UCXTransport:
     # ------------------------------------------------------------ for direct messages
 
     def post_own_send(self, link: Link, memory: Memory, tag: int, transfer: Transfer | None) -> bool:
-        """See `direct.Carrier`."""
+        """See `direct_words.Carrier`."""
         if link.failure is not None:
             result = STATUS_CANCELED
         else:
@@ -396,7 +397,7 @@ class UCXTransport:
         return not is_error(result)
 
     def post_own_recv(self, link: Link, memory: Memory, tag: int, then: Callable[[int, int], None] | Transfer) -> None:
-        """See `direct.Carrier`."""
+        """See `direct_words.Carrier`."""
         if isinstance(then, Transfer):
             own = then
         else:
@@ -451,7 +452,7 @@ class UCXTransport:
             self._discard_unexpected(sender_bits_of(sender), epoch)
         while True:
             self._progress()
-            if any(self._is_ending(t, peer) for t in self._direct.exposed):
+            if any(self._is_ending(t, peer) for t in self._direct.receiver.exposed):
                 raise TransferError(
                     f"peer {self.peer_id}: a peer may still write into the memory of a receive, and there is none to "
                     "put in its place; this process has to end"
