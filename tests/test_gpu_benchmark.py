@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import jaxpp_async as jpp
+from gpt.model import ModelConfig, init_params, loss_fn
 from jaxpp_async.doctor.facts import Gpu
 
 ROOT = Path(__file__).parents[1]
@@ -96,6 +97,32 @@ async def test_actors_and_jit_take_the_same_step(monkeypatch):
     steps, gaps = ["step, jit", "step, ours", "step, ours to jit"], ["between tasks of an actor"]
     assert shown == [*steps, *gaps, "where a step's time goes"]
     assert json.loads(json.dumps(found)) == found, "it is printed as JSON"
+
+
+@pytest.mark.parametrize(
+    "gib, layers, size", [(141, 16, 12), (80, 16, 6), (40, 12, 6), (24, 8, 5), (16, 8, 3), (0, 8, 3)]
+)
+def test_the_step_fills_the_memory_of_the_actor_that_needs_most(gib, layers, size):
+    sizes = gpu.step_sizes(False, gib << 30)
+    assert (sizes["layers"], sizes["microbatch-size"]) == (layers, size)
+    fixed, sequence = gpu.step_bytes(sizes)
+    room = 0.9 * 0.45 * ((gib << 30) or gpu.UNKNOWN_BYTES)
+    assert fixed + size * sequence <= room < fixed + (size + 1) * sequence
+
+
+@pytest.mark.parametrize("dim, head_dim", [(2048, 128), (1024, 64)])
+def test_what_a_layer_takes_is_a_little_more_than_what_autodiff_keeps(dim, head_dim):
+    def kept(layers, size):
+        config = ModelConfig(num_layers=layers, dim=dim, num_heads=dim // head_dim, seq_len=1024)
+        shapes = jax.eval_shape(lambda: init_params(jax.random.key(0), config))
+        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), shapes)
+        tokens = jax.ShapeDtypeStruct((size, 1024), jnp.int32)
+        batch = {"tokens": tokens, "labels": tokens}
+        backward = jax.eval_shape(lambda p, b: jax.vjp(lambda p: loss_fn(p, b, config), p)[1], params, batch)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(backward))
+
+    layer = (kept(2, 2) - kept(2, 1)) - (kept(1, 2) - kept(1, 1))
+    assert 1.0 < gpu.ACTIVATION_BYTES[dim] / layer < 1.15
 
 
 def test_a_program_that_hangs_is_ended_with_all_it_started_and_says_how_far_it_came():
