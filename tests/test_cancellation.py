@@ -433,6 +433,7 @@ async def test_whose_wait_is_told(actions, told, monkeypatch):
     for action in actions.split():
         line.act(action)
     await asyncio.sleep(0.001)
+    assert line.told == told
     line.act("-c")
     await asyncio.sleep(0.001)
     assert line.told == told  # once each
