@@ -244,7 +244,8 @@ class RemoteMesh:
         """Run one step; returns when every actor has finished it.
 
         A cancelled `run` leaves its step running, and the next one waits for its end: the event `waiting` says so after
-        5 s. The mesh stays usable. Its host arrays may then still be on their way: with `max_restarts=0` do not change
+        5 s. The mesh stays usable, but that step's results are gone, and what was donated to it too (`asyncio.timeout`
+        around it cancels): to wait for a while only, `submit` and keep the future. Its host arrays may then still be on their way: with `max_restarts=0` do not change
         them in place before another step has returned.
 
         Returns:
