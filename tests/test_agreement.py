@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 from dataclasses import replace
@@ -126,6 +127,24 @@ async def test_a_mesh_compares_what_its_actors_tell_before_anything_is_loaded():
     said = r"^actor 0 \(host .*\), actor 1 \(host .*\) share GPU GPU-0, and set aside 0.75, 0.75 of its memory"
     with pytest.raises(MeshError, match=said):
         await Controller.start(2, launcher, config, make_transport=lambda kind: fake_actor.NullTransport())
+
+
+async def test_who_replaces_another_is_compared_as_well():
+    """A GPU of which two actors have a part each; the successor of one sets aside more than is left."""
+    path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    config = ActorConfig(env={"PYTHONPATH": path, fake_actor.GPUS: "GPU-0", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"})
+    launcher = LocalLauncher(actor="fake_actor:FakeActor", forward=lambda line: None)
+    make_transport: Any = lambda kind: fake_actor.NullTransport()  # noqa: E731
+    controller = await Controller.start(2, launcher, config, make_transport=make_transport, max_restarts=3)
+    try:
+        config.env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.75"
+        texts: Any = {0: "hang", 1: "exit"}
+        await controller.load(0, texts, {}, {})
+        async with asyncio.timeout(30):
+            with pytest.raises(LaunchError, match=r"be replaced: actor 0.*, actor 1.* set aside 0.4, 0.75 of"):
+                await controller.start_step(0, {}, {})
+    finally:
+        await controller.aclose()
 
 
 ACTOR = ActorInfo(1, "n2", 7, (), "starting")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,8 +17,9 @@ import jaxpp_async as jpp
 from jaxpp_async.actors.inline import InlineLauncher
 from jaxpp_async.actors.launch import LaunchSpec, LocalLauncher
 from jaxpp_async.actors.linking import Linking, links_of
+from jaxpp_async.actors.messages import Done, LinksOffered
 from jaxpp_async.actors.scattering import Scattering
-from jaxpp_async.errors import ActorDiedError, ActorError, MeshError, ProtocolError
+from jaxpp_async.errors import ActorDiedError, ActorError, MeshError, ProtocolError, TransferError
 from jaxpp_async.mesh import RemoteMesh
 from jaxpp_async.program import ActorProgram, Aval, Recv, Send
 from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
@@ -169,17 +172,77 @@ async def test_a_communicator_that_fails_is_a_failed_transfer(launcher, monkeypa
             await running
 
 
+async def _unlinked(launcher, said, caplog):
+    """A mesh whose links cannot be made says so, once, naming both ends."""
+    async with RemoteMesh(2, launcher=launcher, transport="nccl") as mesh:
+        step = mesh.distributed(grads_step(MODEL, jpp.Std1F1B(4)))
+        async with asyncio.timeout(30):
+            named = rf"communicator from actor \d to actor \d, device 0 could not be made: {said}"
+            with pytest.raises(TransferError, match=named):
+                await mesh.run(step, MODEL.init(0), MODEL.batch(1, 8))
+    assert not [record for record in caplog.records if record.levelname == "ERROR"], "what is raised is not logged"
+
+
 @pytest.mark.parametrize("error", [NcclFailure, AttributeError], ids=["NCCL refuses", "a defect"])
-async def test_links_that_cannot_be_made_fail_the_mesh_before_a_step(launcher, monkeypatch, error):
+async def test_links_that_cannot_be_made_fail_the_mesh_before_a_step(launcher, monkeypatch, caplog, error):
     def refuse(unique_id, rank, device):
         raise error("InvalidUsage (injected)")
 
     monkeypatch.setattr(launcher.library, "join", refuse)
-    async with RemoteMesh(2, launcher=launcher, transport="nccl") as mesh:
-        step = mesh.distributed(grads_step(MODEL, jpp.Std1F1B(4)))
-        async with asyncio.timeout(30):
-            with pytest.raises(ActorError, match="InvalidUsage"):
-                await mesh.run(step, MODEL.init(0), MODEL.batch(1, 8))
+    await _unlinked(launcher, ".*InvalidUsage", caplog)
+
+
+async def test_a_link_to_which_nobody_comes_fails_the_mesh_before_a_step(launcher, monkeypatch, caplog):
+    join = launcher.library.join
+
+    def alone(unique_id, rank, device):
+        channel = join(unique_id, rank, device)
+        channel.is_ready = lambda: False
+        return channel
+
+    monkeypatch.setattr(launcher.library, "join", alone)
+    monkeypatch.setitem(NcclTransport.join.__kwdefaults__, "timeout_s", 0.01)
+    await _unlinked(launcher, r"actor \d did not come within 0.01 s", caplog)
+
+
+class _Asked:
+    """A crew whose processes offer and join at once, and remember what they were asked together."""
+
+    transport_kind, epoch, scattering = "nccl", 0, Scattering((), 1)
+
+    def __init__(self):
+        self.together = []
+
+    async def ask_each(self, requests, expected, what):
+        if expected is LinksOffered:
+            return {p: LinksOffered(r.request, b"", (b"",) * r.num_ids) for p, r in requests.items()}
+        assert expected is Done
+        self.together.append({process: request.links for process, request in requests.items()})
+        return {}
+
+
+async def test_nobody_is_told_to_join_a_link_while_its_peer_makes_others():
+    """A star: its centre has a link with each leaf, in both directions, and makes one after the other. The deadline of
+    a leaf's link must not run meanwhile."""
+    leaves = range(1, 9)
+    sends = [Send(0, leaf, leaf) for leaf in leaves]
+    parts = {0: _part(0, *sends, *(Recv(1, leaf, 10 + leaf, AVAL) for leaf in leaves))}
+    parts |= {leaf: _part(leaf, Recv(0, 0, leaf, AVAL), Send(1, 0, 10 + leaf)) for leaf in leaves}
+    crew, numbers = _Asked(), itertools.count()
+    outbox = SimpleNamespace(number=lambda: next(numbers), wait_open=_at_once)
+    linking = Linking(crew, outbox, SimpleNamespace(parts=lambda program_id: parts))
+    await linking.link(0)
+    for asked in crew.together:
+        assert all(len(links) == 1 for links in asked.values())
+        ends = [Link(k.sender, k.receiver, k.from_device, k.to_device) for (k,) in asked.values()]
+        assert sorted(ends) == sorted(2 * sorted(set(ends))), "both ends at once"
+    assert len(crew.together) == 2 * len(leaves)
+    await linking.link(0)
+    assert len(crew.together) == 2 * len(leaves), "made once"
+
+
+async def _at_once():
+    """Nothing is in the way."""
 
 
 async def test_a_step_without_its_links_fails_and_hangs_nobody(launcher, monkeypatch):

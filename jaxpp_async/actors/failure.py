@@ -61,8 +61,12 @@ def is_echo(process: ActorInfo, death: Death) -> bool:
     return process.rank > 0 and death.returncode == -signal.SIGABRT
 
 
-def remote_error(actor: ActorInfo, failed: Failed) -> ActorError:
-    """The error for a request that failed on an actor: `RemoteError`, or what `_OF_A_STEP` says."""
+def remote_error(actor: ActorInfo, failed: Failed, *, ends_mesh: bool = False) -> ActorError:
+    """The error for a request that failed on an actor: `RemoteError`, or what `_OF_A_STEP` says.
+
+    Args:
+        ends_mesh: it is no matter of that request alone; a transfer or a link that failed is then named as such.
+    """
     where = str(actor)
     if failed.step is not None:
         where += f", step {failed.step}"
@@ -78,7 +82,7 @@ def remote_error(actor: ActorInfo, failed: Failed) -> ActorError:
         text += f"\n\nTraceback on the actor:\n{failed.traceback.rstrip()}"
     when: dict[str, Any] = {"step": failed.step, "instruction": failed.instruction, **_place(actor)}
     own = _OF_A_STEP.get(failed.exception_type)
-    if own is not None and failed.step is not None:
+    if own is not None and (failed.step is not None or (ends_mesh and own is TransferError)):
         return own(text, **when)
     return RemoteError(text, exception_type=failed.exception_type, remote_traceback=failed.traceback, **when)
 

@@ -116,7 +116,7 @@ class Linking:
         while not self._has(wanted):
             await self._outbox.wait_open()
             if self._task is None:
-                self._task = self._tasks.start("make links", self._make(wanted))
+                self._task = self._tasks.start("make links", self._make(wanted), is_awaited=True)
                 self._task.add_done_callback(self._ended)
             task = self._task
             await asyncio.wait([task])
@@ -160,10 +160,14 @@ class Linking:
         return self._made.issuperset(links)
 
     async def _make(self, links: Sequence[Link]) -> None:
-        """One exchange of ids, then everyone joins his links, in an order that is the same for all."""
+        """One exchange of ids, then round after round of links, everyone one of his at a time.
+
+        A round is asked for once the one before is through: else who waits for a peer with many links would take the
+        time that these take for the time that his own takes, and give up.
+        """
         if self._has(links):
             return
-        epoch, new = self._epoch, [link for made_at_once in rounds(set(links) - self._made) for link in made_at_once]
+        epoch, new = self._epoch, sorted(set(links) - self._made)
         ends = sorted({end for link in new for end in (link.sender, link.receiver)})
         makers = batches(new)
         offers: dict[ProcessId, LinksOffered] = await self._crew.ask_each(
@@ -176,21 +180,17 @@ class Linking:
             for maker, made in makers.items()
             for link, unique_id in zip(made, offers[maker].ids, strict=True)
         }
-        joins = {process: self._join(process, [k for k in new if process in k[:2]], ids, offers) for process in ends}
-        await self._crew.ask_each(joins, Done, "join links")
-        if self._crew.epoch == epoch:
-            self._made.update(new)
+        for made_at_once in rounds(new):
+            joins = {
+                end: self._join(end, link, ids[link], offers[link.peer_of(end)])
+                for link in made_at_once
+                for end in (link.sender, link.receiver)
+            }
+            await self._crew.ask_each(joins, Done, "join links")
+            if self._crew.epoch != epoch:
+                return
+            self._made.update(made_at_once)
 
-    def _join(
-        self,
-        process: ProcessId,
-        links: Sequence[Link],
-        ids: Mapping[Link, bytes],
-        offers: Mapping[ProcessId, LinksOffered],
-    ) -> JoinLinks:
-        peers = {link.peer_of(process) for link in links}
-        return JoinLinks(
-            self._outbox.number(),
-            {peer: offers[peer].address for peer in sorted(peers)},
-            tuple(JoinLink(*link, ids[link]) for link in links),
-        )
+    def _join(self, process: ProcessId, link: Link, unique_id: bytes, offer: LinksOffered) -> JoinLinks:
+        addresses = {link.peer_of(process): offer.address}
+        return JoinLinks(self._outbox.number(), addresses, (JoinLink(*link, unique_id),))

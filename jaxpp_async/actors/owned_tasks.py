@@ -11,7 +11,7 @@ _LOG = logging.getLogger("jaxpp_async")
 
 
 class OwnedTasks:
-    """The asyncio tasks of one owner. A bug in one of them is logged, not lost."""
+    """The asyncio tasks of one owner. A bug in one of them is logged, not lost, unless somebody raises it."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -19,11 +19,15 @@ class OwnedTasks:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` until its end or the owner's."""
+    def start(self, name: str, work: Coroutine[Any, Any, None], *, is_awaited: bool = False) -> asyncio.Task[None]:
+        """Run `work` until its end or the owner's.
+
+        Args:
+            is_awaited: whoever waits for it raises its error, which is not logged then.
+        """
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._on_done)
+        task.add_done_callback(self._on_done_awaited if is_awaited else self._on_done)
         return task
 
     async def aclose(self) -> None:
@@ -32,6 +36,11 @@ class OwnedTasks:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+
+    def _on_done_awaited(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # marks it as seen: all who waited may have been cancelled
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

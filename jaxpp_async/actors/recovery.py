@@ -34,6 +34,7 @@ from jaxpp_async.errors import (
     HandshakeError,
     LaunchError,
     MeshClosedError,
+    MeshError,
     ProtocolError,
     RemoteError,
     RestartBudgetExceeded,
@@ -195,6 +196,8 @@ class Recovery:
             if self._task is me:
                 counts = not isinstance(error, LaunchError) or self._late_starts > FREE_STARTS
                 self._begin(error, counts=counts) if self.can_mend(error) else self._end(error)
+        except MeshError as error:  # successors have other devices, or another NCCL: the next ones would as well
+            self._end(abandoned(cause, f"lost actors could not be replaced: {error}", LaunchError))
         except Exception as error:  # a defect, or a launcher's own error: the mesh must not hang between two lives
             _LOG.exception("a restart failed")
             self._end(abandoned(cause, f"the restart failed: {error!r}; its cause: {cause}", ActorDiedError))
@@ -209,6 +212,7 @@ class Recovery:
         self._is_new_epoch = True
         living = [actor for actor in crew.actors if actor not in self._lost]
         await self._prepare(living, lost, str(cause).partition("\n")[0])
+        crew.check_devices()
         await self._connect()
         await all_of({process: self._load(process) for process in crew.processes.of_all(lost)}, "load")
         await self._linking.link_again()

@@ -15,6 +15,7 @@ It moves no host memory: host values, copies and all that has no order take the 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from jaxpp_async.errors import ProtocolError, TransferError
@@ -42,10 +43,14 @@ class NcclTransport:
     Args:
         peer_id: this side's id.
         library: NCCL, as this process sees it.
+
+    Attributes:
+        name: what to call a process where a link to it cannot be made.
     """
 
     def __init__(self, peer_id: Peer, library: NcclLibrary):
         self.peer_id, self.epoch = peer_id, 0
+        self.name: Callable[[Peer], str] = "peer {}".format
         self._library = library
         self._loop = asyncio.get_running_loop()
         self._peers: set[Peer] = set()
@@ -123,14 +128,14 @@ class NcclTransport:
             async with asyncio.timeout(timeout_s):
                 await end.open(self._library, unique_id, _greeting(link, self.epoch))
         except TimeoutError:
-            raise await self._given_up(end, f"peer {peer} did not come within {timeout_s:g} s") from None
+            raise await self._given_up(end, f"{self.name(peer)} did not come within {timeout_s:g} s") from None
         except NcclFailure as error:
             raise await self._given_up(end, str(error)) from error
         except asyncio.CancelledError:  # a communicator that nobody waits for is not left behind
             await self._given_up(end, "given up")
             raise
         if self._ends.get(link) is not end:  # an abort came between the word and this
-            raise TransferError(f"{link} could not be made: {end.failure}")
+            raise self._not_made(end)
         self._joined[link] = end
 
     def _forget(self, end: LinkEnd) -> None:
@@ -141,7 +146,10 @@ class NcclTransport:
     async def _given_up(self, end: LinkEnd, cause: str) -> TransferError:
         await end.end(cause)
         self._forget(end)
-        return TransferError(f"{end.link} could not be made: {end.failure}")
+        return self._not_made(end)
+
+    def _not_made(self, end: LinkEnd) -> TransferError:
+        return TransferError(f"{end.link.text(self.name)} could not be made: {end.failure}")
 
     # ------------------------------------------------------------ transferring
 

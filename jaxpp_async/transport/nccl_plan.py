@@ -10,7 +10,7 @@ a receive that was posted early would keep out the very send that its data depen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from types import MappingProxyType
@@ -86,10 +86,14 @@ class Link(NamedTuple):
         return min(self.sender, self.receiver)
 
     def __str__(self) -> str:
+        return self.text("peer {}".format)
+
+    def text(self, name: Callable[[ProcessId], str]) -> str:
+        """What to call it, where `name` says what to call its ends."""
         devices = f"device {self.from_device}"
         if self.to_device != self.from_device:
             devices += f" to device {self.to_device}"
-        return f"communicator from peer {self.sender} to peer {self.receiver}, {devices}"
+        return f"communicator from {name(self.sender)} to {name(self.receiver)}, {devices}"
 
 
 class Turn(NamedTuple):
