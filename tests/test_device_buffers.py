@@ -187,7 +187,7 @@ async def receiving(h, n=6):
 async def test_receive_buffers_are_the_arrays_memory_and_are_used_again():
     async with harness(2) as h:
         n = await receiving(h)
-        pool = h.actors[1]._parts.machine.pool
+        pool = h.actors[1]._equipment.machine.pool
         free = pool.bin(V).free
         addresses = {buffer.array.unsafe_buffer_pointer() for buffer in free}
         assert addresses == {buffer.pieces[0].address for buffer in free} and len(addresses) == pool.free_buffers > 0

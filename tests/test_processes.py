@@ -124,7 +124,7 @@ def test_each_part_crosses_once_and_reaches_everyone(spec):
             out = crossings.sends(one, held, tag, 1, 4)
             assert all(leg.peer == k + rank for leg in out)
             sent += [(rank, leg.peer, leg.sequence) for leg in out]
-            for legs in crossings.passes(other, held, tag, 4).values():
+            for legs in crossings.relays(other, held, tag, 4).values():
                 sent += [(other.process, leg.peer, leg.sequence) for leg in legs]
             legs = crossings.receives(other, held, tag, 0, 4)
             assert [leg.piece for leg in legs] == list(range(len(held)))

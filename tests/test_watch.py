@@ -35,7 +35,7 @@ class Mesh:
         self.failed: asyncio.Future[ActorError] = asyncio.get_running_loop().create_future()
         self.busy = False
         self.watch = Watch(
-            part=part,
+            program_of=part,
             under_way=self.under_way,
             info=INFOS.__getitem__,
             ask=self._ask,

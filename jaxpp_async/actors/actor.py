@@ -18,7 +18,7 @@ from typing import Any
 from jaxpp_async.actors import messages as m
 from jaxpp_async.actors.catching_up import Dropped, Tally, catch_up
 from jaxpp_async.actors.cluster import reserve_port
-from jaxpp_async.actors.configuring import Parts, open_parts
+from jaxpp_async.actors.configuring import Equipment, equip
 from jaxpp_async.actors.copies import Shelf
 from jaxpp_async.actors.cuda import DeviceDoor, open_door
 from jaxpp_async.actors.device_step_run import DeviceStepRun
@@ -76,7 +76,7 @@ class Actor:
         self._make_transport, self._send, self._inline = make_transport, send, inline
         self._note_progress, self._make_door = note_progress, make_door
         self._workers = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix=f"jaxpp-actor-{process_id}")
-        self._parts_or_none: Parts | None = None
+        self._equipment_or_none: Equipment | None = None
         self._store, self._shelf = Store(), Shelf()
         self._programs: dict[int, LoadedProgram] = {}
         self._tasks = OwnedTasks()
@@ -113,16 +113,16 @@ class Actor:
         if self._closed:
             return
         self._closed = True
-        if self._parts_or_none is not None:
-            self._parts_or_none.snapshots.stop_all()
+        if self._equipment_or_none is not None:
+            self._equipment_or_none.snapshots.stop_all()
         await self._tasks.aclose()
         self._queue.clear()
         if self._current is not None:
             self._current.ended = True
-        if self._parts_or_none is not None:
-            await self._parts_or_none.planes.aclose()
-            await self._parts_or_none.machine.compute.aclose()
-            if (device := self._parts_or_none.machine.device) is not None:
+        if self._equipment_or_none is not None:
+            await self._equipment_or_none.planes.aclose()
+            await self._equipment_or_none.machine.compute.aclose()
+            if (device := self._equipment_or_none.machine.device) is not None:
                 await device.aclose()
         self._workers.shutdown(wait=False, cancel_futures=True)
         if self._port is not None:
@@ -148,28 +148,28 @@ class Actor:
             case m.Load():
                 self._answer("load", message.request, self._load(message))
             case m.Store():
-                entries = self._parts.host_values.take(message.puts, self._epoch)
+                entries = self._equipment.host_values.take(message.puts, self._epoch)
                 self._free(message.frees)
                 self._answer("store", message.request, self._stored(message.request, entries))
             case m.Step():
                 self._step(message)
             case m.Fetch():
-                looks = self._parts.host_values.look_at(message)
-                self._answer("fetch", message.request, self._parts.host_values.fetch(message, looks, self._epoch))
+                looks = self._equipment.host_values.look_at(message)
+                self._answer("fetch", message.request, self._equipment.host_values.fetch(message, looks, self._epoch))
             case m.Take():
-                self._answer("take", message.request, self._parts.snapshots.take(message))
+                self._answer("take", message.request, self._equipment.snapshots.take(message))
             case m.WriteFile():
-                self._answer("write", message.request, self._parts.snapshots.write(message))
+                self._answer("write", message.request, self._equipment.snapshots.write(message))
             case m.Sweep():
-                self._answer("sweep", message.request, self._parts.snapshots.sweep(message))
+                self._answer("sweep", message.request, self._equipment.snapshots.sweep(message))
             case m.ReadFile():
-                self._answer("read", message.request, self._parts.snapshots.read(message))
+                self._answer("read", message.request, self._equipment.snapshots.read(message))
             case m.Abort():
                 self._abort(message)
             case m.Renew():
                 self._answer("renew", message.request, self._renew(message))
             case m.Keep():
-                self._answer("keep", message.request, self._parts.rollbacks.keep(message, self._leaving()))
+                self._answer("keep", message.request, self._equipment.rollbacks.keep(message, self._leaving()))
             case m.Lend():
                 self._answer("lend", message.request, self._lend(message))
             case m.Hold():
@@ -178,7 +178,7 @@ class Actor:
                 self._shelf.forget(message.generation)
                 self._send(m.Done(message.request))
             case m.Rollback():
-                self._answer("roll back", message.request, self._parts.rollbacks.roll_back(message))
+                self._answer("roll back", message.request, self._equipment.rollbacks.roll_back(message))
             case m.Inspect():
                 self._send(m.Inspected(message.request, self._numbers()))
             case m.Report():
@@ -189,11 +189,11 @@ class Actor:
                 raise ProtocolError(f"{type(message).__name__} is not a request", actor=self.actor_id)
 
     async def _configure(self, message: m.Configure) -> m.Ready:
-        if self._parts_or_none is not None:
+        if self._equipment_or_none is not None:
             raise ProtocolError("the actor is configured already", actor=self.actor_id)
         if message.cluster is not None:
             self._cluster, self._seat = message.cluster, Seat(self._seat.process, message.cluster.size)
-        self._parts_or_none, ready = await open_parts(
+        self._equipment_or_none, ready = await equip(
             message,
             self._seat,
             self._store,
@@ -216,20 +216,19 @@ class Actor:
     async def _connect(self, message: m.Connect) -> m.Connected:
         self._epoch = message.epoch
         peers = {peer: address for peer, address in message.addresses.items() if peer != self._seat.process}
-        await self._parts.planes.connect(peers)
-        machine, routes = self._parts.machine, {}
+        await self._equipment.planes.connect(peers)
+        machine, routes = self._equipment.machine, {}
         if machine.device is not None:
             routes = {peer: machine.transport.routes(peer) for peer in peers if peer != CONTROLLER}
         return m.Connected(message.request, routes)
 
     async def _offer_links(self, message: m.OfferLinks) -> m.LinksOffered:
-        plane, loop = self._parts.planes.with_links, asyncio.get_running_loop()
+        plane, loop = self._equipment.planes.with_links, asyncio.get_running_loop()
         ids = [await loop.run_in_executor(self._workers, plane.make_id) for _ in range(message.num_ids)]
         return m.LinksOffered(message.request, plane.address, tuple(ids))
 
     async def _join_links(self, message: m.JoinLinks) -> m.Done:
-        plane = self._parts.planes.with_links
-        plane.name = lambda process: str(Seat(process, self._seat.size))
+        plane = self._equipment.planes.with_links
         for peer, address in message.addresses.items():
             if not plane.is_connected(peer):
                 await plane.connect(peer, address)
@@ -238,9 +237,9 @@ class Actor:
         return m.Done(message.request)
 
     async def _load(self, message: m.Load) -> m.Loaded:
-        machine = self._parts.machine
+        machine = self._equipment.machine
         program, reply = await load_program(
-            message, self._parts.executables, machine.layouts, machine.pool, self._workers, self._seat
+            message, self._equipment.executables, machine.layouts, machine.pool, self._workers, self._seat
         )
         self._programs[message.program_id] = program
         return reply
@@ -287,9 +286,9 @@ class Actor:
 
     def _prepare(self, message: m.Step) -> StepRun:
         """Take hold of everything the step names, as things stand now: later requests may free it."""
-        parts = self._parts
+        equipment = self._equipment
         self._free(message.frees)
-        parts.host_values.take(message.puts, message.epoch)
+        equipment.host_values.take(message.puts, message.epoch)
         if message.program_id not in self._programs:
             raise ProtocolError(f"program {message.program_id} is not loaded", actor=self.actor_id, step=message.step)
         program = self._programs[message.program_id]
@@ -301,8 +300,8 @@ class Actor:
             if command.result in message.outputs:
                 aval = program.plan.avals[command.buffer]
                 results[command.result] = self._store.expect(message.outputs[command.result], aval)
-        kind = StepRun if parts.machine.device is None else DeviceStepRun
-        return kind(message, program, parts.machine, bound, results, self._step_ended)
+        kind = StepRun if equipment.machine.device is None else DeviceStepRun
+        return kind(message, program, equipment.machine, bound, results, self._step_ended)
 
     def _bind(self, plan: ExecutionPlan, message: m.Step) -> tuple[dict[int, Entry], list[int]]:
         bound: dict[int, Entry] = {}
@@ -313,7 +312,7 @@ class Actor:
             array_id = message.inputs[command.arg]
             entry = bound[command.arg] = self._store.get(array_id)
             wanted = plan.avals[command.buffer]
-            if entry.aval != wanted and not self._parts.machine.layouts.same(entry.aval, wanted):
+            if entry.aval != wanted and not self._equipment.machine.layouts.same(entry.aval, wanted):
                 raise ProtocolError(
                     f"step argument {command.arg} is {entry.aval}, the program takes {wanted}", actor=self.actor_id
                 )
@@ -324,7 +323,7 @@ class Actor:
     def _next_step(self) -> None:
         while self._current is None and self._queue and self._broken is None:
             self._current = run = self._queue.popleft()
-            ordered = self._parts.planes.ordered
+            ordered = self._equipment.planes.ordered
             try:
                 if ordered is not None:
                     ordered.begin(run.program.order)
@@ -375,18 +374,18 @@ class Actor:
         for run in dropped:
             run.fail(cause)
         self._store.fail_pending(cause)
-        if self._parts_or_none is not None:
-            self._parts_or_none.snapshots.stop_all()
+        if self._equipment_or_none is not None:
+            self._equipment_or_none.snapshots.stop_all()
         self._epoch, self._last_step = message.epoch, -1
         self._answer("abort", message.request, self._end_transfers(message, steps))
 
     async def _end_transfers(self, message: m.Abort, dropped: Sequence[Dropped]) -> m.Done:
-        if self._parts_or_none is not None:
-            ends = [self._parts_or_none.planes.abort()]
+        if self._equipment_or_none is not None:
+            ends = [self._equipment_or_none.planes.abort()]
             if self._cluster is not None:
                 # Side by side: ending a communicator may wait for all that its device does (`cudaFree`), among which
                 # may be a task that waits for another process to catch up.
-                compute = self._parts_or_none.machine.compute
+                compute = self._equipment_or_none.machine.compute
                 name = f"epoch {message.epoch}"
                 ends.append(catch_up(name, dropped, self._tally, self._cluster, compute, self._workers))
             outcomes = await asyncio.gather(*ends, return_exceptions=True)
@@ -397,20 +396,20 @@ class Actor:
         return m.Done(message.request)
 
     async def _renew(self, message: m.Renew) -> m.Renewed:
-        parts = self._parts
-        await parts.planes.aclose()
-        planes = open_planes(parts.transport_kind, self._epoch, self._make_transport)
-        parts.host_values.transport = planes.host
-        machine = replace(parts.machine, transport=planes.programs)
-        self._parts_or_none = replace(parts, machine=machine, planes=planes)
+        equipment = self._equipment
+        await equipment.planes.aclose()
+        planes = open_planes(equipment.transport_kind, self._epoch, self._make_transport)
+        equipment.host_values.transport = planes.host
+        machine = replace(equipment.machine, transport=planes.programs)
+        self._equipment_or_none = replace(equipment, machine=machine, planes=planes)
         return m.Renewed(message.request, planes.host.address)
 
     async def _lend(self, message: m.Lend) -> m.Done:
-        await self._shelf.lend(self._parts.planes.host, message)
+        await self._shelf.lend(self._equipment.planes.host, message)
         return m.Done(message.request)
 
     async def _hold(self, message: m.Hold) -> m.Done:
-        await self._shelf.hold(self._parts.planes.host, message)
+        await self._shelf.hold(self._equipment.planes.host, message)
         return m.Done(message.request)
 
     # ------------------------------------------------------------ the rest
@@ -421,10 +420,10 @@ class Actor:
         return {array_id for run in runs for array_id in run.message.frees_after}
 
     @property
-    def _parts(self) -> Parts:
-        if self._parts_or_none is None:
+    def _equipment(self) -> Equipment:
+        if self._equipment_or_none is None:
             raise MeshError(f"actor {self.actor_id} is not configured")
-        return self._parts_or_none
+        return self._equipment_or_none
 
     def _free(self, array_ids: tuple[m.ArrayId, ...]) -> None:
         for array_id in array_ids:
@@ -432,7 +431,7 @@ class Actor:
 
     def _numbers(self) -> dict[str, int]:
         executor = self._current.executor if self._current else None
-        return numbers(self._parts, self._store, self._shelf, executor, num_tasks=len(self._tasks))
+        return numbers(self._equipment, self._store, self._shelf, executor, num_tasks=len(self._tasks))
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.start(f"actor {self.actor_id}: {name}", work)

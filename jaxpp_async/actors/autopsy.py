@@ -13,7 +13,7 @@ from jaxpp_async.actors.progress import Position
 from jaxpp_async.program import CONTROLLER, ActorId, ActorProgram, Instruction, Recv, Run, Send
 from jaxpp_async.program_text import format_instruction
 
-Part: TypeAlias = Callable[[int, ActorId], ActorProgram | None]
+ProgramOf: TypeAlias = Callable[[int, ActorId], ActorProgram | None]
 """(program id, actor) to the actor's part, or None if there is none."""
 
 Cause: TypeAlias = Literal["lost", "deaf", "idle", "controller", "none", "cycle"]
@@ -90,7 +90,7 @@ class Autopsy:
 
 
 def examine(
-    first: ActorId, unfinished: Mapping[ActorId, int], reports: Mapping[ActorId, Reported | None], part: Part
+    first: ActorId, unfinished: Mapping[ActorId, int], reports: Mapping[ActorId, Reported | None], program_of: ProgramOf
 ) -> Autopsy | None:
     """Follow who waits for whom.
 
@@ -98,17 +98,17 @@ def examine(
         first: an actor that waits.
         unfinished: each actor's oldest step that it has not finished.
         reports: of all these actors; None of one that did not answer.
-        part: the programs.
+        program_of: the programs.
 
     Returns:
         What was found; None if one of those that are waited for is at work.
     """
-    return _Examination(unfinished, reports, part).follow(first)
+    return _Examination(unfinished, reports, program_of).follow(first)
 
 
-def place(part: Part, actor: ActorId, at: Position) -> str:
+def place(program_of: ProgramOf, actor: ActorId, at: Position) -> str:
     """Where an actor is, by what it told last; such as `"run fwd(stage 1, mb 3) ... of step 7"`."""
-    program = part(at.program_id, actor)
+    program = program_of(at.program_id, actor)
     if program is None or not 0 <= at.instruction <= len(program.instructions):
         return f"step {at.step}"
     if at.instruction == len(program.instructions):
@@ -120,8 +120,10 @@ def place(part: Part, actor: ActorId, at: Position) -> str:
 class _Examination:
     """One walk from wait to wait, breadth first."""
 
-    def __init__(self, unfinished: Mapping[ActorId, int], reports: Mapping[ActorId, Reported | None], part: Part):
-        self._unfinished, self._reports, self._part = unfinished, reports, part
+    def __init__(
+        self, unfinished: Mapping[ActorId, int], reports: Mapping[ActorId, Reported | None], program_of: ProgramOf
+    ):
+        self._unfinished, self._reports, self._program_of = unfinished, reports, program_of
         self._found: dict[Cause, tuple[ActorId, Wait | None]] = {}  # the first of each kind
         self._chain: list[ActorId] = []
         self._waits: list[Wait] = []
@@ -173,7 +175,7 @@ class _Examination:
         for other in reported.transfers:
             if (other.kind, other.tag, other.peer) == (kind, tag, wait.actor):
                 return other.posted
-        program = self._part(reported.program_id, peer)
+        program = self._program_of(reported.program_id, peer)
         passed = program.instructions[: reported.instruction] if program is not None else ()
         return any(isinstance(i, half) and i.tag == tag for i in passed)
 
@@ -243,7 +245,7 @@ class _Examination:
             return "did not answer"
         if reported.step is None:
             return "between steps"
-        program = self._part(reported.program_id, actor)
+        program = self._program_of(reported.program_id, actor)
         if program is None or reported.instruction >= len(program.instructions):
             return f"step {reported.step}, {reported.at}"
         return f"step {reported.step}, #{reported.instruction} {_short(program.instructions[reported.instruction])}"

@@ -33,7 +33,7 @@ from jaxpp_async.transport.ucx_context import check_takes_gpu_memory
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Equipment:
     """What `Configure` makes.
 
     Args:
@@ -49,7 +49,7 @@ class Parts:
     transport_kind: str
 
 
-async def open_parts(
+async def equip(
     message: Configure,
     seat: Seat,
     store: Store,
@@ -62,7 +62,7 @@ async def open_parts(
     note_progress: NoteProgress,
     may_begin: Callable[[Begins], bool] | None,
     inline: bool,
-) -> tuple[Parts, Ready]:
+) -> tuple[Equipment, Ready]:
     """Start JAX and the transport.
 
     Args:
@@ -94,7 +94,7 @@ async def open_parts(
         may_begin=may_begin,
         device=None if door is None else DeviceWork(door, name, loop),
     )
-    parts = Parts(
+    equipment = Equipment(
         executables=Executables(devices, workers),
         host_values=HostValues(store, layouts, planes.host, workers, spawn, seat),
         machine=machine,
@@ -108,4 +108,4 @@ async def open_parts(
     if (ordered := planes.ordered) is not None:
         shares = ranks_may_share(ordered.version, os.environ)
         hardware = replace(hardware, nccl=ordered.version, nccl_shares=shares)
-    return parts, Ready(message.request, planes.host.address, names, package_versions(), hardware)
+    return equipment, Ready(message.request, planes.host.address, names, package_versions(), hardware)

@@ -57,7 +57,7 @@ def receives(seat: Seat, held: Sequence[Part], tag: Tag, from_actor: ActorId, nu
     )
 
 
-def passes(seat: Seat, held: Sequence[Part], tag: Tag, num_devices: int) -> dict[int, tuple[Leg, ...]]:
+def relays(seat: Seat, held: Sequence[Part], tag: Tag, num_devices: int) -> dict[int, tuple[Leg, ...]]:
     """What it passes on to its mates, by the piece that has to be there for it."""
     found: dict[int, tuple[Leg, ...]] = {}
     for piece, part in enumerate(held):

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxpp_async.actors import special_values, turns
-from jaxpp_async.actors.crossings import Leg, passes, receives, sends
+from jaxpp_async.actors.crossings import Leg, receives, relays, sends
 from jaxpp_async.actors.plan import Execute, ExecutionPlan, PostRecv, StartSend
 from jaxpp_async.actors.processes import Seat
 from jaxpp_async.actors.receive_pool import ReceivePool
@@ -98,7 +98,7 @@ class LoadedProgram:
         layouts: of each buffer key.
         bins: where each `Recv` finds memory, by instruction.
         legs: of each `Send` and `Recv`, by instruction: its messages.
-        passes: of a `Recv`, what this process passes on to others of its actor, by piece; most have none.
+        relays: of a `Recv`, what this process passes on to others of its actor, by piece; most have none.
         no_stamps: the time stamps of a step that has not begun: two NaNs an instruction, as `array("d")` packs them.
         donates: whether it consumes any of its arguments.
         quick: the `Run`s that have been taking less than `QUICK_S`; changes from step to step.
@@ -123,7 +123,7 @@ class LoadedProgram:
         self.bins = {command.instruction: pool.bin(command.aval) for command in receives}
         self._seat, self._num_devices = seat, layouts.devices.size
         self.legs: dict[int, tuple[Leg, ...]] = {}
-        self.passes: dict[int, dict[int, tuple[Leg, ...]]] = {}
+        self.relays: dict[int, dict[int, tuple[Leg, ...]]] = {}
         self._find_legs()
         self.no_stamps = packed("d", [float("nan")] * (2 * len(plan.commands))).tobytes()
         self.donates = any(command.donated for command in plan.binds)
@@ -143,8 +143,8 @@ class LoadedProgram:
                 self.legs[at] = sends(seat, held, tag, command.to_actor, num_devices)
                 continue
             self.legs[at] = receives(seat, held, tag, command.from_actor, num_devices)
-            if passed_on := passes(seat, held, tag, num_devices):
-                self.passes[at] = passed_on
+            if passed_on := relays(seat, held, tag, num_devices):
+                self.relays[at] = passed_on
 
     @cached_property
     def order(self) -> Order:

@@ -6,18 +6,20 @@ import os
 
 import jax
 
-from jaxpp_async.actors.configuring import Parts
+from jaxpp_async.actors.configuring import Equipment
 from jaxpp_async.actors.copies import Shelf
 from jaxpp_async.actors.executor import Executor
 from jaxpp_async.actors.shards import memory_held
 from jaxpp_async.actors.store import Store
 
 
-def numbers(parts: Parts, store: Store, shelf: Shelf, executor: Executor | None, *, num_tasks: int) -> dict[str, int]:
+def numbers(
+    equipment: Equipment, store: Store, shelf: Shelf, executor: Executor | None, *, num_tasks: int
+) -> dict[str, int]:
     """Counts, and sizes in bytes, by name.
 
     Args:
-        parts, store, shelf: what the actor has. executor: of the step under way.
+        equipment, store, shelf: what the actor has. executor: of the step under way.
         num_tasks: how many asyncio tasks the actor owns.
     """
     live_arrays, live_bytes = memory_held(jax.live_arrays())
@@ -29,9 +31,9 @@ def numbers(parts: Parts, store: Store, shelf: Shelf, executor: Executor | None,
         "table_bytes": executor.table_bytes if executor else 0,
         "pending_bytes": executor.pending_bytes if executor else 0,
         "copied_bytes": shelf.size_bytes,
-        "free_receive_buffers": parts.machine.pool.free_buffers,
-        "free_receive_bytes": parts.machine.pool.free_bytes,
+        "free_receive_buffers": equipment.machine.pool.free_buffers,
+        "free_receive_bytes": equipment.machine.pool.free_bytes,
         "file_descriptors": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
-        "compilations": parts.executables.compilations,
+        "compilations": equipment.executables.compilations,
         "tasks": num_tasks,
     }

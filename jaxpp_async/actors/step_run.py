@@ -212,9 +212,9 @@ class StepRun:
         pieces, legs = buffer.pieces, self._program.legs[instruction]
         self._pieces_left[instruction] = len(legs)
         done = partial(self._piece_received, command)
-        passes = self._program.passes.get(instruction)
-        if passes is not None:
-            self._receive_for_others(command, passes, done)
+        relays = self._program.relays.get(instruction)
+        if relays is not None:
+            self._receive_for_others(command, relays, done)
             return
         tag_base, post = self._tag_base, self._machine.transport.post_recv
         for piece, peer, sequence in legs:
@@ -222,14 +222,14 @@ class StepRun:
                 done(None)
 
     def _receive_for_others(
-        self, command: PostRecv, passes: Mapping[int, Sequence[Leg]], done: Callable[[Exception | None], None]
+        self, command: PostRecv, relays: Mapping[int, Sequence[Leg]], done: Callable[[Exception | None], None]
     ) -> None:
         """Post receives of which this process passes some on. The transfer has ended once that has, too: until then the
         memory may be read, but neither used again nor given away."""
         legs, pieces = self._program.legs[command.instruction], self._receiving[command.buffer].pieces
-        self._pieces_left[command.instruction] += sum(map(len, passes.values()))
+        self._pieces_left[command.instruction] += sum(map(len, relays.values()))
         for piece, peer, sequence in legs:
-            onwards = passes.get(piece, ())
+            onwards = relays.get(piece, ())
             told = partial(self._pass_on, command, pieces[piece], onwards, done) if onwards else done
             if self._machine.transport.post_recv(pieces[piece], peer, self._tag_base + sequence, told):
                 told(None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from jaxpp_async.actors.autopsy import Autopsy, Part, examine
+from jaxpp_async.actors.autopsy import Autopsy, ProgramOf, examine
 from jaxpp_async.actors.awake import TICK_S
 from jaxpp_async.actors.messages import Reported
 from jaxpp_async.actors.progress import Position
@@ -50,12 +50,12 @@ class StuckSteps:
     """Finds steps that do not go on.
 
     Args:
-        part: the programs.
+        program_of: the programs.
         progress_s: how long a step may stand still; more by a second for each 50 MB that are under way.
     """
 
-    def __init__(self, part: Part, progress_s: float = PROGRESS_S):
-        self._part, self._progress_s = part, progress_s
+    def __init__(self, program_of: ProgramOf, progress_s: float = PROGRESS_S):
+        self._program_of, self._progress_s = program_of, progress_s
         self._clocks: dict[ActorId, _Clock] = {}
 
     def restart(self) -> None:
@@ -104,7 +104,7 @@ class StuckSteps:
                 gone_on.append(actor)
         if gone_on or not set(stall.actors) <= set(unfinished):
             return None
-        autopsy = examine(stall.actors[0], unfinished, reports, self._part)
+        autopsy = examine(stall.actors[0], unfinished, reports, self._program_of)
         if autopsy is None or set(autopsy.chain) & set(silent):
             return None
         extra_s = _extra_s([r for a in autopsy.chain if (r := reports.get(a)) is not None])
@@ -152,7 +152,7 @@ class StuckSteps:
 
     def _peers(self, actor: ActorId, at: Position | None) -> set[ActorId]:
         """Those whose data, or whose receives, the instruction may wait for: more than those for which it does."""
-        part = self._part(at.program_id, actor) if at is not None else None
+        part = self._program_of(at.program_id, actor) if at is not None else None
         if at is None or part is None or at.instruction > len(part.instructions):
             return set()
         wanted: set[int] | None = None  # at the end of the program: every buffer

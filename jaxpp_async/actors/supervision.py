@@ -53,7 +53,7 @@ class Supervision:
         self._suspicion: asyncio.TimerHandle | None = None
         self._tasks = OwnedTasks()
         self.hearts = Watch(
-            part=programs.part,
+            program_of=programs.part,
             under_way=under_way,
             info=lambda process: crew.links[process].info,
             ask=crew.ask_where,
@@ -123,7 +123,7 @@ class Supervision:
             self.report(error)
             return
         if failed is not None:
-            error = remote_error(link.info, failed, ends_mesh=True)
+            error = remote_error(link.info, failed)
             of_several = self._crew.processes.per_actor > 1
             self.suspect(error) if is_consequence(failed, of_several=of_several) else self.report(error)
 

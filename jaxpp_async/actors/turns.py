@@ -28,7 +28,7 @@ def received(seat: Seat, held: Sequence[Part], tag: Tag, from_actor: ActorId, nu
     """What it receives of a `Recv`, and then what it passes on. Arguments as of `crossings.receives`."""
     legs = crossings.receives(seat, held, tag, from_actor, num_devices)
     yield from _turns(seat, held, legs, num_devices, sends=False)
-    for onwards in crossings.passes(seat, held, tag, num_devices).values():
+    for onwards in crossings.relays(seat, held, tag, num_devices).values():
         yield from _turns(seat, held, onwards, num_devices, sends=True)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxpp_async.actors.actor_info import ActorInfo
-from jaxpp_async.actors.autopsy import Part, place
+from jaxpp_async.actors.autopsy import ProgramOf, place
 from jaxpp_async.actors.awake import TICK_S, AwakeClock
 from jaxpp_async.actors.failure import describe_silence, silent_error, stuck_error
 from jaxpp_async.actors.messages import Beat, Reported
@@ -48,7 +48,7 @@ class Watch:
     """Watches the actors of one mesh. Everything runs on its event loop.
 
     Args:
-        part: (program id, actor) to the actor's program, or None.
+        program_of: (program id, actor) to the actor's program, or None.
         under_way: the steps under way, by number.
         info: where an actor is.
         ask: sends `Report` to an actor; gives the reply, to come. May raise `ActorError`.
@@ -62,7 +62,7 @@ class Watch:
     def __init__(
         self,
         *,
-        part: Part,
+        program_of: ProgramOf,
         under_way: Mapping[int, StepHandle],
         info: Callable[[ProcessId], ActorInfo],
         ask: Callable[[ProcessId], asyncio.Future[Reported]],
@@ -75,11 +75,11 @@ class Watch:
     ):
         self._per_actor = processes.per_actor if processes is not None else 1
         patience = patience or Patience()
-        self._part, self._under_way, self._info, self._ask = part, under_way, info, ask
+        self._program_of, self._under_way, self._info, self._ask = program_of, under_way, info, ask
         self._look, self._fail, self._is_busy, self._tell, self._patience = look, fail, is_busy, tell, patience
         self._clock = AwakeClock(time.monotonic(), TICK_S)
         self._monitor = Monitor(patience.suspect_s, patience.dead_s)
-        self._stuck = StuckSteps(part, patience.progress_s)
+        self._stuck = StuckSteps(program_of, patience.progress_s)
         self._pauses = 0
         self._tasks = OwnedTasks()
         self._timer: asyncio.TimerHandle | None = None
@@ -154,7 +154,7 @@ class Watch:
             self._tell(verdict)
             return
         position = self._look(verdict.process) or verdict.position
-        at = place(self._part, info.id, position) if position is not None else None
+        at = place(self._program_of, info.id, position) if position is not None else None
         if isinstance(verdict, Dead):
             step = self._unfinished([verdict.process]).get(verdict.process)
             self._fail(silent_error(info, verdict.silence_s, step, at))
