@@ -55,6 +55,15 @@ def test_gpus_are_shared_out_in_neighbours(devices, count, each, shares):
     assert found == [GpuShare(tuple(names.split()), int(number or 1)) for names, _, number in wanted]
 
 
+def test_a_process_gets_one_instance_of_a_gpu_and_no_more():
+    parts = ("MIG-a", "mig-b", "MIG-c", "MIG-d")
+    assert [share(parts, index, 2, 1).devices for index in range(2)] == [("MIG-a",), ("MIG-c",)]
+    assert gpu_environment(share(parts, 1, 4, 1), {})["CUDA_VISIBLE_DEVICES"] == "mig-b"
+    for given in (share(parts, 0, 2, 2), GpuShare(("mig-a", "mig-b"), 1)):  # of a host's; of its own, from a cluster
+        with pytest.raises(MeshError, match=r"needs 2 GPUs .* \(MIG\) for them, .*; CUDA .*make spmd_mesh smaller"):
+            gpu_environment(given, {})
+
+
 def test_more_gpus_than_there_are():
     with pytest.raises(MeshError, match=r"needs 4 GPUs and this host has 2 GPUs \(0, 1\) for it; make spmd_mesh"):
         share(("0", "1"), 0, 1, 4)
@@ -116,6 +125,8 @@ def test_what_jax_takes_beforehand(environ, fraction):
         (" 1, 0,1", "GPU-8f GPU-8a", "1 0", ""),
         ("1,2,0", "GPU-8f GPU-8a", "1", "2"),
         ("0,all", "GPU-8f GPU-8a", "0", "all"),
+        ("0,²", "GPU-8f GPU-8a", "0", "²"),
+        ("²", "GPU-8f GPU-8a", "", "²"),
         ("GPU-8f,gpu-8A", "GPU-8f11 GPU-8a22", "GPU-8f gpu-8A", ""),
         ("GPU-8f,GPU-8f11", "GPU-8f11 GPU-8a22", "GPU-8f", ""),
         ("GPU-8a,GPU-8", "GPU-8f11 GPU-8a22", "GPU-8a", "GPU-8"),
@@ -179,6 +190,8 @@ def test_what_is_there_is_asked_of_the_driver_else_of_the_kernel(monkeypatch):
         ({"CUDA_VISIBLE_DEVICES": "GPU-8f"}, "PCI_BUS_ID"),
         ({"CUDA_VISIBLE_DEVICES": "1"}, None),  # counted as CUDA counts, unless the user says otherwise
         ({"CUDA_VISIBLE_DEVICES": "GPU-8f,1"}, None),
+        ({"CUDA_VISIBLE_DEVICES": " 1"}, None),
+        ({"CUDA_VISIBLE_DEVICES": "²"}, "PCI_BUS_ID"),
         ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, "FASTEST_FIRST"),
     ],
 )
@@ -395,6 +408,8 @@ def test_gpus_are_told_apart_as_nvidias_tools_do_and_parts_of_one_too(monkeypatc
     assert named == ["GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", "0000:11:00.0", "0000:12:00.0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-b")
     assert cuda._uuid(runtime, 0) == "MIG-b"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "mig-B")
+    assert cuda._uuid(runtime, 0) == "MIG-b", "two names of one are one"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert cuda._uuid(runtime, 0) == named[0]
 

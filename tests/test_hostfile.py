@@ -67,6 +67,7 @@ WRONG = [
     ("a ports=9", "hf:1: '9' is no range of ports"),
     ("a ports=9-1", "hf:1: ports is \\(9, 1\\)"),
     ("a 'devices=0 1'", "hf:1: devices is"),
+    ("a devices=0,5-4", "hf:1: '0,5-4' is no list of devices such as 0-3: 5-4 ends"),
     ("a 'interface=eth0 '", "hf:1: interface is 'eth0 '"),
     ("a python=-c", "hf:1: python is '-c'"),
 ]

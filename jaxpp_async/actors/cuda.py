@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxpp_async.actors.gpus import VISIBLE, memory_fraction, read_visible
+from jaxpp_async.actors.gpus import VISIBLE, is_part, memory_fraction, read_visible
 from jaxpp_async.actors.messages import Hardware
 from jaxpp_async.errors import InstallError
 from jaxpp_async.extras import jax_cuda_majors
@@ -234,8 +234,8 @@ def _uuid(runtime: Any, ordinal: int) -> str:
     """What `nvidia-smi -L` calls a device. CUDA tells of a part of a GPU (MIG) what its GPU is called, so that its own
     name is the one by which the process was given it."""
     named = read_visible(os.environ.get(VISIBLE, ""), ()).names[ordinal : ordinal + 1]
-    if named and named[0].startswith("MIG-"):
-        return named[0]
+    if named and is_part(named[0]):
+        return f"MIG-{named[0][4:].lower()}"  # as the tools write it, whatever the user wrote
     found = runtime.getDeviceProperties(ordinal).get("uuid", b"")
     if len(found) != 16:
         return runtime.deviceGetPCIBusId(ordinal)

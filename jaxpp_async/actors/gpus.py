@@ -25,6 +25,7 @@ _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _FRACTIONS = (_FRACTION, "XLA_CLIENT_MEM_FRACTION")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
+_PART = "MIG-"
 _PREALLOCATE, _ALLOCATOR = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"
 
 
@@ -59,8 +60,8 @@ def share(devices: Sequence[str], index: int, count: int, each: int) -> GpuShare
             "platform='cpu'"
         )
     if count * each <= len(devices):
-        bounds = index * len(devices) // count, (index + 1) * len(devices) // count
-        return GpuShare(tuple(devices[slice(*bounds)]), 1)
+        first, end = index * len(devices) // count, (index + 1) * len(devices) // count
+        return GpuShare(tuple(devices[first : first + each if is_part(devices[first]) else end]), 1)
     groups = len(devices) // each
     group = index % groups
     return GpuShare(tuple(devices[group * each : (group + 1) * each]), len(range(group, count, groups)))
@@ -73,10 +74,17 @@ def gpu_environment(given: GpuShare, user: Mapping[str, str]) -> dict[str, str]:
         user: what the user has set, in the process's environment or for it.
 
     Raises:
-        MeshError: the user's fraction of the memory is none, or taken by every process on a GPU is more than all of it.
+        MeshError: the user's fraction of the memory is none, or taken by every process on a GPU is more than all of it;
+            or the part is of several instances of GPUs (MIG).
     """
+    if len(given.devices) > 1 and any(map(is_part, given.devices)):
+        raise MeshError(
+            f"an actor's process needs {len(given.devices)} GPUs and would have instances of GPUs (MIG) for them, "
+            f"{', '.join(given.devices)}; CUDA shows a process one, or several without a way between them: make "
+            "spmd_mesh smaller, or have an actor be of several processes (processes_per_actor=)"
+        )
     env = {VISIBLE: ",".join(given.devices)}
-    if not any(name.isdigit() for name in (user.get(VISIBLE) or "").split(",")):
+    if not any(map(_is_number, _names(user.get(VISIBLE, "")))):
         env[ORDER] = user.get(ORDER, "PCI_BUS_ID")  # as NVIDIA's tools count; what the user counted stays so
     name = next((name for name in _FRACTIONS if user.get(name)), None)
     if name is None:
@@ -129,7 +137,7 @@ def read_visible(text: str | None, uuids: Sequence[str]) -> Visible:
         return Visible(tuple(map(str, range(len(uuids)))))
     found: dict[int | str, str] = {}
     first = ""
-    for name in map(str.strip, text.split(",")):
+    for name in _names(text):
         first = first or name
         gpu = _gpu_called(name, uuids) if _kind(name) == _kind(first) else None
         if gpu is None:
@@ -148,9 +156,23 @@ def host_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
     return visible_gpus(environ).names
 
 
+def is_part(name: str) -> bool:
+    """Whether this names an instance of a GPU (MIG)."""
+    return _kind(name) == _PART
+
+
+def _names(text: str) -> list[str]:
+    """The names in a value of `CUDA_VISIBLE_DEVICES`."""
+    return [name.strip() for name in text.split(",")]
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdecimal()
+
+
 def _kind(name: str) -> str:
     """What a name is of: a number, a GPU's UUID, or that of a part of one."""
-    return "number" if name.isdigit() else name[:4].upper()
+    return "number" if _is_number(name) else name[:4].upper()
 
 
 def _gpu_called(name: str, uuids: Sequence[str]) -> int | str | None:
@@ -158,7 +180,7 @@ def _gpu_called(name: str, uuids: Sequence[str]) -> int | str | None:
     kind = _kind(name)
     if kind == "number":
         return int(name) if not uuids or int(name) < len(uuids) else None
-    if kind == "MIG-" or (kind == "GPU-" and not any(uuids)):
+    if kind == _PART or (kind == "GPU-" and not any(uuids)):
         return name.lower()
     called = [index for index, uuid in enumerate(uuids) if kind == "GPU-" and uuid.lower().startswith(name.lower())]
     return called[0] if len(called) == 1 else None

@@ -249,9 +249,15 @@ def parse_ports(text: str) -> tuple[int, int]:
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """Devices from `"0,1"` or `"0-3"`; UUIDs stay as they are."""
+    """Devices from `"0,1"` or `"0-3"`; UUIDs stay as they are.
+
+    Raises:
+        ValueError: a range that ends before it begins.
+    """
     found: list[str] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d{1,4})-(\d{1,4})", part)
+        match = re.fullmatch(r"([0-9]{1,4})-([0-9]{1,4})", part)
+        if match and int(match[1]) > int(match[2]):
+            raise ValueError(f"{text!r} is no list of devices such as 0-3: {part} ends before it begins")
         found += map(str, range(int(match[1]), int(match[2]) + 1)) if match else [part]
     return tuple(found)
