@@ -229,6 +229,7 @@ class Actor:
 
     async def _join_links(self, message: m.JoinLinks) -> m.Done:
         plane = self._equipment.planes.with_links
+        plane.name = lambda process: str(Seat(process, self._seat.size))
         for peer, address in message.addresses.items():
             if not plane.is_connected(peer):
                 await plane.connect(peer, address)

@@ -123,7 +123,7 @@ class Supervision:
             self.report(error)
             return
         if failed is not None:
-            error = remote_error(link.info, failed)
+            error = remote_error(link.info, failed, ends_mesh=True)
             of_several = self._crew.processes.per_actor > 1
             self.suspect(error) if is_consequence(failed, of_several=of_several) else self.report(error)
 
