@@ -5,6 +5,7 @@ Owns the actors' controller and its life; `running` runs steps, `values` puts an
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -148,6 +149,17 @@ class RemoteMesh:
             self._running, self._values, num_actors=self.num_actors, target=target, max_inflight=max_inflight
         )
 
+    def __repr__(self) -> str:
+        count, each = self.num_actors, self._config.processes_per_actor
+        split = f" of {each} processes" if each > 1 else ""
+        if self._controller is None:
+            state = "not started"
+        elif self.is_closed:
+            state = "failed" if any(actor.state == "failed" for actor in self.actors) else "closed"
+        else:
+            state = "running"
+        return f"<RemoteMesh: {count} actor{'s' * (count != 1)}{split}, {type(self._launcher).__name__}, {state}>"
+
     # ---------------------------------------------------------------- life
 
     async def __aenter__(self) -> RemoteMesh:
@@ -231,11 +243,12 @@ class RemoteMesh:
             name: what logs and errors call it; None: `fn`'s name.
 
         Raises:
-            TypeError: `fn` cannot be called. ValueError: argument numbers that are none.
+            TypeError: `fn` cannot be called. ValueError: numbers of arguments that it does not have.
         """
         if not callable(fn):
             raise TypeError(f"mesh.distributed takes a step function; got {fn!r}")
-        donated, static = _argnums("donate_argnums", donate_argnums), _argnums("static_argnums", static_argnums)
+        donated = _argnums("donate_argnums", donate_argnums, fn)
+        static = _argnums("static_argnums", static_argnums, fn)
         step = DistributedStep(self._runner, fn, StepOptions(in_shardings, out_shardings, donated, static))
         step.__name__ = name or step.__name__
         return step
@@ -245,8 +258,8 @@ class RemoteMesh:
 
         A cancelled `run` leaves its step running, and the next one waits for its end: the event `waiting` says so after
         5 s. The mesh stays usable, but that step's results are gone, and what was donated to it too (`asyncio.timeout`
-        around it cancels): to wait for a while only, `submit` and keep the future. Its host arrays may then still be on their way: with `max_restarts=0` do not change
-        them in place before another step has returned.
+        around it cancels): to wait for a while only, `submit` and keep the future. Its host arrays may then still be on
+        their way: with `max_restarts=0` do not change them in place before another step has returned.
 
         Returns:
             `fn`'s result tree, of `RemoteArray`s.
@@ -386,8 +399,23 @@ class RemoteMesh:
         return await restore(self._running(), self._values, path, like)
 
 
-def _argnums(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
+def _argnums(name: str, value: int | Sequence[int], fn: Callable) -> tuple[int, ...]:
     found = (value,) if isinstance(value, int) else tuple(value)
     if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in found):
         raise ValueError(f"{name} is {value!r}; give positions of arguments, counted from 0")
+    most = _most_arguments(fn)
+    if most is not None and found and max(found) >= most:
+        takes = f"takes {most} argument{'s' * (most != 1)}"
+        raise ValueError(f"step {getattr(fn, '__name__', 'step')!r} {takes}, but {name} names argument {max(found)}")
     return found
+
+
+def _most_arguments(fn: Callable) -> int | None:
+    """How many arguments `fn` can be called with by position; None: any number, or nobody knows."""
+    try:
+        parameters = inspect.signature(fn, follow_wrapped=False).parameters.values()  # a wrapper may add some
+    except (TypeError, ValueError):  # builtins and the like have no signature
+        return None
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)

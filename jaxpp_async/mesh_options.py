@@ -255,6 +255,10 @@ def actor_config(
     for name, value in env.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise MeshError(f"env has {name!r}: {value!r}; environment variables are strings")
+    if "JAX_PLATFORMS" in env:
+        raise MeshError(
+            f"env has JAX_PLATFORMS={env['JAX_PLATFORMS']!r}, which the mesh sets; give platform='cpu' or 'cuda'"
+        )
     if inline:
         _check_local_devices(spmd_mesh, platform)
     return ActorConfig(

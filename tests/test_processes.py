@@ -60,6 +60,8 @@ def test_an_actor_is_as_its_worst_process():
     assert (actor.id, actor.host, actor.pid, actor.devices, actor.state) == (1, "a", 7, ("cpu:0", "cpu:1"), "failed")
     assert [p.process for p in actor.processes] == [2, 3]
     assert str(infos[1]) == "actor 1 (process 1 of 2: host b, pid 8)"
+    assert repr(actor) == ("<actor 1: failed cpu:0 cpu:1; 2 processes: host a pid 7 ready, host b pid 8 failed>")
+    assert repr(of_actor([ActorInfo(0, "a", 7, ("cpu:0",), "ready")])) == "<actor 0 (host a, pid 7): ready cpu:0>"
 
 
 def test_where_an_actor_is_says_the_hindmost():

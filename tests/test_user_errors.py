@@ -456,7 +456,7 @@ ARGUMENTS = {
         options={"static_argnums": 0},
     ),
     "donating one that is not there": Case(
-        GOOD, ValueError, ["'step' got 2 arguments, but donate_argnums names argument 5"],
+        lambda *args: args[0], ValueError, ["'<lambda>' got 2 arguments, but donate_argnums names argument 5"],
         options={"donate_argnums": 5},
     ),
     "counting from the end": Case(
@@ -603,6 +603,7 @@ OPTIONS = [
     ({"max_inflight": 0}, MeshError, "max_inflight is 0; give a whole number of at least 1"),
     ({"setup": "nocolon"}, MeshError, "setup is 'nocolon'; name a function as 'module:function'"),
     ({"env": {"A": 1}}, MeshError, "env has 'A': 1; environment variables are strings"),
+    ({"env": {"JAX_PLATFORMS": "cpu"}}, MeshError, "JAX_PLATFORMS='cpu', which the mesh sets; give platform="),
     ({"hosts": ["a"]}, MeshError, "2 actors do not fit 1 slot on 1 host; add hosts, raise slots="),
 ]
 
@@ -622,6 +623,15 @@ async def test_steps_and_functions_of_elsewhere(meshes, monkeypatch):
             await mesh.run(other.distributed(GOOD), [W, W], X)
         with pytest.raises(MeshError, match=r"is no step of this mesh; make one with `mesh.distributed\(fn\)`"):
             await mesh.run(GOOD, [W, W], X)
+
+
+def test_argument_numbers_are_checked_where_the_signature_tells():
+    mesh = jpp.RemoteMesh(1, launcher="inline")
+    for option in ("donate_argnums", "static_argnums"):
+        with pytest.raises(ValueError, match=rf"'step' takes 2 arguments, but {option} names argument 5"):
+            mesh.distributed(GOOD, **{option: (0, 5)})
+        mesh.distributed(lambda *args: args, **{option: 5})  # nobody knows before it is called
+        mesh.distributed(GOOD, **{option: (0, 1)})
 
 
 def test_help_has_every_option():
@@ -644,8 +654,10 @@ async def test_a_mesh_before_it_starts_and_after_it_closes():
     with pytest.raises(MeshError, match="has not started"):
         _ = mesh.actors
     await mesh.aclose()  # nothing to close
+    assert repr(mesh) == "<RemoteMesh: 1 actor, InlineLauncher, not started>"
     async with mesh:
-        pass
+        assert repr(mesh) == "<RemoteMesh: 1 actor, InlineLauncher, running>"
+    assert repr(mesh) == "<RemoteMesh: 1 actor, InlineLauncher, closed>"
     for use in (lambda: mesh.run(step, [W, W], X), lambda: step.compile([W, W], X)):
         with pytest.raises(MeshClosedError, match="the mesh is closed; start a new one"):
             await use()

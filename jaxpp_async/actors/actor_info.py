@@ -45,6 +45,13 @@ class ActorInfo:
             return f"actor {self.id} (host {self.host}, pid {self.pid})"
         return f"actor {self.id} (process {self.rank} of {self.size}: host {self.host}, pid {self.pid})"
 
+    def __repr__(self) -> str:
+        devices = "".join(f" {device}" for device in self.devices)
+        if len(self.processes) < 2:  # an actor of one process has itself as that
+            return f"<{self}: {self.state}{devices}>"
+        processes = ", ".join(f"host {p.host} pid {p.pid} {p.state}" for p in self.processes)
+        return f"<actor {self.id}: {self.state}{devices}; {len(self.processes)} processes: {processes}>"
+
 
 def of_actor(processes: Sequence[ActorInfo]) -> ActorInfo:
     """What is known of an actor, from what is known of its processes, in order of rank."""
