@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_actor import harness
 
 from jaxpp_async.actors import catching_up
+from jaxpp_async.actors import messages as m
 from jaxpp_async.actors.catching_up import Dropped, Tally, catch_up
 from jaxpp_async.actors.compute import ComputeThread
 from jaxpp_async.errors import MeshError
@@ -43,3 +45,38 @@ async def test_a_task_that_used_to_take_long_is_no_dead_one(monkeypatch, longest
         finally:
             over.set()
             await compute.aclose()
+
+
+async def test_transfers_end_and_processes_catch_up_at_the_same_time(monkeypatch):
+    """Ending a communicator may wait for all that its device does: here for a task that ends once another process has
+    caught up. And who has caught up may wait for a transfer to end. Either one first would wait for ever."""
+    abort_has_begun, caught_up = threading.Event(), threading.Event()
+
+    def agree(name: str, mine: int, *_: Any) -> int:
+        assert abort_has_begun.wait(10), "transfers go on while the processes catch up"
+        caught_up.set()
+        return mine
+
+    def task() -> Any:
+        caught_up.wait(60)
+        return lambda: None
+
+    monkeypatch.setattr(catching_up, "agree", agree)
+    async with harness() as h:
+        compute = h.actors[0]._equipment.machine.compute
+
+        async def abort() -> None:
+            abort_has_begun.set()
+            idle = asyncio.get_running_loop().create_future()
+            compute.submit(lambda: lambda: idle.set_result(None))
+            await idle
+
+        compute.submit(task)
+        h.actors[0]._cluster = m.Cluster("", "", 2, 0)
+        try:
+            with monkeypatch.context() as patched:
+                patched.setattr(h.transports[0], "abort", abort)
+                async with asyncio.timeout(10):
+                    await h.ask(0, m.Abort, epoch=2, cause="actor 1 died")
+        finally:
+            caught_up.set()

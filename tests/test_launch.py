@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -14,11 +15,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from jaxpp_async.actors.actor_process import spawn_actor
+from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.failure import describe_end
 from jaxpp_async.actors.launch import make_process_transport, share_out
 from jaxpp_async.actors.lifeline import ExitCode
@@ -257,6 +261,29 @@ async def test_the_warden_keeps_output_and_exit_status():
     assert lines == ["config", *map(str, range(80)), "oh \u00e9"]
     assert death.returncode == 1 and death.output_tail == tuple(lines[-TAIL_LINES:])
     await asyncio.wrap_future(warden.close())
+
+
+async def test_noise_is_no_output():
+    warden, lines = Warden(beat_s=1.0), []
+    code = "print('first'); print('[Gloo] hums a tune'); print('last')"
+    spawned = warden.spawn([sys.executable, "-c", code], environment(), b"\n", lines.append, noise="hums a")
+    death = await asyncio.wrap_future((await asyncio.wrap_future(spawned)).dead)
+    assert lines == ["first", "last"] == list(death.output_tail), "neither what is forwarded nor what an error has"
+    await asyncio.wrap_future(warden.close())
+
+
+def test_what_gloo_says_of_its_groups_is_noise():
+    found: dict[str, Any] = {}
+
+    def spawn(*_: Any, **options: Any) -> concurrent.futures.Future[Any]:
+        found.update(options)
+        return concurrent.futures.Future()
+
+    warden: Any = SimpleNamespace(spawn=spawn)
+    spawn_actor(warden, ActorRequest(sys.executable, {}, {}, 0, 1), lambda line: None)
+    os.close(found["descriptors"][0])
+    line = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
+    assert found["noise"] and found["noise"] in line
 
 
 async def test_grandchildren_end_with_their_actor():

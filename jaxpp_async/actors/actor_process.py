@@ -39,10 +39,6 @@ def spawn_actor(
     started: concurrent.futures.Future[ActorProcess] = concurrent.futures.Future()
     page = make_page()
 
-    def tell(line: str) -> None:
-        if _CHATTER not in line:
-            forward(line)
-
     def on_spawned(spawned: concurrent.futures.Future[Process]) -> None:
         error = spawned.exception()
         if error is not None:
@@ -62,5 +58,5 @@ def spawn_actor(
         raise
     command = [request.python, "-m", "jaxpp_async.actors"]
     # The warden's thread forks, with the page still open here, and then calls back.
-    warden.spawn(command, env, first_line, tell, descriptors=(page,)).add_done_callback(on_spawned)
+    warden.spawn(command, env, first_line, forward, noise=_CHATTER, descriptors=(page,)).add_done_callback(on_spawned)
     return started

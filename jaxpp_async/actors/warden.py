@@ -40,12 +40,14 @@ class Lines:
 
     Args:
         forward: called with each.
+        noise: lines with this in them are dropped; empty: none.
 
     Attributes:
         tail: the last ones.
     """
 
     forward: Callable[[str], None]
+    noise: str = ""
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     _rest: str = ""
     _decoder: codecs.IncrementalDecoder = field(
@@ -61,7 +63,7 @@ class Lines:
             self._rest = ""
         for whole in lines:
             line = whole.rstrip("\r")[:_LINE_CHARS]
-            if line or not final:
+            if (line or not final) and not (self.noise and self.noise in line):
                 self.tail.append(line)
                 self.forward(line)
 
@@ -69,10 +71,10 @@ class Lines:
 class Process:
     """One process of the warden. Every method may be called from any thread."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], forward: Callable[[str], None]):
+    def __init__(self, popen: subprocess.Popen[bytes], forward: Callable[[str], None], noise: str = ""):
         self.pid = popen.pid
         self.dead: concurrent.futures.Future[Death] = concurrent.futures.Future()
-        self._popen, self._output = popen, Lines(forward)
+        self._popen, self._output = popen, Lines(forward, noise)
         self._unsent = bytearray()  # of `Warden.write`; the warden's thread alone looks at it
         self._lock = threading.Lock()  # between signalling and reaping: a reaped pid may be another process's
 
@@ -117,6 +119,7 @@ class Warden:
         first_line: bytes,
         forward: Callable[[str], None],
         *,
+        noise: str = "",
         descriptors: Sequence[int] = (),
     ) -> concurrent.futures.Future[Process]:
         """Start a process in a session of its own and write `first_line` to its stdin.
@@ -125,6 +128,7 @@ class Warden:
             command: the argument vector. env: its whole environment.
             first_line: configuration and secret, one line.
             forward: called on the warden's thread with each line of its stdout and stderr.
+            noise: as `Lines`.
             descriptors: that it inherits, under the same numbers.
         """
         spawned: concurrent.futures.Future[Process] = concurrent.futures.Future()
@@ -133,7 +137,7 @@ class Warden:
             if not spawned.set_running_or_notify_cancel():
                 return
             try:
-                spawned.set_result(self._spawn(command, env, first_line, forward, descriptors))
+                spawned.set_result(self._spawn(command, env, first_line, forward, noise, descriptors))
             except OSError as error:
                 spawned.set_exception(error)
 
@@ -214,6 +218,7 @@ class Warden:
         env: Mapping[str, str],
         first_line: bytes,
         forward: Callable[[str], None],
+        noise: str,
         descriptors: Sequence[int],
     ) -> Process:
         if self._closing:
@@ -229,7 +234,7 @@ class Warden:
             bufsize=0,
         )
         assert popen.stdin is not None and popen.stdout is not None
-        process = Process(popen, forward)
+        process = Process(popen, forward, noise)
         self._processes.add(process)
         os.set_blocking(popen.stdout.fileno(), False)
         os.set_blocking(popen.stdin.fileno(), False)
