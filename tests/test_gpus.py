@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
@@ -21,7 +22,7 @@ from planning import plan_step
 
 import jaxpp_async as jpp
 from jaxpp_async import jax_compat, mesh_options
-from jaxpp_async.actors import cuda, device_work, gpus
+from jaxpp_async.actors import configuring, cuda, device_work, gpus
 from jaxpp_async.actors.actor_info import ActorInfo, of_actor
 from jaxpp_async.actors.actor_request import ActorRequest
 from jaxpp_async.actors.gpus import GpuShare, Visible, gpu_environment, host_gpus, memory_fraction, read_visible, share
@@ -456,6 +457,23 @@ def test_a_ucx_that_would_take_gpu_memory_for_the_hosts_is_an_error(monkeypatch,
         return
     with pytest.raises(MeshError, match=f"cannot take GPU memory, it has no cuda_copy; .*{re.escape(says)}"):
         ucx_context.check_takes_gpu_memory()
+
+
+async def test_an_actor_on_gpus_does_not_start_with_such_a_ucx(monkeypatch):
+    context = SimpleNamespace(info="#         resource  0 :  md 0  dev 0  flags -- tcp/eth0")
+    monkeypatch.setattr(ucx_context.process_context, "acquire", lambda: (None, context))
+    monkeypatch.setattr(ucx_context.process_context, "release", lambda: None)
+    monkeypatch.setattr(configuring, "start_devices", lambda *_, **__: SimpleNamespace(devices=(), is_cpu=False))
+    monkeypatch.setattr(configuring, "open_planes", lambda *_: None)
+    message = SimpleNamespace(transport="ucx", epoch=0)
+    functions = dict.fromkeys(("spawn", "make_transport", "note_progress", "may_begin"))
+    with (
+        ThreadPoolExecutor(1) as workers,
+        pytest.raises(MeshError, match="it has no cuda_copy"),
+    ):
+        await configuring.equip(
+            message, None, None, None, workers, make_door=lambda *_: None, inline=False, **functions
+        )
 
 
 def test_a_run_is_waited_for_by_a_result_that_stops_no_thread():

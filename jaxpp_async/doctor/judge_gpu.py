@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from jaxpp_async.actors.gpus import VISIBLE
+from jaxpp_async.actors.agreement import Member, check_agreement
+from jaxpp_async.actors.gpus import VISIBLE, gpu_environment, memory_fraction, share
 from jaxpp_async.doctor.facts import Asked, Examination, Gpu, HostFacts, HostReport
 from jaxpp_async.doctor.finding import ALL, Finding, error, note, ok, warning
 from jaxpp_async.doctor.room import Room
+from jaxpp_async.errors import MeshError
 from jaxpp_async.extras import extra_of, pip_install
+from jaxpp_async.transport.nccl_plan import ranks_may_share
 
 DRIVERS: Mapping[int, str] = {12: "525.60.13", 13: "580"}
 """Oldest driver for each CUDA, on Linux. Source: JAX's installation page; NVIDIA's CUDA compatibility guide."""
@@ -153,8 +156,31 @@ def _room(
         elif min(room.per_actor, num_processes) > there // needed:
             what = f"processes of one actor with {needed} GPU{'s' * (needed != 1)} each cannot share {have}"
             yield error("gpu", report.name, what, "make spmd_mesh smaller, or have fewer processes on a host")
+        elif refusal := _refusal(report, facts, num_processes, room, found.asked):
+            yield refusal
         else:
             yield warning("gpu", report.name, f"{what}, and the memory there", remedy)
+    elif refusal := _refusal(report, facts, num_processes, room, found.asked):
+        yield refusal
+
+
+def _refusal(report: HostReport, facts: HostFacts, num_processes: int, room: Room, asked: Asked) -> Finding | None:
+    """What the processes of one host are refused for when a mesh starts, by the same functions and in their words."""
+    names, settings, members = facts.visible_gpus.names, facts.settings, list[Member]()
+    nccl = _nccl_version(facts) if asked.transport == "nccl" else ""
+    try:
+        for index in range(num_processes):
+            given = share(names, index, num_processes, room.devices_each)
+            fraction = memory_fraction({**settings, **gpu_environment(given, settings)})
+            actor = index // room.per_actor
+            who = f"actor {actor}" + (f", process {index % room.per_actor}" if room.per_actor > 1 else "")
+            has = "", given.devices[: room.devices_each], fraction, nccl, ranks_may_share(nccl, settings)
+            members.append(Member(who, actor, report.name, *has))
+        check_agreement(members)
+    except MeshError as refused:
+        what, _, remedy = str(refused).partition("; ")
+        return error("gpu", report.name, what, remedy)
+    return None
 
 
 def _stopped(report: HostReport, facts: HostFacts, name: str) -> Finding:
@@ -245,6 +271,12 @@ def _nccl(facts: HostFacts) -> str:
         f"{package} {v}" for package, v in facts.packages.items() if package.startswith(("nvidia-nccl-", "nccl4py"))
     )
     return ", ".join(found)
+
+
+def _nccl_version(facts: HostFacts) -> str:
+    """Of NCCL itself; empty: it is not there."""
+    found = (version for package, version in facts.packages.items() if package.startswith("nvidia-nccl-"))
+    return next(found, "")
 
 
 def _majors(facts: HostFacts, pattern: str) -> set[int]:
