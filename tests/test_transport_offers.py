@@ -11,7 +11,7 @@ from transport_conformance import data, join, tag, within
 
 from jaxpp_async.errors import ProtocolError, TransferError
 from jaxpp_async.transport import direct_send, offers
-from jaxpp_async.transport.base import HOST_CHANNEL, SENDER_SHIFT, make_tag
+from jaxpp_async.transport.base import COPY_CHANNEL, HOST_CHANNEL, SENDER_SHIFT, make_tag
 from jaxpp_async.transport.direct_words import ANSWER_BYTES, DIRECT_BYTES, HEADER_BYTES, PIECE_BYTES
 from jaxpp_async.transport.offers import LinkOffers, OfferRing
 from jaxpp_async.transport.shared import RING_BYTES, BlockTicket, SharedBlock
@@ -160,14 +160,37 @@ async def test_what_ucx_refuses_has_no_number(pair, pieces, monkeypatch, side):
     assert pieces == [DIRECT_BYTES], "both sides still count alike"
 
 
-async def test_values_of_the_host_are_not_held_back_for_they_are_never_offered(pair):
+@pytest.mark.parametrize("channel", [HOST_CHANNEL, COPY_CHANNEL])
+async def test_values_of_the_host_and_copies_are_not_held_back_for_they_are_never_offered(pair, channel):
     a, b = pair
     a.hurry(True)
-    of_host, block = make_tag(1, HOST_CHANNEL, 5), SharedBlock(DIRECT_BYTES)
-    send = a.send(data(DIRECT_BYTES, 1), 1, of_host)
+    at, got = make_tag(1, channel, 5), np.zeros(DIRECT_BYTES, np.uint8)
+    send = a.send(data(DIRECT_BYTES, 1), 1, at)
     assert not a._direct.sender.holds_back
-    await within(b.recv(block, 0, of_host), send)
-    assert np.array_equal(block.array, data(DIRECT_BYTES, 1))
+    await within(b.recv(got, 0, at), send)
+    assert np.array_equal(got, data(DIRECT_BYTES, 1))
+
+
+async def test_who_never_offers_is_not_waited_for_because_another_does(pair):
+    a, b = pair
+    c = UCXTransport(2)
+    try:
+        await a.connect(2, c.address)
+        await c.connect(0, a.address)
+        a.hurry(True)
+        block, plain, sent = SharedBlock(DIRECT_BYTES), np.zeros(DIRECT_BYTES, np.uint8), data(DIRECT_BYTES, 1)
+        held_back = 0
+        for _ in range(direct_send._MOST_IN_VAIN + 3):
+            receives = b.recv(block, 0, tag(1)), c.recv(plain, 0, tag(1))
+            await within(a.send(sent, 1, tag(1)), receives[0])
+            send = a.send(sent, 2, tag(1))
+            held_back += a._direct.sender.holds_back
+            await within(send, receives[1])
+        assert held_back == direct_send._MOST_IN_VAIN + 1
+        assert np.array_equal(block.array, sent)
+        assert np.array_equal(plain, sent)
+    finally:
+        await c.aclose()
 
 
 async def test_a_sender_in_a_hurry_waits_for_an_offer_and_not_for_long(pair, pieces, monkeypatch):

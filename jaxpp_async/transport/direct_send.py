@@ -49,7 +49,6 @@ class Sender:
         self._scheduled = False
         self._ended: deque[Transfer] = deque()
         self._waiting: dict[Transfer, float] = {}  # for offers, until when
-        self._in_vain = 0  # waits, and messages that did not wait, in a row
         self._looking = False
 
     @property
@@ -78,10 +77,11 @@ class Sender:
             return False
         if self._send_offered(transfer) or self._announce(transfer):
             return True
-        if not words.may_be_offered(transfer):
+        offers = transfer.link.offers
+        if offers is None or not words.may_be_offered(transfer):
             return False
-        if not hurried or (self._in_vain > _MOST_IN_VAIN and self._in_vain % _TRY_AGAIN):
-            self._in_vain += 1
+        if not hurried or (offers.in_vain > _MOST_IN_VAIN and offers.in_vain % _TRY_AGAIN):
+            offers.in_vain += 1
             return False
         self._waiting[transfer] = monotonic() + _PATIENCE_S
         self._look_soon()
@@ -94,7 +94,7 @@ class Sender:
         offer = offers.take(transfer.tag, number)
         if offer is None or offer.ticket.size_bytes != transfer.memory.size_bytes or not self._fill(transfer, offer):
             return False
-        self._in_vain = 0
+        offers.in_vain = 0
         return True
 
     def _look_soon(self) -> None:
@@ -127,7 +127,8 @@ class Sender:
             return False
         del self._waiting[transfer]
         if not sent and not (is_large and self._announce(transfer)):
-            self._in_vain += is_large
+            if transfer.link.offers is not None:
+                transfer.link.offers.in_vain += is_large and words.may_be_offered(transfer)
             self._carrier.post_own_send(transfer.link, transfer.memory, transfer.tag, transfer)
         return True
 

@@ -17,7 +17,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpp_async.transport.base import CHANNEL_BITS, HOST_CHANNEL, SENDER_BITS, SENDER_SHIFT, SEQUENCE_BITS
+from jaxpp_async.transport.base import (
+    CHANNEL_BITS,
+    COPY_CHANNEL,
+    HOST_CHANNEL,
+    SENDER_BITS,
+    SENDER_SHIFT,
+    SEQUENCE_BITS,
+)
 from jaxpp_async.transport.shared import RING_BYTES, BlockTicket
 
 MOST_HELD = 1024
@@ -30,7 +37,7 @@ _FIRST_ROW, _ROW_BYTES = 64, 64
 _ROWS = (RING_BYTES - _FIRST_ROW) // _ROW_BYTES
 _SENDER_MASK = ((1 << SENDER_BITS) - 1) << SENDER_SHIFT
 _CHANNEL_MASK = ((1 << CHANNEL_BITS) - 1) << SEQUENCE_BITS
-_UNNUMBERED = HOST_CHANNEL << SEQUENCE_BITS
+_UNNUMBERED = frozenset(channel << SEQUENCE_BITS for channel in (HOST_CHANNEL, COPY_CHANNEL))
 
 
 class Offer(NamedTuple):
@@ -77,9 +84,10 @@ class Numbers:
     def next(self, tag: int) -> int | None:
         """Count a message. Returns: its number, or None: it has none.
 
-        Tags of the host channel are used once each, and would be remembered for ever.
+        Receives of the host channel and of copies are never offered, so that nobody waits for that. And tags of the
+        host channel are used once each, and would be remembered for ever.
         """
-        if tag & _CHANNEL_MASK == _UNNUMBERED:
+        if tag & _CHANNEL_MASK in _UNNUMBERED:
             return None
         number = self._next.get(tag, 0)
         self._next[tag] = number + 1
@@ -98,9 +106,10 @@ class LinkOffers:
 
     Attributes:
         sent, received: the messages so far, also those that are held back and receives that wait.
+        in_vain: waits for offers, and messages that did not wait, in a row; see `direct_send.py`.
     """
 
-    __slots__ = ("_asked", "_cursor", "_held", "_ring", "_sender_bits", "received", "sent")
+    __slots__ = ("_asked", "_cursor", "_held", "_ring", "_sender_bits", "in_vain", "received", "sent")
 
     def __init__(self, ring: np.ndarray, sender_bits: int):
         self._ring, self._sender_bits = ring.data, sender_bits
@@ -108,6 +117,7 @@ class LinkOffers:
         self._held: dict[tuple[int, int], Offer] = {}
         self._asked: dict[int, int] = {}  # the latest number by tag: offers for those before it are past
         self.sent, self.received = Numbers(), Numbers()
+        self.in_vain = 0
 
     def take(self, tag: int, number: int) -> Offer | None:
         """The offer for the `number`-th message of a tag, if it is here. It is not handed out again."""
