@@ -80,8 +80,8 @@ def gpu_environment(given: GpuShare, user: Mapping[str, str]) -> dict[str, str]:
     if len(given.devices) > 1 and any(map(is_part, given.devices)):
         raise MeshError(
             f"an actor's process needs {len(given.devices)} GPUs and would have instances of GPUs (MIG) for them, "
-            f"{', '.join(given.devices)}; CUDA shows a process one, or several without a way between them: make "
-            "spmd_mesh smaller, or have an actor be of several processes (processes_per_actor=)"
+            f"{', '.join(given.devices)}; CUDA shows a process one, or several without peer access to each other: "
+            "make spmd_mesh smaller, or use whole GPUs"
         )
     env = {VISIBLE: ",".join(given.devices)}
     if not any(map(_is_number, _names(user.get(VISIBLE, "")))):
