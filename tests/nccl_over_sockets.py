@@ -26,6 +26,9 @@ from jaxpp_async.transport.nccl import NcclTransport
 from jaxpp_async.transport.nccl_library import NcclFailure
 
 VIOLATIONS = "JAXPP_TEST_NCCL_VIOLATIONS"
+VERSIONS = "JAXPP_TEST_NCCL_VERSIONS"
+"""Of the library, in one process after the other."""
+
 _SIZE = struct.Struct("<q")
 
 
@@ -136,9 +139,8 @@ class SocketChannel:
 class SocketNccl:
     """`NcclLibrary` of one process."""
 
-    version = "2.32.3"
-
-    def __init__(self) -> None:
+    def __init__(self, version: str) -> None:
+        self.version = version
         self._made: set[bytes] = set()
 
     def make_id(self) -> bytes:
@@ -170,7 +172,10 @@ class NcclActor(DeviceActor):
     """An actor on late devices, whose programs transfer over sockets in the program's order."""
 
     def __init__(self, process_id: int, *, make_transport: Callable[[str], Any], **seams: Any):
+        versions = os.environ.get(VERSIONS, "2.32.3").split()
+        library = SocketNccl(versions[process_id % len(versions)])
+
         def make(kind: str) -> Any:
-            return NcclTransport(process_id, SocketNccl()) if kind == "nccl" else make_transport(kind)
+            return NcclTransport(process_id, library) if kind == "nccl" else make_transport(kind)
 
         super().__init__(process_id, make_transport=make, **seams)

@@ -28,7 +28,7 @@ from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.linking import links_of
 from jaxpp_async.actors.processes import Seat
 from jaxpp_async.actors.scattering import Scattering
-from jaxpp_async.errors import RestartBudgetExceeded
+from jaxpp_async.errors import MeshError, RestartBudgetExceeded
 from jaxpp_async.program import ActorProgram, Aval, Input, Recv, Run, Send
 from jaxpp_async.transport.nccl_plan import Link, Turn, order_of
 
@@ -225,3 +225,10 @@ async def test_actors_of_several_processes_transfer_in_order_and_survive_the_dea
         with pytest.raises(RestartBudgetExceeded, match=rf"actor 0 \(process 0 of 2: host .*, pid {victim.pid}\)"):
             while True:
                 state, _ = await mesh.run(step, state, batch)
+
+
+async def test_different_versions_are_refused_before_anything_is_compiled(options):
+    options["env"][nccl_over_sockets.VERSIONS] = "2.32.3 2.30.1"
+    with pytest.raises(MeshError, match=r"NCCL 2.32.3: actor 0.*; NCCL 2.30.1: actor 0.*install the same version"):
+        async with jpp.RemoteMesh(1, **options):
+            raise AssertionError("it has started")
