@@ -158,6 +158,12 @@ UNREADY = [
     ),
     ("jaxpp_async.errors.MeshError", "too few", MeshError, r"^actor 1 \(host n2, pid 7\): too few$"),
     (
+        "jaxpp_async.errors.LaunchError",
+        "setup='m:f' raised OSError: x",
+        LaunchError,
+        r"(?s)^actor 1 \(host n2, pid 7\): setup='m:f' raised OSError: x\n\nTraceback.*line 1",
+    ),
+    (
         "ValueError",
         "own",
         LaunchError,
@@ -171,7 +177,7 @@ def test_what_an_actor_lacks_is_no_traceback(kind, message, error, says):
     text = f"{ACTOR}: {kind}: {message}\n\nTraceback on the actor:\n  line 1"
     with pytest.raises(error, match=says) as raised:
         raise unready_error(ACTOR, RemoteError(text, exception_type=kind))
-    assert ("Traceback" in str(raised.value)) == (message == "own")
+    assert ("Traceback" in str(raised.value)) == (error is LaunchError)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,16 @@ from models import grads_step, mlp
 import jaxpp_async as jpp
 from jaxpp_async import jax_config
 from jaxpp_async.actors.launch import LocalLauncher
+from jaxpp_async.errors import MeshError
 
 MODEL = mlp(2)
+
+
+async def test_a_folder_that_cannot_be_is_named():
+    said = r"^actor 0 .*: compilation_cache='/proc/x': host .* has no such folder, and it cannot be made \(No such"
+    with pytest.raises(MeshError, match=said):
+        async with jpp.RemoteMesh(1, compilation_cache="/proc/x"):
+            raise AssertionError("it has started")
 
 
 async def losses_of_one_step(cache: Path) -> tuple[np.ndarray, Counter[str], int]:

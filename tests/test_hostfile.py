@@ -241,3 +241,20 @@ def test_devices_are_not_left_idle_silently(monkeypatch, options, says):
 def test_gpus_are_set_aside_for_every_device_of_an_actor_that_computes_on_them():
     assert Launching(num_devices=4, platform="cuda").gpus_per_actor == 4
     assert Launching(num_devices=4).gpus_per_actor == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"ports": "47000-47000"}, "ports= 47000-47000 has 1 and this machine gets 2 processes, .* least 47000-47001"),
+        ({"ports": (1, 2), "processes_per_actor": 2, "spmd_mesh": (2,)}, "has 2 and this machine gets 4 processes"),
+        ({"ports": (1, 2), "hosts": ["a", "b slots=2 ports=5-5"]}, None),
+        ({"ports": (1, 1), "hosts": ["a slots=2"]}, "ports= 1-1 has 1 and host a gets 2 processes"),
+    ],
+)
+def test_a_range_has_a_port_for_each_process_of_a_host(options, says):
+    if says is None:
+        jpp.RemoteMesh(2, **options)
+    else:
+        with pytest.raises(MeshError, match=says):
+            jpp.RemoteMesh(2, **options)

@@ -195,6 +195,8 @@ def unready_error(actor: ActorInfo, error: RemoteError) -> JaxppAsyncError:
     if plain is not None:
         return plain(text.replace(f"{error.exception_type}: ", "", 1))
     where = {"actor": actor.id, "host": actor.host, "pid": actor.pid}
+    if error.exception_type.rpartition(".")[2] == LaunchError.__name__:  # it says what failed; the traceback, where
+        return LaunchError(str(error).replace(f"{error.exception_type}: ", "", 1), **where)
     return LaunchError(f"could not start JAX and the transport on {error}", **where)
 
 

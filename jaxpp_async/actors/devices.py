@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import math
 import os
+import socket
 import threading
 from functools import lru_cache
 from typing import Any
@@ -23,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxpp_async import jax_config
 from jaxpp_async.actors.cluster import join
 from jaxpp_async.actors.messages import Configure, Hardware
-from jaxpp_async.errors import InstallError, MeshError
+from jaxpp_async.errors import InstallError, LaunchError, MeshError
 from jaxpp_async.extras import cuda_error
 from jaxpp_async.program import Aval
 
@@ -77,6 +78,7 @@ def start_devices(configure: Configure, *, inline: bool) -> Devices:
     Raises:
         MeshError: the process has fewer devices than `spmd_mesh` needs.
         InstallError: the setup hook's module is missing, or JAX for GPUs.
+        LaunchError: the setup hook raised.
         ValueError: a setup hook that is not `"module:function"`, or an axis type that does not exist.
     """
     jax_config.write_cache_whole()  # inline as well: actors that share this process compile at once
@@ -125,12 +127,22 @@ def _configure_jax(configure: Configure) -> None:
     elif configure.platform:
         settings["jax_platforms"] = f"{configure.platform},cpu"
     if configure.cache_dir:
-        os.makedirs(configure.cache_dir, exist_ok=True)
+        _make_cache(configure.cache_dir)
         settings["jax_compilation_cache_dir"] = configure.cache_dir
         settings["jax_persistent_cache_min_compile_time_secs"] = 0.0
         settings["jax_persistent_cache_min_entry_size_bytes"] = -1
     for name, value in settings.items():
         jax.config.update(name, value)
+
+
+def _make_cache(folder: str) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise MeshError(
+            f"compilation_cache={folder!r}: host {socket.gethostname()} has no such folder, and it cannot be made "
+            f"({error.strerror}); give one that actors may write, or None"
+        ) from None
 
 
 def _run_setup(setup: str) -> None:
@@ -143,9 +155,14 @@ def _run_setup(setup: str) -> None:
         raise InstallError(
             f"setup={setup!r}: the actor cannot import {error.name!r}; install it there or add its folder to PYTHONPATH"
         ) from None
+    except Exception as error:
+        raise LaunchError(f"setup={setup!r}: importing it raised {type(error).__name__}: {error}") from error
     if not callable(function := getattr(module, function_name, None)):
         raise InstallError(f"setup={setup!r}: {module_name} has no function {function_name!r}")
-    function()
+    try:
+        function()
+    except Exception as error:
+        raise LaunchError(f"setup={setup!r} raised {type(error).__name__}: {error}") from error
 
 
 def _make_mesh(configure: Configure) -> Mesh:

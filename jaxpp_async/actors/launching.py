@@ -90,9 +90,15 @@ class Launching:
         if kind == "inline":
             return InlineLauncher(), 1
         if kind == "local":
-            return LocalLauncher(settings=self._settings_here()), each
+            settings = self._settings_here()
+            _check_ports(settings.ports, num_actors * each, "this machine")
+            return LocalLauncher(settings=settings), each
         launcher = self._make_remote(kind, num_actors * each)
-        return launcher, self._spread(launcher, num_actors)
+        each = self._spread(launcher, num_actors)
+        for placement in place(launcher.hosts, num_actors * each, launcher.slots_each) if launcher.hosts else ():
+            ports = placement.host.settings.over(self.settings()).ports
+            _check_ports(ports, placement.count, f"host {placement.host}")
+        return launcher, each
 
     def _spread(self, launcher: Any, num_actors: int) -> int:
         """Have a launcher with hosts place processes by their slots. Returns: of how many each actor is."""
@@ -231,6 +237,16 @@ def _hosts(given: Any) -> tuple[Host, ...]:
     if not isinstance(given, Sequence):
         raise MeshError(f"hosts is {given!r}; it is a hostfile's path or a list of hosts")
     return parse_hosts(given)
+
+
+def _check_ports(ports: tuple[int, int] | None, num_processes: int, where: str) -> None:
+    """Refuse a range that has not a port for each process of a host."""
+    if ports is not None and ports[1] - ports[0] + 1 < num_processes:
+        first, last = ports
+        raise MeshError(
+            f"ports= {first}-{last} has {last - first + 1} and {where} gets {num_processes} processes, each of which "
+            f"needs one; give at least {first}-{first + num_processes - 1}"
+        )
 
 
 def _read(name: str, value: Any, parse: Any, convert: Any = None) -> Any:
