@@ -81,7 +81,7 @@ def run(
     text = sample(pipeline.params, pipeline.config, SAMPLE_PROMPT, SAMPLE_BYTES, seed=options.seed)
     reporter.lines(["", "a sample:", report.printable(text), ""])
     reporter.lines(report.actor_table(pipeline.actor_times, pipeline.train_s))
-    reporter.line(f"{pipeline.tokens_per_s:,.0f} tokens/s")
+    reporter.line(f"{pipeline.tokens_per_s:,.0f} tokens/s on average")
     bigram, unigram = data.bigram_loss(corpus.train, validation), data.unigram_loss(corpus.train, validation)
     reporter.line(report.validation_line(pipeline.validation_loss, bigram, unigram))
 

@@ -186,7 +186,7 @@ WRONG = [
     ("a clock that is off", on_two(CPU, CPU_HOST, CPU_HOST, clock=Clock(-7.5, 0.1)),
      "warning", "clock", "n2", "-7.500 s", "NTP"),
     ("no way back", on_two(CPU, CPU_HOST, CPU_HOST, calls_back="10.0.0.1: timed out"),
-     "error", "control", "n2", "does not reach this machine at 10.0.0.1: timed out", "--control-address"),
+     "error", "control", "n2", "does not reach this machine at 10.0.0.1: timed out", "control_address="),
     ("more actors than slots", on_two(replace(CPU, num_actors=5), CPU_HOST, CPU_HOST),
      "error", "hosts", "all hosts", "5 actors do not fit 4 slots on 2 hosts", "at most 4"),
     ("nothing travels", on_two(CPU, CPU_HOST, CPU_HOST, LinkReport("n1", "n2", "ucx", error="unreachable")),
@@ -443,11 +443,41 @@ def test_where_no_terminal_is_a_finding_is_a_line_however_long(capsys):
         ("correct interface= (or UCX_NET_DEVICES)", "correct --interface (or UCX_NET_DEVICES)"),
         ("python='/x' is none, give control_address=", "--python '/x' is none, give --control-address"),
         ("name them with devices= (MIG-<UUID>), user= too", "name them with --devices (MIG-<UUID>), user= too"),
+        ("hosts= has no effect with launcher='slurm', which", "--hosts has no effect with --slurm, which"),
+        (
+            "device of an actor (spmd_mesh); give spmd_mesh a product that is a multiple of 2, for example {'data': 2}",
+            "device of an actor (--devices-per-actor); give --devices-per-actor a multiple of 2",
+        ),
+        (
+            "control_address= has no effect with launcher='local', whose actors run on this machine; leave it out",
+            "--control-address has no effect on this machine alone (without --hosts and --slurm); leave it out",
+        ),
         ("--devices=0,1 of /envs/python=3.11", "--devices=0,1 of /envs/python=3.11"),
     ],
 )
 def test_options_are_named_as_they_are_typed(said, shown):
     assert as_flags(said) == shown
+
+
+@pytest.mark.parametrize(
+    ("actors", "each", "devices", "level", "what"),
+    [
+        (2, 1, 1, "ok", "2 actors x 1 process x 1 device = 2 processes on 2 CPUs"),
+        (2, 2, 2, "warning", "2 actors x 2 processes x 1 device = 4 processes on 2 CPUs"),
+    ],
+)
+def test_what_was_asked_of_one_machine_stands_beside_its_cpus(actors, each, devices, level, what):
+    asked = replace(CPU, num_actors=actors, processes_per_actor=each, devices_per_actor=devices)
+    found = on_one(asked, replace(CPU_HOST, num_cpus=2))
+    here = replace(found.here, slots=actors)
+    told = judge(replace(found, here=here, hosts=(here,)))
+    assert [(f.level, f.section) for f in told if f.what == what] == [(level, "hosts")] and would_work(told)
+
+
+def test_one_host_is_no_hosts(capsys):
+    found = replace(on_two(CPU, CPU_HOST, CPU_HOST), links=())
+    print_findings(replace(found, hosts=found.hosts[:1]), [], Console())
+    assert "on 1 host, would work." in capsys.readouterr().out
 
 
 def fake_ssh(folder: Path, said: str) -> Path:
@@ -475,6 +505,7 @@ def test_a_host_that_is_not_there_is_named_with_a_remedy_as_json_too(tmp_path):
 WRONG_USES = [
     (("--hosts", "no-such-file"), "hostfile no-such-file does not exist"),
     (("--slurm",), "SLURM_JOB_ID"),
+    (("--ports", "47100-47000"), "the first is larger than the last"),
     (("--ports", "1"), "--ports '1'"),
     (
         ("--devices-per-actor", "4", "--processes-per-actor", "3"),

@@ -66,7 +66,9 @@ class Reporter:
             yield TrainingProgress(
                 num_steps,
                 tokens_per_step,
-                lambda p: bar.update(task, completed=p.step, description=f"loss {p.loss:.3f}, {p.rate:,.0f} tokens/s"),
+                lambda p: bar.update(
+                    task, completed=p.step, description=f"loss {p.loss:.3f}, {p.rate:,.0f} tokens/s on average"
+                ),
                 first_step,
             )
 
@@ -74,7 +76,7 @@ class Reporter:
         every = max(1, progress.num_steps // NUM_PLAIN_LINES)
         if progress.step % every == 0 or progress.step in (1, progress.num_steps):
             of = f"{progress.step:{len(str(progress.num_steps))}}/{progress.num_steps}"
-            self.line(f"step {of}  loss {progress.loss:.3f}  {progress.rate:,.0f} tokens/s")
+            self.line(f"step {of}  loss {progress.loss:.3f}  {progress.rate:,.0f} tokens/s on average")
 
 
 class TrainingProgress:

@@ -196,12 +196,34 @@ def _slots(found: Examination) -> Iterator[Finding]:
         what, _, remedy = str(trouble).partition("; ")
         yield error("hosts", ALL, what, remedy)
         return
-    if not found.is_local:
+    if found.is_local:
+        yield from _load(found, sum(room.num_processes), room.per_actor, room.devices_each)
+    else:
         slots, actors = sum(report.slots for report in found.hosts), sum(room.num_processes) // room.per_actor
         where = f"{slots} slot{'s' * (slots != 1)} on {len(found.hosts)} host{'s' * (len(found.hosts) != 1)}"
         split = f" of {room.per_actor} processes each" if room.per_actor > 1 else ""
         yield ok("hosts", ALL, f"{where}, for {actors} actor{'s' * (actors != 1)}{split}")
     yield from judge_gpu.judge_room(found, room)
+
+
+def _load(found: Examination, num_processes: int, per_actor: int, devices_each: int) -> Iterator[Finding]:
+    """What was asked of this machine, beside its CPUs."""
+    facts = found.here.facts
+    if facts is None:
+        return
+    counts = ((num_processes // per_actor, "actor"), (per_actor, "process"), (devices_each, "device"))
+    product = " x ".join(_count(*each) for each in counts)
+    what = f"{product} = {_count(num_processes, 'process')} on {_count(facts.num_cpus, 'CPU')}"
+    if num_processes > facts.num_cpus:
+        yield warning(
+            "hosts", found.here.name, what, "start fewer processes, or they take turns, and are slower for it"
+        )
+    else:
+        yield ok("hosts", found.here.name, what)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('s') else 's'}"
 
 
 def _of_the_driver(found: Examination) -> Iterator[Finding]:

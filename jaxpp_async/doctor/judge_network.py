@@ -152,7 +152,7 @@ def _without_rc(facts: HostFacts) -> tuple[str, str]:
 def judge_control(found: Examination) -> Iterator[Finding]:
     """Whether actors would reach this machine."""
     if found.control_error:
-        remedy = "choose an address with --control-address (RemoteMesh: control_address=)"
+        remedy = "choose an address with control_address="
         yield error("control", found.here.name, found.control_error, remedy)
     for report in found.hosts:
         if report.calls_back == "":
@@ -163,7 +163,7 @@ def judge_control(found: Examination) -> Iterator[Finding]:
                 report.name,
                 f"does not reach this machine at {report.calls_back}",
                 "is a firewall between? actors connect to this machine, at any port; choose another way with "
-                "--control-address (RemoteMesh: control_address=)",
+                "control_address=",
             )
 
 

@@ -18,9 +18,20 @@ from jaxpp_async.doctor.judge import would_work
 _MARKS = {"ok": ("OK", "green"), "note": ("note", "cyan"), "warning": ("warning", "yellow"), "error": ("ERROR", "red")}
 _MARK_WIDTH, _MOST_OF_A_NAME = 7, 32
 _OPTION: Final = re.compile(
-    r"(?<![-/\w])(python|interface|ports|devices|control_address|ssh_options|processes_per_actor)=(\S?)"
+    r"(?<![-/\w])(hosts|python|interface|ports|devices|control_address|ssh_options|processes_per_actor|platform)=(\S?)"
 )
 """An option of `RemoteMesh`, as errors and remedies name it, and what follows; no flag and no part of a path."""
+
+_WORDS: Final = (
+    (
+        r"give spmd_mesh a product that is a multiple of (\d+), for example \{.*?\}",
+        r"give --devices-per-actor a multiple of \1",
+    ),
+    (r"\bspmd_mesh\b", "--devices-per-actor"),
+    (r"launcher='slurm'", "--slurm"),
+    (r"with launcher='local', whose actors run on this machine", "on this machine alone (without --hosts and --slurm)"),
+)
+"""What the doctor has another option for."""
 
 
 def as_json(found: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
@@ -39,6 +50,8 @@ def as_flags(text: str) -> str:
         gap = " " if match[2].isalnum() or match[2] in ("'", '"', "<") else ""
         return f"--{match[1].replace('_', '-')}{gap if match[2] else ''}{match[2]}"
 
+    for ours, theirs in _WORDS:
+        text = re.sub(ours, theirs, text)
     return _OPTION.sub(flag, text)
 
 
@@ -82,7 +95,7 @@ def _print_tables(findings: Sequence[Finding], console: Console) -> None:
 
 def _sum(found: Examination, findings: Sequence[Finding]) -> Text:
     asked, counts = found.asked, {level: sum(f.level == level for f in findings) for level in _MARKS}
-    where = "on this machine" if found.is_local else f"on {len(found.hosts)} hosts"
+    where = "on this machine" if found.is_local else f"on {len(found.hosts)} host{'s' * (len(found.hosts) != 1)}"
     kind = f"A run on {asked.platform} over {asked.transport}, {where},"
     warnings = f" ({counts['warning']} warning{'s' * (counts['warning'] != 1)})" if counts["warning"] else ""
     if would_work(findings):

@@ -245,6 +245,8 @@ def parse_ports(text: str) -> tuple[int, int]:
     first, dash, last = text.partition("-")
     if not dash or not first.isdigit() or not last.isdigit():
         raise ValueError(f"{text!r} is no range of ports such as 47000-47100")
+    if int(first) > int(last):
+        raise ValueError(f"{text!r} is no range of ports: the first is larger than the last")
     return int(first), int(last)
 
 
