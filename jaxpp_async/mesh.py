@@ -116,6 +116,7 @@ class RemoteMesh:
             platform=platform,
             env=env,
         )
+        self._same_python = launcher in (None, "local") and hosts is None and python is None
         mesh_options.refuse_idle_devices(given, platform, self._launcher, devices)
         mesh_options.spare_gpus(platform, inline=inline)
         self._config = mesh_options.actor_config(
@@ -165,7 +166,7 @@ class RemoteMesh:
     async def __aenter__(self) -> RemoteMesh:
         if self._controller is not None:
             raise MeshError("this mesh has been entered before; make a new RemoteMesh for another run")
-        await mesh_options.prepare(self._launcher)
+        await mesh_options.prepare(self._launcher, self._config, same_python=self._same_python)
         self._controller = await Controller.start(
             self.num_actors,
             self._launcher,

@@ -25,7 +25,7 @@ from jaxpp_async.actors.launch.remote import RemoteLauncher
 from jaxpp_async.actors.launching import Launching
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.errors import MeshError, ShardingError
-from jaxpp_async.extras import jax_cuda_majors
+from jaxpp_async.extras import cuda_error, jax_cuda_majors
 from jaxpp_async.transport.nccl_plan import ENVIRONMENT as NCCL_ENVIRONMENT
 from jaxpp_async.transport.planes import is_ordered
 
@@ -221,8 +221,19 @@ def spare_gpus(platform: str, *, inline: bool) -> None:
         )
 
 
-async def prepare(launcher: Any) -> None:
-    """What a launcher has to find out before the controller listens."""
+async def prepare(launcher: Any, config: ActorConfig, *, same_python: bool) -> None:
+    """What has to be known before the controller listens and processes start.
+
+    Args:
+        same_python: actors run this process's interpreter, on this machine, and so have its packages.
+
+    Raises:
+        InstallError: actors on GPUs, and no JAX for them.
+        MeshError: as `RemoteLauncher.prepare`.
+    """
+    same_packages = same_python and "PYTHONPATH" not in config.env
+    if same_packages and config.platform == "cuda" and (missing := cuda_error("platform='cuda'")) is not None:
+        raise missing
     if isinstance(launcher, RemoteLauncher):
         await launcher.prepare()
 

@@ -200,7 +200,8 @@ def test_a_jax_without_cuda_is_told_with_the_extra(monkeypatch):
 @pytest.mark.skipif(cuda_error("") is None, reason="JAX for GPUs is installed here")
 async def test_a_mesh_on_gpus_without_jax_for_gpus_says_which_extra_to_install():
     with pytest.raises(
-        InstallError, match=r"^actor 0 \(host .*\): platform='cuda' needs JAX with CUDA.*cuda13"
+        InstallError,
+        match=r"^platform='cuda' needs JAX with CUDA.*cuda13",  # no actor had to start to say so
     ) as raised:
         async with jpp.RemoteMesh(1, platform="cuda"):
             raise AssertionError("it has started")
