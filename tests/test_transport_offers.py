@@ -193,6 +193,26 @@ async def test_who_never_offers_is_not_waited_for_because_another_does(pair):
         await c.aclose()
 
 
+@pytest.mark.parametrize("hurried", [False, True])
+async def test_one_pass_of_the_loop_writes_no_more_than_a_piece(pair, pieces, hurried):
+    a, b = pair
+    a.hurry(hurried)
+    sizes = [DIRECT_BYTES] * 5 + [PIECE_BYTES] * 3 + [8, DIRECT_BYTES, DIRECT_BYTES]
+    blocks, sent = [SharedBlock(size) for size in sizes], [data(size, seed) for seed, size in enumerate(sizes)]
+    receives = [b.recv(block, 0, tag(1 + n % 2)) for n, block in enumerate(blocks)]
+    sends = [a.send(content, 1, tag(1 + n % 2)) for n, content in enumerate(sent)]
+    assert sum(pieces) == 4 * DIRECT_BYTES, "the first of them are written at once"
+    passes = []
+    while sum(pieces) < sum(sizes) - 8:
+        before = sum(pieces)
+        await asyncio.sleep(0)
+        passes.append(sum(pieces) - before)
+    assert max(passes) <= PIECE_BYTES
+    await within(*sends, *receives)
+    assert all(np.array_equal(block.array, content) for block, content in zip(blocks, sent, strict=True))
+    assert not a._direct.sender.holds_back
+
+
 async def test_a_sender_in_a_hurry_waits_for_an_offer_and_not_for_long(pair, pieces, monkeypatch):
     a, b = pair
     a.hurry(True)

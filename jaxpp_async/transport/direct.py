@@ -18,6 +18,9 @@ It holds a smaller one back if it is in a hurry (`Transport.hurry`): for 1 ms at
 pass of its loop, and what is sent under the tag meanwhile waits behind. Where that was in vain a few times, it is done
 now and then only. After that, or at once, such a message goes like any other.
 
+Messages whose offers are there are written where they are posted, up to a piece's size in one pass of the loop; any
+more wait for the next passes in the same way, and what is sent under their tags behind them.
+
 So messages match in the order of all others, and each side has one operation of UCX's open at any time, which fails as
 all do when the peer dies or is aborted. The sender writes only between two passes of its own loop or where it posts,
 and `drop` ends it at once; a receiver whose transfer fails puts other memory in the place of what the sender might

@@ -28,6 +28,13 @@ the same. A receiver who posts again where a message came is a moment later than
 went: then each message would come too early. With 0.2 ms up to every fifth of 1 MiB did."""
 
 
+class _Wait(NamedTuple):
+    """Of a message that is held back: until when for its offer, or for its turn to be written where that has come."""
+
+    until_s: float
+    offer: Offer | None = None
+
+
 class _Copy(NamedTuple):
     transfer: Transfer
     target: int
@@ -48,7 +55,8 @@ class Sender:
         self._written_bytes = 0  # of the first of them
         self._scheduled = False
         self._ended: deque[Transfer] = deque()
-        self._waiting: dict[Transfer, float] = {}  # for offers, until when
+        self._waiting: dict[Transfer, _Wait] = {}
+        self._filled_bytes = 0  # in this pass of the loop
         self._looking = False
 
     @property
@@ -58,7 +66,7 @@ class Sender:
 
     @property
     def holds_back(self) -> bool:
-        """Whether messages wait for offers: what is sent under their tags, however small, has to go behind them."""
+        """Whether messages wait: what is sent under their tags, however small, has to go behind them."""
         return bool(self._waiting)
 
     def send(self, transfer: Transfer, hurried: bool) -> bool:
@@ -71,11 +79,15 @@ class Sender:
             False: not possible now; nothing has been sent.
         """
         if self._waiting and any(w.tag == transfer.tag and w.link is transfer.link for w in self._waiting):
-            self._waiting[transfer] = monotonic() + _PATIENCE_S
+            self._hold_back(transfer)
             return True
         if not words.may_be_written(transfer):
             return False
-        if self._send_offered(transfer) or self._announce(transfer):
+        offer = self._offer_for(transfer)
+        if offer is not None and (self._is_full(transfer) or any(wait.offer for wait in self._waiting.values())):
+            self._hold_back(transfer, offer)
+            return True
+        if (offer is not None and self._fill(transfer, offer)) or self._announce(transfer):
             return True
         offers = transfer.link.offers
         if offers is None or not words.may_be_offered(transfer):
@@ -83,19 +95,23 @@ class Sender:
         if not hurried or (offers.in_vain > _MOST_IN_VAIN and offers.in_vain % _TRY_AGAIN):
             offers.in_vain += 1
             return False
-        self._waiting[transfer] = monotonic() + _PATIENCE_S
-        self._look_soon()
+        self._hold_back(transfer)
         return True
 
-    def _send_offered(self, transfer: Transfer) -> bool:
+    def _hold_back(self, transfer: Transfer, offer: Offer | None = None) -> None:
+        self._waiting[transfer] = _Wait(monotonic() + _PATIENCE_S, offer)
+        self._look_soon()
+
+    def _offer_for(self, transfer: Transfer) -> Offer | None:
         number, offers = transfer.number, transfer.link.offers
         if number is None or offers is None or not words.may_be_offered(transfer):
-            return False
+            return None
         offer = offers.take(transfer.tag, number)
-        if offer is None or offer.ticket.size_bytes != transfer.memory.size_bytes or not self._fill(transfer, offer):
-            return False
-        offers.in_vain = 0
-        return True
+        return offer if offer is not None and offer.ticket.size_bytes == transfer.memory.size_bytes else None
+
+    def _is_full(self, transfer: Transfer) -> bool:
+        """Whether a message is written in a later pass of the loop, for enough was in this one."""
+        return 0 < self._filled_bytes > words.PIECE_BYTES - transfer.memory.size_bytes
 
     def _look_soon(self) -> None:
         if not self._looking:
@@ -103,30 +119,36 @@ class Sender:
             self._loop.call_soon(self._look)
 
     def _look(self) -> None:
-        """Look for offers, and send what has waited for long enough."""
+        """Look for offers, write what has them, and send what has waited for long enough."""
         self._looking, now_s = False, monotonic()
         ahead: set[tuple[int, int]] = set()  # link and tag of what goes on waiting
-        for transfer, until_s in list(self._waiting.items()):
+        for transfer, wait in list(self._waiting.items()):
             key = (id(transfer.link), transfer.tag)
             # What is told to one may drop others.
-            if transfer in self._waiting and (key in ahead or not self._leaves(transfer, now_s < until_s)):
+            if transfer in self._waiting and (key in ahead or not self._leaves(transfer, wait, now_s)):
                 ahead.add(key)
         if self._waiting:
-            os.sched_yield()  # to the receiver, which may be on this core
+            if not self._filled_bytes:
+                os.sched_yield()  # to the receiver, which may be on this core
             self._look_soon()
 
-    def _leaves(self, transfer: Transfer, may_wait: bool) -> bool:
+    def _leaves(self, transfer: Transfer, wait: _Wait, now_s: float) -> bool:
         """Send what waits, if it is time. Returns: whether it was."""
         if transfer.link.failure is not None:
             del self._waiting[transfer]
             self._carrier.finish(transfer, STATUS_CANCELED, 0)
             return True
         is_large = words.may_be_written(transfer)
-        sent = is_large and self._send_offered(transfer)
-        if not sent and may_wait and is_large and words.may_be_offered(transfer):
+        offer = wait.offer or (self._offer_for(transfer) if is_large else None)
+        if offer is not None and self._is_full(transfer):
+            self._waiting[transfer] = wait._replace(offer=offer)
+            return False
+        if offer is None and now_s < wait.until_s and is_large and words.may_be_offered(transfer):
             return False
         del self._waiting[transfer]
-        if not sent and not (is_large and self._announce(transfer)):
+        if offer is not None and self._fill(transfer, offer):
+            return True
+        if not (is_large and self._announce(transfer)):
             if transfer.link.offers is not None:
                 transfer.link.offers.in_vain += is_large and words.may_be_offered(transfer)
             self._carrier.post_own_send(transfer.link, transfer.memory, transfer.tag, transfer)
@@ -136,6 +158,8 @@ class Sender:
         """Write to where a receive waits. False: it cannot be reached, or the link has failed; nothing was sent."""
         memory, link, (serial, ticket) = transfer.memory, transfer.link, offer
         assert link.neighbour is not None
+        assert link.offers is not None
+        link.offers.in_vain = 0
         try:
             placed = link.neighbour.place(ticket)
         except (OSError, ValueError):
@@ -144,6 +168,7 @@ class Sender:
         placed.mark.value = serial
         if not self._carrier.post_own_send(link, words.EMPTY, transfer.tag, None):
             return False
+        self._filled_bytes += memory.size_bytes
         # Told in the loop's next pass: whoever awaits one send after another would wait for no offer otherwise.
         self._ended.append(transfer)
         if len(self._ended) == 1:
@@ -151,7 +176,7 @@ class Sender:
         return True
 
     def _tell_ended(self) -> None:
-        ended, self._ended = self._ended, deque()
+        ended, self._ended, self._filled_bytes = self._ended, deque(), 0
         for transfer in ended:
             self._carrier.finish(transfer, STATUS_OK, 0)
             if transfer.link.neighbour is not None:
