@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import util
+import json
+from importlib import metadata, util
+from urllib.parse import unquote
 
 from jaxpp_async.errors import InstallError
 
@@ -22,9 +24,23 @@ def extra_of(platform: str, cuda: tuple[int, int] | None = None) -> str:
     return f"cuda{fitting[0] if fitting else CUDA_MAJORS[-1]}"
 
 
-def pip_install(extra: str, python: str = "") -> str:
-    """The command that installs it."""
-    return f"{f'{python} -m ' if python else ''}pip install 'jaxpp-async[{extra}]'"
+def pip_install(extra: str, python: str = "", source: str = "jaxpp-async") -> str:
+    """The command that installs it.
+
+    Args:
+        source: where the package comes from, as pip takes it.
+    """
+    return f"{f'{python} -m ' if python else ''}pip install '{source}[{extra}]'"
+
+
+def source_here() -> str:
+    """The folder that the package was installed from here; its name alone, where that was none: no index has it."""
+    try:
+        text = metadata.distribution("jaxpp-async").read_text("direct_url.json")
+        url: str = json.loads(text or "{}").get("url", "")
+    except (metadata.PackageNotFoundError, ValueError, AttributeError):  # not installed, or by no pip
+        return "jaxpp-async"
+    return unquote(url.removeprefix("file://")) if url.startswith("file:///") else "jaxpp-async"
 
 
 def jax_cuda_majors() -> tuple[int, ...]:
@@ -40,7 +56,7 @@ def cuda_error(what: str) -> InstallError | None:
     """
     if jax_cuda_majors():
         return None
-    preferred, other = (pip_install(f"cuda{major}") for major in CUDA_MAJORS)
+    preferred, other = (pip_install(f"cuda{major}", source=source_here()) for major in CUDA_MAJORS)
     return InstallError(
         f"{what} needs JAX with CUDA, and the JAX here is without; install it with: {preferred}  "
         f"(for a driver older than 580: {other})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import importlib.util
 import os
 from dataclasses import replace
@@ -190,9 +191,11 @@ def test_the_extra_that_a_driver_can_run(platform, cuda, extra):
 
 
 def test_a_jax_without_cuda_is_told_with_the_extra(monkeypatch):
+    installed: Any = SimpleNamespace(read_text=lambda name: '{"url": "file:///a%20b/clone"}')
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     missing = cuda_error("platform='cuda'")
-    assert missing is not None and "pip install 'jaxpp-async[cuda13]'" in str(missing) and "580" in str(missing)
+    assert missing is not None and "pip install '/a b/clone[cuda13]'" in str(missing) and "580" in str(missing)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "jax_cuda12_plugin" or None)
     assert cuda_error("platform='cuda'") is None
 

@@ -181,6 +181,8 @@ WRONG = [
      "warning", "memory", "n1", "16 MiB free", "--shm-size"),
     ("another JAX there", on_two(CPU, CPU_HOST, having(CPU_HOST, jax="0.10.1")),
      "error", "versions", "n2", "has jax 0.10.1, this machine has 0.10.2", "pip install 'jax==0.10.2'"),
+    ("another of this package", on_two(CPU, CPU_HOST, having(CPU_HOST, jaxpp_async="0.0.9")),
+     "error", "versions", "n2", "has jaxpp-async 0.0.9, this machine has 0.1.0", "pip install this machine's clone"),
     ("another UCX there", on_two(CPU, CPU_HOST, replace(CPU_HOST, ucx=Ucx("1.16.0", "", TCP))),
      "warning", "versions", "all hosts", "1.21.0 on this machine, n1; 1.16.0 on n2", "the same on all"),
     ("a clock that is off", on_two(CPU, CPU_HOST, CPU_HOST, clock=Clock(-7.5, 0.1)),

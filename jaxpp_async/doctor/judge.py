@@ -144,7 +144,8 @@ def _versions(found: Examination) -> Iterator[Finding]:
                     "versions",
                     report.name,
                     f"has {package} {theirs}, this machine has {ours}; programs are made here and run there",
-                    f"{report.facts.executable} -m pip install '{package}=={ours}'",
+                    f"{report.facts.executable} -m pip install "
+                    + ("this machine's clone of it" if package == "jaxpp-async" else f"'{package}=={ours}'"),
                 )
     for package, versions in _differing(found, ("ucx",)).items():
         yield warning(
