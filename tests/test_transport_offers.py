@@ -12,6 +12,7 @@ from transport_conformance import data, join, tag, within
 from jaxpp_async.errors import ProtocolError, TransferError
 from jaxpp_async.transport import direct_send, offers
 from jaxpp_async.transport.base import COPY_CHANNEL, HOST_CHANNEL, SENDER_SHIFT, make_tag
+from jaxpp_async.transport.buffers import memory_of
 from jaxpp_async.transport.direct_words import ANSWER_BYTES, DIRECT_BYTES, HEADER_BYTES, PIECE_BYTES
 from jaxpp_async.transport.offers import LinkOffers, OfferRing
 from jaxpp_async.transport.shared import RING_BYTES, BlockTicket, SharedBlock
@@ -191,6 +192,64 @@ async def test_who_never_offers_is_not_waited_for_because_another_does(pair):
         assert np.array_equal(plain, sent)
     finally:
         await c.aclose()
+
+
+async def test_a_message_that_was_here_first_is_counted(pair, pieces):
+    a, b = pair
+    await within(a.send(data(8, 0), 1, tag(1)))
+    for _ in range(100):
+        b._worker.progress_once()
+    assert b.post_recv(memory_of(np.zeros(8, np.uint8), writable=True), 0, tag(1), print), "the message is here"
+    block, sent = SharedBlock(DIRECT_BYTES), data(DIRECT_BYTES, 1)
+    await within(b.recv(block, 0, tag(1)), a.send(sent, 1, tag(1)))
+    assert pieces == [DIRECT_BYTES]
+    assert np.array_equal(block.array, sent)
+
+
+async def test_after_many_waits_in_vain_one_message_waits_again(pair):
+    a, b = pair
+    a.hurry(True)
+    offers_of_link = a._links[1].offers
+    held_back = []
+    for count in (direct_send._TRY_AGAIN - 1, direct_send._TRY_AGAIN):
+        offers_of_link.in_vain = count
+        send = a.send(data(DIRECT_BYTES, 1), 1, tag(1))
+        held_back.append(a._direct.sender.holds_back)
+        await within(send, b.recv(np.zeros(DIRECT_BYTES, np.uint8), 0, tag(1)))
+    assert held_back == [False, True]
+
+
+async def test_what_waits_ends_when_its_link_fails(pair, monkeypatch):
+    a, _ = pair
+    a.hurry(True)
+    monkeypatch.setattr(direct_send, "_PATIENCE_S", 60)
+    send = a.send(data(DIRECT_BYTES, 1), 1, tag(1))
+    assert a._direct.sender.holds_back
+    a._fail_link(a._links[1], "lost")
+    with pytest.raises(TransferError, match="link lost"):
+        await within(send)
+    assert not a._direct.sender.holds_back
+
+
+async def test_an_offered_message_that_cannot_be_told_of_fails(pair, monkeypatch):
+    a, b = pair
+    receive = b.recv(SharedBlock(DIRECT_BYTES), 0, tag(1))
+    monkeypatch.setattr(a._port, "send", lambda *_: STATUS_TRUNCATED)
+    send = a.send(data(DIRECT_BYTES, 1), 1, tag(1))
+    with pytest.raises((TransferError, ProtocolError)):
+        await within(send)
+    monkeypatch.undo()
+    await within(b.abort(0), asyncio.gather(receive, return_exceptions=True))
+
+
+async def test_a_block_that_its_owner_let_go_of_is_not_placed(pair):
+    a, _ = pair
+    block = SharedBlock(DIRECT_BYTES)
+    ticket, neighbour = block.ticket, a._links[1].neighbour
+    neighbour.place(ticket)
+    block.retire()
+    with pytest.raises(ValueError, match="let go"):
+        neighbour.place(ticket)
 
 
 @pytest.mark.parametrize("hurried", [False, True])
