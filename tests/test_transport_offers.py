@@ -242,6 +242,19 @@ async def test_an_offered_message_that_cannot_be_told_of_fails(pair, monkeypatch
     await within(b.abort(0), asyncio.gather(receive, return_exceptions=True))
 
 
+async def test_an_idle_sender_forgets_blocks_that_their_owners_let_go_of(pair, monkeypatch):
+    monkeypatch.setattr(direct_send, "_SWEEP_S", 0.001)
+    a, b = pair
+    block, neighbour = SharedBlock(DIRECT_BYTES), a._links[1].neighbour
+    await within(b.recv(block, 0, tag(1)), a.send(data(DIRECT_BYTES, 1), 1, tag(1)))
+    assert neighbour.has_blocks
+    block.retire()
+    for _ in range(1000):
+        if neighbour.has_blocks:
+            await asyncio.sleep(0.001)
+    assert not neighbour.has_blocks
+
+
 async def test_a_block_that_its_owner_let_go_of_is_not_placed(pair):
     a, _ = pair
     block = SharedBlock(DIRECT_BYTES)

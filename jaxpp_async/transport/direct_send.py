@@ -19,13 +19,17 @@ from jaxpp_async.transport import direct_words as words
 from jaxpp_async.transport.buffers import Memory
 from jaxpp_async.transport.links import Link, Transfer
 from jaxpp_async.transport.offers import Offer
-from jaxpp_async.transport.shared import BlockTicket, Board
+from jaxpp_async.transport.shared import BlockTicket, Board, Neighbour
 from jaxpp_async.transport.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED
 
 _PATIENCE_S, _MOST_IN_VAIN, _TRY_AGAIN = 1e-3, 3, 32
 """How long a sender in a hurry waits for an offer, how often in a row in vain, and which message after that waits all
 the same. A receiver who posts again where a message came is a moment later than a sender who sends again where one
 went: then each message would come too early. With 0.2 ms up to every fifth of 1 MiB did."""
+
+
+_SWEEP_S = 1.0
+"""How often a sender, however idle, looks whether blocks that it has mapped are still their owners'."""
 
 
 class _Wait(NamedTuple):
@@ -58,6 +62,7 @@ class Sender:
         self._waiting: dict[Transfer, _Wait] = {}
         self._filled_bytes = 0  # in this pass of the loop
         self._looking = False
+        self._mapped: set[Neighbour] = set()  # whose blocks are mapped here
 
     @property
     def busy(self) -> bool:
@@ -179,8 +184,21 @@ class Sender:
         ended, self._ended, self._filled_bytes = self._ended, deque(), 0
         for transfer in ended:
             self._carrier.finish(transfer, STATUS_OK, 0)
-            if transfer.link.neighbour is not None:
-                transfer.link.neighbour.forget_freed()
+            self._forget_freed(transfer.link)
+
+    def _forget_freed(self, link: Link) -> None:
+        if link.neighbour is not None:
+            link.neighbour.forget_freed()
+            if not self._mapped:
+                self._loop.call_later(_SWEEP_S, self._sweep)
+            self._mapped.add(link.neighbour)
+
+    def _sweep(self) -> None:
+        for neighbour in self._mapped:
+            neighbour.forget_freed()
+        self._mapped = {neighbour for neighbour in self._mapped if neighbour.has_blocks}
+        if self._mapped:
+            self._loop.call_later(_SWEEP_S, self._sweep)
 
     def _announce(self, transfer: Transfer) -> bool:
         """Send a header, if the message is large enough. False: not possible now; nothing has been sent."""
@@ -259,8 +277,7 @@ class Sender:
         transfer = self._copies.popleft().transfer
         self._written_bytes = 0
         self._carrier.finish(transfer, status, 0)
-        if transfer.link.neighbour is not None:
-            transfer.link.neighbour.forget_freed()
+        self._forget_freed(transfer.link)
 
     def drop(self, link: Link) -> None:
         """Copy nothing more for a link: its buffers are their owners' again when this returns."""

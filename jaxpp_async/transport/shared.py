@@ -243,6 +243,11 @@ class Neighbour:
             raise ValueError("its owner has let go of it")
         return placed
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether any block of the neighbour's is mapped here."""
+        return bool(self._blocks)
+
     def forget(self) -> None:
         """Keep no block of the neighbour's."""
         self._blocks.clear()
