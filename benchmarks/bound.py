@@ -9,9 +9,9 @@ from __future__ import annotations
 import statistics
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from jaxpp_async.program import ActorId, ActorProgram, ExecutableId, Instruction, Recv, Run
+from jaxpp_async.program import ActorId, ActorProgram, ExecutableId, Recv, Run
 from jaxpp_async.timeline import bill
 from jaxpp_async.timeline.events import ActorTimeline, pair, read_events
 
@@ -46,26 +46,38 @@ def task_times(programs: Sequence[ActorProgram], steps: Iterable[Sequence[Sequen
     return {kind: statistics.median(durations) for kind, durations in found.items()}
 
 
+def usual_seconds(programs: Sequence[ActorProgram], times: Mapping[Kind, float]) -> list[list[float]]:
+    """What `run_seconds` would be of each program in a step whose tasks all take their kind's time."""
+    return [[times[p.actor, i.executable] for i in p.instructions if isinstance(i, Run)] for p in programs]
+
+
 def busiest_s(programs: Sequence[ActorProgram], times: Mapping[Kind, float]) -> float:
     """The longest time that an actor computes in a step: no order of its tasks is faster."""
-    return max(sum(times[p.actor, i.executable] for i in p.instructions if isinstance(i, Run)) for p in programs)
+    return max(map(sum, usual_seconds(programs, times)))
 
 
-def critical_path_s(programs: Sequence[ActorProgram], times: Mapping[Kind, float], transfer_s: float = 0.0) -> float:
+def critical_path_s(
+    programs: Sequence[ActorProgram], seconds: Sequence[Sequence[float]], transfer_s: float = 0.0
+) -> float:
     """When the last task has ended, and the last transfer.
 
     Args:
         programs: one an actor; they do not deadlock.
-        times: seconds by kind.
+        seconds: of each actor, how long each of its `Run`s takes, in its order: `run_seconds`, or `usual_seconds`.
         transfer_s: what each transfer takes, beside all others.
     """
-
-    def stamps(actor: ActorId, instruction: Instruction) -> tuple[float, float]:
-        if isinstance(instruction, Run):
-            return 0.0, times[actor, instruction.executable]
-        return 0.0, transfer_s if isinstance(instruction, Recv) else 0.0
-
     actors = [
-        ActorTimeline(p.actor, read_events(p, [stamps(p.actor, i) for i in p.instructions], 0.0, {})) for p in programs
+        ActorTimeline(program.actor, read_events(program, list(_stamps(program, own, transfer_s)), 0.0, {}))
+        for program, own in zip(programs, seconds, strict=True)
     ]
     return bill.critical_path_s(actors, pair(actors), moves=True)
+
+
+def _stamps(program: ActorProgram, seconds: Sequence[float], transfer_s: float) -> Iterator[tuple[float, float]]:
+    """Begin and end of each instruction, of which only the distance counts."""
+    runs = iter(seconds)
+    for instruction in program.instructions:
+        if isinstance(instruction, Run):
+            yield 0.0, next(runs)
+        else:
+            yield 0.0, transfer_s if isinstance(instruction, Recv) else 0.0

@@ -63,6 +63,7 @@ LABELS = {
     "ours_zero_bubble": "jaxpp-async, zero bubble",
     "ours_two_actors": "jaxpp-async",
     "torch": "torch.distributed.pipelining, 1F1B",
+    "torch_default_threads": "torch.distributed.pipelining, default threads",
     "ray": "Ray",
     "monarch": "Monarch",
     "jax_spmd": "JAX SPMD pipeline, GPipe",

@@ -69,7 +69,13 @@ PIPELINE = (
 )
 def test_the_critical_path_of_a_pipeline(forward, last, backward, transfer, expected):
     times = {(0, 0): forward, (0, 1): backward, (1, 2): last}
-    assert bound.critical_path_s(PIPELINE, times, transfer) == expected
+    assert bound.critical_path_s(PIPELINE, bound.usual_seconds(PIPELINE, times), transfer) == expected
+
+
+def test_each_task_counts_with_the_time_that_it_took():
+    # The second forward is late: everything after it is. A late first backward hides behind the second forward's way.
+    assert bound.critical_path_s(PIPELINE, [[1, 4, 1, 1], [1, 1]]) == 7
+    assert bound.critical_path_s(PIPELINE, [[1, 1, 1, 1], [1, 1]]) == 4
 
 
 @pytest.mark.parametrize("out", [0, 1], ids=["the slot that it was received in", "another slot"])
@@ -78,13 +84,13 @@ def test_a_run_may_write_to_a_slot_that_a_message_filled(out):
         program(0, Recv(1, 1, 1, AVAL), run(0, (), 0), Send(0, 1, 0), run(2, (1,), 2)),
         program(1, Recv(0, 0, 0, AVAL), run(1, (0,), out), Send(out, 0, 1)),
     )
-    assert bound.critical_path_s(programs, {(0, 0): 1, (1, 1): 5, (0, 2): 1}) == 7
+    assert bound.critical_path_s(programs, [[1, 1], [5]]) == 7
 
 
 def test_the_critical_path_of_programs_that_wait_for_each_other():
     waiting = [program(a, Recv(0, 1 - a, a, AVAL), run(0, (0,), 1), Send(1, 1 - a, 1 - a)) for a in (0, 1)]
     with pytest.raises(ValueError, match="wait for each other"):
-        bound.critical_path_s(waiting, {(0, 0): 1, (1, 0): 1})
+        bound.critical_path_s(waiting, [[1], [1]])
 
 
 def test_task_times_are_medians_over_microbatches_and_steps():
@@ -109,11 +115,20 @@ def test_medians_and_spreads():
     assert len(timed(lambda: None, 3)) == 3
 
 
-def test_efficiency_is_taken_within_rounds():
-    # The machine is twice as slow in the second round, and its tasks with it; the third did not say.
-    taken = rounds.Taken([[9, 10, 11], [20, 22], [10]], extras=[{"bound_ms": 9}, {"bound_ms": 18.9}, {}])
+def test_efficiency_is_taken_within_steps():
+    # A task of the third step took longer, and the step with it; the third round did not say.
+    extras = [{"bounds_ms": [9, 9, 18]}, {"bounds_ms": [19, 18]}, {}]
+    taken = rounds.Taken([[10, 10, 20], [20, 20], [10]], extras=extras)
     assert parts._efficiency(taken) == pytest.approx(0.9)
-    assert parts._efficiency(rounds.Taken()) is None
+    assert parts._median_bound(taken) == 18
+    assert parts._efficiency(rounds.Taken()) is None and parts._median_bound(rounds.Taken()) is None
+
+
+def test_usual_efficiency_is_taken_within_rounds():
+    # The machine is twice as slow in the second round, and its tasks with it; the third did not say.
+    taken = rounds.Taken([[9, 10, 11], [20, 22], [10]], extras=[{"usual_bound_ms": 9}, {"usual_bound_ms": 18.9}, {}])
+    assert parts._usual_efficiency(taken) == pytest.approx(0.9)
+    assert parts._usual_efficiency(rounds.Taken()) is None
 
 
 def test_hidden_transfers_are_taken_within_rounds():
@@ -122,7 +137,7 @@ def test_hidden_transfers_are_taken_within_rounds():
         "compute_only": rounds.Taken([[100, 101, 99], [200], [400]]),
         "transfer_only": rounds.Taken([[60], [110], [210]]),
         "together": rounds.Taken(
-            [[135], [260], [510]], extras=[{"bound_ms": b, "bound_slow_ms": b + 10} for b in (90, 180, 360)]
+            [[135], [260], [510]], extras=[{"usual_bound_ms": b, "bound_slow_ms": b + 10} for b in (90, 180, 360)]
         ),
     }
     assert parts._hidden(taken) == {"no_slack": 10, "hidden_percent": 50}

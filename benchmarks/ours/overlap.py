@@ -41,7 +41,7 @@ class Overlapping(Trainer):
         forwards = [i for i in self.programs[0].instructions if isinstance(i, Run) and i.label.startswith("fwd")]
         # Where stages compute next to nothing, the compiler leaves them none.
         forward_s = times[0, forwards[0].executable] if forwards else 0.0
-        slow = bound.critical_path_s(self.programs, times, self.delay_ms / 1e3)
+        slow = bound.critical_path_s(self.programs, bound.usual_seconds(self.programs, times), self.delay_ms / 1e3)
         return {"forward_ms": forward_s * 1e3, "bound_slow_ms": slow * 1e3}
 
 

@@ -9,8 +9,9 @@ measurements everybody waits for messages; nothing spins.
 A step has ended when `mesh.run` returns: every actor has finished it. `--fetch` also brings the losses here.
 
 `--in-flight 2` submits each step before the one before it has ended; a step's duration is then the whole run's, divided
-by its steps. Otherwise the answers also hold, of the steps that were measured, `bound_ms` (the critical path of the
-schedule, made of the actors' own median task times), `busiest_ms` (what the busiest actor computes), `task_ms`.
+by its steps. Otherwise the answers also hold, of the steps that were measured, `bounds_ms` (each one's critical path,
+made of what each of its own tasks took), `usual_bound_ms` (the same of the median time of each kind of task),
+`busiest_ms` (what the busiest actor then computes), `task_ms`.
 """
 
 from __future__ import annotations
@@ -66,9 +67,11 @@ class Trainer:
             stats = self.mesh.last_step_stats()
             seconds.append([bound.run_seconds(p, s.stamps) for p, s in zip(self.programs, stats, strict=True)])
         times = bound.task_times(self.programs, seconds)
+        usual = bound.usual_seconds(self.programs, times)
         return {
             "ms": ms,
-            "bound_ms": bound.critical_path_s(self.programs, times) * 1e3,
+            "bounds_ms": [bound.critical_path_s(self.programs, of_step) * 1e3 for of_step in seconds],
+            "usual_bound_ms": bound.critical_path_s(self.programs, usual) * 1e3,
             "busiest_ms": bound.busiest_s(self.programs, times) * 1e3,
             **self.more_bounds(times),
             "task_ms": {name: t * 1e3 for name, t in _named(self.programs, times).items()},

@@ -33,7 +33,10 @@ def contenders(part: str, *, with_peers: bool) -> Sequence[Contender]:
     }
     theirs = {
         "tiny_step": [_peer("torch", "torch_pipeline.py", "tiny"), _peer("ray", "ray_tasks.py", "tiny")],
-        "big_step": [_peer("torch", "torch_pipeline.py", "big")],
+        "big_step": [
+            _peer("torch", "torch_pipeline.py", "big"),
+            _peer("torch_default_threads", "torch_pipeline.py", "big", "--default-threads"),
+        ],
         "rpc_us": [_peer("ray", "ray_tasks.py", "rpc"), _peer("monarch", "monarch_rpc.py")],
     }
     return [*ours.get(part, []), *(theirs.get(part, []) if with_peers else [])]

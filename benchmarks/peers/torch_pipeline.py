@@ -2,6 +2,9 @@
 
 `torch_pipeline.py tiny|big` is a contender (`contender.py`). It is rank 0, serves the line and starts rank 1, which
 follows it. A step ends when the loss of rank 1 has arrived at rank 0: rank 1 sends it after its own update.
+
+Each rank has a core and a thread of its own, as our actors do. With `--default-threads` both have what torch takes by
+itself: as many threads as there are cores, wherever the system puts them.
 """
 
 from __future__ import annotations
@@ -98,10 +101,15 @@ def make_step(shape: Shape, rank: int) -> Callable[[], float]:
     return first if rank == 0 else last
 
 
-def join(store: str, rank: int, core: int) -> None:
-    """Take one core and one thread, and meet the other rank."""
-    os.sched_setaffinity(0, {core})
-    torch.set_num_threads(1)
+def join(store: str, rank: int, core: int | None) -> None:
+    """Meet the other rank, on one core and with one thread.
+
+    Args:
+        core: which; None: torch's own threads, on every core.
+    """
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+        torch.set_num_threads(1)
     # The ranks share a host: without a name of its own gloo looks for the interface of the host's name.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_STAGES, timeout=IDLE)
@@ -116,9 +124,10 @@ def follow(shape: Shape) -> None:
 
 
 @contextlib.contextmanager
-def follower(shape: Shape, store: str, core: int) -> Iterator[Callable[[int], None]]:
+def follower(shape: Shape, store: str, core: int | None) -> Iterator[Callable[[int], None]]:
     """Rank 1's process. Gives what tells it how many steps to run; it has ended afterwards."""
-    command = [sys.executable, __file__, shape.name, "--follow", store, "--core", str(core)]
+    where = ["--default-threads"] if core is None else ["--core", str(core)]
+    command = [sys.executable, __file__, shape.name, "--follow", store, *where]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
     lines = process.stdin
     assert lines is not None
@@ -136,12 +145,13 @@ def follower(shape: Shape, store: str, core: int) -> Iterator[Callable[[int], No
         process.wait()
 
 
-def lead(shape: Shape) -> None:
+def lead(shape: Shape, *, default_threads: bool) -> None:
     """Rank 0: the contender."""
     channel = Channel()
     cores = sorted(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory() as folder, follower(shape, f"{folder}/store", cores[-1]) as tell:
-        join(f"{folder}/store", 0, cores[0])
+    own, other = (None, None) if default_threads else (cores[0], cores[-1])
+    with tempfile.TemporaryDirectory() as folder, follower(shape, f"{folder}/store", other) as tell:
+        join(f"{folder}/store", 0, own)
         step = make_step(shape, 0)
 
         def measure(num_steps: int) -> list[float]:
@@ -152,7 +162,8 @@ def lead(shape: Shape) -> None:
             tell(num_steps)
             return [step() for _ in range(num_steps)]
 
-        channel.serve(measure, torch=torch.__version__, loss=checked_losses(losses, shape))
+        facts = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+        channel.serve(measure, loss=checked_losses(losses, shape), **facts)
         dist.destroy_process_group()
 
 
@@ -161,12 +172,13 @@ def main() -> None:
     parser.add_argument("model", choices=sorted(SHAPES))
     parser.add_argument("--follow", metavar="STORE", help="be rank 1 of the one that keeps its store there")
     parser.add_argument("--core", type=int, default=0, help="of rank 1")
+    parser.add_argument("--default-threads", action="store_true", help="torch's own threads, on every core")
     args = parser.parse_args()
     shape = SHAPES[args.model]
     if args.follow is None:
-        lead(shape)
+        lead(shape, default_threads=args.default_threads)
         return
-    join(args.follow, 1, args.core)
+    join(args.follow, 1, None if args.default_threads else args.core)
     follow(shape)
     dist.destroy_process_group()
 
