@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import mmap
+from pathlib import Path
 
 import numpy as np
 import pytest
 from transport_conformance import data, join, tag, within
 
 from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.transport import direct_send, offers
+from jaxpp_async.transport import direct_send, offers, shared
 from jaxpp_async.transport.base import COPY_CHANNEL, HOST_CHANNEL, SENDER_SHIFT, make_tag
 from jaxpp_async.transport.buffers import memory_of
 from jaxpp_async.transport.direct_words import ANSWER_BYTES, DIRECT_BYTES, HEADER_BYTES, PIECE_BYTES
@@ -68,6 +70,10 @@ def test_torn_and_overwritten_offers_are_dropped(monkeypatch):
 
 
 # ---------------------------------------------------------------- between transports
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 @pytest.fixture
@@ -145,6 +151,44 @@ async def test_what_was_offered_before_an_abort_reaches_nobody(pair, size):
     await join(a, b)
     await within(b.recv(block, 0, tag(1, 2)), a.send(sent, 1, tag(1, 2)))
     assert np.array_equal(block.array, sent)
+
+
+async def test_an_abort_allocates_nothing_and_blocks_are_shared_again_when_they_are_posted(pair, pieces, monkeypatch):
+    a, b = pair
+    blocks, sent = [SharedBlock(size) for size in (DIRECT_BYTES, 3 * PIECE_BYTES)], []
+    receives = [b.recv(block, 0, tag(n)) for n, block in enumerate(blocks)]
+    made, make_file = [], shared._make_file
+    monkeypatch.setattr(shared, "_make_file", lambda size: made.append(size) or make_file(size))
+    before = resident_bytes()
+    await within(b.abort(0), asyncio.gather(*receives, return_exceptions=True))
+    assert not made
+    assert resident_bytes() - before < DIRECT_BYTES // 2
+    await within(a.abort(1))
+    await join(a, b)
+    for epoch in (2, 3):
+        for n, block in enumerate(blocks):
+            sent = data(block.size_bytes, n + epoch)
+            await within(b.recv(block, 0, tag(n, epoch)), a.send(sent, 1, tag(n, epoch)))
+            assert np.array_equal(block.array, sent)
+    assert len(made) == 1, "the small one's; the large one was never offered, so nobody could write there"
+    assert sum(pieces) == 2 * (DIRECT_BYTES + 3 * PIECE_BYTES)
+
+
+async def test_a_retired_block_that_cannot_be_shared_receives_messages(pair, pieces, monkeypatch):
+    a, b = pair
+    block, sent, asked = SharedBlock(DIRECT_BYTES), data(DIRECT_BYTES, 1), []
+    block.retire()
+
+    def no_memory(size):
+        asked.append(size)
+        raise OSError("no memory")
+
+    monkeypatch.setattr(shared, "_make_file", no_memory)
+    for _ in range(2):
+        await within(b.recv(block, 0, tag(1)), a.send(sent, 1, tag(1)))
+        assert np.array_equal(block.array, sent)
+    assert not pieces
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("side", ["send", "recv"])

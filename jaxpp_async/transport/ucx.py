@@ -172,6 +172,8 @@ class UCXTransport:
         number = link.offers.received.next(tag) if link.offers is not None else None
         identity = next(self._identities)
         size_bytes = memory.size_bytes
+        if size_bytes >= DIRECT_BYTES and number is not None:
+            self._direct.receiver.prepare(memory)
         result = self._port.recv(memory.address, size_bytes, tag | link.sender_bits, identity)
         completed = self._port.completed
         if completed and completed[-1] == (identity, STATUS_OK, size_bytes) and size_bytes != HEADER_BYTES:
