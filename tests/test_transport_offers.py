@@ -12,7 +12,7 @@ import pytest
 from transport_conformance import data, join, tag, within
 
 from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.transport import direct_send, offers, shared
+from jaxpp_async.transport import direct_send, direct_words, offers, shared
 from jaxpp_async.transport.base import COPY_CHANNEL, HOST_CHANNEL, SENDER_SHIFT, make_tag
 from jaxpp_async.transport.buffers import memory_of
 from jaxpp_async.transport.direct_words import ANSWER_BYTES, DIRECT_BYTES, HEADER_BYTES, PIECE_BYTES
@@ -22,6 +22,7 @@ from jaxpp_async.transport.ucp import STATUS_TRUNCATED
 from jaxpp_async.transport.ucx import UCXTransport
 
 ME, OTHER = 1 << SENDER_SHIFT, 2 << SENDER_SHIFT
+STATUS_NO_MEMORY = -4
 TICKET = BlockTicket(3, bytes(range(16)), 100)
 
 
@@ -70,6 +71,12 @@ def test_torn_and_overwritten_offers_are_dropped(monkeypatch):
 
 
 # ---------------------------------------------------------------- between transports
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  of another's making
+            await asyncio.sleep(0)
 
 
 def resident_bytes() -> int:
@@ -203,6 +210,49 @@ async def test_what_ucx_refuses_has_no_number(pair, pieces, monkeypatch, side):
     await within(b.recv(block, 0, tag(1)), a.send(sent, 1, tag(1)))
     assert np.array_equal(block.array, sent)
     assert pieces == [DIRECT_BYTES], "both sides still count alike"
+
+
+@pytest.mark.parametrize(
+    ("refusing", "side", "size", "refused", "receive"),
+    [
+        ("a", "send", DIRECT_BYTES, DIRECT_BYTES, "none"),  # held back in vain
+        ("a", "send", DIRECT_BYTES, 0, "block"),  # that it is written
+        ("a", "send", 2 * PIECE_BYTES, HEADER_BYTES, "block"),
+        ("a", "recv", 2 * PIECE_BYTES, direct_words.ANSWER.size, "block"),
+        ("b", "send", 2 * PIECE_BYTES, direct_words.ANSWER.size, "block"),
+        ("b", "recv", 2 * PIECE_BYTES, direct_words.END.size, "block"),
+        ("a", "send", 2 * PIECE_BYTES, direct_words.END.size, "block"),
+        ("a", "send", 2 * PIECE_BYTES, 2 * PIECE_BYTES, "array"),
+    ],
+)
+async def test_what_ucx_refuses_after_it_was_counted_fails_its_link(
+    pair, monkeypatch, refusing, side, size, refused, receive
+):
+    """Nobody waits for ever, or takes one message for another."""
+    a, b = pair
+    a.hurry(True)
+    monkeypatch.setattr(direct_send, "_PATIENCE_S", 0)
+    one = a if refusing == "a" else b
+    post = getattr(one._port, side)
+    position = 2 if side == "send" else 1
+    refuse = lambda *to: STATUS_NO_MEMORY if to[position] == refused else post(*to)  # noqa: E731
+    monkeypatch.setattr(one._port, side, refuse)
+    futures = []
+    if receive != "none":
+        futures.append(b.recv(SharedBlock(size) if receive == "block" else np.zeros(size, np.uint8), 0, tag(1)))
+    futures.append(a.send(data(size, 1), 1, tag(1)))
+    link = one._links[1 if one is a else 0]
+    await until(lambda: link.failure is not None and any(future.done() for future in futures))
+    with pytest.raises(TransferError, match="link lost"):
+        await within(one.send(data(8, 1), link.peer, tag(2)))
+    await within(a.abort(), b.abort())
+    assert all(future.done() for future in futures)
+    assert any(isinstance(future.exception(), TransferError) for future in futures), "whoever has failed says so"
+    monkeypatch.undo()
+    await join(a, b)
+    block, sent = SharedBlock(size), data(size, 2)
+    await within(b.recv(block, 0, tag(1, 2)), a.send(sent, 1, tag(1, 2)))
+    assert np.array_equal(block.array, sent)
 
 
 @pytest.mark.parametrize("channel", [HOST_CHANNEL, COPY_CHANNEL])
