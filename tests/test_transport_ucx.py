@@ -28,9 +28,10 @@ from jaxpp_async.transport.addresses import seal, unseal
 from jaxpp_async.transport.buffers import memory_of
 from jaxpp_async.transport.lookout import SHORTEST_S, Lookout
 from jaxpp_async.transport.shared import SharedBlock
+from jaxpp_async.transport.ucx import direct_words
 from jaxpp_async.transport.ucx.context import shares_memory
 from jaxpp_async.transport.ucx.direct_words import DIRECT_BYTES
-from jaxpp_async.transport.ucx.transport import UCXTransport, direct_words
+from jaxpp_async.transport.ucx.transport import UCXTransport
 
 if importlib.util.find_spec("ucxx") is None:  # importing it here would be before the transport sets UCX's environment
     pytest.skip("UCX tests need the package ucxx", allow_module_level=True)
