@@ -14,6 +14,7 @@ import numpy as np
 from jaxpp_async.compiler.ir import ValueType
 from jaxpp_async.errors import ArrayError
 from jaxpp_async.program import ActorId, Aval, SpecEntry
+from jaxpp_async.tracebacks import hidden_frames
 
 
 class Owner(Protocol):
@@ -132,7 +133,8 @@ class RemoteArray:
         return self._state != LIVE
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return self._owner.fetch(self).__await__()
+        with hidden_frames:
+            return (yield from self._owner.fetch(self).__await__())
 
     async def delete(self) -> None:
         """Free its buffers. Deleting twice does nothing."""

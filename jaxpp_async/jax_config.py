@@ -129,6 +129,11 @@ def spare_gpus() -> bool:
     return True
 
 
+def hides_frames() -> bool:
+    """Whether tracebacks are to leave out what says nothing to a user (`JAX_TRACEBACK_FILTERING=off`: nothing is)."""
+    return getattr(jax.config, "jax_traceback_filtering", "auto") != "off"
+
+
 def default_platform() -> str | None:
     """What `jax_platforms` (or `JAX_PLATFORMS`) has this process prefer; None: whatever it finds."""
     return (getattr(jax.config, "jax_platforms", None) or "").partition(",")[0] or None

@@ -18,6 +18,16 @@ _PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _JAX_DIR = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
 
+def is_ours(name: str) -> bool:
+    """Whether a file, by its absolute path, is this package's."""
+    return name.startswith(_PACKAGE_DIR)
+
+
+def is_of_jax(name: str) -> bool:
+    """Whether a file, by its absolute path, is JAX's."""
+    return name.startswith(_JAX_DIR)
+
+
 def source_line(eqn: Any) -> str:
     """`file:line` of the user's code that made `eqn`, or `"unknown line"`."""
     traceback = eqn.source_info.traceback
@@ -35,7 +45,7 @@ def _line_of(traceback: Any) -> str:
 
 @functools.cache
 def _is_user_file(name: str) -> bool:
-    return source_info.is_user_filename(name) and not name.startswith(_PACKAGE_DIR)
+    return source_info.is_user_filename(name) and not is_ours(name)
 
 
 def location(eqn: Any) -> tuple[Any, ...]:
@@ -78,7 +88,7 @@ def caller_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = os.path.abspath(frame.f_code.co_filename)
-        if not name.startswith((_PACKAGE_DIR, _JAX_DIR)) and "importlib" not in name:
+        if not (is_ours(name) or is_of_jax(name)) and "importlib" not in name:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "unknown line"
@@ -89,7 +99,7 @@ def error_line(error: BaseException) -> str:
     found, frame = "unknown line", error.__traceback__
     while frame is not None:
         name = os.path.abspath(frame.tb_frame.f_code.co_filename)
-        if not name.startswith((_PACKAGE_DIR, _JAX_DIR)):
+        if not (is_ours(name) or is_of_jax(name)):
             found = f"{name}:{frame.tb_lineno}"
         frame = frame.tb_next
     return found

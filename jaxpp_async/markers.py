@@ -18,6 +18,7 @@ from jax import lax
 from jaxpp_async import explicit, jax_compat, jax_config, jax_origins, nonfinite
 from jaxpp_async.errors import StageError
 from jaxpp_async.reductions import Reduction, Stack, Sum
+from jaxpp_async.tracebacks import hidden_frames
 
 # ---------------------------------------------------------------- pipeline_yield
 #
@@ -289,32 +290,38 @@ def accumulate_grads(
     line = jax_origins.caller_line()
 
     def run(batch: Any) -> Any:
-        named, tree = jax.tree_util.tree_flatten_with_path(batch)
-        names = tuple(f"batch{jax.tree_util.keystr(path)}" for path, _ in named)
-        leaves = [leaf for _, leaf in named]
-        avals = [jax.typeof(leaf) for leaf in leaves]
-        num_microbatches = _microbatch_count(names, avals, line)
-        if jax_config.runs_op_by_op():
-            leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
-            microbatches = (jax.tree.unflatten(tree, [leaf[i] for leaf in leaves]) for i in range(num_microbatches))
-            return _run_in_python(fn, microbatches, num_microbatches, reduce, pass_index, line)
-
-        def body(*flat):
-            *microbatch, index = flat
-            microbatch = jax.tree.unflatten(tree, microbatch)
-            return fn(microbatch, index) if pass_index else fn(microbatch)
-
-        slices = [explicit.result_type(lambda x: lax.index_in_dim(x, 0, 0, keepdims=False), leaf) for leaf in leaves]
-        index = jax.ShapeDtypeStruct((), jnp.int32)
-        closed, shapes = jax.make_jaxpr(body, return_shape=True)(*slices, index)
-        out_leaves, out_tree = jax.tree.flatten(shapes)
-        reductions = _reductions_for(reduce, shapes, line)
-        _check_reductions(reductions, shapes, out_leaves, line)
-        lifted, consts = jax_compat.lift_consts(closed)
-        spec = LoopSpec(lifted, len(consts), num_microbatches, reductions, _frozen(schedule), line, names)
-        return jax.tree.unflatten(out_tree, loop_p.bind(*consts, *leaves, spec=spec))
+        with hidden_frames:
+            return _run_loop(fn, batch, schedule, reduce, pass_index, line)
 
     return run
+
+
+def _run_loop(fn: Callable, batch: Any, schedule: Any, reduce: Any, pass_index: bool, line: str) -> Any:
+    """What the function that `accumulate_grads` returns does; `line` is the user's."""
+    named, tree = jax.tree_util.tree_flatten_with_path(batch)
+    names = tuple(f"batch{jax.tree_util.keystr(path)}" for path, _ in named)
+    leaves = [leaf for _, leaf in named]
+    avals = [jax.typeof(leaf) for leaf in leaves]
+    num_microbatches = _microbatch_count(names, avals, line)
+    if jax_config.runs_op_by_op():
+        leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
+        microbatches = (jax.tree.unflatten(tree, [leaf[i] for leaf in leaves]) for i in range(num_microbatches))
+        return _run_in_python(fn, microbatches, num_microbatches, reduce, pass_index, line)
+
+    def body(*flat):
+        *microbatch, index = flat
+        microbatch = jax.tree.unflatten(tree, microbatch)
+        return fn(microbatch, index) if pass_index else fn(microbatch)
+
+    slices = [explicit.result_type(lambda x: lax.index_in_dim(x, 0, 0, keepdims=False), leaf) for leaf in leaves]
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    closed, shapes = jax.make_jaxpr(body, return_shape=True)(*slices, index)
+    out_leaves, out_tree = jax.tree.flatten(shapes)
+    reductions = _reductions_for(reduce, shapes, line)
+    _check_reductions(reductions, shapes, out_leaves, line)
+    lifted, consts = jax_compat.lift_consts(closed)
+    spec = LoopSpec(lifted, len(consts), num_microbatches, reductions, _frozen(schedule), line, names)
+    return jax.tree.unflatten(out_tree, loop_p.bind(*consts, *leaves, spec=spec))
 
 
 def _run_in_python(

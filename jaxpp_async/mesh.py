@@ -24,6 +24,7 @@ from jaxpp_async.running import StepRunner
 from jaxpp_async.step import DistributedStep, StepOptions
 from jaxpp_async.step_future import StepFuture
 from jaxpp_async.timeline import Timeline
+from jaxpp_async.tracebacks import hidden_frames
 from jaxpp_async.values import RemoteValues
 
 
@@ -166,17 +167,18 @@ class RemoteMesh:
     async def __aenter__(self) -> RemoteMesh:
         if self._controller is not None:
             raise MeshError("this mesh has been entered before; make a new RemoteMesh for another run")
-        await mesh_options.prepare(self._launcher, self._config, same_python=self._same_python)
-        self._controller = await Controller.start(
-            self.num_actors,
-            self._launcher,
-            self._config,
-            launch_timeout_s=self._launch_timeout_s,
-            max_restarts=self._max_restarts,
-            backup_every=self._backup_every,
-            patience=self._patience,
-            events=self._events,
-        )
+        with hidden_frames:
+            await mesh_options.prepare(self._launcher, self._config, same_python=self._same_python)
+            self._controller = await Controller.start(
+                self.num_actors,
+                self._launcher,
+                self._config,
+                launch_timeout_s=self._launch_timeout_s,
+                max_restarts=self._max_restarts,
+                backup_every=self._backup_every,
+                patience=self._patience,
+                events=self._events,
+            )
         return self
 
     def __enter__(self) -> NoReturn:
@@ -269,7 +271,8 @@ class RemoteMesh:
             ActorError: an actor died or its code failed.
             ArrayError, and the errors of `step.compile`: before any actor runs.
         """
-        return await self._runner.run(self._checked(step), args)
+        with hidden_frames:
+            return await self._runner.run(self._checked(step), args)
 
     async def submit(self, step: DistributedStep, *args: Any) -> StepFuture:
         """Start one step; returns once it is compiled and admitted (at most `max_inflight` are under way).
@@ -281,7 +284,8 @@ class RemoteMesh:
             ActorError: an actor or the mesh failed before it was admitted.
             ArrayError, and the errors of `step.compile`: before any actor runs.
         """
-        return await self._runner.submit(self._checked(step), args)
+        with hidden_frames:
+            return await self._runner.submit(self._checked(step), args)
 
     def last_step_stats(self) -> list[StepStats]:
         """Where each actor's time went in the last finished step, and what its buffers held."""
@@ -332,7 +336,8 @@ class RemoteMesh:
             ArrayError: `like` has other leaves than `tree`, or its sharding does not divide them.
             ActorError: an actor or the mesh failed.
         """
-        return await self._values.put(tree, like)
+        with hidden_frames:
+            return await self._values.put(tree, like)
 
     async def fetch(self, tree: Any) -> Any:
         """Bring arrays here.
@@ -347,7 +352,8 @@ class RemoteMesh:
             ArrayError: an array was donated, deleted, lost to a failure, or is another mesh's.
             ActorError: an actor or the mesh failed.
         """
-        return await self._values.fetch(tree)
+        with hidden_frames:
+            return await self._values.fetch(tree)
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -378,7 +384,8 @@ class RemoteMesh:
             ArrayError: an array was donated, deleted, or is another mesh's.
             MeshClosedError: the mesh is closed or has failed.
         """
-        return await self._saver.save(path, tree, wait=wait, on_progress=on_progress)
+        with hidden_frames:
+            return await self._saver.save(path, tree, wait=wait, on_progress=on_progress)
 
     async def restore(self, path: str | os.PathLike[str], like: Any) -> Any:
         """Bring back what `save` saved, from however many actors and with whatever schedule.
@@ -397,7 +404,8 @@ class RemoteMesh:
             CheckpointError: no checkpoint, a broken one, or another tree, shape or dtype than `like`; names the path.
             ActorError: the mesh failed.
         """
-        return await restore(self._running(), self._values, path, like)
+        with hidden_frames:
+            return await restore(self._running(), self._values, path, like)
 
 
 def _argnums(name: str, value: int | Sequence[int], fn: Callable) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from jaxpp_async.actors.launch.remote import RemoteLauncher
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.errors import MeshError, ShardingError
 from jaxpp_async.extras import cuda_error, jax_cuda_majors
+from jaxpp_async.tracebacks import hidden_frames
 from jaxpp_async.transport.nccl.plan import ENVIRONMENT as NCCL_ENVIRONMENT
 from jaxpp_async.transport.planes import is_ordered
 
@@ -80,7 +81,8 @@ def only_known(fn: Callable[P, R]) -> Callable[P, R]:
                 near = difflib.get_close_matches(option, known, 1, 0.5)
                 what = f"did you mean {near[0]}=?" if near else f"it has {', '.join(known)}"
                 raise TypeError(f"{name} has no option {option}=; {what}")
-        return fn(*args, **kwargs)
+        with hidden_frames:
+            return fn(*args, **kwargs)
 
     return call
 
@@ -293,9 +295,7 @@ def _check_local_devices(spmd_mesh: Mapping[str, int], platform: str) -> None:
     try:
         present = jax.local_device_count(platform)
     except RuntimeError as error:
-        raise MeshError(
-            f"JAX in this process, which inline actors share, has no {platform} devices: {error}"
-        ) from error
+        raise MeshError(f"JAX in this process, which inline actors share, has no {platform} devices: {error}") from None
     if needed > present:
         raise MeshError(
             f"spmd_mesh {dict(spmd_mesh)} needs {needed} devices, but this process has {present}; inline actors share "

@@ -26,6 +26,7 @@ from jaxpp_async.compiler.sharing import Exports
 from jaxpp_async.errors import MeshError, ShardingError
 from jaxpp_async.leaves import kind, leaf_type, shape_struct
 from jaxpp_async.program import ActorId
+from jaxpp_async.tracebacks import hidden_frames
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +182,8 @@ class DistributedStep:
         Raises:
             UnsupportedError, StageError, ScheduleError, ShardingError: before any actor is asked.
         """
-        return await self.runner.compile(self, args)
+        with hidden_frames:
+            return await self.runner.compile(self, args)
 
     async def init(self, argnum: int, fn: Callable, *args: Any) -> Any:
         """Make argument `argnum` of this step by running `fn(*args)` on the actors, each making only its leaves.
@@ -192,7 +194,8 @@ class DistributedStep:
         Returns:
             `fn`'s tree of `RemoteArray`s.
         """
-        return await self.runner.init(self, argnum, fn, args)
+        with hidden_frames:
+            return await self.runner.init(self, argnum, fn, args)
 
     def find(self, signature: Any) -> CompiledStep | None:
         """The compiled form for this signature, which `latest` gives from here on; None if there is none yet."""
@@ -395,7 +398,8 @@ class _Running:
         self._step, self._args = step, args
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return self._step.runner.run(self._step, self._args).__await__()
+        with hidden_frames:
+            return (yield from self._step.runner.run(self._step, self._args).__await__())
 
 
 def _settled(signature: Any, settled: frozenset[int]) -> Any:

@@ -14,6 +14,7 @@ from jaxpp_async.moves import Moved
 from jaxpp_async.program import ActorId
 from jaxpp_async.recording import Recording, first_line
 from jaxpp_async.timeline import Timeline
+from jaxpp_async.tracebacks import hidden_frames
 
 
 class StepFuture:
@@ -39,9 +40,10 @@ class StepFuture:
         self._handle = recording.handle
 
     def __await__(self) -> Generator[Any, None, Any]:
-        yield from self._handle.__await__()
-        if self._printing is not None:
-            yield from asyncio.shield(self._printing).__await__()
+        with hidden_frames:
+            yield from self._handle.__await__()
+            if self._printing is not None:
+                yield from asyncio.shield(self._printing).__await__()
         return self.outputs
 
     def __repr__(self) -> str:

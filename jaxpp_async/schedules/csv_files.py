@@ -96,7 +96,7 @@ def schedule_from_csv(path: str | os.PathLike[str]) -> CsvSchedule:
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ScheduleError(f"{name}: it is not UTF-8 text ({error}); save it as UTF-8") from error
+        raise ScheduleError(f"{name}: it is not UTF-8 text ({error}); save it as UTF-8") from None
     return CsvSchedule(parse_csv(text, name), name)
 
 
@@ -200,7 +200,7 @@ def _lines(text: str, name: str) -> list[list[str]]:
     try:
         lines = list(csv.reader(io.StringIO(text, newline="")))
     except csv.Error as error:
-        raise ScheduleError(f"{name}: it is not a CSV file ({error}); write a line an actor") from error
+        raise ScheduleError(f"{name}: it is not a CSV file ({error}); write a line an actor") from None
     while lines and not lines[-1]:  # an actor without a task that we wrote has cells, if only ""
         lines.pop()
     return lines

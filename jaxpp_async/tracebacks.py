@@ -1,0 +1,92 @@
+"""tracebacks: what a user sees of a traceback. In: an error that leaves a public function. Out: the same error, without
+the frames that say nothing to a user.
+
+Those are this package's, and those of JAX and Python's library that it called: an error of `errors` says all there is
+to say in its message; the user's own, raised while a step is traced, has its cause in the user's frames. Where neither
+is so, a bug of this package for one, the frames behind the user's last one stay. JAX's own switch shows everything:
+`JAX_TRACEBACK_FILTERING=off`. Never touches a message, a note or a cause.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import Final
+
+from jaxpp_async import jax_config, jax_origins
+from jaxpp_async.errors import JaxppAsyncError
+
+_LIBRARY: Final = sysconfig.get_path("stdlib") + os.sep
+
+
+class _HiddenFrames:
+    """A context that every error which leaves it goes through. Costs next to nothing where there is none."""
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        # Python goes on with the error's traceback as it is now, and adds nothing for the `with` itself.
+        if isinstance(error, Exception) and jax_config.hides_frames():
+            for each in _chain(error):
+                each.__traceback__ = shown(each.__traceback__, says_all=isinstance(each, JaxppAsyncError))
+
+
+hidden_frames: Final = _HiddenFrames()
+"""`with hidden_frames:` around what a public function does."""
+
+
+def shown(traceback: TracebackType | None, *, says_all: bool) -> TracebackType | None:
+    """The part of a traceback that a user sees.
+
+    Args:
+        says_all: the error's message says everything: of this package's frames none is needed.
+    """
+    entries = list(_entries(traceback))
+    hidden, last_of_user = _hidden([entry.tb_frame for entry in entries])
+    rest: TracebackType | None = None
+    for k in range(len(entries) - 1, -1, -1):
+        if not hidden[k] or (k > last_of_user and not says_all):
+            entry = entries[k]
+            rest = TracebackType(rest, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return rest
+
+
+def _hidden(frames: list[FrameType]) -> tuple[list[bool], int]:
+    """For each frame whether it may be left out, and the index of the user's last one (-1: there is none)."""
+    hidden: list[bool] = []
+    last_of_user = -1
+    for k, frame in enumerate(frames):
+        name = os.path.abspath(frame.f_code.co_filename)
+        ours, helps = jax_origins.is_ours(name), jax_origins.is_of_jax(name) or _is_of_library(name)
+        hidden.append(ours or (helps and bool(hidden) and hidden[-1]))
+        if not ours and not helps:
+            last_of_user = k
+    return hidden, last_of_user
+
+
+def _is_of_library(name: str) -> bool:
+    """Whether a file is Python's own. Installed packages lie below it, and count as the user's."""
+    return "importlib" in name or (
+        name.startswith(_LIBRARY) and "site-packages" not in name and "dist-packages" not in name
+    )
+
+
+def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and all those that are printed with it."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            waiting += [each.__cause__, None if each.__suppress_context__ else each.__context__]
