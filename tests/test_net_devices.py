@@ -11,12 +11,12 @@ import socket
 import pytest
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.actor_request import ActorRequest
+from jaxpp_async.actors.processes.actor_request import ActorRequest
 from jaxpp_async.errors import MeshError
-from jaxpp_async.transport import net_devices
-from jaxpp_async.transport.net_devices import check_devices
-from jaxpp_async.transport.ports import with_free_port
-from jaxpp_async.transport.ucx import UCXTransport
+from jaxpp_async.transport.ucx import net_devices
+from jaxpp_async.transport.ucx.net_devices import check_devices
+from jaxpp_async.transport.ucx.ports import with_free_port
+from jaxpp_async.transport.ucx.transport import UCXTransport
 
 _getenv = ctypes.CDLL(None).getenv
 _getenv.argtypes, _getenv.restype = [ctypes.c_char_p], ctypes.c_char_p

@@ -10,14 +10,14 @@ import pytest
 from transport_conformance import data, join, tag, within
 
 from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.transport import direct_send, offers
 from jaxpp_async.transport.base import COPY_CHANNEL, HOST_CHANNEL, SENDER_SHIFT, make_tag
 from jaxpp_async.transport.buffers import memory_of
-from jaxpp_async.transport.direct_words import ANSWER_BYTES, DIRECT_BYTES, HEADER_BYTES, PIECE_BYTES
-from jaxpp_async.transport.offers import LinkOffers, OfferRing
 from jaxpp_async.transport.shared import RING_BYTES, BlockTicket, SharedBlock
-from jaxpp_async.transport.ucp import STATUS_TRUNCATED
-from jaxpp_async.transport.ucx import UCXTransport
+from jaxpp_async.transport.ucx import direct_send, offers
+from jaxpp_async.transport.ucx.direct_words import ANSWER_BYTES, DIRECT_BYTES, HEADER_BYTES, PIECE_BYTES
+from jaxpp_async.transport.ucx.offers import LinkOffers, OfferRing
+from jaxpp_async.transport.ucx.transport import UCXTransport
+from jaxpp_async.transport.ucx.ucp import STATUS_TRUNCATED
 
 ME, OTHER = 1 << SENDER_SHIFT, 2 << SENDER_SHIFT
 TICKET = BlockTicket(3, bytes(range(16)), 100)

@@ -23,14 +23,15 @@ import uvloop
 from transport_conformance import LARGE, TransportConformance, data, join, tag, transfer, within
 
 from jaxpp_async.errors import InstallError, ProtocolError, TransferError
-from jaxpp_async.transport import direct_words, shared
+from jaxpp_async.transport import shared
 from jaxpp_async.transport.addresses import seal, unseal
 from jaxpp_async.transport.buffers import memory_of
-from jaxpp_async.transport.direct_words import DIRECT_BYTES
 from jaxpp_async.transport.lookout import SHORTEST_S, Lookout
 from jaxpp_async.transport.shared import SharedBlock
-from jaxpp_async.transport.ucx import UCXTransport
-from jaxpp_async.transport.ucx_context import shares_memory
+from jaxpp_async.transport.ucx import direct_words
+from jaxpp_async.transport.ucx.context import shares_memory
+from jaxpp_async.transport.ucx.direct_words import DIRECT_BYTES
+from jaxpp_async.transport.ucx.transport import UCXTransport
 
 if importlib.util.find_spec("ucxx") is None:  # importing it here would be before the transport sets UCX's environment
     pytest.skip("UCX tests need the package ucxx", allow_module_level=True)
@@ -288,7 +289,7 @@ async def test_without_ucxx_the_error_names_the_extra(monkeypatch):
 PEER = """
 import asyncio, sys
 import numpy as np
-from jaxpp_async.transport.ucx import UCXTransport
+from jaxpp_async.transport.ucx.transport import UCXTransport
 from transport_conformance import LARGE, data, tag
 
 async def main():

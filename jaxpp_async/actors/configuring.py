@@ -10,26 +10,26 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from jaxpp_async.actors.compute import ComputeThread
-from jaxpp_async.actors.copies import Shelf
-from jaxpp_async.actors.cuda import DeviceDoor
-from jaxpp_async.actors.device_work import DeviceWork
-from jaxpp_async.actors.devices import INLINE_DEVICES, Devices, package_versions, plain_hardware, start_devices
-from jaxpp_async.actors.executables import Executables
-from jaxpp_async.actors.host_values import HostValues
-from jaxpp_async.actors.machine import Begins, Machine
+from jaxpp_async.actors.devices.compute import ComputeThread
+from jaxpp_async.actors.devices.cuda import DeviceDoor
+from jaxpp_async.actors.devices.device_work import DeviceWork
+from jaxpp_async.actors.devices.starting import INLINE_DEVICES, Devices, package_versions, plain_hardware, start_devices
 from jaxpp_async.actors.messages import Configure, Ready
-from jaxpp_async.actors.processes import Seat
-from jaxpp_async.actors.progress import NoteProgress
-from jaxpp_async.actors.receive_pool import ReceivePool
-from jaxpp_async.actors.rollback import Rollbacks
-from jaxpp_async.actors.shards import Layouts
-from jaxpp_async.actors.snapshots import Snapshots
+from jaxpp_async.actors.processes.progress import NoteProgress
+from jaxpp_async.actors.processes.seats import Seat
+from jaxpp_async.actors.restoring.copies import Shelf
+from jaxpp_async.actors.restoring.rollback import Rollbacks
+from jaxpp_async.actors.restoring.snapshots import Snapshots
+from jaxpp_async.actors.steps.executables import Executables
+from jaxpp_async.actors.steps.machine import Begins, Machine
 from jaxpp_async.actors.store import Store
+from jaxpp_async.actors.values.host_values import HostValues
+from jaxpp_async.actors.values.receive_pool import ReceivePool
+from jaxpp_async.actors.values.shards import Layouts
 from jaxpp_async.transport.base import Transport
-from jaxpp_async.transport.nccl_plan import ranks_may_share
+from jaxpp_async.transport.nccl.plan import ranks_may_share
 from jaxpp_async.transport.planes import Planes, open_planes
-from jaxpp_async.transport.ucx_context import check_takes_gpu_memory
+from jaxpp_async.transport.ucx.context import check_takes_gpu_memory
 
 
 @dataclass(frozen=True, slots=True)
