@@ -160,6 +160,8 @@ class UCXTransport:
             and self._direct.sender.send(Transfer(link, memory, SENDING, tag, done, number), self._hurried)
         ):
             return False
+        if link.failure is not None:  # UCX has just refused what was to be said of it
+            raise self._refusal(peer, link)
         identity = next(self._identities)
         result = self._port.send(link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity)
         if result:
@@ -176,6 +178,8 @@ class UCXTransport:
         number = link.offers.received.next(tag) if link.offers is not None else None
         identity = next(self._identities)
         size_bytes = memory.size_bytes
+        if size_bytes >= DIRECT_BYTES and number is not None:
+            self._direct.receiver.prepare(memory)
         result = self._port.recv(memory.address, size_bytes, tag | link.sender_bits, identity)
         completed = self._port.completed
         if completed and completed[-1] == (identity, STATUS_OK, size_bytes) and size_bytes != HEADER_BYTES:
@@ -314,7 +318,8 @@ class UCXTransport:
         for identity, status, length in completed:
             transfer = self._open.pop(identity, None)
             if transfer is not None:  # None: discarded, or told before, in a round that an interrupt cut short
-                self._port.free(transfer.request)
+                if transfer.request:  # 0: refused
+                    self._port.free(transfer.request)
                 self.finish(transfer, status, length)
             elif request := self._discarding.pop(identity, 0):
                 self._port.free(request)
@@ -343,6 +348,8 @@ class UCXTransport:
             then, transfer.then = transfer.then, None
             if then is not None:
                 then(status, length)
+            elif transfer.size_bytes == SENDING and status != STATUS_OK:
+                self._miss(transfer, self._port.status_text(status))
             return
         expected = transfer.size_bytes
         if expected != SENDING and (status != STATUS_OK or length != expected or length == HEADER_BYTES):
@@ -354,10 +361,18 @@ class UCXTransport:
         error: Exception | None = None
         if status != STATUS_OK or (expected != length and expected != SENDING):
             error = self._error(transfer, status, length)
+            if expected == SENDING:
+                self._miss(transfer, str(error))
         try:
             done(error)
         except Exception as failure:  # of the caller's code; the other transfers' ends have to be told all the same
             self._loop.call_exception_handler({"message": f"{done} failed", "exception": failure})
+
+    def _miss(self, transfer: Transfer, cause: str) -> None:
+        """Something that the peer waits for will never come, or not be numbered as it counts: so nothing more may."""
+        if transfer.link.failure is None:
+            self._fail_link(transfer.link, cause)
+            self._kick()
 
     def _error(self, transfer: Transfer, status: int, length: int) -> Exception:
         if status == STATUS_TRUNCATED and transfer.size_bytes == SENDING:
@@ -396,8 +411,8 @@ class UCXTransport:
                 own = transfer or Transfer(link, memory, SENDING, tag, None)
                 own.request, self._open[identity] = result, own
                 return True
-        if transfer is not None:
-            self.finish(transfer, result, 0)
+        if transfer is not None or is_error(result):
+            self.finish(transfer or Transfer(link, memory, SENDING, tag, None), result, 0)
         return not is_error(result)
 
     def post_own_recv(self, link: Link, memory: Memory, tag: int, then: Callable[[int, int], None] | Transfer) -> None:
@@ -410,10 +425,11 @@ class UCXTransport:
         result, identity = STATUS_CANCELED, next(self._identities)
         if link.failure is None:
             result = self._port.recv(memory.address, memory.size_bytes, tag | link.sender_bits, identity)
-            self._kick()
-        if is_error(result):
-            self.finish(own, result, 0)
-            return
+        self._kick()
+        if is_error(result):  # told where all ends are, for this may be inside a post call
+            self._miss(own, self._port.status_text(result))
+            self._port.completed.append((identity, result, 0))
+            result = 0
         own.request, self._open[identity] = result, own
 
     # ------------------------------------------------------------ ending
