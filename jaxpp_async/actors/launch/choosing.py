@@ -20,6 +20,7 @@ from jaxpp_async.actors.launch.local import LocalLauncher
 from jaxpp_async.actors.launch.remote import Reach, RemoteLauncher
 from jaxpp_async.actors.processes.actor_request import check_cpus
 from jaxpp_async.errors import MeshError
+from jaxpp_async.transport.ucx.net_devices import check_devices
 
 LAUNCHERS = ("local", "inline", "ssh", "slurm", "ray")
 _SETTINGS = ("python", "cpus", "devices", "interface", "ports")
@@ -178,6 +179,7 @@ class Launching:
         settings = self.settings()
         if settings.cpus is not None:
             check_cpus(settings.cpus)
+        check_devices(settings.interface or "")
         if self.python is not None and shutil.which(self.python, path=self._actors_path()) is None:
             raise MeshError(f"python={self.python!r} is no program of this machine; give an interpreter's path")
         return settings

@@ -169,7 +169,7 @@ class RemoteLauncher:
             handle = await link.start(key, request, os.getcwd(), lambda line: self._forward(prefix + line))
         except OSError as error:
             self._lines.set(str(host), f"failed: {error}")
-            raise LaunchError(f"host {host}: {error}", actor=spec.seat.actor, host=host.name) from error
+            raise LaunchError(f"host {host}: {error}", actor=spec.seat.actor, host=host.name) from None
         self._note_started(placement, spec)
         return handle
 

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 
 from jaxpp_async.actors.devices.gpus import VISIBLE, GpuShare, gpu_environment, share, visible_gpus
 from jaxpp_async.errors import MeshError
+from jaxpp_async.transport.ucx.net_devices import DEVICES, check_devices
 
 T = TypeVar("T")
 _ONLINE: Final = Path("/sys/devices/system/cpu/online")
@@ -51,7 +52,8 @@ class ActorRequest:
         """The whole environment of the process.
 
         Raises:
-            MeshError: its host has not the GPUs that it needs, or too little memory is left for it on them.
+            MeshError: its host has not the GPUs that it needs, or too little memory is left for it on them; or not the
+                network devices.
         """
         env = {**self.defaults, **os.environ}
         if self.cache_dir is not None:
@@ -60,6 +62,7 @@ class ActorRequest:
             env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
             env["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
         env |= self.env
+        check_devices(env.get(DEVICES, ""))
         return env | self._gpu_environment(env) if self.gpus else env
 
     def _gpu_environment(self, env: Mapping[str, str]) -> dict[str, str]:

@@ -3,5 +3,6 @@
 transport, links     the transport; what it knows of each peer
 progress             UCX driven on the event loop
 context, ucp         UCX with our settings (the only importer of ucxx); its C functions for messages
+net_devices, ports   devices that there are; a port that is free
 direct (`_words`, `_receive`, `_send`), offers   large messages: the sender writes where the receiver waits
 """

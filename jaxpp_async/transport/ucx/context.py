@@ -11,6 +11,7 @@ import socket
 from typing import Any
 
 from jaxpp_async.errors import InstallError, MeshError, TransferError
+from jaxpp_async.transport.ucx.net_devices import DEVICES, check_devices
 
 _SYSTEM_UCX = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
 
@@ -38,7 +39,7 @@ class ProcessContext:
         """Returns ucxx's low-level module and the context; pair with `release`."""
         ucxx = _import_ucxx()
         if self._context is None:
-            _check_devices(os.environ.get("UCX_NET_DEVICES", ""))
+            check_devices(os.environ.get(DEVICES, ""))
             features = (ucxx.Feature.TAG, ucxx.Feature.WAKEUP)
             self._context, self._pid = ucxx.UCXContext({}, feature_flags=features), os.getpid()
         if self._pid != os.getpid():
@@ -55,28 +56,6 @@ class ProcessContext:
 # The one piece of process-wide state: UCX wants a single context in a process (each registers memory and opens devices
 # of its own), and transports of one process cannot know of each other.
 process_context = ProcessContext()
-
-
-def _check_devices(names: str) -> None:
-    """UCX only warns of devices that do not exist, and goes on with what is left: perhaps none that leaves the host.
-
-    Args:
-        names: of `UCX_NET_DEVICES`, such as `"eth0,mlx5_0:1"`.
-
-    Raises:
-        MeshError: there is none of that name here.
-    """
-    folders = ("/sys/class/net", "/sys/class/infiniband")
-    there = {name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)}
-    asked = [
-        name.partition(":")[0] for name in names.split(",") if name and not set("*^") & set(name) and name != "all"
-    ]
-    missing = [name for name in asked if name not in there]
-    if missing and there:
-        raise MeshError(
-            f"there is no network device {', '.join(missing)} on host {socket.gethostname()} (interface=, or "
-            f"UCX_NET_DEVICES); it has {', '.join(sorted(there))}"
-        )
 
 
 def resources(text: str) -> list[tuple[str, str]]:

@@ -38,6 +38,7 @@ from jaxpp_async.transport.ucx.context import process_context, shares_memory
 from jaxpp_async.transport.ucx.direct import Direct
 from jaxpp_async.transport.ucx.direct_words import DIRECT_BYTES, HEADER_BYTES
 from jaxpp_async.transport.ucx.links import SENDING, Link, Transfer, sender_bits_of
+from jaxpp_async.transport.ucx.ports import with_free_port
 from jaxpp_async.transport.ucx.progress import Progress
 from jaxpp_async.transport.ucx.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED, TagPort, is_error
 
@@ -59,6 +60,7 @@ class UCXTransport:
 
     Raises:
         InstallError: ucxx is not installed.
+        MeshError: no network device of that name here, or no port left in the range.
     """
 
     def __init__(self, peer_id: Peer, *, error_handling: bool = True):
@@ -66,7 +68,9 @@ class UCXTransport:
         self.peer_id, self.epoch = peer_id, 0
         self._loop = asyncio.get_running_loop()
         self._ucxx, context = process_context.acquire()
-        self._worker: Any = self._ucxx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
+        self._worker: Any = with_free_port(
+            lambda: self._ucxx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
+        )
         self._worker.init_blocking_progress_mode()
         self._port = TagPort(self._worker.handle)
         self._raw_address: bytes = self._worker.address.tobytes()
