@@ -27,6 +27,7 @@ MAGIC = b"jpp1"
 
 SECRET_BYTES = NONCE_BYTES = 32
 MAC_BYTES = 16
+_BLOCK_BYTES = 64  # SHA-256's, to which HMAC pads its key
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +60,29 @@ class Proof:
 
 
 class FrameKey:
-    """What one direction of a conversation is signed with: keyed BLAKE2b (RFC 7693) of `MAC_BYTES`.
+    """What one direction of a conversation is signed with: HMAC-SHA256, cut to `MAC_BYTES`.
 
-    Of the MACs that Python has it takes the least for short frames: one call, where HMAC hashes twice. The key is used
-    for frames alone; proofs and keys are made by HMAC-SHA256.
+    The hash state behind the padded key is made once and copied for each frame, which for short ones is half of what
+    `hmac.digest` takes.
 
     Args:
         key: 32 secret bytes.
     """
 
-    __slots__ = ("_key",)
+    __slots__ = ("_inner", "_outer")
 
     def __init__(self, key: bytes):
-        self._key = key
+        padded = key.ljust(_BLOCK_BYTES, b"\0")
+        self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
+        self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
 
-    def sign(self, signed: bytes | bytearray | memoryview, *more: bytes | bytearray | memoryview) -> bytes:
-        """The MAC of some bytes, which may be given in pieces."""
-        state = hashlib.blake2b(signed, key=self._key, digest_size=MAC_BYTES)
-        for piece in more:
-            state.update(piece)
-        return state.digest()
+    def sign(self, *pieces: bytes | bytearray | memoryview) -> bytes:
+        """The MAC of some bytes, given in pieces."""
+        inner, outer = self._inner.copy(), self._outer.copy()
+        for piece in pieces:
+            inner.update(piece)
+        outer.update(inner.digest())
+        return outer.digest()[:MAC_BYTES]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from jaxpp_async.actors.progress import Position
 from jaxpp_async.program import ActorId, ActorProgram, ProcessId
 from jaxpp_async.program_text import format_instruction
 
-
 Places: TypeAlias = tuple[tuple[ActorId, tuple[ProcessId, ...]], ...]
 """Actors with their processes, both in order."""
 
