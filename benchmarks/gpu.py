@@ -34,7 +34,7 @@ import harness
 from gpu_table import ERRORS_HANDLED, ERRORS_NOT_HANDLED
 from rich.console import Console
 
-from jaxpp_async.actors.gpus import MEMORY_FRACTION, VISIBLE, host_gpus
+from jaxpp_async.actors.devices.gpus import MEMORY_FRACTION, VISIBLE, host_gpus
 from jaxpp_async.doctor import gather
 from jaxpp_async.doctor.facts import Gpu
 

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.connection import connect_tcp
+from jaxpp_async.actors.control.connection import connect_tcp
+from jaxpp_async.actors.control.serve import serve
 from jaxpp_async.actors.launch import LaunchSpec
-from jaxpp_async.actors.protocol import Identity
-from jaxpp_async.actors.serve import serve
-from jaxpp_async.actors.warden import Death
+from jaxpp_async.actors.processes.warden import Death
+from jaxpp_async.actors.protocol.wire import Identity
 
 _STATS = m.StepStats(0.0, 0.0, 0.0, 0, 0)
 

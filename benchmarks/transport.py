@@ -59,7 +59,7 @@ class OurLink:
     """The package's transport."""
 
     def __init__(self, side: int):
-        from jaxpp_async.transport.ucx import UCXTransport
+        from jaxpp_async.transport.ucx.transport import UCXTransport
 
         self.transport, self.other = UCXTransport(side), 1 - side
         self.address = self.transport.address
@@ -74,10 +74,10 @@ class OurLink:
         return self.transport.recv(buffer, self.other, tag)
 
     def buffer_to_receive(self, size: int) -> Any:
-        from jaxpp_async.transport.direct_words import DIRECT_BYTES
         from jaxpp_async.transport.shared import SharedBlock
+        from jaxpp_async.transport.ucx.direct_words import DIRECT_BYTES
 
-        block = SharedBlock.make(size) if size >= DIRECT_BYTES else None  # as actors/receive_pool.py does
+        block = SharedBlock.make(size) if size >= DIRECT_BYTES else None  # as actors/values/receive_pool.py does
         return np.ones(size, np.uint8) if block is None else block
 
 
@@ -85,7 +85,7 @@ class UcxxLink:
     """ucxx's asyncio API, in its default progress mode."""
 
     def __init__(self, side: int):
-        from jaxpp_async.transport import ucx_context
+        from jaxpp_async.transport.ucx import context as ucx_context
 
         ucx_context.set_environment()
         import ucxx  # noqa: TID251  the contender

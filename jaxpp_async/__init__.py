@@ -35,7 +35,7 @@ _HOMES = {
     "CompiledStep": "step",
     "RemoteArray": "arrays",
     "Event": "events",
-    "ActorInfo": "actors.actor_info",
+    "ActorInfo": "actors.processes.actor_info",
     "StepFuture": "step_future",
     "Timeline": "timeline",
     "Saving": "checkpoint.saving",
@@ -80,8 +80,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from jaxpp_async import errors as errors
-    from jaxpp_async.actors.actor_info import ActorInfo as ActorInfo
     from jaxpp_async.actors.launch import Launcher as Launcher
+    from jaxpp_async.actors.processes.actor_info import ActorInfo as ActorInfo
     from jaxpp_async.arrays import RemoteArray as RemoteArray
     from jaxpp_async.checkpoint.saving import Saving as Saving
     from jaxpp_async.checkpoint.series import Checkpoints as Checkpoints

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jaxpp_async.actors.host_data import HostValue
-from jaxpp_async.actors.numpy_types import numpy_dtype
+from jaxpp_async.actors.crew.host_data import HostValue
+from jaxpp_async.actors.values.numpy_types import numpy_dtype
 from jaxpp_async.arrays import Owner, RemoteArray, is_remote
 from jaxpp_async.compiler.ir import ValueType
 from jaxpp_async.errors import ArrayError

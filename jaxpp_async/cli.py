@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from jaxpp_async.actors.launching import Launching
+from jaxpp_async.actors.launch.choosing import Launching
 from jaxpp_async.doctor.examine import Plan, examine
 from jaxpp_async.doctor.facts import Asked, HostFacts
 from jaxpp_async.doctor.gather import gather

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxpp_async import mesh_options
-from jaxpp_async.actors.actor_info import ActorInfo
 from jaxpp_async.actors.controller import BACKUP_EVERY, Controller
+from jaxpp_async.actors.failures.stuck import PROGRESS_S
 from jaxpp_async.actors.messages import StepStats
-from jaxpp_async.actors.stuck import PROGRESS_S
-from jaxpp_async.actors.watch import Patience
+from jaxpp_async.actors.processes.actor_info import ActorInfo
+from jaxpp_async.actors.watching.watch import Patience
 from jaxpp_async.checkpoint.restoring import restore
 from jaxpp_async.checkpoint.saving import OnProgress, Saver, Saving
 from jaxpp_async.errors import MeshError

@@ -19,15 +19,15 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxpp_async import jax_config
-from jaxpp_async.actors.bringup import ActorConfig
-from jaxpp_async.actors.gpus import host_gpus
+from jaxpp_async.actors.crew.bringup import ActorConfig
+from jaxpp_async.actors.devices.gpus import host_gpus
+from jaxpp_async.actors.launch.choosing import Launching
 from jaxpp_async.actors.launch.remote import RemoteLauncher
-from jaxpp_async.actors.launching import Launching
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.errors import MeshError, ShardingError
 from jaxpp_async.extras import cuda_error, jax_cuda_majors
 from jaxpp_async.tracebacks import hidden_frames
-from jaxpp_async.transport.nccl_plan import ENVIRONMENT as NCCL_ENVIRONMENT
+from jaxpp_async.transport.nccl.plan import ENVIRONMENT as NCCL_ENVIRONMENT
 from jaxpp_async.transport.planes import is_ordered
 
 _LOG = logging.getLogger("jaxpp_async")

@@ -12,8 +12,8 @@ from typing import Any
 
 from jaxpp_async import moves
 from jaxpp_async.actors.controller import Controller
+from jaxpp_async.actors.crew.rpc import StepHandle
 from jaxpp_async.actors.messages import Loaded
-from jaxpp_async.actors.rpc import StepHandle
 from jaxpp_async.arrays import RemoteArray, is_remote
 from jaxpp_async.binding import Slot
 from jaxpp_async.compiler.emit import Emitted, Target

@@ -1,6 +1,6 @@
 """nonfinite: a jaxpr and arrays in; out: an error for the first operation that makes a NaN or an infinity.
 
-For the loop in plain JAX; tasks on actors are checked by `actors.special_values`.
+For the loop in plain JAX; tasks on actors are checked by `actors.devices.special_values`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from jaxpp_async.actors.rpc import StepHandle
+from jaxpp_async.actors.crew.rpc import StepHandle
 from jaxpp_async.arrays import RemoteArray
 from jaxpp_async.compiler import prints
 from jaxpp_async.compiler.ir import Traced

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxpp_async.actors.actor_info import ActorInfo
-from jaxpp_async.actors.clocks import Clock, Readings
 from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.rpc import StepHandle
+from jaxpp_async.actors.crew.rpc import StepHandle
+from jaxpp_async.actors.processes.actor_info import ActorInfo
+from jaxpp_async.actors.watching.clocks import Clock, Readings
 from jaxpp_async.errors import MeshError
 from jaxpp_async.program import ActorId, ActorProgram
 from jaxpp_async.timeline import Recorded, Timeline, make_timeline

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Final
 
+from jaxpp_async.actors.crew.rpc import StepHandle
 from jaxpp_async.actors.messages import StepStats
-from jaxpp_async.actors.rpc import StepHandle
 from jaxpp_async.arrays import DONATED, RemoteArray
 from jaxpp_async.errors import MeshError
 from jaxpp_async.moves import Moved

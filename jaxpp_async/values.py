@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxpp_async import leaves
 from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.host_data import HostValue
+from jaxpp_async.actors.crew.host_data import HostValue
 from jaxpp_async.arrays import RemoteArray, is_remote
 from jaxpp_async.binding import Slot
 from jaxpp_async.compiler.emit import Target

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.gpus import memory_fraction
+from jaxpp_async.actors.devices.gpus import memory_fraction
 
 GPUS = "JAXPP_TEST_GPUS"
 """Names of the GPUs that an actor of this environment says it has."""

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxpp_async.actors.actor import Actor
-from jaxpp_async.actors.cuda import DeviceCopy
+from jaxpp_async.actors.devices.cuda import DeviceCopy
 from jaxpp_async.actors.messages import Hardware
 
 LONGEST_S = 0.002

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxpp_async.transport.buffers import Memory, memory_of
-from jaxpp_async.transport.nccl_library import NcclFailure
+from jaxpp_async.transport.nccl.library import NcclFailure
 
 
 @dataclass(eq=False)

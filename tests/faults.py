@@ -26,7 +26,7 @@ def at(step: int, label: str, what: str) -> dict[str, str]:
 
 def install() -> None:
     """Runs in the actor."""
-    from jaxpp_async.actors.step_run import StepRun
+    from jaxpp_async.actors.steps.step_run import StepRun
 
     step, label, what = json.loads(os.environ["JAXPP_TEST_FAULT"])
     original = StepRun._call

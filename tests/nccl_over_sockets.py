@@ -22,8 +22,8 @@ import numpy as np
 from fake_device import DeviceActor
 
 from jaxpp_async.transport.buffers import Memory, memory_of
-from jaxpp_async.transport.nccl import NcclTransport
-from jaxpp_async.transport.nccl_library import NcclFailure
+from jaxpp_async.transport.nccl.library import NcclFailure
+from jaxpp_async.transport.nccl.transport import NcclTransport
 
 VIOLATIONS = "JAXPP_TEST_NCCL_VIOLATIONS"
 VERSIONS = "JAXPP_TEST_NCCL_VERSIONS"

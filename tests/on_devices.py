@@ -20,9 +20,9 @@ from interpret import _one_of, _run_programs
 from planning import plan_step
 
 from jaxpp_async import mesh_options
-from jaxpp_async.actors.devices import Devices
-from jaxpp_async.actors.executables import Executable, check_signature, compile_blob
-from jaxpp_async.actors.shards import Layouts
+from jaxpp_async.actors.devices.starting import Devices
+from jaxpp_async.actors.steps.executables import Executable, check_signature, compile_blob
+from jaxpp_async.actors.values.shards import Layouts
 from jaxpp_async.compiler.emit import emit
 from jaxpp_async.compiler.passes import Plan
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.shards import memory_held
+from jaxpp_async.actors.values.shards import memory_held
 
 
 def held() -> dict[str, Any]:

@@ -480,21 +480,6 @@ async def test_setup_hooks_that_cannot_run(setup, message):
     await h.actors[0].aclose()
 
 
-async def test_a_range_without_a_free_port_is_named(monkeypatch):
-    class UCXXBusyError(Exception):
-        """As ucxx has it."""
-
-    def busy(kind: str):
-        raise UCXXBusyError("Device is busy")
-
-    monkeypatch.setenv("UCX_TCP_PORT_RANGE", "47000-47000")
-    h = Harness(1, MemoryNetwork())
-    monkeypatch.setattr(h.actors[0], "_make_transport", busy)
-    with pytest.raises(AssertionError, match=r"ports= 47000-47000 .* has no free port left on host .*; each process"):
-        await h.configure()
-    await h.actors[0].aclose()
-
-
 # ---------------------------------------------------------------- failures inside a step
 
 

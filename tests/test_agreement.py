@@ -14,16 +14,16 @@ import fake_actor
 import pytest
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.actor_info import ActorInfo
-from jaxpp_async.actors.agreement import Member, check_agreement
-from jaxpp_async.actors.bringup import ActorConfig, unready_error
 from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.crew import Crew
+from jaxpp_async.actors.crew.bringup import ActorConfig, unready_error
+from jaxpp_async.actors.crew.crew import Crew
+from jaxpp_async.actors.devices.agreement import Member, check_agreement
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.messages import Hardware
+from jaxpp_async.actors.processes.actor_info import ActorInfo
 from jaxpp_async.errors import InstallError, LaunchError, MeshError, RemoteError
 from jaxpp_async.extras import cuda_error, extra_of
-from jaxpp_async.transport.nccl_plan import MULTI_RANK, ranks_may_share
+from jaxpp_async.transport.nccl.plan import MULTI_RANK, ranks_may_share
 
 
 def cpu(name: str) -> Member:

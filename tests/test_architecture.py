@@ -70,10 +70,10 @@ def test_every_room_of_the_actors_is_on_one_side_and_on_the_same_in_table_and_co
 
 
 def test_one_module_numbers_the_processes():
-    """`process = actor * per_actor + rank`, and back, is said in `processes.py`; the others ask it."""
+    """`process = actor * per_actor + rank`, and back, is said in `seats.py`; the others ask it."""
     counting = re.compile(r"\b(actor|process|id|rank)\w* (\*|//|%)=? [\w.]*(per_actor|size)\b")
     found = {path.stem for path in MODULES if "actors" in path.parts and counting.search((ROOT / path).read_text())}
-    assert found == {"processes"}
+    assert found == {"seats"}
 
 
 def test_the_map_names_no_module_that_is_gone():

@@ -25,18 +25,18 @@ import pytest
 from fake_actor import NullTransport
 
 import jaxpp_async
-from jaxpp_async.actors import connection as connection_module
-from jaxpp_async.actors import gate as gate_module
-from jaxpp_async.actors.bringup import ActorConfig
+from jaxpp_async.actors.control import connection as connection_module
+from jaxpp_async.actors.control import gate as gate_module
+from jaxpp_async.actors.control.gate import Gate
+from jaxpp_async.actors.control.refusals import MOST, WINDOW_S, Refusals
 from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.gate import Gate
+from jaxpp_async.actors.crew.bringup import ActorConfig
 from jaxpp_async.actors.launch import LaunchSpec, LocalLauncher
 from jaxpp_async.actors.launch.hostfile import parse_hosts
 from jaxpp_async.actors.launch.hosts import Settings
 from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
 from jaxpp_async.actors.messages import Done
-from jaxpp_async.actors.protocol import HANDSHAKE_TIMEOUT_S, Identity, Wire
-from jaxpp_async.actors.refusals import MOST, WINDOW_S, Refusals
+from jaxpp_async.actors.protocol.wire import HANDSHAKE_TIMEOUT_S, Identity, Wire
 from jaxpp_async.errors import HandshakeError, LaunchError, ProtocolError
 
 HERE = str(Path(__file__).parent)

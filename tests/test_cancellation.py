@@ -23,12 +23,12 @@ from resources import complaints, differences, everything, nothing_left
 
 import jaxpp_async as jpp
 from jaxpp_async import left_behind
-from jaxpp_async.actors.bringup import ActorConfig
 from jaxpp_async.actors.controller import Controller
+from jaxpp_async.actors.crew.bringup import ActorConfig
+from jaxpp_async.actors.crew.rpc import StepHandle
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.launch.hostfile import parse_hosts
 from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
-from jaxpp_async.actors.rpc import StepHandle
 from jaxpp_async.errors import ArrayError, MeshClosedError
 from jaxpp_async.program import ProcessId
 from jaxpp_async.testing import assert_close

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from test_actor import harness
 
-from jaxpp_async.actors import catching_up
 from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.catching_up import Dropped, Tally, catch_up
-from jaxpp_async.actors.compute import ComputeThread
+from jaxpp_async.actors.devices.compute import ComputeThread
+from jaxpp_async.actors.restoring import catching_up
+from jaxpp_async.actors.restoring.catching_up import Dropped, Tally, catch_up
 from jaxpp_async.errors import MeshError
 
 

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from jaxpp_async.actors import clock_watch
 from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.clock_watch import FORGET_S, ClockWatch
-from jaxpp_async.actors.clocks import DRIFT, NUM_READINGS, Clocks, Offset, clock_name
-from jaxpp_async.actors.protocol import Identity
+from jaxpp_async.actors.protocol.wire import Identity
+from jaxpp_async.actors.watching import clock_watch
+from jaxpp_async.actors.watching.clock_watch import FORGET_S, ClockWatch
+from jaxpp_async.actors.watching.clocks import DRIFT, NUM_READINGS, Clocks, Offset, clock_name
 from jaxpp_async.errors import MeshClosedError
 
 # ---------------------------------------------------------------- readings
 
 
 def test_processes_of_one_host_share_a_clock():
-    code = "from jaxpp_async.actors.clocks import clock_name; print(clock_name())"
+    code = "from jaxpp_async.actors.watching.clocks import clock_name; print(clock_name())"
     assert clock_name() != ""
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == clock_name()
 

@@ -19,15 +19,15 @@ import psutil
 import pytest
 from fake_actor import NullTransport
 
-from jaxpp_async.actors import crew
-from jaxpp_async.actors.bringup import ActorConfig
-from jaxpp_async.actors.connection import Connection
+from jaxpp_async.actors.control.connection import Connection
+from jaxpp_async.actors.control.gate import Gate
 from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.gate import Gate
-from jaxpp_async.actors.host_data import HostValue
-from jaxpp_async.actors.inline import InlineLauncher
+from jaxpp_async.actors.crew import crew
+from jaxpp_async.actors.crew.bringup import ActorConfig
+from jaxpp_async.actors.crew.host_data import HostValue
 from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES, Identity, Wire
+from jaxpp_async.actors.launch.inline import InlineLauncher
+from jaxpp_async.actors.protocol.wire import DEFAULT_MAX_FRAME_BYTES, Identity, Wire
 from jaxpp_async.errors import (
     ActorDiedError,
     HandshakeError,
@@ -396,7 +396,7 @@ async def test_the_gate_refuses_strangers_and_goes_on(caplog):
 
 
 async def test_a_silent_peer_is_dropped(monkeypatch):
-    monkeypatch.setattr("jaxpp_async.actors.connection.HANDSHAKE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("jaxpp_async.actors.control.connection.HANDSHAKE_TIMEOUT_S", 0.1)
     gate = Gate(b"s" * 32, version="1", max_frame_bytes=1 << 20)
     host, port = await gate.listen("127.0.0.1")
     reader, writer = await asyncio.open_connection(host, port)
@@ -441,5 +441,7 @@ def test_the_controller_imports_no_jax():
     import subprocess
     import sys
 
-    code = "import jaxpp_async.actors.controller, jaxpp_async.actors.inline, sys; assert 'jax' not in sys.modules"
+    code = (
+        "import jaxpp_async.actors.controller, jaxpp_async.actors.launch.inline, sys; assert 'jax' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

@@ -14,10 +14,10 @@ import pytest
 from planning import f32, plan_step
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.failure import ActorInfo, died_error, launch_error, remote_error
+from jaxpp_async.actors.failures.failure import ActorInfo, died_error, launch_error, remote_error
 from jaxpp_async.actors.messages import Failed
-from jaxpp_async.actors.processes import Seat
-from jaxpp_async.actors.warden import Death
+from jaxpp_async.actors.processes.seats import Seat
+from jaxpp_async.actors.processes.warden import Death
 from jaxpp_async.errors import ArrayError, MeshClosedError, ProtocolError, RemoteError, TransferError
 from jaxpp_async.testing import assert_close
 

@@ -47,9 +47,9 @@ from test_processes import BOTH, DP, FSDP, close, problem, train_step
 
 import jaxpp_async as jpp
 from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.inline import InlineLauncher
 from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.actors.routes import staged
+from jaxpp_async.actors.launch.inline import InlineLauncher
+from jaxpp_async.actors.watching.routes import staged
 from jaxpp_async.errors import RemoteError
 from jaxpp_async.program import Aval, Delete, Input, Output, Recv, Run, Send
 from jaxpp_async.transport.memory import MemoryNetwork

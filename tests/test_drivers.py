@@ -24,7 +24,7 @@ REAL = """
 import asyncio, threading
 import numpy as np
 import jaxpp_async as jpp
-from jaxpp_async.actors import tensor_files
+from jaxpp_async.actors.restoring import tensor_files
 
 def say(*words):
     print(*words, flush=True)
@@ -54,7 +54,7 @@ if __name__ == "__main__":
 FAKE = """
 import asyncio
 from fake_actor import NullTransport
-from jaxpp_async.actors.bringup import ActorConfig
+from jaxpp_async.actors.crew.bringup import ActorConfig
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.launch import LocalLauncher
 

@@ -17,13 +17,13 @@ import pytest
 from fake_actor import NullTransport
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.bringup import ActorConfig
 from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.failure import ActorInfo
+from jaxpp_async.actors.crew.bringup import ActorConfig
+from jaxpp_async.actors.failures.failure import ActorInfo
+from jaxpp_async.actors.failures.monitor import Recovered, Suspect
 from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.actors.monitor import Recovered, Suspect
-from jaxpp_async.actors.telling import Telling
-from jaxpp_async.actors.watch import Patience
+from jaxpp_async.actors.watching.telling import Telling
+from jaxpp_async.actors.watching.watch import Patience
 from jaxpp_async.errors import ActorDiedError, LaunchError, RemoteError
 from jaxpp_async.events import Event, EventLog, Events
 

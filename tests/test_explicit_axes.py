@@ -14,9 +14,9 @@ from on_devices import mesh_of, run_on_devices
 from planning import f32, plan_step
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.devices import Devices
-from jaxpp_async.actors.receive_pool import ReceivePool
-from jaxpp_async.actors.shards import Layouts, send_views
+from jaxpp_async.actors.devices.starting import Devices
+from jaxpp_async.actors.values.receive_pool import ReceivePool
+from jaxpp_async.actors.values.shards import Layouts, send_views
 from jaxpp_async.errors import ShardingError
 from jaxpp_async.program import Aval
 from jaxpp_async.program_text import format_aval, parse_aval

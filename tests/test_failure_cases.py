@@ -22,8 +22,8 @@ from memory_limit import memory_limit
 from test_failures import Said
 
 import jaxpp_async as jpp
-from jaxpp_async.actors import step_run
 from jaxpp_async.actors.launch import LocalLauncher
+from jaxpp_async.actors.steps import step_run
 from jaxpp_async.errors import ActorDiedError, ActorError, MeshClosedError, ProtocolError, RemoteError, ScheduleError
 from jaxpp_async.testing import assert_close
 

@@ -23,8 +23,8 @@ from models import grads_step, mlp
 from resources import nothing_left
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.inline import InlineLauncher
 from jaxpp_async.actors.launch import LocalLauncher
+from jaxpp_async.actors.launch.inline import InlineLauncher
 from jaxpp_async.errors import (
     ActorDiedError,
     ActorError,

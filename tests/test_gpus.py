@@ -22,16 +22,26 @@ from planning import plan_step
 
 import jaxpp_async as jpp
 from jaxpp_async import jax_compat, mesh_options
-from jaxpp_async.actors import configuring, cuda, device_work, gpus
-from jaxpp_async.actors.actor_info import ActorInfo, of_actor
-from jaxpp_async.actors.actor_request import ActorRequest
-from jaxpp_async.actors.gpus import GpuShare, Visible, gpu_environment, host_gpus, memory_fraction, read_visible, share
+from jaxpp_async.actors import configuring
+from jaxpp_async.actors.devices import cuda, device_work, gpus
+from jaxpp_async.actors.devices.gpus import (
+    GpuShare,
+    Visible,
+    gpu_environment,
+    host_gpus,
+    memory_fraction,
+    read_visible,
+    share,
+)
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.launch.base import LaunchSpec
 from jaxpp_async.actors.launch.hosts import KEEP_MEMORY, Settings, defaults
+from jaxpp_async.actors.processes.actor_info import ActorInfo, of_actor
+from jaxpp_async.actors.processes.actor_request import ActorRequest
 from jaxpp_async.compiler.emit import emit
 from jaxpp_async.errors import ActorError, LaunchError, MeshError, UnsupportedError
-from jaxpp_async.transport import nccl_library, ucx_context
+from jaxpp_async.transport.nccl import library as nccl_library
+from jaxpp_async.transport.ucx import context as ucx_context
 
 FOUR = ("0", "1", "2", "3")
 

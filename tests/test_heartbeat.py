@@ -15,18 +15,18 @@ import pytest
 from test_protocol import SECRET, frame, greet, pair
 
 import jaxpp_async
-from jaxpp_async.actors import heartbeat
 from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.bringup import Bringup
-from jaxpp_async.actors.clocks import clock_name
-from jaxpp_async.actors.connection import Connection, connect_tcp
-from jaxpp_async.actors.gate import Gate
-from jaxpp_async.actors.handshake import FrameKey
-from jaxpp_async.actors.heartbeat import Beating, start_beating
+from jaxpp_async.actors.control.connection import Connection, connect_tcp
+from jaxpp_async.actors.control.gate import Gate
+from jaxpp_async.actors.crew.bringup import Bringup
 from jaxpp_async.actors.launch import LaunchSpec, LocalLauncher
-from jaxpp_async.actors.lifeline import ExitCode
-from jaxpp_async.actors.progress import Position, ProgressPage
-from jaxpp_async.actors.protocol import MAX_BEAT_BYTES, Identity, Wire
+from jaxpp_async.actors.processes.lifeline import ExitCode
+from jaxpp_async.actors.processes.progress import Position, ProgressPage
+from jaxpp_async.actors.protocol.handshake import FrameKey
+from jaxpp_async.actors.protocol.wire import MAX_BEAT_BYTES, Identity, Wire
+from jaxpp_async.actors.watching import heartbeat
+from jaxpp_async.actors.watching.clocks import clock_name
+from jaxpp_async.actors.watching.heartbeat import Beating, start_beating
 from jaxpp_async.errors import HandshakeError, ProtocolError
 
 ACTOR = Identity(3, 1)

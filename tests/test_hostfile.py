@@ -8,12 +8,12 @@ import pytest
 
 import jaxpp_async as jpp
 from jaxpp_async import jax_config
-from jaxpp_async.actors import actor_request
-from jaxpp_async.actors.actor_request import ActorRequest
-from jaxpp_async.actors.keeper_protocol import Start, read_order, write_order
+from jaxpp_async.actors.launch.choosing import Launching
 from jaxpp_async.actors.launch.hostfile import load_hostfile, parse_hostfile, parse_hosts
 from jaxpp_async.actors.launch.hosts import DEFAULTS, Host, Settings, environment, parse_cpus, place
-from jaxpp_async.actors.launching import Launching
+from jaxpp_async.actors.processes import actor_request
+from jaxpp_async.actors.processes.actor_request import ActorRequest
+from jaxpp_async.actors.processes.keeper_protocol import Start, read_order, write_order
 from jaxpp_async.errors import MeshError
 
 HOSTFILES = [

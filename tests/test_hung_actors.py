@@ -24,8 +24,8 @@ from resources import differences, held
 from test_failures import Said
 
 import jaxpp_async as jpp
-from jaxpp_async.actors import supervision
 from jaxpp_async.actors.launch import LocalLauncher
+from jaxpp_async.actors.watching import supervision
 from jaxpp_async.errors import ActorUnresponsiveError, TransferError
 from jaxpp_async.testing import assert_close
 

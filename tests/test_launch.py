@@ -21,12 +21,12 @@ from typing import Any
 import psutil
 import pytest
 
-from jaxpp_async.actors.actor_process import spawn_actor
-from jaxpp_async.actors.actor_request import ActorRequest
-from jaxpp_async.actors.failure import describe_end
+from jaxpp_async.actors.failures.failure import describe_end
 from jaxpp_async.actors.launch import make_process_transport, share_out
-from jaxpp_async.actors.lifeline import ExitCode
-from jaxpp_async.actors.warden import TAIL_LINES, Lines, Warden
+from jaxpp_async.actors.processes.actor_process import spawn_actor
+from jaxpp_async.actors.processes.actor_request import ActorRequest
+from jaxpp_async.actors.processes.lifeline import ExitCode
+from jaxpp_async.actors.processes.warden import TAIL_LINES, Lines, Warden
 from jaxpp_async.errors import MeshError
 
 HERE = Path(__file__).parent
@@ -34,7 +34,7 @@ HERE = Path(__file__).parent
 DRIVER = """
 import asyncio, sys
 from fake_actor import NullTransport
-from jaxpp_async.actors.bringup import ActorConfig
+from jaxpp_async.actors.crew.bringup import ActorConfig
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.launch import LocalLauncher
 

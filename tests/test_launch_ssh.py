@@ -98,7 +98,7 @@ SAID_BY_PYTHON = [
         1,
         "does not have the pack",
     ),
-    ("/opt/py: No module named jaxpp_async.actors.keeper", 1, "has an older jaxpp-async"),
+    ("/opt/py: No module named jaxpp_async.actors.processes.keeper", 1, "has an older jaxpp-async"),
     ("ModuleNotFoundError: No module named 'msgpack'", 1, "without the package msgpack"),
     ("Segmentation fault", -11, "ended with signal 11 before it was ready: Segmentation fault"),
     ("", 3, "ended with code 3"),
@@ -373,7 +373,7 @@ async def test_nothing_secret_is_in_argument_vectors(sshd):
     controller = await start(launcher(sshd, settings=settings))
     processes = [p.info["cmdline"] or () for p in psutil.process_iter(["cmdline"])]
     text = " ".join(word for words in processes for word in words)
-    assert "jaxpp_async.actors.keeper" in text and "swordfish" not in text and '"secret"' not in text
+    assert "jaxpp_async.actors.processes.keeper" in text and "swordfish" not in text and '"secret"' not in text
     pid = controller.actors[0].pid
     assert psutil.Process(pid).environ()["TOKEN"] == "swordfish"
     await controller.aclose()

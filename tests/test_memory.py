@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import Model, grads_step, mlp
 
 import jaxpp_async as jpp
-from jaxpp_async.actors import step_run
 from jaxpp_async.actors.executor import Executor
-from jaxpp_async.actors.shards import buffer_addresses, memory_held
+from jaxpp_async.actors.steps import step_run
+from jaxpp_async.actors.values.shards import buffer_addresses, memory_held
 
 WIDTH, ROWS = 8, 4
 ACTIVATION = ROWS * WIDTH * 4

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from jaxpp_async.actors import monitor as monitor_module
-from jaxpp_async.actors.awake import AwakeClock
-from jaxpp_async.actors.monitor import Dead, Monitor, Recovered, Suspect, Verdict
-from jaxpp_async.actors.progress import Position
+from jaxpp_async.actors.failures import monitor as monitor_module
+from jaxpp_async.actors.failures.awake import AwakeClock
+from jaxpp_async.actors.failures.monitor import Dead, Monitor, Recovered, Suspect, Verdict
+from jaxpp_async.actors.processes.progress import Position
 
 AT = Position(7, 1, 12, False, True)
 
@@ -111,7 +111,9 @@ def test_an_awake_clock_counts_no_more_than_it_saw():
 
 def test_wall_clocks_are_not_read(monkeypatch):
     """Case 21: the modules that judge read no wall clock, so moving it does nothing."""
-    from jaxpp_async.actors import autopsy, heartbeat, lifeline, stuck, warden, watch
+    from jaxpp_async.actors.failures import autopsy, stuck
+    from jaxpp_async.actors.processes import lifeline, warden
+    from jaxpp_async.actors.watching import heartbeat, watch
 
     for module in (monitor_module, stuck, autopsy, watch, heartbeat, lifeline, warden):
         source = inspect.getsource(module)

@@ -14,18 +14,18 @@ from models import grads_step, mlp
 from test_transport_nccl import waiters
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.inline import InlineLauncher
+from jaxpp_async.actors.crew.linking import Linking, links_of
 from jaxpp_async.actors.launch import LaunchSpec, LocalLauncher
-from jaxpp_async.actors.linking import Linking, links_of
+from jaxpp_async.actors.launch.inline import InlineLauncher
 from jaxpp_async.actors.messages import Done, LinksOffered
-from jaxpp_async.actors.scattering import Scattering
+from jaxpp_async.actors.values.scattering import Scattering
 from jaxpp_async.errors import ActorDiedError, ActorError, MeshError, ProtocolError, TransferError
 from jaxpp_async.mesh import RemoteMesh
 from jaxpp_async.program import ActorProgram, Aval, Recv, Send
 from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
-from jaxpp_async.transport.nccl import NcclTransport
-from jaxpp_async.transport.nccl_library import NcclFailure
-from jaxpp_async.transport.nccl_plan import Link
+from jaxpp_async.transport.nccl.library import NcclFailure
+from jaxpp_async.transport.nccl.plan import Link
+from jaxpp_async.transport.nccl.transport import NcclTransport
 
 
 class Nccl(InlineLauncher):
@@ -157,7 +157,7 @@ async def test_restarts_make_every_link_anew(launcher):
 
 
 async def test_a_communicator_that_fails_is_a_failed_transfer(launcher, monkeypatch):
-    monkeypatch.setattr("jaxpp_async.transport.nccl_end._CHECK_S", 0.01)
+    monkeypatch.setattr("jaxpp_async.transport.nccl.end._CHECK_S", 0.01)
     async with RemoteMesh(2, launcher=launcher, transport="nccl") as mesh:
         step = mesh.distributed(grads_step(MODEL, jpp.Std1F1B(4)))
         params, batch = MODEL.init(0), MODEL.batch(1, 8)

@@ -23,14 +23,14 @@ from test_random_schedules import draw_schedule
 from test_random_schedules import train_step as random_step
 
 import jaxpp_async as jpp
-from jaxpp_async.actors import turns
+from jaxpp_async.actors.crew.linking import links_of
 from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.actors.linking import links_of
-from jaxpp_async.actors.processes import Seat
-from jaxpp_async.actors.scattering import Scattering
+from jaxpp_async.actors.processes.seats import Seat
+from jaxpp_async.actors.values import turns
+from jaxpp_async.actors.values.scattering import Scattering
 from jaxpp_async.errors import MeshError, RestartBudgetExceeded
 from jaxpp_async.program import ActorProgram, Aval, Input, Recv, Run, Send
-from jaxpp_async.transport.nccl_plan import Link, Turn, order_of
+from jaxpp_async.transport.nccl.plan import Link, Turn, order_of
 
 # ---------------------------------------------------------------- links and turns
 

@@ -21,10 +21,10 @@ from test_numerics import check_five_steps
 from transport_conformance import TransportConformance
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.cuda import open_door
+from jaxpp_async.actors.devices.cuda import open_door
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.transport.buffers import Memory
-from jaxpp_async.transport.ucx import UCXTransport
+from jaxpp_async.transport.ucx.transport import UCXTransport
 
 PLATFORM = os.environ.get("JAXPP_TEST_GPU", "")
 if PLATFORM not in ("cuda", "cpu"):

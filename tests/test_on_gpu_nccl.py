@@ -18,8 +18,8 @@ from test_transport_nccl import InOrderOfPosts
 from transport_conformance import EAGER, LARGE, TransportConformance, join, transfer, within
 
 from jaxpp_async.errors import TransferError
-from jaxpp_async.transport import nccl_library
 from jaxpp_async.transport.buffers import Memory
+from jaxpp_async.transport.nccl import library as nccl_library
 
 if os.environ.get("JAXPP_TEST_GPU") != "cuda":
     pytest.skip("needs a GPU: make test-gpu (JAXPP_TEST_GPU=cuda)", allow_module_level=True)

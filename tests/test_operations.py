@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import pytest
 from docs_code import doc_code
 
-from jaxpp_async.actors.failure import ActorInfo
+from jaxpp_async.actors.control.records import log_remote
+from jaxpp_async.actors.failures.failure import ActorInfo
 from jaxpp_async.actors.messages import Log
-from jaxpp_async.actors.records import log_remote
 from jaxpp_async.events import EventLog, Events
 
 docs = doc_code("operations.md")

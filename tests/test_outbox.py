@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.failure import ActorInfo
-from jaxpp_async.actors.outbox import Outbox
-from jaxpp_async.actors.rpc import Call, StepHandle
+from jaxpp_async.actors.crew.outbox import Outbox
+from jaxpp_async.actors.crew.rpc import Call, StepHandle
+from jaxpp_async.actors.failures.failure import ActorInfo
 from jaxpp_async.errors import ActorDiedError, StepAbortedError
 
 STATS = m.StepStats(0.0, 0.0, 0.0, 0, 0)

@@ -24,20 +24,20 @@ from resources import nothing_left
 from rich.console import Console
 from test_launch import HERE, environment, is_running
 
-from jaxpp_async.actors import keeper_protocol as kp
-from jaxpp_async.actors.actor_request import ActorRequest
-from jaxpp_async.actors.bringup import all_of
 from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.handshake import version_mismatch
+from jaxpp_async.actors.crew.bringup import all_of
 from jaxpp_async.actors.launch import LaunchSpec
 from jaxpp_async.actors.launch import addresses as addresses_module
+from jaxpp_async.actors.launch.choosing import Launching
 from jaxpp_async.actors.launch.display import HostLines
 from jaxpp_async.actors.launch.hostfile import parse_hosts
 from jaxpp_async.actors.launch.hosts import Settings, place
 from jaxpp_async.actors.launch.remote import MAX_HANDSHAKES, CommandReach, RemoteLauncher
-from jaxpp_async.actors.launching import Launching
-from jaxpp_async.actors.line_protocol import RECORD
-from jaxpp_async.actors.warden import Death
+from jaxpp_async.actors.processes import keeper_protocol as kp
+from jaxpp_async.actors.processes.actor_request import ActorRequest
+from jaxpp_async.actors.processes.warden import Death
+from jaxpp_async.actors.protocol.handshake import version_mismatch
+from jaxpp_async.actors.protocol.line_protocol import RECORD
 from jaxpp_async.errors import ActorDiedError, LaunchError, MeshError
 
 # ---------------------------------------------------------------- the interface, by hand (docs/launching.md shows it)
@@ -217,7 +217,7 @@ def test_a_keeper_leaves_nothing_behind(how, tmp_path):
         "print('child', subprocess.Popen(['sleep', '62'], start_new_session=True).pid, flush=True); time.sleep(62)"
     )
     actor = f'#!/bin/sh\nexec {sys.executable} -c "{code}"\n'
-    command = [sys.executable, "-m", "jaxpp_async.actors.keeper", "1.0" if how == "lease" else "15", "3"]
+    command = [sys.executable, "-m", "jaxpp_async.actors.processes.keeper", "1.0" if how == "lease" else "15", "3"]
     keeper = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert keeper.stdin is not None and keeper.stdout is not None
     path = tmp_path / "actor"

@@ -20,19 +20,19 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpp_async as jpp
-from jaxpp_async.actors import crossings
-from jaxpp_async.actors.actor_info import ActorInfo, of_actor
-from jaxpp_async.actors.copies import holders
-from jaxpp_async.actors.host_values import HostValues, Look
 from jaxpp_async.actors.launch.addresses import addresses_of_hosts
 from jaxpp_async.actors.launch.hostfile import parse_hosts
 from jaxpp_async.actors.launch.hosts import place, spread
 from jaxpp_async.actors.messages import Fetch
-from jaxpp_async.actors.parts import parts_of
-from jaxpp_async.actors.processes import Processes, Seat
-from jaxpp_async.actors.progress import Position, hindmost
-from jaxpp_async.actors.scattering import Gathering, Scattering
-from jaxpp_async.actors.watch import Patience
+from jaxpp_async.actors.processes.actor_info import ActorInfo, of_actor
+from jaxpp_async.actors.processes.progress import Position, hindmost
+from jaxpp_async.actors.processes.seats import Processes, Seat
+from jaxpp_async.actors.restoring.copies import holders
+from jaxpp_async.actors.values import crossings
+from jaxpp_async.actors.values.host_values import HostValues, Look
+from jaxpp_async.actors.values.parts import parts_of
+from jaxpp_async.actors.values.scattering import Gathering, Scattering
+from jaxpp_async.actors.watching.watch import Patience
 from jaxpp_async.checkpoint.restoring import load_manifest
 from jaxpp_async.errors import ActorDiedError, ActorUnresponsiveError, CheckpointError, MeshError
 from jaxpp_async.program import Aval

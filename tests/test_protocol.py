@@ -13,10 +13,10 @@ from typing import Any, Literal
 import msgpack
 import pytest
 
-from jaxpp_async.actors import codec
 from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.handshake import FrameKey
-from jaxpp_async.actors.protocol import MAX_HANDSHAKE_BYTES, SHORT_BYTES, TO_ACTOR, TO_CONTROLLER, Identity, Wire
+from jaxpp_async.actors.protocol import codec
+from jaxpp_async.actors.protocol.handshake import FrameKey
+from jaxpp_async.actors.protocol.wire import MAX_HANDSHAKE_BYTES, SHORT_BYTES, TO_ACTOR, TO_CONTROLLER, Identity, Wire
 from jaxpp_async.errors import HandshakeError, ProtocolError
 from jaxpp_async.program import Aval
 

@@ -17,7 +17,7 @@ from test_plan_agrees import Step
 from test_schedule_properties import schedules
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.inline import InlineLauncher
+from jaxpp_async.actors.launch.inline import InlineLauncher
 from jaxpp_async.compiler.memory import peak_plan
 from jaxpp_async.program import Task
 from jaxpp_async.schedules import dependencies

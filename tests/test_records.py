@@ -18,14 +18,22 @@ from records_actor import STORM_S
 from test_control_plane import load, mesh, start
 
 import jaxpp_async
-from jaxpp_async.actors import records
+from jaxpp_async.actors.control import records
+from jaxpp_async.actors.control.records import (
+    BURST,
+    PER_TURN,
+    RECORDS_PER_S,
+    RateLimit,
+    RecordSender,
+    as_message,
+    log_remote,
+)
 from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.failure import ActorInfo
+from jaxpp_async.actors.failures.failure import ActorInfo
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.launch.hostfile import parse_hosts
 from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
 from jaxpp_async.actors.messages import Log
-from jaxpp_async.actors.records import BURST, PER_TURN, RECORDS_PER_S, RateLimit, RecordSender, as_message, log_remote
 
 INFO = ActorInfo(1, "n1", 4711, (), "ready")
 

@@ -25,15 +25,16 @@ from models import grads_step, mlp
 from resources import everything, nothing_left
 
 import jaxpp_async as jpp
-from jaxpp_async.actors import recovery, rollback, supervision, tensor_files
-from jaxpp_async.actors.copies import holders
-from jaxpp_async.actors.deadlines import awake_timeout
-from jaxpp_async.actors.inline import InlineLauncher
+from jaxpp_async.actors.crew.rpc import ActorLink, Call
+from jaxpp_async.actors.failures.deadlines import awake_timeout
 from jaxpp_async.actors.launch import LocalLauncher
+from jaxpp_async.actors.launch.inline import InlineLauncher
 from jaxpp_async.actors.messages import Hold, Kept, Lend, Step
-from jaxpp_async.actors.recovery import Budget
-from jaxpp_async.actors.rpc import ActorLink, Call
-from jaxpp_async.actors.shards import hold_pieces
+from jaxpp_async.actors.restoring import recovery, rollback, tensor_files
+from jaxpp_async.actors.restoring.copies import holders
+from jaxpp_async.actors.restoring.recovery import Budget
+from jaxpp_async.actors.values.shards import hold_pieces
+from jaxpp_async.actors.watching import supervision
 from jaxpp_async.errors import (
     ActorDiedError,
     MeshClosedError,

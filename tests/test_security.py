@@ -16,17 +16,17 @@ import pytest
 
 import jaxpp_async
 from jaxpp_async.actors import __main__ as actor_main
-from jaxpp_async.actors import keeper_protocol as kp
-from jaxpp_async.actors.actor_request import ActorRequest
-from jaxpp_async.actors.handshake import derive_keys
-from jaxpp_async.actors.heartbeat import Beating
 from jaxpp_async.actors.launch import LaunchSpec
 from jaxpp_async.actors.launch.hostfile import parse_hostfile
 from jaxpp_async.actors.launch.hosts import Host, Placement, Settings
 from jaxpp_async.actors.launch.slurm import srun_command
 from jaxpp_async.actors.launch.ssh import ssh_command
-from jaxpp_async.actors.line_protocol import RECORD
-from jaxpp_async.actors.protocol import Identity, Wire
+from jaxpp_async.actors.processes import keeper_protocol as kp
+from jaxpp_async.actors.processes.actor_request import ActorRequest
+from jaxpp_async.actors.protocol.handshake import derive_keys
+from jaxpp_async.actors.protocol.line_protocol import RECORD
+from jaxpp_async.actors.protocol.wire import Identity, Wire
+from jaxpp_async.actors.watching.heartbeat import Beating
 from jaxpp_async.errors import MeshError
 
 PACKAGE = Path(jaxpp_async.__file__).parent

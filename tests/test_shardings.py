@@ -17,8 +17,8 @@ from on_devices import run_on_devices
 from planning import plan_step
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.devices import Devices
-from jaxpp_async.actors.executables import compile_blob
+from jaxpp_async.actors.devices.starting import Devices
+from jaxpp_async.actors.steps.executables import compile_blob
 from jaxpp_async.testing import assert_close
 
 DIM, HIDDEN, OUT, ROWS = 8, 12, 4, 6

@@ -1,4 +1,4 @@
-"""Host arrays on devices (`actors.shards`): what is placed is right, and shares memory with nobody."""
+"""Host arrays on devices (`actors.values.shards`): what is placed is right, and shares memory with nobody."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxpp_async.actors.devices import Devices
-from jaxpp_async.actors.shards import ALIGNMENT, Layouts, buffer_addresses, place
+from jaxpp_async.actors.devices.starting import Devices
+from jaxpp_async.actors.values.shards import ALIGNMENT, Layouts, buffer_addresses, place
 from jaxpp_async.program import Aval
 
 LAYOUTS = Layouts(Devices(Mesh(np.array(jax.devices()[:1]), ("device",))))

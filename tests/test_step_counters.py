@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 import jaxpp_async as jpp
-from jaxpp_async.actors import host_values, loaded_program, receive_pool, shards
-from jaxpp_async.actors.compute import ComputeThread
+from jaxpp_async.actors.devices.compute import ComputeThread
 from jaxpp_async.actors.executor import Executor
-from jaxpp_async.actors.loaded_program import LoadedTask
+from jaxpp_async.actors.steps import loaded_program
+from jaxpp_async.actors.steps.loaded_program import LoadedTask
+from jaxpp_async.actors.values import host_values, receive_pool, shards
 from jaxpp_async.transport.memory import MemoryTransport
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.autopsy import place
-from jaxpp_async.actors.failure import ActorInfo, silent_error, stuck_error
-from jaxpp_async.actors.progress import Position
-from jaxpp_async.actors.stuck import StuckSteps
+from jaxpp_async.actors.failures.autopsy import place
+from jaxpp_async.actors.failures.failure import ActorInfo, silent_error, stuck_error
+from jaxpp_async.actors.failures.stuck import StuckSteps
+from jaxpp_async.actors.processes.progress import Position
 from jaxpp_async.errors import ActorUnresponsiveError, TransferError
 from jaxpp_async.program import CONTROLLER, ActorProgram, Aval, Input, Output, Recv, Run, Send
 

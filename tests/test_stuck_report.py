@@ -10,7 +10,7 @@ from test_actor import Harness, V, add, blob, double, harness
 
 from jaxpp_async.actors import messages as m
 from jaxpp_async.actors.messages import OpenTransfer
-from jaxpp_async.actors.stuck_report import report
+from jaxpp_async.actors.steps.stuck_report import report
 from jaxpp_async.program import CONTROLLER, Input, Output, Recv, Run, Send
 from jaxpp_async.transport.memory import MemoryNetwork
 

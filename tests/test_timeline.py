@@ -20,7 +20,7 @@ from docs_code import doc_code
 from models import grads_step, mlp
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.clocks import Clocks
+from jaxpp_async.actors.watching.clocks import Clocks
 from jaxpp_async.errors import ActorDiedError, MeshClosedError, MeshError, StepAbortedError
 from jaxpp_async.program import ActorProgram, Recv, Run, Send
 from jaxpp_async.program_text import parse_program

@@ -15,12 +15,12 @@ from fake_nccl import FakeNccl
 from transport_conformance import EAGER, TransportConformance, data, join, tag, transfer, within
 
 from jaxpp_async.errors import InstallError, ProtocolError, TransferError
-from jaxpp_async.transport import nccl_end
 from jaxpp_async.transport.base import check_tag
 from jaxpp_async.transport.buffers import memory_of
-from jaxpp_async.transport.nccl import _SEQUENCE_MASK, NcclTransport
-from jaxpp_async.transport.nccl_library import NcclFailure, load_library
-from jaxpp_async.transport.nccl_plan import Line, Link, Queue, Turn, batches, order_of, rounds
+from jaxpp_async.transport.nccl import end as nccl_end
+from jaxpp_async.transport.nccl.library import NcclFailure, load_library
+from jaxpp_async.transport.nccl.plan import Line, Link, Queue, Turn, batches, order_of, rounds
+from jaxpp_async.transport.nccl.transport import _SEQUENCE_MASK, NcclTransport
 
 
 class SelfJoining(NcclTransport):

@@ -23,14 +23,15 @@ import uvloop
 from transport_conformance import LARGE, TransportConformance, data, join, tag, transfer, within
 
 from jaxpp_async.errors import InstallError, ProtocolError, TransferError
-from jaxpp_async.transport import direct_words, shared
+from jaxpp_async.transport import shared
 from jaxpp_async.transport.addresses import seal, unseal
 from jaxpp_async.transport.buffers import memory_of
-from jaxpp_async.transport.direct_words import DIRECT_BYTES
 from jaxpp_async.transport.lookout import SHORTEST_S, Lookout
 from jaxpp_async.transport.shared import SharedBlock
-from jaxpp_async.transport.ucx import UCXTransport
-from jaxpp_async.transport.ucx_context import shares_memory
+from jaxpp_async.transport.ucx import direct_words
+from jaxpp_async.transport.ucx.context import shares_memory
+from jaxpp_async.transport.ucx.direct_words import DIRECT_BYTES
+from jaxpp_async.transport.ucx.transport import UCXTransport
 
 if importlib.util.find_spec("ucxx") is None:  # importing it here would be before the transport sets UCX's environment
     pytest.skip("UCX tests need the package ucxx", allow_module_level=True)
@@ -288,7 +289,7 @@ async def test_without_ucxx_the_error_names_the_extra(monkeypatch):
 PEER = """
 import asyncio, sys
 import numpy as np
-from jaxpp_async.transport.ucx import UCXTransport
+from jaxpp_async.transport.ucx.transport import UCXTransport
 from transport_conformance import LARGE, data, tag
 
 async def main():
@@ -591,7 +592,7 @@ async def test_blocks_of_another_size_are_not_written(make_transport, monkeypatc
     small = SharedBlock(4096)
     assert small.ticket is not None
     a._links[1].neighbour.place(small.ticket)  # from then on it is known by its key
-    for number, (size, error) in enumerate([(4096, ProtocolError), (LARGE, None)]):
+    for number, (size, error) in enumerate([(LARGE, None), (4096, ProtocolError)]):
         block = SharedBlock(LARGE)
         block.ticket = small.ticket._replace(size_bytes=size)
         pieces = write_count(monkeypatch)
@@ -602,6 +603,8 @@ async def test_blocks_of_another_size_are_not_written(make_transport, monkeypatc
         else:
             with pytest.raises(error, match="no valid answer"):
                 await within(send)
+            with pytest.raises(TransferError, match="link lost"):  # the receive would wait for ever
+                await within(a.send(data(8, 1), 1, tag(number)))
         assert not pieces
     await within(b.abort(0), a.abort(1))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxpp_async.actors.vigil import LONGEST_S, Vigil
+from jaxpp_async.actors.control.vigil import LONGEST_S, Vigil
 
 
 class Loop:

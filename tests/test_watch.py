@@ -12,12 +12,12 @@ import pytest
 from test_stuck import INFOS, LOST, WAITING, at, part
 
 from jaxpp_async.actors import messages as m
-from jaxpp_async.actors import watch as watch_module
-from jaxpp_async.actors.monitor import Recovered, Suspect
-from jaxpp_async.actors.progress import Position
-from jaxpp_async.actors.protocol import Identity
-from jaxpp_async.actors.rpc import StepHandle
-from jaxpp_async.actors.watch import Patience, Watch
+from jaxpp_async.actors.crew.rpc import StepHandle
+from jaxpp_async.actors.failures.monitor import Recovered, Suspect
+from jaxpp_async.actors.processes.progress import Position
+from jaxpp_async.actors.protocol.wire import Identity
+from jaxpp_async.actors.watching import watch as watch_module
+from jaxpp_async.actors.watching.watch import Patience, Watch
 from jaxpp_async.errors import ActorError, ActorUnresponsiveError, MeshClosedError, TransferError
 
 LONG_S = 60.0

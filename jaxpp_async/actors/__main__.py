@@ -16,8 +16,8 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpp_async.actors.exit_codes import ExitCode
-from jaxpp_async.actors.lifeline import die_with_parent, leave, watch_stdin
+from jaxpp_async.actors.processes.exit_codes import ExitCode
+from jaxpp_async.actors.processes.lifeline import die_with_parent, leave, watch_stdin
 from jaxpp_async.errors import HandshakeError
 
 _MAX_LINE_BYTES = 1 << 16
@@ -89,14 +89,14 @@ async def _serve_and_leave(config: _Config) -> ExitCode:
 
 
 async def _serve(config: _Config) -> ExitCode:
-    from jaxpp_async.actors.connection import connect_tcp
-    from jaxpp_async.actors.heartbeat import Beating, start_beating
-    from jaxpp_async.actors.inline import load_actor_class
+    from jaxpp_async.actors.control.connection import connect_tcp
+    from jaxpp_async.actors.control.records import send_records
+    from jaxpp_async.actors.control.serve import ActorLike, serve
     from jaxpp_async.actors.launch import make_process_transport
-    from jaxpp_async.actors.progress import ProgressPage
-    from jaxpp_async.actors.protocol import Identity
-    from jaxpp_async.actors.records import send_records
-    from jaxpp_async.actors.serve import ActorLike, serve
+    from jaxpp_async.actors.launch.inline import load_actor_class
+    from jaxpp_async.actors.processes.progress import ProgressPage
+    from jaxpp_async.actors.protocol.wire import Identity
+    from jaxpp_async.actors.watching.heartbeat import Beating, start_beating
 
     identity, page = Identity(config.process_id, config.incarnation), ProgressPage(config.progress_page)
 

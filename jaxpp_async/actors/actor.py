@@ -16,27 +16,27 @@ from dataclasses import replace
 from typing import Any
 
 from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.catching_up import Dropped, Tally, catch_up
-from jaxpp_async.actors.cluster import reserve_port
 from jaxpp_async.actors.configuring import Equipment, equip
-from jaxpp_async.actors.copies import Shelf
-from jaxpp_async.actors.cuda import DeviceDoor, open_door
-from jaxpp_async.actors.device_step_run import DeviceStepRun
-from jaxpp_async.actors.failed_reply import failed
-from jaxpp_async.actors.loaded_program import LoadedProgram
-from jaxpp_async.actors.loading import load_program
+from jaxpp_async.actors.control.failed_reply import failed
+from jaxpp_async.actors.devices.cluster import reserve_port
+from jaxpp_async.actors.devices.cuda import DeviceDoor, open_door
 from jaxpp_async.actors.numbers import numbers
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.plan import ExecutionPlan
-from jaxpp_async.actors.processes import Seat
-from jaxpp_async.actors.progress import NoteProgress, no_progress
-from jaxpp_async.actors.step_run import StepFailure, StepRun
+from jaxpp_async.actors.processes.progress import NoteProgress, no_progress
+from jaxpp_async.actors.processes.seats import Seat
+from jaxpp_async.actors.restoring.catching_up import Dropped, Tally, catch_up
+from jaxpp_async.actors.restoring.copies import Shelf
+from jaxpp_async.actors.steps.device_step_run import DeviceStepRun
+from jaxpp_async.actors.steps.loaded_program import LoadedProgram
+from jaxpp_async.actors.steps.loading import load_program
+from jaxpp_async.actors.steps.step_run import StepFailure, StepRun
+from jaxpp_async.actors.steps.stuck_report import report
 from jaxpp_async.actors.store import Entry, Store, wait_all
-from jaxpp_async.actors.stuck_report import report
 from jaxpp_async.errors import MeshError, ProtocolError, StepAbortedError
 from jaxpp_async.program import CONTROLLER, ActorId, ProcessId
 from jaxpp_async.transport.base import Transport
-from jaxpp_async.transport.nccl_plan import Link
+from jaxpp_async.transport.nccl.plan import Link
 from jaxpp_async.transport.planes import open_planes
 
 REPLIES_KEPT = 16

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from jaxpp_async.actors.compute import ComputeThread
-from jaxpp_async.actors.copies import Shelf
-from jaxpp_async.actors.cuda import DeviceDoor
-from jaxpp_async.actors.device_work import DeviceWork
-from jaxpp_async.actors.devices import INLINE_DEVICES, Devices, package_versions, plain_hardware, start_devices
-from jaxpp_async.actors.executables import Executables
-from jaxpp_async.actors.host_values import HostValues
-from jaxpp_async.actors.machine import Begins, Machine
+from jaxpp_async.actors.devices.compute import ComputeThread
+from jaxpp_async.actors.devices.cuda import DeviceDoor
+from jaxpp_async.actors.devices.device_work import DeviceWork
+from jaxpp_async.actors.devices.starting import INLINE_DEVICES, Devices, package_versions, plain_hardware, start_devices
 from jaxpp_async.actors.messages import Configure, Ready
-from jaxpp_async.actors.processes import Seat
-from jaxpp_async.actors.progress import NoteProgress
-from jaxpp_async.actors.receive_pool import ReceivePool
-from jaxpp_async.actors.rollback import Rollbacks
-from jaxpp_async.actors.shards import Layouts
-from jaxpp_async.actors.snapshots import Snapshots
+from jaxpp_async.actors.processes.progress import NoteProgress
+from jaxpp_async.actors.processes.seats import Seat
+from jaxpp_async.actors.restoring.copies import Shelf
+from jaxpp_async.actors.restoring.rollback import Rollbacks
+from jaxpp_async.actors.restoring.snapshots import Snapshots
+from jaxpp_async.actors.steps.executables import Executables
+from jaxpp_async.actors.steps.machine import Begins, Machine
 from jaxpp_async.actors.store import Store
-from jaxpp_async.errors import MeshError
+from jaxpp_async.actors.values.host_values import HostValues
+from jaxpp_async.actors.values.receive_pool import ReceivePool
+from jaxpp_async.actors.values.shards import Layouts
 from jaxpp_async.transport.base import Transport
-from jaxpp_async.transport.nccl_plan import ranks_may_share
+from jaxpp_async.transport.nccl.plan import ranks_may_share
 from jaxpp_async.transport.planes import Planes, open_planes
-from jaxpp_async.transport.ucx_context import check_takes_gpu_memory
+from jaxpp_async.transport.ucx.context import check_takes_gpu_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ async def equip(
     door = await loop.run_in_executor(workers, make_door, devices.devices, message.transport)
     if door is not None:
         door.enter()  # on this thread, and before UCX begins: it keeps to the context that it finds
-    planes = _open_planes(message, make_transport)
+    planes = open_planes(message.transport, message.epoch, make_transport)
     if not devices.is_cpu and message.transport == "ucx":
         check_takes_gpu_memory()
     layouts = Layouts(devices)
@@ -111,16 +109,3 @@ async def equip(
         shares = ranks_may_share(ordered.version, os.environ)
         hardware = replace(hardware, nccl=ordered.version, nccl_shares=shares)
     return equipment, Ready(message.request, planes.host.address, names, package_versions(), hardware)
-
-
-def _open_planes(message: Configure, make_transport: Callable[[str], Transport]) -> Planes:
-    try:
-        return open_planes(message.transport, message.epoch, make_transport)
-    except Exception as error:
-        ports = os.environ.get("UCX_TCP_PORT_RANGE")
-        if ports is None or type(error).__name__ != "UCXXBusyError":  # not to be imported: the transport may be another
-            raise
-        raise MeshError(
-            f"ports= {ports} (UCX_TCP_PORT_RANGE) has no free port left on host {socket.gethostname()}; each process "
-            "there needs one: give a larger range, or one that no other program uses"
-        ) from None

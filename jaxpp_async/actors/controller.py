@@ -17,30 +17,30 @@ from typing import Any
 
 import numpy as np
 
-from jaxpp_async.actors.actor_info import ActorInfo
-from jaxpp_async.actors.backups import Backups
-from jaxpp_async.actors.bringup import ActorConfig, all_of
-from jaxpp_async.actors.clocks import OUR_CLOCK, Clock
-from jaxpp_async.actors.crew import Crew, CrewOptions
-from jaxpp_async.actors.ending import to_the_end
-from jaxpp_async.actors.failure import abandoned
-from jaxpp_async.actors.frees import FreeList
-from jaxpp_async.actors.host_data import HostPlane, HostValue, Sending
-from jaxpp_async.actors.host_requests import HostRequests
+from jaxpp_async.actors.crew.bringup import ActorConfig, all_of
+from jaxpp_async.actors.crew.crew import Crew, CrewOptions
+from jaxpp_async.actors.crew.ending import to_the_end
+from jaxpp_async.actors.crew.frees import FreeList
+from jaxpp_async.actors.crew.host_data import HostPlane, HostValue, Sending
+from jaxpp_async.actors.crew.host_requests import HostRequests
+from jaxpp_async.actors.crew.linking import Linking
+from jaxpp_async.actors.crew.outbox import Outbox
+from jaxpp_async.actors.crew.programs import Programs
+from jaxpp_async.actors.crew.rpc import Call, StepHandle
+from jaxpp_async.actors.failures.failure import abandoned
 from jaxpp_async.actors.launch import Launcher
-from jaxpp_async.actors.linking import Linking
 from jaxpp_async.actors.messages import ArrayId, Inspect, Inspected, Loaded, Step
-from jaxpp_async.actors.outbox import Outbox
 from jaxpp_async.actors.owned_tasks import OwnedTasks
-from jaxpp_async.actors.processes import Processes
-from jaxpp_async.actors.programs import Programs
-from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
-from jaxpp_async.actors.recovery import Recovery
-from jaxpp_async.actors.rpc import Call, StepHandle
-from jaxpp_async.actors.scattering import Scattering
-from jaxpp_async.actors.supervision import Supervision
-from jaxpp_async.actors.telling import Telling
-from jaxpp_async.actors.watch import Patience
+from jaxpp_async.actors.processes.actor_info import ActorInfo
+from jaxpp_async.actors.processes.seats import Processes
+from jaxpp_async.actors.protocol.wire import DEFAULT_MAX_FRAME_BYTES
+from jaxpp_async.actors.restoring.backups import Backups
+from jaxpp_async.actors.restoring.recovery import Recovery
+from jaxpp_async.actors.values.scattering import Scattering
+from jaxpp_async.actors.watching.clocks import OUR_CLOCK, Clock
+from jaxpp_async.actors.watching.supervision import Supervision
+from jaxpp_async.actors.watching.telling import Telling
+from jaxpp_async.actors.watching.watch import Patience
 from jaxpp_async.errors import ActorDiedError, ActorError, ActorUnresponsiveError, MeshClosedError
 from jaxpp_async.events import EventLog
 from jaxpp_async.program import ActorId, ActorProgram, Aval, ProcessId

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.messages import ArrayId
-from jaxpp_async.actors.parts import Part
+from jaxpp_async.actors.values.parts import Part
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint.trees import Leaves
 from jaxpp_async.program import ActorId, Aval, ProcessId

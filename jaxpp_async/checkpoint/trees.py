@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxpp_async import jax_compat
-from jaxpp_async.actors.numpy_types import numpy_dtype
+from jaxpp_async.actors.values.numpy_types import numpy_dtype
 from jaxpp_async.arrays import Owner, RemoteArray, is_remote
 from jaxpp_async.checkpoint.manifest import PLAIN_TYPES, ROOT, Array, Manifest, PlainValue
 from jaxpp_async.compiler.ir import ValueType

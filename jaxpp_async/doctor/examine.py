@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from jaxpp_async.actors.gpus import VISIBLE
+from jaxpp_async.actors.devices.gpus import VISIBLE
 from jaxpp_async.actors.launch.addresses import ANY, address_towards, control_address
 from jaxpp_async.actors.launch.explain import Explanation, explain_python
 from jaxpp_async.actors.launch.host_program import NotUpError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from jaxpp_async.actors.gpus import VISIBLE, Visible, read_visible
+from jaxpp_async.actors.devices.gpus import VISIBLE, Visible, read_visible
 from jaxpp_async.actors.launch.explain import Explanation
 
 Platform: TypeAlias = Literal["cpu", "cuda"]

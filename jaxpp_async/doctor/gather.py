@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from jaxpp_async.actors import nvml
+from jaxpp_async.actors.devices import nvml
 from jaxpp_async.doctor.facts import UNLIMITED, Driver, Gpu, HostFacts, IbPort, Interface, JaxStart, Ucx, UcxResource
 
 PACKAGES = (

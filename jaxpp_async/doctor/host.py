@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 import jaxpp_async
-from jaxpp_async.actors.exit_codes import LEASE_S
+from jaxpp_async.actors.processes.exit_codes import LEASE_S
 from jaxpp_async.doctor import talk
 from jaxpp_async.doctor.gather import gather
 from jaxpp_async.errors import JaxppAsyncError

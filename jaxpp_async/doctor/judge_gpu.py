@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from jaxpp_async.actors.agreement import Member, check_agreement
-from jaxpp_async.actors.gpus import VISIBLE, gpu_environment, memory_fraction, share
+from jaxpp_async.actors.devices.agreement import Member, check_agreement
+from jaxpp_async.actors.devices.gpus import VISIBLE, gpu_environment, memory_fraction, share
 from jaxpp_async.doctor.facts import Asked, Examination, Gpu, HostFacts, HostReport
 from jaxpp_async.doctor.finding import ALL, Finding, error, note, ok, warning
 from jaxpp_async.doctor.room import Room
 from jaxpp_async.errors import MeshError
 from jaxpp_async.extras import extra_of, pip_install
-from jaxpp_async.transport.nccl_plan import ranks_may_share
+from jaxpp_async.transport.nccl.plan import ranks_may_share
 
 DRIVERS: Mapping[int, str] = {12: "525.60.13", 13: "580"}
 """Oldest driver for each CUDA, on Linux. Source: JAX's installation page; NVIDIA's CUDA compatibility guide."""

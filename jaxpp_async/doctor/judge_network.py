@@ -52,7 +52,7 @@ def _prefers_system(facts: HostFacts) -> bool:
 
 def _why_not(facts: HostFacts) -> str:
     """What to do where UCX does not start."""
-    if "no network device" in facts.ucx_error:
+    if "network device" in facts.ucx_error:
         return "correct interface= (or UCX_NET_DEVICES): name one of these"
     if _prefers_system(facts):
         return f"have LD_LIBRARY_PATH lead to a UCX that ucxx takes, or unset {SYSTEM_UCX}"

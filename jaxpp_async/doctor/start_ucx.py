@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from jaxpp_async.errors import InstallError, MeshError
-from jaxpp_async.transport.ucx_context import process_context, resources
+from jaxpp_async.transport.ucx.context import process_context, resources
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""talk: what the doctor and a host say to each other, as lines (`actors.line_protocol`). Sans-I/O."""
+"""talk: what the doctor and a host say to each other, as lines (`actors.protocol.line_protocol`). Sans-I/O."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from jaxpp_async.actors.line_protocol import LineProtocol
+from jaxpp_async.actors.protocol.line_protocol import LineProtocol
 from jaxpp_async.doctor.facts import HostFacts
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from jaxpp_async.errors import ProtocolError
 from jaxpp_async.transport.base import Peer, Transport
-from jaxpp_async.transport.nccl import MEDIUM, NcclTransport
+from jaxpp_async.transport.nccl.transport import MEDIUM, NcclTransport
 
 HOST_PLANE = "ucx"
 """What carries host values beside NCCL."""

@@ -15,8 +15,8 @@ import msgpack
 from conversations import GREETINGS, Conversation, converse, draw, framed
 from mutations import bombs, mutate_bytes, mutate_pieces, mutate_value, split
 
-from jaxpp_async.actors import codec
-from jaxpp_async.actors.protocol import MAX_HANDSHAKE_BYTES, TO_ACTOR, Wire
+from jaxpp_async.actors.protocol import codec
+from jaxpp_async.actors.protocol.wire import MAX_HANDSHAKE_BYTES, TO_ACTOR, Wire
 from jaxpp_async.errors import HandshakeError, ProtocolError
 
 _EACH = 50

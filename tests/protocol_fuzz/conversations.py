@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from jaxpp_async.actors.handshake import FrameKey
-from jaxpp_async.actors.protocol import _HEADER, BEATS, SHORT_BYTES, TO_ACTOR, TO_CONTROLLER, Identity, Wire
+from jaxpp_async.actors.protocol.handshake import FrameKey
+from jaxpp_async.actors.protocol.wire import _HEADER, BEATS, SHORT_BYTES, TO_ACTOR, TO_CONTROLLER, Identity, Wire
 
 VERSION = "1.2.3"
 INTEGERS = (0, 1, 2, 127, 128, 255, 256, 65535, 65536, 2**31, 2**32, 2**53, 2**63 - 1, 2**64 - 1, -1, -33, -(2**63))

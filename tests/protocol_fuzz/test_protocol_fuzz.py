@@ -16,10 +16,10 @@ from campaign import Campaign
 from conversations import GREETINGS, KNOWN, Conversation, converse, draw, framed
 from mutations import bombs
 
-from jaxpp_async.actors import codec
 from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.codec import MAX_DEPTH
-from jaxpp_async.actors.protocol import _HEADER, MAX_HANDSHAKE_BYTES, TO_ACTOR, TO_CONTROLLER
+from jaxpp_async.actors.protocol import codec
+from jaxpp_async.actors.protocol.codec import MAX_DEPTH
+from jaxpp_async.actors.protocol.wire import _HEADER, MAX_HANDSHAKE_BYTES, TO_ACTOR, TO_CONTROLLER
 from jaxpp_async.errors import HandshakeError, ProtocolError
 from jaxpp_async.program import Aval
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from jaxpp_async.actors.exit_codes import LEASE_S
-from jaxpp_async.actors.processes import Seat
-from jaxpp_async.actors.progress import Position
-from jaxpp_async.actors.protocol import DEFAULT_MAX_FRAME_BYTES
-from jaxpp_async.actors.records import package_level
-from jaxpp_async.actors.warden import Death
+from jaxpp_async.actors.control.records import package_level
+from jaxpp_async.actors.processes.exit_codes import LEASE_S
+from jaxpp_async.actors.processes.progress import Position
+from jaxpp_async.actors.processes.seats import Seat
+from jaxpp_async.actors.processes.warden import Death
+from jaxpp_async.actors.protocol.wire import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.errors import MeshError
 from jaxpp_async.program import ProcessId
 from jaxpp_async.transport.base import Transport
@@ -158,12 +158,12 @@ def make_process_transport(kind: str, peer_id: int) -> Transport:
         MeshError: a data plane that does not exist, or does not leave the process.
     """
     if kind == "ucx":
-        from jaxpp_async.transport.ucx import UCXTransport
+        from jaxpp_async.transport.ucx.transport import UCXTransport
 
         return UCXTransport(peer_id, error_handling=os.environ.get(ERROR_HANDLING, "y") != "n")
     if kind == "nccl":
-        from jaxpp_async.transport.nccl import NcclTransport
-        from jaxpp_async.transport.nccl_library import load_library
+        from jaxpp_async.transport.nccl.library import load_library
+        from jaxpp_async.transport.nccl.transport import NcclTransport
 
         return NcclTransport(peer_id, load_library())
     if kind == "memory":

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Generic, Protocol, TypeVar
 
-from jaxpp_async.actors.warden import TAIL_LINES, Death
+from jaxpp_async.actors.processes.warden import TAIL_LINES, Death
 
 R = TypeVar("R")
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 
-from jaxpp_async.actors.gpus import ORDER, VISIBLE
+from jaxpp_async.actors.devices.gpus import ORDER, VISIBLE
 from jaxpp_async.errors import MeshError
 from jaxpp_async.transport.shared import COPIES_PAST_CACHES
 

@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jaxpp_async.actors import keeper_protocol as kp
-from jaxpp_async.actors.actor_request import ActorRequest
-from jaxpp_async.actors.exit_codes import ExitCode
 from jaxpp_async.actors.launch.host_program import HostProgram
-from jaxpp_async.actors.line_protocol import RECORD
-from jaxpp_async.actors.progress import Position
-from jaxpp_async.actors.warden import TAIL_LINES, Death
+from jaxpp_async.actors.processes import keeper_protocol as kp
+from jaxpp_async.actors.processes.actor_request import ActorRequest
+from jaxpp_async.actors.processes.exit_codes import ExitCode
+from jaxpp_async.actors.processes.progress import Position
+from jaxpp_async.actors.processes.warden import TAIL_LINES, Death
+from jaxpp_async.actors.protocol.line_protocol import RECORD
 
 
 @dataclass(slots=True)

@@ -8,14 +8,14 @@ import socket
 import sys
 from collections.abc import Callable
 
-from jaxpp_async.actors.actor_process import ActorProcess, spawn_actor
-from jaxpp_async.actors.actor_request import ActorRequest
-from jaxpp_async.actors.exit_codes import LEASE_S
 from jaxpp_async.actors.launch.base import DEFAULT_ACTOR, ActorHandle, LaunchSpec, make_process_transport
 from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, defaults, environment
-from jaxpp_async.actors.lifeline import BEAT_S
-from jaxpp_async.actors.progress import ProgressPage
-from jaxpp_async.actors.warden import Death, Warden
+from jaxpp_async.actors.processes.actor_process import ActorProcess, spawn_actor
+from jaxpp_async.actors.processes.actor_request import ActorRequest
+from jaxpp_async.actors.processes.exit_codes import LEASE_S
+from jaxpp_async.actors.processes.lifeline import BEAT_S
+from jaxpp_async.actors.processes.progress import ProgressPage
+from jaxpp_async.actors.processes.warden import Death, Warden
 from jaxpp_async.program import CONTROLLER
 from jaxpp_async.transport.base import Transport
 

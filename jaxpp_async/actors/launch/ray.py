@@ -22,8 +22,8 @@ from jaxpp_async.actors.launch.explain import Explanation
 from jaxpp_async.actors.launch.host_program import NotUpError, Stream
 from jaxpp_async.actors.launch.hosts import Host, Placement
 from jaxpp_async.actors.launch.remote import RemoteLauncher
-from jaxpp_async.actors.lifeline import BEAT_S
-from jaxpp_async.actors.warden import Death, Lines
+from jaxpp_async.actors.processes.lifeline import BEAT_S
+from jaxpp_async.actors.processes.warden import Death, Lines
 from jaxpp_async.errors import InstallError, MeshError
 
 PLACEMENT_TIMEOUT_S = 30.0

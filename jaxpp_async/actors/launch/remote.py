@@ -17,11 +17,6 @@ from importlib import metadata
 from typing import Protocol
 
 import jaxpp_async
-from jaxpp_async.actors.actor_request import ActorRequest
-from jaxpp_async.actors.exit_codes import LEASE_S
-from jaxpp_async.actors.handshake import version_mismatch
-from jaxpp_async.actors.keeper import VERSIONED
-from jaxpp_async.actors.keeper_protocol import Hello
 from jaxpp_async.actors.launch.addresses import ANY, address_towards, control_address
 from jaxpp_async.actors.launch.base import DEFAULT_ACTOR, ActorHandle, LaunchSpec, make_process_transport
 from jaxpp_async.actors.launch.display import HostLines
@@ -30,8 +25,13 @@ from jaxpp_async.actors.launch.host_program import NotUpError, Stream
 from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, defaults, environment, place
 from jaxpp_async.actors.launch.keeper_link import KeeperLink
 from jaxpp_async.actors.launch.local import print_to_stderr
-from jaxpp_async.actors.lifeline import BEAT_S
-from jaxpp_async.actors.warden import Death, Process, Warden
+from jaxpp_async.actors.processes.actor_request import ActorRequest
+from jaxpp_async.actors.processes.exit_codes import LEASE_S
+from jaxpp_async.actors.processes.keeper import VERSIONED
+from jaxpp_async.actors.processes.keeper_protocol import Hello
+from jaxpp_async.actors.processes.lifeline import BEAT_S
+from jaxpp_async.actors.processes.warden import Death, Process, Warden
+from jaxpp_async.actors.protocol.handshake import version_mismatch
 from jaxpp_async.errors import HandshakeError, LaunchError
 from jaxpp_async.program import CONTROLLER
 from jaxpp_async.transport.base import Transport
@@ -169,7 +169,7 @@ class RemoteLauncher:
             handle = await link.start(key, request, os.getcwd(), lambda line: self._forward(prefix + line))
         except OSError as error:
             self._lines.set(str(host), f"failed: {error}")
-            raise LaunchError(f"host {host}: {error}", actor=spec.seat.actor, host=host.name) from error
+            raise LaunchError(f"host {host}: {error}", actor=spec.seat.actor, host=host.name) from None
         self._note_started(placement, spec)
         return handle
 
@@ -199,7 +199,7 @@ class RemoteLauncher:
         host = placement.host
         settings = host.settings.over(self._settings)
         python = settings.python or sys.executable
-        command = [python, "-m", "jaxpp_async.actors.keeper", f"{self._lease_s:g}", f"{self._beat_s:g}"]
+        command = [python, "-m", "jaxpp_async.actors.processes.keeper", f"{self._lease_s:g}", f"{self._beat_s:g}"]
         prefix = f"[host {host}] "
         link = KeeperLink(str(host), lambda line: self._forward(prefix + line), login_mark=self._reach.login_mark)
         try:

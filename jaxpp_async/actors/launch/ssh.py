@@ -19,7 +19,7 @@ from jaxpp_async.actors.launch.explain import Explanation, explain_ssh
 from jaxpp_async.actors.launch.host_program import NotUpError
 from jaxpp_async.actors.launch.hosts import Host
 from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
-from jaxpp_async.actors.lifeline import BEAT_S
+from jaxpp_async.actors.processes.lifeline import BEAT_S
 from jaxpp_async.errors import MeshError
 
 LOGIN_MARK = "jaxpp-async-login"

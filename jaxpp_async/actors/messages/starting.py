@@ -83,7 +83,7 @@ class OfferLinks:
 
 @dataclass(frozen=True, slots=True)
 class JoinLink:
-    """One direction between two processes, from a device to a device (`transport.nccl_plan.Link`).
+    """One direction between two processes, from a device to a device (`transport.nccl.plan.Link`).
 
     Args:
         unique_id: made by the lower of the two.

@@ -1,0 +1,8 @@
+"""crew: the actors of one mesh, as the controller holds them.
+
+bringup, crew, ending     started, connected, replaced, ended
+rpc, outbox               requests and replies; what may have to be asked again
+programs, linking         who has which program; NCCL's links for them
+host_requests, host_data  numpy arrays to actors and back, and the data plane that they take
+frees                     arrays that nobody needs any more
+"""

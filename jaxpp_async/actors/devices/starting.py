@@ -1,0 +1,202 @@
+"""starting: a Configure in, JAX started and the actor's mesh of devices out. Never touches arrays.
+
+The mesh is the whole actor's; of an actor of several processes each has its own part of the devices.
+
+In an actor process JAX is this package's to configure. Inline, the process and its JAX belong to the user: nothing is
+set there, and the actors share its devices.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import math
+import os
+import socket
+import threading
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxpp_async import jax_config
+from jaxpp_async.actors.devices.cluster import join
+from jaxpp_async.actors.messages import Configure, Hardware
+from jaxpp_async.errors import InstallError, LaunchError, MeshError
+from jaxpp_async.extras import cuda_error
+from jaxpp_async.program import Aval
+
+ONE_DEVICE_AXIS = "device"
+"""Axis name of the mesh of an actor with no `spmd_mesh`."""
+
+_AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+_PACKAGES = ("jaxpp-async", "jax", "jaxlib", "numpy", "ml_dtypes")
+
+INLINE_DEVICES = threading.Lock()
+"""Held while an inline actor executes over several devices: XLA's CPU collectives of two executables at once can
+occupy each other's threads for ever, and a process has one set of devices however many actors share it."""
+
+
+class Devices:
+    """The devices of one actor as a JAX mesh.
+
+    Args:
+        mesh: the actor's mesh, also for one device. Each process's devices are neighbours there.
+
+    Attributes:
+        size: how many the actor has.
+        devices: those of this process, in the mesh's order.
+        first: the place of the first of these in the mesh.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self.mesh, self.size = mesh, mesh.devices.size
+        everyone, own = list(mesh.devices.flat), mesh.devices.flat[0].client.process_index()
+        self.devices: tuple[Any, ...] = tuple(device for device in everyone if device.process_index == own)
+        self.first = everyone.index(self.devices[0])
+        self.sharding_of = lru_cache(maxsize=None)(self._sharding_of)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether arrays lie in host memory."""
+        return self.devices[0].platform == "cpu"
+
+    def _sharding_of(self, aval: Aval) -> NamedSharding:
+        """The sharding that `aval.spec` means on this mesh."""
+        return NamedSharding(self.mesh, PartitionSpec(*aval.spec, unreduced=frozenset(aval.unreduced)))
+
+
+def start_devices(configure: Configure, *, inline: bool) -> Devices:
+    """Configure and start JAX, and lay the actor's devices out as a mesh.
+
+    Args:
+        configure: what the controller asks for.
+        inline: the actor shares the controller's process, whose JAX is left as it is.
+
+    Raises:
+        MeshError: the process has fewer devices than `spmd_mesh` needs.
+        InstallError: the setup hook's module is missing, or JAX for GPUs.
+        LaunchError: the setup hook raised.
+        ValueError: a setup hook that is not `"module:function"`, or an axis type that does not exist.
+    """
+    jax_config.write_cache_whole()  # inline as well: actors that share this process compile at once
+    if not inline:
+        if configure.platform == "cuda" and (missing := cuda_error("platform='cuda'")) is not None:
+            raise missing
+        _configure_jax(configure)
+    if configure.setup:
+        _run_setup(configure.setup)
+    if configure.cluster is not None:
+        join(configure.cluster, configure.platform)
+    return Devices(_make_mesh(configure))
+
+
+def _devices_each(configure: Configure) -> int:
+    """How many devices of the actor belong to this process."""
+    processes = configure.cluster.size if configure.cluster is not None else 1
+    return math.prod(size for _, size in configure.spmd_mesh) // processes
+
+
+def package_versions() -> dict[str, str]:
+    """Versions that controller and actors must agree on."""
+    found: dict[str, str] = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # run from a source tree
+            found[name] = ""
+    return found
+
+
+def plain_hardware(devices: Devices) -> Hardware:
+    """What devices are whose arrays pass through host memory."""
+    return Hardware(kind=devices.devices[0].device_kind, count=len(devices.devices))
+
+
+def _configure_jax(configure: Configure) -> None:
+    settings = {
+        # Executables run on a thread of the actor; handing over to XLA's own too costs as much as a small task.
+        "jax_cpu_enable_async_dispatch": False,
+        **configure.jax_config,
+    }
+    if configure.platform == "cpu":
+        settings["jax_num_cpu_devices"] = _devices_each(configure)
+        settings["jax_platforms"] = "cpu"
+    elif configure.platform:
+        settings["jax_platforms"] = f"{configure.platform},cpu"
+    if configure.cache_dir:
+        _make_cache(configure.cache_dir)
+        settings["jax_compilation_cache_dir"] = configure.cache_dir
+        settings["jax_persistent_cache_min_compile_time_secs"] = 0.0
+        settings["jax_persistent_cache_min_entry_size_bytes"] = -1
+    for name, value in settings.items():
+        jax.config.update(name, value)
+
+
+def _make_cache(folder: str) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise MeshError(
+            f"compilation_cache={folder!r}: host {socket.gethostname()} has no such folder, and it cannot be made "
+            f"({error.strerror}); give one that actors may write, or None"
+        ) from None
+
+
+def _run_setup(setup: str) -> None:
+    module_name, separator, function_name = setup.partition(":")
+    if not separator or not module_name or not function_name:
+        raise ValueError(f"setup={setup!r} is not of the form 'module:function'")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise InstallError(
+            f"setup={setup!r}: the actor cannot import {error.name!r}; install it there or add its folder to PYTHONPATH"
+        ) from None
+    except Exception as error:
+        raise LaunchError(f"setup={setup!r}: importing it raised {type(error).__name__}: {error}") from error
+    if not callable(function := getattr(module, function_name, None)):
+        raise InstallError(f"setup={setup!r}: {module_name} has no function {function_name!r}")
+    try:
+        function()
+    except Exception as error:
+        raise LaunchError(f"setup={setup!r} raised {type(error).__name__}: {error}") from error
+
+
+def _make_mesh(configure: Configure) -> Mesh:
+    axes = configure.spmd_mesh or ((ONE_DEVICE_AXIS, 1),)
+    kinds = configure.axis_types or ("auto",) * len(axes)
+    unknown = [kind for kind in kinds if kind not in _AXIS_TYPES]
+    if unknown or len(kinds) != len(axes):
+        raise ValueError(f"axis_types {kinds} for the axes {axes}: give 'auto' or 'explicit' for each axis")
+    shape = tuple(size for _, size in axes)
+    needed = _devices_each(configure)
+    try:
+        devices = jax.local_devices(backend=configure.platform or None)
+    except RuntimeError as error:
+        if configure.platform != "cuda":
+            raise
+        raise MeshError(
+            f"JAX finds no GPU here ({error}); is the driver loaded, and jaxpp-async[cuda13] (or [cuda12], for older "
+            "drivers) installed? `python -m jaxpp_async doctor --platform cuda` there says what is missing; without "
+            "GPUs, use platform='cpu'"
+        ) from error
+    if len(devices) < needed:
+        raise MeshError(
+            f"spmd_mesh {dict(axes)} needs {needed} devices in each process, this one has {len(devices)} of platform "
+            f"{devices[0].platform!r}; on CPU, call "
+            f"jax.config.update('jax_num_cpu_devices', {needed}) before JAX's first use"
+        )
+    if configure.cluster is not None:  # in order of rank, and so as the hosts are filled
+        devices = [
+            device
+            for rank in range(configure.cluster.size)
+            for device in jax.local_devices(process_index=rank, backend=configure.platform or None)[:needed]
+        ]
+    return Mesh(
+        np.array(devices[: math.prod(shape)]).reshape(shape),
+        tuple(name for name, _ in axes),
+        axis_types=tuple(_AXIS_TYPES[kind] for kind in kinds),
+    )

@@ -1,0 +1,73 @@
+"""lifeline: how an actor process notices that its controller is gone, and ends. Two of the three means live here.
+
+`PR_SET_PDEATHSIG` asks the kernel to kill this process with the thread that spawned it. A thread watches stdin: the
+controller writes a byte every few seconds, so end of file, or silence longer than the lease, means that it is gone.
+Neither needs the event loop, JAX or the other to work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from jaxpp_async.actors.processes.exit_codes import ExitCode
+
+BEAT_S = 3.0
+"""How often the controller writes to each actor's stdin."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when the thread that spawned it ends; leave at once if it already has.
+
+    Only Linux has this; elsewhere the other means stand alone.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died before the call
+        leave(ExitCode.CONTROLLER_GONE)
+
+
+def watch_stdin(descriptor: int, lease_s: float, leave: Callable[[ExitCode], None]) -> threading.Thread:
+    """Start the thread that ends this process at end of file or after `lease_s` of silence.
+
+    Args:
+        descriptor: the read end of the pipe from the controller.
+        lease_s: how long silence may last, in seconds.
+        leave: ends the process.
+    """
+    watcher = threading.Thread(
+        target=_watch, args=(descriptor, lease_s, leave), name="jaxpp-async lifeline", daemon=True
+    )
+    watcher.start()
+    return watcher
+
+
+def leave(code: ExitCode) -> None:
+    """End this process now: flush what it printed, then leave without waiting for UCX's or JAX's threads."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone; nobody is left to tell
+            stream.flush()
+    os._exit(code)
+
+
+def _watch(descriptor: int, lease_s: float, leave: Callable[[ExitCode], None]) -> None:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN | select.POLLHUP)
+    deadline = time.monotonic() + lease_s
+    while True:
+        if poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            if not os.read(descriptor, 4096):
+                return leave(ExitCode.CONTROLLER_GONE)
+            deadline = time.monotonic() + lease_s
+        elif time.monotonic() >= deadline:
+            return leave(ExitCode.LEASE_EXPIRED)

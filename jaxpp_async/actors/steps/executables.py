@@ -1,0 +1,192 @@
+"""executables: serialized `jax.export.Exported` in, compiled callables out. Never runs one.
+
+Each callable takes and returns flat lists of arrays. It is JAX's own `Compiled`, whose call is a C++ path once it has
+been called: with the arrays in place and synchronous dispatch (`devices`) it costs no more than going to the loaded
+executable and wrapping its results by hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import export
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpp_async.actors.devices.starting import Devices
+from jaxpp_async.actors.values.shards import Layout
+
+ContentKey = str
+_LOOP = b"while_v1"
+"""How a loop is called in serialized StableHLO, also one whose number of turns is known."""
+
+ExecutableKey = tuple[ContentKey, tuple[int, ...]]
+"""Content key, and the donated positions it is compiled for."""
+
+Signature = tuple[tuple[int, ...], Any, Any]
+"""Shape, dtype, sharding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Executable:
+    """A compiled task.
+
+    Args:
+        call: arrays in argument order to a sequence of arrays in result order.
+        temp_bytes: XLA's temporaries, or 0 where the backend does not say.
+        inputs: (shape, dtype, sharding) of each argument.
+        outputs: the same of each result.
+        has_loop: it may take much longer one day than it did the day before.
+    """
+
+    call: Callable[..., Sequence[jax.Array]]
+    temp_bytes: int
+    inputs: tuple[Signature, ...]
+    outputs: tuple[Signature, ...]
+    has_loop: bool = False
+
+
+class Executables:
+    """What one actor has compiled, by content and donation.
+
+    Args:
+        devices: the actor's devices, which the executables are compiled for.
+        workers: threads to compile in.
+    """
+
+    def __init__(self, devices: Devices, workers: ThreadPoolExecutor):
+        self._devices, self._workers = devices, workers
+        self._blobs: dict[ContentKey, bytes] = {}
+        self._compiled: dict[ExecutableKey, asyncio.Future[Executable]] = {}
+        self.compilations = 0
+
+    def add_blobs(self, blobs: Mapping[ContentKey, bytes]) -> None:
+        """Keep serialized executables; they are compiled when `load` asks for them."""
+        self._blobs.update(blobs)
+
+    async def load(self, keys: Iterable[ExecutableKey]) -> float:
+        """Compile what is not compiled yet, several at a time.
+
+        Returns:
+            Seconds it took.
+
+        Raises:
+            KeyError: a content key whose blob never came.
+        """
+        start = time.monotonic()
+        wanted = dict.fromkeys(keys)
+        for key in wanted:
+            if key not in self._compiled:
+                self._compiled[key] = self._compile(key)
+        await asyncio.gather(*(asyncio.shield(self._compiled[key]) for key in wanted))
+        return time.monotonic() - start
+
+    def get(self, key: ExecutableKey) -> Executable:
+        """A loaded executable."""
+        return self._compiled[key].result()
+
+    def _compile(self, key: ExecutableKey) -> asyncio.Future[Executable]:
+        content_key, donated = key
+        if content_key not in self._blobs:
+            raise KeyError(f"no blob came for executable {content_key!r}")
+        self.compilations += 1
+        future = asyncio.get_running_loop().run_in_executor(
+            self._workers, compile_blob, self._blobs[content_key], donated, self._devices
+        )
+        future.add_done_callback(lambda done: self._forget_failed(key, done))
+        return future
+
+    def _forget_failed(self, key: ExecutableKey, future: asyncio.Future[Executable]) -> None:
+        if future.cancelled() or future.exception() is not None:
+            self._compiled.pop(key, None)
+
+
+def compile_blob(blob: bytes, donated: tuple[int, ...], devices: Devices) -> Executable:
+    """Compile one serialized executable for these devices.
+
+    An exported function has lost its donation, so it is named again here (`donate_argnums`).
+
+    Raises:
+        ValueError: it was exported for another number of devices or another platform.
+    """
+    exported = export.deserialize(bytearray(blob))
+    if exported.nr_devices not in (1, devices.size):
+        raise ValueError(f"exported for {exported.nr_devices} devices, the actor has {devices.size}")
+    inputs = _signatures(exported.in_avals, _input_shardings(exported, devices))
+    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in inputs]
+    # Results' shardings too: an executable without arguments has nothing else that names the actor's devices.
+    results = jax.tree.unflatten(exported.out_tree, exported.out_shardings_jax(devices.mesh))
+    with _without_donation_warnings():
+        lowered = jax.jit(exported.call, donate_argnums=donated, out_shardings=results).lower(*arguments)
+    compiled = lowered.compile(compiler_options=_compiler_options(devices))
+    analysis = compiled.memory_analysis()
+    return Executable(
+        call=compiled,
+        temp_bytes=int(getattr(analysis, "temp_size_in_bytes", 0) or 0),
+        inputs=inputs,
+        outputs=_signatures(exported.out_avals, compiled.output_shardings),
+        has_loop=_LOOP in blob,
+    )
+
+
+_SCHEDULER = "xla_cpu_enable_concurrency_optimized_scheduler"
+
+
+def _compiler_options(devices: Devices) -> dict[str, str | bool]:
+    """Not XLA's scheduler that starts operations side by side on CPUs, unless `XLA_FLAGS` says something of it.
+
+    With it all gradients of a stage lie there before the first is added up: for eight matrices eight times the
+    temporaries, and twice the time.
+    """
+    if not devices.is_cpu or _SCHEDULER in os.environ.get("XLA_FLAGS", ""):
+        return {}
+    return {_SCHEDULER: False}
+
+
+def check_signature(found: Sequence[Signature], layouts: Sequence[Layout], what: str) -> None:
+    """Compare an executable's arguments or results with what a program says of their buffers.
+
+    Transfers and fetches read shards by the program's word, so a difference would move wrong bytes.
+
+    Raises:
+        ValueError: they differ; names `what` and the position.
+    """
+    if len(found) != len(layouts):
+        raise ValueError(f"{what}: the executable has {len(found)}, the program gives {len(layouts)}")
+    for position, ((shape, dtype, sharding), layout) in enumerate(zip(found, layouts, strict=True)):
+        same = shape == layout.aval.shape and dtype == layout.dtype
+        if not same or not sharding.is_equivalent_to(layout.sharding, len(shape)):
+            raise ValueError(
+                f"{what} {position}: the executable has {dtype}{list(shape)} as {sharding}, the program "
+                f"{layout.dtype}{list(layout.aval.shape)} as {layout.sharding}"
+            )
+
+
+def _signatures(avals: Sequence[Any], shardings: Sequence[Any]) -> tuple[Signature, ...]:
+    return tuple((tuple(a.shape), a.dtype, s) for a, s in zip(avals, shardings, strict=True))
+
+
+def _input_shardings(exported: Any, devices: Devices) -> list[Any]:
+    everywhere = NamedSharding(devices.mesh, PartitionSpec())
+    return [sharding or everywhere for sharding in exported.in_shardings_jax(devices.mesh)]
+
+
+_WARNING_FILTERS = threading.Lock()
+"""Warning filters belong to the process: one thread at a time changes and restores them."""
+
+
+@contextlib.contextmanager
+def _without_donation_warnings() -> Iterator[None]:
+    """Lowering warns of donated arguments that match no result: the compiler knows, and the user cannot act on it."""
+    with _WARNING_FILTERS, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        yield

@@ -1,0 +1,195 @@
+"""loaded_program: a plan with all that can be known of it before its first step: executables, layouts, tags, and which
+of its tasks are quick. No I/O, no clock: it is told how long tasks took.
+"""
+
+from __future__ import annotations
+
+from array import array as packed
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from jaxpp_async.actors.devices import special_values
+from jaxpp_async.actors.plan import Execute, ExecutionPlan, PostRecv, StartSend
+from jaxpp_async.actors.processes.seats import Seat
+from jaxpp_async.actors.values import turns
+from jaxpp_async.actors.values.crossings import Leg, receives, relays, sends
+from jaxpp_async.actors.values.receive_pool import ReceivePool
+from jaxpp_async.actors.values.shards import Layouts
+from jaxpp_async.program import Run
+from jaxpp_async.transport.nccl.plan import Order, Turn, order_of
+
+Call = Callable[..., Sequence[jax.Array]]
+
+QUICK_S = 0.0003
+"""A task that takes less is run on the event loop's thread: a thread of its own costs some 100 us for each hand-over
+and back, and the loop can be without its other work for that long."""
+
+_QUICK_AFTER = 3
+"""Runs in a row before a task is called quick: the first one fills JAX's caches."""
+
+_FORGETTING = 0.05
+"""How far at most the typical time grows with a longer run. A shorter one is believed at once: what disturbs a run only
+ever makes it longer."""
+
+_FAR_FROM_QUICK = 100
+"""A run that takes so many times `QUICK_S` is believed as well: the loop cannot be without its other work as often as
+it would take to find out slowly."""
+
+
+class LoadedTask:
+    """A `Run` made ready.
+
+    Args:
+        call: the executable.
+        label: the run's.
+    """
+
+    __slots__ = ("_call", "_check_infs")
+
+    def __init__(self, call: Call, label: str):
+        self._call = call
+        self._check_infs = not label.startswith("start(")  # an accumulator of `Max` begins with one
+
+    def run(self, arguments: Sequence[Any], *, checked: bool, wait: bool = True) -> Sequence[jax.Array]:
+        """Call it.
+
+        Args:
+            checked: look for special values that the configuration forbids.
+            wait: until it has computed.
+
+        Raises:
+            FloatingPointError: a result is a NaN or an infinity, which the configuration forbids.
+            Whatever the executable does.
+        """
+        if checked:
+            outputs = special_values.call_checked(self._call, arguments, infs=self._check_infs)
+        else:
+            outputs = self._call(*arguments)
+        if outputs and wait:
+            outputs[-1].block_until_ready()  # results of one executable are there together
+        return outputs
+
+
+class _Pace:
+    """How long one executable takes."""
+
+    __slots__ = ("instructions", "is_quick", "runs", "typical_s")
+
+    def __init__(self) -> None:
+        self.instructions: list[int] = []
+        self.typical_s, self.runs, self.is_quick = float("inf"), 0, False
+
+
+class LoadedProgram:
+    """One program of an actor.
+
+    Args:
+        plan: what it executes.
+        calls: the callable of each `Run`, by instruction.
+        layouts: of the actor's devices.
+        pool: where receives find memory; it allocates now what the program will use at once.
+        loops: `Run`s that are never quick, since how long they take may depend on their data.
+        seat: this process's.
+
+    Attributes:
+        tasks: each `Run`, by instruction.
+        layouts: of each buffer key.
+        bins: where each `Recv` finds memory, by instruction.
+        legs: of each `Send` and `Recv`, by instruction: its messages.
+        relays: of a `Recv`, what this process passes on to others of its actor, by piece; most have none.
+        no_stamps: the time stamps of a step that has not begun: two NaNs an instruction, as `array("d")` packs them.
+        donates: whether it consumes any of its arguments.
+        quick: the `Run`s that have been taking less than `QUICK_S`; changes from step to step.
+        longest_s: what any `Run` has taken at most.
+    """
+
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        calls: Mapping[int, Call],
+        layouts: Layouts,
+        pool: ReceivePool,
+        loops: Container[int],
+        seat: Seat,
+    ):
+        self.plan = plan
+        self.tasks = {at: LoadedTask(call, _label(plan, at)) for at, call in calls.items()}
+        self.layouts = tuple(layouts.of(aval) for aval in plan.avals)
+        for aval, count in plan.max_receives.items():
+            pool.bin(aval).reserve(count)
+        receives = [command for command in plan.commands if isinstance(command, PostRecv)]
+        self.bins = {command.instruction: pool.bin(command.aval) for command in receives}
+        self._seat, self._num_devices = seat, layouts.devices.size
+        self.legs: dict[int, tuple[Leg, ...]] = {}
+        self.relays: dict[int, dict[int, tuple[Leg, ...]]] = {}
+        self._find_legs()
+        self.no_stamps = packed("d", [float("nan")] * (2 * len(plan.commands))).tobytes()
+        self.donates = any(command.donated for command in plan.binds)
+        self.quick: set[int] = set()
+        self.longest_s = 0.0
+        # With others a task may have to wait for them, which the event loop must not.
+        self._paces = {at: pace for at, pace in _paces(plan).items() if at not in loops and self._seat.size == 1}
+
+    def _find_legs(self) -> None:
+        seat, num_devices = self._seat, self._num_devices
+        for command in self.plan.commands:
+            if not isinstance(command, StartSend | PostRecv):
+                continue
+            at, tag = command.instruction, command.tag
+            held = [shard.part for shard in self.layouts[command.buffer].shards]
+            if isinstance(command, StartSend):
+                self.legs[at] = sends(seat, held, tag, command.to_actor, num_devices)
+                continue
+            self.legs[at] = receives(seat, held, tag, command.from_actor, num_devices)
+            if passed_on := relays(seat, held, tag, num_devices):
+                self.relays[at] = passed_on
+
+    @cached_property
+    def order(self) -> Order:
+        """In which order it transfers, for a transport that has to know."""
+        found: list[Turn] = []
+        for command in self.plan.commands:
+            if isinstance(command, StartSend | PostRecv):
+                held = [shard.part for shard in self.layouts[command.buffer].shards]
+                if isinstance(command, StartSend):
+                    found += turns.sent(self._seat, held, command.tag, command.to_actor, self._num_devices)
+                else:
+                    found += turns.received(self._seat, held, command.tag, command.from_actor, self._num_devices)
+        return order_of(self._seat.process, found)
+
+    def took(self, instruction: int, seconds: float) -> None:
+        """Remember how long a `Run` took."""
+        self.longest_s = max(self.longest_s, seconds)
+        pace = self._paces.get(instruction)
+        if pace is None:
+            return
+        if seconds > _FAR_FROM_QUICK * QUICK_S:
+            pace.runs = 0
+        if seconds < pace.typical_s or seconds > _FAR_FROM_QUICK * QUICK_S:
+            pace.typical_s = seconds
+        else:
+            pace.typical_s += _FORGETTING * min(seconds - pace.typical_s, pace.typical_s)
+        pace.runs += 1
+        if (pace.runs > _QUICK_AFTER and pace.typical_s < QUICK_S) != pace.is_quick:
+            pace.is_quick = not pace.is_quick
+            (self.quick.update if pace.is_quick else self.quick.difference_update)(pace.instructions)
+
+
+def _label(plan: ExecutionPlan, at: int) -> str:
+    run = plan.program.instructions[at]
+    assert isinstance(run, Run)
+    return run.label
+
+
+def _paces(plan: ExecutionPlan) -> dict[int, _Pace]:
+    of_executable: dict[tuple[int, tuple[int, ...]], _Pace] = {}
+    found: dict[int, _Pace] = {}
+    for command in plan.commands:
+        if isinstance(command, Execute):
+            pace = of_executable.setdefault((command.executable, command.donated), _Pace())
+            pace.instructions.append(command.instruction)
+            found[command.instruction] = pace
+    return found

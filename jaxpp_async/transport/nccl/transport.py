@@ -1,0 +1,239 @@
+"""transport: device memory and tags in, its bytes at the peer out, over NCCL.
+
+A communicator and a stream for each direction to each peer (`plan`), made by `join` before the first step; ids are
+exchanged by whoever made the transport. On each, transfers go in the program's order (`begin`); threads call NCCL
+and wait, the event loop never does (`end`).
+
+A peer that is gone is no error to NCCL: its kernels look for data for ever. So `abort` ends every communicator with
+`ncclCommAbort`, waits until their streams are empty, and only then gives buffers back; a communicator that NCCL itself
+reports broken is ended in the same way. What NCCL cannot do: match by tag, complete a send that nobody receives, or
+notice that the two ends differ in size: programs are checked for that when they are loaded (`actors.crew.linking`).
+
+It moves no host memory: host values, copies and all that has no order take the host's plane (`planes`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from jaxpp_async.errors import ProtocolError, TransferError
+from jaxpp_async.transport.addresses import seal, unseal
+from jaxpp_async.transport.base import SEQUENCE_BITS, OnEnd, Peer, check_tag, post_future
+from jaxpp_async.transport.buffers import Memory, memory_of
+from jaxpp_async.transport.nccl.end import LinkEnd, Transfer
+from jaxpp_async.transport.nccl.library import NcclFailure, NcclLibrary
+from jaxpp_async.transport.nccl.plan import NO_LINE, Link, Order, Way
+
+MEDIUM = "nccl"
+"""In its addresses."""
+
+JOIN_TIMEOUT_S = 60.0
+"""How long one communicator may take. NCCL looks at the machine's whole topology for the first."""
+
+_SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
+
+
+class NcclTransport:
+    """The `Transport` contract over NCCL, on the running event loop, but for what NCCL cannot do (see above).
+
+    A peer can be reached once it is connected and `join` has made the links to it.
+
+    Args:
+        peer_id: this side's id.
+        library: NCCL, as this process sees it.
+
+    Attributes:
+        name: what to call a process where a link to it cannot be made.
+    """
+
+    def __init__(self, peer_id: Peer, library: NcclLibrary):
+        self.peer_id, self.epoch = peer_id, 0
+        self.name: Callable[[Peer], str] = "peer {}".format
+        self._library = library
+        self._loop = asyncio.get_running_loop()
+        self._peers: set[Peer] = set()
+        self._ends: dict[Link, LinkEnd] = {}
+        self._joined: dict[Link, LinkEnd] = {}
+        self._order = Order({}, {})
+        self._closing: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        open_transfers = sum(end.num_open for end in self._ends.values())
+        return f"<NcclTransport of peer {self.peer_id}: {len(self._ends)} links, {open_transfers} open transfers>"
+
+    # ------------------------------------------------------------ connecting
+
+    @property
+    def version(self) -> str:
+        """NCCL's; all ends need the same."""
+        return self._library.version
+
+    @property
+    def address(self) -> bytes:
+        return seal(MEDIUM, self._library.version.encode("ascii"), self.peer_id, self.epoch)
+
+    async def connect(self, peer: Peer, address: bytes) -> None:
+        """Check that `peer` is of this mesh and epoch, and has the same NCCL. Links are made by `join`."""
+        if self._closing:
+            raise TransferError(f"peer {self.peer_id}: the transport has closed")
+        if peer == self.peer_id:
+            raise ValueError(f"peer {peer} cannot connect to itself")
+        if peer in self._peers:
+            raise ValueError(f"peer {peer} is connected already; abort it before connecting anew")
+        theirs = unseal(MEDIUM, address, peer, self.epoch).decode("ascii", "replace")
+        if theirs != self._library.version:
+            raise ProtocolError(
+                f"peer {peer} has NCCL {theirs}, peer {self.peer_id} has {self._library.version}; install the same "
+                "version of NCCL (nvidia-nccl-cu13 or -cu12) on all hosts"
+            )
+        self._peers.add(peer)
+
+    def is_connected(self, peer: Peer) -> bool:
+        """Whether `connect` has been called for it."""
+        return peer in self._peers
+
+    def make_id(self) -> bytes:
+        """An id for a link whose `maker` this is. The first one takes long: call it on a thread.
+
+        Raises:
+            TransferError: NCCL refused.
+        """
+        try:
+            return self._library.make_id()
+        except NcclFailure as error:
+            raise TransferError(f"peer {self.peer_id}: NCCL makes no id: {error}") from error
+
+    async def join(self, link: Link, unique_id: bytes, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
+        """Make our end of a link; the other end does the same meanwhile. Ends when a first message has passed.
+
+        Args:
+            link: one of this side's. unique_id: from the link's `maker`.
+            timeout_s: how long the other end may take to come.
+
+        Raises:
+            ValueError: the link is not this side's, or there is one already.
+            TransferError: the peer is not connected, did not come in time, has another id, or NCCL refused.
+        """
+        if self.peer_id not in (link.sender, link.receiver):
+            raise ValueError(f"the {link} does not end at peer {self.peer_id}")
+        if link in self._ends:
+            raise ValueError(f"there is a {link} already; abort it before making another")
+        peer = link.peer_of(self.peer_id)
+        if self._closing or peer not in self._peers:
+            raise self._refusal(peer, None)
+        end = self._ends[link] = LinkEnd(link, self.peer_id)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await end.open(self._library, unique_id, _greeting(link, self.epoch))
+        except TimeoutError:
+            raise await self._given_up(end, f"{self.name(peer)} did not come within {timeout_s:g} s") from None
+        except NcclFailure as error:
+            raise await self._given_up(end, str(error)) from error
+        except asyncio.CancelledError:  # a communicator that nobody waits for is not left behind
+            await self._given_up(end, "given up")
+            raise
+        if self._ends.get(link) is not end:  # an abort came between the word and this
+            raise self._not_made(end)
+        self._joined[link] = end
+
+    def _forget(self, end: LinkEnd) -> None:
+        for ends in (self._ends, self._joined):
+            if ends.get(end.link) is end:
+                del ends[end.link]
+
+    async def _given_up(self, end: LinkEnd, cause: str) -> TransferError:
+        await end.end(cause)
+        self._forget(end)
+        return self._not_made(end)
+
+    def _not_made(self, end: LinkEnd) -> TransferError:
+        return TransferError(f"{end.link.text(self.name)} could not be made: {end.failure}")
+
+    # ------------------------------------------------------------ transferring
+
+    def begin(self, order: Order) -> None:
+        """A step begins: on each link, transfers go in this order from here on, whenever they are posted.
+
+        Posting what no order has raises ProtocolError: NCCL would match it with something else.
+
+        Raises:
+            TransferError: the program has transfers on a link that was never made.
+            ProtocolError: the step before has not posted all of its transfers.
+        """
+        for link in order.lines:
+            if link not in self._joined:
+                raise self._refusal(link.peer_of(self.peer_id), None)
+        for link, end in self._joined.items():
+            end.begin(order.lines.get(link, NO_LINE))
+        self._order = order
+
+    def routes(self, peer: Peer) -> tuple[str, ...]:
+        """None: NCCL does not say which way it takes (`NCCL_DEBUG=INFO` logs it)."""
+        return ()
+
+    def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
+        return post_future(self._loop, self.post_send, memory_of(buffer, writable=False), peer, tag)
+
+    def recv(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
+        return post_future(self._loop, self.post_recv, memory_of(buffer, writable=True), peer, tag)
+
+    def post_send(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
+        return self._post(Way(peer, True), memory, tag, done)
+
+    def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
+        return self._post(Way(peer, False), memory, tag, done)
+
+    def hurry(self, on: bool) -> None:
+        """Does nothing: the thread that waits for the device sleeps in any case."""
+
+    def _post(self, way: Way, memory: Memory, tag: int, done: OnEnd) -> bool:
+        check_tag(tag)
+        sequence = tag & _SEQUENCE_MASK
+        links = self._order.links.get(way)
+        link = links.get(sequence) if links else None
+        if link is None and any(self._way_of(joined) == way for joined in self._joined):
+            raise ProtocolError(f"a transfer with sequence {sequence} is not one of the program's here: it has no link")
+        end = self._joined.get(link) if link else None
+        if end is None or end.failure is not None:
+            raise self._refusal(way.peer, end)
+        end.post(sequence, Transfer(memory, tag, done))
+        return False
+
+    def _way_of(self, link: Link) -> Way:
+        return Way(link.peer_of(self.peer_id), link.sender == self.peer_id)
+
+    # ------------------------------------------------------------ ending
+
+    async def abort(self, peer: Peer | None = None) -> None:
+        ends = [end for end in self._ends.values() if peer is None or end.peer == peer]
+        for end in ends:
+            self._forget(end)
+        self._peers = {other for other in self._peers if peer is not None and other != peer}
+        outcomes = await asyncio.gather(*(end.end("aborted") for end in ends), return_exceptions=True)
+        failed = [(end.num_open, o) for end, o in zip(ends, outcomes, strict=True) if isinstance(o, BaseException)]
+        if failed:
+            raise max(failed, key=lambda pair: pair[0])[1]
+
+    async def aclose(self) -> None:
+        if self._closing is None:
+            self._closing = self._loop.create_task(self.abort(), name=f"close NCCL of peer {self.peer_id}")
+        await asyncio.shield(self._closing)
+
+    def _refusal(self, peer: Peer, end: LinkEnd | None) -> TransferError:
+        if end is not None:
+            why = end.failure
+        elif self._closing:
+            why = "the transport has closed"
+        elif peer in self._peers:
+            why = "it has no communicator; call join first"
+        else:
+            why = "not connected; call connect first"
+        return TransferError(f"peer {self.peer_id}, link to peer {peer}: {why}")
+
+
+def _greeting(link: Link, epoch: int) -> int:
+    """What the first message on a link says; another on every link of every epoch."""
+    devices = (link.from_device & 0xFF) << 8 | link.to_device & 0xFF
+    return (epoch & 0xFFFF) << 48 | (link.sender & 0xFFFF) << 32 | (link.receiver & 0xFFFF) << 16 | devices

@@ -1,0 +1,59 @@
+"""links: what the UCX transport knows of one peer, and of one operation that UCX has not finished. No UCX calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxpp_async.transport.base import SENDER_BITS, SENDER_SHIFT, OnEnd, Peer
+from jaxpp_async.transport.buffers import Memory
+from jaxpp_async.transport.shared import Neighbour
+from jaxpp_async.transport.ucx.offers import LinkOffers
+
+SENDING = -1
+"""In the place of the size that is expected."""
+
+
+class Link:
+    """One connected peer: its endpoint, why it ended if it did, and its process if that is on this host."""
+
+    __slots__ = ("endpoint", "epoch", "failure", "handle", "neighbour", "offers", "peer", "sender_bits")
+
+    def __init__(self, peer: Peer, endpoint: Any, neighbour: Neighbour | None, own_bits: int):
+        self.peer, self.endpoint = peer, endpoint
+        self.neighbour: Neighbour | None = neighbour  # None, as `offers`, also once the link is closed
+        self.offers = LinkOffers(neighbour.ring, own_bits) if neighbour is not None else None
+        self.handle: int = endpoint.handle
+        self.sender_bits = sender_bits_of(peer)
+        self.epoch: int | None = None  # of its transfers
+        self.failure: str | None = None
+
+
+class Transfer:
+    """An operation that UCX has not finished. Holds the memory: UCX itself keeps no reference.
+
+    Its end is told to `done`, or, for what only the transport itself says, to `then`: status and length.
+
+    Attributes:
+        size_bytes: expected, or SENDING.
+        number: which message of its tag it is (see `offers.Numbers`), taken when it is posted; None: never offered. A
+            send that fails afterwards takes its link along, for the peer counts on.
+    """
+
+    __slots__ = ("done", "link", "memory", "number", "offer", "request", "size_bytes", "tag", "then")
+
+    def __init__(
+        self, link: Link, memory: Memory, size_bytes: int, tag: int, done: OnEnd | None, number: int | None = None
+    ):
+        self.link, self.memory, self.tag, self.done = link, memory, tag, done
+        self.size_bytes, self.number = size_bytes, number
+        self.request = 0
+        self.offer = 0  # its serial, for a receive that was offered
+        self.then: Callable[[int, int], None] | None = None
+
+
+def sender_bits_of(peer: Peer) -> int:
+    """A peer's id, at its place in the tag on the wire."""
+    if not -1 <= peer < (1 << SENDER_BITS) - 1:
+        raise ValueError(f"peer id {peer} is not between -1 and {(1 << SENDER_BITS) - 2}")
+    return (peer + 1) << SENDER_SHIFT

@@ -1,0 +1,514 @@
+"""transport: memory and tags in, its bytes at the peer out, over UCX.
+
+UCX is driven on the event loop's own descriptor: progress until nothing is left, arm, sleep in the loop. No thread, and
+no copy, but for large messages within a host (`direct.py`); only in a hurry does it look for messages for a little
+while before it sleeps, and hold such a message back until it may be written. Every endpoint has error handling on, so
+that a large send can be ended; `abort` force-closes the endpoint and progresses until UCX has let go of every buffer.
+
+It never frees or reuses a buffer that UCX may still touch, never trusts the size of what arrives, and never gives UCX
+an address that was damaged, mixed up or is out of date (one garbage byte in a worker address ends the process there).
+
+After a peer was killed, `abort` and close this transport and make a new one, with a new address: a process that dies
+while it writes into our shared-memory queue leaves a slot that UCX waits on for ever, so that this worker would never
+receive from anyone again (seen in one of about five kills in the middle of a transfer).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from jaxpp_async.errors import ProtocolError, TransferError
+from jaxpp_async.transport.addresses import seal, unseal
+from jaxpp_async.transport.base import (
+    EPOCH_SHIFT,
+    MISPLACED_TAG_BITS,
+    SENDER_BITS,
+    SENDER_SHIFT,
+    OnEnd,
+    Peer,
+    check_tag,
+    post_future,
+)
+from jaxpp_async.transport.buffers import Memory, memory_of
+from jaxpp_async.transport.lookout import Lookout
+from jaxpp_async.transport.ucx.context import process_context, shares_memory
+from jaxpp_async.transport.ucx.direct import Direct
+from jaxpp_async.transport.ucx.direct_words import DIRECT_BYTES, HEADER_BYTES
+from jaxpp_async.transport.ucx.links import SENDING, Link, Transfer, sender_bits_of
+from jaxpp_async.transport.ucx.ports import with_free_port
+from jaxpp_async.transport.ucx.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED, TagPort, is_error
+
+RELEASE_TIMEOUT_S = 5.0
+"""How long `abort` waits for UCX to let go of the buffers; force-closing has taken under 1 ms."""
+
+MEDIUM = "ucx"
+"""In its addresses."""
+
+_STEPS_PER_ROUND, _ROUNDS_PER_CALLBACK = 256, 4
+"""Bounds on one callback's progress, so that a flood of messages does not starve the loop's other work."""
+
+_POLL_S, _POLLS_PER_YIELD = 100e-6, 4
+"""How long one callback looks for messages in a hurry, and after how many looks it offers the core to others."""
+
+_LOOK_S = 1e-3
+"""How long to look for one message in a hurry before sleeping: many times what one takes. Where a third process, the
+controller, has the peer's core for a moment, whoever then sleeps holds up both."""
+
+_STALL_AFTER_S, _STALL_DELAY_S = 0.05, 0.002
+"""A worker that cannot be armed and yet does nothing is common for microseconds (a peer is writing into our queue), but
+lasts for ever where that peer died (see above): past the first time, look only as often as the second one says."""
+
+
+class UCXTransport:
+    """The `Transport` contract over UCX, on the running event loop (asyncio's own or uvloop).
+
+    Args:
+        peer_id: this side's id, from -1 (the controller) to 65534; peers name it in `send` and `recv`.
+        error_handling: UCX notices that a peer is gone, and can end what is under way. Without it, a large transfer
+            that has begun is ended by nothing, and an actor cannot live through an abort: for measuring. All peers
+            have the same.
+
+    Raises:
+        InstallError: ucxx is not installed.
+        MeshError: no network device of that name here, or no port left in the range.
+    """
+
+    def __init__(self, peer_id: Peer, *, error_handling: bool = True):
+        self._sender_bits, self._error_handling = sender_bits_of(peer_id), error_handling
+        self.peer_id, self.epoch = peer_id, 0
+        self._loop = asyncio.get_running_loop()
+        self._ucxx, context = process_context.acquire()
+        self._worker: Any = with_free_port(
+            lambda: self._ucxx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
+        )
+        self._worker.init_blocking_progress_mode()
+        self._port = TagPort(self._worker.handle)
+        self._raw_address: bytes = self._worker.address.tobytes()
+        self._links: dict[Peer, Link] = {}
+        self._open: dict[int, Transfer] = {}
+        self._discarding: dict[int, int] = {}  # UCX's requests
+        self._identities = itertools.count(1)
+        self._failed: list[Link] = []
+        self._past_epochs: dict[Peer, int] = {}
+        self._kicked = self._progressing = self._stalled = self._hurried = False
+        self._lookout = Lookout(_LOOK_S)
+        self._direct = Direct(self, self._loop, self._sender_bits)
+        self._idle_since_s: float | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._descriptor: int = self._worker.epoll_file_descriptor
+        self._loop.add_reader(self._descriptor, self._progress)
+
+    def __repr__(self) -> str:
+        return f"<UCXTransport of peer {self.peer_id}: {len(self._links)} links, {len(self._open)} open transfers>"
+
+    @property
+    def address(self) -> bytes:
+        ticket = self._direct.ticket if shares_memory() else b""
+        return seal(MEDIUM, bytes([len(ticket)]) + ticket + self._raw_address, self.peer_id, self.epoch)
+
+    async def connect(self, peer: Peer, address: bytes) -> None:
+        if self._closing:
+            raise TransferError(f"peer {self.peer_id}: the transport has closed")
+        if peer == self.peer_id:
+            raise ValueError(f"peer {peer} cannot connect to itself")
+        if peer in self._links:
+            raise ValueError(f"peer {peer} is connected already; abort it before connecting anew")
+        raw = unseal(MEDIUM, address, peer, self.epoch)
+        ticket, target = raw[1 : 1 + raw[0]], raw[1 + raw[0] :]
+        if peer in self._past_epochs:
+            self._discard_unexpected(sender_bits_of(peer), self._past_epochs.pop(peer))
+        try:
+            endpoint = self._worker.create_endpoint_from_worker_address(
+                self._ucxx.UCXAddress.create_from_buffer(target), self._error_handling
+            )
+        except self._ucxx.UCXError as error:
+            raise TransferError(f"peer {self.peer_id} cannot reach peer {peer}: {error}") from error
+        link = Link(peer, endpoint, self._direct.meet(ticket) if shares_memory() else None, self._sender_bits)
+        # Runs inside UCX's progress: only note it, _progress acts on it.
+        failed = self._failed
+        endpoint.set_close_callback(lambda: failed.append(link))
+        self._links[peer] = link
+        self._kick()
+
+    def routes(self, peer: Peer) -> tuple[str, ...]:
+        link = self._links.get(peer)
+        return () if link is None else self._port.routes(link.handle)
+
+    def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
+        return post_future(self._loop, self.post_send, memory_of(buffer, writable=False), peer, tag)
+
+    def recv(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
+        return post_future(self._loop, self.post_recv, memory_of(buffer, writable=True), peer, tag)
+
+    def post_send(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
+        if tag & MISPLACED_TAG_BITS:
+            check_tag(tag)
+        link = self._links.get(peer)
+        if link is None or link.failure is not None:
+            raise self._refusal(peer, link)
+        link.epoch = tag >> EPOCH_SHIFT
+        offers = link.offers
+        number = offers.sent.next(tag) if offers is not None else None
+        if (
+            offers is not None
+            and (memory.size_bytes >= DIRECT_BYTES or self._direct.sender.holds_back)
+            and self._direct.sender.send(Transfer(link, memory, SENDING, tag, done, number), self._hurried)
+        ):
+            return False
+        if link.failure is not None:  # UCX has just refused what was to be said of it
+            raise self._refusal(peer, link)
+        identity = next(self._identities)
+        result = self._port.send(link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity)
+        if result:
+            self._track(Transfer(link, memory, SENDING, tag, done, number), identity, result)
+        return result == 0  # a message that is on its way leaves UCX nothing to do
+
+    def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
+        if tag & MISPLACED_TAG_BITS:
+            check_tag(tag)
+        link = self._links.get(peer)
+        if link is None or link.failure is not None:
+            raise self._refusal(peer, link)
+        link.epoch = tag >> EPOCH_SHIFT
+        number = link.offers.received.next(tag) if link.offers is not None else None
+        identity = next(self._identities)
+        size_bytes = memory.size_bytes
+        if size_bytes >= DIRECT_BYTES and number is not None:
+            self._direct.receiver.prepare(memory)
+        result = self._port.recv(memory.address, size_bytes, tag | link.sender_bits, identity)
+        completed = self._port.completed
+        if completed and completed[-1] == (identity, STATUS_OK, size_bytes) and size_bytes != HEADER_BYTES:
+            completed.pop()  # the message was here
+            self._port.free(result)
+            self._kick()
+            return True
+        transfer = Transfer(link, memory, size_bytes, tag, done, number)
+        self._track(transfer, identity, result)
+        if size_bytes >= DIRECT_BYTES and number is not None:
+            self._direct.receiver.invite(transfer)
+        return False
+
+    def hurry(self, on: bool) -> None:
+        self._hurried = on
+        if not on:
+            self._lookout.stop()
+        elif self._open:
+            self._kick()
+
+    async def abort(self, peer: Peer | None = None) -> None:
+        for link in [link for link in self._links.values() if peer is None or link.peer == peer]:
+            del self._links[link.peer]
+            if link.epoch is not None:
+                self._past_epochs[link.peer] = link.epoch
+            self._close_link(link)
+        await self._wait_released(peer)
+
+    async def aclose(self) -> None:
+        if self._closing is None:
+            # A task of its own, so that a cancelled await still gives everything back.
+            self._closing = self._loop.create_task(self._close(), name=f"close UCX transport of peer {self.peer_id}")
+        await asyncio.shield(self._closing)
+
+    # ------------------------------------------------------------ progress
+
+    def _kick(self) -> None:
+        # UCX asks for progress after anything was posted, before the descriptor may be trusted again.
+        if not self._kicked and not self._progressing:
+            self._kicked = True
+            self._loop.call_soon(self._progress)
+
+    def _progress(self) -> None:
+        """Let UCX work until it has nothing left and the descriptor is armed, or until it is others' turn."""
+        self._kicked = False
+        worker = self._worker
+        if worker is None:
+            return
+        self._progressing = True  # what is posted meanwhile, where an end is told, needs no pass of its own
+        try:
+            is_settled, was_idle = self._settle(worker)
+        except self._ucxx.UCXError as error:
+            self._stop(f"UCX makes no progress any more: {error}")
+            return
+        finally:
+            self._progressing = False
+        if is_settled or not was_idle:
+            self._idle_since_s = None
+        elif self._idle_since_s is None:
+            self._idle_since_s = self._loop.time()
+        elif self._loop.time() - self._idle_since_s > _STALL_AFTER_S:
+            self._stall()
+            return
+        if not is_settled:
+            self._kick()
+
+    def _settle(self, worker: Any) -> tuple[bool, bool]:
+        """Some rounds of progress. Returns: whether the descriptor is armed; whether there was nothing to do."""
+        was_idle = True
+        for _ in range(_ROUNDS_PER_CALLBACK):
+            num_steps = 0
+            while num_steps < _STEPS_PER_ROUND and worker.progress_once():
+                num_steps += 1
+            was_idle = was_idle and num_steps == 0
+            if self._deliver():
+                was_idle = False
+            elif num_steps < _STEPS_PER_ROUND:
+                if self._hurried and self._open and not self._direct.busy and self._lookout.goes_on(monotonic()):
+                    self._poll(worker)
+                    # Others' turn: what has come is told to futures, which run in the loop's next pass.
+                    return False, False
+                if worker.arm():
+                    return True, was_idle
+        return False, was_idle
+
+    def _poll(self, worker: Any) -> None:
+        """Look for messages for a little while, and tell what came."""
+        completed, look = self._port.completed, worker.progress_once
+        until_s = monotonic() + _POLL_S
+        while not completed and monotonic() < until_s:
+            for _ in range(_POLLS_PER_YIELD):
+                look()
+                if completed:
+                    break
+            else:
+                os.sched_yield()
+        self._deliver()
+
+    def _stall(self) -> None:
+        """Look again in a while, and not at the descriptor, which may stay readable all the time."""
+        if not self._stalled:
+            self._stalled = True
+            self._loop.remove_reader(self._descriptor)
+            self._loop.call_later(_STALL_DELAY_S, self._resume)
+
+    def _resume(self) -> None:
+        self._stalled = False
+        if self._worker is not None and self._closing is None:
+            self._loop.add_reader(self._descriptor, self._progress)
+            self._progress()
+
+    def _stop(self, cause: str) -> None:
+        """The worker is broken: fail every future now. The buffers stay held, for UCX did not say that it is done."""
+        self._loop.remove_reader(self._descriptor)
+        for link in self._links.values():
+            self._fail_link(link, cause)
+        self._deliver()
+        for link in self._links.values():
+            self._direct.drop(link)
+        for transfer in list(self._open.values()):
+            self.finish(transfer, STATUS_CANCELED, 0)
+
+    def _deliver(self) -> bool:
+        """Tell what has ended. Returns: whether anything has."""
+        if self._failed:
+            failed = [link for link in self._failed if self._links.get(link.peer) is link]
+            self._failed.clear()
+            for link in failed:
+                self._fail_link(link, self._endpoint_error(link))
+        completed = self._port.completed
+        if not completed:
+            return False
+        if self._hurried:
+            self._lookout.came(monotonic())
+        # A transfer's `done` may post, and what then ends at once is appended while this goes on.
+        for identity, status, length in completed:
+            transfer = self._open.pop(identity, None)
+            if transfer is not None:  # None: discarded, or told before, in a round that an interrupt cut short
+                if transfer.request:  # 0: refused
+                    self._port.free(transfer.request)
+                self.finish(transfer, status, length)
+            elif request := self._discarding.pop(identity, 0):
+                self._port.free(request)
+        completed.clear()
+        return True
+
+    def _track(self, transfer: Transfer, identity: int, result: int) -> None:
+        """Note an operation that has not ended, or has ended badly.
+
+        Raises:
+            TransferError: UCX refused it.
+        """
+        self._kick()
+        if is_error(result):
+            offers = transfer.link.offers
+            if offers is not None and transfer.number is not None:
+                (offers.sent if transfer.size_bytes == SENDING else offers.received).give_back(transfer.tag)
+            raise TransferError(f"{self._describe(transfer)} failed: {self._cause(transfer, result)}")
+        transfer.request = result
+        self._open[identity] = transfer
+
+    def finish(self, transfer: Transfer, status: int, length: int) -> None:
+        """Tell how a transfer has ended; nothing if that was told before."""
+        done = transfer.done
+        if done is None:  # something of our own, or told already
+            then, transfer.then = transfer.then, None
+            if then is not None:
+                then(status, length)
+            elif transfer.size_bytes == SENDING and status != STATUS_OK:
+                self._miss(transfer, self._port.status_text(status))
+            return
+        expected = transfer.size_bytes
+        if expected != SENDING and (status != STATUS_OK or length != expected or length == HEADER_BYTES):
+            heard = self._direct.receiver.heard(transfer, status, length)
+            if heard is None:
+                return  # it goes on
+            status, length = heard
+        transfer.done = None
+        error: Exception | None = None
+        if status != STATUS_OK or (expected != length and expected != SENDING):
+            error = self._error(transfer, status, length)
+            if expected == SENDING:
+                self._miss(transfer, str(error))
+        try:
+            done(error)
+        except Exception as failure:  # of the caller's code; the other transfers' ends have to be told all the same
+            self._loop.call_exception_handler({"message": f"{done} failed", "exception": failure})
+
+    def _miss(self, transfer: Transfer, cause: str) -> None:
+        """Something that the peer waits for will never come, or not be numbered as it counts: so nothing more may."""
+        if transfer.link.failure is None:
+            self._fail_link(transfer.link, cause)
+            self._kick()
+
+    def _error(self, transfer: Transfer, status: int, length: int) -> Exception:
+        if status == STATUS_TRUNCATED and transfer.size_bytes == SENDING:
+            return ProtocolError(
+                f"{self._describe(transfer)}: the peer gave no valid answer to a large message's header"
+            )
+        if status in (STATUS_OK, STATUS_TRUNCATED):
+            return ProtocolError(f"{self._describe(transfer)}: expected {transfer.size_bytes} bytes, got {length}")
+        return TransferError(f"{self._describe(transfer)} failed: {self._cause(transfer, status)}")
+
+    def _describe(self, transfer: Transfer) -> str:
+        ours, theirs = self.peer_id, transfer.link.peer
+        way = f"{ours} to peer {theirs}" if transfer.size_bytes == SENDING else f"{theirs} to peer {ours}"
+        return f"transfer from peer {way}, tag {transfer.tag:#x}"
+
+    def _cause(self, transfer: Transfer, status: int) -> str:
+        if transfer.link.failure is not None:
+            return transfer.link.failure
+        return self._port.status_text(status) if status != STATUS_CANCELED else "UCX canceled it"
+
+    def _refusal(self, peer: Peer, link: Link | None) -> TransferError:
+        why = "the transport has closed" if self._closing else "not connected; call connect first"
+        return TransferError(f"peer {self.peer_id}, link to peer {peer}: {(link and link.failure) or why}")
+
+    # ------------------------------------------------------------ for direct messages
+
+    def post_own_send(self, link: Link, memory: Memory, tag: int, transfer: Transfer | None) -> bool:
+        """See `direct_words.Carrier`."""
+        if link.failure is not None:
+            result = STATUS_CANCELED
+        else:
+            identity = next(self._identities)
+            result = self._port.send(link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity)
+            self._kick()
+            if result and not is_error(result):
+                own = transfer or Transfer(link, memory, SENDING, tag, None)
+                own.request, self._open[identity] = result, own
+                return True
+        if transfer is not None or is_error(result):
+            self.finish(transfer or Transfer(link, memory, SENDING, tag, None), result, 0)
+        return not is_error(result)
+
+    def post_own_recv(self, link: Link, memory: Memory, tag: int, then: Callable[[int, int], None] | Transfer) -> None:
+        """See `direct_words.Carrier`."""
+        if isinstance(then, Transfer):
+            own = then
+        else:
+            own = Transfer(link, memory, memory.size_bytes, tag, None)
+            own.then = then
+        result, identity = STATUS_CANCELED, next(self._identities)
+        if link.failure is None:
+            result = self._port.recv(memory.address, memory.size_bytes, tag | link.sender_bits, identity)
+        self._kick()
+        if is_error(result):  # told where all ends are, for this may be inside a post call
+            self._miss(own, self._port.status_text(result))
+            self._port.completed.append((identity, result, 0))
+            result = 0
+        own.request, self._open[identity] = result, own
+
+    # ------------------------------------------------------------ ending
+
+    def _fail_link(self, link: Link, cause: str) -> None:
+        """UCX reported the peer lost: end what it cannot end itself, the receives it has not matched."""
+        link.failure = f"link lost ({cause})"
+        self._cancel_receives(link)
+
+    def _endpoint_error(self, link: Link) -> str:
+        try:
+            link.endpoint.raise_on_error()
+        except self._ucxx.UCXError as error:
+            return str(error)
+        return "closed"
+
+    def _close_link(self, link: Link) -> None:
+        endpoint, link.endpoint = link.endpoint, None
+        endpoint.remove_close_callback()
+        link.failure = link.failure or "aborted"
+        self._direct.drop(link)
+        link.neighbour = link.offers = None
+        self._cancel_receives(link)
+        if endpoint.alive:
+            endpoint.close_blocking()
+        else:
+            # It has failed: closed for ucxx, which will do no more, but not for UCX.
+            self._port.close_endpoint(link.handle)
+
+    def _cancel_receives(self, link: Link) -> None:
+        ended = {identity for identity, _, _ in self._port.completed}
+        for identity, transfer in self._open.items():
+            if transfer.link is link and transfer.size_bytes != SENDING and identity not in ended:
+                self._port.cancel(transfer.request)
+
+    async def _wait_released(self, peer: Peer | None) -> None:
+        deadline_s = self._loop.time() + RELEASE_TIMEOUT_S
+        epochs = {p: e for p, e in self._past_epochs.items() if peer is None or p == peer}
+        for sender, epoch in epochs.items():
+            self._discard_unexpected(sender_bits_of(sender), epoch)
+        while True:
+            self._progress()
+            if any(self._is_ending(t, peer) for t in self._direct.receiver.exposed):
+                raise TransferError(
+                    f"peer {self.peer_id}: a peer may still write into the memory of a receive, and there is none to "
+                    "put in its place; this process has to end"
+                )
+            held = [t for t in self._open.values() if self._is_ending(t, peer)]
+            if not held:
+                return
+            if self._loop.time() > deadline_s:
+                raise TransferError(
+                    f"{self._describe(held[0])}: UCX still holds {len(held)} buffers {RELEASE_TIMEOUT_S:.0f} s after "
+                    "the abort; this process has to end"
+                )
+            await asyncio.sleep(0.0005)
+
+    def _is_ending(self, transfer: Transfer, peer: Peer | None) -> bool:
+        link = transfer.link
+        if peer is not None and link.peer != peer:
+            return False
+        return self._links.get(link.peer) is not link
+
+    def _discard_unexpected(self, sender_bits: int, epoch: int) -> None:
+        """Free what a past epoch of a peer left in UCX's queue of unexpected messages."""
+        if self._worker is None:
+            return
+        tag = epoch << EPOCH_SHIFT | sender_bits
+        mask = ((1 << 64) - 1) >> EPOCH_SHIFT << EPOCH_SHIFT | ((1 << SENDER_BITS) - 1) << SENDER_SHIFT
+        while (result := self._port.discard_unexpected(tag, mask, identity := next(self._identities))) is not None:
+            if result and not is_error(result):
+                self._discarding[identity] = result
+
+    async def _close(self) -> None:
+        await self.abort()
+        self._loop.remove_reader(self._descriptor)
+        self._worker = None
+        self._direct.close()
+        self._failed.clear()
+        # uvloop gives up its handle of the descriptor in its next pass.
+        await asyncio.sleep(0)
+        process_context.release()

@@ -1,0 +1,138 @@
+"""Network devices and ports that are not to be had: said before a process starts, and before UCX is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import socket
+
+import pytest
+
+import jaxpp_async as jpp
+from jaxpp_async.actors.processes.actor_request import ActorRequest
+from jaxpp_async.errors import MeshError
+from jaxpp_async.transport.ucx import net_devices
+from jaxpp_async.transport.ucx.net_devices import check_devices
+from jaxpp_async.transport.ucx.ports import with_free_port
+from jaxpp_async.transport.ucx.transport import UCXTransport
+
+_getenv = ctypes.CDLL(None).getenv
+_getenv.argtypes, _getenv.restype = [ctypes.c_char_p], ctypes.c_char_p
+
+
+@pytest.fixture
+def sysfs(tmp_path, monkeypatch):
+    """A host with `eth0` up, `ib0` down and an InfiniBand card."""
+    for name, flags in {"eth0": "0x1003", "ib0": "0x1002", "lo": "0x9"}.items():
+        (tmp_path / "net" / name).mkdir(parents=True)
+        (tmp_path / "net" / name / "flags").write_text(f"{flags}\n")
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    monkeypatch.setattr(net_devices, "_NET", tmp_path / "net")
+    monkeypatch.setattr(net_devices, "_RDMA", tmp_path / "infiniband")
+
+
+@pytest.mark.parametrize("names", ["", "eth0", "mlx5_0:1,eth0", "all", "^eth9", "*"])
+def test_devices_that_are_there(sysfs, names):
+    check_devices(names)
+
+
+@pytest.mark.parametrize(
+    "names, says",
+    [
+        ("eth9", r"there is no network device eth9 on host .*; it has eth0, lo, mlx5_0, and ib0, down$"),
+        ("eth0,eth9,mlx5_1:1", "there is no network device eth9, mlx5_1 on host"),
+        ("ib0", r"the network device ib0 is down on host .* \(interface=, or UCX_NET_DEVICES\); it has eth0"),
+    ],
+)
+def test_devices_that_are_not(sysfs, names, says):
+    with pytest.raises(MeshError, match=says):
+        check_devices(names)
+
+
+def test_a_device_of_this_machine_is_looked_for_before_anything_starts():
+    with pytest.raises(MeshError, match=r"there is no network device eth99 on host .*; it has .*lo"):
+        jpp.RemoteMesh(2, interface="eth99")
+
+
+def test_each_host_looks_for_its_devices_before_it_starts_a_process():
+    request = ActorRequest("python", {"UCX_NET_DEVICES": "eth99"}, {})
+    with pytest.raises(MeshError, match=f"no network device eth99 on host {re.escape(socket.gethostname())}"):
+        request.environment()
+
+
+# ---------------------------------------------------------------- ports
+
+
+class UCXXBusyError(Exception):
+    """As ucxx has it: the port is taken."""
+
+
+@pytest.fixture
+def three_ports(monkeypatch):
+    """Three ports in a row on the loopback device, each with somebody who listens; the range is UCX's."""
+    with contextlib.ExitStack() as stack:
+        listeners = stack.enter_context(_row_of_listeners(3))
+        first = listeners[0].getsockname()[1]
+        monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+        monkeypatch.setenv("UCX_TCP_PORT_RANGE", f"{first}-{first + 2}")
+        yield listeners
+
+
+@contextlib.contextmanager
+def _row_of_listeners(count):
+    for _ in range(100):
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+            try:
+                for k, sock in enumerate(sockets):
+                    sock.bind(("127.0.0.1", sockets[0].getsockname()[1] + k if k else 0))
+                    sock.listen()
+            except (OSError, OverflowError):
+                continue
+            yield sockets
+            return
+    pytest.skip("no three free ports in a row")
+
+
+def seen_by_ucx() -> str:
+    return (_getenv(b"UCX_TCP_PORT_RANGE") or b"").decode()
+
+
+def test_ucx_is_given_a_port_that_is_free(three_ports):
+    whole = seen_by_ucx()
+    port = three_ports[1].getsockname()[1]
+    three_ports[1].close()
+    assert with_free_port(seen_by_ucx) == f"{port}-{port}"
+    assert seen_by_ucx() == whole
+
+
+def test_a_port_that_is_taken_meanwhile_is_followed_by_the_next(three_ports):
+    for sock in three_ports:
+        sock.close()
+    tried = []
+
+    def make():
+        tried.append(seen_by_ucx())
+        if len(tried) < 3:
+            raise UCXXBusyError
+        return os.environ["UCX_TCP_PORT_RANGE"]
+
+    assert with_free_port(make) == seen_by_ucx()  # what other processes start with was never touched
+    assert len(set(tried)) == 3
+
+
+async def test_a_range_without_a_free_port_is_an_error_at_once_and_ucx_prints_nothing(three_ports, capfd):
+    says = r"ports= \d+-\d+ \(UCX_TCP_PORT_RANGE\) has no free port left on host .*; each process there needs one"
+    with pytest.raises(MeshError, match=says):
+        UCXTransport(0)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("given", [None, "0", "0-0", "nonsense"])
+def test_without_a_range_ucx_is_left_alone(given, monkeypatch):
+    monkeypatch.delenv("UCX_TCP_PORT_RANGE", raising=False)
+    if given is not None:
+        monkeypatch.setenv("UCX_TCP_PORT_RANGE", given)
+    assert with_free_port(seen_by_ucx) == (given or "")
