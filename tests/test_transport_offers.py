@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import mmap
+from pathlib import Path
 
 import numpy as np
 import pytest
 from transport_conformance import data, join, tag, within
 
 from jaxpp_async.errors import ProtocolError, TransferError
+from jaxpp_async.transport import shared
 from jaxpp_async.transport.base import COPY_CHANNEL, HOST_CHANNEL, SENDER_SHIFT, make_tag
 from jaxpp_async.transport.buffers import memory_of
 from jaxpp_async.transport.shared import RING_BYTES, BlockTicket, SharedBlock
-from jaxpp_async.transport.ucx import direct_send, offers
+from jaxpp_async.transport.ucx import direct_send, direct_words, offers
 from jaxpp_async.transport.ucx.direct_words import ANSWER_BYTES, DIRECT_BYTES, HEADER_BYTES, PIECE_BYTES
 from jaxpp_async.transport.ucx.offers import LinkOffers, OfferRing
 from jaxpp_async.transport.ucx.transport import UCXTransport
 from jaxpp_async.transport.ucx.ucp import STATUS_TRUNCATED
 
 ME, OTHER = 1 << SENDER_SHIFT, 2 << SENDER_SHIFT
+STATUS_NO_MEMORY = -4
 TICKET = BlockTicket(3, bytes(range(16)), 100)
 
 
@@ -68,6 +72,16 @@ def test_torn_and_overwritten_offers_are_dropped(monkeypatch):
 
 
 # ---------------------------------------------------------------- between transports
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  of another's making
+            await asyncio.sleep(0)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 @pytest.fixture
@@ -147,6 +161,44 @@ async def test_what_was_offered_before_an_abort_reaches_nobody(pair, size):
     assert np.array_equal(block.array, sent)
 
 
+async def test_an_abort_allocates_nothing_and_blocks_are_shared_again_when_they_are_posted(pair, pieces, monkeypatch):
+    a, b = pair
+    blocks, sent = [SharedBlock(size) for size in (DIRECT_BYTES, 3 * PIECE_BYTES)], []
+    receives = [b.recv(block, 0, tag(n)) for n, block in enumerate(blocks)]
+    made, make_file = [], shared._make_file
+    monkeypatch.setattr(shared, "_make_file", lambda size: made.append(size) or make_file(size))
+    before = resident_bytes()
+    await within(b.abort(0), asyncio.gather(*receives, return_exceptions=True))
+    assert not made
+    assert resident_bytes() - before < DIRECT_BYTES // 2
+    await within(a.abort(1))
+    await join(a, b)
+    for epoch in (2, 3):
+        for n, block in enumerate(blocks):
+            sent = data(block.size_bytes, n + epoch)
+            await within(b.recv(block, 0, tag(n, epoch)), a.send(sent, 1, tag(n, epoch)))
+            assert np.array_equal(block.array, sent)
+    assert len(made) == 1, "the small one's; the large one was never offered, so nobody could write there"
+    assert sum(pieces) == 2 * (DIRECT_BYTES + 3 * PIECE_BYTES)
+
+
+async def test_a_retired_block_that_cannot_be_shared_receives_messages(pair, pieces, monkeypatch):
+    a, b = pair
+    block, sent, asked = SharedBlock(DIRECT_BYTES), data(DIRECT_BYTES, 1), []
+    block.retire()
+
+    def no_memory(size):
+        asked.append(size)
+        raise OSError("no memory")
+
+    monkeypatch.setattr(shared, "_make_file", no_memory)
+    for _ in range(2):
+        await within(b.recv(block, 0, tag(1)), a.send(sent, 1, tag(1)))
+        assert np.array_equal(block.array, sent)
+    assert not pieces
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("side", ["send", "recv"])
 async def test_what_ucx_refuses_has_no_number(pair, pieces, monkeypatch, side):
     a, b = pair
@@ -159,6 +211,49 @@ async def test_what_ucx_refuses_has_no_number(pair, pieces, monkeypatch, side):
     await within(b.recv(block, 0, tag(1)), a.send(sent, 1, tag(1)))
     assert np.array_equal(block.array, sent)
     assert pieces == [DIRECT_BYTES], "both sides still count alike"
+
+
+@pytest.mark.parametrize(
+    ("refusing", "side", "size", "refused", "receive"),
+    [
+        ("a", "send", DIRECT_BYTES, DIRECT_BYTES, "none"),  # held back in vain
+        ("a", "send", DIRECT_BYTES, 0, "block"),  # that it is written
+        ("a", "send", 2 * PIECE_BYTES, HEADER_BYTES, "block"),
+        ("a", "recv", 2 * PIECE_BYTES, direct_words.ANSWER.size, "block"),
+        ("b", "send", 2 * PIECE_BYTES, direct_words.ANSWER.size, "block"),
+        ("b", "recv", 2 * PIECE_BYTES, direct_words.END.size, "block"),
+        ("a", "send", 2 * PIECE_BYTES, direct_words.END.size, "block"),
+        ("a", "send", 2 * PIECE_BYTES, 2 * PIECE_BYTES, "array"),
+    ],
+)
+async def test_what_ucx_refuses_after_it_was_counted_fails_its_link(
+    pair, monkeypatch, refusing, side, size, refused, receive
+):
+    """Nobody waits for ever, or takes one message for another."""
+    a, b = pair
+    a.hurry(True)
+    monkeypatch.setattr(direct_send, "_PATIENCE_S", 0)
+    one = a if refusing == "a" else b
+    post = getattr(one._port, side)
+    position = 2 if side == "send" else 1
+    refuse = lambda *to: STATUS_NO_MEMORY if to[position] == refused else post(*to)  # noqa: E731
+    monkeypatch.setattr(one._port, side, refuse)
+    futures = []
+    if receive != "none":
+        futures.append(b.recv(SharedBlock(size) if receive == "block" else np.zeros(size, np.uint8), 0, tag(1)))
+    futures.append(a.send(data(size, 1), 1, tag(1)))
+    link = one._links[1 if one is a else 0]
+    await until(lambda: link.failure is not None and any(future.done() for future in futures))
+    with pytest.raises(TransferError, match="link lost"):
+        await within(one.send(data(8, 1), link.peer, tag(2)))
+    await within(a.abort(), b.abort())
+    assert all(future.done() for future in futures)
+    assert any(isinstance(future.exception(), TransferError) for future in futures), "whoever has failed says so"
+    monkeypatch.undo()
+    await join(a, b)
+    block, sent = SharedBlock(size), data(size, 2)
+    await within(b.recv(block, 0, tag(1, 2)), a.send(sent, 1, tag(1, 2)))
+    assert np.array_equal(block.array, sent)
 
 
 @pytest.mark.parametrize("channel", [HOST_CHANNEL, COPY_CHANNEL])

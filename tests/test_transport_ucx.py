@@ -145,8 +145,8 @@ async def test_an_error_in_progress_fails_the_futures_and_not_the_loop(make_tran
             raise a._ucxx.UCXIOError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr(a, "_worker", BrokenWorker())
-        a._progress()
+        patch.setattr(a._progress, "_worker", BrokenWorker())
+        a._progress.run()
     for future in (*held, a.send(data(8, 1), 1, tag(4))):
         with pytest.raises(TransferError, match="no progress any more: injected"):
             await within(future)
@@ -592,7 +592,7 @@ async def test_blocks_of_another_size_are_not_written(make_transport, monkeypatc
     small = SharedBlock(4096)
     assert small.ticket is not None
     a._links[1].neighbour.place(small.ticket)  # from then on it is known by its key
-    for number, (size, error) in enumerate([(4096, ProtocolError), (LARGE, None)]):
+    for number, (size, error) in enumerate([(LARGE, None), (4096, ProtocolError)]):
         block = SharedBlock(LARGE)
         block.ticket = small.ticket._replace(size_bytes=size)
         pieces = write_count(monkeypatch)
@@ -603,6 +603,8 @@ async def test_blocks_of_another_size_are_not_written(make_transport, monkeypatc
         else:
             with pytest.raises(error, match="no valid answer"):
                 await within(send)
+            with pytest.raises(TransferError, match="link lost"):  # the receive would wait for ever
+                await within(a.send(data(8, 1), 1, tag(number)))
         assert not pieces
     await within(b.abort(0), a.abort(1))
 

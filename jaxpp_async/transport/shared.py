@@ -8,6 +8,7 @@ other memory in its place.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -60,13 +61,25 @@ class SharedBlock:
     Attributes:
         address, size_bytes: of the data. It starts at a page, and stays where it is for as long as `array` lives.
         array: the same as flat uint8.
-        ticket: for peers; None once the memory can no longer be shared.
+        ticket: for peers; None if the memory is not shared.
         mark: which offer the sender has used, as it notes there.
     """
 
-    __slots__ = ("__weakref__", "_descriptor", "_end", "_whole", "address", "array", "mark", "size_bytes", "ticket")
+    __slots__ = (
+        "__weakref__",
+        "_descriptor",
+        "_end",
+        "_is_retired",
+        "_whole",
+        "address",
+        "array",
+        "mark",
+        "size_bytes",
+        "ticket",
+    )
 
     def __init__(self, size_bytes: int):
+        self._is_retired = False
         self._descriptor, key = _make_file(_whole_bytes(size_bytes))
         try:
             self._whole = _map(self._descriptor, _whole_bytes(size_bytes))
@@ -89,19 +102,29 @@ class SharedBlock:
             return None
 
     def retire(self) -> None:
-        """Put other memory, all zeros, at the same addresses: what a peer still writes goes into the old.
+        """Put memory of this process's own, all zeros, at the same addresses: what a peer still writes goes into the
+        old. An abort retires many blocks at once, so nothing is allocated before somebody writes there, or shares it.
 
         Raises:
-            OSError: there is no memory to be had. The old one is still there: leave the process.
+            OSError: there is no memory to be had. Leave the process.
         """
         self._let_go()
-        try:
-            self._descriptor, key = _make_file(_whole_bytes(self.size_bytes))
-        except OSError:
-            _map_at(self.address, -1, _whole_bytes(self.size_bytes))
+        _map_at(self.address, -1, _whole_bytes(self.size_bytes))
+        self._is_retired = True
+
+    def share_again(self) -> None:
+        """Share the memory of a block that was retired, if the system has any to give. What it holds is lost."""
+        if not self._is_retired:
             return
-        _map_at(self.address, self._descriptor, _whole_bytes(self.size_bytes))
-        self._share(key)
+        self._is_retired = False  # tried once: making and refusing large memory takes long
+        with contextlib.suppress(OSError):
+            self._descriptor, key = _make_file(_whole_bytes(self.size_bytes))
+            try:
+                _map_at(self.address, self._descriptor, _whole_bytes(self.size_bytes))
+            except BaseException:
+                os.close(self._descriptor)
+                raise
+            self._share(key)
 
     def _share(self, key: bytes) -> None:
         start = _whole_bytes(self.size_bytes) - _TRAILER_BYTES

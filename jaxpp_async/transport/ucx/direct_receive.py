@@ -35,6 +35,13 @@ class Receiver:
         self.num_written = 0
         self.exposed: list[Transfer] = []
 
+    @staticmethod
+    def prepare(memory: Memory) -> None:
+        """See to it that a receive's block can be shared, before UCX knows its memory: what a peer might still write
+        to was replaced when a receive failed, and an abort has no time to make more of it."""
+        if isinstance(memory.owner, SharedBlock):
+            memory.owner.share_again()
+
     def invite(self, transfer: Transfer) -> None:
         """Offer a receive that was posted, if it has a number and a block."""
         number, block = transfer.number, transfer.memory.owner

@@ -36,8 +36,8 @@ class Transfer:
 
     Attributes:
         size_bytes: expected, or SENDING.
-        number: which message of its tag it is (see `offers.Numbers`), taken when it is posted; None: never offered. One
-            that was held back and that UCX then refuses takes its number along: what is offered later fails.
+        number: which message of its tag it is (see `offers.Numbers`), taken when it is posted; None: never offered. A
+            send that fails afterwards takes its link along, for the peer counts on.
     """
 
     __slots__ = ("done", "link", "memory", "number", "offer", "request", "size_bytes", "tag", "then")
