@@ -1,4 +1,4 @@
-"""Ray: actors in a cluster of Ray's own making, on this machine. Needs `pip install 'jaxpp-async[ray]'`."""
+"""Ray: actors in a cluster of Ray's own making, on this machine. Needs `pip install '.[ray]'`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_without_ray(monkeypatch):
 
 @pytest.fixture(scope="module")
 def ray():
-    module = pytest.importorskip("ray", reason="needs Ray: pip install 'jaxpp-async[ray]'")
+    module = pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
     module.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield module
     module.shutdown()
