@@ -36,11 +36,10 @@ from jaxpp_async.actors.plan import (
 )
 from jaxpp_async.actors.steps.loaded_program import LoadedProgram
 from jaxpp_async.actors.steps.machine import Machine
+from jaxpp_async.actors.steps.relaying import Relay
 from jaxpp_async.actors.store import Entry
-from jaxpp_async.actors.values.crossings import Leg
 from jaxpp_async.actors.values.receive_pool import ReceiveBuffer
 from jaxpp_async.actors.values.shards import Layout, duplicate, send_memories
-from jaxpp_async.errors import TransferError
 from jaxpp_async.transport.base import PROGRAM_CHANNEL, make_tag
 from jaxpp_async.transport.buffers import Memory
 
@@ -222,44 +221,13 @@ class StepRun:
         done = partial(self._piece_received, command)
         relays = self._program.relays.get(instruction)
         if relays is not None:
-            self._receive_for_others(command, relays, done)
+            self._pieces_left[instruction] += sum(map(len, relays.values()))
+            Relay(self._machine.transport, self._tag_base, lambda: self.ended, done).receive(pieces, legs, relays)
             return
         tag_base, post = self._tag_base, self._machine.transport.post_recv
         for piece, peer, sequence in legs:
             if post(pieces[piece], peer, tag_base + sequence, done):
                 done(None)
-
-    def _receive_for_others(
-        self, command: PostRecv, relays: Mapping[int, Sequence[Leg]], done: Callable[[Exception | None], None]
-    ) -> None:
-        """Post receives of which this process passes some on. The transfer has ended once that has, too: until then the
-        memory may be read, but neither used again nor given away."""
-        legs, pieces = self._program.legs[command.instruction], self._receiving[command.buffer].pieces
-        self._pieces_left[command.instruction] += sum(map(len, relays.values()))
-        for piece, peer, sequence in legs:
-            onwards = relays.get(piece, ())
-            told = partial(self._pass_on, command, pieces[piece], onwards, done) if onwards else done
-            if self._machine.transport.post_recv(pieces[piece], peer, self._tag_base + sequence, told):
-                told(None)
-
-    def _pass_on(
-        self,
-        command: PostRecv,
-        memory: Memory,
-        onwards: Sequence[Leg],
-        done: Callable[[Exception | None], None],
-        error: Exception | None,
-    ) -> None:
-        """A piece has come, or will not."""
-        if error is None and not self.ended:
-            for _, peer, sequence in onwards:
-                try:
-                    if self._machine.transport.post_send(memory, peer, self._tag_base + sequence, done):
-                        done(None)
-                except TransferError as failure:
-                    self.fail(failure, command.instruction)
-                    return
-        done(error)
 
     def _piece_received(self, command: PostRecv, error: Exception | None) -> None:
         if self._piece_done(command, error):
