@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib import metadata, util
+from pathlib import Path
 from urllib.parse import unquote
 
 from jaxpp_async.errors import InstallError
@@ -24,23 +25,43 @@ def extra_of(platform: str, cuda: tuple[int, int] | None = None) -> str:
     return f"cuda{fitting[0] if fitting else CUDA_MAJORS[-1]}"
 
 
-def pip_install(extra: str, python: str = "", source: str = "jaxpp-async") -> str:
+def pip_install(extra: str, python: str = "", source: str | None = None) -> str:
     """The command that installs it.
 
     Args:
-        source: where the package comes from, as pip takes it.
+        source: where the package comes from, as `source_here` has it on the host in question; None: on this one.
     """
-    return f"{f'{python} -m ' if python else ''}pip install '{source}[{extra}]'"
+    source = source_here() if source is None else source
+    option, source = ("-e ", source.removeprefix("-e ")) if source.startswith("-e ") else ("", source)
+    return f"{f'{python} -m ' if python else ''}pip install {option}'{source}[{extra}]'"
+
+
+def cuda_install() -> str:
+    """The commands that install what GPUs need here."""
+    preferred, other = (pip_install(f"cuda{major}") for major in CUDA_MAJORS)
+    return f"{preferred}  (for a driver older than 580: {other})"
 
 
 def source_here() -> str:
-    """The folder that the package was installed from here; its name alone, where that was none: no index has it."""
+    """What pip is to install this package from here: the folder that it came from, behind `-e ` if it is used there.
+
+    Its name alone, where there is no such folder.
+    """
+    url, editable = _installed_from()
+    if url.startswith("file:///"):
+        return f"{'-e ' * editable}{unquote(url.removeprefix('file://'))}"
+    folder = Path(__file__).resolve().parents[1]  # a clone that is only on the path, not installed
+    return f"-e {folder}" if (folder / "pyproject.toml").is_file() else "jaxpp-async"
+
+
+def _installed_from() -> tuple[str, bool]:
+    """The URL that pip installed this package from, and whether editably."""
     try:
         text = metadata.distribution("jaxpp-async").read_text("direct_url.json")
-        url: str = json.loads(text or "{}").get("url", "")
+        found = json.loads(text or "{}")
+        return str(found.get("url", "")), bool(found.get("dir_info", {}).get("editable", False))
     except (metadata.PackageNotFoundError, ValueError, AttributeError):  # not installed, or by no pip
-        return "jaxpp-async"
-    return unquote(url.removeprefix("file://")) if url.startswith("file:///") else "jaxpp-async"
+        return "", False
 
 
 def jax_cuda_majors() -> tuple[int, ...]:
@@ -56,8 +77,4 @@ def cuda_error(what: str) -> InstallError | None:
     """
     if jax_cuda_majors():
         return None
-    preferred, other = (pip_install(f"cuda{major}", source=source_here()) for major in CUDA_MAJORS)
-    return InstallError(
-        f"{what} needs JAX with CUDA, and the JAX here is without; install it with: {preferred}  "
-        f"(for a driver older than 580: {other})"
-    )
+    return InstallError(f"{what} needs JAX with CUDA, and the JAX here is without; install it with: {cuda_install()}")

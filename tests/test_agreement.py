@@ -6,7 +6,9 @@ import asyncio
 import importlib.metadata
 import importlib.util
 import os
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +24,10 @@ from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.messages import Hardware
 from jaxpp_async.actors.processes.actor_info import ActorInfo
 from jaxpp_async.errors import InstallError, LaunchError, MeshError, RemoteError
-from jaxpp_async.extras import cuda_error, extra_of
+from jaxpp_async.extras import cuda_error, extra_of, pip_install
 from jaxpp_async.transport.nccl.plan import MULTI_RANK, ranks_may_share
+
+ROOT = Path(jpp.__file__).parents[1]
 
 
 def cpu(name: str) -> Member:
@@ -74,7 +78,7 @@ REFUSED = [
         )
         for fraction in (0.45, 0.0)
     ),
-    ([gpu("a"), gpu("b", cuda="12.9")], r"CUDA 13: a; CUDA 12: b.*'jaxpp-async\[cuda12\]'"),
+    ([gpu("a"), gpu("b", cuda="12.9")], r"CUDA 13: a; CUDA 12: b.*\[cuda12\]'"),
     (
         [gpu("a"), *(gpu(str(i), cuda="12.9") for i in range(6))],
         "CUDA 12: 0, 1, 2, 3 and 2 more",
@@ -198,6 +202,25 @@ def test_a_jax_without_cuda_is_told_with_the_extra(monkeypatch):
     assert missing is not None and "pip install '/a b/clone[cuda13]'" in str(missing) and "580" in str(missing)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "jax_cuda12_plugin" or None)
     assert cuda_error("platform='cuda'") is None
+
+
+@pytest.mark.parametrize(
+    ("direct_url", "says"),
+    [
+        ('{"url": "file:///a%20b/clone", "dir_info": {}}', "pip install '/a b/clone[cpu]'"),
+        ('{"url": "file:///clone", "dir_info": {"editable": true}}', "pip install -e '/clone[cpu]'"),
+        (None, f"pip install -e '{ROOT}[cpu]'"),  # a clone on the path
+    ],
+)
+def test_what_is_missing_comes_from_where_the_package_came_from(direct_url, says, monkeypatch):
+    installed: Any = SimpleNamespace(read_text=lambda name: direct_url)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
+    assert pip_install("cpu") == says
+
+
+def test_no_text_names_an_extra_in_another_way():
+    texts = {path: path.read_text() for path in (ROOT / "jaxpp_async").rglob("*.py")}
+    assert not [str(path) for path, text in texts.items() if re.search(r"jaxpp-async\[", text)]
 
 
 @pytest.mark.skipif(cuda_error("") is None, reason="JAX for GPUs is installed here")

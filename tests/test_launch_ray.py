@@ -1,4 +1,4 @@
-"""Ray: actors in a cluster of Ray's own making, on this machine. Needs `pip install 'jaxpp-async[ray]'`."""
+"""Ray: actors in a cluster of Ray's own making, on this machine. Needs `pip install '.[ray]'`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from jaxpp_async.errors import ActorDiedError, InstallError, LaunchError, MeshEr
 async def test_without_ray(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     mesh = jpp.RemoteMesh(2, launcher="ray")
-    with pytest.raises(InstallError, match=r"needs the package ray, .* pip install 'jaxpp-async\[ray\]'"):
+    with pytest.raises(InstallError, match=r"needs the package ray, .* pip install .*\[ray\]'"):
         await mesh.__aenter__()
 
 
 @pytest.fixture(scope="module")
 def ray():
-    module = pytest.importorskip("ray", reason="needs Ray: pip install 'jaxpp-async[ray]'")
+    module = pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
     module.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield module
     module.shutdown()

@@ -439,5 +439,5 @@ async def test_buffers_that_nccl_does_not_give_back_are_not_told_of(pair, librar
 def test_a_missing_package_names_the_extra(monkeypatch):
     for missing in ("cupy", "nccl"):
         monkeypatch.setitem(sys.modules, missing, None)
-        with pytest.raises(InstallError, match=r"needs the packages nccl4py and cupy.*jaxpp-async\[cuda13\]"):
+        with pytest.raises(InstallError, match=r"needs the packages nccl4py and cupy.*pip install .*\[cuda13\]"):
             load_library()

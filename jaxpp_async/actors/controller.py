@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,7 @@ class Controller:
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._is_started = self._cause_raised = False
         self._steps, self._arrays = itertools.count(), itertools.count()
-        self._programs, self._frees = Programs(for_successors=max_restarts > 0), FreeList()
+        self._programs, self._frees = Programs(options.processes, for_successors=max_restarts > 0), FreeList()
         self._under_way: dict[int, StepHandle] = {}
         self._tasks = OwnedTasks()
         self._closing: asyncio.Task[None] | None = None
@@ -301,11 +302,11 @@ class Controller:
             MeshClosedError: the mesh is closed or has failed.
         """
         self._check_usable()
-        actors, processes = self._programs.actors_of(program_id), self._crew.processes
-        handle = StepHandle(next(self._steps), program_id, processes.of_all(actors))
+        places = self._programs.places_of(program_id)
+        handle = StepHandle(next(self._steps), program_id, [p for _, processes in places for p in processes])
         frees, number, epoch = self._frees.take(), self.outbox.number, self._crew.epoch
-        posts: list[tuple[ActorId, Step, Mapping[ProcessId, Sequence[Sending]]]] = []
-        for actor in actors:
+        posts: list[tuple[tuple[ProcessId, ...], Step, Mapping[ProcessId, Sequence[Sending]]]] = []
+        for actor, processes in places:
             values = puts.get(actor) if puts else None
             small, large = self._plane.prepare(actor, values) if values else ((), {})
             message = Step(
@@ -319,11 +320,11 @@ class Controller:
                 frees.pop(actor, ()),
                 tuple(frees_after.get(actor, ())) if frees_after else (),
             )
-            posts.append((actor, message, large))
+            posts.append((processes, message, large))
         self._under_way[handle.step] = handle
-        handle.when_done(lambda: self._under_way.pop(handle.step, None))
-        for actor, message, large in posts:
-            for process in processes.of(actor):
+        handle.when_done(partial(self._under_way.pop, handle.step, None))
+        for processes, message, large in posts:
+            for process in processes:
                 if large:
                     self._host.post_with(process, message, handle, large.get(process, ()), handle.sends)
                 else:

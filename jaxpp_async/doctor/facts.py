@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 from jaxpp_async.actors.devices.gpus import VISIBLE, Visible, read_visible
 from jaxpp_async.actors.launch.explain import Explanation
+from jaxpp_async.extras import pip_install
 
 Platform: TypeAlias = Literal["cpu", "cuda"]
 Plane: TypeAlias = Literal["ucx", "nccl", "tcp"]
@@ -132,6 +133,7 @@ class HostFacts:
         gpu_error, ucx_error, jax_error: why there is none, in words; empty if nothing was wrong.
         verbs_devices: /dev/infiniband/uverbs* that this process may open.
         settings: environment variables that steer JAX, UCX, NCCL and CUDA.
+        source: where pip gets this package from there (`extras.source_here`).
     """
 
     hostname: str
@@ -154,6 +156,11 @@ class HostFacts:
     jax: JaxStart | None = None
     jax_error: str = ""
     settings: dict[str, str] = field(default_factory=dict)
+    source: str = "jaxpp-async"
+
+    def install(self, extra: str) -> str:
+        """The command that installs an extra of this package there."""
+        return pip_install(extra, self.executable, self.source)
 
     @property
     def cuda(self) -> tuple[int, int] | None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxpp_async.actors.devices import nvml
 from jaxpp_async.doctor.facts import UNLIMITED, Driver, Gpu, HostFacts, IbPort, Interface, JaxStart, Ucx, UcxResource
+from jaxpp_async.extras import source_here
 
 PACKAGES = (
     "jaxpp-async", "jax", "jaxlib", "numpy", "ml_dtypes", "msgpack", "flatbuffers", "uvloop",
@@ -48,6 +49,7 @@ async def gather(platform: str) -> HostFacts:
     return HostFacts(
         hostname=socket.gethostname(),
         executable=sys.executable,
+        source=source_here(),
         python=system_platform.python_version(),
         system=f"{system_platform.system()} {system_platform.release()} {system_platform.machine()}",
         packages=installed(),

@@ -12,7 +12,7 @@ from jaxpp_async.doctor.facts import Asked, Examination, HostFacts, HostReport
 from jaxpp_async.doctor.finding import ALL, SECTIONS, Finding, error, note, ok, warning
 from jaxpp_async.doctor.room import find_room
 from jaxpp_async.errors import MeshError
-from jaxpp_async.extras import extra_of, pip_install
+from jaxpp_async.extras import extra_of
 
 CLOCK_S = 1.0
 """Clocks that are further apart make logs and file times hard to read."""
@@ -74,7 +74,7 @@ def _python(name: str, facts: HostFacts) -> Iterator[Finding]:
 def _packages(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
     for package in ("jax", "jaxlib"):
         if package not in facts.packages:
-            remedy = pip_install(extra_of(asked.platform, facts.cuda), facts.executable)
+            remedy = facts.install(extra_of(asked.platform, facts.cuda))
             yield error("packages", name, f"{package} is not installed", remedy)
     shown = (f"{package} {version}" for package, version in facts.packages.items() if package in _SHOWN)
     yield ok("packages", name, ", ".join(shown) or "none")

@@ -11,7 +11,7 @@ from jaxpp_async.doctor.facts import Asked, Examination, Gpu, HostFacts, HostRep
 from jaxpp_async.doctor.finding import ALL, Finding, error, note, ok, warning
 from jaxpp_async.doctor.room import Room
 from jaxpp_async.errors import MeshError
-from jaxpp_async.extras import extra_of, pip_install
+from jaxpp_async.extras import extra_of
 from jaxpp_async.transport.nccl.plan import ranks_may_share
 
 DRIVERS: Mapping[int, str] = {12: "525.60.13", 13: "580"}
@@ -207,7 +207,7 @@ def _jax(name: str, facts: HostFacts) -> Iterator[Finding]:
     """JAX for CUDA: there, of one CUDA, of JAX's own version, and no newer than the driver."""
     plugins = {p: v for p, v in facts.packages.items() if re.fullmatch(r"jax-cuda\d+-plugin", p)}
     majors = _majors(facts, r"jax-cuda(\d+)-plugin")
-    install = pip_install(extra_of("cuda", facts.cuda), facts.executable)
+    install = facts.install(extra_of("cuda", facts.cuda))
     if not plugins:
         yield error("jax", name, "JAX is without CUDA", install)
         return
@@ -222,7 +222,7 @@ def _jax(name: str, facts: HostFacts) -> Iterator[Finding]:
         yield error("jax", name, f"{plugin} is {version}, jaxlib {jaxlib}: it does not load", install)
     if facts.driver is not None and facts.driver.cuda[0] < major:
         older = [m for m in DRIVERS if m <= facts.driver.cuda[0]]
-        other = f", or take CUDA {max(older)}: {pip_install(f'cuda{max(older)}', facts.executable)}" if older else ""
+        other = f", or take CUDA {max(older)}: {facts.install(f'cuda{max(older)}')}" if older else ""
         yield error(
             "gpu",
             name,
@@ -239,7 +239,7 @@ def _jax(name: str, facts: HostFacts) -> Iterator[Finding]:
 def _cupy(name: str, facts: HostFacts) -> Iterator[Finding]:
     cupy = {package: version for package, version in facts.packages.items() if package.startswith("cupy-cuda")}
     if not cupy:
-        remedy = pip_install(extra_of("cuda", facts.cuda), facts.executable)
+        remedy = facts.install(extra_of("cuda", facts.cuda))
         yield error("gpu", name, "CuPy is not installed: it says when values are computed", remedy)
         return
     package, version = next(iter(cupy.items()))
@@ -247,7 +247,7 @@ def _cupy(name: str, facts: HostFacts) -> Iterator[Finding]:
     if len(cupy) > 1:
         yield error("gpu", name, f"CuPy is there twice: {', '.join(cupy)}", "uninstall them, and install one again")
     elif majors and not any(f"cuda{major}x" in package for major in majors):
-        remedy = pip_install(f"cuda{max(majors)}", facts.executable)
+        remedy = facts.install(f"cuda{max(majors)}")
         yield warning("gpu", name, f"{package} {version} is for another CUDA than JAX (CUDA {max(majors)})", remedy)
     else:
         yield ok("gpu", name, f"{package} {version}")
@@ -258,7 +258,7 @@ def _judge_nccl(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
     missing = [] if _majors(facts, r"nvidia-nccl-cu(\d+)") else ["NCCL"]
     missing += [package for package in ("nccl4py",) if package not in facts.packages]
     if asked.transport == "nccl" and missing:
-        remedy = pip_install(extra_of("cuda", facts.cuda), facts.executable)
+        remedy = facts.install(extra_of("cuda", facts.cuda))
         yield error("nccl", name, f"{' and '.join(missing)} not installed", remedy)
     elif found:
         yield ok("nccl", name, found)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from jaxpp_async.doctor.facts import UNLIMITED, Asked, Examination, HostFacts, IbPort, LinkReport, Ucx
 from jaxpp_async.doctor.finding import Finding, error, note, ok, warning
-from jaxpp_async.extras import extra_of, pip_install
+from jaxpp_async.extras import extra_of
 
 MEMLOCK_BYTES = 1 << 30
 """RDMA pins the memory that it reads and writes."""
@@ -27,7 +27,7 @@ def judge_ucx(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
     """UCX on one host: there, and with the transports that the run needs."""
     package = next((f"{p} {v}" for p, v in facts.packages.items() if p.startswith("ucxx-cu")), "")
     if facts.ucx is None:
-        install = pip_install(extra_of(asked.platform, facts.cuda), facts.executable)
+        install = facts.install(extra_of(asked.platform, facts.cuda))
         what = f"does not start: {facts.ucx_error}" if package else "ucxx is not installed"
         yield error("ucx", name, what, _why_not(facts) if package else install)
         return
@@ -83,7 +83,7 @@ def _cuda_transports(name: str, facts: HostFacts, transports: set[str]) -> Itera
 def _with_cuda(facts: HostFacts) -> str:
     if facts.ucx is not None and facts.ucx.library and WHEEL not in facts.ucx.library:
         return f"{facts.ucx.library} is built without it: take one built with CUDA, or pip's: unset {SYSTEM_UCX}"
-    return "install UCX with CUDA: " + pip_install(extra_of("cuda", facts.cuda), facts.executable)
+    return "install UCX with CUDA: " + facts.install(extra_of("cuda", facts.cuda))
 
 
 def _restricted(facts: HostFacts, needed: str = "tcp") -> str:

@@ -21,7 +21,7 @@ import jax
 from jaxpp_async.actors.devices.gpus import VISIBLE, is_part, memory_fraction, read_visible
 from jaxpp_async.actors.messages import Hardware
 from jaxpp_async.errors import InstallError
-from jaxpp_async.extras import jax_cuda_majors
+from jaxpp_async.extras import cuda_install, jax_cuda_majors
 
 _NO_DLPACK = ("float8", "float4", "float6", "int2", "int4", "uint2", "uint4")
 """Types that not every JAX can say to others; such an array is waited for by JAX itself."""
@@ -253,6 +253,6 @@ def _import_cupy() -> Any:
     except ImportError as error:
         raise InstallError(
             f"actors with GPUs need the package cupy, which does not import here ({error}); "
-            "install it with: pip install 'jaxpp-async[cuda13]'  (or '[cuda12]')"
+            f"install it with: {cuda_install()}"
         ) from error
     return cupy

@@ -25,7 +25,7 @@ from jaxpp_async import jax_config
 from jaxpp_async.actors.devices.cluster import join
 from jaxpp_async.actors.messages import Configure, Hardware
 from jaxpp_async.errors import InstallError, LaunchError, MeshError
-from jaxpp_async.extras import cuda_error
+from jaxpp_async.extras import cuda_error, cuda_install
 from jaxpp_async.program import Aval
 
 ONE_DEVICE_AXIS = "device"
@@ -179,8 +179,8 @@ def _make_mesh(configure: Configure) -> Mesh:
         if configure.platform != "cuda":
             raise
         raise MeshError(
-            f"JAX finds no GPU here ({error}); is the driver loaded, and jaxpp-async[cuda13] (or [cuda12], for older "
-            "drivers) installed? `python -m jaxpp_async doctor --platform cuda` there says what is missing; without "
+            f"JAX finds no GPU here ({error}); is the driver loaded, and JAX's CUDA plugin installed? If not: "
+            f"{cuda_install()}. `python -m jaxpp_async doctor --platform cuda` there says what is missing; without "
             "GPUs, use platform='cpu'"
         ) from error
     if len(devices) < needed:

@@ -25,6 +25,7 @@ from jaxpp_async.actors.launch.remote import RemoteLauncher
 from jaxpp_async.actors.processes.lifeline import BEAT_S
 from jaxpp_async.actors.processes.warden import Death, Lines
 from jaxpp_async.errors import InstallError, MeshError
+from jaxpp_async.extras import pip_install
 
 PLACEMENT_TIMEOUT_S = 30.0
 _READ_BYTES = 1 << 16
@@ -264,7 +265,7 @@ def _import_ray() -> Any:
     except ImportError as error:
         raise InstallError(
             f"launcher='ray' needs the package ray, which does not import here ({error}); install it with: "
-            "pip install 'jaxpp-async[ray]'"
+            f"{pip_install('ray')}"
         ) from None
     return ray
 

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import numpy
 
 from jaxpp_async.errors import InstallError, JaxppAsyncError
+from jaxpp_async.extras import cuda_install
 from jaxpp_async.transport.buffers import Memory
 from jaxpp_async.transport.nccl.plan import MAX_CTAS, ONE_GPU
 
@@ -135,13 +136,13 @@ def load_library() -> NcclLibrary:
     except ImportError as error:
         raise InstallError(
             f"transport 'nccl' needs the packages nccl4py and cupy, which do not import here ({error}); install them "
-            "with: pip install 'jaxpp-async[cuda13]'  (or '[cuda12]'), or leave transport= out for UCX"
+            f"with: {cuda_install()}, or leave transport= out for UCX"
         ) from error
     found = core.get_version().libnccl
     if found is None or found.path is None:
         raise InstallError(
             "transport 'nccl' needs NCCL's library, libnccl.so.2, which is not found here; JAX's CUDA wheels bring it: "
-            "pip install 'jaxpp-async[cuda13]'  (or '[cuda12]')"
+            f"{cuda_install()}"
         )
     try:
         num_devices = cupy.cuda.runtime.getDeviceCount()

@@ -11,6 +11,7 @@ import socket
 from typing import Any
 
 from jaxpp_async.errors import InstallError, MeshError, TransferError
+from jaxpp_async.extras import CUDA_MAJORS, pip_install
 from jaxpp_async.transport.ucx.net_devices import DEVICES, check_devices
 
 _SYSTEM_UCX = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
@@ -117,4 +118,4 @@ def _wants_system_ucx() -> bool:
 def _import_remedy() -> str:
     if _wants_system_ucx():
         return f"it looks for the system's UCX first ({_SYSTEM_UCX}): have it find a newer one, or unset that"
-    return "install it with: pip install 'jaxpp-async[cpu]'  (with GPUs: 'jaxpp-async[cuda13]' or '[cuda12]')"
+    return f"install it with: {pip_install('cpu')}  (with GPUs: {' or '.join(f'[cuda{n}]' for n in CUDA_MAJORS)})"

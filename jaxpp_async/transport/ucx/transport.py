@@ -1,9 +1,9 @@
 """transport: memory and tags in, its bytes at the peer out, over UCX.
 
-UCX is driven on the event loop's own descriptor: progress until nothing is left, arm, sleep in the loop. No thread, and
-no copy, but for large messages within a host (`direct.py`); only in a hurry does it look for messages for a little
-while before it sleeps, and hold such a message back until it may be written. Every endpoint has error handling on, so
-that a large send can be ended; `abort` force-closes the endpoint and progresses until UCX has let go of every buffer.
+UCX is driven on the event loop (`progress.py`). No thread, and no copy, but for large messages within a host
+(`direct.py`); only in a hurry does it look for messages for a little while before it sleeps, and hold such a message
+back until it may be written. Every endpoint has error handling on, so that a large send can be ended; `abort`
+force-closes the endpoint and progresses until UCX has let go of every buffer.
 
 It never frees or reuses a buffer that UCX may still touch, never trusts the size of what arrives, and never gives UCX
 an address that was damaged, mixed up or is out of date (one garbage byte in a worker address ends the process there).
@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from jaxpp_async.errors import ProtocolError, TransferError
+from jaxpp_async.errors import TransferError
 from jaxpp_async.transport.addresses import seal, unseal
 from jaxpp_async.transport.base import (
     EPOCH_SHIFT,
@@ -35,33 +34,19 @@ from jaxpp_async.transport.base import (
     post_future,
 )
 from jaxpp_async.transport.buffers import Memory, memory_of
-from jaxpp_async.transport.lookout import Lookout
 from jaxpp_async.transport.ucx.context import process_context, shares_memory
 from jaxpp_async.transport.ucx.direct import Direct
 from jaxpp_async.transport.ucx.direct_words import DIRECT_BYTES, HEADER_BYTES
 from jaxpp_async.transport.ucx.links import SENDING, Link, Transfer, sender_bits_of
 from jaxpp_async.transport.ucx.ports import with_free_port
-from jaxpp_async.transport.ucx.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED, TagPort, is_error
+from jaxpp_async.transport.ucx.progress import Progress
+from jaxpp_async.transport.ucx.ucp import STATUS_CANCELED, STATUS_OK, TagPort, is_error
 
 RELEASE_TIMEOUT_S = 5.0
 """How long `abort` waits for UCX to let go of the buffers; force-closing has taken under 1 ms."""
 
 MEDIUM = "ucx"
 """In its addresses."""
-
-_STEPS_PER_ROUND, _ROUNDS_PER_CALLBACK = 256, 4
-"""Bounds on one callback's progress, so that a flood of messages does not starve the loop's other work."""
-
-_POLL_S, _POLLS_PER_YIELD = 100e-6, 4
-"""How long one callback looks for messages in a hurry, and after how many looks it offers the core to others."""
-
-_LOOK_S = 1e-3
-"""How long to look for one message in a hurry before sleeping: many times what one takes. Where a third process, the
-controller, has the peer's core for a moment, whoever then sleeps holds up both."""
-
-_STALL_AFTER_S, _STALL_DELAY_S = 0.05, 0.002
-"""A worker that cannot be armed and yet does nothing is common for microseconds (a peer is writing into our queue), but
-lasts for ever where that peer died (see above): past the first time, look only as often as the second one says."""
 
 
 class UCXTransport:
@@ -95,13 +80,18 @@ class UCXTransport:
         self._identities = itertools.count(1)
         self._failed: list[Link] = []
         self._past_epochs: dict[Peer, int] = {}
-        self._kicked = self._progressing = self._stalled = self._hurried = False
-        self._lookout = Lookout(_LOOK_S)
+        self._hurried = False
         self._direct = Direct(self, self._loop, self._sender_bits)
-        self._idle_since_s: float | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._descriptor: int = self._worker.epoll_file_descriptor
-        self._loop.add_reader(self._descriptor, self._progress)
+        self._progress = Progress(
+            self._worker,
+            self._ucxx.UCXError,
+            self._port.completed,
+            deliver=self._deliver,
+            looks=self._looks,
+            broken=self._stop,
+        )
+        self._kick = self._progress.kick
 
     def __repr__(self) -> str:
         return f"<UCXTransport of peer {self.peer_id}: {len(self._links)} links, {len(self._open)} open transfers>"
@@ -196,7 +186,7 @@ class UCXTransport:
     def hurry(self, on: bool) -> None:
         self._hurried = on
         if not on:
-            self._lookout.stop()
+            self._progress.lookout.stop()
         elif self._open:
             self._kick()
 
@@ -214,86 +204,11 @@ class UCXTransport:
             self._closing = self._loop.create_task(self._close(), name=f"close UCX transport of peer {self.peer_id}")
         await asyncio.shield(self._closing)
 
-    # ------------------------------------------------------------ progress
-
-    def _kick(self) -> None:
-        # UCX asks for progress after anything was posted, before the descriptor may be trusted again.
-        if not self._kicked and not self._progressing:
-            self._kicked = True
-            self._loop.call_soon(self._progress)
-
-    def _progress(self) -> None:
-        """Let UCX work until it has nothing left and the descriptor is armed, or until it is others' turn."""
-        self._kicked = False
-        worker = self._worker
-        if worker is None:
-            return
-        self._progressing = True  # what is posted meanwhile, where an end is told, needs no pass of its own
-        try:
-            is_settled, was_idle = self._settle(worker)
-        except self._ucxx.UCXError as error:
-            self._stop(f"UCX makes no progress any more: {error}")
-            return
-        finally:
-            self._progressing = False
-        if is_settled or not was_idle:
-            self._idle_since_s = None
-        elif self._idle_since_s is None:
-            self._idle_since_s = self._loop.time()
-        elif self._loop.time() - self._idle_since_s > _STALL_AFTER_S:
-            self._stall()
-            return
-        if not is_settled:
-            self._kick()
-
-    def _settle(self, worker: Any) -> tuple[bool, bool]:
-        """Some rounds of progress. Returns: whether the descriptor is armed; whether there was nothing to do."""
-        was_idle = True
-        for _ in range(_ROUNDS_PER_CALLBACK):
-            num_steps = 0
-            while num_steps < _STEPS_PER_ROUND and worker.progress_once():
-                num_steps += 1
-            was_idle = was_idle and num_steps == 0
-            if self._deliver():
-                was_idle = False
-            elif num_steps < _STEPS_PER_ROUND:
-                if self._hurried and self._open and not self._direct.busy and self._lookout.goes_on(monotonic()):
-                    self._poll(worker)
-                    # Others' turn: what has come is told to futures, which run in the loop's next pass.
-                    return False, False
-                if worker.arm():
-                    return True, was_idle
-        return False, was_idle
-
-    def _poll(self, worker: Any) -> None:
-        """Look for messages for a little while, and tell what came."""
-        completed, look = self._port.completed, worker.progress_once
-        until_s = monotonic() + _POLL_S
-        while not completed and monotonic() < until_s:
-            for _ in range(_POLLS_PER_YIELD):
-                look()
-                if completed:
-                    break
-            else:
-                os.sched_yield()
-        self._deliver()
-
-    def _stall(self) -> None:
-        """Look again in a while, and not at the descriptor, which may stay readable all the time."""
-        if not self._stalled:
-            self._stalled = True
-            self._loop.remove_reader(self._descriptor)
-            self._loop.call_later(_STALL_DELAY_S, self._resume)
-
-    def _resume(self) -> None:
-        self._stalled = False
-        if self._worker is not None and self._closing is None:
-            self._loop.add_reader(self._descriptor, self._progress)
-            self._progress()
+    # ------------------------------------------------------------ ends of transfers
 
     def _stop(self, cause: str) -> None:
         """The worker is broken: fail every future now. The buffers stay held, for UCX did not say that it is done."""
-        self._loop.remove_reader(self._descriptor)
+        self._progress.unwatch()
         for link in self._links.values():
             self._fail_link(link, cause)
         self._deliver()
@@ -302,18 +217,22 @@ class UCXTransport:
         for transfer in list(self._open.values()):
             self.finish(transfer, STATUS_CANCELED, 0)
 
+    def _looks(self) -> bool:
+        """Whether to look for messages before sleeping: not while something is copied, which takes far longer."""
+        return self._hurried and bool(self._open) and not self._direct.busy
+
     def _deliver(self) -> bool:
         """Tell what has ended. Returns: whether anything has."""
         if self._failed:
             failed = [link for link in self._failed if self._links.get(link.peer) is link]
             self._failed.clear()
             for link in failed:
-                self._fail_link(link, self._endpoint_error(link))
+                self._fail_link(link, link.endpoint_error(self._ucxx.UCXError))
         completed = self._port.completed
         if not completed:
             return False
         if self._hurried:
-            self._lookout.came(monotonic())
+            self._progress.lookout.came(monotonic())
         # A transfer's `done` may post, and what then ends at once is appended while this goes on.
         for identity, status, length in completed:
             transfer = self._open.pop(identity, None)
@@ -337,7 +256,7 @@ class UCXTransport:
             offers = transfer.link.offers
             if offers is not None and transfer.number is not None:
                 (offers.sent if transfer.size_bytes == SENDING else offers.received).give_back(transfer.tag)
-            raise TransferError(f"{self._describe(transfer)} failed: {self._cause(transfer, result)}")
+            raise transfer.failed(self.peer_id, result, self._port.status_text)
         transfer.request = result
         self._open[identity] = transfer
 
@@ -360,7 +279,7 @@ class UCXTransport:
         transfer.done = None
         error: Exception | None = None
         if status != STATUS_OK or (expected != length and expected != SENDING):
-            error = self._error(transfer, status, length)
+            error = transfer.error(self.peer_id, status, length, self._port.status_text)
             if expected == SENDING:
                 self._miss(transfer, str(error))
         try:
@@ -373,25 +292,6 @@ class UCXTransport:
         if transfer.link.failure is None:
             self._fail_link(transfer.link, cause)
             self._kick()
-
-    def _error(self, transfer: Transfer, status: int, length: int) -> Exception:
-        if status == STATUS_TRUNCATED and transfer.size_bytes == SENDING:
-            return ProtocolError(
-                f"{self._describe(transfer)}: the peer gave no valid answer to a large message's header"
-            )
-        if status in (STATUS_OK, STATUS_TRUNCATED):
-            return ProtocolError(f"{self._describe(transfer)}: expected {transfer.size_bytes} bytes, got {length}")
-        return TransferError(f"{self._describe(transfer)} failed: {self._cause(transfer, status)}")
-
-    def _describe(self, transfer: Transfer) -> str:
-        ours, theirs = self.peer_id, transfer.link.peer
-        way = f"{ours} to peer {theirs}" if transfer.size_bytes == SENDING else f"{theirs} to peer {ours}"
-        return f"transfer from peer {way}, tag {transfer.tag:#x}"
-
-    def _cause(self, transfer: Transfer, status: int) -> str:
-        if transfer.link.failure is not None:
-            return transfer.link.failure
-        return self._port.status_text(status) if status != STATUS_CANCELED else "UCX canceled it"
 
     def _refusal(self, peer: Peer, link: Link | None) -> TransferError:
         why = "the transport has closed" if self._closing else "not connected; call connect first"
@@ -439,13 +339,6 @@ class UCXTransport:
         link.failure = f"link lost ({cause})"
         self._cancel_receives(link)
 
-    def _endpoint_error(self, link: Link) -> str:
-        try:
-            link.endpoint.raise_on_error()
-        except self._ucxx.UCXError as error:
-            return str(error)
-        return "closed"
-
     def _close_link(self, link: Link) -> None:
         endpoint, link.endpoint = link.endpoint, None
         endpoint.remove_close_callback()
@@ -471,7 +364,7 @@ class UCXTransport:
         for sender, epoch in epochs.items():
             self._discard_unexpected(sender_bits_of(sender), epoch)
         while True:
-            self._progress()
+            self._progress.run()
             if any(self._is_ending(t, peer) for t in self._direct.receiver.exposed):
                 raise TransferError(
                     f"peer {self.peer_id}: a peer may still write into the memory of a receive, and there is none to "
@@ -482,8 +375,8 @@ class UCXTransport:
                 return
             if self._loop.time() > deadline_s:
                 raise TransferError(
-                    f"{self._describe(held[0])}: UCX still holds {len(held)} buffers {RELEASE_TIMEOUT_S:.0f} s after "
-                    "the abort; this process has to end"
+                    f"{held[0].describe(self.peer_id)}: UCX still holds {len(held)} buffers {RELEASE_TIMEOUT_S:.0f} s "
+                    "after the abort; this process has to end"
                 )
             await asyncio.sleep(0.0005)
 
@@ -505,7 +398,7 @@ class UCXTransport:
 
     async def _close(self) -> None:
         await self.abort()
-        self._loop.remove_reader(self._descriptor)
+        self._progress.end()
         self._worker = None
         self._direct.close()
         self._failed.clear()

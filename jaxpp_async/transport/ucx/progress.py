@@ -1,0 +1,150 @@
+"""progress: a UCX worker in, its progress on the event loop out. Knows no messages: it is told whether any ended.
+
+UCX is driven on the worker's own descriptor: progress until nothing is left, arm, sleep in the loop. While somebody
+looks for messages, it looks for a little while before it sleeps. It never lets UCX work without an end: a flood of
+messages leaves the loop's other work its turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sized
+from time import monotonic
+from typing import Any
+
+from jaxpp_async.transport.lookout import Lookout
+
+_STEPS_PER_ROUND, _ROUNDS_PER_CALLBACK = 256, 4
+"""Bounds on one callback's progress, so that a flood of messages does not starve the loop's other work."""
+
+_POLL_S, _POLLS_PER_YIELD = 100e-6, 4
+"""How long one callback looks for messages in a hurry, and after how many looks it offers the core to others."""
+
+_LOOK_S = 1e-3
+"""How long to look for one message in a hurry before sleeping: many times what one takes. Where a third process, the
+controller, has the peer's core for a moment, whoever then sleeps holds up both."""
+
+_STALL_AFTER_S, _STALL_DELAY_S = 0.05, 0.002
+"""A worker that cannot be armed and yet does nothing is common for microseconds (a peer is writing into our queue), but
+lasts for ever where that peer died (see `transport`): past the first time, look only as often as the second one says.
+"""
+
+
+class Progress:
+    """One worker's, on the running event loop.
+
+    Args:
+        worker: UCX's, in blocking progress mode.
+        failures: what its calls raise when it is broken.
+        completed: what has ended since it was told last; UCX's callbacks fill it.
+        deliver: tells what has ended, and says whether anything has.
+        looks: whether it is worth while to look for messages before sleeping.
+        broken: is told the cause when the worker makes no progress any more.
+
+    Attributes:
+        lookout: for how long to look; the owner says when a message came and when nobody waits any more.
+    """
+
+    def __init__(
+        self,
+        worker: Any,
+        failures: type[Exception],
+        completed: Sized,
+        *,
+        deliver: Callable[[], bool],
+        looks: Callable[[], bool],
+        broken: Callable[[str], None],
+    ):
+        self._worker, self._failures, self._completed = worker, failures, completed
+        self._deliver, self._looks, self._broken = deliver, looks, broken
+        self._loop = asyncio.get_running_loop()
+        self._kicked = self._running = self._stalled = False
+        self._idle_since_s: float | None = None
+        self.lookout = Lookout(_LOOK_S)
+        self._descriptor: int = worker.epoll_file_descriptor
+        self._loop.add_reader(self._descriptor, self.run)
+
+    def kick(self) -> None:
+        """Run soon: UCX asks for progress after anything was posted, before the descriptor may be trusted again."""
+        if not self._kicked and not self._running:
+            self._kicked = True
+            self._loop.call_soon(self.run)
+
+    def run(self) -> None:
+        """Let UCX work until it has nothing left and the descriptor is armed, or until it is others' turn."""
+        self._kicked = False
+        worker = self._worker
+        if worker is None:
+            return
+        self._running = True  # what is posted meanwhile, where an end is told, needs no pass of its own
+        try:
+            is_settled, was_idle = self._settle(worker)
+        except self._failures as error:
+            self._broken(f"UCX makes no progress any more: {error}")
+            return
+        finally:
+            self._running = False
+        if is_settled or not was_idle:
+            self._idle_since_s = None
+        elif self._idle_since_s is None:
+            self._idle_since_s = self._loop.time()
+        elif self._loop.time() - self._idle_since_s > _STALL_AFTER_S:
+            self._stall()
+            return
+        if not is_settled:
+            self.kick()
+
+    def unwatch(self) -> None:
+        """Whatever comes calls nobody any more; `run` still works."""
+        self._loop.remove_reader(self._descriptor)
+
+    def end(self) -> None:
+        """Never touch the worker again."""
+        self.unwatch()
+        self._worker = None
+
+    def _settle(self, worker: Any) -> tuple[bool, bool]:
+        """Some rounds of progress. Returns: whether the descriptor is armed; whether there was nothing to do."""
+        was_idle = True
+        for _ in range(_ROUNDS_PER_CALLBACK):
+            num_steps = 0
+            while num_steps < _STEPS_PER_ROUND and worker.progress_once():
+                num_steps += 1
+            was_idle = was_idle and num_steps == 0
+            if self._deliver():
+                was_idle = False
+            elif num_steps < _STEPS_PER_ROUND:
+                if self._looks() and self.lookout.goes_on(monotonic()):
+                    self._poll(worker)
+                    # Others' turn: what has come is told to futures, which run in the loop's next pass.
+                    return False, False
+                if worker.arm():
+                    return True, was_idle
+        return False, was_idle
+
+    def _poll(self, worker: Any) -> None:
+        """Look for messages for a little while, and tell what came."""
+        completed, look = self._completed, worker.progress_once
+        until_s = monotonic() + _POLL_S
+        while not completed and monotonic() < until_s:
+            for _ in range(_POLLS_PER_YIELD):
+                look()
+                if completed:
+                    break
+            else:
+                os.sched_yield()
+        self._deliver()
+
+    def _stall(self) -> None:
+        """Look again in a while, and not at the descriptor, which may stay readable all the time."""
+        if not self._stalled:
+            self._stalled = True
+            self.unwatch()
+            self._loop.call_later(_STALL_DELAY_S, self._resume)
+
+    def _resume(self) -> None:
+        self._stalled = False
+        if self._worker is not None:
+            self._loop.add_reader(self._descriptor, self.run)
+            self.run()
