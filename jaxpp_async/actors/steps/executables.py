@@ -1,7 +1,7 @@
 """executables: serialized `jax.export.Exported` in, compiled callables out. Never runs one.
 
 Each callable takes and returns flat lists of arrays. It is JAX's own `Compiled`, whose call is a C++ path once it has
-been called: with the arrays in place and synchronous dispatch (`devices`) it costs no more than going to the loaded
+been called: with the arrays in place and synchronous dispatch (`devices.starting`) it costs no more than going to the loaded
 executable and wrapping its results by hand.
 """
 
