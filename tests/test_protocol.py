@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import random
+import struct
 import tracemalloc
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +16,7 @@ import pytest
 from jaxpp_async.actors import messages as m
 from jaxpp_async.actors.protocol import codec
 from jaxpp_async.actors.protocol.handshake import FrameKey
-from jaxpp_async.actors.protocol.wire import MAX_HANDSHAKE_BYTES, TO_ACTOR, TO_CONTROLLER, Identity, Wire
+from jaxpp_async.actors.protocol.wire import MAX_HANDSHAKE_BYTES, SHORT_BYTES, TO_ACTOR, TO_CONTROLLER, Identity, Wire
 from jaxpp_async.errors import HandshakeError, ProtocolError
 from jaxpp_async.program import Aval
 
@@ -325,11 +326,46 @@ def test_replayed_and_reflected_and_reordered_frames_are_refused():
 def test_frames_longer_than_allowed_are_refused_by_both():
     actor, controller = greet(*pair(actor={"max_frame_bytes": 100}))
     with pytest.raises(ProtocolError, match="at most 100 are allowed"):
-        actor.feed(frame(controller, m.Abort(0, 0, "x" * 200))[:40])  # the payload is not waited for
+        actor.feed(frame(controller, m.Abort(0, 0, "x" * 200))[:16])  # the payload is not waited for
     actor, controller = greet(*pair(controller={"max_frame_bytes": 100}))
     with pytest.raises(ProtocolError, match=r"Abort takes .* a frame at most 100"):
         controller.encode(m.Abort(0, 0, "x" * 200))
     assert actor.feed(frame(controller, m.Inspect(1))) == [m.Inspect(1)]  # and the conversation goes on
+
+
+@pytest.mark.parametrize("size", [SHORT_BYTES, SHORT_BYTES + 1])
+def test_of_an_unproved_length_little_is_kept(size):
+    """A short frame's length is proved with the frame, a longer one's before more of it is kept."""
+    actor, controller = greet(*pair())
+    forged = struct.pack(">QQ", size, 0) + bytes(size)
+    if size > SHORT_BYTES:
+        with pytest.raises(ProtocolError, match="MAC of its length does not match"):
+            actor.feed(forged[:32])
+        return
+    assert actor.feed(forged) == []
+    with pytest.raises(ProtocolError, match="frame 0: its MAC does not match"):
+        actor.feed(bytes(16))
+    assert controller.feed(b"") == []
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1, 2])
+def test_frames_about_as_long_as_a_short_one_arrive(more):
+    actor, controller = greet(*pair())
+    empty = len(codec.encode(m.Abort(0, 0, "")))
+    message = m.Abort(0, 0, "x" * (SHORT_BYTES - empty - 2 + more))
+    data = frame(controller, message)
+    assert len(data) == SHORT_BYTES + more + 32 + (16 if more > 0 else 0)
+    assert actor.feed(data) == [message]
+    data = frame(controller, message)
+    assert actor.feed(data[:20]) + actor.feed(data[20:]) == [message]
+
+
+def test_a_mac_of_a_length_is_none_of_a_frame():
+    """The other kind of frame never comes out of one: both begin with a length that says which it is."""
+    actor, controller = greet(*pair())
+    data = frame(controller, m.Abort(0, 0, "x" * 2 * SHORT_BYTES))
+    with pytest.raises(ProtocolError):
+        actor.feed(struct.pack(">QQ", 0, 0) + data[16:32])
 
 
 def test_nothing_is_sent_before_the_handshake():
@@ -368,7 +404,8 @@ def test_2000_mutated_frames_are_refused_and_leave_no_memory():
             wire.take_outgoing()
             wire.state, wire._receive_key, wire._num_received = "open", keys, index
             with pytest.raises(ProtocolError):
-                wire.feed(bytes(data))
+                assert wire.feed(bytes(data)) == [] and len(wire._buffer) < SHORT_BYTES
+                wire.feed(bytes(SHORT_BYTES))  # what a short frame still lacks, if its length was changed
             assert not wire._buffer and wire.state == "failed"
             greeting = bytearray(hello)
             greeting[rng.randrange(6)] ^= rng.randint(1, 255)

@@ -134,6 +134,8 @@ class Actor:
 
     def _take_up(self, message: m.Message) -> None:
         match message:
+            case m.Step():  # first: nothing else comes as often
+                self._step(message)
             case m.Reserve():
                 self._port = reserve_port()
                 self._send(m.Reserved(message.request, self._port.getsockname()[1]))
@@ -151,8 +153,6 @@ class Actor:
                 entries = self._equipment.host_values.take(message.puts, self._epoch)
                 self._free(message.frees)
                 self._answer("store", message.request, self._stored(message.request, entries))
-            case m.Step():
-                self._step(message)
             case m.Fetch():
                 looks = self._equipment.host_values.look_at(message)
                 self._answer("fetch", message.request, self._equipment.host_values.fetch(message, looks, self._epoch))
@@ -271,6 +271,8 @@ class Actor:
         self._next_step()
 
     def _refuse_wrong(self, message: m.Step) -> None:
+        if message.epoch == self._epoch and message.step > self._last_step and self._broken is None:
+            return
         where: dict[str, Any] = {"actor": self.actor_id, "step": message.step}
         if message.epoch != self._epoch:
             raise ProtocolError(
@@ -287,12 +289,12 @@ class Actor:
 
     def _prepare(self, message: m.Step) -> StepRun:
         """Take hold of everything the step names, as things stand now: later requests may free it."""
-        equipment = self._equipment
+        equipment, program = self._equipment, self._programs.get(message.program_id)
         self._free(message.frees)
-        equipment.host_values.take(message.puts, message.epoch)
-        if message.program_id not in self._programs:
+        if message.puts:
+            equipment.host_values.take(message.puts, message.epoch)
+        if program is None:
             raise ProtocolError(f"program {message.program_id} is not loaded", actor=self.actor_id, step=message.step)
-        program = self._programs[message.program_id]
         bound, donated = self._bind(program.plan, message)
         for array_id in donated:
             self._store.remove(array_id)
@@ -333,35 +335,36 @@ class Actor:
                 continue
             run.start()
 
-    def _step_ended(self, run: StepRun, end: m.StepStats | StepFailure) -> None:
+    def _step_ended(self, run: StepRun, failure: StepFailure | None) -> None:
         message = run.message
-        if isinstance(end, StepFailure):
+        if failure is not None:
             # Transfers stay open until the controller's Abort: ending them here would fail the peers' steps with
             # transfer errors that could reach the controller before their cause.
             if self._broken is None:
                 self._broken = f"step {message.step} failed on actor {self.actor_id}"
                 self._failed = run
-            reply = failed(message.request, end.error, step=message.step, instruction=end.instruction)
+            reply = failed(message.request, failure.error, step=message.step, instruction=failure.instruction)
         else:
             self._free(message.frees_after)
-            live = len(self._store)
-            end = m.StepStats(end.compute_s, end.wait_s, end.total_s, end.peak_bytes, live, end.stamps)
-            reply = m.StepDone(message.request, message.step, end)
+            reply = m.StepDone(message.request, message.step, run.stats(len(self._store)))
         if run is self._current:
             self._current = None
-        # A step of nothing but local instructions can end inside `start`; the loop there goes on with the next. Asked
-        # for before the reply, behind which an actor without a step stays awake.
-        asyncio.get_running_loop().call_soon(self._next_step)
+        if self._queue:
+            # A step of nothing but local instructions can end inside `start`; the loop there goes on with the next.
+            # Asked for before the reply, behind which an actor without a step stays awake.
+            asyncio.get_running_loop().call_soon(self._next_step)
         self._conclude(message, reply)
 
     def _conclude(self, message: m.Step, reply: m.StepDone | m.Failed) -> None:
         key = (message.epoch, message.step)
-        self._replies[key] = reply
-        while len(self._replies) > REPLIES_KEPT:
-            self._replies.popitem(last=False)
-        for request in self._under_way.pop(key, ()):
-            if not self._closed:  # what ends because the actor does is no failure of its own
-                self._send(reply if request == reply.request else replace(reply, request=request))
+        try:
+            for request in self._under_way.pop(key, ()):
+                if not self._closed:  # what ends because the actor does is no failure of its own
+                    self._send(reply if request == reply.request else replace(reply, request=request))
+        finally:  # behind the reply, for which somebody waits
+            self._replies[key] = reply
+            if len(self._replies) > REPLIES_KEPT:
+                self._replies.popitem(last=False)
 
     def _abort(self, message: m.Abort) -> None:
         self._tally.stop()

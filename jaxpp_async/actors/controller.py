@@ -12,12 +12,14 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from jaxpp_async.actors.crew.bringup import ActorConfig, all_of
+from jaxpp_async.actors.crew.bringup import ActorConfig
 from jaxpp_async.actors.crew.crew import Crew, CrewOptions
+from jaxpp_async.actors.crew.deploying import Deploying
 from jaxpp_async.actors.crew.ending import to_the_end
 from jaxpp_async.actors.crew.frees import FreeList
 from jaxpp_async.actors.crew.host_data import HostPlane, HostValue, Sending
@@ -25,7 +27,7 @@ from jaxpp_async.actors.crew.host_requests import HostRequests
 from jaxpp_async.actors.crew.linking import Linking
 from jaxpp_async.actors.crew.outbox import Outbox
 from jaxpp_async.actors.crew.programs import Programs
-from jaxpp_async.actors.crew.rpc import Call, StepHandle
+from jaxpp_async.actors.crew.rpc import StepHandle
 from jaxpp_async.actors.failures.failure import abandoned
 from jaxpp_async.actors.launch import Launcher
 from jaxpp_async.actors.messages import ArrayId, Inspect, Inspected, Loaded, Step
@@ -78,7 +80,7 @@ class Controller:
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._is_started = self._cause_raised = False
         self._steps, self._arrays = itertools.count(), itertools.count()
-        self._programs, self._frees = Programs(for_successors=max_restarts > 0), FreeList()
+        self._programs, self._frees = Programs(options.processes, for_successors=max_restarts > 0), FreeList()
         self._under_way: dict[int, StepHandle] = {}
         self._tasks = OwnedTasks()
         self._closing: asyncio.Task[None] | None = None
@@ -103,6 +105,14 @@ class Controller:
         )
         self._host = HostRequests(self._crew, self.outbox, self._frees)
         self._linking = Linking(self._crew, self.outbox, self._programs)
+        self._deploying = Deploying(
+            self._crew,
+            self.outbox,
+            self._programs,
+            self._linking,
+            paused=self._supervision.hearts.paused,
+            tell=self._tell,
+        )
         self._backups = (
             Backups(self._crew, self.outbox, every=backup_every, on_error=self._suspect, patience_s=options.patience_s)
             if max_restarts
@@ -251,33 +261,7 @@ class Controller:
             RemoteError: an executable does not compile; the mesh goes on. ActorError: the mesh failed.
         """
         self._check_usable()
-        self._programs.add(program_id, programs, executables, blobs)
-
-        processes = self._crew.processes
-
-        async def load_one(process: ProcessId) -> Loaded:
-            known = self._crew.links[process].known_blobs
-            actor = processes.actor_of(process)
-            message = self._programs.load_message(self._number(), program_id, actor, known)
-            call = Call(Loaded)
-            self.outbox.post(process, message, call)
-            await self.outbox.drain(process)
-            try:
-                return await call.future
-            except ActorError:
-                known -= set(message.blobs)  # what the actor kept of them is unknown: send them again
-                raise
-
-        self._tell(f"compiling on {len(programs)} actor{'s' if len(programs) != 1 else ''}")
-        try:
-            with self._supervision.hearts.paused():
-                loaded = await all_of({p: load_one(p) for p in processes.of_all(programs)}, "load")
-                await self._linking.link(program_id)
-        except BaseException:  # also a cancellation: nobody will ask for it
-            self._programs.remove(program_id)
-            raise
-        self._programs.note_loaded(program_id)
-        return {actor: loaded[processes.process(actor, 0)] for actor in sorted(programs)}
+        return await self._deploying.deploy(program_id, programs, executables, blobs)
 
     def start_step(
         self,
@@ -301,11 +285,11 @@ class Controller:
             MeshClosedError: the mesh is closed or has failed.
         """
         self._check_usable()
-        actors, processes = self._programs.actors_of(program_id), self._crew.processes
-        handle = StepHandle(next(self._steps), program_id, processes.of_all(actors))
+        places = self._programs.places_of(program_id)
+        handle = StepHandle(next(self._steps), program_id, [p for _, processes in places for p in processes])
         frees, number, epoch = self._frees.take(), self.outbox.number, self._crew.epoch
-        posts: list[tuple[ActorId, Step, Mapping[ProcessId, Sequence[Sending]]]] = []
-        for actor in actors:
+        posts: list[tuple[tuple[ProcessId, ...], Step, Mapping[ProcessId, Sequence[Sending]]]] = []
+        for actor, processes in places:
             values = puts.get(actor) if puts else None
             small, large = self._plane.prepare(actor, values) if values else ((), {})
             message = Step(
@@ -319,11 +303,11 @@ class Controller:
                 frees.pop(actor, ()),
                 tuple(frees_after.get(actor, ())) if frees_after else (),
             )
-            posts.append((actor, message, large))
+            posts.append((processes, message, large))
         self._under_way[handle.step] = handle
-        handle.when_done(lambda: self._under_way.pop(handle.step, None))
-        for actor, message, large in posts:
-            for process in processes.of(actor):
+        handle.when_done(partial(self._under_way.pop, handle.step, None))
+        for processes, message, large in posts:
+            for process in processes:
                 if large:
                     self._host.post_with(process, message, handle, large.get(process, ()), handle.sends)
                 else:

@@ -44,22 +44,22 @@ class Executor:
         at: index of the instruction under way.
     """
 
+    peak_bytes = table_bytes = pending_bytes = at = 0
+    finished = starved = False
+    _open = 0  # transfers and inputs under way
+    _running: Execute | None = None
+    _issued: Execute | None = None  # the run after the running one, issued early
+    _candidate: Execute | None = None  # the run to issue next, and what it waits for
+
     def __init__(self, plan: ExecutionPlan, *, alone: Container[int] = ()):
         self.plan, self._alone = plan, alone
         count = len(plan.avals)
-        self.peak_bytes = self.table_bytes = self.pending_bytes = 0
-        self.finished = self.starved = False
-        self.at = 0
         self._here = [False] * count
         self._sends = [0] * count
         self._held = [0] * count  # what each buffer adds to table_bytes now
         self._unsent: dict[BufferKey, list[StartSend]] = {}
         self._unkept: dict[BufferKey, list[KeepOutput]] = {}
         self._pending: dict[BufferKey, Drop] = {}
-        self._open = 0  # transfers and inputs under way
-        self._running: Execute | None = None
-        self._issued: Execute | None = None  # the run after the running one, issued early
-        self._candidate: Execute | None = None  # the run to issue next, and what it waits for
         self._awaited: set[BufferKey] = set()
 
     # ------------------------------------------------------------ events

@@ -149,4 +149,4 @@ class Store:
 
     def __len__(self) -> int:
         """How many arrays are there, those on their way left out."""
-        return sum(entry.array is not None for entry in self._entries.values())
+        return len([None for entry in self._entries.values() if entry.array is not None])

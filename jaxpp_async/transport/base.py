@@ -165,7 +165,9 @@ class Transport(Protocol):
     async def abort(self, peer: Peer | None = None) -> None:
         """End every open transfer with `peer` (with all peers: None) with `TransferError`, and forget the peer.
 
-        When it returns, no buffer of those transfers belongs to the transport any more. `connect` works again
+        When it returns, no buffer of those transfers belongs to the transport any more. It may wait for what is left
+        open: where another transfer of this process, with whomever, has the same memory or memory that once was part
+        of the same large array, UCX lets go of it only at the end of both. `connect` works again
         afterwards, with a new epoch in every tag. After a peer's death, close and make a new transport instead: a
         process that is killed may leave what it shared with this one (UCX's shared-memory queues) beyond repair.
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
-from conversations import GREETINGS, Conversation, converse, draw
+from conversations import GREETINGS, Conversation, converse, draw, framed
 from mutations import bombs, mutate_bytes, mutate_pieces, mutate_value, split
 
 from jaxpp_async.actors.protocol import codec
-from jaxpp_async.actors.protocol.wire import _HEADER, MAX_HANDSHAKE_BYTES, TO_ACTOR, Wire
+from jaxpp_async.actors.protocol.wire import MAX_HANDSHAKE_BYTES, TO_ACTOR, Wire
 from jaxpp_async.errors import HandshakeError, ProtocolError
 
 _EACH = 50
@@ -113,11 +113,8 @@ def _authenticated(here: Conversation, role: str, rng: random.Random, all_bombs:
     wire.take_outgoing()
     for piece in here.pieces(role)[: GREETINGS[role]]:
         wire.feed(piece)
-    header = _HEADER.pack(len(payload), 0)
-    key = here.keys[role == "controller"]
-    signed = header + key.sign(header) + payload
     got: list[Any] = []
-    error = _feed(wire, signed + key.sign(signed), rng, got)
+    error = _feed(wire, framed(here.keys[role == "controller"], payload), rng, got)
     if isinstance(error, HandshakeError):
         raise Broken(f"a frame failed as a greeting: {error}")
     if error is None and len(got) != 1:

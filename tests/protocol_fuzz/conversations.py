@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from jaxpp_async.actors.protocol.handshake import FrameKey
-from jaxpp_async.actors.protocol.wire import BEATS, TO_ACTOR, TO_CONTROLLER, Identity, Wire
+from jaxpp_async.actors.protocol.wire import _HEADER, BEATS, SHORT_BYTES, TO_ACTOR, TO_CONTROLLER, Identity, Wire
 
 VERSION = "1.2.3"
 INTEGERS = (0, 1, 2, 127, 128, 255, 256, 65535, 65536, 2**31, 2**32, 2**53, 2**63 - 1, 2**64 - 1, -1, -33, -(2**63))
@@ -76,6 +76,14 @@ KNOWN: dict[tuple[str, str], dict[str, type]] = {
 
 GREETINGS = {"actor": 1, "controller": 2}
 """How many of the pieces that come to a side are its handshake."""
+
+
+def framed(key: FrameKey, payload: bytes) -> bytes:
+    """A payload as the first frame of a conversation."""
+    prefix = _HEADER.pack(len(payload), 0)
+    if len(payload) > SHORT_BYTES:
+        prefix += key.sign(prefix)
+    return prefix + payload + key.sign(prefix, payload)
 
 
 def converse(rng: random.Random, secret: bytes | None = None, num_frames: int = 4) -> Conversation:

@@ -13,7 +13,7 @@ import tracemalloc
 import msgpack
 import pytest
 from campaign import Campaign
-from conversations import GREETINGS, KNOWN, Conversation, converse, draw
+from conversations import GREETINGS, KNOWN, Conversation, converse, draw, framed
 from mutations import bombs
 
 from jaxpp_async.actors import messages as m
@@ -85,9 +85,7 @@ def test_a_bomb_takes_no_memory(index):
             wire.take_outgoing()
             for piece in conversation.pieces(role)[: GREETINGS[role]]:
                 wire.feed(piece)
-            key, header = conversation.keys[role == "controller"], _HEADER.pack(len(bomb), 0)
-            signed = header + key.sign(header) + bomb
-            data = signed + key.sign(signed)
+            data = framed(conversation.keys[role == "controller"], bomb)
             if b"Log" in bomb and role == "controller" and index == _TWICE:
                 assert wire.feed(data) == [m.Log(1, "a", "b", None, {"a": 2})]
                 continue

@@ -24,6 +24,8 @@ class FreeList:
 
     def take(self) -> dict[ActorId, tuple[ArrayId, ...]]:
         """All that was added, by actor; the caller sees to it."""
+        if not self._pending:
+            return {}
         frees: dict[ActorId, list[ArrayId]] = defaultdict(list)
         with contextlib.suppress(IndexError):  # empty
             while True:

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 from jaxpp_async.actors.crew.rpc import ActorLink, Call, Replayed, StepHandle, Waiter
@@ -99,11 +100,13 @@ class Outbox:
         """
         if waiter not in self._open:  # a step is posted to several processes
             self._open.add(waiter)
-            waiter.when_done(lambda: self._open.discard(waiter))
+            waiter.when_done(partial(self._open.discard, waiter))
         if self._remembers:
             self._remember(_Sent(next(self._serials), process, message, waiter, transfers, size_bytes))
         if self._is_open.is_set():
-            self._send(process, message, waiter, transfers)
+            self._links[process].request(message, waiter)
+            if transfers is not None:
+                transfers()
 
     def send(
         self, process: ProcessId, make: Callable[[int], Request], expected: type, *, awaited: bool = True
@@ -133,11 +136,6 @@ class Outbox:
     async def drain(self, process: ProcessId) -> None:
         """Wait until little is left unsent to a process, or it has gone."""
         await self._links[process].connection.drain()
-
-    def _send(self, process: ProcessId, message: Request, waiter: Waiter, transfers: StartTransfers | None) -> None:
-        self._links[process].request(message, waiter)
-        if transfers is not None:
-            transfers()
 
     # ------------------------------------------------------------ remembering
 
@@ -233,7 +231,9 @@ class Outbox:
                     again.add(sent.message.step)
                 # What is put or read and cannot be had again fails whoever uses it, if anyone still does.
                 sent.waiter = Replayed(takes_failures=not isinstance(sent.message, Step))
-            self._send(sent.process, sent.message, sent.waiter, sent.transfers)
+            self._links[sent.process].request(sent.message, sent.waiter)
+            if sent.transfers is not None:
+                sent.transfers()
         return len(again)
 
     # ------------------------------------------------------------ the end

@@ -7,17 +7,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from jaxpp_async.actors.messages import Load
 from jaxpp_async.actors.processes.progress import Position
-from jaxpp_async.program import ActorId, ActorProgram
+from jaxpp_async.actors.processes.seats import Processes
+from jaxpp_async.program import ActorId, ActorProgram, ProcessId
 from jaxpp_async.program_text import format_instruction
+
+Places: TypeAlias = tuple[tuple[ActorId, tuple[ProcessId, ...]], ...]
+"""Actors with their processes, both in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """Args: texts: each part as it travels. keys: each part's executables, by index. blobs: executables, by key."""
+    """Args: places: each actor with a part, and its processes. texts: each part as it travels. keys: each part's
+    executables, by index. blobs: executables, by key."""
 
+    places: Places
     parts: dict[ActorId, ActorProgram]
     texts: dict[ActorId, str]
     keys: dict[ActorId, dict[int, str]]
@@ -28,11 +35,12 @@ class Programs:
     """The programs that actors have loaded, or are loading, by id.
 
     Args:
+        processes: of the mesh.
         for_successors: whether actors that are replaced will have to load them again.
     """
 
-    def __init__(self, *, for_successors: bool = False) -> None:
-        self._for_successors = for_successors
+    def __init__(self, processes: Processes, *, for_successors: bool = False) -> None:
+        self._processes, self._for_successors = processes, for_successors
         self._ids = itertools.count()
         self._programs: dict[int, _Program] = {}
 
@@ -56,7 +64,9 @@ class Programs:
         order = sorted(parts)
         texts = {actor: str(parts[actor]) for actor in order}
         used = {actor: dict(keys.get(actor, {})) for actor in order}
-        self._programs[program_id] = _Program({actor: parts[actor] for actor in order}, texts, used, dict(blobs))
+        places = tuple((actor, tuple(self._processes.of(actor))) for actor in order)
+        in_order = {actor: parts[actor] for actor in order}
+        self._programs[program_id] = _Program(places, in_order, texts, used, dict(blobs))
 
     def note_loaded(self, program_id: int) -> None:
         """All its actors have it: unless it may be needed again, what only travels is dropped."""
@@ -85,9 +95,9 @@ class Programs:
         known |= new
         return Load(request, program_id, program.texts[actor], keys, {key: program.blobs[key] for key in sorted(new)})
 
-    def actors_of(self, program_id: int) -> tuple[ActorId, ...]:
-        """The actors that have a part in it, in order of id."""
-        return tuple(self._programs[program_id].parts)
+    def places_of(self, program_id: int) -> Places:
+        """The actors that have a part in it."""
+        return self._programs[program_id].places
 
     def parts(self, program_id: int) -> dict[ActorId, ActorProgram]:
         """What each actor has of a program."""

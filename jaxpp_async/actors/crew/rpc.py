@@ -128,16 +128,16 @@ class StepHandle:
     """
 
     takes_failures = False
+    error: Exception | None = None
+    _done = False
 
     def __init__(self, step: int, program_id: int, processes: Sequence[ProcessId]):
         self.step, self.program_id = step, program_id
         self.sends: list[asyncio.Future[None]] = []
-        self.error: Exception | None = None
         self.sent_s, self.heard_s = time.monotonic(), dict[int, float]()
         self._processes = tuple(processes)
         self._waiting = set(processes)
         self._stats: dict[int, StepStats] = {}
-        self._done = False
         self._callbacks: list[Callable[[], object]] = []
         self._awaiting: list[asyncio.Future[None]] = []
 
@@ -204,10 +204,10 @@ class StepHandle:
             raise ProtocolError(
                 f"{link.info} answered step {self.step} with {type(reply).__name__}", actor=link.info.id
             )
-        if link.info.rank == 0:
-            actor = link.info.id
-            self._stats[actor], self.heard_s[actor] = reply.stats, time.monotonic()
-        self._waiting.discard(link.info.process)
+        info = link.info
+        if info.rank == 0:
+            self._stats[info.id], self.heard_s[info.id] = reply.stats, time.monotonic()
+        self._waiting.discard(info.process)
         if not self._waiting:
             self._end(None)
 
@@ -306,6 +306,9 @@ class ActorLink:
         Raises:
             ProtocolError: nobody waits for it.
         """
+        if type(reply) is StepDone and (waiter := self.waiters.pop(reply.request, None)) is not None:
+            waiter.on_reply(self, reply)
+            return None
         if type(reply) is Failed:
             waiter = self.waiters.get(reply.request) if reply.request is not None else None
             if reply.request in self._dropped:

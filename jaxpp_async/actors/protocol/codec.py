@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
@@ -54,8 +54,19 @@ def pack(values: object) -> bytes:
 
 def encode(message: object) -> bytes:
     """A message to bytes: its type's name, then its fields."""
+    return pack(named(message))
+
+
+def named(message: object) -> tuple[Any, ...]:
+    """A message as `pack` takes it: its type's name, then its fields."""
     cls = type(message)
-    return pack((cls.__name__, *_fields_getter(cls)(message)))
+    return cls.__name__, *_fields_getter(cls)(message)
+
+
+def packer() -> msgpack.Packer:
+    """Its `pack` does as `pack` here, again and again, without making room each time; it keeps what the longest took.
+    For one thread."""
+    return msgpack.Packer(default=fields_of)
 
 
 def decode(data: bytes | memoryview, known: Mapping[str, type]) -> Any:
@@ -110,7 +121,7 @@ def message_types(union: Any) -> dict[str, type]:
 
 def _unpack(data: bytes | memoryview) -> Any:
     try:
-        return _unpack_arrays(data, _UNSEEN_ELEMENTS)
+        return msgpack.unpackb(data, use_list=False, strict_map_key=False, max_array_len=_UNSEEN_ELEMENTS)
     except _UNPACK_ERRORS as error:
         # It may have a longer array, which is no mistake.
         if len(data) <= _UNSEEN_ELEMENTS or isinstance(error, msgpack.exceptions.StackError):
@@ -119,16 +130,12 @@ def _unpack(data: bytes | memoryview) -> Any:
         skipper = msgpack.Unpacker(max_buffer_size=len(data))
         skipper.feed(data)
         skipper.skip()  # makes nothing; past it, every element that a header promises is there
-        return _unpack_arrays(data, len(data))
+        return msgpack.unpackb(data, use_list=False, strict_map_key=False, max_array_len=len(data))
     except _UNPACK_ERRORS as error:
         raise _not_msgpack(error) from None
 
 
 _UNPACK_ERRORS = (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException)
-
-
-def _unpack_arrays(data: bytes | memoryview, longest: int) -> Any:
-    return msgpack.unpackb(data, use_list=False, strict_map_key=False, max_array_len=longest)
 
 
 def _not_msgpack(error: Exception) -> ProtocolError:
@@ -206,28 +213,37 @@ def _dataclass_decoder(cls: type) -> Decode:
     names = tuple(f.name for f in dataclasses.fields(cls))
     decoders = tuple(_decoder(hints[name]) for name in names)
     usual = tuple(_wire_type(hints[name]) for name in names)
-    # Where every field has just the type of its hint, plain ones need no look of their own.
-    not_plain = tuple((k, decoders[k]) for k, name in enumerate(names) if hints[name] not in _PLAIN)
+    # Where every field has just the type of its hint, plain ones need no look of their own, and empty arrays and maps
+    # of any length neither.
+    fields = [(k, decoders[k], _may_be_empty(hints[name])) for k, name in enumerate(names)]
+    not_plain = tuple(field for field in fields if hints[names[field[0]]] not in _PLAIN)
+    unusual = tuple((k, decode_field, False) for k, decode_field in enumerate(decoders))
 
     def decode_dataclass(values: Any) -> Any:
         if type(values) is not tuple or len(values) != len(names):
             got = f"{len(values)} fields" if type(values) is tuple else type(values).__name__
             raise _named(_BadValue(f"{len(names)} fields ({', '.join(names)})", values), got)
-        if tuple(map(type, values)) != usual:
-            return cls(*_decoded(values, enumerate(decoders)))
-        return cls(*_decoded(values, not_plain)) if not_plain else cls(*values)
-
-    def _decoded(values: tuple[Any, ...], by_position: Iterable[tuple[int, Decode]]) -> list[Any]:
-        position, fields = 0, list(values)
+        looked_at = not_plain if tuple(map(type, values)) == usual else unusual
+        if not looked_at:
+            return cls(*values)
+        position, decoded = 0, list(values)
         try:
-            for position, decode_field in by_position:
-                fields[position] = decode_field(values[position])
+            for position, decode_field, may_be_empty in looked_at:
+                value = values[position]
+                if value or not may_be_empty:
+                    decoded[position] = decode_field(value)
         except _BadValue as bad:
             bad.path = f".{names[position]}{bad.path}"
             raise
-        return fields
+        return cls(*decoded)
 
     return decode_dataclass
+
+
+def _may_be_empty(hint: Any) -> bool:
+    """Whether an empty array or map is always one of this hint."""
+    origin = typing.get_origin(hint)
+    return origin in (dict, Mapping) or (origin is tuple and typing.get_args(hint)[-1:] == (Ellipsis,))
 
 
 def _named(bad: _BadValue, got: str) -> _BadValue:

@@ -8,9 +8,9 @@ A `Wire` is one side of one conversation. Feed it what came from the peer; send 
     open       --- Proof ---------------->  open
                <=== frames, both ways ===>
 
-A frame is: length 8, sequence number 8, MAC of these 16; payload; MAC of all before. Of a frame that is not whole
-yet the first MAC is checked, so that a forged length is refused before more of it is kept. Any error is final: the wire
-then refuses everything.
+A frame is: length 8, sequence number 8; payload; MAC of all before. Where the payload is longer than `SHORT_BYTES` a
+MAC of the first 16 bytes stands before it, which is checked while the frame is not whole yet: of what nobody has proved
+to have sent no more than `SHORT_BYTES` are kept. Any error is final: the wire then refuses everything.
 """
 
 from __future__ import annotations
@@ -61,6 +61,10 @@ _GREETING = struct.Struct(">4sH")
 _HEADER = struct.Struct(">QQ")
 _PREFIX_BYTES: Final = _HEADER.size + MAC_BYTES
 _JOIN_BYTES: Final = 1 << 16  # below this, one copy is cheaper than one more write
+_KEEP_BYTES: Final = 1 << 20  # an encoder that has had a longer message gives its memory back
+
+SHORT_BYTES: Final = 4096
+"""A payload of at most so many bytes comes without a MAC of its length."""
 
 TO_ACTOR = codec.message_types(Request)
 TO_CONTROLLER = codec.message_types(Reply | Log)
@@ -112,6 +116,7 @@ class Wire:
         self._secret, self._version, self._max_frame_bytes = secret, version, max_frame_bytes
         self._nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
         self._known = TO_ACTOR if role == "actor" else TO_CONTROLLER
+        self._packer = codec.packer()
         self._buffer = bytearray()
         self._outgoing: list[bytes] = []
         self._hello: Hello | None = None
@@ -162,17 +167,23 @@ class Wire:
         key = self._send_key
         if self.state != "open" or key is None:
             raise ProtocolError(f"cannot send {type(message).__name__}: the conversation is {self.state}, not open")
-        payload = codec.encode(message)
-        if len(payload) > self._max_frame_bytes:
+        payload = self._packer.pack(codec.named(message))
+        size = len(payload)
+        if size > _KEEP_BYTES:
+            self._packer = codec.packer()
+        if size > self._max_frame_bytes:
             raise ProtocolError(
-                f"{type(message).__name__} takes {len(payload)} bytes, a frame at most {self._max_frame_bytes}; "
+                f"{type(message).__name__} takes {size} bytes, a frame at most {self._max_frame_bytes}; "
                 "raise max_frame_bytes"
             )
-        header = _HEADER.pack(len(payload), self._num_sent)
+        header = _HEADER.pack(size, self._num_sent)
         self._num_sent += 1
+        if size <= SHORT_BYTES:
+            signed = header + payload
+            return [signed + key.sign(signed)]
         prefix = header + key.sign(header)
         pieces = [prefix, payload, key.sign(prefix, payload)]
-        return [b"".join(pieces)] if len(payload) <= _JOIN_BYTES else pieces
+        return [b"".join(pieces)] if size <= _JOIN_BYTES else pieces
 
     # ------------------------------------------------------------ handshake
 
@@ -249,14 +260,14 @@ class Wire:
         """Frames of which each has come in one piece, as those of a step do; what is left waits in the buffer."""
         messages: list[Message] = []
         at, count = 0, len(data)
-        while count - at >= _PREFIX_BYTES:
+        while count - at >= _HEADER.size:
             size, sequence = _HEADER.unpack_from(data, at)
-            end = at + _PREFIX_BYTES + size
+            start = at + (_HEADER.size if size <= SHORT_BYTES else _PREFIX_BYTES)
+            end = start + size
             if end + MAC_BYTES > count:
                 break
-            signed = data[at:end]
-            self._check_frame(signed, data[end : end + MAC_BYTES], size, sequence)
-            messages.append(codec.decode(signed[_PREFIX_BYTES:], self._known))
+            self._check_frame(data[at:end], data[end : end + MAC_BYTES], size, sequence)
+            messages.append(codec.decode(data[start:end], self._known))
             self._num_received += 1
             at = end + MAC_BYTES
         if at < count:
@@ -267,27 +278,30 @@ class Wire:
     def _take_frames(self) -> list[Message]:
         messages: list[Message] = []
         buffer = self._buffer
-        while len(buffer) >= _PREFIX_BYTES:
+        while len(buffer) >= _HEADER.size:
             size, sequence = _HEADER.unpack_from(buffer)
-            frame_bytes = _PREFIX_BYTES + size + MAC_BYTES
+            start = _HEADER.size if size <= SHORT_BYTES else _PREFIX_BYTES
+            frame_bytes = start + size + MAC_BYTES
             if len(buffer) < frame_bytes:
-                if not self._is_prefix_checked:
-                    self._check_prefix(size, sequence)
+                self._check_beginning(size, sequence)
                 return messages
             # All of it is here, and its MAC says as much as that of its prefix, which need not be computed then.
-            messages.append(self._read_frame(frame_bytes, size, sequence))
+            messages.append(self._read_frame(start, frame_bytes, size, sequence))
             del buffer[:frame_bytes]  # a bytearray drops its head without moving the rest
             self._is_prefix_checked = False
             self._num_received += 1
         return messages
 
-    def _check_prefix(self, size: int, sequence: int) -> None:
-        """Before more of a frame is kept than its prefix: that the peer has sent this length."""
-        header, mac = bytes(self._buffer[: _HEADER.size]), self._buffer[_HEADER.size : _PREFIX_BYTES]
-        if not hmac.compare_digest(self._key().sign(header), mac):
-            raise ProtocolError(f"frame {self._num_received}: the MAC of its length does not match")
+    def _check_beginning(self, size: int, sequence: int) -> None:
+        """Before more of a frame is kept: that the peer has sent this length, or that it is short."""
+        if self._is_prefix_checked or (size > SHORT_BYTES and len(self._buffer) < _PREFIX_BYTES):
+            return
+        if size > SHORT_BYTES:
+            header, mac = bytes(self._buffer[: _HEADER.size]), self._buffer[_HEADER.size : _PREFIX_BYTES]
+            if not hmac.compare_digest(self._key().sign(header), mac):
+                raise ProtocolError(f"frame {self._num_received}: the MAC of its length does not match")
+            self._is_prefix_checked = True
         self._check_header(size, sequence)
-        self._is_prefix_checked = True
 
     def _check_header(self, size: int, sequence: int) -> None:
         if sequence != self._num_received:
@@ -297,17 +311,20 @@ class Wire:
                 f"frame {sequence} has {size} bytes, at most {self._max_frame_bytes} are allowed; raise max_frame_bytes"
             )
 
-    def _read_frame(self, frame_bytes: int, size: int, sequence: int) -> Message:
+    def _read_frame(self, start: int, frame_bytes: int, size: int, sequence: int) -> Message:
         end = frame_bytes - MAC_BYTES
         with memoryview(self._buffer) as whole, whole[:end] as signed, whole[end:frame_bytes] as mac:
             self._check_frame(signed, mac, size, sequence)
-            with signed[_PREFIX_BYTES:] as payload:
+            with signed[start:] as payload:
                 return codec.decode(payload, self._known)
 
     def _check_frame(self, signed: bytes | memoryview, mac: bytes | memoryview, size: int, sequence: int) -> None:
-        if not hmac.compare_digest(self._key().sign(signed), mac):
+        key = self._receive_key
+        assert key is not None  # the wire is open
+        if not hmac.compare_digest(key.sign(signed), mac):
             raise ProtocolError(f"frame {self._num_received}: its MAC does not match")
-        self._check_header(size, sequence)
+        if sequence != self._num_received or size > self._max_frame_bytes:
+            self._check_header(size, sequence)
 
     def _key(self) -> FrameKey:
         assert self._receive_key is not None  # the wire is open

@@ -3,5 +3,6 @@
 loading, executables, loaded_program    text in, a program ready to step out
 machine                                 what it runs on
 step_run, device_step_run               one step: the executor's commands carried out
+relaying                                what other processes of the actor need of it, passed on
 stuck_report                            where a step is that does not go on
 """

@@ -7,17 +7,14 @@ value is there, and memory is freed, or written again, when nothing on the devic
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
 
 import jax
 
-from jaxpp_async.actors.devices.device_work import Then
-from jaxpp_async.actors.messages import Step
+from jaxpp_async.actors.devices.device_work import DeviceWork, Then
 from jaxpp_async.actors.plan import BufferKey, Execute, PostRecv, StartSend
-from jaxpp_async.actors.steps.loaded_program import LoadedProgram
-from jaxpp_async.actors.steps.machine import Machine
-from jaxpp_async.actors.steps.step_run import StepEnd, StepRun, nothing_left
+from jaxpp_async.actors.steps.step_run import StepRun, nothing_left
 from jaxpp_async.actors.store import Entry
 from jaxpp_async.actors.values.receive_pool import ReceiveBuffer
 from jaxpp_async.actors.values.shards import Layout, device_memories, duplicate, is_ready
@@ -27,20 +24,18 @@ from jaxpp_async.transport.buffers import Memory
 class DeviceStepRun(StepRun):
     """As `StepRun`, where `machine.device` tells of the end of work."""
 
-    def __init__(
-        self,
-        message: Step,
-        program: LoadedProgram,
-        machine: Machine,
-        bound: Mapping[int, Entry],
-        results: Mapping[int, Entry],
-        on_end: StepEnd,
-    ):
-        super().__init__(message, program, machine, bound, results, on_end)
-        assert machine.device is not None  # else `StepRun` would have been chosen
-        self._device = machine.device
-        self._run_ended_s = 0.0  # the last one
-        self._unready: set[BufferKey] = set()  # arguments that the device may still be filling
+    _run_ended_s = 0.0  # the last one
+
+    @cached_property
+    def _device(self) -> DeviceWork:
+        device = self._machine.device
+        assert device is not None  # else `StepRun` would have been chosen
+        return device
+
+    @cached_property
+    def _unready(self) -> set[BufferKey]:
+        """Arguments that the device may still be filling."""
+        return set()
 
     def _has_bound(self, keys: Iterable[BufferKey]) -> None:
         self._unready.update(keys)

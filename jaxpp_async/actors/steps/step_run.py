@@ -36,11 +36,10 @@ from jaxpp_async.actors.plan import (
 )
 from jaxpp_async.actors.steps.loaded_program import LoadedProgram
 from jaxpp_async.actors.steps.machine import Machine
+from jaxpp_async.actors.steps.relaying import Relay
 from jaxpp_async.actors.store import Entry
-from jaxpp_async.actors.values.crossings import Leg
 from jaxpp_async.actors.values.receive_pool import ReceiveBuffer
 from jaxpp_async.actors.values.shards import Layout, duplicate, send_memories
-from jaxpp_async.errors import TransferError
 from jaxpp_async.transport.base import PROGRAM_CHANNEL, make_tag
 from jaxpp_async.transport.buffers import Memory
 
@@ -56,7 +55,7 @@ class StepFailure:
     instruction: str | None
 
 
-StepEnd: TypeAlias = Callable[["StepRun", StepStats | StepFailure], None]
+StepEnd: TypeAlias = Callable[["StepRun", StepFailure | None], None]
 
 
 class StepRun:
@@ -68,12 +67,20 @@ class StepRun:
         machine: where.
         bound: the store's entry for each step argument that the program binds.
         results: the store's entry for each result that the program makes.
-        on_end: called once, with statistics (`live_buffers` 0) or the failure.
+        on_end: called once; with the failure, if there is one.
 
     Attributes:
         ended: it has finished or failed.
         begun: how many tasks have been begun, in an actor of several processes.
     """
+
+    ended, begun = False, 0
+    _carrying_out = _drains = False
+    _transfers_done = 0
+    _copying = 0  # results that are another's buffer as well, and whose copies are not there yet
+    _on_thread = 0  # runs that the compute thread has and has not told of
+    _started_s = _ended_s = _waited_s = _computed_s = 0.0
+    _starved_since = 0.0  # 0: it is not starved
 
     def __init__(
         self,
@@ -89,24 +96,15 @@ class StepRun:
         # And on a device none is over when its call returns.
         self._quick = program.quick if machine.device_lock is None and machine.device is None else frozenset()
         self.executor = Executor(program.plan, alone=self._quick)
-        self.ended = False
-        self.begun = 0
         self._program, self._machine, self._on_end = program, machine, on_end
         self._bound, self._results = bound, results
         self._arrays: list[jax.Array | None] = [None] * len(program.plan.avals)
         self._receiving: dict[BufferKey, ReceiveBuffer] = {}
         self._pieces_left: dict[int, int] = {}
-        self._transfers_done = 0
         self._tag_base = make_tag(message.epoch, PROGRAM_CHANNEL, 0)
         self._todo: deque[Command] = deque()
-        self._carrying_out = False
-        self._copying = 0  # results that are another's buffer as well, and whose copies are not there yet
-        self._on_thread = 0  # runs that the compute thread has and has not told of
         self._checked = special_values.wanted()
         self._stamps = packed("d", program.no_stamps)
-        self._started_s = self._waited_s = self._computed_s = 0.0
-        self._starved_since = 0.0  # 0: it is not starved
-        self._drains = False
 
     @property
     def program(self) -> LoadedProgram:
@@ -122,6 +120,15 @@ class StepRun:
     def transfers(self) -> tuple[frozenset[int], int]:
         """The instructions whose transfers are under way, and how many transfers have ended."""
         return frozenset(self._pieces_left), self._transfers_done
+
+    def stats(self, live_buffers: int) -> StepStats:
+        """Of a step that has finished.
+
+        Args:
+            live_buffers: arrays in the actor's store now.
+        """
+        total_s, peak_bytes, stamps = self._ended_s - self._started_s, self.executor.peak_bytes, self._stamps.tobytes()
+        return StepStats(self._computed_s, self._waited_s, total_s, peak_bytes, live_buffers, stamps)
 
     def start(self) -> None:
         """Take the step up."""
@@ -214,44 +221,13 @@ class StepRun:
         done = partial(self._piece_received, command)
         relays = self._program.relays.get(instruction)
         if relays is not None:
-            self._receive_for_others(command, relays, done)
+            self._pieces_left[instruction] += sum(map(len, relays.values()))
+            Relay(self._machine.transport, self._tag_base, lambda: self.ended, done).receive(pieces, legs, relays)
             return
         tag_base, post = self._tag_base, self._machine.transport.post_recv
         for piece, peer, sequence in legs:
             if post(pieces[piece], peer, tag_base + sequence, done):
                 done(None)
-
-    def _receive_for_others(
-        self, command: PostRecv, relays: Mapping[int, Sequence[Leg]], done: Callable[[Exception | None], None]
-    ) -> None:
-        """Post receives of which this process passes some on. The transfer has ended once that has, too: until then the
-        memory may be read, but neither used again nor given away."""
-        legs, pieces = self._program.legs[command.instruction], self._receiving[command.buffer].pieces
-        self._pieces_left[command.instruction] += sum(map(len, relays.values()))
-        for piece, peer, sequence in legs:
-            onwards = relays.get(piece, ())
-            told = partial(self._pass_on, command, pieces[piece], onwards, done) if onwards else done
-            if self._machine.transport.post_recv(pieces[piece], peer, self._tag_base + sequence, told):
-                told(None)
-
-    def _pass_on(
-        self,
-        command: PostRecv,
-        memory: Memory,
-        onwards: Sequence[Leg],
-        done: Callable[[Exception | None], None],
-        error: Exception | None,
-    ) -> None:
-        """A piece has come, or will not."""
-        if error is None and not self.ended:
-            for _, peer, sequence in onwards:
-                try:
-                    if self._machine.transport.post_send(memory, peer, self._tag_base + sequence, done):
-                        done(None)
-                except TransferError as failure:
-                    self.fail(failure, command.instruction)
-                    return
-        done(error)
 
     def _piece_received(self, command: PostRecv, error: Exception | None) -> None:
         if self._piece_done(command, error):
@@ -356,19 +332,11 @@ class StepRun:
         if self._copying:
             return  # the last copy comes back to this
         self.ended = True
-        now = time.monotonic()
+        self._ended_s = time.monotonic()
         self._note(self.executor.at)
         self._machine.transport.hurry(False)
         self._arrays, self._receiving = [], {}
-        stats = StepStats(
-            compute_s=self._computed_s,
-            wait_s=self._waited_s,
-            total_s=now - self._started_s,
-            peak_bytes=self.executor.peak_bytes,
-            live_buffers=0,
-            stamps=self._stamps.tobytes(),
-        )
-        self._on_end(self, stats)
+        self._on_end(self, None)
 
     # ------------------------------------------------------------ computing
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from jaxpp_async.actors.crew.crew import Crew
@@ -69,8 +70,8 @@ class Supervision:
 
     def watch(self, link: ActorLink) -> None:
         """From here on a death, a lost connection or a failure of this process is the mesh's."""
-        link.connection.on_message = lambda message: self._on_message(link, message)
-        link.connection.on_closed = lambda error: self._on_lost(link, error)
+        link.connection.on_message = partial(self._on_message, link)
+        link.connection.on_closed = partial(self._on_lost, link)
         self._telling.started(link.info)
         process = link.info.process
         self._tasks.start(f"watch {link.info}", self._watch(link))

@@ -1,14 +1,18 @@
-"""links: what the UCX transport knows of one peer, and of one operation that UCX has not finished. No UCX calls."""
+"""links: what the UCX transport knows of one peer, and of one operation that UCX has not finished; the words of their
+errors. Posts nothing and ends nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from jaxpp_async.errors import ProtocolError, TransferError
 from jaxpp_async.transport.base import SENDER_BITS, SENDER_SHIFT, OnEnd, Peer
 from jaxpp_async.transport.buffers import Memory
 from jaxpp_async.transport.shared import Neighbour
 from jaxpp_async.transport.ucx.offers import LinkOffers
+from jaxpp_async.transport.ucx.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED
 
 SENDING = -1
 """In the place of the size that is expected."""
@@ -27,6 +31,14 @@ class Link:
         self.sender_bits = sender_bits_of(peer)
         self.epoch: int | None = None  # of its transfers
         self.failure: str | None = None
+
+    def endpoint_error(self, failures: type[Exception]) -> str:
+        """Why UCX has closed the endpoint, in its words, which it raises as one of `failures`."""
+        try:
+            self.endpoint.raise_on_error()
+        except failures as error:
+            return str(error)
+        return "closed"
 
 
 class Transfer:
@@ -50,6 +62,32 @@ class Transfer:
         self.request = 0
         self.offer = 0  # its serial, for a receive that was offered
         self.then: Callable[[int, int], None] | None = None
+
+    def describe(self, ours: Peer) -> str:
+        """From whom to whom, as errors begin; `ours` is this side's id."""
+        theirs = self.link.peer
+        way = f"{ours} to peer {theirs}" if self.size_bytes == SENDING else f"{theirs} to peer {ours}"
+        return f"transfer from peer {way}, tag {self.tag:#x}"
+
+    def error(self, ours: Peer, status: int, length: int, text_of: Callable[[int], str]) -> Exception:
+        """What its owner is told of a bad end.
+
+        Args:
+            ours: this side's id.
+            status: UCX's.
+            length: the bytes that came.
+            text_of: a status in UCX's words.
+        """
+        if status == STATUS_TRUNCATED and self.size_bytes == SENDING:
+            return ProtocolError(f"{self.describe(ours)}: the peer gave no valid answer to a large message's header")
+        if status in (STATUS_OK, STATUS_TRUNCATED):
+            return ProtocolError(f"{self.describe(ours)}: expected {self.size_bytes} bytes, got {length}")
+        return self.failed(ours, status, text_of)
+
+    def failed(self, ours: Peer, status: int, text_of: Callable[[int], str]) -> TransferError:
+        """The same, where nothing came: UCX refused it, say."""
+        cause = self.link.failure or ("UCX canceled it" if status == STATUS_CANCELED else text_of(status))
+        return TransferError(f"{self.describe(ours)} failed: {cause}")
 
 
 def sender_bits_of(peer: Peer) -> int:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from jaxpp_async.errors import ProtocolError, TransferError
+from jaxpp_async.errors import TransferError
 from jaxpp_async.transport.addresses import seal, unseal
 from jaxpp_async.transport.base import (
     EPOCH_SHIFT,
@@ -40,7 +40,7 @@ from jaxpp_async.transport.ucx.direct_words import DIRECT_BYTES, HEADER_BYTES
 from jaxpp_async.transport.ucx.links import SENDING, Link, Transfer, sender_bits_of
 from jaxpp_async.transport.ucx.ports import with_free_port
 from jaxpp_async.transport.ucx.progress import Progress
-from jaxpp_async.transport.ucx.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED, TagPort, is_error
+from jaxpp_async.transport.ucx.ucp import STATUS_CANCELED, STATUS_OK, TagPort, is_error
 
 RELEASE_TIMEOUT_S = 5.0
 """How long `abort` waits for UCX to let go of the buffers; force-closing has taken under 1 ms."""
@@ -227,7 +227,7 @@ class UCXTransport:
             failed = [link for link in self._failed if self._links.get(link.peer) is link]
             self._failed.clear()
             for link in failed:
-                self._fail_link(link, self._endpoint_error(link))
+                self._fail_link(link, link.endpoint_error(self._ucxx.UCXError))
         completed = self._port.completed
         if not completed:
             return False
@@ -256,7 +256,7 @@ class UCXTransport:
             offers = transfer.link.offers
             if offers is not None and transfer.number is not None:
                 (offers.sent if transfer.size_bytes == SENDING else offers.received).give_back(transfer.tag)
-            raise TransferError(f"{self._describe(transfer)} failed: {self._cause(transfer, result)}")
+            raise transfer.failed(self.peer_id, result, self._port.status_text)
         transfer.request = result
         self._open[identity] = transfer
 
@@ -279,7 +279,7 @@ class UCXTransport:
         transfer.done = None
         error: Exception | None = None
         if status != STATUS_OK or (expected != length and expected != SENDING):
-            error = self._error(transfer, status, length)
+            error = transfer.error(self.peer_id, status, length, self._port.status_text)
             if expected == SENDING:
                 self._miss(transfer, str(error))
         try:
@@ -292,25 +292,6 @@ class UCXTransport:
         if transfer.link.failure is None:
             self._fail_link(transfer.link, cause)
             self._kick()
-
-    def _error(self, transfer: Transfer, status: int, length: int) -> Exception:
-        if status == STATUS_TRUNCATED and transfer.size_bytes == SENDING:
-            return ProtocolError(
-                f"{self._describe(transfer)}: the peer gave no valid answer to a large message's header"
-            )
-        if status in (STATUS_OK, STATUS_TRUNCATED):
-            return ProtocolError(f"{self._describe(transfer)}: expected {transfer.size_bytes} bytes, got {length}")
-        return TransferError(f"{self._describe(transfer)} failed: {self._cause(transfer, status)}")
-
-    def _describe(self, transfer: Transfer) -> str:
-        ours, theirs = self.peer_id, transfer.link.peer
-        way = f"{ours} to peer {theirs}" if transfer.size_bytes == SENDING else f"{theirs} to peer {ours}"
-        return f"transfer from peer {way}, tag {transfer.tag:#x}"
-
-    def _cause(self, transfer: Transfer, status: int) -> str:
-        if transfer.link.failure is not None:
-            return transfer.link.failure
-        return self._port.status_text(status) if status != STATUS_CANCELED else "UCX canceled it"
 
     def _refusal(self, peer: Peer, link: Link | None) -> TransferError:
         why = "the transport has closed" if self._closing else "not connected; call connect first"
@@ -358,13 +339,6 @@ class UCXTransport:
         link.failure = f"link lost ({cause})"
         self._cancel_receives(link)
 
-    def _endpoint_error(self, link: Link) -> str:
-        try:
-            link.endpoint.raise_on_error()
-        except self._ucxx.UCXError as error:
-            return str(error)
-        return "closed"
-
     def _close_link(self, link: Link) -> None:
         endpoint, link.endpoint = link.endpoint, None
         endpoint.remove_close_callback()
@@ -401,8 +375,8 @@ class UCXTransport:
                 return
             if self._loop.time() > deadline_s:
                 raise TransferError(
-                    f"{self._describe(held[0])}: UCX still holds {len(held)} buffers {RELEASE_TIMEOUT_S:.0f} s after "
-                    "the abort; this process has to end"
+                    f"{held[0].describe(self.peer_id)}: UCX still holds {len(held)} buffers {RELEASE_TIMEOUT_S:.0f} s "
+                    "after the abort; this process has to end"
                 )
             await asyncio.sleep(0.0005)
 
