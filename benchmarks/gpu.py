@@ -6,9 +6,10 @@ results/gpu.json. `make bench-gpu`.
     python benchmarks/gpu.py transfers step           # these parts
     python benchmarks/gpu.py --markdown               # the table as docs/gpu.md has it
 
-All of it on one GPU, the first that `CUDA_VISIBLE_DEVICES` leaves. Measures nothing itself: it starts
-`tests/test_on_gpu*.py`, `ours/device_peer.py` and `ours/device_step.py`, one after the other, each with a process group
-and an end of its own, and goes on when one fails. Ends with 1 if any did.
+All of it on one GPU, the first that `CUDA_VISIBLE_DEVICES` leaves, but for NCCL's bandwidth, which is that between the
+first two. Measures nothing itself: it starts `tests/test_on_gpu*.py`, `ours/device_peer.py`, `ours/nccl_peer.py` and
+`ours/device_step.py`, one after the other, each with a process group and an end of its own, and goes on when one fails.
+Ends with 1 if any did.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from rich.console import Console
 from jaxpp_async.actors.devices.gpus import MEMORY_FRACTION, VISIBLE, host_gpus
 from jaxpp_async.doctor import gather
 from jaxpp_async.doctor.facts import Gpu
+from jaxpp_async.transport.nccl.plan import ENVIRONMENT as NCCL_ENVIRONMENT
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -49,8 +51,8 @@ GPU_TESTS = {"tests/test_on_gpu.py": 165.0, "tests/test_on_gpu_nccl.py": 85.0}
 PYTEST = ("-m", "pytest", "-v", "-rsfE", "--color=no", "-p", "no:cacheprovider")
 """How tests are run, so that `results` can read what they print."""
 
-TRANSFERS_S, STEP_S = 35.0, 105.0
-"""What one way of sending, and one of the contenders in the step, may take."""
+TRANSFERS_S, NCCL_S, STEP_S = 30.0, 25.0, 102.0
+"""What one way of sending, NCCL between two GPUs, and one of the contenders in the step, may take."""
 
 FULL = 0.9
 """Of an actor's memory, by estimate; a first actor that runs out of it has measured nothing."""
@@ -120,11 +122,20 @@ class Bench:
         say: told what is going on.
         gpu: the one that all programs get, as CUDA names it; empty: what they find. memory_bytes: that it has; 0: not
             known.
+        second: another one, for what takes two; empty: there is none.
     """
 
-    def __init__(self, platform: str, small: bool, say: Callable[[str], None], gpu: str = "", memory_bytes: int = 0):
+    def __init__(
+        self,
+        platform: str,
+        small: bool,
+        say: Callable[[str], None],
+        gpu: str = "",
+        memory_bytes: int = 0,
+        second: str = "",
+    ):
         self.platform, self.small, self.say = platform, small, say
-        self.gpu, self.memory_bytes = gpu, memory_bytes
+        self.gpu, self.memory_bytes, self.second = gpu, memory_bytes, second
 
     def run(self, program: Program) -> Ran:
         """Run it to its end, or to that of its time."""
@@ -207,6 +218,18 @@ def transfers(bench: Bench) -> dict[str, Any]:
     return found
 
 
+def nccl(bench: Bench) -> dict[str, Any]:
+    """Two processes with a GPU each send each other its memory over NCCL."""
+    if bench.platform == "cuda" and not bench.second:
+        return {"skipped": "there is one GPU, and NCCL's bandwidth is that between two"}
+    command: tuple[str, ...] = ("benchmarks/ours/nccl_peer.py", bench.platform)
+    if bench.second:
+        command += ("--other", bench.second)
+    if bench.small:
+        command += ("--small", "--sizes", "65536,1048576")
+    return bench.figures(Program(command, NCCL_S, NCCL_ENVIRONMENT))
+
+
 def step(bench: Bench) -> dict[str, Any]:
     """The step of examples/train_gpt.py, bfloat16, by two actors that share the device, and by `jax.jit` on it."""
     sizes = step_sizes(bench.small, bench.memory_bytes)
@@ -243,7 +266,12 @@ def step_bytes(sizes: Mapping[str, int]) -> tuple[float, float]:
     return fixed, 2 * sizes["layers"] / 2 * ACTIVATION_BYTES[sizes["dim"]]
 
 
-PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {"tests": tests, "transfers": transfers, "step": step}
+PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
+    "tests": tests,
+    "transfers": transfers,
+    "nccl": nccl,
+    "step": step,
+}
 """In this order: figures of what is wrong are worth nothing."""
 
 # ---------------------------------------------------------------- the run
@@ -294,8 +322,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--markdown", action="store_true", help="print the table for docs/gpu.md")
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    name, gpu = the_one(host_gpus(os.environ), gather.gpus()[1]) if options.platform == "cuda" else ("", None)
-    bench = Bench(options.platform, options.small, console.print, name, gpu.memory_bytes if gpu is not None else 0)
+    named, there = (host_gpus(os.environ), gather.gpus()[1]) if options.platform == "cuda" else ((), ())
+    name, gpu = the_one(named, there)
+    memory_bytes = gpu.memory_bytes if gpu is not None else 0
+    bench = Bench(options.platform, options.small, console.print, name, memory_bytes, the_one(named[1:], there)[0])
     found: dict[str, Any] = {"about": about(options.platform, options.small, gpu)}
     begin = time.monotonic()
     for name in options.parts or PARTS:

@@ -54,6 +54,7 @@ def rows(found: Mapping[str, Any]) -> list[Row]:
         *_test_rows(found.get("tests", {})),
         *_transfer_rows(found.get("transfers", {})),
         *([choice(found["transfers"])] if "transfers" in found else []),
+        *_nccl_rows(found.get("nccl", {})),
         *_step_rows(found.get("step", {})),
     ]
 
@@ -112,6 +113,14 @@ def _transfer_rows(found: Mapping[str, Any]) -> Iterator[Row]:
             yield f"{name}: abort of four of the largest", f"{ended['ms']:.1f} ms", ", ".join(ended["ended"])
         else:
             yield f"{name}: abort", "-", ended.get("failed") or ended["not_tried"]
+
+
+def _nccl_rows(found: Mapping[str, Any]) -> Iterator[Row]:
+    name = "NCCL between two GPUs"
+    if why := found.get("skipped") or found.get("failed"):
+        yield name, "-", why
+    for size, rate in found.get("gb_s", {}).items():
+        yield f"{name}: {_size(int(size))}", f"{rate:.2f} GB/s", f"NCCL {found['nccl']}"
 
 
 def _step_rows(found: Mapping[str, Any]) -> Iterator[Row]:

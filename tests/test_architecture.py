@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from pathlib import Path
@@ -40,6 +41,19 @@ def test_the_map_names_every_module():
 def test_the_map_names_every_package():
     packages = {path.parent.name for path in MODULES}
     assert [package for package in sorted(packages) if f"{package}/" not in MAP] == []
+
+
+def test_a_room_that_says_what_lies_in_it_leaves_nothing_out():
+    rooms = [ROOT / path for path in MODULES if path.name == "__init__.py" and len(path.parts) > 3]
+    said = {path.parent: ast.get_docstring(ast.parse(path.read_text())) or "" for path in rooms if not _imports(path)}
+    assert len(said) > 10
+    modules = {room: {path.stem for path in room.glob("*.py")} - {"__init__"} for room in said}
+    left_out = {room.name: modules[room] - set(re.findall(r"\w+", text)) for room, text in said.items()}
+    assert {room: names for room, names in left_out.items() if names} == {}
+
+
+def _imports(path: Path) -> bool:
+    return any(isinstance(node, ast.ImportFrom) for node in ast.parse(path.read_text()).body)
 
 
 def _sides_in_the_contract() -> dict[str, str]:

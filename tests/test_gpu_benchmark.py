@@ -27,6 +27,7 @@ import device_peer  # noqa: E402
 import device_step  # noqa: E402
 import gpu  # noqa: E402
 import gpu_table  # noqa: E402
+import nccl_peer  # noqa: E402
 from gpu_table import ERRORS_HANDLED, ERRORS_NOT_HANDLED  # noqa: E402
 
 
@@ -57,6 +58,23 @@ def test_two_processes_send_each_other_memory():
     found = json.loads(done.stdout)
     assert set(found["gb_s"]) == set(found["copy_gb_s"]) == {"4096", "1048576"} and found["half_rtt_us"] > 0
     assert found["abort"]["ms"] > 0 and found["routes"]
+
+
+def test_two_processes_send_each_other_memory_over_a_stand_in_for_nccl(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXPP_TEST_NCCL_VIOLATIONS", str(tmp_path / "broken"))
+    bench = gpu.Bench("cpu", True, print)
+    found = gpu.nccl(bench)
+    assert set(found["gb_s"]) == {"65536", "1048576"} and found["nccl"] == "stand-in"
+    assert not (tmp_path / "broken").exists(), "no rule of NCCL was broken"
+    rows = dict((what, figure) for what, figure, _ in gpu_table.rows({"nccl": found}))
+    assert list(rows) == ["NCCL between two GPUs: 64 KiB", "NCCL between two GPUs: 1 MiB"]
+    assert gpu_table.failures({"nccl": found}) == []
+
+
+def test_nccl_between_two_gpus_is_skipped_and_said_so_where_there_is_one():
+    found = gpu.nccl(gpu.Bench("cuda", False, print, "GPU-8f11"))
+    assert gpu_table.rows({"nccl": found}) == [("NCCL between two GPUs", "-", found["skipped"])]
+    assert "one GPU" in found["skipped"] and gpu_table.failures({"nccl": found}) == []
 
 
 def tiny_work(options):
@@ -158,6 +176,8 @@ def test_all_programs_get_the_one_gpu_that_the_figures_are_said_to_be_of(monkeyp
     monkeypatch.setattr(gpu.gather, "gpus", lambda: (None, TWO, ""))
     assert gpu.main([]) == 0
     assert {bench.gpu for bench in programs.benches} == {"GPU-8a22"}
+    (between,) = [p.command for p in programs.asked if "nccl_peer" in p.command[0]]
+    assert nccl_peer.read_options(between[1:]).other == "GPU-8f11", "what takes two gets the next one beside it"
     assert json.loads((tmp_path / "gpu.json").read_text())["about"]["device"] == "H100"
 
 
@@ -195,6 +215,7 @@ class Programs:
         self.benches.append(bench)
         what = program.command[2 if program.command[0] == "-m" else 0]
         said = {"tests": "tests/test_a.py::test_b PASSED [100%]\n", "device_peer": json.dumps(self._peer(program))}
+        said["nccl_peer"] = json.dumps({"gb_s": {"1048576": 30.0}, "nccl": "2.32.3"})
         said["device_step"] = json.dumps(STEP)
         name = "tests" if program.command[0] == "-m" else Path(what).stem
         return self.wrong.get(name) or gpu.Ran(0, said[name], "", program.limit_s)

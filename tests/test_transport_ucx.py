@@ -549,6 +549,25 @@ async def test_what_is_written_after_an_abort_reaches_nobody(make_transport, mon
     assert np.array_equal(block.array, sent)
 
 
+async def test_a_block_stays_mapped_while_it_is_written(make_transport, monkeypatch):
+    """Its owner lets go of it in the middle, and the sender, who has not heard of that, looks what was let go of."""
+    monkeypatch.setattr(direct_words, "PIECE_BYTES", LARGE // 4)
+    a, b = await make_transport(0), await make_transport(1)
+    await join(a, b)
+    block = SharedBlock(LARGE)
+    receive, send = b.recv(block, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))
+    await until(lambda: a._direct.sender._written_bytes)
+    neighbour = a._links[1].neighbour
+    assert neighbour is not None
+    block.retire()  # as by an abort in another process
+    neighbour.forget_freed()
+    assert not neighbour.has_blocks
+    assert a._direct.busy
+    await within(send)  # a segmentation fault otherwise
+    assert not block.array.all()
+    await within(a.abort(1), b.abort(0), asyncio.gather(receive, return_exceptions=True))
+
+
 @pytest.mark.parametrize("blind", [0, 1])
 async def test_one_side_alone_sees_the_other(make_transport, monkeypatch, blind):
     """As where only one of two users, or only the side with descriptors left, may open the other's memory."""

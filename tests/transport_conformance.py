@@ -485,6 +485,22 @@ class TransportConformance:
         with pytest.raises(TransferError):
             await within(a.send(data(8, 1), 1, tag(2)))
 
+    async def test_abort_of_one_peer_while_another_is_sent_the_same_memory(self, make_transport):
+        """UCX lets go of what several use at the end of the last of them."""
+        self._needs("matches_by_tag")
+        a, b, c = [await make_transport(i) for i in range(3)]
+        await join(a, b, c)
+        same, got = data(LARGE, 1), np.zeros(LARGE, np.uint8)
+        lost, kept = a.send(same, 1, tag(1)), a.send(same, 2, tag(1))
+        await asyncio.sleep(0.002)
+        assert not lost.done()
+        ending = asyncio.ensure_future(a.abort(1))
+        await asyncio.sleep(0.01)
+        await within(ending, c.recv(got, 0, tag(1)), kept)
+        assert isinstance(lost.exception(), TransferError)
+        assert np.array_equal(got, same)
+        await within(b.abort(0))
+
     async def test_old_messages_do_not_match_a_new_epoch(self, pair):
         self._needs("is_eager")
         a, b = pair

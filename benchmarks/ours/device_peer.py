@@ -54,7 +54,11 @@ class Side:
         if self.door is not None:
             self.door.enter()
         self.memories = [self._memory(largest) for _ in range(WINDOW)]
-        self.transport = make_process_transport("ucx", number)
+        self.transport: Any = self.make_transport()
+
+    def make_transport(self) -> Any:
+        """What moves it."""
+        return make_process_transport("ucx", self.number)
 
     def _memory(self, size_bytes: int) -> Memory:
         if self.platform == "cpu":

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from jaxpp_async.actors.control.vigil import Vigil
-from jaxpp_async.actors.crew.bringup import ActorConfig, all_of
+from jaxpp_async.actors.crew.bringup import ActorConfig
 from jaxpp_async.actors.crew.crew import Crew, CrewOptions
+from jaxpp_async.actors.crew.deploying import Deploying
 from jaxpp_async.actors.crew.ending import to_the_end
 from jaxpp_async.actors.crew.frees import FreeList
 from jaxpp_async.actors.crew.host_data import HostValue, Sending
@@ -27,7 +28,7 @@ from jaxpp_async.actors.crew.host_requests import HostRequests
 from jaxpp_async.actors.crew.linking import Linking
 from jaxpp_async.actors.crew.outbox import Outbox
 from jaxpp_async.actors.crew.programs import Programs
-from jaxpp_async.actors.crew.rpc import Call, StepHandle
+from jaxpp_async.actors.crew.rpc import StepHandle
 from jaxpp_async.actors.failures.failure import abandoned
 from jaxpp_async.actors.launch import Launcher
 from jaxpp_async.actors.messages import ArrayId, Inspect, Inspected, Loaded, Step
@@ -105,6 +106,14 @@ class Controller:
         )
         self._host = HostRequests(self._crew, self.outbox, self._frees)
         self._linking = Linking(self._crew, self.outbox, self._programs)
+        self._deploying = Deploying(
+            self._crew,
+            self.outbox,
+            self._programs,
+            self._linking,
+            paused=self._supervision.hearts.paused,
+            tell=self._tell,
+        )
         self._backups = (
             Backups(self._crew, self.outbox, every=backup_every, on_error=self._suspect, patience_s=options.patience_s)
             if max_restarts
@@ -254,32 +263,7 @@ class Controller:
             RemoteError: an executable does not compile; the mesh goes on. ActorError: the mesh failed.
         """
         self._check_usable()
-        self._programs.add(program_id, programs, executables, blobs)
-        processes = self._crew.processes
-
-        async def load_one(process: ProcessId) -> Loaded:
-            known = self._crew.links[process].known_blobs
-            actor = processes.actor_of(process)
-            message = self._programs.load_message(self._number(), program_id, actor, known)
-            call = Call(Loaded)
-            self.outbox.post(process, message, call)
-            await self.outbox.drain(process)
-            try:
-                return await call.future
-            except ActorError:
-                known -= set(message.blobs)  # what the actor kept of them is unknown: send them again
-                raise
-
-        self._tell(f"compiling on {len(programs)} actor{'s' if len(programs) != 1 else ''}")
-        try:
-            with self._supervision.hearts.paused():
-                loaded = await all_of({p: load_one(p) for p in processes.of_all(programs)}, "load")
-                await self._linking.link(program_id)
-        except BaseException:  # also a cancellation: nobody will ask for it
-            self._programs.remove(program_id)
-            raise
-        self._programs.note_loaded(program_id)
-        return {actor: loaded[processes.process(actor, 0)] for actor in sorted(programs)}
+        return await self._deploying.deploy(program_id, programs, executables, blobs)
 
     def start_step(
         self,

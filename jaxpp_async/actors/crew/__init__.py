@@ -2,7 +2,8 @@
 
 bringup, crew, ending     started, connected, replaced, ended
 rpc, outbox               requests and replies; what may have to be asked again
-programs, linking         who has which program; NCCL's links for them
+programs, deploying       who has which program; how it gets there
+linking                   NCCL's links for them
 host_requests, host_data  numpy arrays to actors and back, and the data plane that they take
 frees                     arrays that nobody needs any more
 """

@@ -16,7 +16,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from jaxpp_async.transport.buffers import Memory
-from jaxpp_async.transport.shared import BlockTicket, Board, Neighbour
+from jaxpp_async.transport.shared import BlockTicket, Board, Neighbour, Placed
 from jaxpp_async.transport.ucx import direct_words as words
 from jaxpp_async.transport.ucx.links import Link, Transfer
 from jaxpp_async.transport.ucx.offers import Offer
@@ -41,7 +41,7 @@ class _Wait(NamedTuple):
 
 class _Copy(NamedTuple):
     transfer: Transfer
-    target: int
+    target: Placed  # held: it stays mapped, also when its owner has let go of it meanwhile
     data_tag: int
 
 
@@ -241,7 +241,7 @@ class Sender:
     def _begin(self, transfer: Transfer, data_tag: int, ticket: BlockTicket) -> None:
         assert transfer.link.neighbour is not None
         try:
-            target = transfer.link.neighbour.place(ticket).address
+            target = transfer.link.neighbour.place(ticket)
         except (OSError, ValueError):
             end = words.memory_with(words.END.size, words.END.pack(words.MESSAGE_FOLLOWS))
             self._carrier.post_own_send(transfer.link, end, data_tag, None)
@@ -262,7 +262,7 @@ class Sender:
         else:
             memory, start = transfer.memory, self._written_bytes
             size_bytes = min(words.PIECE_BYTES, memory.size_bytes - start)
-            ctypes.memmove(target + start, memory.address + start, size_bytes)
+            ctypes.memmove(target.address + start, memory.address + start, size_bytes)
             self._written_bytes = start + size_bytes
             if self._written_bytes == memory.size_bytes:
                 # Told first: whoever waits posts his next send before the transport looks for messages.
