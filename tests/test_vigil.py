@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from jaxpp_async.actors.control.vigil import LONGEST_S, Vigil
+from jaxpp_async.actors.control.vigil import LONGEST_S, Vigil, has_spare_core
 
 
 class Loop:
@@ -77,3 +78,19 @@ def test_does_not_hold_up_the_next_step(vigil):
     actor.is_idle = True
     vigil.begin()
     assert loop.run(5) == 5
+
+
+@pytest.mark.parametrize(
+    ("cores", "hosts", "is_spare"),
+    [
+        (2, ["here", "here"], False),
+        (2, ["here"], True),
+        (3, ["here", "here"], True),
+        (1, ["there", "there"], True),
+        (1, ["here"], False),
+    ],
+)
+def test_a_core_is_to_spare_where_actors_leave_one(monkeypatch, cores, hosts, is_spare):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    assert has_spare_core(hosts) is is_spare

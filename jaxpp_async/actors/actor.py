@@ -91,11 +91,10 @@ class Actor:
 
     def handle(self, message: m.Message) -> None:
         """Take up one request. Returns before long work is done; that replies later."""
-        request = getattr(message, "request", None)
         try:
             self._take_up(message)
         except Exception as error:  # a request that cannot be taken up fails; the actor goes on
-            self._send(failed(request, error, step=getattr(message, "step", None)))
+            self._send(failed(getattr(message, "request", None), error, step=getattr(message, "step", None)))
 
     @property
     def actor_id(self) -> ActorId:
@@ -290,7 +289,8 @@ class Actor:
     def _prepare(self, message: m.Step) -> StepRun:
         """Take hold of everything the step names, as things stand now: later requests may free it."""
         equipment, program = self._equipment, self._programs.get(message.program_id)
-        self._free(message.frees)
+        if message.frees:
+            self._free(message.frees)
         if message.puts:
             equipment.host_values.take(message.puts, message.epoch)
         if program is None:
@@ -345,7 +345,8 @@ class Actor:
                 self._failed = run
             reply = failed(message.request, failure.error, step=message.step, instruction=failure.instruction)
         else:
-            self._free(message.frees_after)
+            if message.frees_after:
+                self._free(message.frees_after)
             reply = m.StepDone(message.request, message.step, run.stats(len(self._store)))
         if run is self._current:
             self._current = None

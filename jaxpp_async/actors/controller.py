@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxpp_async.actors.control.vigil import Vigil
 from jaxpp_async.actors.crew.bringup import ActorConfig
 from jaxpp_async.actors.crew.crew import Crew, CrewOptions
 from jaxpp_async.actors.crew.deploying import Deploying
 from jaxpp_async.actors.crew.ending import to_the_end
 from jaxpp_async.actors.crew.frees import FreeList
-from jaxpp_async.actors.crew.host_data import HostPlane, HostValue, Sending
+from jaxpp_async.actors.crew.host_data import HostValue, Sending
 from jaxpp_async.actors.crew.host_requests import HostRequests
 from jaxpp_async.actors.crew.linking import Linking
 from jaxpp_async.actors.crew.outbox import Outbox
@@ -82,6 +83,7 @@ class Controller:
         self._steps, self._arrays = itertools.count(), itertools.count()
         self._programs, self._frees = Programs(options.processes, for_successors=max_restarts > 0), FreeList()
         self._under_way: dict[int, StepHandle] = {}
+        self._vigil: Vigil | None = None
         self._tasks = OwnedTasks()
         self._closing: asyncio.Task[None] | None = None
         self._crew = Crew(
@@ -92,8 +94,7 @@ class Controller:
             on_transfer_error=self._suspect,
             on_routes=self.telling.connected,
         )
-        links = self._crew.links
-        self.outbox = Outbox(links, self._check_usable, remembers=max_restarts > 0)
+        self.outbox = Outbox(self._crew.links, self._check_usable, remembers=max_restarts > 0)
         self._supervision = Supervision(
             self._crew,
             self._programs,
@@ -197,6 +198,7 @@ class Controller:
             for link in self._crew.links.values():
                 self._supervision.watch(link)
             await self._crew.connect()
+            self._vigil = self._crew.vigil(lambda: len(self._under_way) > 0)
             self._is_started = True
         except BaseException as error:  # also a cancellation: whatever it is, nothing that was started may be left
             if isinstance(error, ActorError):
@@ -291,7 +293,7 @@ class Controller:
         posts: list[tuple[tuple[ProcessId, ...], Step, Mapping[ProcessId, Sequence[Sending]]]] = []
         for actor, processes in places:
             values = puts.get(actor) if puts else None
-            small, large = self._plane.prepare(actor, values) if values else ((), {})
+            small, large = self._crew.plane.prepare(actor, values) if values else ((), {})
             message = Step(
                 number(),
                 epoch,
@@ -316,6 +318,9 @@ class Controller:
             self._frees.give_back(frees)  # of actors without a part in this step
         if self._backups is not None:
             self._backups.note_step()
+        if self._vigil is not None:
+            handle.when_done(self._vigil.end)
+            self._vigil.begin()
         return handle
 
     async def put(self, values: Mapping[ActorId, Sequence[HostValue]]) -> None:
@@ -370,10 +375,6 @@ class Controller:
     def _number(self) -> int:
         return self.outbox.number()
 
-    @property
-    def _plane(self) -> HostPlane:
-        return self._crew.plane
-
     # ------------------------------------------------------------ failures
 
     @property
@@ -426,7 +427,7 @@ class Controller:
             if process != dead and link.connection.is_open:
                 link.let_go()
                 crew.abort(process, str(error))
-        await self._plane.transport.abort()
+        await self._crew.plane.transport.abort()
 
     def _check_usable(self) -> None:
         """Raises:

@@ -26,6 +26,8 @@ from jaxpp_async.actors.plan import (
     StartSend,
 )
 
+_FINISH = Finish()
+
 
 class Executor:
     """Executes one plan once.
@@ -183,7 +185,7 @@ class Executor:
         self.at = at
         if not self._open and not self.finished:
             self.finished = True
-            out.append(Finish())
+            out.append(_FINISH)
         return out
 
     def _define(self, key: BufferKey) -> None:

@@ -1,1 +1,9 @@
-"""transport: moves buffers between actors. Imports nothing; take `memory` or `ucx`, both keep `base.Transport`."""
+"""transport: moves buffers between actors. Imports nothing; all transports keep `base.Transport`.
+
+memory           within one process
+ucx, nccl        rooms: between processes, between GPUs
+planes           one actor's two ways to its peers: programs' transfers, and everything else
+buffers, shared  a user's buffer, checked; memory that another process of this host may write into
+addresses        addresses that can be checked
+lookout          how long to look for messages before sleeping
+"""

@@ -165,11 +165,10 @@ class Transport(Protocol):
     async def abort(self, peer: Peer | None = None) -> None:
         """End every open transfer with `peer` (with all peers: None) with `TransferError`, and forget the peer.
 
-        When it returns, no buffer of those transfers belongs to the transport any more. It may wait for what is left
-        open: where another transfer of this process, with whomever, has the same memory or memory that once was part
-        of the same large array, UCX lets go of it only at the end of both. `connect` works again
-        afterwards, with a new epoch in every tag. After a peer's death, close and make a new transport instead: a
-        process that is killed may leave what it shared with this one (UCX's shared-memory queues) beyond repair.
+        When it returns, no buffer of those transfers belongs to the transport any more. Memory that another transfer of
+        this process has as well, with whichever peer, may be waited for until that ends (UCX does so). `connect` works
+        again afterwards, with a new epoch in every tag. After a peer's death, close and make a new transport instead:
+        a process that is killed may leave what it shared with this one (UCX's shared-memory queues) beyond repair.
 
         Raises:
             TransferError: the medium still holds buffers after 5 s. Leave the process; do not reuse the buffers.

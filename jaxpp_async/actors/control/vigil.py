@@ -1,17 +1,19 @@
-"""vigil: keeps an actor's event loop awake for a moment behind a step, where the next one is likely to come soon. Looks
-at nothing itself: a loop that does not sleep sees whatever comes.
+"""vigil: keeps an event loop awake for a moment, where a message is likely to come soon: an actor's behind a step, the
+controller's before its replies. Looks at nothing itself: a loop that does not sleep sees whatever comes.
 
 Sleeping and being woken costs some ten microseconds, and where the core has gone idle meanwhile some hundred. A
-training loop sends the next step as soon as it has heard of the last one. So an actor without a step stays awake for as
-long as the lookout says; where steps have been coming later than that, it sleeps at once.
+training loop sends the next step as soon as it has heard of the last one, and small steps end soon. So an actor without
+a step, and a controller with one, stay awake for as long as the lookout says; where messages have been coming later
+than that, they sleep at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from jaxpp_async.transport.lookout import Lookout
 
@@ -19,12 +21,22 @@ LONGEST_S = 1e-3
 """Of one vigil: what a training loop takes to send the next step, when it does little else."""
 
 
-class Vigil:
-    """One actor's.
+def has_spare_core(hosts: Iterable[str]) -> bool:
+    """Whether this process may use a core of its own while actors compute: each of them keeps one busy.
 
     Args:
-        loop: the actor's own; kept awake by a callback in each pass, which offers the core to whoever wants it.
-        is_idle: whether the actor has no step.
+        hosts: where each actor's processes are.
+    """
+    here = socket.gethostname()
+    return len(os.sched_getaffinity(0)) > sum(host == here for host in hosts)
+
+
+class Vigil:
+    """One event loop's.
+
+    Args:
+        loop: kept awake by a callback in each pass, which offers the core to whoever wants it.
+        is_idle: whether the loop has nothing to do but to wait: the actor no step, the controller one under way.
         now_s: a clock, in seconds.
     """
 
@@ -38,12 +50,12 @@ class Vigil:
         self._is_kept = self._is_scheduled = False
 
     def begin(self) -> None:
-        """A step has been answered: from now on the next may come."""
+        """From now on a message may come: the next step, or a reply to one."""
         self._is_kept = True
         self._look_again()
 
     def end(self) -> None:
-        """A request has come, or none will."""
+        """It has come, or none will."""
         if self._is_kept:
             self._is_kept = False
             self._lookout.came(self._now_s())

@@ -81,7 +81,10 @@ def decode(data: bytes | memoryview, known: Mapping[str, type]) -> Any:
     cls = known.get(values[0])
     if cls is None:
         raise ProtocolError(f"unknown message {values[0][:60]!r}; expected one of {', '.join(sorted(known))}")
-    return build(cls, values[1:])
+    try:
+        return _decoder(cls)(values[1:])
+    except _BadValue as bad:
+        raise _refused(cls, bad) from None
 
 
 def decode_as(cls: type[T], data: bytes | memoryview) -> T:
@@ -102,7 +105,11 @@ def build(cls: type[T], values: Any) -> T:
     try:
         return _decoder(cls)(values)
     except _BadValue as bad:
-        raise ProtocolError(f"{cls.__name__}{bad.path}: expected {bad.expected}, got {bad.got}") from None
+        raise _refused(cls, bad) from None
+
+
+def _refused(cls: type, bad: _BadValue) -> ProtocolError:
+    return ProtocolError(f"{cls.__name__}{bad.path}: expected {bad.expected}, got {bad.got}")
 
 
 def fields_of(value: object) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
 """executables: serialized `jax.export.Exported` in, compiled callables out. Never runs one.
 
 Each callable takes and returns flat lists of arrays. It is JAX's own `Compiled`, whose call is a C++ path once it has
-been called: with the arrays in place and synchronous dispatch (`devices`) it costs no more than going to the loaded
-executable and wrapping its results by hand.
+been called: with the arrays in place and synchronous dispatch (`devices.starting`) it costs no more than going to the
+loaded executable and wrapping its results by hand.
 """
 
 from __future__ import annotations

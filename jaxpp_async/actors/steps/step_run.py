@@ -190,7 +190,8 @@ class StepRun:
             self._arrays[command.buffer] = array
             present.append(command.buffer)
             self._stamps[2 * command.instruction] = self._stamps[2 * command.instruction + 1] = now
-        self._has_bound(present)
+        if present:
+            self._has_bound(present)
         return present
 
     def _ask(self, command: BindInput) -> None:
