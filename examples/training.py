@@ -125,10 +125,17 @@ async def train(
         state, loss = await mesh.run(step, state, batch)
         losses.append(float(await loss))
         if len(losses) in (1, verify) or len(losses) % 10 == 0:
-            print(f"step {len(losses):4}  loss {losses[-1]:.3f}", flush=True)
+            print_loss(losses)
         if len(losses) == verify:
             checked = await mesh.fetch(state)
+    if len(losses) not in (1, verify) and len(losses) % 10:  # else it has been shown
+        print_loss(losses)
     return losses, checked
+
+
+def print_loss(losses: list[float]) -> None:
+    """Print the last step's."""
+    print(f"step {len(losses):4}  loss {losses[-1]:.3f}", flush=True)
 
 
 def print_difference(

@@ -16,13 +16,14 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from fake_actor import NullTransport
+from waiting import until
 
 import jaxpp_async
 from jaxpp_async.actors.control import connection as connection_module
@@ -64,13 +65,6 @@ def gates_made() -> Iterator[list[Gate]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Gate, "__init__", init)
         yield made
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what nobody tells."""
-    async with asyncio.timeout(WITHIN_S):
-        while not condition():  # noqa: ASYNC110  (sockets, descriptors and logs have no event)
-            await asyncio.sleep(0.005)
 
 
 class Job:

@@ -44,6 +44,7 @@ from test_actor import (  # noqa: F401
 )
 from test_numerics import check_five_steps
 from test_processes import BOTH, DP, FSDP, close, problem, train_step
+from waiting import until
 
 import jaxpp_async as jpp
 from jaxpp_async.actors import messages as m
@@ -97,12 +98,6 @@ def gate(doors):
     yield gate
     gate.open = True
     gate.let_through(100)
-
-
-async def until(condition):
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():  # noqa: ASYNC110  # what it waits for happens on threads
-            await asyncio.sleep(0.001)
 
 
 async def settle():

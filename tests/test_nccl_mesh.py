@@ -12,6 +12,7 @@ import pytest
 from fake_nccl import FakeNccl
 from models import grads_step, mlp
 from test_transport_nccl import waiters
+from waiting import until
 
 import jaxpp_async as jpp
 from jaxpp_async.actors.crew.linking import Linking, links_of
@@ -105,12 +106,6 @@ async def test_each_device_has_links_of_its_own(launcher):
     assert launcher.library.num_joined == 8
 
 
-async def _wait(condition):
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  the library's threads know no event loop
-            await asyncio.sleep(0.001)
-
-
 async def test_a_death_while_receives_pend_leaves_nobody_hanging(launcher):
     library = launcher.library
     async with RemoteMesh(3, launcher=launcher, transport="nccl") as mesh:
@@ -119,11 +114,11 @@ async def test_a_death_while_receives_pend_leaves_nobody_hanging(launcher):
         await mesh.run(step, params, batch)
         library.stalled = True
         running = await mesh.submit(step, params, batch)
-        await _wait(lambda: library.num_pending >= 2)
+        await until(lambda: library.num_pending >= 2)
         mesh._running()._crew.handles[1].kill()
         with pytest.raises(ActorDiedError):
             await running
-        await _wait(lambda: library.num_pending == 0)
+        await until(lambda: library.num_pending == 0)
     assert library.num_aborted == library.num_joined
 
 
@@ -164,7 +159,7 @@ async def test_a_communicator_that_fails_is_a_failed_transfer(launcher, monkeypa
         await mesh.run(step, params, batch)
         launcher.library.stalled = True
         running = await mesh.submit(step, params, batch)
-        await _wait(lambda: launcher.library.num_pending > 0)
+        await until(lambda: launcher.library.num_pending > 0)
         for made in launcher.library.made.values():
             for channel in made.channels.values():
                 channel.error = "ncclRemoteError (injected)"
@@ -272,7 +267,7 @@ async def test_a_death_while_links_are_made_is_mended(launcher):
     async with RemoteMesh(2, launcher=launcher, transport="nccl", max_restarts=3) as mesh:
         step = mesh.distributed(grads_step(MODEL, jpp.Std1F1B(4)))
         running = asyncio.ensure_future(mesh.run(step, params, batch))
-        await _wait(lambda: bool(held))
+        await until(lambda: bool(held))
         mesh._running()._crew.handles[1].kill()
         async with asyncio.timeout(30):
             outputs = await running

@@ -368,6 +368,18 @@ def test_a_mac_of_a_length_is_none_of_a_frame():
         actor.feed(struct.pack(">QQ", 0, 0) + data[16:32])
 
 
+def test_a_stranger_takes_little_memory():
+    """An encoder takes 256 KiB, and strangers are not spoken to in frames."""
+    tracemalloc.start()
+    try:
+        wires = [pair()[1] for _ in range(20)]
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < len(wires) * (16 << 10)
+    assert greet(*pair())[1].encode(m.Inspect(0))
+
+
 def test_nothing_is_sent_before_the_handshake():
     _, controller = pair()
     with pytest.raises(ProtocolError, match="greeting, not open"):

@@ -9,13 +9,14 @@ import re
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import psutil
 import pytest
 from records_actor import STORM_S
 from test_control_plane import load, mesh, start
+from waiting import until
 
 import jaxpp_async
 from jaxpp_async.actors.control import records
@@ -73,12 +74,6 @@ def test_a_record_travels_as_text():
 @pytest.fixture
 def logger() -> logging.Logger:
     return logging.Logger("test_records", logging.INFO)  # below no other: nobody else's handlers see it
-
-
-async def until(is_true: Callable[[], Any]) -> None:
-    async with asyncio.timeout(5):
-        while not is_true():  # noqa: ASYNC110  (nothing there says when)
-            await asyncio.sleep(0.001)
 
 
 async def test_records_of_all_threads_are_sent_in_order_and_a_few_a_turn(logger):

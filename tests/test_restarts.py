@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from models import grads_step, mlp
 from resources import everything, nothing_left
+from waiting import until
 
 import jaxpp_async as jpp
 from jaxpp_async.actors.crew.rpc import ActorLink, Call
@@ -125,7 +126,9 @@ async def killing_one_of_all(mesh: jpp.RemoteMesh, actor: int, turns: int, work:
     before = controller._crew.handles[actor]
     result = await killing(mesh, actor, turns, work)
     async with asyncio.timeout(RESTART_S):
-        await until(lambda: controller._crew.handles[actor] is not before and not controller._recovery.is_under_way)
+        await until(
+            lambda: controller._crew.handles[actor] is not before and not controller._recovery.is_under_way, every_s=0
+        )
     return result
 
 
@@ -197,7 +200,7 @@ async def test_a_copy_asks_for_nothing_more_once_a_restart_begins(undisturbed, m
     async with a_mesh(max_restarts=1, backup_every=1) as mesh:
         before = mesh._running()._crew.epoch
         assert_same(await train(mesh, mesh.distributed(train_step, donate_argnums=0)), undisturbed)
-        await until(lambda: asked)
+        await until(lambda: asked, every_s=0)
     assert all(message.epoch > before for message in asked)
     assert sum("restarting because" in record.message for record in caplog.records) == 1
 
@@ -278,18 +281,14 @@ async def test_a_second_death_while_the_first_is_mended(undisturbed):
                 kill(mesh, 0)
                 for _ in range(TURNS[i]):
                     await asyncio.sleep(0)
-                await until(lambda: mesh._running()._is_recovering)
+                await until(lambda: mesh._running()._is_recovering, every_s=0)
                 epoch = mesh._running()._crew.epoch
-                await until(lambda epoch=epoch: mesh._running()._crew.epoch > epoch)  # its successor is being started
+                await until(
+                    lambda epoch=epoch: mesh._running()._crew.epoch > epoch, every_s=0
+                )  # its successor is being started
                 kill(mesh, 0)
             state, losses = await run
             assert_same(await losses, undisturbed[i])
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - there is no event for it
-            await asyncio.sleep(0)
 
 
 async def test_neighbours_die_one_after_the_other(undisturbed):
@@ -360,7 +359,7 @@ async def test_what_is_restored_beside_a_save_does_not_need_its_files_later(tmp_
         monkeypatch.setattr(tensor_files, "write", lambda *args: go_on.wait(10) and write(*args))
         saving = await mesh.save(tmp_path / "two", state, wait=False)
         restoring = asyncio.ensure_future(mesh.restore(tmp_path / "one", ((step, 0))))
-        await until(lambda: mesh._running().outbox.needs_files)
+        await until(lambda: mesh._running().outbox.needs_files, every_s=0)
         go_on.set()
         back = await restoring
         await saving
@@ -456,7 +455,7 @@ async def test_copies_that_do_not_arrive(undisturbed, dies):
                 if dies:
                     kill(mesh, 1)
             if i == 6:
-                await until(lambda: bool(swallowed) and mesh._running()._crew.epoch > 0)
+                await until(lambda: bool(swallowed) and mesh._running()._crew.epoch > 0, every_s=0)
 
         assert_same(await train(mesh, step, before), undisturbed)
         assert mesh._running()._crew.epoch == (2 if dies else 1)

@@ -19,6 +19,7 @@ import pytest
 import uvloop
 from peer_process import peer_of
 from transport_conformance import LARGE, TransportConformance, data, join, tag, transfer, within
+from waiting import until
 
 from jaxpp_async.errors import InstallError, ProtocolError, TransferError
 from jaxpp_async.transport import shared
@@ -395,12 +396,6 @@ class TestDirectConformance(TransportConformance):
             await transport.aclose()
 
 
-async def until(condition) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110  of another's making
-            await asyncio.sleep(0)
-
-
 def write_count(monkeypatch) -> list[int]:
     """Sizes of the pieces that are written from now on."""
     pieces, move = [], ctypes.memmove
@@ -453,7 +448,7 @@ async def test_what_is_written_after_an_abort_reaches_nobody(make_transport, mon
     await join(a, b)
     block, sent = SharedBlock(LARGE), data(LARGE, 1)
     receive, send = b.recv(block, 0, tag(1)), a.send(sent, 1, tag(1))
-    await until(lambda: a._direct.sender._written_bytes)
+    await until(lambda: a._direct.sender._written_bytes, every_s=0)
     assert a._direct.busy
     assert not a._direct.sender.holds_back, "what is sent meanwhile need not go behind it"
     neighbour, ticket = a._links[1].neighbour, block.ticket
@@ -463,7 +458,7 @@ async def test_what_is_written_after_an_abort_reaches_nobody(make_transport, mon
     assert isinstance(receive.exception(), TransferError)
     block.array[:] = 7
     old._whole[:] = 9
-    await until(lambda: not a._direct.busy)
+    await until(lambda: not a._direct.busy, every_s=0)
     assert np.all(block.array == 7)
     await within(a.abort(1), asyncio.gather(send, return_exceptions=True))
     await join(a, b)
@@ -478,7 +473,7 @@ async def test_a_block_stays_mapped_while_it_is_written(make_transport, monkeypa
     await join(a, b)
     block = SharedBlock(LARGE)
     receive, send = b.recv(block, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))
-    await until(lambda: a._direct.sender._written_bytes)
+    await until(lambda: a._direct.sender._written_bytes, every_s=0)
     neighbour = a._links[1].neighbour
     assert neighbour is not None
     block.retire()  # as by an abort in another process
@@ -590,7 +585,7 @@ async def test_memory_that_cannot_be_replaced_ends_the_process(make_transport, m
     await join(a, b)
     block = SharedBlock(LARGE)
     receive, send = b.recv(block, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))
-    await until(lambda: a._direct.sender._written_bytes)
+    await until(lambda: a._direct.sender._written_bytes, every_s=0)
 
     def no_memory(block):
         raise OSError("no memory")
@@ -646,7 +641,7 @@ async def test_a_sender_that_dies_while_it_writes(make_transport):
         assert await peer.read() == "done"
         block = SharedBlock(size)
         receive = transport.recv(block, 1, tag(1))
-        await until(block.array[1 << 20 : 2 << 20].any)
+        await until(block.array[1 << 20 : 2 << 20].any, every_s=0)
         peer.kill()
         assert not receive.done()
         async with asyncio.timeout(3):

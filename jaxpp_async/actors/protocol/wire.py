@@ -22,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
+from msgpack import Packer
+
 from jaxpp_async.actors.messages import Beat, Log, Message, Reply, Request
 from jaxpp_async.actors.protocol import codec
 from jaxpp_async.actors.protocol.handshake import (
@@ -116,7 +118,7 @@ class Wire:
         self._secret, self._version, self._max_frame_bytes = secret, version, max_frame_bytes
         self._nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
         self._known = TO_ACTOR if role == "actor" else TO_CONTROLLER
-        self._packer = codec.packer()
+        self._packer: Packer | None = None  # not before the peer has proved itself: it takes memory
         self._buffer = bytearray()
         self._outgoing: list[bytes] = []
         self._hello: Hello | None = None
@@ -167,10 +169,13 @@ class Wire:
         key = self._send_key
         if self.state != "open" or key is None:
             raise ProtocolError(f"cannot send {type(message).__name__}: the conversation is {self.state}, not open")
-        payload = self._packer.pack(codec.named(message))
+        packer = self._packer
+        if packer is None:
+            packer = self._packer = codec.packer()
+        payload = packer.pack(codec.named(message))
         size = len(payload)
         if size > _KEEP_BYTES:
-            self._packer = codec.packer()
+            self._packer = None
         if size > self._max_frame_bytes:
             raise ProtocolError(
                 f"{type(message).__name__} takes {size} bytes, a frame at most {self._max_frame_bytes}; "
