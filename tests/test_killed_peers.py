@@ -12,6 +12,7 @@ import pytest
 from peer_process import peer_of
 from resources import num_blocks_mapped
 from transport_conformance import data, tag
+from waiting import until
 
 from jaxpp_async.errors import TransferError
 from jaxpp_async.transport.shared import SharedBlock
@@ -81,15 +82,11 @@ async def test_the_receiver_is_killed(transport, monkeypatch, size, written):
         else:
             peer.kill()
         send = transport.send(data(size, 1), 1, tag(1))
-        async with asyncio.timeout(10):
-            while written and sum(copied) < size:  # noqa: ASYNC110  what comes next is the transport's
-                await asyncio.sleep(0)
+        await until(lambda: not written or sum(copied) == size)
         assert sum(copied) == (size if written else 0), "a block stays mapped while it is written"
         async with asyncio.timeout(3):
             await transport.abort(1)
         assert send.done()
         assert send.exception() is None or isinstance(send.exception(), TransferError)
         assert not written or send.exception() is None, "all was written before anybody could know"
-        async with asyncio.timeout(10):
-            while num_blocks_mapped() > before:  # noqa: ASYNC110  the sender sweeps now and then
-                await asyncio.sleep(0.001)
+        await until(lambda: num_blocks_mapped() <= before)  # the sender sweeps now and then
