@@ -28,6 +28,7 @@ help:
 	@echo "make fmt     format the code"
 	@echo "make fuzz    draw random training steps and compare them with plain JAX (ARGS=\"--examples 20000\")"
 	@echo "make fuzz-protocol  attack the control protocol with mutated frames (ARGS=\"--frames 1000000\")"
+	@echo "make fuzz-transport  offers, copies, wrong sizes and aborts among UCX transports, at random (ARGS=\"--minutes 20\")"
 	@echo "make bench   measure and compare with the targets (ARGS=\"tiny_step big_step\" these parts; ARGS=--show the last)"
 	@echo "make bench-peers  the same beside PyTorch, Ray and Monarch, in an environment of their own (some 2 GB);"
 	@echo "             PEERS_PIP_ARGS reaches its pip, for one: --extra-index-url and PyTorch's index of builds for CPUs"
@@ -123,6 +124,10 @@ fuzz: setup
 .PHONY: fuzz-protocol
 fuzz-protocol: setup
 	@$(BIN)/python tests/protocol_fuzz $(ARGS)
+
+.PHONY: fuzz-transport
+fuzz-transport: setup
+	@$(BIN)/python tests/transport_fuzz $(ARGS)
 
 bench: setup
 	@$(BIN)/python benchmarks/bench.py $(ARGS)

@@ -9,17 +9,15 @@ import gc
 import importlib.util
 import os
 import random
-import signal
 import stat
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import uvloop
+from peer_process import peer_of
 from transport_conformance import LARGE, TransportConformance, data, join, tag, transfer, within
 from waiting import until
 
@@ -286,82 +284,6 @@ async def test_without_ucxx_the_error_names_the_extra(monkeypatch):
 
 
 # ---------------------------------------------------------------- two processes
-
-PEER = """
-import asyncio, sys
-import numpy as np
-from jaxpp_async.transport.ucx.transport import UCXTransport
-from transport_conformance import LARGE, data, tag
-
-async def main():
-    transport = UCXTransport(1)
-    print(transport.address.hex(), flush=True)
-    ask = lambda: asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
-    await transport.connect(0, bytes.fromhex(await ask()))
-    pending = []
-    while words := (await ask()).split():
-        number, sizes = int(words[1]), [int(w) for w in words[2:]]
-        if words[0] == "echo":
-            for size in sizes:
-                got = np.zeros(size, np.uint8)
-                await transport.recv(got, 0, tag(number))
-                await transport.send(got, 0, tag(number))
-        elif words[0] == "send":
-            pending.append(transport.send(data(sizes[0], number), 0, tag(number)))
-        print("done", flush=True)
-    await transport.aclose()
-
-if sys.argv[1] == "uvloop":
-    import uvloop
-    uvloop.run(main())
-else:
-    asyncio.run(main())
-"""
-
-
-class PeerProcess:
-    """Peer 1, in a process of its own that does what it reads."""
-
-    def __init__(self, loop_name: str):
-        here = Path(__file__).parent
-        path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PEER, loop_name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-
-    async def read(self) -> str:
-        assert self.process.stdout is not None
-        async with asyncio.timeout(30):
-            return (await asyncio.to_thread(self.process.stdout.readline)).strip()
-
-    def write(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-
-@contextlib.asynccontextmanager
-async def peer_of(transport: UCXTransport, loop_name: str = "uvloop"):
-    """A process connected to `transport` as peer 1."""
-    peer = PeerProcess(loop_name)
-    try:
-        address = bytes.fromhex(await peer.read())
-        await transport.connect(1, address)
-        peer.write(transport.address.hex())
-        yield peer
-    finally:
-        peer.kill()
-        assert peer.process.stdin is not None and peer.process.stdout is not None
-        peer.process.stdin.close()
-        peer.process.stdout.close()
 
 
 @pytest.mark.parametrize("loop_name", ["uvloop", "asyncio"])

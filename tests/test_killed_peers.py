@@ -1,0 +1,92 @@
+"""A peer is killed between its offer and the copy, or in the middle of the copy, at the very byte that is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib.util
+import signal
+
+import numpy as np
+import pytest
+from peer_process import peer_of
+from resources import num_blocks_mapped
+from transport_conformance import data, tag
+from waiting import until
+
+from jaxpp_async.errors import TransferError
+from jaxpp_async.transport.shared import SharedBlock
+from jaxpp_async.transport.ucx import direct_send
+from jaxpp_async.transport.ucx.direct_words import DIRECT_BYTES, PIECE_BYTES
+from jaxpp_async.transport.ucx.transport import UCXTransport
+
+if importlib.util.find_spec("ucxx") is None:  # importing it here would be before the transport sets UCX's environment
+    pytest.skip("UCX tests need the package ucxx", allow_module_level=True)
+
+ANNOUNCED = 2 * PIECE_BYTES + DIRECT_BYTES
+"""Written in three pieces, where the receive says; what has `DIRECT_BYTES`, in one, where it was offered."""
+
+
+@pytest.fixture
+async def transport():
+    made = UCXTransport(0)
+    yield made
+    await made.aclose()
+
+
+@pytest.mark.parametrize(
+    ("size", "written"),
+    [
+        (DIRECT_BYTES, DIRECT_BYTES // 2),
+        (DIRECT_BYTES, DIRECT_BYTES),  # all of it, and nobody is told
+        (ANNOUNCED, PIECE_BYTES + DIRECT_BYTES),
+    ],
+)
+async def test_the_sender_is_killed(transport, size, written):
+    before = num_blocks_mapped()
+    async with peer_of(transport) as peer:
+        block, content = SharedBlock(size), data(size, 1)
+        receive = transport.recv(block, 1, tag(1))
+        peer.write(f"die {written}")
+        peer.write(f"send 1 {size}")
+        assert await asyncio.to_thread(peer.process.wait, 10) == -signal.SIGKILL
+        assert np.array_equal(block.array[:written], content[:written])
+        assert not block.array[written:].any()
+        assert not receive.done()
+        async with asyncio.timeout(3):
+            await transport.abort(1)
+        assert isinstance(receive.exception(), TransferError)
+        assert not block.array.any()
+        assert num_blocks_mapped() <= before, "other memory is there, which nobody else has"
+
+
+@pytest.mark.parametrize(
+    ("size", "written"), [(DIRECT_BYTES, 0), (DIRECT_BYTES, DIRECT_BYTES // 2), (ANNOUNCED, DIRECT_BYTES // 2)]
+)
+async def test_the_receiver_is_killed(transport, monkeypatch, size, written):
+    before = num_blocks_mapped()
+    async with peer_of(transport) as peer:
+        peer.write(f"block 1 {size}")
+        assert await peer.read() == "done"
+        monkeypatch.setattr(direct_send, "_SWEEP_S", 0.001)
+        copied, move = [], ctypes.memmove
+
+        def move_and_kill(to, of, size_bytes):
+            move(to, of, written)
+            peer.kill()
+            move(to + written, of + written, size_bytes - written)
+            copied.append(size_bytes)
+
+        if written:
+            monkeypatch.setattr(ctypes, "memmove", move_and_kill)
+        else:
+            peer.kill()
+        send = transport.send(data(size, 1), 1, tag(1))
+        await until(lambda: not written or sum(copied) == size)
+        assert sum(copied) == (size if written else 0), "a block stays mapped while it is written"
+        async with asyncio.timeout(3):
+            await transport.abort(1)
+        assert send.done()
+        assert send.exception() is None or isinstance(send.exception(), TransferError)
+        assert not written or send.exception() is None, "all was written before anybody could know"
+        await until(lambda: num_blocks_mapped() <= before)  # the sender sweeps now and then

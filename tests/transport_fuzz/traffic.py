@@ -1,0 +1,174 @@
+"""traffic: random numbers in, what three transports do in one round out. Draws only: touches no transport, no clock.
+
+A round depends on its numbers alone, so that it is the same wherever it is performed; how its parts fall together in
+time is not in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+from jaxpp_async.transport.base import Peer
+from jaxpp_async.transport.ucx.direct_words import ANSWER_BYTES, DIRECT_BYTES, HEADER_BYTES, PIECE_BYTES
+
+PEERS: tuple[Peer, ...] = (0, 1, 2)
+PAIRS = tuple(itertools.permutations(PEERS, 2))
+
+SIZES = (
+    *(0, 8, HEADER_BYTES, 60_000),
+    *(DIRECT_BYTES - 1, DIRECT_BYTES, DIRECT_BYTES, DIRECT_BYTES + 1, 2 * DIRECT_BYTES),
+    *(ANSWER_BYTES - 1, ANSWER_BYTES, ANSWER_BYTES + 1, 2 * PIECE_BYTES + DIRECT_BYTES),
+)
+"""On both sides of every threshold: of UCX's own protocols, of what is offered, of what is announced by a header."""
+
+FURTHEST_START = 2 * DIRECT_BYTES
+SOURCE_BYTES = FURTHEST_START + max(SIZES)
+_NUM_TAGS = 3
+_PAUSES_S = (0.0, 0.0, 0.0005, 0.002)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a side does before it posts.
+
+    Attributes:
+        pause_s: it lets others go first for so long; None: not at all.
+        hurry: what it tells its transport; None: nothing.
+    """
+
+    pause_s: float | None
+    hurry: bool | None
+
+
+@dataclass(frozen=True)
+class Message:
+    """One transfer.
+
+    Attributes:
+        sequence: of its tag.
+        sent_bytes, expected_bytes: what goes out, and what the receive has room for.
+        start: where what goes out begins in the sender's data.
+        is_overwritten: the sender puts other data into the memory as soon as the send has ended.
+        in_block: it is received into shared memory, as actors do it.
+        is_cancelled: the receive's future, as soon as there is one.
+        before_send, before_receive: see `Turn`.
+    """
+
+    sequence: int
+    sent_bytes: int
+    expected_bytes: int
+    start: int
+    is_overwritten: bool
+    in_block: bool
+    is_cancelled: bool
+    before_send: Turn
+    before_receive: Turn
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Messages from one peer to another, posted by either side in this order."""
+
+    sender: Peer
+    receiver: Peer
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A transport gives up.
+
+    Attributes:
+        peer: which one. other: with whom; None: with all.
+        is_close: it closes, and another takes its place, instead of an abort. Only with all.
+        pause_s: from then to the next ending.
+    """
+
+    peer: Peer
+    other: Peer | None
+    is_close: bool
+    pause_s: float
+
+    def covers(self, peer: Peer, other: Peer) -> bool:
+        """Whether it ends what `peer` has under way with `other`."""
+        return self.peer == peer and self.other in (None, other)
+
+
+@dataclass(frozen=True)
+class Round:
+    """From three connected transports to three that are not.
+
+    Attributes:
+        unseen: (who, whom): who may not open whose memory, as on another host or of another user.
+        bouts: what is posted at the same time, one after the other; each but the last has ended before the next.
+        is_cut: the endings come into the middle of the last one.
+        endings: each transport's abort or closing with all peers, and aborts with one peer alone.
+    """
+
+    unseen: frozenset[tuple[Peer, Peer]]
+    bouts: tuple[tuple[Exchange, ...], ...]
+    is_cut: bool
+    endings: tuple[Ending, ...]
+
+
+def draw_round(rng: random.Random) -> Round:
+    """Any round."""
+    unseen = _draw_unseen(rng)
+    bouts = tuple(_draw_bout(rng) for _ in range(rng.choice((1, 1, 2, 3, 5))))
+    endings = _draw_endings(rng)
+    if unseen:
+        # UCX alone: who closes in the middle of large messages both ways may leave the other one's abort without an
+        # end (UCX 1.21 never lets go of receives whose sender's worker is gone). So all others have ended by then.
+        endings = tuple(sorted(endings, key=lambda ending: ending.is_close))
+    return Round(unseen, bouts, rng.random() < 0.5, endings)
+
+
+def _draw_unseen(rng: random.Random) -> frozenset[tuple[Peer, Peer]]:
+    share = rng.choice((0.0, 0.0, 0.0, 0.3, 1.0))
+    return frozenset(pair for pair in PAIRS if rng.random() < share)
+
+
+def _draw_bout(rng: random.Random) -> tuple[Exchange, ...]:
+    wrong = rng.choice((0.0, 0.0, 0.1))
+    pairs = [pair for pair in PAIRS if rng.random() < 0.6]
+    return tuple(
+        Exchange(sender, receiver, tuple(_draw_message(rng, wrong) for _ in range(rng.randint(2, 10))))
+        for sender, receiver in pairs
+    )
+
+
+def _draw_message(rng: random.Random, wrong: float) -> Message:
+    size = rng.choice(SIZES)
+    return Message(
+        sequence=rng.randrange(_NUM_TAGS),
+        sent_bytes=size,
+        expected_bytes=rng.choice(SIZES) if rng.random() < wrong else size,
+        start=rng.randrange(FURTHEST_START),
+        is_overwritten=rng.random() < 0.3,
+        in_block=rng.random() < 0.8,
+        is_cancelled=rng.random() < 0.05,
+        before_send=_draw_turn(rng),
+        before_receive=_draw_turn(rng),
+    )
+
+
+def _draw_turn(rng: random.Random) -> Turn:
+    return Turn(
+        rng.choice(_PAUSES_S) if rng.random() < 0.3 else None,
+        rng.random() < 0.5 if rng.random() < 0.3 else None,
+    )
+
+
+def _draw_endings(rng: random.Random) -> tuple[Ending, ...]:
+    endings = [_draw_ending(rng, peer, None) for peer in rng.sample(PEERS, len(PEERS))]
+    for peer, other in PAIRS:
+        if rng.random() < 0.1:
+            endings.insert(rng.randrange(len(endings)), _draw_ending(rng, peer, other))
+    return tuple(endings)
+
+
+def _draw_ending(rng: random.Random, peer: Peer, other: Peer | None) -> Ending:
+    is_close = other is None and rng.random() < 0.2
+    return Ending(peer, other, is_close, rng.choice((0.0, 0.003)))
