@@ -268,7 +268,8 @@ def _median_bound(taken: Taken) -> float | None:
 
 
 def _efficiency(taken: Taken) -> float | None:
-    """Each step's bound over the step itself: what tasks took longer than usual is the machine's, not the runtime's."""
+    """Each step's bound over the step itself. What makes a task longer, the machine or our own loop on the same core, is
+    in both."""
     found = [
         bound_ms / step_ms
         for extra, of_round in zip(taken.extras, taken.rounds, strict=True)
@@ -278,8 +279,8 @@ def _efficiency(taken: Taken) -> float | None:
 
 
 def _usual_efficiency(taken: Taken) -> float | None:
-    """The bound of a step with usual task times over the usual step, within rounds: tasks that now and then take
-    longer, each time another one, make every step longer and the bound not."""
+    """The bound of a step with usual task times over the usual step, within rounds. What makes a task longer now and
+    then, the machine or our own loop on the same core, makes the step longer and the bound not."""
     pairs = zip(taken.extras, taken.rounds, strict=True)
     found = [extra["usual_bound_ms"] / statistics.median(ms) for extra, ms in pairs if "usual_bound_ms" in extra]
     return statistics.median(found) if found else None

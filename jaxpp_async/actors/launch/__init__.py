@@ -2,13 +2,7 @@
 program elsewhere), or inside this process (`inline`). `base` says what a launcher is.
 """
 
-from jaxpp_async.actors.launch.base import (
-    DEFAULT_ACTOR,
-    ActorHandle,
-    Launcher,
-    LaunchSpec,
-    make_process_transport,
-)
+from jaxpp_async.actors.launch.base import DEFAULT_ACTOR, ActorHandle, Launcher, LaunchSpec
 from jaxpp_async.actors.launch.local import LocalLauncher
 from jaxpp_async.actors.processes.actor_request import share_out
 
@@ -18,6 +12,5 @@ __all__ = (
     "LaunchSpec",
     "Launcher",
     "LocalLauncher",
-    "make_process_transport",
     "share_out",
 )
