@@ -28,7 +28,7 @@ from jaxpp_async.actors.crew.host_requests import HostRequests
 from jaxpp_async.actors.crew.linking import Linking
 from jaxpp_async.actors.crew.outbox import Outbox
 from jaxpp_async.actors.crew.programs import Programs
-from jaxpp_async.actors.crew.rpc import StepHandle
+from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.failures.failure import abandoned
 from jaxpp_async.actors.launch import Launcher
 from jaxpp_async.actors.messages import ArrayId, Inspect, Inspected, Loaded, Step
@@ -36,8 +36,8 @@ from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.processes.actor_info import ActorInfo
 from jaxpp_async.actors.processes.seats import Processes
 from jaxpp_async.actors.protocol.wire import DEFAULT_MAX_FRAME_BYTES
-from jaxpp_async.actors.restoring.backups import Backups
-from jaxpp_async.actors.restoring.recovery import Recovery
+from jaxpp_async.actors.restarts.backups import Backups
+from jaxpp_async.actors.restarts.recovery import Recovery
 from jaxpp_async.actors.values.scattering import Scattering
 from jaxpp_async.actors.watching.clocks import OUR_CLOCK, Clock
 from jaxpp_async.actors.watching.supervision import Supervision

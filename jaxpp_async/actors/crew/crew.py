@@ -16,11 +16,11 @@ from typing import Any
 import jaxpp_async
 from jaxpp_async.actors.control.gate import Gate
 from jaxpp_async.actors.control.vigil import Vigil, has_spare_core
+from jaxpp_async.actors.crew.agreement import Member, check_agreement
 from jaxpp_async.actors.crew.bringup import ActorConfig, Bringup, all_of
 from jaxpp_async.actors.crew.ending import bounded, wait_all_dead
 from jaxpp_async.actors.crew.host_data import HostPlane
 from jaxpp_async.actors.crew.rpc import ActorLink, Call
-from jaxpp_async.actors.devices.agreement import Member, check_agreement
 from jaxpp_async.actors.failures.stuck import PROGRESS_S
 from jaxpp_async.actors.launch import ActorHandle, Launcher, LaunchSpec
 from jaxpp_async.actors.launch.addresses import addresses_of_hosts
