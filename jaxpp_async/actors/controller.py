@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpp_async.actors.control.vigil import Vigil
+from jaxpp_async.actors.control.vigil import Vigil, has_spare_core
 from jaxpp_async.actors.crew.bringup import ActorConfig
 from jaxpp_async.actors.crew.crew import Crew, CrewOptions
 from jaxpp_async.actors.crew.deploying import Deploying
@@ -198,7 +198,9 @@ class Controller:
             for link in self._crew.links.values():
                 self._supervision.watch(link)
             await self._crew.connect()
-            self._vigil = self._crew.vigil(lambda: len(self._under_way) > 0)
+            # Only where it takes no core away from an actor.
+            if self._crew.has_hearts and has_spare_core(link.info.host for link in self._crew.links.values()):
+                self._vigil = Vigil(self._loop, lambda: len(self._under_way) > 0)
             self._is_started = True
         except BaseException as error:  # also a cancellation: whatever it is, nothing that was started may be left
             if isinstance(error, ActorError):
