@@ -50,14 +50,14 @@ class NullTransport:
 
 
 async def start_fakes(
-    num_actors: int, launcher: Any, config: Any = None, *, events: Any = None, **options: Any
+    num_actors: int, launcher: Any, config: Any = None, *, events: Any = None, on_progress: Any = None, **options: Any
 ) -> Controller:
     """A controller of actors that `launcher` starts, without a data plane; `options` as of `ControllerOptions`."""
     from jaxpp_async.actors.controller import Controller  # here: actors import this module, and need no controller
     from jaxpp_async.actors.options import ActorConfig, ControllerOptions
 
     chosen = ControllerOptions(config or ActorConfig(), make_transport=lambda kind: NullTransport(), **options)
-    return await Controller.start(num_actors, launcher, chosen, events=events)
+    return await Controller.start(num_actors, launcher, chosen, events=events, on_progress=on_progress)
 
 
 class FakeActor:
