@@ -268,8 +268,7 @@ def _median_bound(taken: Taken) -> float | None:
 
 
 def _efficiency(taken: Taken) -> float | None:
-    """Each step's bound over the step itself. What makes a task longer, the machine or our own loop on the same core, is
-    in both."""
+    """Each step's bound over the step. What makes a task longer, the machine or our loop on its core, is in both."""
     found = [
         bound_ms / step_ms
         for extra, of_round in zip(taken.extras, taken.rounds, strict=True)
@@ -280,7 +279,7 @@ def _efficiency(taken: Taken) -> float | None:
 
 def _usual_efficiency(taken: Taken) -> float | None:
     """The bound of a step with usual task times over the usual step, within rounds. What makes a task longer now and
-    then, the machine or our own loop on the same core, makes the step longer and the bound not."""
+    then, the machine or our loop on its core, makes the step longer and the bound not."""
     pairs = zip(taken.extras, taken.rounds, strict=True)
     found = [extra["usual_bound_ms"] / statistics.median(ms) for extra, ms in pairs if "usual_bound_ms" in extra]
     return statistics.median(found) if found else None

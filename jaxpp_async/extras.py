@@ -16,6 +16,9 @@ CUDA_MAJORS = (13, 12)
 
 _NAME, _GONE = "jaxpp-async", "gone: "
 
+SYSTEM_UCX = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
+"""Has ucxx load the UCX that the system finds, and pip's where it finds none."""
+
 
 def extra_of(platform: str, cuda: tuple[int, int] | None = None) -> str:
     """The extra for a platform.

@@ -22,12 +22,13 @@ import psutil
 import pytest
 
 from jaxpp_async.actors.failures.failure import describe_end
-from jaxpp_async.actors.launch import make_process_transport, share_out
+from jaxpp_async.actors.launch import share_out
 from jaxpp_async.actors.processes.actor_process import spawn_actor
 from jaxpp_async.actors.processes.actor_request import ActorRequest
 from jaxpp_async.actors.processes.lifeline import ExitCode
 from jaxpp_async.actors.processes.warden import TAIL_LINES, Lines, Warden
 from jaxpp_async.errors import MeshError
+from jaxpp_async.transport.joining import make_process_transport
 
 HERE = Path(__file__).parent
 

@@ -28,9 +28,9 @@ import numpy as np
 import uvloop
 
 from jaxpp_async.actors.devices.cuda import CupyDoor, DeviceCopy
-from jaxpp_async.actors.launch.base import ERROR_HANDLING, make_process_transport
 from jaxpp_async.transport.base import PROGRAM_CHANNEL, make_tag
 from jaxpp_async.transport.buffers import Memory, memory_of
+from jaxpp_async.transport.joining import ERROR_HANDLING, make_process_transport
 
 WINDOW = 4
 BURST_BYTES, MOST_IN_BURST = 1 << 30, 200

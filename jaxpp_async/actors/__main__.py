@@ -91,12 +91,11 @@ async def _serve_and_leave(config: _Config) -> ExitCode:
 async def _serve(config: _Config) -> ExitCode:
     from jaxpp_async.actors.control.connection import connect_tcp
     from jaxpp_async.actors.control.records import send_records
-    from jaxpp_async.actors.control.serve import ActorLike, serve
-    from jaxpp_async.actors.launch import make_process_transport
-    from jaxpp_async.actors.launch.inline import load_actor_class
+    from jaxpp_async.actors.control.serve import ActorLike, load_actor_class, serve
     from jaxpp_async.actors.processes.progress import ProgressPage
     from jaxpp_async.actors.protocol.wire import Identity
     from jaxpp_async.actors.watching.heartbeat import Beating, start_beating
+    from jaxpp_async.transport.joining import make_process_transport
 
     identity, page = Identity(config.process_id, config.incarnation), ProgressPage(config.progress_page)
 

@@ -9,8 +9,8 @@ import time
 
 import numpy as np
 
-from jaxpp_async.actors.launch.base import make_process_transport
 from jaxpp_async.transport.base import PROGRAM_CHANNEL, Transport, make_tag
+from jaxpp_async.transport.joining import make_process_transport
 
 PINGS, WARM_PINGS = 300, 30
 LARGE_BYTES, WINDOW = 8 << 20, 4

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import traceback
 from collections.abc import Awaitable, Callable
+from importlib import import_module
 from typing import Any, Protocol
 
 import jaxpp_async
@@ -54,6 +55,12 @@ class MakeActor(Protocol):
         send: Callable[[Message], None],
         inline: bool = False,
     ) -> ActorLike: ...
+
+
+def load_actor_class(name: str) -> Callable[..., ActorLike]:
+    """The class that `module:name` names."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)
 
 
 async def serve(

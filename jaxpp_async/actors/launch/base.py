@@ -5,7 +5,6 @@ The interface is public: `docs/launching.md` says what a launcher of one's own h
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,14 +16,10 @@ from jaxpp_async.actors.processes.progress import Position
 from jaxpp_async.actors.processes.seats import Seat
 from jaxpp_async.actors.processes.warden import Death
 from jaxpp_async.actors.protocol.wire import DEFAULT_MAX_FRAME_BYTES
-from jaxpp_async.errors import MeshError
 from jaxpp_async.program import ProcessId
 from jaxpp_async.transport.base import Transport
 
 DEFAULT_ACTOR = "jaxpp_async.actors.actor:Actor"
-
-ERROR_HANDLING = "JAXPP_UCX_ERROR_HANDLING"
-"""`n` switches UCX's error handling off, for this process and the actors it starts here; see `UCXTransport`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,23 +144,3 @@ class Launcher(Protocol):
     async def aclose(self) -> None:
         """Kill what is left and give back threads and descriptors. A second call does nothing."""
         ...
-
-
-def make_process_transport(kind: str, peer_id: int) -> Transport:
-    """The end of a data plane that joins processes.
-
-    Raises:
-        MeshError: a data plane that does not exist, or does not leave the process.
-    """
-    if kind == "ucx":
-        from jaxpp_async.transport.ucx.transport import UCXTransport
-
-        return UCXTransport(peer_id, error_handling=os.environ.get(ERROR_HANDLING, "y") != "n")
-    if kind == "nccl":
-        from jaxpp_async.transport.nccl.library import load_library
-        from jaxpp_async.transport.nccl.transport import NcclTransport
-
-        return NcclTransport(peer_id, load_library())
-    if kind == "memory":
-        raise MeshError('transport "memory" does not leave a process: use it with launcher="inline", or "ucx" here')
-    raise MeshError(f'unknown transport {kind!r}: choose "ucx" or "nccl"')

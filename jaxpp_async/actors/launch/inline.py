@@ -10,12 +10,11 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 from jaxpp_async.actors.control.connection import attach_socket
 from jaxpp_async.actors.control.records import name_actor
-from jaxpp_async.actors.control.serve import ActorLike, serve
+from jaxpp_async.actors.control.serve import load_actor_class, serve
 from jaxpp_async.actors.launch import DEFAULT_ACTOR, ActorHandle, LaunchSpec
 from jaxpp_async.actors.processes.exit_codes import ExitCode
 from jaxpp_async.actors.processes.progress import Position
@@ -117,9 +116,3 @@ class _InlineHandle:
 
     def output_tail(self) -> tuple[str, ...]:
         return ()
-
-
-def load_actor_class(name: str) -> Callable[..., ActorLike]:
-    """The class that `module:name` names."""
-    module, _, attribute = name.partition(":")
-    return getattr(import_module(module), attribute)

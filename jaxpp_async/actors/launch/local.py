@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Callable
 
-from jaxpp_async.actors.launch.base import DEFAULT_ACTOR, ActorHandle, LaunchSpec, make_process_transport
+from jaxpp_async.actors.launch.base import DEFAULT_ACTOR, ActorHandle, LaunchSpec
 from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, defaults, environment
 from jaxpp_async.actors.processes.actor_process import ActorProcess, spawn_actor
 from jaxpp_async.actors.processes.actor_request import ActorRequest
@@ -18,6 +18,7 @@ from jaxpp_async.actors.processes.progress import ProgressPage
 from jaxpp_async.actors.processes.warden import Death, Warden
 from jaxpp_async.program import CONTROLLER
 from jaxpp_async.transport.base import Transport
+from jaxpp_async.transport.joining import make_process_transport
 
 
 class LocalLauncher:

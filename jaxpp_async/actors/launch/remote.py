@@ -18,7 +18,7 @@ from typing import Protocol
 
 import jaxpp_async
 from jaxpp_async.actors.launch.addresses import ANY, address_towards, control_address
-from jaxpp_async.actors.launch.base import DEFAULT_ACTOR, ActorHandle, LaunchSpec, make_process_transport
+from jaxpp_async.actors.launch.base import DEFAULT_ACTOR, ActorHandle, LaunchSpec
 from jaxpp_async.actors.launch.display import HostLines
 from jaxpp_async.actors.launch.explain import Explanation, explain_python
 from jaxpp_async.actors.launch.host_program import NotUpError, Stream
@@ -35,6 +35,7 @@ from jaxpp_async.actors.protocol.handshake import version_mismatch
 from jaxpp_async.errors import HandshakeError, LaunchError
 from jaxpp_async.program import CONTROLLER
 from jaxpp_async.transport.base import Transport
+from jaxpp_async.transport.joining import make_process_transport
 
 MAX_HANDSHAKES = 8
 """Hosts that may be between the first packet and the login at one time: sshd drops connections past ten by default."""
