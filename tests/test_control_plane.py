@@ -25,7 +25,7 @@ from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.crew import crew
 from jaxpp_async.actors.crew.bringup import ActorConfig
 from jaxpp_async.actors.crew.host_data import HostValue
-from jaxpp_async.actors.crew.rpc import StepHandle
+from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.launch.inline import InlineLauncher
 from jaxpp_async.actors.protocol.wire import DEFAULT_MAX_FRAME_BYTES, Identity, Wire
