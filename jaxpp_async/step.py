@@ -26,7 +26,7 @@ from jaxpp_async.compiler.sharing import Exports
 from jaxpp_async.errors import MeshError, ShardingError
 from jaxpp_async.leaves import kind, leaf_type, shape_struct
 from jaxpp_async.program import ActorId
-from jaxpp_async.tracebacks import hidden_frames
+from jaxpp_async.tracebacks import HiddenFrames
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +182,7 @@ class DistributedStep:
         Raises:
             UnsupportedError, StageError, ScheduleError, ShardingError: before any actor is asked.
         """
-        with hidden_frames:
+        with HiddenFrames():
             return await self.runner.compile(self, args)
 
     async def init(self, argnum: int, fn: Callable, *args: Any) -> Any:
@@ -194,7 +194,7 @@ class DistributedStep:
         Returns:
             `fn`'s tree of `RemoteArray`s.
         """
-        with hidden_frames:
+        with HiddenFrames():
             return await self.runner.init(self, argnum, fn, args)
 
     def find(self, signature: Any) -> CompiledStep | None:
@@ -398,7 +398,7 @@ class _Running:
         self._step, self._args = step, args
 
     def __await__(self) -> Generator[Any, None, Any]:
-        with hidden_frames:
+        with HiddenFrames():
             return (yield from self._step.runner.run(self._step, self._args).__await__())
 
 
