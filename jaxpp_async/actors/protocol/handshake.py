@@ -24,7 +24,7 @@ Channel: TypeAlias = Literal["control", "beats"]
 """What a conversation is for: requests and replies, or signs of life alone."""
 
 MAGIC = b"jpp2"
-"""Opens every handshake message: `jpp` and the format's number. It grows whenever the handshake or the frames change, so
+"""Opens every handshake message: `jpp` and the format's number. It grows with every change of handshake or frames, so
 that copies of the package that cannot talk to each other say so. `jpp1` had two MACs a frame.
 """
 
