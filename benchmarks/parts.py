@@ -268,7 +268,7 @@ def _median_bound(taken: Taken) -> float | None:
 
 
 def _efficiency(taken: Taken) -> float | None:
-    """Each step's bound over the step itself. What makes a task longer, the machine or our loop on its core, is in both."""
+    """Each step's bound over the step. What makes a task longer, the machine or our loop on its core, is in both."""
     found = [
         bound_ms / step_ms
         for extra, of_round in zip(taken.extras, taken.rounds, strict=True)

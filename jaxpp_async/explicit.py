@@ -12,6 +12,9 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+"""The types of axes by the names that users give them."""
+
 
 def has_axes(mesh: Any) -> bool:
     """Whether some axis of a mesh (or of None) puts shardings into types."""

@@ -12,6 +12,9 @@ from jaxpp_async.errors import InstallError
 CUDA_MAJORS = (13, 12)
 """For which there are extras; the preferred one first."""
 
+SYSTEM_UCX = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
+"""Has ucxx load the UCX that the system finds, and pip's where it finds none."""
+
 
 def extra_of(platform: str, cuda: tuple[int, int] | None = None) -> str:
     """The extra for a platform.

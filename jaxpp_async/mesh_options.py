@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 
 from jaxpp_async import jax_config
 from jaxpp_async.actors.crew.bringup import ActorConfig
@@ -25,6 +25,7 @@ from jaxpp_async.actors.launch.choosing import Launching
 from jaxpp_async.actors.launch.remote import RemoteLauncher
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.errors import MeshError, ShardingError
+from jaxpp_async.explicit import AXIS_TYPES
 from jaxpp_async.extras import cuda_error, jax_cuda_majors
 from jaxpp_async.tracebacks import hidden_frames
 from jaxpp_async.transport.nccl.plan import ENVIRONMENT as NCCL_ENVIRONMENT
@@ -39,8 +40,6 @@ DEFAULT_CACHE = "default"
 
 REMOTE_CACHE = "~/.cache/jaxpp_async/{host}/jax-" + jax.__version__
 """Where other hosts have their compilation cache; they fill it in."""
-
-_AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
 def count_of(name: str, value: Any, *, least: int) -> int:
@@ -115,7 +114,7 @@ def axis_types(given: Any, mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
     for name, kind in by_name.items():
         if name not in mesh_axes:
             raise MeshError(f"axis_types names the axis {name!r}, but spmd_mesh has {sorted(mesh_axes)}")
-        if kind not in _AXIS_TYPES:
+        if kind not in AXIS_TYPES:
             raise MeshError(f"axis_types[{name!r}] is {kind!r}; it is 'auto' or 'explicit'")
     return tuple(by_name.get(name, "auto") for name in mesh_axes)
 
@@ -308,7 +307,5 @@ def target(spmd_mesh: Mapping[str, int], kinds: Sequence[str], rules: Mapping[st
     """What the compiler lowers for. A mesh of one device needs no shardings at all."""
     mesh = None
     if spmd_mesh:
-        mesh = AbstractMesh(
-            tuple(spmd_mesh.values()), tuple(spmd_mesh), axis_types=tuple(_AXIS_TYPES[k] for k in kinds)
-        )
+        mesh = AbstractMesh(tuple(spmd_mesh.values()), tuple(spmd_mesh), axis_types=tuple(AXIS_TYPES[k] for k in kinds))
     return Target(mesh, platform, dict(rules))

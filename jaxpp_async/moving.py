@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxpp_async import moves
 from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.crew.rpc import StepHandle
+from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.messages import Loaded
 from jaxpp_async.arrays import RemoteArray, is_remote
 from jaxpp_async.binding import Slot

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from jaxpp_async.actors.crew.rpc import StepHandle
+from jaxpp_async.actors.crew.step_handle import StepHandle
+from jaxpp_async.actors.owned_tasks import retrieve
 from jaxpp_async.arrays import RemoteArray
 from jaxpp_async.compiler import prints
 from jaxpp_async.compiler.ir import Traced
@@ -37,7 +38,7 @@ class Printer:
             The task. It raises what a user's callback raises, and the mesh's failure if the values are lost.
         """
         task = asyncio.get_running_loop().create_task(self._print(traced, list(shown), handle, self._last))
-        task.add_done_callback(_retrieve)
+        task.add_done_callback(retrieve)  # nobody is obliged to await a step; JAX has logged what a callback raised
         self._last = task
         return task
 
@@ -56,9 +57,3 @@ class Printer:
         refs = [r for r in traced.shown if isinstance(r, int)]
         for each, operands in prints.calls(traced.prints, dict(zip(refs, values, strict=True))):
             each.call(operands)
-
-
-def _retrieve(task: asyncio.Task[None]) -> None:
-    """Mark a failure as seen: nobody is obliged to await a step. JAX has logged what a user's callback raised."""
-    if not task.cancelled():
-        task.exception()

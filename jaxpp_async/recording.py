@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.crew.rpc import StepHandle
+from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.processes.actor_info import ActorInfo
 from jaxpp_async.actors.watching.clocks import Clock, Readings
 from jaxpp_async.errors import MeshError

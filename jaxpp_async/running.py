@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxpp_async import jax_compat, moves
 from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.crew.rpc import StepHandle
+from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.messages import StepStats
 from jaxpp_async.arrays import DONATED, FAILED, RemoteArray, is_remote
 from jaxpp_async.binding import Binding, Slot

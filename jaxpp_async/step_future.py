@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Final
 
-from jaxpp_async.actors.crew.rpc import StepHandle
+from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.messages import StepStats
 from jaxpp_async.arrays import DONATED, RemoteArray
 from jaxpp_async.errors import MeshError

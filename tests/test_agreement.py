@@ -17,9 +17,9 @@ import pytest
 
 import jaxpp_async as jpp
 from jaxpp_async.actors.controller import Controller
+from jaxpp_async.actors.crew.agreement import Member, check_agreement
 from jaxpp_async.actors.crew.bringup import ActorConfig, unready_error
 from jaxpp_async.actors.crew.crew import Crew
-from jaxpp_async.actors.devices.agreement import Member, check_agreement
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.messages import Hardware
 from jaxpp_async.actors.processes.actor_info import ActorInfo

@@ -13,7 +13,7 @@ import pytest
 from docs_code import doc_code
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.crew.rpc import StepHandle
+from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.errors import ArrayError, MeshError
 
 

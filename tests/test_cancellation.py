@@ -25,7 +25,7 @@ import jaxpp_async as jpp
 from jaxpp_async import left_behind
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.crew.bringup import ActorConfig
-from jaxpp_async.actors.crew.rpc import StepHandle
+from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.launch.hostfile import parse_hosts
 from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher

@@ -13,8 +13,8 @@ from test_actor import harness
 
 from jaxpp_async.actors import messages as m
 from jaxpp_async.actors.devices.compute import ComputeThread
-from jaxpp_async.actors.restoring import catching_up
-from jaxpp_async.actors.restoring.catching_up import Dropped, Tally, catch_up
+from jaxpp_async.actors.steps import catching_up
+from jaxpp_async.actors.steps.catching_up import Dropped, Tally, catch_up
 from jaxpp_async.errors import MeshError
 
 

@@ -34,8 +34,8 @@ from train_gpt import Pipeline
 import jaxpp_async as jpp
 from gpt import data, report
 from gpt.options import parse_options
-from jaxpp_async.actors.restoring import checkpoint_folder, snapshots, tensor_files
-from jaxpp_async.actors.restoring.snapshots import Snapshots
+from jaxpp_async.actors.files import checkpoint_folder, snapshots, tensor_files
+from jaxpp_async.actors.files.snapshots import Snapshots
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint import trees
 from jaxpp_async.checkpoint.restoring import check_files, load_manifest

@@ -42,8 +42,8 @@ from test_actor import (  # noqa: F401
     test_two_actors_in_a_pipeline,
     test_two_steps_in_flight_with_puts_and_frees,
 )
+from test_multi_process_actors import BOTH, DP, FSDP, close, problem, train_step
 from test_numerics import check_five_steps
-from test_processes import BOTH, DP, FSDP, close, problem, train_step
 from waiting import until
 
 import jaxpp_async as jpp

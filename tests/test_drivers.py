@@ -24,7 +24,7 @@ REAL = """
 import asyncio, threading
 import numpy as np
 import jaxpp_async as jpp
-from jaxpp_async.actors.restoring import tensor_files
+from jaxpp_async.actors.files import tensor_files
 
 def say(*words):
     print(*words, flush=True)

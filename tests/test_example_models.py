@@ -109,5 +109,7 @@ def test_command_line(monkeypatch, capsys):
         training.main(make_program)
     lines = capsys.readouterr().out.splitlines()
     assert ended.value.code == 0
-    assert lines[:2] == ["step    1  loss 64.000", "largest relative difference of loss: 0.0e+00"]
+    assert lines[0] == "step    1  loss 64.000"
+    assert lines[1].startswith("step    2  loss ")  # the last one; its loss depends on this file's text
+    assert lines[2] == "largest relative difference of loss: 0.0e+00"
     assert float(lines[-1].split()[-1]) < 1e-6

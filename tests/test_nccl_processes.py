@@ -18,7 +18,7 @@ import nccl_over_sockets
 import numpy as np
 import pytest
 from planning import f32, plan_step
-from test_processes import BOTH, close, problem, train_step
+from test_multi_process_actors import BOTH, close, problem, train_step
 from test_random_schedules import draw_schedule
 from test_random_schedules import train_step as random_step
 

@@ -8,7 +8,8 @@ import pytest
 
 from jaxpp_async.actors import messages as m
 from jaxpp_async.actors.crew.outbox import Outbox
-from jaxpp_async.actors.crew.rpc import Call, StepHandle
+from jaxpp_async.actors.crew.rpc import Call
+from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.failures.failure import ActorInfo
 from jaxpp_async.errors import ActorDiedError, StepAbortedError
 

@@ -28,12 +28,13 @@ from waiting import until
 import jaxpp_async as jpp
 from jaxpp_async.actors.crew.rpc import ActorLink, Call
 from jaxpp_async.actors.failures.deadlines import awake_timeout
+from jaxpp_async.actors.files import tensor_files
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.launch.inline import InlineLauncher
 from jaxpp_async.actors.messages import Hold, Kept, Lend, Step
-from jaxpp_async.actors.restoring import recovery, rollback, tensor_files
-from jaxpp_async.actors.restoring.copies import holders
-from jaxpp_async.actors.restoring.recovery import Budget
+from jaxpp_async.actors.restarts import recovery, rollback
+from jaxpp_async.actors.restarts.copies import holders
+from jaxpp_async.actors.restarts.recovery import Budget
 from jaxpp_async.actors.values.shards import hold_pieces
 from jaxpp_async.actors.watching import supervision
 from jaxpp_async.errors import (

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpp_async.actors.restoring import tensor_files
-from jaxpp_async.actors.restoring.tensor_files import Wanted
+from jaxpp_async.actors.files import tensor_files
+from jaxpp_async.actors.files.tensor_files import Wanted
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint.restoring import check_files, load_manifest
 from jaxpp_async.errors import CheckpointError

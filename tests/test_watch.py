@@ -12,7 +12,7 @@ import pytest
 from test_stuck import INFOS, LOST, WAITING, at, part
 
 from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.crew.rpc import StepHandle
+from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.failures.monitor import Recovered, Suspect
 from jaxpp_async.actors.processes.progress import Position
 from jaxpp_async.actors.protocol.wire import Identity

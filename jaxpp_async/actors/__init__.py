@@ -13,6 +13,7 @@ docs/architecture.md walks through them.
         messages, protocol, control   what is said; as bytes; over sockets
         values, devices               arrays on their way, in pieces; JAX and GPUs
         processes                     which is whose; how one is spawned, kept and ended
-        failures, restoring           what a failure is; what brings arrays back
+        failures, restarts            what a failure is; what brings a mesh back after one
+        files                         an actor's part of a checkpoint
         owned_tasks                   asyncio tasks and who ends them
 """

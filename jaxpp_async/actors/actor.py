@@ -25,8 +25,8 @@ from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.plan import ExecutionPlan
 from jaxpp_async.actors.processes.progress import NoteProgress, no_progress
 from jaxpp_async.actors.processes.seats import Seat
-from jaxpp_async.actors.restoring.catching_up import Dropped, Tally, catch_up
-from jaxpp_async.actors.restoring.copies import Shelf
+from jaxpp_async.actors.restarts.copies import Shelf
+from jaxpp_async.actors.steps.catching_up import Dropped, Tally, catch_up
 from jaxpp_async.actors.steps.device_step_run import DeviceStepRun
 from jaxpp_async.actors.steps.loaded_program import LoadedProgram
 from jaxpp_async.actors.steps.loading import load_program

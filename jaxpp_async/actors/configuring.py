@@ -14,12 +14,12 @@ from jaxpp_async.actors.devices.compute import ComputeThread
 from jaxpp_async.actors.devices.cuda import DeviceDoor
 from jaxpp_async.actors.devices.device_work import DeviceWork
 from jaxpp_async.actors.devices.starting import INLINE_DEVICES, Devices, package_versions, plain_hardware, start_devices
+from jaxpp_async.actors.files.snapshots import Snapshots
 from jaxpp_async.actors.messages import Configure, Ready
 from jaxpp_async.actors.processes.progress import NoteProgress
 from jaxpp_async.actors.processes.seats import Seat
-from jaxpp_async.actors.restoring.copies import Shelf
-from jaxpp_async.actors.restoring.rollback import Rollbacks
-from jaxpp_async.actors.restoring.snapshots import Snapshots
+from jaxpp_async.actors.restarts.copies import Shelf
+from jaxpp_async.actors.restarts.rollback import Rollbacks
 from jaxpp_async.actors.steps.executables import Executables
 from jaxpp_async.actors.steps.machine import Begins, Machine
 from jaxpp_async.actors.store import Store

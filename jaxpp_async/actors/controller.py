@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpp_async.actors.control.vigil import Vigil
+from jaxpp_async.actors.control.vigil import Vigil, has_spare_core
 from jaxpp_async.actors.crew.bringup import ActorConfig
 from jaxpp_async.actors.crew.crew import Crew, CrewOptions
 from jaxpp_async.actors.crew.deploying import Deploying
@@ -28,7 +28,7 @@ from jaxpp_async.actors.crew.host_requests import HostRequests
 from jaxpp_async.actors.crew.linking import Linking
 from jaxpp_async.actors.crew.outbox import Outbox
 from jaxpp_async.actors.crew.programs import Programs
-from jaxpp_async.actors.crew.rpc import StepHandle
+from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.failures.failure import abandoned
 from jaxpp_async.actors.launch import Launcher
 from jaxpp_async.actors.messages import ArrayId, Inspect, Inspected, Loaded, Step
@@ -36,8 +36,8 @@ from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.processes.actor_info import ActorInfo
 from jaxpp_async.actors.processes.seats import Processes
 from jaxpp_async.actors.protocol.wire import DEFAULT_MAX_FRAME_BYTES
-from jaxpp_async.actors.restoring.backups import Backups
-from jaxpp_async.actors.restoring.recovery import Recovery
+from jaxpp_async.actors.restarts.backups import Backups
+from jaxpp_async.actors.restarts.recovery import Recovery
 from jaxpp_async.actors.values.scattering import Scattering
 from jaxpp_async.actors.watching.clocks import OUR_CLOCK, Clock
 from jaxpp_async.actors.watching.supervision import Supervision
@@ -198,7 +198,9 @@ class Controller:
             for link in self._crew.links.values():
                 self._supervision.watch(link)
             await self._crew.connect()
-            self._vigil = self._crew.vigil(lambda: len(self._under_way) > 0)
+            # Only where it takes no core away from an actor.
+            if self._crew.has_hearts and has_spare_core(link.info.host for link in self._crew.links.values()):
+                self._vigil = Vigil(self._loop, lambda: len(self._under_way) > 0)
             self._is_started = True
         except BaseException as error:  # also a cancellation: whatever it is, nothing that was started may be left
             if isinstance(error, ActorError):

@@ -8,7 +8,7 @@ import jax
 
 from jaxpp_async.actors.configuring import Equipment
 from jaxpp_async.actors.executor import Executor
-from jaxpp_async.actors.restoring.copies import Shelf
+from jaxpp_async.actors.restarts.copies import Shelf
 from jaxpp_async.actors.store import Store
 from jaxpp_async.actors.values.shards import memory_held
 

@@ -39,10 +39,15 @@ class OwnedTasks:
 
     def _on_done_awaited(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # marks it as seen: all who waited may have been cancelled
+        retrieve(task)  # all who waited may have been cancelled
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _LOG.error("%s failed", task.get_name(), exc_info=error)
+
+
+def retrieve(future: asyncio.Future[Any]) -> None:
+    """Mark a future's exception as seen: whoever awaits it still gets it, and nobody has to."""
+    if not future.cancelled():
+        future.exception()

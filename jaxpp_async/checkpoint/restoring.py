@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.crew.bringup import all_of
+from jaxpp_async.actors.files import checkpoint_folder, tensor_files
 from jaxpp_async.actors.messages import Done, FilePart, FilePiece, ReadFile
-from jaxpp_async.actors.restoring import checkpoint_folder, tensor_files
 from jaxpp_async.arrays import DELETED, RemoteArray
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint import trees

@@ -19,10 +19,10 @@ from typing import Any, TypeAlias
 
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.crew.bringup import all_of
+from jaxpp_async.actors.files import checkpoint_folder, tensor_files
 from jaxpp_async.actors.messages import Done, Sweep, Take, WriteFile, Written
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.processes.seats import Seat
-from jaxpp_async.actors.restoring import checkpoint_folder, tensor_files
 from jaxpp_async.arrays import Owner
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint.endings import failed, in_thread

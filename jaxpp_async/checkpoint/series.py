@@ -8,7 +8,7 @@ import os
 import re
 from typing import Any, Protocol
 
-from jaxpp_async.actors.restoring import checkpoint_folder
+from jaxpp_async.actors.files import checkpoint_folder
 from jaxpp_async.checkpoint.saving import OnProgress, Saver, Saving
 from jaxpp_async.errors import CheckpointError, MeshError
 

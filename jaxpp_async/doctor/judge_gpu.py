@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from jaxpp_async.actors.devices.agreement import Member, check_agreement
+from jaxpp_async.actors.crew.agreement import Member, check_agreement
 from jaxpp_async.actors.devices.gpus import VISIBLE, gpu_environment, memory_fraction, share
 from jaxpp_async.doctor.facts import Asked, Examination, Gpu, HostFacts, HostReport
 from jaxpp_async.doctor.finding import ALL, Finding, error, note, ok, warning

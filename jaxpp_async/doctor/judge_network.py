@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from jaxpp_async.doctor.facts import UNLIMITED, Asked, Examination, HostFacts, IbPort, LinkReport, Ucx
 from jaxpp_async.doctor.finding import Finding, error, note, ok, warning
-from jaxpp_async.extras import extra_of
+from jaxpp_async.extras import SYSTEM_UCX, extra_of
 
 MEMLOCK_BYTES = 1 << 30
 """RDMA pins the memory that it reads and writes."""
@@ -16,9 +16,6 @@ SLOW = 0.2
 
 WHEEL = "/site-packages/libucx/"
 """Where pip puts UCX."""
-
-SYSTEM_UCX = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
-"""Has ucxx load the UCX that the system finds, and pip's where it finds none."""
 
 _RDMA = ("rc", "dc", "ud")
 

@@ -3,6 +3,7 @@
 
     GPipe, Std1F1B, ...     the built-in schedules (`builtin`, `zero_bubble`, `v_shaped`)
     schedule_from_csv, ...  a schedule from and to a file (`csv_files`)
+    Schedule                what a schedule is (`base`)
     resolve                 a schedule, built-in or the user's own, checked (`check`)
     global_order, simulate  what follows from the lists (`timing`)
     format_grid             the lists as text (`grid`)

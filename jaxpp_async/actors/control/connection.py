@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from jaxpp_async.actors.messages import Log, Message
+from jaxpp_async.actors.owned_tasks import retrieve
 from jaxpp_async.actors.protocol.wire import HANDSHAKE_TIMEOUT_S, Wire
 from jaxpp_async.errors import HandshakeError, ProtocolError
 
@@ -52,7 +53,7 @@ class Connection(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self.wire, self.on_message, self.on_closed = wire, on_message, on_closed
         self.opened: asyncio.Future[None] = loop.create_future()
-        self.opened.add_done_callback(_retrieve)
+        self.opened.add_done_callback(retrieve)
         self._closed: asyncio.Future[None] = loop.create_future()
         self._transport: asyncio.Transport | None = None
         self._error: Exception | None = None
@@ -215,9 +216,3 @@ def _tune(sock: Any) -> None:
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         with contextlib.suppress(OSError):  # some sandboxes do not know the option; then the kernel's default holds
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
-
-
-def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Mark a future's exception as seen: whoever awaits it still gets it, and nobody has to."""
-    if not future.cancelled():
-        future.exception()

@@ -15,12 +15,11 @@ from typing import Any
 
 import jaxpp_async
 from jaxpp_async.actors.control.gate import Gate
-from jaxpp_async.actors.control.vigil import Vigil, has_spare_core
+from jaxpp_async.actors.crew.agreement import Member, check_agreement
 from jaxpp_async.actors.crew.bringup import ActorConfig, Bringup, all_of
 from jaxpp_async.actors.crew.ending import bounded, wait_all_dead
 from jaxpp_async.actors.crew.host_data import HostPlane
 from jaxpp_async.actors.crew.rpc import ActorLink, Call
-from jaxpp_async.actors.devices.agreement import Member, check_agreement
 from jaxpp_async.actors.failures.stuck import PROGRESS_S
 from jaxpp_async.actors.launch import ActorHandle, Launcher, LaunchSpec
 from jaxpp_async.actors.launch.addresses import addresses_of_hosts
@@ -282,16 +281,6 @@ class Crew:
     def has_hearts(self) -> bool:
         """Actors are processes, which beat."""
         return self._launcher.listen_host is not None
-
-    def vigil(self, has_steps: Callable[[], bool]) -> Vigil | None:
-        """What keeps this process awake for steps' replies; None where that would take a core away from an actor.
-
-        Args:
-            has_steps: whether any step is under way.
-        """
-        if not self.has_hearts or not has_spare_core(link.info.host for link in self.links.values()):
-            return None
-        return Vigil(asyncio.get_running_loop(), has_steps)
 
     def ask_where(self, process: ProcessId) -> asyncio.Future[Reported]:
         """Ask a process where it is; past the outbox, since that is not to be asked again."""

@@ -15,7 +15,8 @@ from jaxpp_async.actors.crew.crew import Crew
 from jaxpp_async.actors.crew.frees import FreeList
 from jaxpp_async.actors.crew.host_data import HostValue, Sending
 from jaxpp_async.actors.crew.outbox import Outbox
-from jaxpp_async.actors.crew.rpc import Call, StepHandle
+from jaxpp_async.actors.crew.rpc import Call
+from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.messages import ArrayId, Done, Step, Store
 from jaxpp_async.actors.values.scattering import Gathering
 from jaxpp_async.program import ActorId, Aval, ProcessId

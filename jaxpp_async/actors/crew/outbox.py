@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias, cast
 
-from jaxpp_async.actors.crew.rpc import ActorLink, Call, Replayed, StepHandle, Waiter
+from jaxpp_async.actors.crew.rpc import ActorLink, Call, Replayed, Waiter
+from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.failures.failure import abandoned
 from jaxpp_async.actors.messages import ReadFile, Request, Step, Store, Sweep, Take
 from jaxpp_async.actors.processes.actor_info import ActorInfo

@@ -19,19 +19,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_async import jax_config
 from jaxpp_async.actors.devices.cluster import join
 from jaxpp_async.actors.messages import Configure, Hardware
 from jaxpp_async.errors import InstallError, LaunchError, MeshError
+from jaxpp_async.explicit import AXIS_TYPES
 from jaxpp_async.extras import cuda_error, cuda_install
 from jaxpp_async.program import Aval
 
 ONE_DEVICE_AXIS = "device"
 """Axis name of the mesh of an actor with no `spmd_mesh`."""
 
-_AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 _PACKAGES = ("jaxpp-async", "jax", "jaxlib", "numpy", "ml_dtypes")
 
 INLINE_DEVICES = threading.Lock()
@@ -168,7 +168,7 @@ def _run_setup(setup: str) -> None:
 def _make_mesh(configure: Configure) -> Mesh:
     axes = configure.spmd_mesh or ((ONE_DEVICE_AXIS, 1),)
     kinds = configure.axis_types or ("auto",) * len(axes)
-    unknown = [kind for kind in kinds if kind not in _AXIS_TYPES]
+    unknown = [kind for kind in kinds if kind not in AXIS_TYPES]
     if unknown or len(kinds) != len(axes):
         raise ValueError(f"axis_types {kinds} for the axes {axes}: give 'auto' or 'explicit' for each axis")
     shape = tuple(size for _, size in axes)
@@ -198,5 +198,5 @@ def _make_mesh(configure: Configure) -> Mesh:
     return Mesh(
         np.array(devices[: math.prod(shape)]).reshape(shape),
         tuple(name for name, _ in axes),
-        axis_types=tuple(_AXIS_TYPES[kind] for kind in kinds),
+        axis_types=tuple(AXIS_TYPES[kind] for kind in kinds),
     )

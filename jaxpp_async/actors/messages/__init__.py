@@ -2,6 +2,12 @@
 
 Requests go controller to actor and carry a `request` number; the actor answers each with exactly one reply bearing the
 same number: the reply type named in the request's docstring, or `Failed`. `protocol` turns messages into frames.
+
+starting   how actors start, connect and end
+steps      programs, the steps that run them, values in and out
+files      what is written to checkpoints and read of them
+restarts   aborts, and the copies from which actors go on
+where      where an actor is, how it does and what it says of itself
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from jaxpp_async.program import ProcessId
 
-_RDMA = ("rc", "dc", "gga")
+_READ_DEVICE_MEMORY = ("rc", "dc", "gga")
 """Beginnings of UCX's names of transports between hosts (`rc_mlx5`, `dc_mlx5`) that can read and write device memory
 where it lies. That they do also takes a driver (docs/gpu.md), and UCX does not tell."""
 
@@ -20,4 +20,4 @@ def staged(routes: Mapping[ProcessId, tuple[str, ...]]) -> dict[ProcessId, tuple
 
 
 def _is_direct(way: str) -> bool:
-    return way == "cuda_ipc" or way.partition("_")[0] in _RDMA
+    return way == "cuda_ipc" or way.partition("_")[0] in _READ_DEVICE_MEMORY

@@ -13,7 +13,8 @@ from typing import Any
 
 from jaxpp_async.actors.crew.crew import Crew
 from jaxpp_async.actors.crew.programs import Programs
-from jaxpp_async.actors.crew.rpc import ActorLink, StepHandle
+from jaxpp_async.actors.crew.rpc import ActorLink
+from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.failures.failure import died_error, is_consequence, is_echo, lost_error, remote_error
 from jaxpp_async.actors.messages import Beat
 from jaxpp_async.actors.owned_tasks import OwnedTasks

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxpp_async.actors.crew.rpc import StepHandle
+from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.failures.autopsy import ProgramOf, place
 from jaxpp_async.actors.failures.awake import TICK_S, AwakeClock
 from jaxpp_async.actors.failures.failure import describe_silence, silent_error, stuck_error

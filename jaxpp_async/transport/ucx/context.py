@@ -11,10 +11,8 @@ import socket
 from typing import Any
 
 from jaxpp_async.errors import InstallError, MeshError, TransferError
-from jaxpp_async.extras import CUDA_MAJORS, pip_install
+from jaxpp_async.extras import CUDA_MAJORS, SYSTEM_UCX, pip_install
 from jaxpp_async.transport.ucx.net_devices import DEVICES, check_devices
-
-_SYSTEM_UCX = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
 
 # Not set, after measuring: larger segments (UCX_POSIX_SEG_SIZE) make messages of 16 MiB a tenth faster, but then each
 # small message that comes before its receive holds a larger one; and from 64 KiB on a full one has length 0 (16 bits).
@@ -81,7 +79,7 @@ def check_takes_gpu_memory() -> None:
     if given := os.environ.get("UCX_TLS"):
         remedy = f"UCX_TLS={given} leaves it out: add cuda"
     elif _wants_system_ucx():
-        remedy = f"take a UCX that is built with CUDA, or pip's: unset {_SYSTEM_UCX}"
+        remedy = f"take a UCX that is built with CUDA, or pip's: unset {SYSTEM_UCX}"
     else:
         remedy = "is it built with CUDA, and is the driver there (`python -m jaxpp_async doctor --platform cuda`)?"
     raise MeshError(f"UCX on host {socket.gethostname()} cannot take GPU memory, it has no cuda_copy; {remedy}")
@@ -112,10 +110,10 @@ def _import_ucxx() -> Any:
 
 
 def _wants_system_ucx() -> bool:
-    return os.environ.get(_SYSTEM_UCX, "false").lower() != "false"
+    return os.environ.get(SYSTEM_UCX, "false").lower() != "false"
 
 
 def _import_remedy() -> str:
     if _wants_system_ucx():
-        return f"it looks for the system's UCX first ({_SYSTEM_UCX}): have it find a newer one, or unset that"
+        return f"it looks for the system's UCX first ({SYSTEM_UCX}): have it find a newer one, or unset that"
     return f"install it with: {pip_install('cpu')}  (with GPUs: {' or '.join(f'[cuda{n}]' for n in CUDA_MAJORS)})"

@@ -12,7 +12,7 @@ import re
 import secrets
 from collections.abc import Collection
 
-from jaxpp_async.actors.restoring.tensor_files import PARTIAL, sync_folder
+from jaxpp_async.actors.files.tensor_files import PARTIAL, sync_folder
 
 MANIFEST = "manifest.json"
 

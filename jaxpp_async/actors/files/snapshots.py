@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpp_async.actors.files import checkpoint_folder, tensor_files
 from jaxpp_async.actors.messages import ArrayId, Done, FilePart, ReadFile, Sweep, Take, WriteFile, Written
-from jaxpp_async.actors.restoring import checkpoint_folder, tensor_files
 from jaxpp_async.actors.store import Entry, Store, fill
 from jaxpp_async.actors.values.host_values import Look
 from jaxpp_async.actors.values.shards import Layout, Layouts, hold_pieces, join_pieces, place

@@ -20,7 +20,7 @@ from jaxpp_async.actors.failures.deadlines import awake_timeout
 from jaxpp_async.actors.failures.stuck import PROGRESS_S, SLOW_BYTES_PER_S
 from jaxpp_async.actors.messages import Done, Forget, Hold, Keep, Kept, KeptArray, Lend, Request, Rollback
 from jaxpp_async.actors.owned_tasks import OwnedTasks
-from jaxpp_async.actors.restoring.copies import Shelf, holders
+from jaxpp_async.actors.restarts.copies import Shelf, holders
 from jaxpp_async.errors import ActorError, ActorUnresponsiveError, RemoteError, StateLostError, TransferError
 from jaxpp_async.program import CONTROLLER, ActorId, ProcessId
 

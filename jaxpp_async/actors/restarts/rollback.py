@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxpp_async.actors.messages import ArrayId, Done, Keep, Kept, KeptArray, Rollback
-from jaxpp_async.actors.restoring.copies import Copy, Shelf
+from jaxpp_async.actors.restarts.copies import Copy, Shelf
 from jaxpp_async.actors.store import Entry, Store, fill
 from jaxpp_async.actors.values.host_values import Look
 from jaxpp_async.actors.values.shards import Layout, Layouts, hold_pieces, host_bytes, join_privately

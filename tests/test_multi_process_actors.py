@@ -27,7 +27,7 @@ from jaxpp_async.actors.messages import Fetch
 from jaxpp_async.actors.processes.actor_info import ActorInfo, of_actor
 from jaxpp_async.actors.processes.progress import Position, hindmost
 from jaxpp_async.actors.processes.seats import Processes, Seat
-from jaxpp_async.actors.restoring.copies import holders
+from jaxpp_async.actors.restarts.copies import holders
 from jaxpp_async.actors.values import crossings
 from jaxpp_async.actors.values.host_values import HostValues, Look
 from jaxpp_async.actors.values.parts import parts_of

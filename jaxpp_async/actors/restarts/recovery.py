@@ -25,7 +25,7 @@ from jaxpp_async.actors.failures.deadlines import awake_timeout
 from jaxpp_async.actors.failures.failure import abandoned
 from jaxpp_async.actors.messages import Loaded
 from jaxpp_async.actors.owned_tasks import OwnedTasks
-from jaxpp_async.actors.restoring.backups import Backups
+from jaxpp_async.actors.restarts.backups import Backups
 from jaxpp_async.actors.watching.supervision import GRACE_S
 from jaxpp_async.errors import (
     ActorDiedError,
