@@ -450,8 +450,14 @@ ARGUMENTS = {
         GOOD, TypeError, [r"'step': ws\[0\] is a ndarray of dtype object", "static or leave"],
         args=([np.array([None, 1]), W], X),
     ),
-    "too few": Case(GOOD, TypeError, [r"'step', called with 1: missing a required argument: 'batch'; it is step\(ws, batch\)"], args=([W, W],)),
-    "too many": Case(GOOD, TypeError, [r"'step', called with 3: too many positional arguments; it is step\(ws, batch\)"], args=([W, W], X, X)),
+    "too few": Case(
+        GOOD, TypeError, [r"'step', called with 1: missing a required argument: 'batch'; it is step\(ws, batch\)"],
+        args=([W, W],),
+    ),
+    "too many": Case(
+        GOOD, TypeError, [r"'step', called with 3: too many positional arguments; it is step\(ws, batch\)"],
+        args=([W, W], X, X),
+    ),
     "a static one without a hash": Case(
         lambda config, x: x, TypeError, ["argument config is static and a list", "hashable"], args=([1], X),
         options={"static_argnums": 0},
