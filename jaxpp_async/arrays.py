@@ -14,7 +14,7 @@ import numpy as np
 from jaxpp_async.compiler.ir import ValueType
 from jaxpp_async.errors import ArrayError
 from jaxpp_async.program import ActorId, Aval, SpecEntry
-from jaxpp_async.tracebacks import hidden_frames
+from jaxpp_async.tracebacks import HiddenFrames
 
 
 class Owner(Protocol):
@@ -133,7 +133,7 @@ class RemoteArray:
         return self._state != LIVE
 
     def __await__(self) -> Generator[Any, None, Any]:
-        with hidden_frames:
+        with HiddenFrames():
             return (yield from self._owner.fetch(self).__await__())
 
     async def delete(self) -> None:

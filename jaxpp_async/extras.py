@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 from importlib import metadata, util
 from pathlib import Path
-from urllib.parse import unquote
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from jaxpp_async.errors import InstallError
 
 CUDA_MAJORS = (13, 12)
 """For which there are extras; the preferred one first."""
+
+_NAME, _GONE = "jaxpp-async", "gone: "
 
 SYSTEM_UCX = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
 """Has ucxx load the UCX that the system finds, and pip's where it finds none."""
@@ -35,8 +39,12 @@ def pip_install(extra: str, python: str = "", source: str | None = None) -> str:
         source: where the package comes from, as `source_here` has it on the host in question; None: on this one.
     """
     source = source_here() if source is None else source
+    gone, source = source.startswith(_GONE), source.removeprefix(_GONE)
     option, source = ("-e ", source.removeprefix("-e ")) if source.startswith("-e ") else ("", source)
-    return f"{f'{python} -m ' if python else ''}pip install {option}'{source}[{extra}]'"
+    name, at, url = source.partition(" @ ") if source.startswith(f"{_NAME} @ ") else (source, "", "")
+    command = f"pip install {option}{shlex.quote(f'{name}[{extra}]{at}{url}')}"
+    missing = f"  (there is no source of this package at {source} any more: name the folder where it is now)"
+    return f"{f'{shlex.quote(python)} -m ' if python else ''}{command}{missing * gone}"
 
 
 def cuda_install() -> str:
@@ -46,25 +54,55 @@ def cuda_install() -> str:
 
 
 def source_here() -> str:
-    """What pip is to install this package from here: the folder that it came from, behind `-e ` if it is used there.
+    """What pip is to install this package from here, as `pip_install` takes it.
 
-    Its name alone, where there is no such folder.
+    Returns:
+        The folder or file that it came from, behind `-e ` where it is used there; before it `gone: ` where it is there
+        no more. `jaxpp-async @ URL` for a wheel or a repository of the network, at the commit that is here. The name
+        alone where pip had it by name, from an index: elsewhere whoever takes that name would be installed.
     """
-    url, editable = _installed_from()
-    if url.startswith("file:///"):
-        return f"{'-e ' * editable}{unquote(url.removeprefix('file://'))}"
-    folder = Path(__file__).resolve().parents[1]  # a clone that is only on the path, not installed
-    return f"-e {folder}" if (folder / "pyproject.toml").is_file() else "jaxpp-async"
+    found = _installed_from()
+    if found is not None and (known := _source_of(found)):
+        return known
+    folder = Path(__file__).resolve().parents[1]
+    if (folder / "pyproject.toml").is_file():  # a clone that is only on the path, not installed
+        return f"-e {folder}"
+    return _NAME if found == {} else f"{_GONE}{folder}"
 
 
-def _installed_from() -> tuple[str, bool]:
-    """The URL that pip installed this package from, and whether editably."""
+def _source_of(found: dict[str, Any]) -> str:
+    """What a `direct_url.json` (PEP 610) names; nothing if it names nothing that pip could be given."""
+    url = found.get("url")
+    if not isinstance(url, str) or not url:
+        return ""
+    parts, vcs = urlsplit(url), _part(found, "vcs_info")
+    if vcs:
+        inside = found.get("subdirectory")
+        at = f"@{vcs['commit_id']}" if "commit_id" in vcs else ""
+        return f"{_NAME} @ {vcs.get('vcs', 'git')}+{url}{at}{f'#subdirectory={inside}' if inside else ''}"
+    if parts.scheme != "file":
+        return f"{_NAME} @ {url}"
+    if parts.netloc not in ("", "localhost"):
+        return ""
+    path = unquote(parts.path)
+    editable = _part(found, "dir_info").get("editable") is True
+    return f"{'' if Path(path).exists() else _GONE}{'-e ' * editable}{path}"
+
+
+def _part(found: dict[str, Any], key: str) -> dict[str, Any]:
+    value = found.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _installed_from() -> dict[str, Any] | None:
+    """Where pip says that it got this package; `{}`: by its name, from an index. None: it was not installed."""
     try:
-        text = metadata.distribution("jaxpp-async").read_text("direct_url.json")
-        found = json.loads(text or "{}")
-        return str(found.get("url", "")), bool(found.get("dir_info", {}).get("editable", False))
-    except (metadata.PackageNotFoundError, ValueError, AttributeError):  # not installed, or by no pip
-        return "", False
+        found = json.loads(metadata.distribution(_NAME).read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        return None
+    except ValueError:  # nobody's JSON
+        return {"url": ""}
+    return found if isinstance(found, dict) else {"url": ""}
 
 
 def jax_cuda_majors() -> tuple[int, ...]:

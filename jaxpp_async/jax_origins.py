@@ -6,8 +6,10 @@ In: equations, jaxprs, errors. Out: `file:line` and names. No door to private JA
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
+from types import CodeType
 from typing import Any
 
 import jax
@@ -18,9 +20,25 @@ _PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _JAX_DIR = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
 
+_IMPORTLIB = os.path.dirname(os.path.abspath(importlib.__file__)) + os.sep
+
+
+def path_of(code: CodeType) -> str:
+    """The file of some code: an absolute path, but where the code is the user's and was typed in (`<stdin>`), made
+    (`<string>`) or started by a relative path: those are of no folder here, whatever the current one is.
+    """
+    name = code.co_filename
+    return os.path.abspath(name) if os.path.isabs(name) else name
+
+
 def is_ours(name: str) -> bool:
     """Whether a file, by its absolute path, is this package's."""
     return name.startswith(_PACKAGE_DIR)
+
+
+def is_of_importlib(name: str) -> bool:
+    """Whether a file is of Python's machinery of imports, of which a part is built in."""
+    return name.startswith(("<frozen importlib", _IMPORTLIB))
 
 
 def is_of_jax(name: str) -> bool:
@@ -87,8 +105,8 @@ def caller_line() -> str:
     """`file:line` of the innermost caller outside this package and JAX."""
     frame = sys._getframe(1)
     while frame is not None:
-        name = os.path.abspath(frame.f_code.co_filename)
-        if not (is_ours(name) or is_of_jax(name)) and "importlib" not in name:
+        name = path_of(frame.f_code)
+        if not (is_ours(name) or is_of_jax(name) or is_of_importlib(name)):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "unknown line"
@@ -98,7 +116,7 @@ def error_line(error: BaseException) -> str:
     """`file:line` of the innermost frame of an error's traceback outside this package and JAX."""
     found, frame = "unknown line", error.__traceback__
     while frame is not None:
-        name = os.path.abspath(frame.tb_frame.f_code.co_filename)
+        name = path_of(frame.tb_frame.f_code)
         if not (is_ours(name) or is_of_jax(name)):
             found = f"{name}:{frame.tb_lineno}"
         frame = frame.tb_next

@@ -20,7 +20,7 @@ from jax import lax
 from jaxpp_async import explicit, jax_compat, jax_config, jax_origins, nonfinite
 from jaxpp_async.errors import StageError
 from jaxpp_async.reductions import Reduction, Stack, Sum
-from jaxpp_async.tracebacks import hidden_frames
+from jaxpp_async.tracebacks import HiddenFrames
 
 # ---------------------------------------------------------------- pipeline_yield
 #
@@ -122,6 +122,11 @@ def pipeline_yield(tree: Any, *, name: str | None = None) -> Any:
 
     Source: the JaxPP paper, section "Stage Marking".
     """
+    with HiddenFrames():
+        return _yielded(tree, name)
+
+
+def _yielded(tree: Any, name: str | None) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     marked = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact)]
     if not marked:
@@ -292,7 +297,7 @@ def accumulate_grads(
     line = jax_origins.caller_line()
 
     def run(batch: Any) -> Any:
-        with hidden_frames:
+        with HiddenFrames():
             return _run_loop(fn, batch, schedule, reduce, pass_index, line)
 
     return run

@@ -24,7 +24,7 @@ from jaxpp_async.running import StepRunner
 from jaxpp_async.step import DistributedStep, StepOptions
 from jaxpp_async.step_future import StepFuture
 from jaxpp_async.timeline import Timeline
-from jaxpp_async.tracebacks import hidden_frames
+from jaxpp_async.tracebacks import HiddenFrames
 from jaxpp_async.values import RemoteValues
 
 
@@ -167,7 +167,7 @@ class RemoteMesh:
     async def __aenter__(self) -> RemoteMesh:
         if self._controller is not None:
             raise MeshError("this mesh has been entered before; make a new RemoteMesh for another run")
-        with hidden_frames:
+        with HiddenFrames():
             await mesh_options.prepare(self._launcher, self._config, same_python=self._same_python)
             self._controller = await Controller.start(
                 self.num_actors,
@@ -271,7 +271,7 @@ class RemoteMesh:
             ActorError: an actor died or its code failed.
             ArrayError, and the errors of `step.compile`: before any actor runs.
         """
-        with hidden_frames:
+        with HiddenFrames():
             return await self._runner.run(self._checked(step), args)
 
     async def submit(self, step: DistributedStep, *args: Any) -> StepFuture:
@@ -284,7 +284,7 @@ class RemoteMesh:
             ActorError: an actor or the mesh failed before it was admitted.
             ArrayError, and the errors of `step.compile`: before any actor runs.
         """
-        with hidden_frames:
+        with HiddenFrames():
             return await self._runner.submit(self._checked(step), args)
 
     def last_step_stats(self) -> list[StepStats]:
@@ -336,7 +336,7 @@ class RemoteMesh:
             ArrayError: `like` has other leaves than `tree`, or its sharding does not divide them.
             ActorError: an actor or the mesh failed.
         """
-        with hidden_frames:
+        with HiddenFrames():
             return await self._values.put(tree, like)
 
     async def fetch(self, tree: Any) -> Any:
@@ -352,7 +352,7 @@ class RemoteMesh:
             ArrayError: an array was donated, deleted, lost to a failure, or is another mesh's.
             ActorError: an actor or the mesh failed.
         """
-        with hidden_frames:
+        with HiddenFrames():
             return await self._values.fetch(tree)
 
     # ---------------------------------------------------------------- checkpoints
@@ -384,7 +384,7 @@ class RemoteMesh:
             ArrayError: an array was donated, deleted, or is another mesh's.
             MeshClosedError: the mesh is closed or has failed.
         """
-        with hidden_frames:
+        with HiddenFrames():
             return await self._saver.save(path, tree, wait=wait, on_progress=on_progress)
 
     async def restore(self, path: str | os.PathLike[str], like: Any) -> Any:
@@ -404,7 +404,7 @@ class RemoteMesh:
             CheckpointError: no checkpoint, a broken one, or another tree, shape or dtype than `like`; names the path.
             ActorError: the mesh failed.
         """
-        with hidden_frames:
+        with HiddenFrames():
             return await restore(self._running(), self._values, path, like)
 
 

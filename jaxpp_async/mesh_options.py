@@ -27,7 +27,7 @@ from jaxpp_async.compiler.emit import Target
 from jaxpp_async.errors import MeshError, ShardingError
 from jaxpp_async.explicit import AXIS_TYPES
 from jaxpp_async.extras import cuda_error, jax_cuda_majors
-from jaxpp_async.tracebacks import hidden_frames
+from jaxpp_async.tracebacks import HiddenFrames
 from jaxpp_async.transport.nccl.plan import ENVIRONMENT as NCCL_ENVIRONMENT
 from jaxpp_async.transport.planes import is_ordered
 
@@ -80,7 +80,7 @@ def only_known(fn: Callable[P, R]) -> Callable[P, R]:
                 near = difflib.get_close_matches(option, known, 1, 0.5)
                 what = f"did you mean {near[0]}=?" if near else f"it has {', '.join(known)}"
                 raise TypeError(f"{name} has no option {option}=; {what}")
-        with hidden_frames:
+        with HiddenFrames():
             return fn(*args, **kwargs)
 
     return call

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxpp_async import jax_compat, jax_origins
 from jaxpp_async.errors import ShardingError
+from jaxpp_async.tracebacks import HiddenFrames
 
 # What `jax.jit` has traced and lowered under one mesh's rules must not serve another's: JAX keys its caches by this.
 _rules = jax.make_user_context(default_value=None)
@@ -120,6 +121,11 @@ def shard(x: Any, names: Sequence[str | None]) -> Any:
     Raises:
         ShardingError: more names than dimensions.
     """
+    with HiddenFrames():
+        return _constrained(x, names)
+
+
+def _constrained(x: Any, names: Sequence[str | None]) -> Any:
     ndim = jax.typeof(x).ndim
     if len(names) > ndim:
         raise ShardingError(

@@ -26,7 +26,7 @@ from jaxpp_async.compiler.sharing import Exports
 from jaxpp_async.errors import MeshError, ShardingError
 from jaxpp_async.leaves import kind, leaf_type, shape_struct
 from jaxpp_async.program import ActorId
-from jaxpp_async.tracebacks import hidden_frames
+from jaxpp_async.tracebacks import HiddenFrames
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +168,7 @@ class DistributedStep:
         return running
 
     async def _run(self, args: tuple[Any, ...]) -> Any:
-        with hidden_frames:
+        with HiddenFrames():
             return await self.runner.run(self, args)
 
     def with_schedule(self, schedule: Any) -> DistributedStep:
@@ -189,7 +189,7 @@ class DistributedStep:
         Raises:
             UnsupportedError, StageError, ScheduleError, ShardingError: before any actor is asked.
         """
-        with hidden_frames:
+        with HiddenFrames():
             return await self.runner.compile(self, args)
 
     async def init(self, argnum: int, fn: Callable, *args: Any) -> Any:
@@ -201,7 +201,7 @@ class DistributedStep:
         Returns:
             `fn`'s tree of `RemoteArray`s.
         """
-        with hidden_frames:
+        with HiddenFrames():
             return await self.runner.init(self, argnum, fn, args)
 
     def find(self, signature: Any) -> CompiledStep | None:

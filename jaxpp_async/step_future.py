@@ -14,7 +14,7 @@ from jaxpp_async.moves import Moved
 from jaxpp_async.program import ActorId
 from jaxpp_async.recording import Recording, first_line
 from jaxpp_async.timeline import Timeline
-from jaxpp_async.tracebacks import hidden_frames
+from jaxpp_async.tracebacks import HiddenFrames
 
 
 class StepFuture:
@@ -40,7 +40,7 @@ class StepFuture:
         self._handle = recording.handle
 
     def __await__(self) -> Generator[Any, None, Any]:
-        with hidden_frames:
+        with HiddenFrames():
             yield from self._handle.__await__()
             if self._printing is not None:
                 yield from asyncio.shield(self._printing).__await__()

@@ -4,12 +4,15 @@ the frames that say nothing to a user.
 Those are this package's, and those of JAX and Python's library that it called: an error of `errors` says all there is
 to say in its message; the user's own, raised while a step is traced, has its cause in the user's frames. Where neither
 is so, a bug of this package for one, the frames behind the user's last one stay. JAX's own switch shows everything:
-`JAX_TRACEBACK_FILTERING=off`. Never touches a message, a note or a cause.
+`JAX_TRACEBACK_FILTERING=off`. Never touches a message, a note or a cause, nor an error that the caller was handling
+already, and never fails itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import sysconfig
 from collections.abc import Iterator
 from types import FrameType, TracebackType
@@ -21,21 +24,28 @@ from jaxpp_async.errors import JaxppAsyncError
 _LIBRARY: Final = sysconfig.get_path("stdlib") + os.sep
 
 
-class _HiddenFrames:
-    """A context that every error which leaves it goes through. Costs next to nothing where there is none."""
+class HiddenFrames:
+    """`with HiddenFrames():` around what a public function does: every error that leaves it is shortened, and all those
+    that are printed with it. Costs next to nothing where there is none.
+    """
+
+    __slots__ = ("_handled",)
 
     def __enter__(self) -> None:
-        """Nothing to prepare."""
+        # Python chains it to each error that is raised in here, and its traceback belongs to the caller.
+        self._handled = sys.exception()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         # Python goes on with the error's traceback as it is now, and adds nothing for the `with` itself.
-        if isinstance(error, Exception) and jax_config.hides_frames():
-            for each in _chain(error):
-                each.__traceback__ = shown(each.__traceback__, says_all=isinstance(each, JaxppAsyncError))
-
-
-hidden_frames: Final = _HiddenFrames()
-"""`with hidden_frames:` around what a public function does."""
+        if error is None or not (isinstance(error, Exception) or _is_cancelled(error)) or not jax_config.hides_frames():
+            return
+        # Whatever fails here would stand in the error's place, and a user's exception may do anything when it is
+        # looked at (properties, `__getattribute__`): a long traceback is the lesser evil.
+        with contextlib.suppress(Exception):
+            for each in _chain(error, self._handled):
+                says_all = isinstance(each, JaxppAsyncError) or _is_cancelled(each)
+                # Past the exception's own `__setattr__`, which refuses where it is a frozen dataclass.
+                BaseException.with_traceback(each, shown(each.__traceback__, says_all=says_all))
 
 
 def shown(traceback: TracebackType | None, *, says_all: bool) -> TracebackType | None:
@@ -59,7 +69,7 @@ def _hidden(frames: list[FrameType]) -> tuple[list[bool], int]:
     hidden: list[bool] = []
     last_of_user = -1
     for k, frame in enumerate(frames):
-        name = os.path.abspath(frame.f_code.co_filename)
+        name = jax_origins.path_of(frame.f_code)
         ours, helps = jax_origins.is_ours(name), jax_origins.is_of_jax(name) or _is_of_library(name)
         hidden.append(ours or (helps and bool(hidden) and hidden[-1]))
         if not ours and not helps:
@@ -69,9 +79,14 @@ def _hidden(frames: list[FrameType]) -> tuple[list[bool], int]:
 
 def _is_of_library(name: str) -> bool:
     """Whether a file is Python's own. Installed packages lie below it, and count as the user's."""
-    return "importlib" in name or (
+    return jax_origins.is_of_importlib(name) or (
         name.startswith(_LIBRARY) and "site-packages" not in name and "dist-packages" not in name
     )
+
+
+def _is_cancelled(error: BaseException) -> bool:
+    """Whether it is asyncio's `CancelledError`: by its name, for the marks come here too, and do without asyncio."""
+    return type(error).__name__ == "CancelledError"
 
 
 def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
@@ -80,9 +95,9 @@ def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
         traceback = traceback.tb_next
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and all those that are printed with it."""
-    seen: set[int] = set()
+def _chain(error: BaseException, handled: BaseException | None) -> Iterator[BaseException]:
+    """An error and all those that are printed with it, up to the one that was being handled before."""
+    seen = {id(handled)} - {id(error)}  # it may be raised once more while it is handled
     waiting: list[BaseException | None] = [error]
     while waiting:
         each = waiting.pop()

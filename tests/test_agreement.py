@@ -16,6 +16,7 @@ import fake_actor
 import pytest
 
 import jaxpp_async as jpp
+from jaxpp_async import extras
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.crew.agreement import Member, check_agreement
 from jaxpp_async.actors.crew.bringup import ActorConfig, unready_error
@@ -204,18 +205,58 @@ def test_a_jax_without_cuda_is_told_with_the_extra(monkeypatch):
     assert cuda_error("platform='cuda'") is None
 
 
+GIT = '{"url": "https://host/a/clone", "vcs_info": {"vcs": "git", "commit_id": "ab12"}}'
+
+
 @pytest.mark.parametrize(
     ("direct_url", "says"),
     [
-        ('{"url": "file:///a%20b/clone", "dir_info": {}}', "pip install '/a b/clone[cpu]'"),
-        ('{"url": "file:///clone", "dir_info": {"editable": true}}', "pip install -e '/clone[cpu]'"),
+        ('{"url": "file://HERE", "dir_info": {}}', "pip install 'HERE[cpu]'"),
+        ('{"url": "file://HERE", "dir_info": {"editable": true}}', "pip install -e 'HERE[cpu]'"),
+        ('{"url": "file://localhostHERE", "dir_info": {}}', "pip install 'HERE[cpu]'"),
+        (
+            '{"url": "file:///gone/a.whl", "archive_info": {}}',
+            "pip install '/gone/a.whl[cpu]'  (there is no source of this package at /gone/a.whl any more",
+        ),
+        (
+            '{"url": "file:///a%27b", "dir_info": {}}',
+            """pip install '/a'"'"'b[cpu]'  (there is no source of this package at /a'b any""",
+        ),
+        (GIT, "pip install 'jaxpp-async[cpu] @ git+https://host/a/clone@ab12'"),
+        (GIT[:-1] + ', "subdirectory": "x"}', "'jaxpp-async[cpu] @ git+https://host/a/clone@ab12#subdirectory=x'"),
+        ('{"url": "https://host/a.whl", "archive_info": {}}', "pip install 'jaxpp-async[cpu] @ https://host/a.whl'"),
         (None, f"pip install -e '{ROOT}[cpu]'"),  # a clone on the path
+        ("[]", f"pip install -e '{ROOT}[cpu]'"),
+        ('{"url": null}', f"pip install -e '{ROOT}[cpu]'"),
+        ('{"url": "file://other/a"}', f"pip install -e '{ROOT}[cpu]'"),
     ],
 )
-def test_what_is_missing_comes_from_where_the_package_came_from(direct_url, says, monkeypatch):
-    installed: Any = SimpleNamespace(read_text=lambda name: direct_url)
+def test_what_is_missing_comes_from_where_the_package_came_from(direct_url, says, monkeypatch, tmp_path):
+    here = tmp_path / "a b"
+    here.mkdir()
+    text = direct_url and direct_url.replace("HERE", str(here).replace(" ", "%20"))
+    installed: Any = SimpleNamespace(read_text=lambda name: text)
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
-    assert pip_install("cpu") == says
+    assert says.replace("HERE", str(here)) in pip_install("cpu")
+
+
+@pytest.mark.parametrize(
+    ("direct_url", "says"),
+    [
+        (None, "pip install 'jaxpp-async[cpu]'"),  # by its name, from an index
+        ("[", "pip install '/site[cpu]'  (there is no source of this package at /site any"),
+        ("none", "pip install '/site[cpu]'  (there is no source of this package at /site any"),
+    ],
+)
+def test_the_name_alone_is_suggested_only_where_pip_had_it_by_name(direct_url, says, monkeypatch):
+    def distribution(name):
+        if direct_url == "none":
+            raise importlib.metadata.PackageNotFoundError
+        return SimpleNamespace(read_text=lambda name: direct_url)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    monkeypatch.setattr(extras, "__file__", "/site/jaxpp_async/extras.py")
+    assert pip_install("cpu").startswith(says)
 
 
 def test_no_text_names_an_extra_in_another_way():

@@ -25,6 +25,7 @@ from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.crew import crew
 from jaxpp_async.actors.crew.bringup import ActorConfig
 from jaxpp_async.actors.crew.host_data import HostValue
+from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.launch.inline import InlineLauncher
 from jaxpp_async.actors.protocol.wire import DEFAULT_MAX_FRAME_BYTES, Identity, Wire
@@ -35,6 +36,7 @@ from jaxpp_async.errors import (
     MeshClosedError,
     RemoteError,
     StepAbortedError,
+    TransferError,
 )
 from jaxpp_async.program import Aval
 
@@ -259,6 +261,53 @@ async def test_a_remote_exception_inline(caplog):
         with pytest.raises(RemoteError, match="boom") as error:
             await start(controller, await load(controller, "0:raise 1:hang"))
         assert error.value.instruction == "run fwd(stage 1, mb 3)"
+
+
+class HoldingTransport(NullTransport):
+    """UCX, where the array is under way to another mesh, too: it lets go of nothing."""
+
+    def send(self, buffer: Any, peer: int, tag: int) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().create_future()
+
+    async def abort(self, peer: int | None = None) -> None:
+        raise TransferError("still holds 1 buffers")
+
+
+async def test_a_failed_step_does_not_wait_for_sends_that_go_on(caplog):
+    async with asyncio.timeout(10):
+        controller = await Controller.start(1, inline_launcher(), make_transport=lambda kind: HoldingTransport())
+        try:
+            program, array = await load(controller, "hang"), np.zeros(1 << 20, np.uint8)
+            puts = {0: [HostValue(controller.new_array_id(), Aval(array.shape, "uint8"), array)] * 2}
+            handle = start(controller, program, puts=puts)
+            assert len(handle.sends) == 2
+            waiting = [asyncio.create_task(handle.wait_sent()) for _ in range(2)]
+            await asyncio.sleep(0)
+            waiting[0].cancel()
+            assert not waiting[1].done()
+            controller._on_failure(ActorDiedError("it died"), None)
+            await waiting[1]
+            await handle.wait_sent()
+            with pytest.raises(ActorDiedError, match="it died"):
+                await handle
+            assert not any(send.done() for send in handle.sends), "its memory stays the transport's"
+        finally:
+            await controller.aclose()
+    said = [record for record in caplog.records if "still holds" in record.getMessage()]
+    assert [(record.levelname, record.exc_info) for record in said] == [("WARNING", None)]
+
+
+async def test_host_values_may_change_once_all_of_them_have_left():
+    handle = StepHandle(0, 0, [0])
+    handle.sends += [asyncio.get_running_loop().create_future() for _ in range(3)]
+    handle.sends[0].set_result(None)
+    waiting = asyncio.create_task(handle.wait_sent())
+    await asyncio.sleep(0)
+    handle.sends[1].set_exception(TransferError("lost"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    handle.sends[2].set_result(None)
+    await waiting
 
 
 async def test_a_death_wins_over_the_transfer_errors_it_causes():

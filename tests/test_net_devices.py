@@ -14,6 +14,7 @@ import jaxpp_async as jpp
 from jaxpp_async.actors.processes.actor_request import ActorRequest
 from jaxpp_async.errors import MeshError
 from jaxpp_async.transport.ucx import net_devices
+from jaxpp_async.transport.ucx.context import process_context
 from jaxpp_async.transport.ucx.net_devices import check_devices
 from jaxpp_async.transport.ucx.ports import with_free_port
 from jaxpp_async.transport.ucx.transport import UCXTransport
@@ -125,9 +126,11 @@ def test_a_port_that_is_taken_meanwhile_is_followed_by_the_next(three_ports):
 
 async def test_a_range_without_a_free_port_is_an_error_at_once_and_ucx_prints_nothing(three_ports, capfd):
     says = r"ports= \d+-\d+ \(UCX_TCP_PORT_RANGE\) has no free port left on host .*; each process there needs one"
+    users = process_context._num_users
     with pytest.raises(MeshError, match=says):
         UCXTransport(0)
     assert capfd.readouterr() == ("", "")
+    assert process_context._num_users == users, "the next one takes the settings of then"
 
 
 @pytest.mark.parametrize("given", [None, "0", "0-0", "nonsense"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import inspect
 import os
 import traceback
@@ -14,7 +16,7 @@ import pytest
 
 import jaxpp_async as jpp
 from jaxpp_async.errors import ArrayError, MeshError, ScheduleError, StageError, UnsupportedError
-from jaxpp_async.tracebacks import hidden_frames
+from jaxpp_async.tracebacks import HiddenFrames
 
 W = np.eye(4, dtype=np.float32)
 X = np.ones((4, 2, 4), np.float32)
@@ -152,8 +154,119 @@ def test_causes_stay_and_are_shortened_too():
 
     from jaxpp_async import schedules
 
-    with pytest.raises(ScheduleError) as info, hidden_frames:
+    with pytest.raises(ScheduleError) as info, HiddenFrames():
         schedules.resolve(Bad(), num_stages=2, num_microbatches=2, num_actors=2, where="here")
     cause = info.value.__cause__
     assert isinstance(cause, KeyError)
     assert [f.name for f in traceback.extract_tb(cause.__traceback__)] == ["tasks"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """Refuses `error.__traceback__ = ...`."""
+
+    code: int
+
+
+def frozen_cause(ws, x):
+    try:
+        raise Frozen(7)
+    except Frozen as error:
+        raise ValueError("bad layer") from error
+
+
+def frozen_context(ws, x):
+    try:
+        raise Frozen(7)
+    except Frozen:
+        raise ValueError("bad layer")  # noqa: B904
+
+
+class Secretive(Exception):
+    """Fails where anybody looks at it."""
+
+    def __getattribute__(self, name):
+        raise RuntimeError("no looking")
+
+
+@pytest.mark.parametrize("loss", [frozen_cause, frozen_context])
+async def test_exceptions_that_cannot_be_written_to_keep_nothing_from_being_told(remote_mesh, loss):
+    mesh = await remote_mesh(2, launcher="inline")
+    error = await caught(ValueError, lambda: mesh.run(mesh.distributed(step_of(loss)), [W, W], X))
+    assert isinstance(error.__context__, Frozen)
+    for each in (error, error.__context__):
+        assert traceback.extract_tb(each.__traceback__)[-1].name == loss.__name__
+    assert not any(file.startswith(PACKAGE) for file, _ in places(error))
+
+
+def test_what_fails_while_an_error_is_shortened_does_not_stand_in_its_place():
+    with pytest.raises(ValueError, match="mine"), HiddenFrames():
+        raise ValueError("mine") from Secretive()
+
+
+def test_what_the_caller_was_handling_keeps_its_traceback():
+    def schedule_of_none():
+        return jpp.GPipe(0)  # its traceback has frames of this package, and none of this call's business
+
+    with pytest.raises(ScheduleError) as info:
+        schedule_of_none()
+    first = info.value
+    before = [entry.tb_lineno for entry in _entries(first)]
+    with pytest.raises(StageError) as later:
+        try:
+            raise first
+        except ScheduleError:
+            jpp.pipeline_yield(jnp.arange(3))
+    assert later.value.__context__ is first
+    assert [entry.tb_lineno for entry in _entries(first)][-len(before) :] == before
+
+
+def _entries(error):
+    entry = error.__traceback__
+    while entry is not None:
+        yield entry
+        entry = entry.tb_next
+
+
+@pytest.mark.parametrize("file", ["<stdin>", "<string>", "model.py", "/home/me/importlib-models/model.py"])
+def test_frames_of_the_users_stay_wherever_they_are(file, monkeypatch):
+    monkeypatch.chdir(PACKAGE)  # names without a folder are of none
+    code = compile("def loss(ws, x):\n    raise ValueError('where am I')\n\ndef mark(x):\n    mark_it(x)", file, "exec")
+    names = {"mark_it": jpp.pipeline_yield}
+    exec(code, names)
+    with pytest.raises(ValueError) as info:
+        jax.jit(step_of(names["loss"]))([W, W], X)
+    frames = [(f.filename, f.name) for f in traceback.extract_tb(info.value.__traceback__)]
+    assert frames[-1] == (file, "loss")
+    assert not any(name.startswith(PACKAGE) for name, _ in frames), frames
+    with pytest.raises(StageError, match=f"^{file}:5: "):
+        names["mark"](jnp.arange(3))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: jax.jit(jpp.pipeline_yield)(jnp.arange(3)),
+        lambda: jpp.pipeline_yield(jnp.arange(3)),
+        lambda: jpp.shard(jnp.ones(3), ("a", "b")),
+    ],
+    ids=["marker, jit", "marker", "shard"],
+)
+def test_marks_leave_none_of_their_frames(call):
+    with pytest.raises(Exception, match="test_tracebacks") as info:
+        call()
+    seen = places(info.value)
+    assert not any(file.startswith(PACKAGE) for file, _ in seen), seen
+
+
+async def test_a_timeout_around_a_run_has_none_either(remote_mesh):
+    mesh = await remote_mesh(2, launcher="inline")
+    step = mesh.distributed(step_of())
+    await mesh.run(step, [W, W], X)
+    with pytest.raises(TimeoutError) as info:
+        async with asyncio.timeout(0):
+            await mesh.run(step, [W, W], X)
+    cause = info.value.__cause__
+    assert isinstance(cause, asyncio.CancelledError)
+    seen = places(cause)
+    assert not any(file.startswith(PACKAGE) for file, _ in seen), seen

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from transport_conformance import data, join, tag, within
+from waiting import until
 
 from jaxpp_async.errors import ProtocolError, TransferError
 from jaxpp_async.transport import shared
@@ -72,12 +73,6 @@ def test_torn_and_overwritten_offers_are_dropped(monkeypatch):
 
 
 # ---------------------------------------------------------------- between transports
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110  of another's making
-            await asyncio.sleep(0)
 
 
 def resident_bytes() -> int:
@@ -243,7 +238,7 @@ async def test_what_ucx_refuses_after_it_was_counted_fails_its_link(
         futures.append(b.recv(SharedBlock(size) if receive == "block" else np.zeros(size, np.uint8), 0, tag(1)))
     futures.append(a.send(data(size, 1), 1, tag(1)))
     link = one._links[1 if one is a else 0]
-    await until(lambda: link.failure is not None and any(future.done() for future in futures))
+    await until(lambda: link.failure is not None and any(future.done() for future in futures), every_s=0)
     with pytest.raises(TransferError, match="link lost"):
         await within(one.send(data(8, 1), link.peer, tag(2)))
     await within(a.abort(), b.abort())

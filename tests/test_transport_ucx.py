@@ -28,8 +28,10 @@ from jaxpp_async.transport.buffers import memory_of
 from jaxpp_async.transport.lookout import SHORTEST_S, Lookout
 from jaxpp_async.transport.shared import SharedBlock
 from jaxpp_async.transport.ucx import direct_words
-from jaxpp_async.transport.ucx.context import shares_memory
+from jaxpp_async.transport.ucx import transport as ucx_transport
+from jaxpp_async.transport.ucx.context import process_context, shares_memory
 from jaxpp_async.transport.ucx.direct_words import DIRECT_BYTES
+from jaxpp_async.transport.ucx.links import SENDING, Transfer
 from jaxpp_async.transport.ucx.transport import UCXTransport
 
 if importlib.util.find_spec("ucxx") is None:  # importing it here would be before the transport sets UCX's environment
@@ -592,15 +594,35 @@ async def test_memory_that_cannot_be_replaced_ends_the_process(make_transport, m
 
     with monkeypatch.context() as patch:
         patch.setattr(SharedBlock, "retire", no_memory)
-        with pytest.raises(TransferError, match="this process has to end"):
+        with pytest.raises(TransferError, match="it is never used again"):
             await within(b.abort(0))
     with pytest.raises(TransferError):
         await within(receive)
     assert [t.memory.owner for t in b._direct.receiver.exposed] == [block]
-    with pytest.raises(TransferError, match="this process has to end"):
+    with pytest.raises(TransferError, match="it is never used again"):
         await within(b.abort())
     b._direct.receiver.exposed.clear()
     await within(a.abort(1), asyncio.gather(send, return_exceptions=True))
+
+
+@pytest.mark.parametrize("how", ["called again", "by itself"])
+async def test_a_close_that_failed_is_made_up_for_when_ucx_lets_go(make_transport, monkeypatch, how):
+    monkeypatch.setattr(ucx_transport, "RELEASE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(ucx_transport, "_LOOK_AGAIN_S", 60.0 if how == "called again" else 0.001)
+    a, b = await make_transport(0), await make_transport(1)
+    users, before = process_context._num_users, num_descriptors()
+    await join(a, b)
+    a._open[-1] = Transfer(a._links[1], memory_of(np.zeros(8), writable=False), SENDING, tag(1), None)
+    for _ in range(2):
+        with pytest.raises(TransferError, match="UCX still holds 1 buffers"):
+            await within(a.aclose())
+    assert process_context._num_users == users
+    del a._open[-1]
+    if how == "called again":
+        await within(a.aclose(), a.aclose())
+    await until(lambda: process_context._num_users == users - 1)
+    await within(a.aclose())
+    assert num_descriptors() < before
 
 
 async def test_a_sender_keeps_no_memory_that_its_peer_let_go_of(make_transport):

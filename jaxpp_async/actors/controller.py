@@ -43,7 +43,7 @@ from jaxpp_async.actors.watching.clocks import OUR_CLOCK, Clock
 from jaxpp_async.actors.watching.supervision import Supervision
 from jaxpp_async.actors.watching.telling import Telling
 from jaxpp_async.actors.watching.watch import Patience
-from jaxpp_async.errors import ActorDiedError, ActorError, ActorUnresponsiveError, MeshClosedError
+from jaxpp_async.errors import ActorDiedError, ActorError, ActorUnresponsiveError, MeshClosedError, TransferError
 from jaxpp_async.events import EventLog
 from jaxpp_async.program import ActorId, ActorProgram, Aval, ProcessId
 from jaxpp_async.transport.base import Transport
@@ -429,7 +429,10 @@ class Controller:
             if process != dead and link.connection.is_open:
                 link.let_go()
                 crew.abort(process, str(error))
-        await self._crew.plane.transport.abort()
+        try:
+            await crew.plane.transport.abort()
+        except TransferError as held:  # nobody's error: the mesh has its own, and this process works on
+            _LOG.warning("after the mesh failed: %s (docs/failures.md, Memory)", held)
 
     def _check_usable(self) -> None:
         """Raises:

@@ -377,5 +377,9 @@ class Crew:
         await self.gate.aclose()
         if self._plane is not None:
             self._plane.close()
-            await bounded(self._plane.transport.aclose(), KILL_S, "the data plane did not close in time")
+            await bounded(
+                self._plane.transport.aclose(),
+                KILL_S,
+                "the data plane did not close in time; it closes when its medium lets go of memory",
+            )
         await bounded(self._launcher.aclose(), KILL_S, "the launcher did not close in time")

@@ -73,9 +73,31 @@ class StepHandle:
         return not self._done
 
     async def wait_sent(self) -> None:
-        """Wait until its host values have left, or could not: their arrays may then be changed again."""
-        if self.sends:
-            await asyncio.wait(self.sends)
+        """Wait until its host values have left, or it has failed: their arrays may then be changed again.
+
+        A failed step's transfers may go on for long (UCX lets go of memory that is under way elsewhere, too, when all
+        of that ends). They keep their memory alive, and nobody takes what they bring.
+        """
+        waiting = sum(not send.done() for send in self.sends)
+        if not waiting or self.error is not None:
+            return
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def wake() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        def on_sent(_: object) -> None:
+            nonlocal waiting
+            waiting -= 1
+            if waiting == 0:
+                wake()
+
+        for send in self.sends:
+            if not send.done():
+                send.add_done_callback(on_sent)
+        self.when_done(lambda: wake() if self.error is not None else None)
+        await ended
 
     @property
     def done(self) -> bool:

@@ -45,6 +45,9 @@ from jaxpp_async.transport.ucx.ucp import STATUS_CANCELED, STATUS_OK, TagPort, i
 RELEASE_TIMEOUT_S = 5.0
 """How long `abort` waits for UCX to let go of the buffers; force-closing has taken under 1 ms."""
 
+_LOOK_AGAIN_S = 1.0
+"""How often a transport that could not close looks whether UCX has let go since."""
+
 MEDIUM = "ucx"
 """In its addresses."""
 
@@ -68,10 +71,14 @@ class UCXTransport:
         self.peer_id, self.epoch = peer_id, 0
         self._loop = asyncio.get_running_loop()
         self._ucxx, context = process_context.acquire()
-        self._worker: Any = with_free_port(
-            lambda: self._ucxx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
-        )
-        self._worker.init_blocking_progress_mode()
+        try:
+            self._worker: Any = with_free_port(
+                lambda: self._ucxx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
+            )
+            self._worker.init_blocking_progress_mode()
+        except BaseException:  # whatever it was, the context is made anew for the next one, with the settings of then
+            process_context.release()
+            raise
         self._port = TagPort(self._worker.handle)
         self._raw_address: bytes = self._worker.address.tobytes()
         self._links: dict[Peer, Link] = {}
@@ -83,6 +90,7 @@ class UCXTransport:
         self._hurried = False
         self._direct = Direct(self, self._loop, self._sender_bits)
         self._closing: asyncio.Task[None] | None = None
+        self._closing_late: asyncio.TimerHandle | None = None
         self._progress = Progress(
             self._worker,
             self._ucxx.UCXError,
@@ -199,7 +207,9 @@ class UCXTransport:
         await self._wait_released(peer)
 
     async def aclose(self) -> None:
-        if self._closing is None:
+        """See `base.Transport`. Where it fails, for UCX holds buffers, a second call tries again; so does this by
+        itself, until UCX has let go: nothing of it stays for longer than that."""
+        if self._closing is None or (self._closing.done() and self._worker is not None):
             # A task of its own, so that a cancelled await still gives everything back.
             self._closing = self._loop.create_task(self._close(), name=f"close UCX transport of peer {self.peer_id}")
         await asyncio.shield(self._closing)
@@ -368,7 +378,7 @@ class UCXTransport:
             if any(self._is_ending(t, peer) for t in self._direct.receiver.exposed):
                 raise TransferError(
                     f"peer {self.peer_id}: a peer may still write into the memory of a receive, and there is none to "
-                    "put in its place; this process has to end"
+                    "put in its place; it is never used again"
                 )
             held = [t for t in self._open.values() if self._is_ending(t, peer)]
             if not held:
@@ -376,7 +386,7 @@ class UCXTransport:
             if self._loop.time() > deadline_s:
                 raise TransferError(
                     f"{held[0].describe(self.peer_id)}: UCX still holds {len(held)} buffers {RELEASE_TIMEOUT_S:.0f} s "
-                    "after the abort; this process has to end"
+                    "after the abort; their memory is kept until it lets go"
                 )
             await asyncio.sleep(0.0005)
 
@@ -397,11 +407,28 @@ class UCXTransport:
                 self._discarding[identity] = result
 
     async def _close(self) -> None:
-        await self.abort()
+        if self._closing_late is not None:
+            self._closing_late.cancel()
+        try:
+            await self.abort()
+        except Exception:  # whatever it is, UCX may touch memory still, which stays held until it does not
+            self._closing_late = self._loop.call_later(_LOOK_AGAIN_S, self._close_late)
+            raise
         self._progress.end()
         self._worker = None
-        self._direct.close()
-        self._failed.clear()
-        # uvloop gives up its handle of the descriptor in its next pass.
-        await asyncio.sleep(0)
-        process_context.release()
+        try:
+            self._direct.close()
+            self._failed.clear()
+            # uvloop gives up its handle of the descriptor in its next pass.
+            await asyncio.sleep(0)
+        finally:
+            process_context.release()
+
+    def _close_late(self) -> None:
+        """Close, if UCX has let go by now; nobody waits for it. Else look again later."""
+        self._progress.run()
+        if self._open or self._direct.receiver.exposed:
+            self._closing_late = self._loop.call_later(_LOOK_AGAIN_S, self._close_late)
+            return
+        self._closing = self._loop.create_task(self._close(), name=f"close UCX transport of peer {self.peer_id} late")
+        self._closing.add_done_callback(lambda task: task.cancelled() or task.exception())
