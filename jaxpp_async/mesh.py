@@ -98,6 +98,7 @@ class RemoteMesh:
         self.num_actors = mesh_options.actor_count(num_actors)
         self.spmd_mesh = mesh_options.axes(spmd_mesh)
         self.axis_rules = mesh_options.checked_rules(axis_rules, self.spmd_mesh)
+        self._max_restarts = mesh_options.count_of("max_restarts", max_restarts, least=0)
         kinds, given = mesh_options.axis_types(axis_types, self.spmd_mesh), platform
         platform = mesh_options.platform(given)
         self._launcher, inline, each = mesh_options.make_launcher(
@@ -115,6 +116,7 @@ class RemoteMesh:
             compilation_cache=compilation_cache,
             spmd_mesh=self.spmd_mesh,
             platform=platform,
+            max_restarts=self._max_restarts,
             env=env,
         )
         self._same_python = launcher in (None, "local") and hosts is None and python is None
@@ -138,7 +140,6 @@ class RemoteMesh:
             processes_per_actor=each,
         )
         max_inflight = mesh_options.count_of("max_inflight", max_inflight, least=1)
-        self._max_restarts = mesh_options.count_of("max_restarts", max_restarts, least=0)
         self._patience = Patience(progress_s=mesh_options.seconds("progress_timeout_s", progress_timeout_s))
         self._backup_every = mesh_options.count_of("backup_every", backup_every, least=1)
         self._launch_timeout_s = mesh_options.seconds("launch_timeout_s", launch_timeout_s)
