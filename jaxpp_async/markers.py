@@ -7,6 +7,8 @@ places or schedules anything.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -313,20 +315,37 @@ def _run_loop(fn: Callable, batch: Any, schedule: Any, reduce: Any, pass_index: 
         microbatches = (jax.tree.unflatten(tree, [leaf[i] for leaf in leaves]) for i in range(num_microbatches))
         return _run_in_python(fn, microbatches, num_microbatches, reduce, pass_index, line)
 
-    def body(*flat):
-        *microbatch, index = flat
-        microbatch = jax.tree.unflatten(tree, microbatch)
-        return fn(microbatch, index) if pass_index else fn(microbatch)
-
     slices = [explicit.result_type(lambda x: lax.index_in_dim(x, 0, 0, keepdims=False), leaf) for leaf in leaves]
     index = jax.ShapeDtypeStruct((), jnp.int32)
-    closed, shapes = jax.make_jaxpr(body, return_shape=True)(*slices, index)
+    traced = jax.make_jaxpr(_named_as(fn, pass_index), return_shape=True)
+    closed, shapes = traced(jax.tree.unflatten(tree, slices), index)
     out_leaves, out_tree = jax.tree.flatten(shapes)
     reductions = _reductions_for(reduce, shapes, line)
     _check_reductions(reductions, shapes, out_leaves, line)
     lifted, consts = jax_compat.lift_consts(closed)
     spec = LoopSpec(lifted, len(consts), num_microbatches, reductions, _frozen(schedule), line, names)
     return jax.tree.unflatten(out_tree, loop_p.bind(*consts, *leaves, spec=spec))
+
+
+def _named_as(fn: Callable, pass_index: bool) -> Callable:
+    """`fn` as a function of a microbatch and its index. JAX names `fn` and its arguments where tracing fails.
+
+    A new function each time: JAX recalls what it traced by function, and `fn` may have changed what it closes over.
+    """
+
+    def body(microbatch: Any, index: Any) -> Any:
+        return fn(microbatch, index) if pass_index else fn(microbatch)
+
+    functools.update_wrapper(body, fn, updated=())
+    try:
+        names = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):  # builtins and the like
+        names = []
+    given = [*names[:1], *(names[1:2] if pass_index else ["microbatch_index"])]
+    if len(given) == 2:
+        params = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in given]
+        body.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
+    return body
 
 
 def _run_in_python(

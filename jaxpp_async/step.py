@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -154,15 +154,22 @@ class DistributedStep:
         self._calls: deque[tuple[Call, CompiledStep]] = deque(maxlen=_CALLS_KEPT)
         self.__name__ = getattr(fn, "__name__", "step")
         try:
-            self._names = tuple(inspect.signature(fn).parameters)
+            self._parameters = inspect.signature(fn)
         except (TypeError, ValueError):  # builtins and the like have no signature; positions serve as names
-            self._names = ()
+            self._parameters = None
+        self._names = tuple(self._parameters.parameters) if self._parameters else ()
 
     def __repr__(self) -> str:
         return f"<DistributedStep {self.__name__!r}>"
 
-    def __call__(self, *args: Any) -> _Running:
-        return _Running(self, args)
+    def __call__(self, *args: Any) -> Coroutine[Any, Any, Any]:
+        running = self._run(args)
+        running.__qualname__ = self.__name__  # for "coroutine 'train_step' was never awaited"
+        return running
+
+    async def _run(self, args: tuple[Any, ...]) -> Any:
+        with HiddenFrames():
+            return await self.runner.run(self, args)
 
     def with_schedule(self, schedule: Any) -> DistributedStep:
         """The same step under another schedule of as many stages.
@@ -306,6 +313,14 @@ class DistributedStep:
                 raise TypeError(f"step {self.__name__!r}: {name} {error}") from None
 
     def _check_count(self, args: Sequence[Any]) -> None:
+        try:
+            if self._parameters is not None:
+                self._parameters.bind(*args)
+        except TypeError as error:  # in Python's own words: "missing a required argument: 'batch'"
+            name = self.__name__
+            raise TypeError(
+                f"step {name!r}, called with {len(args)}: {error}; it is {name}{self._parameters}"
+            ) from None
         for argnums, what in (
             (self._options.static_argnums, "static_argnums"),
             (self._options.donate_argnums, "donate_argnums"),
@@ -389,17 +404,6 @@ class DistributedStep:
             return [None] * len(names)
         target, what = self.runner.target, f"{self._line}: {what}"
         return sharding.leaf_specs(prefix, tree, names, shapes, axes=target.axes, rules=target.axis_rules, what=what)
-
-
-class _Running:
-    """What calling a step returns: awaitable."""
-
-    def __init__(self, step: DistributedStep, args: tuple[Any, ...]):
-        self._step, self._args = step, args
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        with HiddenFrames():
-            return (yield from self._step.runner.run(self._step, self._args).__await__())
 
 
 def _settled(signature: Any, settled: frozenset[int]) -> Any:

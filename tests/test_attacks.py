@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 import pytest
-from fake_actor import NullTransport
+from fake_actor import start_fakes
 from waiting import until
 
 import jaxpp_async
@@ -31,12 +31,12 @@ from jaxpp_async.actors.control import gate as gate_module
 from jaxpp_async.actors.control.gate import Gate
 from jaxpp_async.actors.control.refusals import MOST, WINDOW_S, Refusals
 from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.crew.bringup import ActorConfig
 from jaxpp_async.actors.launch import LaunchSpec, LocalLauncher
 from jaxpp_async.actors.launch.hostfile import parse_hosts
 from jaxpp_async.actors.launch.hosts import Settings
 from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
 from jaxpp_async.actors.messages import Done
+from jaxpp_async.actors.options import ActorConfig
 from jaxpp_async.actors.protocol.wire import HANDSHAKE_TIMEOUT_S, Identity, Wire
 from jaxpp_async.errors import HandshakeError, LaunchError, ProtocolError
 
@@ -108,7 +108,7 @@ async def job() -> AsyncIterator[Job]:
     config = ActorConfig(env={"PYTHONPATH": HERE})
     launcher = LocalLauncher(actor=FAKE, forward=printed.append)
     with gates_made() as gates:
-        controller = await Controller.start(2, launcher, config, make_transport=lambda kind: NullTransport())
+        controller = await start_fakes(2, launcher, config)
     try:
         job = Job(controller, gates[0], printed)
         await job.start()
@@ -216,7 +216,7 @@ async def test_the_secret_is_in_no_argv_environment_or_output_of_a_keeper():
     options: Any = {"control_address": "127.0.0.1", "settings": Settings(env={"PYTHONPATH": HERE})}
     launcher = RemoteLauncher(reach, parse_hosts(["a"]), actor=FAKE, forward=printed.append, **options)
     with gates_made() as gates:
-        controller = await Controller.start(1, launcher, make_transport=lambda kind: NullTransport())
+        controller = await start_fakes(1, launcher)
     try:
         secret = gates[0]._secret
         actor = psutil.Process(controller.actors[0].pid)
@@ -234,7 +234,7 @@ async def test_the_secret_is_in_no_error_text(setup, caplog):
     config = ActorConfig(env={"PYTHONPATH": HERE}, setup=setup)
     launcher = LocalLauncher(actor=FAKE, forward=printed.append)
     with gates_made() as gates, pytest.raises(LaunchError) as caught:
-        await Controller.start(1, launcher, config, make_transport=lambda kind: NullTransport())
+        await start_fakes(1, launcher, config)
     texts = [*traceback.format_exception(caught.value), *printed, *(r.getMessage() for r in caplog.records)]
     no_secret_in(gates[0]._secret, texts, "error")
     spec = LaunchSpec(0, 1, 0, gates[0]._secret, ("127.0.0.1", 1))
@@ -246,7 +246,7 @@ async def test_the_secret_is_in_no_error_text(setup, caplog):
 
 async def test_strangers_without_a_token(attacked, caplog):
     for data in STRANGERS:
-        if b"jpp1".startswith(data[:4]):
+        if b"jpp2".startswith(data[:4]):
             continue  # a beginning: see below
         assert await is_refused(attacked, data) == b""
     await logged(caplog, "does not speak this protocol")
@@ -270,14 +270,14 @@ async def test_reflected_greetings(attacked, caplog):
     wire = Wire("actor", b"w" * 32, version=VERSION, identity=Identity(0, 0))
     hello = wire.take_outgoing()
     challenge = await is_refused(attacked, hello, b"", eof=True)
-    assert challenge.startswith(b"jpp1")
+    assert challenge.startswith(b"jpp2")
     await is_refused(attacked, challenge)  # the controller's own words as an actor's first
     await logged(caplog, "bad greeting")
     caplog.clear()
     reader, writer = await knock(attacked, hello)
     answer = await reader.read(4096)
     body = b"\x91\xc4\x20" + answer[-32:]  # the controller's proof as an actor's
-    writer.write(b"jpp1" + struct.pack(">H", len(body)) + body)
+    writer.write(b"jpp2" + struct.pack(">H", len(body)) + body)
     async with asyncio.timeout(WITHIN_S):
         assert await reader.read() == b""
     writer.close()
@@ -339,7 +339,7 @@ async def test_half_open_and_slow_peers(attacked, caplog, monkeypatch):
     monkeypatch.setattr(connection_module, "HANDSHAKE_TIMEOUT_S", 0.6)
     hello = Wire("actor", b"w" * 32, version=VERSION, identity=Identity(0, 0)).take_outgoing()
     began_s = time.monotonic()
-    ends = [await knock(attacked, data) for data in (b"", b"j", b"jpp1", b"jpp1\x0f\x00", hello[:40], hello)]
+    ends = [await knock(attacked, data) for data in (b"", b"j", b"jpp2", b"jpp2\x0f\x00", hello[:40], hello)]
     slow = await knock(attacked, b"")
 
     async def drip() -> None:
@@ -361,7 +361,7 @@ async def test_half_open_and_slow_peers(attacked, caplog, monkeypatch):
 
 async def test_lengths_that_are_none(attacked):
     for size in (4090, 4091, 65535):
-        await is_refused(attacked, b"jpp1" + struct.pack(">H", size) + b"\x91" * size, eof=True)
+        await is_refused(attacked, b"jpp2" + struct.pack(">H", size) + b"\x91" * size, eof=True)
     for size in (2**31, 2**63, 2**64 - 1):
         await is_refused(attacked, struct.pack(">QQ", size, 0) + bytes(16))
     reader, writer = await knock(attacked, b"")
@@ -452,6 +452,22 @@ async def test_an_authenticated_peer_that_breaks_the_rules_ends_its_connection_o
         await asyncio.gather(ours.wait_closed(), theirs.wait_closed())
     assert [str(error) for error in ended] == ["nobody asked for Done"]
     assert [r for r in caplog.records if r.name == "asyncio" and r.levelno > logging.INFO] == []
+
+
+async def test_what_came_before_a_broken_frame_is_told_before_the_connection_ends():
+    heard: list[Any] = []
+    ours = connection_module.Connection(
+        Wire("controller", b"s" * 32, version="1"), on_message=heard.append, on_closed=heard.append
+    )
+    theirs = connection_module.Connection(Wire("actor", b"s" * 32, version="1", identity=Identity(0, 0)))
+    for connection, sock in zip((ours, theirs), socket.socketpair(), strict=True):
+        await connection_module.attach_socket(connection, sock)
+    async with asyncio.timeout(WITHIN_S):
+        await asyncio.gather(ours.opened, theirs.opened)
+        ours.data_received(b"".join(theirs.wire.encode(Done(7))) + b"\xff" * 60)
+        await asyncio.gather(ours.wait_closed(), theirs.wait_closed())
+    assert heard[0] == Done(7)
+    assert [str(error) for error in heard[1:]] == ["frame 1: the MAC of its length does not match"]
 
 
 # ---------------------------------------------------------------- the log

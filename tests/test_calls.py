@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ from docs_code import doc_code
 
 import jaxpp_async as jpp
 from jaxpp_async.actors.crew.step_handle import StepHandle
-from jaxpp_async.errors import ArrayError, MeshError
+from jaxpp_async.actors.store import Entry, wait_all
+from jaxpp_async.errors import ActorError, ArrayError, MeshError
+from jaxpp_async.program import Aval
 
 
 def scaled(params, batch, by=1):
@@ -194,3 +197,19 @@ async def test_the_page_shows_the_timeline_of_a_certain_step():
             await doc_code("timeline.md")["of_this_step"](mesh, mesh.distributed(scaled), *problem()) for _ in range(2)
         ]
     assert [timeline.step for timeline in timelines] == [0, 1]
+
+
+async def test_an_error_that_is_raised_again_has_the_same_traceback_again():
+    handle, entry = StepHandle(3, 0, (0,)), Entry(Aval((), "float32"))
+    try:
+        raise ActorError("gone")
+    except ActorError as error:
+        handle.fail(error)
+        entry.fail(error)
+    for call in (lambda: handle, lambda: wait_all([entry])):
+        lengths = set()
+        for _ in range(3):
+            with pytest.raises(ActorError) as info:
+                await call()
+            lengths.add(len(traceback.extract_tb(info.value.__traceback__)))
+        assert len(lengths) == 1

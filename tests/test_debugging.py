@@ -185,6 +185,14 @@ async def test_a_value_that_is_not_here(what, mesh):
     assert f"{array}" == str(array) == repr(array)
 
 
+async def test_functions_of_jax_refuse_it_in_their_own_words_and_read_its_shape(mesh):
+    array = await mesh.put(X)
+    for fn in (jnp.mean, jax.jit(jnp.sin), jax.grad(jnp.sum), jax.device_put):
+        with pytest.raises(TypeError, match=r"'RemoteArray\(float32\[3, 2, 4\].* is not a valid JAX type"):
+            fn(array)
+    assert jax.eval_shape(jnp.mean, array).shape == ()
+
+
 @pytest.mark.parametrize("name", ["item", "mean", "T", "tolist", "block_until_ready", "at"])
 async def test_an_attribute_of_arrays_that_are_here(name, mesh):
     array = await mesh.put(X)

@@ -59,6 +59,7 @@ def test_the_steps_that_are_traced(line: str, traced: list[int]):
     [
         ("--schedule 2F2B", "no schedule '2F2B'; there are GPipe, Std1F1B, Eager1F1B, ZeroBubbleH1, "),
         ("--actors 0", "'0' is not a whole number of at least 1"),
+        ("--stages 0", "'0' is not a whole number of at least 1"),
         ("--steps many", "'many' is not a whole number of at least 1"),
         ("--launcher ssh", "invalid choice: 'ssh'"),
         ("--actors 3 --stages 2", "--stages 2 leaves some of 3 --actors without a stage"),

@@ -199,7 +199,7 @@ def test_an_actor_without_the_secret_is_refused():
     controller.take_outgoing()
     forged = codec.pack([b"\0" * 32])
     with pytest.raises(HandshakeError, match="claimed to be the actor"):
-        controller.feed(b"jpp1" + len(forged).to_bytes(2, "big") + forged)
+        controller.feed(b"jpp2" + len(forged).to_bytes(2, "big") + forged)
     assert controller.identity is None and controller.state == "failed"
 
 
@@ -255,9 +255,11 @@ def test_version_mismatch_is_said_to_both_in_plain_words():
         (b"GET / HTTP/1.1\r\n", "does not speak"),
         (b"j", None),
         (b"jx", "does not speak"),
-        (b"jpp1\xff\xff", f"at most {MAX_HANDSHAKE_BYTES}"),
-        (b"jpp1\x00\x01\xc0", "bad greeting"),
-        (b"jpp1\x00\x00", "bad greeting"),
+        (b"jppx", "does not speak"),
+        (b"jpp1\x00\x00", "speaks format 1 of .* of jaxpp-async 1, format 2: .* install the same one on every host"),
+        (b"jpp2\xff\xff", f"at most {MAX_HANDSHAKE_BYTES}"),
+        (b"jpp2\x00\x01\xc0", "bad greeting"),
+        (b"jpp2\x00\x00", "bad greeting"),
     ],
 )
 def test_strangers_are_refused_early(data, said):
@@ -269,6 +271,15 @@ def test_strangers_are_refused_early(data, said):
         controller.feed(data)
     with pytest.raises(ProtocolError, match="already failed"):
         controller.feed(b"x")
+
+
+def test_a_greeting_in_another_format_names_the_versions():
+    actor, controller = pair(actor={"version": "0.0.9"}, controller={"version": "0.1.0"})
+    hello = actor.take_outgoing()
+    assert hello[:4] == b"jpp2"
+    said = r"format 1 \(its jaxpp-async says it is '0.0.9'\) .*this process, of jaxpp-async 0.1.0, format 2"
+    with pytest.raises(HandshakeError, match=said):
+        controller.feed(b"jpp1" + hello[4:])
 
 
 def test_secrets_have_32_bytes():
@@ -321,6 +332,19 @@ def test_replayed_and_reflected_and_reordered_frames_are_refused():
                 actor.feed(second)
             else:
                 greet(*pair())[0].feed(first)
+
+
+@pytest.mark.parametrize("broken", [b"\xff" * 60, b"\0" * 5000, bytes(15) + b"\2" + bytes(40)])
+@pytest.mark.parametrize("first", [0, 1, 40])
+def test_what_was_verified_before_a_broken_frame_is_handed_over(broken, first):
+    actor, controller = greet(*pair())
+    failed, log = m.Failed(None, "ValueError", "the cause", "Traceback", None, "run x"), m.Log(20, "a", "b", 3, {})
+    data = frame(actor, failed) + frame(actor, log) + broken
+    received = controller.feed(data[:first])  # in one piece, and in two
+    assert received + controller.feed(data[first:]) == [failed, log]
+    assert controller.state == "failed" and str(controller.error).startswith(("frame 2: ", "expected frame 2"))
+    with pytest.raises(ProtocolError, match="already failed"):
+        controller.feed(b"")
 
 
 def test_frames_longer_than_allowed_are_refused_by_both():

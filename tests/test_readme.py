@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
+from flit_core import buildapi
 
-README = Path(__file__).parents[1] / "README.md"
+CLONE = Path(__file__).parents[1]
+README = CLONE / "README.md"
 
 
 @pytest.fixture
@@ -37,3 +42,28 @@ def test_example_runs_as_printed_and_learns(folder: Path):
 
 def test_a_users_test_runs_as_printed(folder: Path):
     assert "1 passed" in run(folder, "-m", "pytest", "-q")
+
+
+def test_what_is_installed_after_a_pull_has_nothing_that_the_pull_removed(tmp_path: Path, monkeypatch):
+    """pip builds in the clone, so nothing of a build may stay there for the next."""
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(CLONE / name, clone)
+    shutil.copytree(CLONE / "jaxpp_async", clone / "jaxpp_async", ignore=shutil.ignore_patterns("__pycache__"))
+    assert tomllib.loads((clone / "pyproject.toml").read_text())["build-system"]["build-backend"] == buildapi.__name__
+    (clone / "jaxpp_async" / "gone.py").touch()
+    monkeypatch.chdir(clone)
+    before = sorted(clone.rglob("*"))
+    assert "jaxpp_async/gone.py" in packed(tmp_path, "first")
+    assert sorted(clone.rglob("*")) == before
+    (clone / "jaxpp_async" / "gone.py").unlink()
+    after = packed(tmp_path, "second")
+    assert "jaxpp_async/gone.py" not in after and "jaxpp_async/actors/controller.py" in after
+
+
+def packed(tmp_path: Path, name: str) -> list[str]:
+    folder = tmp_path / name
+    folder.mkdir()
+    with zipfile.ZipFile(folder / buildapi.build_wheel(str(folder))) as wheel:
+        return wheel.namelist()

@@ -5,6 +5,7 @@ Each is raised before anything reaches an actor, and leaves the mesh as it was: 
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
 import traceback
@@ -449,8 +450,14 @@ ARGUMENTS = {
         GOOD, TypeError, [r"'step': ws\[0\] is a ndarray of dtype object", "static or leave"],
         args=([np.array([None, 1]), W], X),
     ),
-    "too few": Case(GOOD, TypeError, ["missing 1 required positional argument: 'batch'"], args=([W, W],)),
-    "too many": Case(GOOD, TypeError, ["takes 2 positional arguments but 3 were given"], args=([W, W], X, X)),
+    "too few": Case(
+        GOOD, TypeError, [r"'step', called with 1: missing a required argument: 'batch'; it is step\(ws, batch\)"],
+        args=([W, W],),
+    ),
+    "too many": Case(
+        GOOD, TypeError, [r"'step', called with 3: too many positional arguments; it is step\(ws, batch\)"],
+        args=([W, W], X, X),
+    ),
     "a static one without a hash": Case(
         lambda config, x: x, TypeError, ["argument config is static and a list", "hashable"], args=([1], X),
         options={"static_argnums": 0},
@@ -500,6 +507,38 @@ async def test_branching_on_a_value_names_the_users_function_and_argument(meshes
     async with Untouched(meshes["plain"], monkeypatch):
         with pytest.raises(jax.errors.TracerBoolConversionError, match=r"(?s)branches at .*test_user_errors.*batch"):
             await run_case(meshes["plain"], Case(branches, TypeError, []))
+
+
+async def test_branching_in_the_loss_names_the_users_function_and_argument(meshes, monkeypatch):
+    def loss(ws, microbatch):
+        return jnp.sum(ws[0]) if microbatch["x"][0, 0] > 0 else jnp.sum(ws[1])
+
+    def of_index(microbatch, number):
+        return number if number > 0 else number + 1
+
+    cases = [
+        (step_of(loss), {}, r"of_one at .*test_user_errors.* the argument x\['x'\]"),
+        (
+            lambda ws, batch: jpp.accumulate_grads(of_index, jpp.GPipe(1), pass_index=True)(batch),
+            {},
+            r"of_index at .*test_user_errors.* the argument number\.",
+        ),
+    ]
+    for step, options, says in cases:
+        async with Untouched(meshes["plain"], monkeypatch):
+            with pytest.raises(jax.errors.TracerBoolConversionError, match=f"(?s){says}"):
+                await run_case(meshes["plain"], Case(step, TypeError, [], args=([W, W], {"x": X}), options=options))
+
+
+async def test_a_step_that_nobody_awaits_is_named_with_its_line(meshes):
+    step = meshes["plain"].distributed(GOOD)
+    with pytest.warns(RuntimeWarning, match="coroutine 'step' was never awaited") as told:
+        step([W, W], X)
+    assert told[0].filename == __file__
+    with pytest.warns(RuntimeWarning), pytest.raises(TypeError, match="cannot unpack non-iterable coroutine object"):
+        _, _ = step([W, W], X)  # type: ignore[misc]
+    ws, _ = await asyncio.create_task(step([W, W], X))
+    assert ws[0].shape == (4, 4)
 
 
 # ---------------------------------------------------------------- remote arrays

@@ -96,7 +96,7 @@ _HELP = {
 }
 _FOLDERS = ("dump_passes", "checkpoint_dir")
 _FILES = ("data", "trace")
-_AT_LEAST_ZERO = ("stages", "seed", "verify", "max_restarts")
+_AT_LEAST_ZERO = ("seed", "verify", "max_restarts")
 
 
 def parse_options(argv: Sequence[str] | None = None) -> Options:

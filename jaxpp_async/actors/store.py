@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
 
 import jax
 
@@ -22,14 +23,16 @@ class Entry:
         aval: shape, dtype and sharding.
         array: the array, or None.
         error: why there will be none, or None.
+        traceback: that of the error when the entry heard of it.
     """
 
-    __slots__ = ("_waiting", "array", "aval", "error")
+    __slots__ = ("_waiting", "array", "aval", "error", "traceback")
 
     def __init__(self, aval: Aval):
         self.aval = aval
         self.array: jax.Array | None = None
         self.error: BaseException | None = None
+        self.traceback: TracebackType | None = None
         self._waiting: list[Callable[[Entry], None]] = []
 
     @property
@@ -46,7 +49,7 @@ class Entry:
     def fail(self, error: BaseException) -> None:
         """There will be no array. Does nothing where there is one."""
         if not self.done:
-            self.error = error
+            self.error, self.traceback = error, error.__traceback__
             self._call_back()
 
     def when_done(self, callback: Callable[[Entry], None]) -> None:
@@ -99,7 +102,7 @@ async def wait_all(entries: Sequence[Entry]) -> None:
         await there
     for entry in entries:
         if entry.error is not None:
-            raise entry.error
+            raise entry.error.with_traceback(entry.traceback)  # each time anew: it would grow with every waiter
 
 
 class Store:

@@ -150,6 +150,8 @@ def _feed(wire: Wire, data: bytes, rng: random.Random, got: list[Any]) -> Protoc
     for piece in split(data, rng):
         try:
             got += wire.feed(piece)
+            if wire.error is not None:  # behind what it gave
+                raise wire.error
         except ProtocolError as error:  # HandshakeError is one
             if wire.state != "failed" or wire._buffer or wire._send_key or wire._receive_key:
                 raise Broken(f"a refusal that keeps something: {wire.state}, {len(wire._buffer)} bytes") from error

@@ -16,8 +16,8 @@ STRANGERS = (
     b"",
     b"j",
     b"jpp",
-    b"jpp1",
-    b"jpp2\x00\x01\xc0",
+    b"jpp2",
+    b"jpp1\x00\x01\xc0",
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     bytes.fromhex("160301020001000001fc0303") + bytes(64),  # how TLS begins
     b"SSH-2.0-OpenSSH_9.2\r\n",
@@ -101,7 +101,7 @@ def _double(data: bytearray, rng: random.Random) -> None:
 
 def _set_length(data: bytearray, rng: random.Random) -> None:
     """A frame's length stands first; a greeting's behind its magic."""
-    if data.startswith(b"jpp1"):
+    if data.startswith(b"jpp2"):
         data[4:6] = struct.pack(">H", rng.choice((0, 1, 4089, 4090, 4091, 65535)))
     else:
         data[:8] = struct.pack(">Q", rng.choice(LENGTHS))
@@ -149,7 +149,7 @@ def mutate_pieces(pieces: list[bytes], role: str, elsewhere: Conversation, here:
             pieces[index:] = elsewhere.pieces(role)[index:]
         case 9:
             bomb = rng.choice(bombs())[:4096]
-            pieces[index] = rng.choice((rng.choice(STRANGERS), b"jpp1" + struct.pack(">H", len(bomb)) + bomb))
+            pieces[index] = rng.choice((rng.choice(STRANGERS), b"jpp2" + struct.pack(">H", len(bomb)) + bomb))
     return pieces
 
 

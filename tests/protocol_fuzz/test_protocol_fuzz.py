@@ -77,7 +77,7 @@ def test_a_bomb_takes_no_memory(index):
         for role in ("actor", "controller"):
             wire = conversation.wire(role)
             with pytest.raises(HandshakeError):
-                wire.feed(b"jpp1" + struct.pack(">H", len(bomb[:4000])) + bomb[:4000])
+                wire.feed(b"jpp2" + struct.pack(">H", len(bomb[:4000])) + bomb[:4000])
 
     def as_payload() -> None:
         for role in ("actor", "controller"):
@@ -144,4 +144,4 @@ def test_lengths_up_to_2_to_the_64_are_refused_before_a_byte_is_kept():
         assert not wire._buffer
     stranger = conversation.wire("controller")
     with pytest.raises(HandshakeError, match=f"at most {MAX_HANDSHAKE_BYTES}"):
-        stranger.feed(b"jpp1\xff\xff")
+        stranger.feed(b"jpp2\xff\xff")

@@ -137,6 +137,9 @@ class Connection(asyncio.Protocol):
             return
         if not self.opened.done():
             self._send_greeting()
+            if self.wire.error is not None:  # nobody has this connection yet: there is nobody to tell
+                self.fail(self.wire.error)
+                return
             if self.wire.state == "open":
                 self._late.cancel()
                 self.opened.set_result(None)
@@ -149,6 +152,8 @@ class Connection(asyncio.Protocol):
             except ProtocolError as error:  # an authenticated peer that does not keep to the protocol
                 self.fail(error)
                 return
+        if self.wire.error is not None:
+            self.fail(self.wire.error)
 
     def pause_writing(self) -> None:
         self._writable.clear()

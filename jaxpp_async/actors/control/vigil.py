@@ -24,6 +24,10 @@ LONGEST_S = 1e-3
 def has_spare_core(hosts: Iterable[str]) -> bool:
     """Whether this process may use a core of its own while actors compute: each of them keeps one busy.
 
+    A mesh asks once, as it starts, and counts its own actors: neither those of other meshes of this process nor a
+    container's quota of CPU time, which may be less than its cores. Where these leave no core, up to `LONGEST_S` before
+    a reply are taken from an actor, and none where replies have been taking longer.
+
     Args:
         hosts: where each actor's processes are.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Generator, Sequence
+from types import TracebackType
 from typing import Any
 
 from jaxpp_async.actors.crew.rpc import ActorLink
@@ -39,6 +40,7 @@ class StepHandle:
 
     takes_failures = False
     error: Exception | None = None
+    _traceback: TracebackType | None = None
     _done = False
 
     def __init__(self, step: int, program_id: int, processes: Sequence[ProcessId]):
@@ -65,7 +67,7 @@ class StepHandle:
             The step's error, if it failed.
         """
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(self._traceback)  # each time anew: it would grow by every await
         return self._stats
 
     @property
@@ -149,7 +151,7 @@ class StepHandle:
     def _end(self, error: Exception | None) -> None:
         if self._done:
             return
-        self._done, self.error = True, error
+        self._done, self.error, self._traceback = True, error, error and error.__traceback__
         callbacks, self._callbacks = self._callbacks, []
         awaiting, self._awaiting = self._awaiting, []
         for callback in callbacks:

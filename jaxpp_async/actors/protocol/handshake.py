@@ -8,22 +8,25 @@ channel only, so it can be neither replayed nor reflected.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from jaxpp_async.actors.protocol.codec import pack
-from jaxpp_async.errors import HandshakeError
+from jaxpp_async.actors.protocol.codec import decode_as, pack
+from jaxpp_async.errors import HandshakeError, ProtocolError
 
 Role: TypeAlias = Literal["actor", "controller"]
 
 Channel: TypeAlias = Literal["control", "beats"]
 """What a conversation is for: requests and replies, or signs of life alone."""
 
-MAGIC = b"jpp1"
-"""Opens every handshake message. Changes only if the handshake itself does, not with the package's version."""
+MAGIC = b"jpp2"
+"""Opens every handshake message: `jpp` and the format's number. It grows with every change of handshake or frames, so
+that copies of the package that cannot talk to each other say so. `jpp1` had two MACs a frame.
+"""
 
 SECRET_BYTES = NONCE_BYTES = 32
 MAC_BYTES = 16
@@ -136,6 +139,25 @@ def check_versions(process_id: int, actor: str, controller: str) -> None:
             f"process {process_id} runs jaxpp-async {actor[:40]}, the controller {controller[:40]}; "
             "install the same version on both",
         )
+
+
+def format_mismatch(version: str, theirs: bytes) -> str | None:
+    """What to do about a peer that greets in another format than this side; None if its words are no greeting at all.
+
+    Args:
+        version: this side's.
+        theirs: the peer's first bytes, at least as many as `MAGIC` has. Nobody has proved anything yet.
+    """
+    number = theirs[len(MAGIC) - 1 : len(MAGIC)]
+    if theirs[: len(MAGIC) - 1] != MAGIC[:-1] or not number.isdigit():
+        return None
+    with contextlib.suppress(ProtocolError):  # another format's greeting: it may look like anything
+        said = decode_as(Hello, theirs[len(MAGIC) + 2 :]).version
+        number += f" (its jaxpp-async says it is {said[:40]!r})".encode()
+    return (
+        f"a peer speaks format {number.decode()} of the control channel, this process, of jaxpp-async {version}, "
+        f"format {MAGIC[-1:].decode()}: they run different versions or commits; install the same one on every host"
+    )
 
 
 def version_mismatch(ours: Mapping[str, str], theirs: Mapping[str, str | None], python: str) -> str | None:

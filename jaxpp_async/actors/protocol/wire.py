@@ -10,7 +10,8 @@ A `Wire` is one side of one conversation. Feed it what came from the peer; send 
 
 A frame is: length 8, sequence number 8; payload; MAC of all before. Where the payload is longer than `SHORT_BYTES` a
 MAC of the first 16 bytes stands before it, which is checked while the frame is not whole yet: of what nobody has proved
-to have sent no more than `SHORT_BYTES` are kept. Any error is final: the wire then refuses everything.
+to have sent no more than `SHORT_BYTES` are kept. Any error is final: the wire then refuses everything. What was
+verified before it is handed over all the same: it may say why the rest is broken.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from jaxpp_async.actors.protocol.handshake import (
     check_proof,
     check_versions,
     derive_keys,
+    format_mismatch,
     prove,
     transcript,
 )
@@ -96,7 +98,10 @@ class Wire:
     Attributes:
         state: `"greeting"`, `"proving"`, `"open"` or `"failed"`.
         identity: the actor's identity; on the controller's side None until the actor has proved itself.
+        error: what was wrong behind the last messages that `feed` gave, or None.
     """
+
+    error: ProtocolError | None = None
 
     def __init__(
         self,
@@ -143,22 +148,29 @@ class Wire:
     def feed(self, data: bytes | bytearray | memoryview) -> list[Message]:
         """Take bytes from the peer, in any pieces; give the messages that are now complete.
 
+        Where something is wrong behind one of them they are given, the wire has failed, and `error` says what it was.
+
         Raises:
             HandshakeError: the peer is not of this mesh, or of another version (then `identity` says who).
             ProtocolError: a wrong length, sequence number, MAC or message. Both leave the wire failed.
         """
         if self.state == "failed":
             raise ProtocolError("this conversation has already failed")
+        messages: list[Message] = []
         try:
             if self.state == "open" and type(data) is bytes and len(data) <= _JOIN_BYTES and not self._buffer:
-                return self._take_whole(data)
-            self._buffer += data
-            return self._parse()
-        except BaseException:  # whatever it is, the stream is out of step from here: nothing of it may be trusted
+                self._take_whole(data, messages)
+            else:
+                self._buffer += data
+                self._parse(messages)
+        except BaseException as error:  # whatever it is, the stream is out of step from here: nothing may be trusted
             self.state = "failed"
             self._buffer = bytearray()
             self._send_key = self._receive_key = None
-            raise
+            if not messages or not isinstance(error, ProtocolError):
+                raise
+            self.error = error.with_traceback(None)  # its frames hold this wire
+        return messages
 
     def encode(self, message: Message) -> list[bytes]:
         """A message as a frame, in pieces to be written in order.
@@ -192,18 +204,19 @@ class Wire:
 
     # ------------------------------------------------------------ handshake
 
-    def _parse(self) -> list[Message]:
+    def _parse(self, messages: list[Message]) -> None:
         while self.state != "open":
             body = self._take_greeting()
             if body is None:
-                return []
+                return
             _STEPS[self.role, self.state](self, body)
-        return self._take_frames()
+        self._take_frames(messages)
 
     def _take_greeting(self) -> bytes | None:
         buffer = self._buffer
         if not MAGIC.startswith(buffer[: len(MAGIC)]):
-            raise HandshakeError("a peer does not speak this protocol; refused")
+            mismatch = format_mismatch(self._version, bytes(buffer[:MAX_HANDSHAKE_BYTES]))
+            raise HandshakeError(mismatch or "a peer does not speak this protocol; refused")
         if len(buffer) < _GREETING.size:
             return None
         _, size = _GREETING.unpack_from(buffer)
@@ -261,9 +274,8 @@ class Wire:
 
     # ------------------------------------------------------------ frames
 
-    def _take_whole(self, data: bytes) -> list[Message]:
+    def _take_whole(self, data: bytes, messages: list[Message]) -> None:
         """Frames of which each has come in one piece, as those of a step do; what is left waits in the buffer."""
-        messages: list[Message] = []
         at, count = 0, len(data)
         while count - at >= _HEADER.size:
             size, sequence = _HEADER.unpack_from(data, at)
@@ -277,11 +289,9 @@ class Wire:
             at = end + MAC_BYTES
         if at < count:
             self._buffer += data[at:]
-            messages += self._take_frames()
-        return messages
+            self._take_frames(messages)
 
-    def _take_frames(self) -> list[Message]:
-        messages: list[Message] = []
+    def _take_frames(self, messages: list[Message]) -> None:
         buffer = self._buffer
         while len(buffer) >= _HEADER.size:
             size, sequence = _HEADER.unpack_from(buffer)
@@ -289,13 +299,12 @@ class Wire:
             frame_bytes = start + size + MAC_BYTES
             if len(buffer) < frame_bytes:
                 self._check_beginning(size, sequence)
-                return messages
+                return
             # All of it is here, and its MAC says as much as that of its prefix, which need not be computed then.
             messages.append(self._read_frame(start, frame_bytes, size, sequence))
             del buffer[:frame_bytes]  # a bytearray drops its head without moving the rest
             self._is_prefix_checked = False
             self._num_received += 1
-        return messages
 
     def _check_beginning(self, size: int, sequence: int) -> None:
         """Before more of a frame is kept: that the peer has sent this length, or that it is short."""
