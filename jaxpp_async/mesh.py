@@ -98,6 +98,7 @@ class RemoteMesh:
         self.num_actors = mesh_options.actor_count(num_actors)
         self.spmd_mesh = mesh_options.axes(spmd_mesh)
         self.axis_rules = mesh_options.checked_rules(axis_rules, self.spmd_mesh)
+        max_restarts = mesh_options.count_of("max_restarts", max_restarts, least=0)
         kinds, given = mesh_options.axis_types(axis_types, self.spmd_mesh), platform
         platform = mesh_options.platform(given)
         self._launcher, inline, each = mesh_options.make_launcher(
@@ -115,6 +116,7 @@ class RemoteMesh:
             compilation_cache=compilation_cache,
             spmd_mesh=self.spmd_mesh,
             platform=platform,
+            max_restarts=max_restarts,
             env=env,
         )
         self._same_python = launcher in (None, "local") and hosts is None and python is None
