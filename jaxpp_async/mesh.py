@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxpp_async import mesh_options
-from jaxpp_async.actors.controller import BACKUP_EVERY, Controller
+from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.failures.stuck import PROGRESS_S
 from jaxpp_async.actors.messages import StepStats
+from jaxpp_async.actors.options import BACKUP_EVERY, LAUNCH_TIMEOUT_S, ControllerOptions, Patience
 from jaxpp_async.actors.processes.actor_info import ActorInfo
-from jaxpp_async.actors.watching.watch import Patience
 from jaxpp_async.checkpoint.restoring import restore
 from jaxpp_async.checkpoint.saving import OnProgress, Saver, Saving
 from jaxpp_async.errors import MeshError
@@ -93,11 +93,12 @@ class RemoteMesh:
         progress_timeout_s: float = PROGRESS_S,
         max_inflight: int = 2,
         compilation_cache: str | None = mesh_options.DEFAULT_CACHE,
-        launch_timeout_s: float = 120.0,
+        launch_timeout_s: float = LAUNCH_TIMEOUT_S,
     ):
         self.num_actors = mesh_options.actor_count(num_actors)
         self.spmd_mesh = mesh_options.axes(spmd_mesh)
         self.axis_rules = mesh_options.checked_rules(axis_rules, self.spmd_mesh)
+        max_restarts = mesh_options.count_of("max_restarts", max_restarts, least=0)
         kinds, given = mesh_options.axis_types(axis_types, self.spmd_mesh), platform
         platform = mesh_options.platform(given)
         self._launcher, inline, each = mesh_options.make_launcher(
@@ -115,12 +116,13 @@ class RemoteMesh:
             compilation_cache=compilation_cache,
             spmd_mesh=self.spmd_mesh,
             platform=platform,
+            max_restarts=max_restarts,
             env=env,
         )
         self._same_python = launcher in (None, "local") and hosts is None and python is None
         mesh_options.refuse_idle_devices(given, platform, self._launcher, devices)
         mesh_options.spare_gpus(platform, inline=inline)
-        self._config = mesh_options.actor_config(
+        config = mesh_options.actor_config(
             spmd_mesh=self.spmd_mesh,
             axis_types=kinds,
             platform=platform,
@@ -138,12 +140,15 @@ class RemoteMesh:
             processes_per_actor=each,
         )
         max_inflight = mesh_options.count_of("max_inflight", max_inflight, least=1)
-        self._max_restarts = mesh_options.count_of("max_restarts", max_restarts, least=0)
-        self._patience = Patience(progress_s=mesh_options.seconds("progress_timeout_s", progress_timeout_s))
-        self._backup_every = mesh_options.count_of("backup_every", backup_every, least=1)
-        self._launch_timeout_s = mesh_options.seconds("launch_timeout_s", launch_timeout_s)
+        self._options = ControllerOptions(
+            config,
+            max_restarts=mesh_options.count_of("max_restarts", max_restarts, least=0),
+            patience=Patience(progress_s=mesh_options.seconds("progress_timeout_s", progress_timeout_s)),
+            backup_every=mesh_options.count_of("backup_every", backup_every, least=1),
+            launch_timeout_s=mesh_options.seconds("launch_timeout_s", launch_timeout_s),
+        )
         self._controller: Controller | None = None
-        target = mesh_options.target(self.spmd_mesh, kinds, self.axis_rules, self._config.platform)
+        target = mesh_options.target(self.spmd_mesh, kinds, self.axis_rules, config.platform)
         self._values = RemoteValues(self._running, target)
         self._events = EventLog()
         self._saver = Saver(self._running, self._values, self._events.emit)
@@ -152,7 +157,7 @@ class RemoteMesh:
         )
 
     def __repr__(self) -> str:
-        count, each = self.num_actors, self._config.processes_per_actor
+        count, each = self.num_actors, self._options.actors.processes_per_actor
         split = f" of {each} processes" if each > 1 else ""
         if self._controller is None:
             state = "not started"
@@ -168,16 +173,9 @@ class RemoteMesh:
         if self._controller is not None:
             raise MeshError("this mesh has been entered before; make a new RemoteMesh for another run")
         with HiddenFrames():
-            await mesh_options.prepare(self._launcher, self._config, same_python=self._same_python)
+            await mesh_options.prepare(self._launcher, self._options.actors, same_python=self._same_python)
             self._controller = await Controller.start(
-                self.num_actors,
-                self._launcher,
-                self._config,
-                launch_timeout_s=self._launch_timeout_s,
-                max_restarts=self._max_restarts,
-                backup_every=self._backup_every,
-                patience=self._patience,
-                events=self._events,
+                self.num_actors, self._launcher, self._options, events=self._events
             )
         return self
 

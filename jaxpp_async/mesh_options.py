@@ -19,10 +19,10 @@ import jax
 from jax.sharding import AbstractMesh
 
 from jaxpp_async import jax_config
-from jaxpp_async.actors.crew.bringup import ActorConfig
 from jaxpp_async.actors.devices.gpus import host_gpus
 from jaxpp_async.actors.launch.choosing import Launching
 from jaxpp_async.actors.launch.remote import RemoteLauncher
+from jaxpp_async.actors.options import ActorConfig
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.errors import MeshError, ShardingError
 from jaxpp_async.explicit import AXIS_TYPES

@@ -10,10 +10,13 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpp_async.actors import messages as m
 from jaxpp_async.actors.devices.gpus import memory_fraction
+
+if TYPE_CHECKING:
+    from jaxpp_async.actors.controller import Controller
 
 GPUS = "JAXPP_TEST_GPUS"
 """Names of the GPUs that an actor of this environment says it has."""
@@ -44,6 +47,17 @@ class NullTransport:
 
     def routes(self, peer: int) -> tuple[str, ...]:
         return ()
+
+
+async def start_fakes(
+    num_actors: int, launcher: Any, config: Any = None, *, events: Any = None, on_progress: Any = None, **options: Any
+) -> Controller:
+    """A controller of actors that `launcher` starts, without a data plane; `options` as of `ControllerOptions`."""
+    from jaxpp_async.actors.controller import Controller  # here: actors import this module, and need no controller
+    from jaxpp_async.actors.options import ActorConfig, ControllerOptions
+
+    chosen = ControllerOptions(config or ActorConfig(), make_transport=lambda kind: NullTransport(), **options)
+    return await Controller.start(num_actors, launcher, chosen, events=events, on_progress=on_progress)
 
 
 class FakeActor:

@@ -17,12 +17,12 @@ import pytest
 
 import jaxpp_async as jpp
 from jaxpp_async import extras
-from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.crew.agreement import Member, check_agreement
-from jaxpp_async.actors.crew.bringup import ActorConfig, unready_error
+from jaxpp_async.actors.crew.bringup import unready_error
 from jaxpp_async.actors.crew.crew import Crew
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.messages import Hardware
+from jaxpp_async.actors.options import ActorConfig
 from jaxpp_async.actors.processes.actor_info import ActorInfo
 from jaxpp_async.errors import InstallError, LaunchError, MeshError, RemoteError
 from jaxpp_async.extras import cuda_error, extra_of, pip_install
@@ -132,7 +132,7 @@ async def test_a_mesh_compares_what_its_actors_tell_before_anything_is_loaded():
     launcher = LocalLauncher(actor="fake_actor:FakeActor")
     said = r"^actor 0 \(host .*\), actor 1 \(host .*\) share GPU GPU-0, and set aside 0.75, 0.75 of its memory"
     with pytest.raises(MeshError, match=said):
-        await Controller.start(2, launcher, config, make_transport=lambda kind: fake_actor.NullTransport())
+        await fake_actor.start_fakes(2, launcher, config)
 
 
 async def test_who_replaces_another_is_compared_as_well():
@@ -140,8 +140,7 @@ async def test_who_replaces_another_is_compared_as_well():
     path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     config = ActorConfig(env={"PYTHONPATH": path, fake_actor.GPUS: "GPU-0", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"})
     launcher = LocalLauncher(actor="fake_actor:FakeActor", forward=lambda line: None)
-    make_transport: Any = lambda kind: fake_actor.NullTransport()  # noqa: E731
-    controller = await Controller.start(2, launcher, config, make_transport=make_transport, max_restarts=3)
+    controller = await fake_actor.start_fakes(2, launcher, config, max_restarts=3)
     try:
         config.env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.75"
         texts: Any = {0: "hang", 1: "exit"}

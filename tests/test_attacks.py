@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 import pytest
-from fake_actor import NullTransport
+from fake_actor import start_fakes
 from waiting import until
 
 import jaxpp_async
@@ -31,12 +31,12 @@ from jaxpp_async.actors.control import gate as gate_module
 from jaxpp_async.actors.control.gate import Gate
 from jaxpp_async.actors.control.refusals import MOST, WINDOW_S, Refusals
 from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.crew.bringup import ActorConfig
 from jaxpp_async.actors.launch import LaunchSpec, LocalLauncher
 from jaxpp_async.actors.launch.hostfile import parse_hosts
 from jaxpp_async.actors.launch.hosts import Settings
 from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
 from jaxpp_async.actors.messages import Done
+from jaxpp_async.actors.options import ActorConfig
 from jaxpp_async.actors.protocol.wire import HANDSHAKE_TIMEOUT_S, Identity, Wire
 from jaxpp_async.errors import HandshakeError, LaunchError, ProtocolError
 
@@ -108,7 +108,7 @@ async def job() -> AsyncIterator[Job]:
     config = ActorConfig(env={"PYTHONPATH": HERE})
     launcher = LocalLauncher(actor=FAKE, forward=printed.append)
     with gates_made() as gates:
-        controller = await Controller.start(2, launcher, config, make_transport=lambda kind: NullTransport())
+        controller = await start_fakes(2, launcher, config)
     try:
         job = Job(controller, gates[0], printed)
         await job.start()
@@ -216,7 +216,7 @@ async def test_the_secret_is_in_no_argv_environment_or_output_of_a_keeper():
     options: Any = {"control_address": "127.0.0.1", "settings": Settings(env={"PYTHONPATH": HERE})}
     launcher = RemoteLauncher(reach, parse_hosts(["a"]), actor=FAKE, forward=printed.append, **options)
     with gates_made() as gates:
-        controller = await Controller.start(1, launcher, make_transport=lambda kind: NullTransport())
+        controller = await start_fakes(1, launcher)
     try:
         secret = gates[0]._secret
         actor = psutil.Process(controller.actors[0].pid)
@@ -234,7 +234,7 @@ async def test_the_secret_is_in_no_error_text(setup, caplog):
     config = ActorConfig(env={"PYTHONPATH": HERE}, setup=setup)
     launcher = LocalLauncher(actor=FAKE, forward=printed.append)
     with gates_made() as gates, pytest.raises(LaunchError) as caught:
-        await Controller.start(1, launcher, config, make_transport=lambda kind: NullTransport())
+        await start_fakes(1, launcher, config)
     texts = [*traceback.format_exception(caught.value), *printed, *(r.getMessage() for r in caplog.records)]
     no_secret_in(gates[0]._secret, texts, "error")
     spec = LaunchSpec(0, 1, 0, gates[0]._secret, ("127.0.0.1", 1))

@@ -16,19 +16,18 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 import pytest
-from fake_actor import NullTransport
+from fake_actor import start_fakes
 from interrupting import WAYS, Point, interrupted, points
 from models import grads_step, mlp
 from resources import complaints, differences, everything, nothing_left
 
 import jaxpp_async as jpp
 from jaxpp_async import left_behind
-from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.crew.bringup import ActorConfig
 from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.launch.hostfile import parse_hosts
 from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
+from jaxpp_async.actors.options import ActorConfig
 from jaxpp_async.errors import ArrayError, MeshClosedError
 from jaxpp_async.program import ProcessId
 from jaxpp_async.testing import assert_close
@@ -328,7 +327,7 @@ async def entered(launcher: Any) -> Any:
         return await jpp.RemoteMesh(2, launcher="inline").__aenter__()
     path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     config = ActorConfig(env={"PYTHONPATH": path})
-    return await Controller.start(2, launcher(), config, make_transport=lambda kind: NullTransport())
+    return await start_fakes(2, launcher(), config)
 
 
 async def test_who_waits_behind_a_step_that_was_cancelled_is_told_once(inline, monkeypatch, caplog):

@@ -57,9 +57,9 @@ async def test_a_second_mesh_compiles_nothing(tmp_path):
 
 def test_the_default_is_a_folder_of_this_host_in_the_users_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = Path(str(jpp.RemoteMesh(1)._config.cache_dir))
+    folder = Path(str(jpp.RemoteMesh(1)._options.actors.cache_dir))
     assert tmp_path in folder.parents and socket.gethostname() in folder.parts and jax.__version__ in folder.name
-    assert jpp.RemoteMesh(1, compilation_cache=None)._config.cache_dir is None
+    assert jpp.RemoteMesh(1, compilation_cache=None)._options.actors.cache_dir is None
 
 
 def test_an_entry_is_never_seen_half_written(tmp_path, monkeypatch):

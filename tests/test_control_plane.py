@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from fake_actor import NullTransport
+from fake_actor import NullTransport, start_fakes
 
 from jaxpp_async.actors.control.connection import Connection
 from jaxpp_async.actors.control.gate import Gate
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.crew import crew
-from jaxpp_async.actors.crew.bringup import ActorConfig
 from jaxpp_async.actors.crew.host_data import HostValue
 from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.launch.inline import InlineLauncher
+from jaxpp_async.actors.options import ActorConfig, ControllerOptions
 from jaxpp_async.actors.protocol.wire import DEFAULT_MAX_FRAME_BYTES, Identity, Wire
 from jaxpp_async.errors import (
     ActorDiedError,
@@ -60,9 +60,7 @@ async def mesh(num_actors: int = 2, launcher: Any = None, setup: str | None = No
     """A controller with fake actors, closed at the end."""
     python_path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     config = ActorConfig(env={"PYTHONPATH": python_path}, setup=setup)
-    controller = await Controller.start(
-        num_actors, launcher or local_launcher(), config, make_transport=lambda kind: NullTransport(), **options
-    )
+    controller = await start_fakes(num_actors, launcher or local_launcher(), config, **options)
     try:
         yield controller
     finally:
@@ -275,7 +273,9 @@ class HoldingTransport(NullTransport):
 
 async def test_a_failed_step_does_not_wait_for_sends_that_go_on(caplog):
     async with asyncio.timeout(10):
-        controller = await Controller.start(1, inline_launcher(), make_transport=lambda kind: HoldingTransport())
+        controller = await Controller.start(
+            1, inline_launcher(), ControllerOptions(make_transport=lambda kind: HoldingTransport())
+        )
         try:
             program, array = await load(controller, "hang"), np.zeros(1 << 20, np.uint8)
             puts = {0: [HostValue(controller.new_array_id(), Aval(array.shape, "uint8"), array)] * 2}

@@ -53,17 +53,14 @@ if __name__ == "__main__":
 # Actors without JAX: for what has nothing to do with programs.
 FAKE = """
 import asyncio
-from fake_actor import NullTransport
-from jaxpp_async.actors.crew.bringup import ActorConfig
-from jaxpp_async.actors.controller import Controller
+from fake_actor import start_fakes
 from jaxpp_async.actors.launch import LocalLauncher
+from jaxpp_async.actors.options import ActorConfig
 
 async def main():
     launcher = LocalLauncher(actor="fake_actor:FakeActor", forward=lambda line: None)
     print("now" if {setup!r} else "", flush=True)
-    mesh = await Controller.start(
-        2, launcher, ActorConfig(setup={setup!r}), make_transport=lambda kind: NullTransport()
-    )
+    mesh = await start_fakes(2, launcher, ActorConfig(setup={setup!r}))
     program = mesh.new_program_id()
     try:
         print("pids", *(info.pid for info in mesh.actors), flush=True)

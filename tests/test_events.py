@@ -14,16 +14,14 @@ from typing import Any
 
 import models
 import pytest
-from fake_actor import NullTransport
+from fake_actor import start_fakes
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.crew.bringup import ActorConfig
 from jaxpp_async.actors.failures.failure import ActorInfo
 from jaxpp_async.actors.failures.monitor import Recovered, Suspect
 from jaxpp_async.actors.launch import LocalLauncher
+from jaxpp_async.actors.options import ActorConfig, Patience
 from jaxpp_async.actors.watching.telling import Telling
-from jaxpp_async.actors.watching.watch import Patience
 from jaxpp_async.errors import ActorDiedError, LaunchError, RemoteError
 from jaxpp_async.events import Event, EventLog, Events
 
@@ -193,7 +191,7 @@ async def test_a_death_is_told():
     launcher = LocalLauncher(actor="fake_actor:FakeActor")
     log = EventLog()
     config = ActorConfig(env={"PYTHONPATH": os.path.dirname(__file__)})
-    controller = await Controller.start(1, launcher, config, make_transport=lambda kind: NullTransport(), events=log)
+    controller = await start_fakes(1, launcher, config, events=log)
     os.kill(controller.actors[0].pid, signal.SIGKILL)
     events = log.subscribe()
     async with asyncio.timeout(5):
@@ -209,8 +207,8 @@ async def test_an_actor_that_is_given_up_dies_once():
     """Its process is killed then, and that is no death of its own."""
     launcher, log = LocalLauncher(actor="fake_actor:FakeActor"), EventLog()
     config = ActorConfig(env={"PYTHONPATH": os.path.dirname(__file__)})
-    options: Any = {"make_transport": lambda kind: NullTransport(), "events": log, "max_restarts": 2}
-    controller = await Controller.start(1, launcher, config, patience=Patience(suspect_s=0.8, dead_s=1.6), **options)
+    options: Any = {"events": log, "max_restarts": 2}
+    controller = await start_fakes(1, launcher, config, patience=Patience(suspect_s=0.8, dead_s=1.6), **options)
     try:
         os.kill(controller.actors[0].pid, signal.SIGSTOP)
         events = log.subscribe()

@@ -250,6 +250,8 @@ def test_gpus_are_set_aside_for_every_device_of_an_actor_that_computes_on_them()
         ({"ports": (1, 2), "processes_per_actor": 2, "spmd_mesh": (2,)}, "has 2 and this machine gets 4 processes"),
         ({"ports": (1, 2), "hosts": ["a", "b slots=2 ports=5-5"]}, None),
         ({"ports": (1, 1), "hosts": ["a slots=2"]}, "ports= 1-1 has 1 and host a gets 2 processes"),
+        ({"ports": (1, 3), "max_restarts": 1}, "needs one, and another one after a restart .* give at least 1-4"),
+        ({"ports": (1, 4), "max_restarts": 1}, None),
     ],
 )
 def test_a_range_has_a_port_for_each_process_of_a_host(options, says):

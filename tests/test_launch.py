@@ -34,14 +34,12 @@ HERE = Path(__file__).parent
 
 DRIVER = """
 import asyncio, sys
-from fake_actor import NullTransport
-from jaxpp_async.actors.crew.bringup import ActorConfig
-from jaxpp_async.actors.controller import Controller
+from fake_actor import start_fakes
 from jaxpp_async.actors.launch import LocalLauncher
 
 async def main():
     launcher = LocalLauncher(actor="fake_actor:FakeActor", **{options})
-    controller = await Controller.start(2, launcher, make_transport=lambda kind: NullTransport())
+    controller = await start_fakes(2, launcher)
     try:
         program = controller.new_program_id()
         await controller.load(program, {{0: "hang", 1: "hang"}}, {{}}, {{}})

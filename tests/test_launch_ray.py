@@ -10,7 +10,7 @@ import time
 
 import psutil
 import pytest
-from fake_actor import NullTransport
+from fake_actor import start_fakes
 from test_launch import HERE, is_running
 
 import jaxpp_async as jpp
@@ -43,7 +43,7 @@ def launcher(num_actors: int = 2, **options) -> RayLauncher:
 
 async def start(made: RayLauncher, num_actors: int = 2) -> Controller:
     await made.prepare()
-    return await Controller.start(num_actors, made, make_transport=lambda kind: NullTransport())
+    return await start_fakes(num_actors, made)
 
 
 async def all_back(ray) -> None:

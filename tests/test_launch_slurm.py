@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fake_actor import NullTransport
+from fake_actor import start_fakes
 from resources import nothing_left
 from test_launch import HERE
 
@@ -49,7 +49,7 @@ def launcher(**options):
 
 
 async def start(made, num_actors=2) -> Controller:
-    return await Controller.start(num_actors, made, make_transport=lambda kind: NullTransport())
+    return await start_fakes(num_actors, made)
 
 
 def test_the_hosts_are_the_allocations(slurm):

@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 import pytest
 import sshd as sshd_of_tests
-from fake_actor import NullTransport
+from fake_actor import start_fakes
 from resources import nothing_left
 from sshd import Sshd
 from test_launch import HERE, is_running
@@ -143,7 +143,7 @@ def launcher(sshd: Sshd, hosts: list[str] | None = None, **options: Any) -> Any:
 
 async def start(made: Any, num_actors: int = 2) -> Controller:
     await made.prepare()
-    return await Controller.start(num_actors, made, make_transport=lambda kind: NullTransport())
+    return await start_fakes(num_actors, made)
 
 
 async def hanging_step(controller: Controller) -> Any:
@@ -411,8 +411,7 @@ async def test_a_lost_connection_is_told_as_such(sshd, caplog):
 
 DRIVER = """
 import asyncio, sys
-from fake_actor import NullTransport
-from jaxpp_async.actors.controller import Controller
+from fake_actor import start_fakes
 from jaxpp_async.actors.launch.hostfile import parse_hosts
 from jaxpp_async.actors.launch.hosts import Settings
 from jaxpp_async.actors.launch.ssh import ssh_launcher
@@ -421,7 +420,7 @@ async def main():
     launcher = ssh_launcher(parse_hosts({hosts}), ssh_options={options}, actor="orphans:ActorWithChildren",
         settings=Settings(env={{"PYTHONPATH": {path!r}}}), **{more})
     await launcher.prepare()
-    controller = await Controller.start(2, launcher, make_transport=lambda kind: NullTransport())
+    controller = await start_fakes(2, launcher)
     print(*(info.pid for info in controller.actors), flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())

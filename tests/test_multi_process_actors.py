@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from jaxpp_async.actors.launch.addresses import addresses_of_hosts
 from jaxpp_async.actors.launch.hostfile import parse_hosts
 from jaxpp_async.actors.launch.hosts import place, spread
 from jaxpp_async.actors.messages import Fetch
+from jaxpp_async.actors.options import Patience
 from jaxpp_async.actors.processes.actor_info import ActorInfo, of_actor
 from jaxpp_async.actors.processes.progress import Position, hindmost
 from jaxpp_async.actors.processes.seats import Processes, Seat
@@ -32,7 +34,6 @@ from jaxpp_async.actors.values import crossings
 from jaxpp_async.actors.values.host_values import HostValues, Look
 from jaxpp_async.actors.values.parts import parts_of
 from jaxpp_async.actors.values.scattering import Gathering, Scattering
-from jaxpp_async.actors.watching.watch import Patience
 from jaxpp_async.checkpoint.restoring import load_manifest
 from jaxpp_async.errors import ActorDiedError, ActorUnresponsiveError, CheckpointError, MeshError
 from jaxpp_async.program import Aval
@@ -331,7 +332,7 @@ async def test_the_death_of_one_process_is_told_with_its_name(remote_mesh):
 
 async def test_a_process_that_hangs_is_told_with_its_name():
     mesh = jpp.RemoteMesh(2, spmd_mesh={"data": 4}, processes_per_actor=2, launcher="local", max_restarts=0)
-    mesh._patience = Patience(suspect_s=1.0, dead_s=2.0)
+    mesh._options = replace(mesh._options, patience=Patience(suspect_s=1.0, dead_s=2.0))
     async with mesh:
         params, batch = problem()
         step = mesh.distributed(train_step(jpp.Std1F1B(2)), in_shardings=(P(), P(None, "data")))

@@ -287,12 +287,13 @@ def test_actors_without_a_gpu_are_an_error_before_anything_starts():
 def test_actors_with_gpus_get_the_environment_that_waiting_kernels_need(monkeypatch):
     options = {"spmd_mesh": {"data": 2}, "processes_per_actor": 2}
     mesh = RemoteMesh(2, transport="nccl", platform="cuda", env={"CUDA_MODULE_LOADING": "LAZY"}, **options)
-    assert mesh._config.env == {"CUDA_MODULE_LOADING": "LAZY"}
-    assert mesh._config.defaults == {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
-    spec = LaunchSpec(0, 2, 0, b"", ("127.0.0.1", 1), env=mesh._config.env, defaults=mesh._config.defaults)
+    config = mesh._options.actors
+    assert config.env == {"CUDA_MODULE_LOADING": "LAZY"}
+    assert config.defaults == {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+    spec = LaunchSpec(0, 2, 0, b"", ("127.0.0.1", 1), env=config.env, defaults=config.defaults)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "16")  # what its host says counts more than a default
     request = LocalLauncher()._request(spec)
-    assert [request.environment()[name] for name in mesh._config.defaults] == ["16", "LAZY"]
+    assert [request.environment()[name] for name in config.defaults] == ["16", "LAZY"]
 
 
 AVAL, SPLIT = Aval((4,), "float32"), Aval((4,), "float32", ("data",))

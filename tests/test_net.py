@@ -23,7 +23,7 @@ import namespaces
 import numpy as np
 import psutil
 import pytest
-from fake_actor import NullTransport
+from fake_actor import start_fakes
 from jax.sharding import PartitionSpec as P
 from namespaces import Host, Network
 from resources import nothing_left
@@ -147,8 +147,7 @@ async def fakes(
         control_address=control_address,
     )
     await launcher.prepare()
-    make_transport: Any = lambda kind: NullTransport()  # noqa: E731
-    controller = await Controller.start(len(launcher.hosts), launcher, make_transport=make_transport, **options)
+    controller = await start_fakes(len(launcher.hosts), launcher, **options)
     try:
         yield controller
     finally:

@@ -13,7 +13,7 @@ import pytest
 import jaxpp_async as jpp
 from jaxpp_async.actors.processes.actor_request import ActorRequest
 from jaxpp_async.errors import MeshError
-from jaxpp_async.transport.ucx import net_devices
+from jaxpp_async.transport.ucx import net_devices, ports
 from jaxpp_async.transport.ucx.context import process_context
 from jaxpp_async.transport.ucx.net_devices import check_devices
 from jaxpp_async.transport.ucx.ports import with_free_port
@@ -29,12 +29,15 @@ def sysfs(tmp_path, monkeypatch):
     for name, flags in {"eth0": "0x1003", "ib0": "0x1002", "lo": "0x9"}.items():
         (tmp_path / "net" / name).mkdir(parents=True)
         (tmp_path / "net" / name / "flags").write_text(f"{flags}\n")
+    (tmp_path / "net" / "bonding_masters").touch()
     (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
     monkeypatch.setattr(net_devices, "_NET", tmp_path / "net")
     monkeypatch.setattr(net_devices, "_RDMA", tmp_path / "infiniband")
 
 
-@pytest.mark.parametrize("names", ["", "eth0", "mlx5_0:1,eth0", "all", "^eth9", "*"])
+@pytest.mark.parametrize(
+    "names", [None, "eth0", "eth0,", "mlx5_0:1,eth0", "mlx5_0", "all", "^eth9", "^eth0", "^", "^all"]
+)
 def test_devices_that_are_there(sysfs, names):
     check_devices(names)
 
@@ -43,7 +46,17 @@ def test_devices_that_are_there(sysfs, names):
     "names, says",
     [
         ("eth9", r"there is no network device eth9 on host .*; it has eth0, lo, mlx5_0, and ib0, down$"),
-        ("eth0,eth9,mlx5_1:1", "there is no network device eth9, mlx5_1 on host"),
+        ("eth0,eth9,mlx5_1:1", "there is no network device eth9, mlx5_1:1 on host"),
+        ("eth0:1", "there is no network device eth0:1 on host"),  # UCX knows it by no such name, as it knows
+        ("eth*", r"there is no network device eth\* on host"),  # no patterns
+        ("*", r"there is no network device \* on host"),
+        ("eth0, lo", "there is no network device  lo on host"),
+        ("eth0,^lo", r"there is no network device \^lo on host"),
+        ("bonding_masters", "there is no network device bonding_masters on host .*; it has eth0, lo, mlx5_0, and"),
+        ("all,eth0", "'all,eth0', but 'all' stands alone"),
+        ("", r"UCX_NET_DEVICES \(interface=\) is empty, with which UCX uses no network"),
+        (",", "is empty"),
+        ("^eth0,lo,mlx5_0:1", r"\^eth0,lo,mlx5_0:1 leaves no network device on host"),
         ("ib0", r"the network device ib0 is down on host .* \(interface=, or UCX_NET_DEVICES\); it has eth0"),
     ],
 )
@@ -131,6 +144,35 @@ async def test_a_range_without_a_free_port_is_an_error_at_once_and_ucx_prints_no
         UCXTransport(0)
     assert capfd.readouterr() == ("", "")
     assert process_context._num_users == users, "the next one takes the settings of then"
+
+
+def test_a_port_that_another_process_just_looks_at_is_looked_at_again(three_ports, monkeypatch):
+    looks, is_free = [], ports._is_free
+    monkeypatch.setattr(ports, "_is_free", lambda *port: looks.append(port) or (len(looks) == 7 or is_free(*port)))
+    assert re.fullmatch(r"(\d+)-\1", with_free_port(seen_by_ucx))
+    assert len(looks) == 7
+
+
+@pytest.mark.parametrize("given", ["{0}", " {0} - {0}", "{0}-{0}x", "+{0}"])
+def test_a_range_is_read_as_ucx_reads_it(three_ports, given, monkeypatch):
+    port = three_ports[0].getsockname()[1]
+    three_ports[0].close()
+    monkeypatch.setenv("UCX_TCP_PORT_RANGE", given.format(port))
+    assert with_free_port(seen_by_ucx) == f"{port}-{port}"
+
+
+@pytest.mark.parametrize("given", ["70000-70001", "65535-65536", "41005-41004", "41005-0", "70000"])
+def test_what_cannot_be_ports_is_an_error(given, monkeypatch):
+    monkeypatch.setenv("UCX_TCP_PORT_RANGE", given)
+    with pytest.raises(MeshError, match=f"UCX_TCP_PORT_RANGE={given} .* is no range of TCP ports"):
+        with_free_port(seen_by_ucx)
+
+
+@pytest.mark.parametrize("excluded, taken", [("lo", True), ("^lo", False)])
+def test_only_ports_of_the_devices_that_ucx_uses_are_looked_at(three_ports, excluded, taken, monkeypatch):
+    monkeypatch.setenv("UCX_NET_DEVICES", excluded)
+    with pytest.raises(MeshError, match="ports at rest") if taken else contextlib.nullcontext():
+        with_free_port(seen_by_ucx)
 
 
 @pytest.mark.parametrize("given", [None, "0", "0-0", "nonsense"])

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
-from fake_actor import NullTransport
+from fake_actor import NullTransport, start_fakes
 from resources import nothing_left
 from rich.console import Console
 from test_launch import HERE, environment, is_running
@@ -124,7 +124,7 @@ class MyLauncher:
 
 
 async def start(launcher: Any, num_actors: int = 2) -> Controller:
-    return await Controller.start(num_actors, launcher, make_transport=lambda kind: NullTransport())
+    return await start_fakes(num_actors, launcher)
 
 
 async def hanging_step(controller: Controller) -> Any:

@@ -14,10 +14,11 @@ from test_stuck import INFOS, LOST, WAITING, at, part
 from jaxpp_async.actors import messages as m
 from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.failures.monitor import Recovered, Suspect
+from jaxpp_async.actors.options import Patience
 from jaxpp_async.actors.processes.progress import Position
 from jaxpp_async.actors.protocol.wire import Identity
 from jaxpp_async.actors.watching import watch as watch_module
-from jaxpp_async.actors.watching.watch import Patience, Watch
+from jaxpp_async.actors.watching.watch import Watch
 from jaxpp_async.errors import ActorError, ActorUnresponsiveError, MeshClosedError, TransferError
 
 LONG_S = 60.0

@@ -3,7 +3,7 @@
 Both ends of everything that is said are here. Each room says in its `__init__` what lies in it, and
 docs/architecture.md walks through them.
 
-    controller   what a mesh asks of its actors
+    controller   what a mesh asks of its actors; with options
         crew         the actors of a mesh: started, asked, given values, ended
         watching     what happens to them, noticed
         launch       where they run: here, on other hosts, in this process

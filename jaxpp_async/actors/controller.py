@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxpp_async.actors.control.vigil import Vigil, has_spare_core
-from jaxpp_async.actors.crew.bringup import ActorConfig
-from jaxpp_async.actors.crew.crew import Crew, CrewOptions
+from jaxpp_async.actors.crew.crew import Crew
 from jaxpp_async.actors.crew.deploying import Deploying
 from jaxpp_async.actors.crew.ending import to_the_end
 from jaxpp_async.actors.crew.frees import FreeList
@@ -32,28 +31,22 @@ from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.failures.failure import abandoned
 from jaxpp_async.actors.launch import Launcher
 from jaxpp_async.actors.messages import ArrayId, Inspect, Inspected, Loaded, Step
+from jaxpp_async.actors.options import ControllerOptions
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.processes.actor_info import ActorInfo
 from jaxpp_async.actors.processes.seats import Processes
-from jaxpp_async.actors.protocol.wire import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.actors.restarts.backups import Backups
 from jaxpp_async.actors.restarts.recovery import Recovery
 from jaxpp_async.actors.values.scattering import Scattering
 from jaxpp_async.actors.watching.clocks import OUR_CLOCK, Clock
 from jaxpp_async.actors.watching.supervision import Supervision
 from jaxpp_async.actors.watching.telling import Telling
-from jaxpp_async.actors.watching.watch import Patience
 from jaxpp_async.errors import ActorDiedError, ActorError, ActorUnresponsiveError, MeshClosedError, TransferError
 from jaxpp_async.events import EventLog
 from jaxpp_async.pages import page
 from jaxpp_async.program import ActorId, ActorProgram, Aval, ProcessId
-from jaxpp_async.transport.base import Transport
 
 _LOG = logging.getLogger("jaxpp_async")
-
-LAUNCH_TIMEOUT_S = 120.0
-BACKUP_EVERY = 10
-"""How many steps lie between two copies of the state, with `max_restarts`."""
 
 
 class Controller:
@@ -67,14 +60,12 @@ class Controller:
 
     def __init__(
         self,
+        processes: Processes,
         launcher: Launcher,
-        options: CrewOptions,
-        say: Callable[[str], None],
+        options: ControllerOptions,
         *,
-        max_restarts: int = 0,
-        backup_every: int = BACKUP_EVERY,
-        patience: Patience | None = None,
-        events: EventLog | None = None,
+        events: EventLog | None,
+        say: Callable[[str], None],
     ):
         self._loop, self._say = asyncio.get_running_loop(), say
         self.cause: ActorError | None = None
@@ -82,20 +73,21 @@ class Controller:
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._is_started = self._cause_raised = False
         self._steps, self._arrays = itertools.count(), itertools.count()
-        self._programs, self._frees = Programs(options.processes, for_successors=max_restarts > 0), FreeList()
+        self._programs, self._frees = Programs(processes, for_successors=options.restarts), FreeList()
         self._under_way: dict[int, StepHandle] = {}
         self._vigil: Vigil | None = None
         self._tasks = OwnedTasks()
         self._closing: asyncio.Task[None] | None = None
         self._crew = Crew(
             launcher,
+            processes,
             options,
             number=self._number,
             say=self._tell,
             on_transfer_error=self._suspect,
             on_routes=self.telling.connected,
         )
-        self.outbox = Outbox(self._crew.links, self._check_usable, remembers=max_restarts > 0)
+        self.outbox = Outbox(self._crew.links, self._check_usable, remembers=options.restarts)
         self._supervision = Supervision(
             self._crew,
             self._programs,
@@ -103,7 +95,7 @@ class Controller:
             self._on_failure,
             lambda: self._is_recovering,
             self.telling,
-            patience,
+            options.patience,
         )
         self._host = HostRequests(self._crew, self.outbox, self._frees)
         self._linking = Linking(self._crew, self.outbox, self._programs)
@@ -116,8 +108,14 @@ class Controller:
             tell=self._tell,
         )
         self._backups = (
-            Backups(self._crew, self.outbox, every=backup_every, on_error=self._suspect, patience_s=options.patience_s)
-            if max_restarts
+            Backups(
+                self._crew,
+                self.outbox,
+                every=options.backup_every,
+                on_error=self._suspect,
+                patience_s=options.patience.progress_s,
+            )
+            if options.restarts
             else None
         )
         self._recovery = (
@@ -127,7 +125,7 @@ class Controller:
                 self._programs,
                 self._backups,
                 self._linking,
-                max_restarts=max_restarts,
+                max_restarts=options.max_restarts,
                 watch=self._supervision.watch,
                 unwatch=self._supervision.hearts.unwatch,
                 end=self._end,
@@ -144,14 +142,8 @@ class Controller:
         cls,
         num_actors: int,
         launcher: Launcher,
-        config: ActorConfig | None = None,
+        options: ControllerOptions | None = None,
         *,
-        launch_timeout_s: float = LAUNCH_TIMEOUT_S,
-        max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
-        make_transport: Callable[[str], Transport] | None = None,
-        max_restarts: int = 0,
-        backup_every: int = BACKUP_EVERY,
-        patience: Patience | None = None,
         events: EventLog | None = None,
         on_progress: Callable[[str], None] | None = None,
     ) -> Controller:
@@ -160,13 +152,7 @@ class Controller:
         Args:
             num_actors: how many, at least 1.
             launcher: starts them; belongs to the controller from here on.
-            config: how each is set up.
-            launch_timeout_s: how long all of it may take.
-            max_frame_bytes: the longest control frame.
-            make_transport: the controller's own end of the data plane; default: the launcher's.
-            max_restarts: how often actors may be replaced within ten minutes.
-            backup_every: how many steps lie between two copies of the state, with `max_restarts`.
-            patience: how long actors may be silent, and steps stand still.
+            options: how they are set up, started, watched and replaced; None: as nobody says otherwise.
             events: told of what happens to the mesh.
             on_progress: called with a line of text at each stage of launching and loading.
 
@@ -174,26 +160,9 @@ class Controller:
             LaunchError: an actor did not come up; has the end of its output.
             HandshakeError: an actor runs other versions.
         """
-        config = config or ActorConfig()
-        options = CrewOptions(
-            Processes(num_actors, config.processes_per_actor),
-            config,
-            launch_timeout_s,
-            max_frame_bytes,
-            make_transport,
-            copies=max_restarts > 0,
-            patience_s=(patience or Patience()).progress_s,
-        )
-        say = on_progress or (lambda text: None)
-        self = cls(
-            launcher,
-            options,
-            say,
-            max_restarts=max_restarts,
-            backup_every=backup_every,
-            patience=patience,
-            events=events,
-        )
+        options = options or ControllerOptions()
+        processes = Processes(num_actors, options.actors.processes_per_actor)
+        self = cls(processes, launcher, options, events=events, say=on_progress or (lambda text: None))
         try:
             await self._crew.start()
             for link in self._crew.links.values():

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib import metadata
 from typing import Any, Final, TypeVar
 
@@ -19,7 +18,7 @@ from jaxpp_async.actors.control.gate import Gate
 from jaxpp_async.actors.crew.rpc import ActorLink
 from jaxpp_async.actors.failures.failure import describe_end, launch_error, remote_error
 from jaxpp_async.actors.launch import ActorHandle, Launcher, LaunchSpec
-from jaxpp_async.actors.messages import Cluster, Configure, Ready, Request, Reserve, Reserved
+from jaxpp_async.actors.messages import Configure, Ready, Request, Reserve, Reserved
 from jaxpp_async.actors.processes.actor_info import ActorInfo
 from jaxpp_async.actors.processes.exit_codes import ExitCode
 from jaxpp_async.actors.processes.seats import Seat
@@ -43,47 +42,6 @@ _PLAIN: Final[dict[str, type[JaxppAsyncError]]] = {"InstallError": InstallError,
 """What an actor may raise that says all that there is to say."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class ActorConfig:
-    """What every actor of a mesh is configured with; see `messages.Configure`.
-
-    Args:
-        env, defaults: as of `LaunchSpec`.
-        processes_per_actor: of how many processes each is.
-    """
-
-    spmd_mesh: tuple[tuple[str, int], ...] = ()
-    axis_types: tuple[str, ...] = ()
-    platform: str = "cpu"
-    jax_config: Mapping[str, Any] = field(default_factory=dict)
-    cache_dir: str | None = None
-    setup: str | None = None
-    transport: str | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
-    defaults: Mapping[str, str] = field(default_factory=dict)
-    processes_per_actor: int = 1
-
-    @property
-    def num_devices(self) -> int:
-        """How many devices an actor has."""
-        return math.prod(size for _, size in self.spmd_mesh)
-
-    def message(self, request: int, transport: str, epoch: int, cluster: Cluster | None = None) -> Configure:
-        """The request that carries it."""
-        return Configure(
-            request=request,
-            spmd_mesh=self.spmd_mesh,
-            axis_types=self.axis_types,
-            platform=self.platform,
-            jax_config=dict(self.jax_config),
-            cache_dir=self.cache_dir,
-            setup=self.setup,
-            transport=transport,
-            epoch=epoch,
-            cluster=cluster,
-        )
 
 
 class Bringup:

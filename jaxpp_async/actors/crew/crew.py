@@ -10,17 +10,16 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jaxpp_async
 from jaxpp_async.actors.control.gate import Gate
 from jaxpp_async.actors.crew.agreement import Member, check_agreement
-from jaxpp_async.actors.crew.bringup import ActorConfig, Bringup, all_of
+from jaxpp_async.actors.crew.bringup import Bringup, all_of
 from jaxpp_async.actors.crew.ending import bounded, wait_all_dead
 from jaxpp_async.actors.crew.host_data import HostPlane
 from jaxpp_async.actors.crew.rpc import ActorLink, Call
-from jaxpp_async.actors.failures.stuck import PROGRESS_S
 from jaxpp_async.actors.launch import ActorHandle, Launcher, LaunchSpec
 from jaxpp_async.actors.launch.addresses import addresses_of_hosts
 from jaxpp_async.actors.messages import (
@@ -38,6 +37,7 @@ from jaxpp_async.actors.messages import (
     Reserve,
     Shutdown,
 )
+from jaxpp_async.actors.options import ControllerOptions
 from jaxpp_async.actors.processes.actor_info import ActorInfo, of_actor
 from jaxpp_async.actors.processes.seats import Processes
 from jaxpp_async.actors.protocol.handshake import SECRET_BYTES
@@ -53,40 +53,19 @@ SHUTDOWN_S, TERMINATE_S, KILL_S = 4.0, 1.5, 1.5
 """What actors may take to end when asked, when signalled, and to be reaped when killed."""
 
 
-@dataclass(frozen=True, slots=True)
-class CrewOptions:
-    """How a crew is started.
-
-    Args:
-        processes: how many actors, of how many processes each.
-        config: how each is set up.
-        launch_timeout_s: how long all of it may take, and the replacement of one.
-        max_frame_bytes: the longest control frame.
-        make_transport: the controller's own end of the data plane; None: the launcher's.
-        copies: whether large host values are copied before they are sent.
-        patience_s: how long transfers of host values may take.
-    """
-
-    processes: Processes
-    config: ActorConfig
-    launch_timeout_s: float
-    max_frame_bytes: int
-    make_transport: Callable[[str], Transport] | None = None
-    copies: bool = False
-    patience_s: float = PROGRESS_S
-
-
 class Crew:
     """The actors of one mesh.
 
     Args:
         launcher: starts them; belongs to the crew from here on.
+        processes: how many actors, of how many processes each.
         number: gives out request numbers.
         say: told what is going on.
         on_transfer_error: told of transfers between actors and controller that failed.
         on_routes: told by which ways a process with devices of its own reaches the others, once it is connected.
 
     Attributes:
+        processes: as given.
         links: the processes by number; a replaced one has another link.
         epoch: of all tags and steps; another one after every abort.
         gate: where they come in.
@@ -98,7 +77,8 @@ class Crew:
     def __init__(
         self,
         launcher: Launcher,
-        options: CrewOptions,
+        processes: Processes,
+        options: ControllerOptions,
         *,
         number: Callable[[], int],
         say: Callable[[str], None],
@@ -107,7 +87,8 @@ class Crew:
     ):
         self.links: dict[ProcessId, ActorLink] = {}
         self.epoch = 0
-        self._launcher, self._options, self._number, self._say = launcher, options, number, say
+        self.processes, self._launcher, self._options = processes, launcher, options
+        self._number, self._say = number, say
         self._on_transfer_error, self._on_routes = on_transfer_error, on_routes
         self._secret = secrets.token_bytes(SECRET_BYTES)
         version, longest = jaxpp_async.__version__, options.max_frame_bytes
@@ -117,7 +98,7 @@ class Crew:
         self._plane: HostPlane | None = None
         self._incarnations: dict[ProcessId, int] = {}
         self.hardware: dict[ProcessId, Hardware] = {}
-        self.scattering = Scattering(options.config.spmd_mesh, options.processes.per_actor)
+        self.scattering = Scattering(options.actors.spmd_mesh, processes.per_actor)
 
     @property
     def plane(self) -> HostPlane:
@@ -128,11 +109,6 @@ class Crew:
     def handles(self) -> dict[ProcessId, ActorHandle]:
         """Every process started last under its number."""
         return self._bringup.handles
-
-    @property
-    def processes(self) -> Processes:
-        """How many actors there are, of how many processes each."""
-        return self._options.processes
 
     @property
     def actors(self) -> range:
@@ -178,8 +154,8 @@ class Crew:
             lambda process: self.links[process].info,
             self._on_transfer_error,
             scattering=self.scattering,
-            copies=self._options.copies,
-            patience_s=self._options.patience_s,
+            copies=self._options.restarts,
+            patience_s=self._options.patience.progress_s,
         )
 
     def check_devices(self) -> None:
@@ -220,12 +196,12 @@ class Crew:
             incarnation,
             self._secret,
             self._address,
-            options.config.platform,
-            options.config.env,
+            options.actors.platform,
+            options.actors.env,
             options.max_frame_bytes,
             self.processes.per_actor,
-            options.config.num_devices // self.processes.per_actor if options.config.platform == "cuda" else 0,
-            options.config.defaults,
+            options.actors.num_devices // self.processes.per_actor if options.actors.platform == "cuda" else 0,
+            options.actors.defaults,
         )
         link = self.links[process] = await self._bringup.start(spec)
         return link
@@ -240,7 +216,7 @@ class Crew:
         return [Cluster(coordinator, address, len(links), rank) for rank, address in enumerate(addresses)]
 
     async def _configure(self, link: ActorLink, cluster: Cluster | None) -> None:
-        message = self._options.config.message(self._number(), self.transport_kind, self.epoch, cluster)
+        message = self._options.actors.message(self._number(), self.transport_kind, self.epoch, cluster)
         self.hardware[link.info.process] = (await self._bringup.configure(link, message)).hardware
 
     async def connect(self) -> None:
@@ -333,7 +309,7 @@ class Crew:
     @property
     def transport_kind(self) -> str:
         """How programs transfer."""
-        return self._options.config.transport or self._launcher.transports[0]
+        return self._options.actors.transport or self._launcher.transports[0]
 
     # ------------------------------------------------------------ ending
 

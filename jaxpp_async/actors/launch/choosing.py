@@ -35,6 +35,7 @@ class Launching:
         cache_dir: folder of the compilation cache on other hosts, with `~` and `{host}`; None: not set.
         processes_per_actor: of how many processes each actor is; None: as few as the hosts allow.
         num_devices: of one actor. platform: what they are: `"cpu"` or `"cuda"`.
+        max_restarts: of the mesh: after a restart, ports rest for a minute before they can be taken again.
         env: variables that actors get; here for what they say of where programs are, checked and passed on elsewhere.
     """
 
@@ -51,6 +52,7 @@ class Launching:
     processes_per_actor: int | None = None
     num_devices: int = 1
     platform: str = "cpu"
+    max_restarts: int = 0
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -92,13 +94,13 @@ class Launching:
             return InlineLauncher(), 1
         if kind == "local":
             settings = self._settings_here()
-            _check_ports(settings.ports, num_actors * each, "this machine")
+            self._check_ports(settings.ports, num_actors * each, "this machine")
             return LocalLauncher(settings=settings), each
         launcher = self._make_remote(kind, num_actors * each)
         each = self._spread(launcher, num_actors)
         for placement in place(launcher.hosts, num_actors * each, launcher.slots_each) if launcher.hosts else ():
             ports = placement.host.settings.over(self.settings()).ports
-            _check_ports(ports, placement.count, f"host {placement.host}")
+            self._check_ports(ports, placement.count, f"host {placement.host}")
         return launcher, each
 
     def _spread(self, launcher: Any, num_actors: int) -> int:
@@ -123,6 +125,19 @@ class Launching:
                     f"device{'s' * (needed != 1)} each, one a task, and devices= names {named}; {remedy}"
                 )
         return each
+
+    def _check_ports(self, ports: tuple[int, int] | None, num_processes: int, where: str) -> None:
+        """Refuse a range that has not a port for each process of a host, and with restarts another one."""
+        least = num_processes * 2 if self.max_restarts else num_processes
+        if ports is None or ports[1] - ports[0] + 1 >= least:
+            return
+        first, last = ports
+        rest = ", and another one after a restart (max_restarts), since what is given back rests for a minute"
+        again = rest if self.max_restarts else ""
+        raise MeshError(
+            f"ports= {first}-{last} has {last - first + 1} and {where} gets {num_processes} processes, each of which "
+            f"needs one{again}; give at least {first}-{first + least - 1}"
+        )
 
     def _refuse_split(self, kind: str, each: int) -> None:
         """Refuse actors of several processes where there is no way to have them."""
@@ -179,7 +194,7 @@ class Launching:
         settings = self.settings()
         if settings.cpus is not None:
             check_cpus(settings.cpus)
-        check_devices(settings.interface or "")
+        check_devices(settings.interface)
         if self.python is not None and shutil.which(self.python, path=self._actors_path()) is None:
             raise MeshError(f"python={self.python!r} is no program of this machine; give an interpreter's path")
         return settings
@@ -239,16 +254,6 @@ def _hosts(given: Any) -> tuple[Host, ...]:
     if not isinstance(given, Sequence):
         raise MeshError(f"hosts is {given!r}; it is a hostfile's path or a list of hosts")
     return parse_hosts(given)
-
-
-def _check_ports(ports: tuple[int, int] | None, num_processes: int, where: str) -> None:
-    """Refuse a range that has not a port for each process of a host."""
-    if ports is not None and ports[1] - ports[0] + 1 < num_processes:
-        first, last = ports
-        raise MeshError(
-            f"ports= {first}-{last} has {last - first + 1} and {where} gets {num_processes} processes, each of which "
-            f"needs one; give at least {first}-{first + num_processes - 1}"
-        )
 
 
 def _read(name: str, value: Any, parse: Any, convert: Any = None) -> Any:

@@ -62,7 +62,7 @@ class ActorRequest:
             env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
             env["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
         env |= self.env
-        check_devices(env.get(DEVICES, ""))
+        check_devices(env.get(DEVICES))
         return env | self._gpu_environment(env) if self.gpus else env
 
     def _gpu_environment(self, env: Mapping[str, str]) -> dict[str, str]:

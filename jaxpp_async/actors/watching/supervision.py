@@ -17,11 +17,12 @@ from jaxpp_async.actors.crew.rpc import ActorLink
 from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.failures.failure import died_error, is_consequence, is_echo, lost_error, remote_error
 from jaxpp_async.actors.messages import Beat
+from jaxpp_async.actors.options import Patience
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.protocol.wire import Identity
 from jaxpp_async.actors.watching.clock_watch import ClockWatch
 from jaxpp_async.actors.watching.telling import Telling
-from jaxpp_async.actors.watching.watch import Patience, Watch
+from jaxpp_async.actors.watching.watch import Watch
 from jaxpp_async.errors import ActorError, ProtocolError
 from jaxpp_async.program import ProcessId
 
@@ -48,7 +49,7 @@ class Supervision:
         on_failure: Callable[[ActorError, ProcessId | None], None],
         is_recovering: Callable[[], bool],
         telling: Telling,
-        patience: Patience | None = None,
+        patience: Patience,
     ):
         self._crew, self._programs, self._under_way, self._on_failure = crew, programs, under_way, on_failure
         self._telling = telling

@@ -9,15 +9,15 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.failures.autopsy import ProgramOf, place
 from jaxpp_async.actors.failures.awake import TICK_S, AwakeClock
 from jaxpp_async.actors.failures.failure import describe_silence, silent_error, stuck_error
-from jaxpp_async.actors.failures.monitor import DEAD_S, SUSPECT_S, Dead, Monitor, Recovered, Suspect, Verdict
-from jaxpp_async.actors.failures.stuck import PROGRESS_S, Stall, StuckSteps
+from jaxpp_async.actors.failures.monitor import Dead, Monitor, Recovered, Suspect, Verdict
+from jaxpp_async.actors.failures.stuck import Stall, StuckSteps
 from jaxpp_async.actors.messages import Beat, Reported
+from jaxpp_async.actors.options import Patience
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.processes.actor_info import ActorInfo
 from jaxpp_async.actors.processes.progress import Position, hindmost
@@ -33,15 +33,6 @@ REPORT_S = 2.0
 
 _QUIET_S = 1.5
 """An actor that was not heard for so long is the monitor's affair: it may be stopped."""
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """In seconds: how long actors may be silent until they are suspect and dead; how long a step may stand still."""
-
-    suspect_s: float = SUSPECT_S
-    dead_s: float = DEAD_S
-    progress_s: float = PROGRESS_S
 
 
 class Watch:

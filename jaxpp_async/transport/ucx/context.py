@@ -38,7 +38,7 @@ class ProcessContext:
         """Returns ucxx's low-level module and the context; pair with `release`."""
         ucxx = _import_ucxx()
         if self._context is None:
-            check_devices(os.environ.get(DEVICES, ""))
+            check_devices(os.environ.get(DEVICES))
             features = (ucxx.Feature.TAG, ucxx.Feature.WAKEUP)
             self._context, self._pid = ucxx.UCXContext({}, feature_flags=features), os.getpid()
         if self._pid != os.getpid():

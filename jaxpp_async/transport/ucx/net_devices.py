@@ -18,42 +18,69 @@ _NET, _RDMA = Path("/sys/class/net"), Path("/sys/class/infiniband")
 _UP = 1  # IFF_UP
 
 
-def check_devices(names: str) -> None:
+def check_devices(names: str | None) -> None:
     """See whether this host has the devices that UCX is to use.
 
+    Devices that are left out (`"^docker0"`) need not be there: hosts of one run may differ.
+
     Args:
-        names: as `UCX_NET_DEVICES` has them, such as `"eth0,mlx5_0:1"`.
+        names: as `UCX_NET_DEVICES` has them, such as `"eth0,mlx5_0:1"`; None: it is not set.
 
     Raises:
-        MeshError: one is not there, or is down.
+        MeshError: one is not there, or is down; none is left; UCX would not take the list.
     """
-    there = _names_in(_NET) | _names_in(_RDMA)
-    if not there:  # no sysfs here
+    listed, are_left_out = _read(names)
+    if not listed and not are_left_out:
+        raise MeshError(
+            f"{DEVICES} (interface=) is empty, with which UCX uses no network at all; unset it, or name a device "
+            "(to have none, set UCX_TLS=sm,self)"
+        )
+    if "all" in listed:
+        raise MeshError(f"{DEVICES} (interface=) is {names!r}, but 'all' stands alone; leave it out, or the others")
+    rdma = _names_in(_RDMA)
+    there = _names_in(_NET) | rdma
+    if not there or (are_left_out and not listed):  # no sysfs here; or no word on them
         return
-    asked = named_devices(names) or []
-    missing, down = [name for name in asked if name not in there], {name for name in there if _is_down(name)}
-    if missing:
+    down = {name for name in there if _is_down(name)}
+    devices = [_without_port(name, rdma) for name in listed]
+    if are_left_out:
+        what = f"{names} leaves no network device" if not there - down - set(devices) else ""
+    elif missing := [name for name in devices if name not in there]:
         what = f"there is no network device {', '.join(missing)}"
-    elif resting := [name for name in asked if name in down]:
+    elif resting := [name for name in devices if name in down]:
         what = f"the network device {', '.join(resting)} is down"
     else:
-        return
-    also = f", and {', '.join(sorted(down))}, down" if down else ""
-    raise MeshError(
-        f"{what} on host {os.uname().nodename} (interface=, or {DEVICES}); it has "
-        f"{', '.join(sorted(there - down))}{also}"
-    )
+        what = ""
+    if what:
+        also = f", and {', '.join(sorted(down))}, down" if down else ""
+        raise MeshError(
+            f"{what} on host {os.uname().nodename} (interface=, or {DEVICES}); it has "
+            f"{', '.join(sorted(there - down))}{also}"
+        )
 
 
-def named_devices(names: str) -> list[str] | None:
-    """The devices that are named one by one; None: all, or all but some."""
-    if not names or any(name == "all" or set("*^") & set(name) for name in names.split(",")):
-        return None
-    return [name.partition(":")[0] for name in names.split(",") if name]
+def is_used(names: str | None, device: str) -> bool:
+    """Whether UCX uses a device that is no RDMA device, there being one of that name."""
+    listed, are_left_out = _read(names)
+    return (device in listed) != are_left_out
+
+
+def _read(names: str | None) -> tuple[list[str], bool]:
+    """The names, as UCX reads them: no pattern, no blank is taken out. And whether these are left out, not taken."""
+    text = names if names is not None else "all"
+    listed = [name for name in text.removeprefix("^").split(",") if name]
+    return ([], True) if listed == ["all"] else (listed, text.startswith("^"))
+
+
+def _without_port(name: str, rdma: set[str]) -> str:
+    """`mlx5_0` of `mlx5_0:1`. Only RDMA devices have ports: `eth0:1` is an address, unknown to UCX."""
+    device, _, port = name.partition(":")
+    return device if device in rdma and port.isdigit() else name
 
 
 def _names_in(folder: Path) -> set[str]:
-    return set(os.listdir(folder)) if folder.is_dir() else set()
+    """Devices are folders; `bonding_masters` is a file."""
+    return {entry.name for entry in folder.iterdir() if entry.is_dir()} if folder.is_dir() else set()
 
 
 def _is_down(name: str) -> bool:

@@ -9,17 +9,24 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
 
 from jaxpp_async.errors import MeshError
-from jaxpp_async.transport.ucx.net_devices import DEVICES, named_devices
+from jaxpp_async.transport.ucx.net_devices import DEVICES, is_used
 
 T = TypeVar("T")
 
 PORTS: Final = "UCX_TCP_PORT_RANGE"
+
+_LAST_PORT: Final = 65535
+_LOOKS: Final = 2000  # at ports, at least, before a range has none: some 20 ms
+_LEAST_ROUNDS: Final = 3
+_environ_lock = threading.Lock()  # what it guards is the process's, too
 
 _GIVE_ADDRESS = 0x8915  # SIOCGIFADDR
 
@@ -28,50 +35,82 @@ def with_free_port(make: Callable[[], T]) -> T:
     """Call `make`, which has UCX listen, so that it takes a port of `UCX_TCP_PORT_RANGE` that is free.
 
     Raises:
-        MeshError: there is none.
+        MeshError: there is none, or it is no range of ports.
     """
     given = os.environ.get(PORTS, "")
-    first, dash, last = given.partition("-")
-    if not (dash and first.isdigit() and last.isdigit() and int(first) > 0):  # UCX's own default, or its own error
+    ports = _read_range(given)
+    if ports is None:  # any port, or UCX's own error
         return make()
-    try:
-        for port in _free(range(int(first), int(last) + 1), _addresses(os.environ.get(DEVICES, ""))):
-            # Only UCX sees this: `os.environ`, which other processes start with, stays as it is.
-            os.putenv(PORTS, f"{port}-{port}")
-            try:
-                return make()
-            except Exception as error:
-                if type(error).__name__ != "UCXXBusyError":  # not to be imported here. Taken since: the next
-                    raise
-    finally:
-        os.putenv(PORTS, given)
+    with _environ_lock:
+        try:
+            for port in _free(ports, _addresses(os.environ.get(DEVICES))):
+                # For UCX alone. `os.environ` stays as it is; but a process that another thread starts just now without
+                # an environment of its own (`env=None`) inherits this.
+                os.putenv(PORTS, f"{port}-{port}")
+                try:
+                    return make()
+                except Exception as error:
+                    if type(error).__name__ != "UCXXBusyError":  # not to be imported here. Taken since: the next
+                        raise
+        finally:
+            os.putenv(PORTS, given)
     raise MeshError(
-        f"ports= {given} ({PORTS}) has no free port left on host {socket.gethostname()}; each process there needs "
-        "one: give a larger range, or one that no other program uses (`ss -ltnp` there lists who does)"
+        f"ports= {given} ({PORTS}) has no free port left on host {socket.gethostname()}; each process there needs one, "
+        "and one that was given back rests for a minute (TIME-WAIT): give a larger range, or one that no other program "
+        "uses (`ss -tanp` there lists who does, and ports at rest)"
     )
 
 
+def _read_range(given: str) -> range | None:
+    """The ports of `"47000-47100"` or `"47000"`, read as UCX does: blanks in front of a number, anything behind it.
+
+    Returns:
+        None: any port (0), or nothing that UCX can read either.
+
+    Raises:
+        MeshError: these cannot be TCP ports. UCX would cut the numbers off, or look for ever.
+    """
+    first, dash, last = given.partition("-")
+    numbers = [re.match(r"\s*\+?(\d+)", part, re.ASCII) for part in (first, last if dash else first)]
+    begin, end = (int(number[1]) if number else -1 for number in numbers)
+    if begin <= 0 or end < 0:
+        return None
+    if not begin <= end <= _LAST_PORT:
+        raise MeshError(f"{PORTS}={given} (ports=) is no range of TCP ports: give the first and the last, up to 65535")
+    return range(begin, end + 1)
+
+
 def _free(ports: range, addresses: list[str]) -> Iterator[int]:
-    """Those on which nobody listens now. Processes that start together begin at different ones."""
-    begin = os.getpid() % max(1, len(ports))
-    for port in (*ports[begin:], *ports[:begin]):
-        with contextlib.ExitStack() as sockets:
-            try:
-                for address in addresses:
-                    # As UCX binds its own: without SO_REUSEADDR.
-                    sockets.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)).bind((address, port))
-            except OSError:
-                continue
-        yield port
+    """Those on which nobody listens now, several times over.
+
+    Processes that start together begin at different ones, and still may find a port taken for the moment in which
+    another one looks at it: a small range is gone through again, at others' turns.
+    """
+    begin = os.getpid() % len(ports)
+    for _ in range(max(_LEAST_ROUNDS, _LOOKS // len(ports))):
+        for port in (*ports[begin:], *ports[:begin]):
+            if _is_free(port, addresses):
+                yield port
+        os.sched_yield()
 
 
-def _addresses(names: str) -> list[str]:
+def _is_free(port: int, addresses: list[str]) -> bool:
+    with contextlib.ExitStack() as sockets:
+        try:
+            for address in addresses:
+                # As UCX binds its own: without SO_REUSEADDR.
+                sockets.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)).bind((address, port))
+        except OSError:
+            return False
+    return True
+
+
+def _addresses(names: str | None) -> list[str]:
     """IPv4 addresses of the devices on which UCX will listen; UCX takes IPv6 only where there is none."""
-    asked = named_devices(names)
     found: list[str] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
-            if asked is None or name in asked:
+            if is_used(names, name):
                 with contextlib.suppress(OSError):  # it has no address
                     request = struct.pack("256s", name.encode()[:15])
                     found.append(socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _GIVE_ADDRESS, request)[20:24]))
