@@ -14,7 +14,7 @@ import numpy as np
 from jaxpp_async.compiler.ir import ValueType
 from jaxpp_async.errors import ArrayError
 from jaxpp_async.program import ActorId, Aval, SpecEntry
-from jaxpp_async.tracebacks import HiddenFrames
+from jaxpp_async.tracebacks import HiddenFrames, deliberate
 
 
 class Owner(Protocol):
@@ -36,10 +36,13 @@ def _not_here(what: str) -> Any:
     """A method for what only a value that is here can do."""
 
     def refuse(self: Any, *_: Any, **__: Any) -> Any:
-        raise TypeError(
-            f"{what} needs the value of {self!r}, which lies on the actors: `await` the array first "
-            "(`value = await array`), or compute with it inside a step that takes it as an argument"
-        )
+        with HiddenFrames():
+            raise deliberate(
+                TypeError(
+                    f"{what} needs the value of {self!r}, which lies on the actors: `await` the array first "
+                    "(`value = await array`), or compute with it inside a step that takes it as an argument"
+                )
+            )
 
     return refuse
 

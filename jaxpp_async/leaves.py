@@ -14,6 +14,8 @@ from jaxpp_async import jax_compat
 from jaxpp_async.arrays import RemoteArray
 from jaxpp_async.compiler.avals import value_type
 from jaxpp_async.compiler.ir import ValueType
+from jaxpp_async.pages import page
+from jaxpp_async.tracebacks import deliberate
 
 LeafType: TypeAlias = tuple[tuple[int, ...], str, bool]
 """Shape, dtype, whether weakly typed: what a compiled form depends on."""
@@ -97,12 +99,14 @@ def _host_aval(leaf: Any) -> Any:
     array = np.asarray(leaf)
     if array.dtype.kind in "OUSMm":
         what = f"a {type(leaf).__name__}" + (f" of dtype {array.dtype}" if isinstance(leaf, np.ndarray) else "")
-        raise TypeError(
-            f"is {what}, which JAX cannot compute with; "
-            + (
-                "pass a model's arrays only and close over the rest (docs/models.md)"
-                if callable(leaf)
-                else "make the argument static or leave it out"
+        raise deliberate(
+            TypeError(
+                f"is {what}, which JAX cannot compute with; "
+                + (
+                    f"pass a model's arrays only and close over the rest ({page('models.md')})"
+                    if callable(leaf)
+                    else "make the argument static or leave it out"
+                )
             )
         )
     return jax_compat.ShapedArray(array.shape, jax_compat.canonical_dtype(array.dtype))

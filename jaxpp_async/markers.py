@@ -20,7 +20,7 @@ from jax import lax
 from jaxpp_async import explicit, jax_compat, jax_config, jax_origins, nonfinite
 from jaxpp_async.errors import StageError
 from jaxpp_async.reductions import Reduction, Stack, Sum
-from jaxpp_async.tracebacks import HiddenFrames
+from jaxpp_async.tracebacks import HiddenFrames, deliberate
 
 # ---------------------------------------------------------------- pipeline_yield
 #
@@ -407,17 +407,23 @@ def _reductions_for(reduce: Any, shapes: Any, line: str) -> tuple[Reduction, ...
 
     def spread(reduction, subtree):
         if isinstance(reduction, type) and issubclass(reduction, Reduction):
-            raise TypeError(f"{line}: reduce has the class {reduction.__name__}; write {reduction.__name__}()")
+            raise deliberate(
+                TypeError(f"{line}: reduce has the class {reduction.__name__}; write {reduction.__name__}()")
+            )
         if not isinstance(reduction, Reduction):
-            raise TypeError(f"{line}: reduce has {reduction!r}; use Sum() Max() Min() Mean() Stack() Concat()")
+            raise deliberate(
+                TypeError(f"{line}: reduce has {reduction!r}; use Sum() Max() Min() Mean() Stack() Concat()")
+            )
         flat.extend([reduction] * len(jax.tree.leaves(subtree)))
 
     try:
         jax.tree.map(spread, reduce, shapes, is_leaf=lambda x: isinstance(x, Reduction))
     except ValueError:
-        raise TypeError(
-            f"{line}: reduce is not a tree prefix of the function's result {_tree_text(shapes)}: it is {reduce!r}; "
-            "give an operator for every part, one standing for all that is below it"
+        raise deliberate(
+            TypeError(
+                f"{line}: reduce is not a tree prefix of the function's result {_tree_text(shapes)}: it is {reduce!r}; "
+                "give an operator for every part, one standing for all that is below it"
+            )
         ) from None
     return tuple(flat)
 
@@ -430,4 +436,4 @@ def _check_reductions(reductions: Sequence[Reduction], shapes: Any, leaves: Sequ
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
     for reduction, path, leaf in zip(reductions, paths, leaves, strict=True):
         if problem := reduction.check(leaf.dtype, len(leaf.shape)):
-            raise TypeError(f"{line}: result{path}: {problem}")
+            raise deliberate(TypeError(f"{line}: result{path}: {problem}"))

@@ -24,7 +24,7 @@ from jaxpp_async.running import StepRunner
 from jaxpp_async.step import DistributedStep, StepOptions
 from jaxpp_async.step_future import StepFuture
 from jaxpp_async.timeline import Timeline
-from jaxpp_async.tracebacks import HiddenFrames
+from jaxpp_async.tracebacks import HiddenFrames, deliberate
 from jaxpp_async.values import RemoteValues
 
 
@@ -180,7 +180,8 @@ class RemoteMesh:
         return self
 
     def __enter__(self) -> NoReturn:
-        raise MeshError("a mesh starts and ends asynchronously; write `async with RemoteMesh(...) as mesh:`")
+        with HiddenFrames():
+            raise MeshError("a mesh starts and ends asynchronously; write `async with RemoteMesh(...) as mesh:`")
 
     def __exit__(self, *exc: object) -> None:
         """Never reached."""
@@ -247,7 +248,7 @@ class RemoteMesh:
             TypeError: `fn` cannot be called. ValueError: numbers of arguments that it does not have.
         """
         if not callable(fn):
-            raise TypeError(f"mesh.distributed takes a step function; got {fn!r}")
+            raise deliberate(TypeError(f"mesh.distributed takes a step function; got {fn!r}"))
         donated = _argnums("donate_argnums", donate_argnums, fn)
         static = _argnums("static_argnums", static_argnums, fn)
         step = DistributedStep(self._runner, fn, StepOptions(in_shardings, out_shardings, donated, static))
@@ -409,11 +410,13 @@ class RemoteMesh:
 def _argnums(name: str, value: int | Sequence[int], fn: Callable) -> tuple[int, ...]:
     found = (value,) if isinstance(value, int) else tuple(value)
     if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in found):
-        raise ValueError(f"{name} is {value!r}; give positions of arguments, counted from 0")
+        raise deliberate(ValueError(f"{name} is {value!r}; give positions of arguments, counted from 0"))
     most = _most_arguments(fn)
     if most is not None and found and max(found) >= most:
         takes = f"takes {most} argument{'s' * (most != 1)}"
-        raise ValueError(f"step {getattr(fn, '__name__', 'step')!r} {takes}, but {name} names argument {max(found)}")
+        raise deliberate(
+            ValueError(f"step {getattr(fn, '__name__', 'step')!r} {takes}, but {name} names argument {max(found)}")
+        )
     return found
 
 

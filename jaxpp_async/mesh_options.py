@@ -27,7 +27,7 @@ from jaxpp_async.compiler.emit import Target
 from jaxpp_async.errors import MeshError, ShardingError
 from jaxpp_async.explicit import AXIS_TYPES
 from jaxpp_async.extras import cuda_error, jax_cuda_majors
-from jaxpp_async.tracebacks import HiddenFrames
+from jaxpp_async.tracebacks import HiddenFrames, deliberate
 from jaxpp_async.transport.nccl.plan import ENVIRONMENT as NCCL_ENVIRONMENT
 from jaxpp_async.transport.planes import is_ordered
 
@@ -75,12 +75,12 @@ def only_known(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for option in kwargs:
-            if option not in known:
-                near = difflib.get_close_matches(option, known, 1, 0.5)
-                what = f"did you mean {near[0]}=?" if near else f"it has {', '.join(known)}"
-                raise TypeError(f"{name} has no option {option}=; {what}")
         with HiddenFrames():
+            for option in kwargs:
+                if option not in known:
+                    near = difflib.get_close_matches(option, known, 1, 0.5)
+                    what = f"did you mean {near[0]}=?" if near else f"it has {', '.join(known)}"
+                    raise deliberate(TypeError(f"{name} has no option {option}=; {what}"))
             return fn(*args, **kwargs)
 
     return call

@@ -26,7 +26,7 @@ from jaxpp_async.compiler.sharing import Exports
 from jaxpp_async.errors import MeshError, ShardingError
 from jaxpp_async.leaves import kind, leaf_type, shape_struct
 from jaxpp_async.program import ActorId
-from jaxpp_async.tracebacks import HiddenFrames
+from jaxpp_async.tracebacks import HiddenFrames, deliberate
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,9 +293,11 @@ class DistributedStep:
             try:
                 hash(value)
             except TypeError:
-                raise TypeError(
-                    f"step {self.__name__!r}: argument {self._name(argnum)} is static and a {type(value).__name__}, "
-                    "which has no hash; pass a hashable value, such as a tuple"
+                raise deliberate(
+                    TypeError(
+                        f"step {self.__name__!r}: argument {self._name(argnum)} is static and a "
+                        f"{type(value).__name__}, which has no hash; pass a hashable value, such as a tuple"
+                    )
                 ) from None
 
     def _name(self, argnum: int) -> str:
@@ -310,7 +312,7 @@ class DistributedStep:
                 leaf_type(leaf)
             except TypeError as error:
                 name = self._name(argnums[path[0].idx]) + jax.tree_util.keystr(path[1:])
-                raise TypeError(f"step {self.__name__!r}: {name} {error}") from None
+                raise deliberate(TypeError(f"step {self.__name__!r}: {name} {error}")) from None
 
     def _check_count(self, args: Sequence[Any]) -> None:
         try:
@@ -318,16 +320,18 @@ class DistributedStep:
                 self._parameters.bind(*args)
         except TypeError as error:  # in Python's own words: "missing a required argument: 'batch'"
             name = self.__name__
-            raise TypeError(
-                f"step {name!r}, called with {len(args)}: {error}; it is {name}{self._parameters}"
+            raise deliberate(
+                TypeError(f"step {name!r}, called with {len(args)}: {error}; it is {name}{self._parameters}")
             ) from None
         for argnums, what in (
             (self._options.static_argnums, "static_argnums"),
             (self._options.donate_argnums, "donate_argnums"),
         ):
             if argnums and max(argnums) >= len(args):
-                raise ValueError(
-                    f"step {self.__name__!r} got {len(args)} arguments, but {what} names argument {max(argnums)}"
+                raise deliberate(
+                    ValueError(
+                        f"step {self.__name__!r} got {len(args)} arguments, but {what} names argument {max(argnums)}"
+                    )
                 )
 
     def request(self, args: Sequence[Any]) -> StepRequest:

@@ -1,11 +1,11 @@
 """tracebacks: what a user sees of a traceback. In: an error that leaves a public function. Out: the same error, without
 the frames that say nothing to a user.
 
-Those are this package's, and those of JAX and Python's library that it called: an error of `errors` says all there is
-to say in its message; the user's own, raised while a step is traced, has its cause in the user's frames. Where neither
-is so, a bug of this package for one, the frames behind the user's last one stay. JAX's own switch shows everything:
-`JAX_TRACEBACK_FILTERING=off`. Never touches a message, a note or a cause, nor an error that the caller was handling
-already, and never fails itself.
+Those are this package's, and those of JAX and Python's library that it called: an error of `errors`, or one of Python's
+types that is marked as `deliberate`, says all there is to say in its message; the user's own, raised while a step is
+traced, has its cause in the user's frames. Where neither is so, a bug of this package for one, the frames behind the
+user's last one stay. JAX's own switch shows everything: `JAX_TRACEBACK_FILTERING=off`. Never touches a message, a note
+or a cause, nor an error that the caller was handling already, and never fails itself.
 """
 
 from __future__ import annotations
@@ -16,12 +16,21 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from types import FrameType, TracebackType
-from typing import Final
+from typing import Final, TypeVar
 
 from jaxpp_async import jax_config, jax_origins
 from jaxpp_async.errors import JaxppAsyncError
 
+_E = TypeVar("_E", bound=BaseException)
+
+_DELIBERATE: Final = "_jaxpp_async_deliberate"
 _LIBRARY: Final = sysconfig.get_path("stdlib") + os.sep
+
+
+def deliberate(error: _E) -> _E:
+    """`raise deliberate(TypeError(...))`: a mistake of the user's, of which the message says all."""
+    error.__dict__[_DELIBERATE] = True
+    return error
 
 
 class HiddenFrames:
@@ -43,7 +52,7 @@ class HiddenFrames:
         # looked at (properties, `__getattribute__`): a long traceback is the lesser evil.
         with contextlib.suppress(Exception):
             for each in _chain(error, self._handled):
-                says_all = isinstance(each, JaxppAsyncError) or _is_cancelled(each)
+                says_all = _says_all(each)
                 # Past the exception's own `__setattr__`, which refuses where it is a frozen dataclass.
                 BaseException.with_traceback(each, shown(each.__traceback__, says_all=says_all))
 
@@ -82,6 +91,13 @@ def _is_of_library(name: str) -> bool:
     return jax_origins.is_of_importlib(name) or (
         name.startswith(_LIBRARY) and "site-packages" not in name and "dist-packages" not in name
     )
+
+
+def _says_all(error: BaseException) -> bool:
+    """Whether nobody needs this package's frames to understand an error."""
+    if isinstance(error, JaxppAsyncError) or _is_cancelled(error):
+        return True
+    return _DELIBERATE in object.__getattribute__(error, "__dict__")  # past a `__getattribute__` of the user's
 
 
 def _is_cancelled(error: BaseException) -> bool:

@@ -430,9 +430,9 @@ SAVED = {"w": np.zeros((2, 3), np.float32), "n": 5, "key": jax.random.key(0), "s
             r"'key' is uint32\[2\] \(data of threefry2x32 keys\) .* \(data of rbg keys\)",
         ),
         ({"key": jax.random.PRNGKey(0)}, r"'key' is uint32\[2\] \(data of threefry2x32 keys\) .* but uint32\[2\] in"),
-        ({"new": 1}, "`like` has a Python int at 'new', where the checkpoint has nothing"),
-        ({"w": {"v": 1}}, r"`like` has a Python int at 'w/v', .* nothing; only the checkpoint has 'w'"),
-        ({"w": None}, r"the checkpoint has float32\[2, 3\] at 'w', where `like` has nothing"),
+        ({"new": 1}, "`like` has a Python int at 'new', where the checkpoint has nothing; leave out of `like`"),
+        ({"w": {"v": 1}}, r"`like` has a Python int at 'w/v', .* nothing; only the checkpoint has 'w'; leave out"),
+        ({"w": None}, r"the checkpoint has float32\[2, 3\] at 'w', where `like` has nothing; add it .* and drop"),
         ({"w": object()}, "w of `like` is a object; give"),
     ],
 )
@@ -504,8 +504,12 @@ async def test_broken_checkpoints_name_file_and_cause(mesh, tmp_path):
         with pytest.raises(CheckpointError, match=said):
             await mesh.restore(tmp_path / "new", (step, 0))
     (tmp_path / "new" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"new: there is no checkpoint: manifest\.json is missing"):
+    with pytest.raises(CheckpointError, match=r"new: .* manifest\.json is missing; in .* there are old$"):
         await mesh.restore(tmp_path / "new", (step, 0))
+    with pytest.raises(CheckpointError, match=rf"there is no checkpoint: .*; in {tmp_path} there are old$"):
+        await mesh.restore(tmp_path, (step, 0))
+    with pytest.raises(CheckpointError, match=r"missing; nor is there one in it or beside it$"):
+        await mesh.restore(tmp_path / "no" / "where", (step, 0))
     equal(await mesh.fetch(await mesh.restore(tmp_path / "old", (step, 0))), await mesh.fetch(state))
 
 

@@ -14,6 +14,7 @@ import pytest
 from planning import f32, plan_step
 
 import jaxpp_async as jpp
+from jaxpp_async import pages
 from jaxpp_async.actors.failures.failure import ActorInfo, died_error, launch_error, remote_error
 from jaxpp_async.actors.messages import Failed
 from jaxpp_async.actors.processes.seats import Seat
@@ -332,3 +333,15 @@ async def test_train_and_evaluate_place_one_state_in_two_ways(mesh, caplog):
         for s in (step, check)
     ]
     assert places == [{"ws[0]": (0,), "ws[1]": (1,)}, {"ws[0]": (0,), "ws[1]": (0,)}]
+
+
+def test_messages_name_a_page_where_it_lies(monkeypatch, tmp_path):
+    """A project of one's own has no docs/ beside it."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "restarts.md").touch()
+    for source in (str(tmp_path), f"-e {tmp_path}"):
+        monkeypatch.setattr(pages, "source_here", lambda source=source: source)
+        assert pages.page("restarts.md") == f"{tmp_path}/docs/restarts.md"
+    for source in ("jaxpp-async", f"gone: {tmp_path}", "jaxpp-async @ git+https://example.com/x@1"):
+        monkeypatch.setattr(pages, "source_here", lambda source=source: source)
+        assert pages.page("restarts.md") == "docs/restarts.md in jaxpp-async's repository"

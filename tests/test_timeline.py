@@ -204,7 +204,13 @@ def test_a_timeline_is_one_short_line_where_python_shows_it():
 def test_a_timeline_prints():
     text = str(made())
     assert text.startswith("step 7 of 'train_step': 22.00 s on 2 actors\n")
-    for line in ("actor 0        37%      16%", "fwd_bwd(stage 1)     2  4.00 s", "schedule      2.00 s    9%"):
+    for line in (
+        "of 19.00 s  computing",
+        "actor 0           37%      16%",
+        "53% of what the schedule allows: 10.00 s (compute, imbalance, schedule) at best, 19.00 s taken",
+        "fwd_bwd(stage 1)     2  4.00 s",
+        "schedule      2.00 s     9%",
+    ):
         assert line in text, text
     assert made().task_times["fwd(stage 0)"] == (2, 2) and made().median_s("bwd(stage 0)") == 3
     with pytest.raises(KeyError, match="no task 'bwd', but fwd"):

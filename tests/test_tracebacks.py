@@ -109,6 +109,34 @@ async def test_options_arrays_and_values(remote_mesh):
         assert all(file == __file__ for file, _ in seen), seen
 
 
+async def test_mistakes_that_are_errors_of_pythons_types(remote_mesh):
+    mesh = await remote_mesh(2, launcher="inline")
+    step, array = mesh.distributed(step_of()), await mesh.put(W)
+
+    async def plain_with():
+        with mesh:
+            pass
+
+    cases = {
+        "too few": lambda: step([W, W]),
+        "a str": lambda: mesh.run(step, [W, "w"], X),
+        "no number of an argument": lambda: _called(mesh.distributed, step_of(), donate_argnums=5),
+        "no option": lambda: _called(mesh.distributed, step_of(), donate=5),
+        "no option of a mesh": lambda: _called(jpp.RemoteMesh, 2, launchr="inline"),
+        "float": lambda: _called(float, array),
+        "numpy": lambda: _called(np.asarray, array),
+        "put": lambda: mesh.put("text"),
+        "plain with": plain_with,
+    }
+    for name, call in cases.items():
+        seen = places(await caught(Exception, call))
+        assert all(file == __file__ for file, _ in seen), (name, seen)
+
+
+async def _called(fn, *args, **kwargs):
+    return fn(*args, **kwargs)
+
+
 async def test_an_error_of_the_users_own_keeps_its_line_and_what_jax_says_of_it(remote_mesh):
     mesh = await remote_mesh(2, launcher="inline")
     error = await caught(TypeError, lambda: mesh.run(mesh.distributed(step_of(wrong_shapes)), [W, W], X))

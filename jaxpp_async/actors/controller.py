@@ -43,6 +43,7 @@ from jaxpp_async.actors.watching.supervision import Supervision
 from jaxpp_async.actors.watching.telling import Telling
 from jaxpp_async.errors import ActorDiedError, ActorError, ActorUnresponsiveError, MeshClosedError, TransferError
 from jaxpp_async.events import EventLog
+from jaxpp_async.pages import page
 from jaxpp_async.program import ActorId, ActorProgram, Aval, ProcessId
 
 _LOG = logging.getLogger("jaxpp_async")
@@ -381,7 +382,8 @@ class Controller:
         for actor in self._crew.actors:
             self._crew.set_state(actor, "failed" if actor in (lost, error.actor) else "closed")
         if self._recovery is None and isinstance(error, ActorDiedError | ActorUnresponsiveError):
-            error.add_note("RemoteMesh(max_restarts=n) replaces actors that die or hang, and goes on: docs/restarts.md")
+            more = f"see {page('restarts.md')}"
+            error.add_note(f"RemoteMesh(max_restarts=n) replaces actors that die or hang, and goes on: {more}")
         if isinstance(error, ActorUnresponsiveError) and error.actor is not None:
             for process in self._crew.processes.of(error.actor):
                 self._crew.handles[process].kill()  # it would hold up the end

@@ -25,6 +25,9 @@ from jaxpp_async.values import RemoteValues
 _MAX_MANIFEST_BYTES = 256 << 20
 """Enough for a million arrays."""
 
+_SHOWN = 5
+"""How many other checkpoints an error names."""
+
 _ATTEMPTS = 10
 """How often a restore begins: anew if a save has replaced the checkpoint that it was reading."""
 
@@ -39,13 +42,28 @@ def load_manifest(folder: str) -> m.Manifest:
     try:
         text = tensor_files.read_whole(path, _MAX_MANIFEST_BYTES).decode()
     except FileNotFoundError:
-        raise CheckpointError(f"{folder}: there is no checkpoint: {checkpoint_folder.MANIFEST} is missing") from None
+        missing = f"there is no checkpoint: {checkpoint_folder.MANIFEST} is missing"
+        raise CheckpointError(f"{folder}: {missing}{_elsewhere(folder)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     try:
         return m.parse(text)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
+
+
+def _elsewhere(folder: str) -> str:
+    """Where there are checkpoints instead, for an error: in the folder itself, or else beside it."""
+    for directory in (folder, os.path.dirname(folder)):
+        try:
+            names = sorted(os.listdir(directory), reverse=True)  # of numbered ones, the newest first
+        except OSError:
+            continue
+        found = [n for n in names if os.path.isfile(os.path.join(directory, n, checkpoint_folder.MANIFEST))]
+        if found:
+            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            return f"; in {directory} there are {', '.join(found[:_SHOWN])}{more}"
+    return "; nor is there one in it or beside it"
 
 
 def check_files(folder: str, manifest: m.Manifest) -> None:

@@ -181,12 +181,14 @@ def check_matches(wanted: dict[str, Target], manifest: Manifest) -> None:
         there = sorted(set(manifest.paths) - set(wanted))
         raise CheckpointError(
             f"`like` has {_type_text(wanted[missing[0]])} at {missing[0]!r}, where the checkpoint has nothing"
-            f"{_others(missing[1:])}{'; only the checkpoint has ' + _listed(there) if there else ''}"
+            f"{_others(missing[1:])}{'; only the checkpoint has ' + _listed(there) if there else ''}; "
+            "leave out of `like` what the checkpoint lacks, and take it from elsewhere (what `step.init` makes can be "
+            "a `like`, too)"
         )
     if extra := [path for path in manifest.paths if path not in wanted]:
         raise CheckpointError(
             f"the checkpoint has {_stored_text(manifest, extra[0])} at {extra[0]!r}, where `like` has nothing"
-            f"{_others(extra[1:])}"
+            f"{_others(extra[1:])}; add it to `like`, as a jax.ShapeDtypeStruct for one, and drop what comes back"
         )
     for path, target in wanted.items():
         if not _fits(target, manifest, path):

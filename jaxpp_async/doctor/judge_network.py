@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from jaxpp_async.doctor.facts import UNLIMITED, Asked, Examination, HostFacts, IbPort, LinkReport, Ucx
 from jaxpp_async.doctor.finding import Finding, error, note, ok, warning
 from jaxpp_async.extras import SYSTEM_UCX, extra_of
+from jaxpp_async.pages import page
 
 MEMLOCK_BYTES = 1 << 30
 """RDMA pins the memory that it reads and writes."""
@@ -138,7 +139,7 @@ def _without_rc(facts: HostFacts) -> tuple[str, str]:
             f"{what}; UCX of pip's wheels is built without InfiniBand",
             f"take a UCX with verbs (your cluster's, if it is as new as ucxx wants it; else build one), lead "
             f"LD_LIBRARY_PATH there and set {SYSTEM_UCX}=true for the actors (env=); or take ucxx from conda-forge, "
-            "with rdma-core. See docs/cluster.md",
+            f"with rdma-core. See {page('cluster.md')}",
         )
     return what, "is UCX built with verbs (`ucx_info -v`), and is rdma-core installed?"
 

@@ -31,8 +31,9 @@ def title(step: int, name: str, duration_s: float, num_actors: int, clock_error_
 
 
 def shares_table(rows: Sequence[Shares]) -> str:
-    """Where each actor's time went."""
-    header = ("", "computing", "waiting", "transfers", "dispatch", "idle")
+    """Where each actor's time went, in parts of what its first cell says: from the first actor's start to the end."""
+    span_s = rows[0].duration_s if rows else 0.0
+    header = (f"of {_time(span_s)}", "computing", "waiting", "transfers", "dispatch", "idle")
     return _table(
         header,
         ((f"actor {s.actor}", *(_share(x, s.duration_s) for x in _five(s))) for s in rows),
@@ -51,8 +52,12 @@ def bill_table(bill: Bill) -> str:
     for item, why in _ITEMS:
         seconds = getattr(bill, f"{item}_s")
         rows.append((item, _time(seconds), _share(seconds, bill.total_s), why))
-    rows.append(("", _time(bill.total_s), "100%", f"{bill.efficiency:.0%} of what the schedule allows at best"))
-    return _table(("bill", "time", "", ""), rows, left=(0, 3))
+    allowed = f"{_time(bill.bound_s)} (compute, imbalance, schedule) at best"
+    took = f"{_time(bill.span_s)} taken (all but queue and reply)"
+    rows.append(
+        ("", _time(bill.total_s), "100%", f"{bill.efficiency:.0%} of what the schedule allows: {allowed}, {took}")
+    )
+    return _table(("bill", "time", "share", ""), rows, left=(0, 3))
 
 
 def _five(s: Shares) -> tuple[float, float, float, float, float]:

@@ -10,6 +10,7 @@ from jaxpp_async.actors.processes.actor_info import ActorInfo
 from jaxpp_async.actors.watching.routes import staged
 from jaxpp_async.errors import ActorDiedError, ActorError, ActorUnresponsiveError
 from jaxpp_async.events import EventLog
+from jaxpp_async.pages import page
 from jaxpp_async.program import ProcessId
 
 _LOG = logging.getLogger("jaxpp_async")
@@ -38,7 +39,7 @@ class Telling:
         ways = sorted({way for each in slow.values() for way in each})
         text = (
             f"{info} sends device memory to peers {', '.join(map(str, sorted(slow)))} through host memory: UCX has "
-            f"{', '.join(ways)} to them, and neither cuda_ipc nor rc; see docs/gpu.md"
+            f"{', '.join(ways)} to them, and neither cuda_ipc nor rc; see {page('gpu.md')}"
         )
         _LOG.warning("%s", text)
         self._emit("staged", text, actor=info.id, host=info.host, pid=info.pid, peers=tuple(sorted(slow)), routes=ways)
