@@ -153,11 +153,11 @@ class DistributedStep:
         self._latest: CompiledStep | None = None
         self._calls: deque[tuple[Call, CompiledStep]] = deque(maxlen=_CALLS_KEPT)
         self.__name__ = getattr(fn, "__name__", "step")
-        try:
-            self._parameters = inspect.signature(fn)
-        except (TypeError, ValueError):  # builtins and the like have no signature; positions serve as names
-            self._parameters = None
-        self._names = tuple(self._parameters.parameters) if self._parameters else ()
+        named = _signature(fn)
+        self._names = tuple(named.parameters) if named else ()  # else positions serve as names
+        # A wrapper may take more than what it wraps, and `jax.jit` around one says what the innermost takes.
+        inner = getattr(fn, "__wrapped__", None)
+        self._parameters = None if hasattr(inner, "__wrapped__") else _signature(fn, follow_wrapped=False)
 
     def __repr__(self) -> str:
         return f"<DistributedStep {self.__name__!r}>"
@@ -408,6 +408,14 @@ class DistributedStep:
             return [None] * len(names)
         target, what = self.runner.target, f"{self._line}: {what}"
         return sharding.leaf_specs(prefix, tree, names, shapes, axes=target.axes, rules=target.axis_rules, what=what)
+
+
+def _signature(fn: Callable, *, follow_wrapped: bool = True) -> inspect.Signature | None:
+    """A function's signature; None: it has none, as builtins and the like."""
+    try:
+        return inspect.signature(fn, follow_wrapped=follow_wrapped)
+    except (TypeError, ValueError):
+        return None
 
 
 def _settled(signature: Any, settled: frozenset[int]) -> Any:

@@ -6,6 +6,7 @@ Each is raised before anything reaches an actor, and leaves the mesh as it was: 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import re
 import traceback
@@ -507,6 +508,16 @@ async def test_branching_on_a_value_names_the_users_function_and_argument(meshes
     async with Untouched(meshes["plain"], monkeypatch):
         with pytest.raises(jax.errors.TracerBoolConversionError, match=r"(?s)branches at .*test_user_errors.*batch"):
             await run_case(meshes["plain"], Case(branches, TypeError, []))
+
+
+async def test_a_wrapper_may_take_more_arguments_than_what_it_wraps(meshes):
+    @functools.wraps(GOOD)
+    def scaled(ws, batch, by):
+        return GOOD(ws, batch * by)
+
+    for fn, args in ((scaled, ([W, W], X, 2)), (jax.jit(scaled), ([W, W], X, 2))):
+        ws, _ = await meshes["plain"].distributed(fn)(*args)
+        assert ws[0].shape == (4, 4)
 
 
 async def test_branching_in_the_loss_names_the_users_function_and_argument(meshes, monkeypatch):
