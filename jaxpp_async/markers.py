@@ -344,6 +344,7 @@ def _named_as(fn: Callable, pass_index: bool) -> Callable:
     given = [*names[:1], *(names[1:2] if pass_index else ["microbatch_index"])]
     if len(given) == 2:
         params = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in given]
+        # JAX reads it, and no stub of functions has it.
         body.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
     return body
 

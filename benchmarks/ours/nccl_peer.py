@@ -22,15 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from device_peer import BURST_BYTES, MOST_IN_BURST, TIMEOUT_S, WINDOW, Side
+
+from jaxpp_async.actors.devices.gpus import VISIBLE
+from jaxpp_async.transport.nccl.plan import Link, Turn, order_of
+from jaxpp_async.transport.nccl.transport import NcclTransport
 
 TESTS = Path(__file__).parents[2] / "tests"
-sys.path += [str(Path(__file__).parent)]
-
-from device_peer import BURST_BYTES, MOST_IN_BURST, TIMEOUT_S, WINDOW, Side  # noqa: E402
-
-from jaxpp_async.actors.devices.gpus import VISIBLE  # noqa: E402
-from jaxpp_async.transport.nccl.plan import Link, Turn, order_of  # noqa: E402
-from jaxpp_async.transport.nccl.transport import NcclTransport  # noqa: E402
 
 THERE, BACK = Link(0, 1), Link(1, 0)
 

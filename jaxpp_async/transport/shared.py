@@ -83,7 +83,7 @@ class SharedBlock:
         self._descriptor, key = _make_file(_whole_bytes(size_bytes))
         try:
             self._whole = _map(self._descriptor, _whole_bytes(size_bytes))
-        except BaseException:
+        except BaseException:  # also a cancellation: nobody else would close it
             os.close(self._descriptor)
             raise
         self.array = self._whole[:size_bytes]
@@ -121,7 +121,7 @@ class SharedBlock:
             self._descriptor, key = _make_file(_whole_bytes(self.size_bytes))
             try:
                 _map_at(self.address, self._descriptor, _whole_bytes(self.size_bytes))
-            except BaseException:
+            except BaseException:  # also a cancellation: nobody else would close it
                 os.close(self._descriptor)
                 raise
             self._share(key)
@@ -320,7 +320,7 @@ def _make_file(size_bytes: int) -> tuple[int, bytes]:
         # Allocated now: a peer that writes must not be the one who finds that there is no memory left, by SIGBUS ...
         os.posix_fallocate(descriptor, 0, size_bytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # ... nor that the file has shrunk.
-    except BaseException:
+    except BaseException:  # also a cancellation: nobody else would close it
         os.close(descriptor)
         raise
     return descriptor, os.urandom(_KEY_BYTES)

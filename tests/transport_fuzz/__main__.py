@@ -18,6 +18,7 @@ import traceback
 from collections import Counter
 
 HERE = pathlib.Path(__file__).parent
+# Before what is imported from there: this is a program, and pytest is not there to find it.
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from performing import all_held, perform  # noqa: E402

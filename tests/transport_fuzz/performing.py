@@ -55,7 +55,7 @@ async def _perform(seed: int, numbers: Iterable[int], tell: Callable[[int, Count
                 await trio.perform(round_of(seed, number))
             except Broken as error:
                 raise Broken(f"seed {seed}, round {number}: {error}") from error
-    except BaseException:
+    except BaseException:  # also a Ctrl-C: transports hold processes' memory until they are closed
         with contextlib.suppress(TransferError):  # that something is still held may be what was wrong
             await trio.aclose()
         raise

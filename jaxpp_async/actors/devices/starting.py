@@ -155,13 +155,13 @@ def _run_setup(setup: str) -> None:
         raise InstallError(
             f"setup={setup!r}: the actor cannot import {error.name!r}; install it there or add its folder to PYTHONPATH"
         ) from None
-    except Exception as error:
+    except Exception as error:  # of the user's module, which may raise anything
         raise LaunchError(f"setup={setup!r}: importing it raised {type(error).__name__}: {error}") from error
     if not callable(function := getattr(module, function_name, None)):
         raise InstallError(f"setup={setup!r}: {module_name} has no function {function_name!r}")
     try:
         function()
-    except Exception as error:
+    except Exception as error:  # of the user's function
         raise LaunchError(f"setup={setup!r} raised {type(error).__name__}: {error}") from error
 
 

@@ -49,8 +49,8 @@ def with_free_port(make: Callable[[], T]) -> T:
                 os.putenv(PORTS, f"{port}-{port}")
                 try:
                     return make()
-                except Exception as error:
-                    if type(error).__name__ != "UCXXBusyError":  # not to be imported here. Taken since: the next
+                except Exception as error:  # which of UCX's it is says its name: it is not to be imported here
+                    if type(error).__name__ != "UCXXBusyError":  # taken since: the next
                         raise
         finally:
             os.putenv(PORTS, given)
