@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from jaxpp_async import jax_compat, moves
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.messages import StepStats
-from jaxpp_async.arrays import DONATED, FAILED, RemoteArray, is_remote
+from jaxpp_async.arrays import RemoteArray, is_remote
 from jaxpp_async.binding import Binding, Slot
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.compiler.ir import Traced
@@ -32,7 +32,8 @@ from jaxpp_async.printing import Printer
 from jaxpp_async.program import ActorId, ActorProgram, runs
 from jaxpp_async.recording import Recording, first_line
 from jaxpp_async.step import CompiledStep, DistributedStep, StepOptions, hidden_values, slots
-from jaxpp_async.step_future import StepFuture, abandon, by_actor
+from jaxpp_async.step_arrays import StepArrays
+from jaxpp_async.step_future import StepFuture, by_actor
 from jaxpp_async.values import RemoteValues
 
 _LOG = logging.getLogger("jaxpp_async")
@@ -78,8 +79,8 @@ class StepRunner:
         try:
             await future.wait_sent()
             return await future
-        except asyncio.CancelledError:
-            self._left_behind.note(abandon(future, "run"))
+        except BaseException as error:  # whatever it is, a closed coroutine too: nobody gets the results
+            self._abandon(future, "run", error)
             raise
 
     async def submit(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
@@ -87,10 +88,18 @@ class StepRunner:
         future = await self._begin(step, args)
         try:
             await future.wait_sent()  # the step's host values may change again once they have left
-        except asyncio.CancelledError:
-            self._left_behind.note(abandon(future, "submit"))
+        except BaseException as error:  # as in `run`
+            self._abandon(future, "submit", error)
             raise
         return future
+
+    def _abandon(self, future: StepFuture, call: str, error: BaseException) -> None:
+        """The caller of a step that was sent goes without its results, because of `error`."""
+        if future._handle.error is not None:  # as the caller is told
+            return
+        if (became := future._arrays.abandon()) is not None:
+            _LOG.warning("%s was sent, but its `%s` ended by %s: %s", future.what, call, type(error).__name__, became)
+        self._left_behind.note(future._handle)
 
     async def _begin(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
         """Send a step, compiled if need be, as soon as there is a place for it."""
@@ -135,8 +144,8 @@ class StepRunner:
         future = await self._admit(maker, compiled, leaves)
         try:
             return await future
-        except asyncio.CancelledError:
-            self._left_behind.note(future._handle)  # nothing was donated to it
+        except BaseException as error:  # as in `run`
+            self._abandon(future, "step.init", error)
             raise
 
     async def _load(self, request: StepRequest, step: DistributedStep) -> CompiledStep:
@@ -154,14 +163,15 @@ class StepRunner:
         seconds = time.perf_counter() - start_s
         self._controller().telling.compiled(step.__name__, seconds, len(compiled.placed.graph.nodes))
         inputs, outputs = slots(compiled)
-        donated = tuple(arg in request.donated for arg in compiled.traced.arg_of)
+        continued = {arg: result for result, arg in compiled.continues.items()}
+        donated = {k: continued.get(k) for k, arg in enumerate(compiled.traced.arg_of) if arg in request.donated}
         return CompiledStep(
             compiled=compiled,
             program_id=program_id,
             inputs=inputs,
             outputs=outputs,
             donated=donated,
-            binding=Binding(inputs, outputs, donated),
+            binding=Binding(inputs, outputs, len(compiled.traced.arg_of), donated),
             compile_s={a: reply.compile_s for a, reply in loaded.items()},
             temp_bytes={a: reply.temp_bytes for a, reply in loaded.items()},
             hidden_values=hidden_values(compiled),
@@ -172,12 +182,13 @@ class StepRunner:
     def _check_leaves(self, leaves: Sequence[Any], compiled: CompiledStep) -> None:
         donated: dict[int, str] = {}
         seen: dict[int, Slot] = {}
-        for leaf, slot, gives in zip(leaves, compiled.inputs, compiled.donated, strict=False):
+        for k, (leaf, slot) in enumerate(zip(leaves, compiled.inputs, strict=False)):
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 raise ArrayError(f"{slot.name} is a ShapeDtypeStruct, which has no values; pass an array")
             if not is_remote(leaf):
                 continue
             leaf.check_usable(slot.name, self._values)
+            gives = k in compiled.donated
             if id(leaf) in donated or (gives and sum(x is leaf for x in leaves) > 1):
                 raise ArrayError(f"{slot.name} is donated and passed twice in one call; donate it once or pass a copy")
             if gives:
@@ -255,6 +266,9 @@ class StepRunner:
         else:
             arguments = binding.bind_with_care(leaves, hidden, new_id)
         results = self._values.new_arrays(compiled.outputs)
+        traced = compiled.compiled.traced
+        count = len(traced.out_names)
+        outputs = jax.tree.unflatten(traced.out_tree, results[:count])  # may run code of the user's, which may fail
         handle = controller.start_step(
             compiled.program_id,
             arguments.array_ids,
@@ -263,47 +277,31 @@ class StepRunner:
             frees_after=arguments.frees_after,
         )
         arguments.settle()
-        donated = self._retire_donated(step, compiled, leaves)
+        arrays = StepArrays(step.__name__, compiled, leaves, results)
+        self._free_elsewhere(compiled, arrays.donated)
         recording = Recording(step.__name__, handle, compiled.compiled.programs, controller)
-        handle.when_done(lambda: self._finished(recording, results, donated))
-        traced = compiled.compiled.traced
-        count = len(traced.out_names)
+        handle.when_done(lambda: self._finished(recording, arrays))
         printing = self._printer.start(traced, results[count:], handle) if traced.prints else None
-        return StepFuture(jax.tree.unflatten(traced.out_tree, results[:count]), recording, printing, moved, donated)
+        return StepFuture(outputs, recording, arrays, printing, moved)
 
-    def _retire_donated(
-        self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
-    ) -> list[RemoteArray]:
-        donated_arrays: list[RemoteArray] = []
-        why = f"it was donated to step {step.__name__!r}; use the step's result instead"
-        for k in compiled.binding.donated:
-            leaf = leaves[k]
-            if not is_remote(leaf):
-                continue
-            leaf.retire(DONATED, why)
-            donated_arrays.append(leaf)
-            # The step frees it where it uses it; no program names the copies elsewhere.
+    def _free_elsewhere(self, compiled: CompiledStep, donated: Mapping[int, RemoteArray]) -> None:
+        """A step frees donated arrays where it uses them; no program names the copies on other actors."""
+        for k, array in donated.items():
             taken = compiled.inputs[k].actors
-            if leaf.actors != taken:
-                for a in set(leaf.actors).difference(taken):
-                    self._controller().free(a, leaf.array_id)
-        return donated_arrays
+            if array.actors != taken:
+                for a in set(array.actors).difference(taken):
+                    self._controller().free(a, array.array_id)
 
     def _tell_waiting(self, ahead: StepHandle, name: str) -> None:
         self._controller().telling.waiting(name, ahead.step)
 
-    def _finished(self, ran: Recording, results: Sequence[RemoteArray], donated: Sequence[RemoteArray]) -> None:
+    def _finished(self, ran: Recording, arrays: StepArrays) -> None:
         handle = ran.handle
         self._admission.release()
         if handle.error is None:
             self.last_stats, self.last = by_actor(handle.result()), ran
-            return
-        why = first_line(handle.error)
-        for array in results:
-            if not array.is_deleted():
-                array.retire(FAILED, f"its step failed: {why}")
-        for array in donated:
-            array.retire(DONATED, f"it was donated to step {ran.name!r}, which failed: {why}")
+        else:
+            arrays.fail(first_line(handle.error))
 
 
 def _idle(programs: Sequence[ActorProgram]) -> list[ActorId]:
