@@ -18,7 +18,7 @@ import numpy as np
 from jaxpp_async import jax_compat, moves
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.crew.step_handle import StepHandle
-from jaxpp_async.actors.messages import StepStats
+from jaxpp_async.actors.messages import RunKind, StepStats
 from jaxpp_async.arrays import RemoteArray, is_remote
 from jaxpp_async.binding import Binding, Slot
 from jaxpp_async.compiler.emit import Target
@@ -98,7 +98,8 @@ class StepRunner:
         if future._handle.error is not None:  # as the caller is told
             return
         if (became := future._arrays.abandon()) is not None:
-            _LOG.warning("%s was sent, but its `%s` ended by %s: %s", future.what, call, type(error).__name__, became)
+            what, why = future._recording.what, type(error).__name__
+            _LOG.warning("%s runs on, though its `%s` ended by %s: %s", what, call, why, became)
         self._left_behind.note(future._handle)
 
     async def _begin(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
@@ -141,7 +142,7 @@ class StepRunner:
             out_specs=lambda traced: _checked_out_specs(traced, wanted, name),
         )
         compiled = await self._load(request, maker)
-        future = await self._admit(maker, compiled, leaves)
+        future = await self._admit(maker, compiled, leaves, "init")
         try:
             return await future
         except BaseException as error:  # as in `run`
@@ -212,7 +213,9 @@ class StepRunner:
 
     # ---------------------------------------------------------------- running
 
-    async def _admit(self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]) -> StepFuture:
+    async def _admit(
+        self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any], kind: RunKind = "step"
+    ) -> StepFuture:
         """Wait for a place among the steps under way, bring the arguments where they belong, and start the step."""
         binding = compiled.binding
         if (self._admission.locked() or self._start_lock.locked()) and binding.ids(self._values, leaves) is None:
@@ -227,7 +230,7 @@ class StepRunner:
                     if ids is None or len(compiled.hidden) < len(compiled.hidden_values):
                         moved = await self._bring(step, compiled, leaves)
                         ids = binding.ids(self._values, leaves)
-                    future = self._start(step, compiled, leaves, ids, moved)
+                    future = self._start(step, compiled, leaves, ids, moved, kind)
             except BaseException:  # also a cancellation: the place goes to the next step
                 self._admission.release()
                 raise
@@ -240,7 +243,7 @@ class StepRunner:
         """See to what keeps a step from starting at once: errors, arrays that lie elsewhere, the first run."""
         self._check_leaves(leaves, compiled)
         await self._place_hidden(compiled)
-        moved = await self._mover.bring(leaves, compiled.inputs)
+        moved = await self._mover.bring(leaves, compiled.inputs, step.__name__)
         if moved:
             _LOG.info(moves.summary(moved, step.__name__))
         self._check_leaves(leaves, compiled)  # the user may have deleted one meanwhile
@@ -253,6 +256,7 @@ class StepRunner:
         leaves: Sequence[Any],
         ids: list[int] | None,
         moved: tuple[moves.Moved, ...],
+        kind: RunKind,
     ) -> StepFuture:
         """Send the step to its actors; from here on nothing is awaited until it has left.
 
@@ -275,6 +279,7 @@ class StepRunner:
             binding.results(results),
             puts=arguments.puts,
             frees_after=arguments.frees_after,
+            kind=kind,
         )
         arguments.settle()
         arrays = StepArrays(step.__name__, compiled, leaves, results)

@@ -52,12 +52,7 @@ class StepFuture:
             state = "finished" if self.done() else "finished, printing"
         else:
             state = "under way"
-        return f"<StepFuture: {self.what}, {state}>"
-
-    @property
-    def what(self) -> str:
-        """Which step it is, such as `"step 7 ('train_step')"` (for the mesh)."""
-        return f"step {self._handle.step} ({self._recording.name!r})"
+        return f"<StepFuture: {self._recording.what}, {state}>"
 
     def done(self) -> bool:
         """Whether the step has finished and printed what it prints, or failed."""
@@ -74,7 +69,7 @@ class StepFuture:
         if not handle.done:
             raise MeshError("a step has stats once it has finished; await it first")
         if handle.error is not None:
-            raise MeshError(f"{self.what} failed, so it has no stats: {first_line(handle.error)}")
+            raise MeshError(f"{self._recording.what} failed, so it has no stats: {first_line(handle.error)}")
         return by_actor(handle.result())
 
     def timeline(self) -> Timeline:
