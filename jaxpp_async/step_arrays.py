@@ -66,8 +66,10 @@ class StepArrays:
         here = [k for k in self._compiled.donated if k not in self.donated]
         self.donated = lost
         said = [f"{argument} stands for {result}" for argument, result in continued.items()]
-        said += [f"{self._names(lost)}, which no result continues, cannot be used"] * bool(lost)
-        said += [f"{self._names(here)} lies here and is what it was"] * bool(here)
+        if lost:
+            said.append(f"no result continues {self._names(lost)}, which cannot be used any more")
+        if here:
+            said.append(f"host values are what they were: {self._names(here)}")
         if continued:
             said.append("to give it the same batch again trains on it twice")
         return "; ".join(said) or None

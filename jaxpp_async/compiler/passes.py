@@ -246,20 +246,23 @@ def continued_arguments(traced: Traced) -> dict[int, int]:
     results = list(range(len(traced.out_names)))
     out = tree_util.tree_unflatten(traced.out_tree, results)
     args = tree_util.tree_unflatten(traced.in_tree, list(range(len(traced.arg_names))))
+    flat = [tree_util.tree_flatten(arg) for arg in args]
+    trees = [(leaves, treedef) for leaves, treedef in flat if len(leaves) > 1]
+    single = [(leaves, treedef) for leaves, treedef in flat if len(leaves) == 1]  # last: they fit in many a place
     found: dict[int, int] = {}
-    for is_enough in (all, _are_most):
-        for leaves, treedef in map(tree_util.tree_flatten, args):
-            if not leaves or leaves[0] in found.values():
-                continue
+    taken: set[int] = set()
+    for some, is_enough in ((trees, all), (trees, _are_most), (single, all)):
+        for leaves, treedef in some:
 
             def fits(candidate: list[int], leaves: list[int] = leaves, is_enough: Callable = is_enough) -> bool:
                 pairs = zip(candidate, leaves, strict=True)
-                return found.keys().isdisjoint(candidate) and is_enough([_same_type(traced, *pair) for pair in pairs])
+                return taken.isdisjoint(candidate) and is_enough([_same_type(traced, *pair) for pair in pairs])
 
-            if (match := _find_subtree(out, treedef, fits)) is not None:
+            if found.keys().isdisjoint(leaves) and (match := _find_subtree(out, treedef, fits)) is not None:
+                taken.update(match)
                 pairs = zip(match, leaves, strict=True)
-                found.update({result: arg for result, arg in pairs if _same_type(traced, result, arg)})
-    return found
+                found.update({arg: result for result, arg in pairs if _same_type(traced, result, arg)})
+    return {result: arg for arg, result in found.items()}
 
 
 def _are_most(flags: Sequence[bool]) -> bool:
