@@ -158,6 +158,12 @@ class RemoteArray:
         self._id = self._id if array_id is None else array_id
         self._type = value_type or self._type
 
+    def take_over(self, result: RemoteArray) -> None:
+        """From here on it is `result`, whose own handle nobody has and which is no longer usable (for the mesh)."""
+        self._id, self._type, self._actors, self._host = result._id, result._type, result._actors, result._host
+        self._state, self._why, self.weak_type = result._state, result._why, result.weak_type
+        result.retire(DELETED, "an argument of its step stands for it")
+
     def retire(self, state: str, why: str) -> None:
         """Mark it unusable (for the mesh)."""
         self._state, self._why, self._host = state, why, None

@@ -7,7 +7,7 @@ has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -65,16 +65,15 @@ class Binding:
     Args:
         inputs: the step's argument leaves, then its hidden arguments.
         outputs: its result leaves.
-        donated: for each argument leaf, whether the step reuses its buffers.
-
-    Attributes:
-        donated: positions of the donated argument leaves.
+        num_arguments: how many of the inputs are argument leaves.
+        donated: positions of the argument leaves whose buffers the step reuses.
     """
 
-    def __init__(self, inputs: Sequence[Slot], outputs: Sequence[Slot], donated: Sequence[bool]):
-        self.donated = tuple(k for k, is_donated in enumerate(donated) if is_donated)
-        self._inputs, self._is_donated = tuple(inputs), tuple(donated)
-        self._places = tuple((slot.actors, slot.type.aval.spec) for slot in inputs[: len(donated)])
+    def __init__(
+        self, inputs: Sequence[Slot], outputs: Sequence[Slot], num_arguments: int, donated: Collection[int] = ()
+    ):
+        self._inputs, self._donated = tuple(inputs), donated
+        self._places = tuple((slot.actors, slot.type.aval.spec) for slot in inputs[:num_arguments])
         self._dtypes = tuple(numpy_dtype(slot.type.aval.dtype) for slot in inputs)
         self._shapes = tuple(slot.type.aval.shape for slot in inputs)
         self._taken, self._made = _by_actor(inputs), _by_actor(outputs)
@@ -166,7 +165,7 @@ class Binding:
             # Most often it is already what travels, and finding this out costs less than making it.
             is_ready = type(leaf) is np.ndarray and leaf.dtype == self._dtypes[arg] and leaf.flags.c_contiguous
             host = leaf if is_ready else host_array(leaf)
-            if not self._is_donated[arg]:
+            if arg not in self._donated:
                 for actor in home:
                     bound.frees_after.setdefault(actor, []).append(array_id)
         if host.shape != self._shapes[arg] or host.dtype != self._dtypes[arg]:

@@ -48,7 +48,8 @@ class ActorError(JaxppAsyncError):
         actor: id of the actor, or None.
         host: its host name.
         pid: its process id.
-        step: the number of the step under way, counted from 0 over the mesh's life, or None.
+        step: the number of your step that was under way, or for which an argument was being moved, counted from 0 over
+            the mesh's life; or None.
         instruction: text of the instruction under way, or None.
     """
 

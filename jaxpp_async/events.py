@@ -44,7 +44,7 @@ class Event:
     Args:
         kind: what.
         actor: whom it happened to; None: the whole mesh.
-        step: the number of the step that was under way, where that says something.
+        step: the number of the user's step that was under way, where that says something.
         text: one line for people.
         time_s: `time.monotonic()` of this process, in seconds: for differences.
         at: the time of day in UTC, which a clock that is set may move: for people.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from jaxpp_async.actors.crew.step_handle import StepHandle
@@ -24,6 +24,7 @@ class Turn:
     As a context it is around what sends the step: whatever is raised there ends the turn.
 
     Attributes:
+        loop: the mesh's; a caller may go where none runs, when its coroutine is closed or collected.
         handle: once it was sent.
         waiter: the step behind it whose wait is timed.
         is_told: that wait, or an earlier one, was told.
@@ -31,6 +32,7 @@ class Turn:
 
     line: LeftBehind
     name: str
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     handle: StepHandle | None = None
     waiter: Turn | None = None
     timer: asyncio.TimerHandle | None = None
@@ -55,8 +57,8 @@ class Turn:
         if self.timer is not None:
             self.timer.cancel()
         self.waiter, self.timer = waiter, None
-        if waiter is not None:
-            self.timer = asyncio.get_running_loop().call_later(PATIENCE_S, self._tell, tell, waiter.name)
+        if waiter is not None and not self.loop.is_closed():
+            self.timer = self.loop.call_later(PATIENCE_S, self._tell, tell, waiter.name)
 
     def _tell(self, tell: Callable[[StepHandle, str], None], name: str) -> None:
         assert self.handle is not None  # only one that was sent is left behind

@@ -239,8 +239,8 @@ class RemoteMesh:
             in_shardings: over one actor's devices: a tree prefix of the arguments made of `PartitionSpec`s,
                 `NamedSharding`s, tuples of logical names, and None (inferred).
             out_shardings: the same for the results.
-            donate_argnums: arguments whose buffers the step may reuse; they cannot be used afterwards. A host value is
-                never touched.
+            donate_argnums: arguments whose buffers the step may reuse; they cannot be used afterwards, unless its `run`
+                is cancelled. A host value is never touched.
             static_argnums: hashable arguments that are part of the program.
             name: what logs and errors call it; None: `fn`'s name.
 
@@ -258,10 +258,11 @@ class RemoteMesh:
     async def run(self, step: DistributedStep, *args: Any) -> Any:
         """Run one step; returns when every actor has finished it.
 
-        A cancelled `run` leaves its step running, and the next one waits for its end: the event `waiting` says so after
-        5 s. The mesh stays usable, but that step's results are gone, and what was donated to it too (`asyncio.timeout`
-        around it cancels): to wait for a while only, `submit` and keep the future. Its host arrays may then still be on
-        their way: with `max_restarts=0` do not change them in place before another step has returned.
+        A `run` that is cancelled once its step was sent (also by Ctrl-C and `asyncio.timeout`) leaves it running: the
+        step counts. Each donated array that a result continues then stands for that result, so the same variables go
+        on with the next batch; other results are gone. A warning in the log says so, and docs/failures.md what
+        continues what. The next step waits for its end: the event `waiting` says so after 5 s. Its host arrays may
+        still be on their way: with `max_restarts=0` do not change them in place before another step has returned.
 
         Returns:
             `fn`'s result tree, of `RemoteArray`s.

@@ -17,6 +17,7 @@ from jaxpp_async.actors.messages import Loaded
 from jaxpp_async.arrays import RemoteArray, is_remote
 from jaxpp_async.binding import Slot
 from jaxpp_async.compiler.emit import Emitted, Target
+from jaxpp_async.errors import ActorError
 from jaxpp_async.program import ActorId, ActorProgram, runs
 from jaxpp_async.values import RemoteValues
 
@@ -38,20 +39,34 @@ class Mover:
         self._num_actors, self._target = num_actors, target
         self._programs: dict[moves.Move, int] = {}
 
-    async def bring(self, leaves: Sequence[Any], slots: Sequence[Slot]) -> tuple[moves.Moved, ...]:
-        """Bring arrays that lie elsewhere to where a step needs them, actor to actor."""
+    async def bring(self, leaves: Sequence[Any], slots: Sequence[Slot], name: str) -> tuple[moves.Moved, ...]:
+        """Bring arrays that lie elsewhere to where a step needs them, actor to actor.
+
+        Args:
+            name: of the step's function.
+
+        Raises:
+            ActorError: an actor or the mesh failed; a note says which argument was on its way.
+        """
         moved = []
         for leaf, slot in zip(leaves, slots, strict=False):
             if not is_remote(leaf) or leaf.host is not None:
                 continue
             missing = tuple(a for a in slot.actors if a not in leaf.actors)
-            source = leaf.actors[0]
-            if leaf.spec != slot.type.aval.spec:
-                await self._reshard(leaf, slot)
-                moved.append(moves.Moved(slot.name, leaf.nbytes, source, slot.actors, resharded=True))
-            elif missing:
-                await self._move(leaf, missing, slot)
-                moved.append(moves.Moved(slot.name, leaf.nbytes, source, missing))
+            source, number = leaf.actors[0], self._controller().num_steps
+            try:
+                if leaf.spec != slot.type.aval.spec:
+                    await self._reshard(leaf, slot)
+                    moved.append(moves.Moved(slot.name, leaf.nbytes, source, slot.actors, resharded=True))
+                elif missing:
+                    await self._move(leaf, missing, slot)
+                    moved.append(moves.Moved(slot.name, leaf.nbytes, source, missing))
+            except ActorError as error:
+                error.add_note(
+                    f"{slot.name} ({leaf.nbytes:,} bytes) was being moved from actor {source} to actors "
+                    f"{list(slot.actors)} for step {number} ({name!r}), which had not begun"
+                )
+                raise
         return tuple(moved)
 
     async def _move(self, leaf: RemoteArray, to: tuple[ActorId, ...], slot: Slot) -> None:
@@ -80,7 +95,7 @@ class Mover:
         leaf.check_usable(slot.name, self._values)  # the user may have deleted it meanwhile
         inputs = {move.source: {0: leaf.array_id}}
         outputs = {a: {0: result_id} for a in move.to}
-        return self._controller().start_step(self._programs[move], inputs, outputs)
+        return self._controller().start_step(self._programs[move], inputs, outputs, kind="move")
 
 
 async def load_programs(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.crew.step_handle import StepHandle
+from jaxpp_async.actors.messages import step_number, step_text
 from jaxpp_async.actors.processes.actor_info import ActorInfo
 from jaxpp_async.actors.watching.clocks import Clock, Readings
 from jaxpp_async.errors import MeshError
@@ -33,6 +34,11 @@ class Recording:
         self._processes: dict[ActorId, tuple[ActorInfo, Clock, Readings]] = {}
         handle.when_done(self._keep)
 
+    @property
+    def what(self) -> str:
+        """Which step it is, such as `"step 7 ('train_step')"`."""
+        return f"{step_text(self.handle.step)} ({self.name!r})"
+
     def timeline(self) -> Timeline:
         """What each actor did, and when.
 
@@ -42,12 +48,10 @@ class Recording:
         if not self.handle.done:
             raise MeshError("a step has a timeline once it has finished; await it first")
         if (error := self.handle.error) is not None:
-            raise MeshError(
-                f"step {self.handle.step} ({self.name!r}) failed, so it has no timeline: {first_line(error)}"
-            )
+            raise MeshError(f"{self.what} failed, so it has no timeline: {first_line(error)}")
         by_actor = {p.actor: p for p in self.programs}
         recorded = {a: self._recorded(by_actor[a], stats.stamps) for a, stats in self.handle.result().items()}
-        return make_timeline(self.handle.step, self.name, self.handle.sent_s, recorded)
+        return make_timeline(step_number(self.handle.step), self.name, self.handle.sent_s, recorded)
 
     def _keep(self) -> None:
         """The step has ended: keep who ran it. After a restart its actors may be other processes, with other clocks."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,8 @@ import numpy as np
 from jaxpp_async import jax_compat, moves
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.crew.step_handle import StepHandle
-from jaxpp_async.actors.messages import StepStats
-from jaxpp_async.arrays import DONATED, FAILED, RemoteArray, is_remote
+from jaxpp_async.actors.messages import RunKind, StepStats
+from jaxpp_async.arrays import RemoteArray, is_remote
 from jaxpp_async.binding import Binding, Slot
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.compiler.ir import Traced
@@ -32,7 +32,8 @@ from jaxpp_async.printing import Printer
 from jaxpp_async.program import ActorId, ActorProgram, runs
 from jaxpp_async.recording import Recording, first_line
 from jaxpp_async.step import CompiledStep, DistributedStep, StepOptions, hidden_values, slots
-from jaxpp_async.step_future import StepFuture, abandon, by_actor
+from jaxpp_async.step_arrays import StepArrays
+from jaxpp_async.step_future import StepFuture, by_actor
 from jaxpp_async.values import RemoteValues
 
 _LOG = logging.getLogger("jaxpp_async")
@@ -78,8 +79,8 @@ class StepRunner:
         try:
             await future.wait_sent()
             return await future
-        except asyncio.CancelledError:
-            self._left_behind.note(abandon(future, "run"))
+        except BaseException as error:  # whatever it is, a closed coroutine too: nobody gets the results
+            self._abandon(future, "run", error)
             raise
 
     async def submit(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
@@ -87,10 +88,19 @@ class StepRunner:
         future = await self._begin(step, args)
         try:
             await future.wait_sent()  # the step's host values may change again once they have left
-        except asyncio.CancelledError:
-            self._left_behind.note(abandon(future, "submit"))
+        except BaseException as error:  # as in `run`
+            self._abandon(future, "submit", error)
             raise
         return future
+
+    def _abandon(self, future: StepFuture, call: str, error: BaseException) -> None:
+        """The caller of a step that was sent goes without its results, because of `error`."""
+        if future._handle.error is not None:  # as the caller is told
+            return
+        if (became := future._arrays.abandon()) is not None:
+            what, why = future._recording.what, type(error).__name__
+            _LOG.warning("%s runs on, though its `%s` ended by %s: %s", what, call, why, became)
+        self._left_behind.note(future._handle)
 
     async def _begin(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
         """Send a step, compiled if need be, as soon as there is a place for it."""
@@ -132,11 +142,11 @@ class StepRunner:
             out_specs=lambda traced: _checked_out_specs(traced, wanted, name),
         )
         compiled = await self._load(request, maker)
-        future = await self._admit(maker, compiled, leaves)
+        future = await self._admit(maker, compiled, leaves, "init")
         try:
             return await future
-        except asyncio.CancelledError:
-            self._left_behind.note(future._handle)  # nothing was donated to it
+        except BaseException as error:  # as in `run`
+            self._abandon(future, "step.init", error)
             raise
 
     async def _load(self, request: StepRequest, step: DistributedStep) -> CompiledStep:
@@ -154,14 +164,15 @@ class StepRunner:
         seconds = time.perf_counter() - start_s
         self._controller().telling.compiled(step.__name__, seconds, len(compiled.placed.graph.nodes))
         inputs, outputs = slots(compiled)
-        donated = tuple(arg in request.donated for arg in compiled.traced.arg_of)
+        continued = {arg: result for result, arg in compiled.continues.items()}
+        donated = {k: continued.get(k) for k, arg in enumerate(compiled.traced.arg_of) if arg in request.donated}
         return CompiledStep(
             compiled=compiled,
             program_id=program_id,
             inputs=inputs,
             outputs=outputs,
             donated=donated,
-            binding=Binding(inputs, outputs, donated),
+            binding=Binding(inputs, outputs, len(compiled.traced.arg_of), donated),
             compile_s={a: reply.compile_s for a, reply in loaded.items()},
             temp_bytes={a: reply.temp_bytes for a, reply in loaded.items()},
             hidden_values=hidden_values(compiled),
@@ -172,12 +183,13 @@ class StepRunner:
     def _check_leaves(self, leaves: Sequence[Any], compiled: CompiledStep) -> None:
         donated: dict[int, str] = {}
         seen: dict[int, Slot] = {}
-        for leaf, slot, gives in zip(leaves, compiled.inputs, compiled.donated, strict=False):
+        for k, (leaf, slot) in enumerate(zip(leaves, compiled.inputs, strict=False)):
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 raise ArrayError(f"{slot.name} is a ShapeDtypeStruct, which has no values; pass an array")
             if not is_remote(leaf):
                 continue
             leaf.check_usable(slot.name, self._values)
+            gives = k in compiled.donated
             if id(leaf) in donated or (gives and sum(x is leaf for x in leaves) > 1):
                 raise ArrayError(f"{slot.name} is donated and passed twice in one call; donate it once or pass a copy")
             if gives:
@@ -201,7 +213,9 @@ class StepRunner:
 
     # ---------------------------------------------------------------- running
 
-    async def _admit(self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]) -> StepFuture:
+    async def _admit(
+        self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any], kind: RunKind = "step"
+    ) -> StepFuture:
         """Wait for a place among the steps under way, bring the arguments where they belong, and start the step."""
         binding = compiled.binding
         if (self._admission.locked() or self._start_lock.locked()) and binding.ids(self._values, leaves) is None:
@@ -216,7 +230,7 @@ class StepRunner:
                     if ids is None or len(compiled.hidden) < len(compiled.hidden_values):
                         moved = await self._bring(step, compiled, leaves)
                         ids = binding.ids(self._values, leaves)
-                    future = self._start(step, compiled, leaves, ids, moved)
+                    future = self._start(step, compiled, leaves, ids, moved, kind)
             except BaseException:  # also a cancellation: the place goes to the next step
                 self._admission.release()
                 raise
@@ -229,7 +243,7 @@ class StepRunner:
         """See to what keeps a step from starting at once: errors, arrays that lie elsewhere, the first run."""
         self._check_leaves(leaves, compiled)
         await self._place_hidden(compiled)
-        moved = await self._mover.bring(leaves, compiled.inputs)
+        moved = await self._mover.bring(leaves, compiled.inputs, step.__name__)
         if moved:
             _LOG.info(moves.summary(moved, step.__name__))
         self._check_leaves(leaves, compiled)  # the user may have deleted one meanwhile
@@ -242,6 +256,7 @@ class StepRunner:
         leaves: Sequence[Any],
         ids: list[int] | None,
         moved: tuple[moves.Moved, ...],
+        kind: RunKind,
     ) -> StepFuture:
         """Send the step to its actors; from here on nothing is awaited until it has left.
 
@@ -255,55 +270,43 @@ class StepRunner:
         else:
             arguments = binding.bind_with_care(leaves, hidden, new_id)
         results = self._values.new_arrays(compiled.outputs)
+        traced = compiled.compiled.traced
+        count = len(traced.out_names)
+        outputs = jax.tree.unflatten(traced.out_tree, results[:count])  # may run code of the user's, which may fail
         handle = controller.start_step(
             compiled.program_id,
             arguments.array_ids,
             binding.results(results),
             puts=arguments.puts,
             frees_after=arguments.frees_after,
+            kind=kind,
         )
         arguments.settle()
-        donated = self._retire_donated(step, compiled, leaves)
+        arrays = StepArrays(step.__name__, compiled, leaves, results)
+        self._free_elsewhere(compiled, arrays.donated)
         recording = Recording(step.__name__, handle, compiled.compiled.programs, controller)
-        handle.when_done(lambda: self._finished(recording, results, donated))
-        traced = compiled.compiled.traced
-        count = len(traced.out_names)
+        handle.when_done(lambda: self._finished(recording, arrays))
         printing = self._printer.start(traced, results[count:], handle) if traced.prints else None
-        return StepFuture(jax.tree.unflatten(traced.out_tree, results[:count]), recording, printing, moved, donated)
+        return StepFuture(outputs, recording, arrays, printing, moved)
 
-    def _retire_donated(
-        self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
-    ) -> list[RemoteArray]:
-        donated_arrays: list[RemoteArray] = []
-        why = f"it was donated to step {step.__name__!r}; use the step's result instead"
-        for k in compiled.binding.donated:
-            leaf = leaves[k]
-            if not is_remote(leaf):
-                continue
-            leaf.retire(DONATED, why)
-            donated_arrays.append(leaf)
-            # The step frees it where it uses it; no program names the copies elsewhere.
+    def _free_elsewhere(self, compiled: CompiledStep, donated: Mapping[int, RemoteArray]) -> None:
+        """A step frees donated arrays where it uses them; no program names the copies on other actors."""
+        for k, array in donated.items():
             taken = compiled.inputs[k].actors
-            if leaf.actors != taken:
-                for a in set(leaf.actors).difference(taken):
-                    self._controller().free(a, leaf.array_id)
-        return donated_arrays
+            if array.actors != taken:
+                for a in set(array.actors).difference(taken):
+                    self._controller().free(a, array.array_id)
 
     def _tell_waiting(self, ahead: StepHandle, name: str) -> None:
         self._controller().telling.waiting(name, ahead.step)
 
-    def _finished(self, ran: Recording, results: Sequence[RemoteArray], donated: Sequence[RemoteArray]) -> None:
+    def _finished(self, ran: Recording, arrays: StepArrays) -> None:
         handle = ran.handle
         self._admission.release()
         if handle.error is None:
             self.last_stats, self.last = by_actor(handle.result()), ran
-            return
-        why = first_line(handle.error)
-        for array in results:
-            if not array.is_deleted():
-                array.retire(FAILED, f"its step failed: {why}")
-        for array in donated:
-            array.retire(DONATED, f"it was donated to step {ran.name!r}, which failed: {why}")
+        else:
+            arrays.fail(first_line(handle.error))
 
 
 def _idle(programs: Sequence[ActorProgram]) -> list[ActorId]:

@@ -38,7 +38,7 @@ class CompiledStep:
         program_id: under which the actors have it.
         inputs: its argument leaves, then its hidden arguments (captured arrays, microbatch indices).
         outputs: its result leaves, then what its prints show.
-        donated: for each argument leaf, whether the step reuses its buffers.
+        donated: the argument leaves whose buffers the step reuses; for each the result leaf that continues it, or None.
         binding: what follows from these for a call.
         compile_s: what compiling took, by actor.
         temp_bytes: XLA's temporaries of each executable, by actor.
@@ -50,7 +50,7 @@ class CompiledStep:
     program_id: int
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
-    donated: tuple[bool, ...]
+    donated: dict[int, int | None]
     binding: Binding
     compile_s: dict[ActorId, float]
     temp_bytes: dict[ActorId, dict[int, int]]

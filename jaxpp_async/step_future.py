@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Generator, Mapping
+from typing import Any
 
-from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.messages import StepStats
-from jaxpp_async.arrays import DONATED, RemoteArray
 from jaxpp_async.errors import MeshError
 from jaxpp_async.moves import Moved
 from jaxpp_async.program import ActorId
 from jaxpp_async.recording import Recording, first_line
+from jaxpp_async.step_arrays import StepArrays
 from jaxpp_async.timeline import Timeline
 from jaxpp_async.tracebacks import HiddenFrames
 
@@ -31,13 +30,12 @@ class StepFuture:
         self,
         outputs: Any,
         recording: Recording,
+        arrays: StepArrays,
         printing: asyncio.Task[None] | None = None,
         moved: tuple[Moved, ...] = (),
-        donated: Sequence[RemoteArray] = (),
     ):
         self.outputs, self.moves, self._recording, self._printing = outputs, moved, recording, printing
-        self._donated = donated
-        self._handle = recording.handle
+        self._arrays, self._handle = arrays, recording.handle
 
     def __await__(self) -> Generator[Any, None, Any]:
         with HiddenFrames():
@@ -54,7 +52,7 @@ class StepFuture:
             state = "finished" if self.done() else "finished, printing"
         else:
             state = "under way"
-        return f"<StepFuture: step {handle.step} ({self._recording.name!r}), {state}>"
+        return f"<StepFuture: {self._recording.what}, {state}>"
 
     def done(self) -> bool:
         """Whether the step has finished and printed what it prints, or failed."""
@@ -71,8 +69,7 @@ class StepFuture:
         if not handle.done:
             raise MeshError("a step has stats once it has finished; await it first")
         if handle.error is not None:
-            what = f"step {handle.step} ({self._recording.name!r})"
-            raise MeshError(f"{what} failed, so it has no stats: {first_line(handle.error)}")
+            raise MeshError(f"{self._recording.what} failed, so it has no stats: {first_line(handle.error)}")
         return by_actor(handle.result())
 
     def timeline(self) -> Timeline:
@@ -89,31 +86,6 @@ class StepFuture:
     async def wait_sent(self) -> None:
         """Wait until the step's host arguments have left: they may change again."""
         await self._handle.wait_sent()
-
-
-_INSTEAD: Final = {
-    "run": "use `submit` where you mean to cancel a wait and keep the step",
-    "submit": "where you mean to cancel a wait and keep the step, have a task of it and await `asyncio.shield(task)`",
-}
-
-
-def abandon(future: StepFuture, call: str) -> StepHandle:
-    """The caller of a step that was sent has gone, and nobody has its results.
-
-    Args:
-        call: what was cancelled, `"run"` or `"submit"`.
-
-    Returns:
-        The handle of the step, which runs on.
-    """
-    name = future._recording.name
-    why = (
-        f"it was donated to step {name!r}, whose `{call}` was cancelled: its results are gone; start again from a "
-        f"checkpoint, and {_INSTEAD[call]}"
-    )
-    for array in future._donated:
-        array.retire(DONATED, why)
-    return future._handle
 
 
 def by_actor(stats: Mapping[ActorId, StepStats]) -> list[StepStats]:

@@ -15,6 +15,8 @@ import threading
 import time
 from typing import Any
 
+from jaxpp_async.actors.messages import step_number
+
 HERE = os.path.dirname(__file__)
 
 
@@ -33,7 +35,7 @@ def install() -> None:
 
     def call(self: Any, command: Any) -> Any:
         here = self._program.plan.program.instructions[command.instruction].label
-        if what in FAULTS and self.message.step >= step and here == label:
+        if what in FAULTS and step_number(self.message.step) >= step and here == label:
             self._program.tasks[command.instruction]._call = FAULTS[what]
         return original(self, command)
 
@@ -105,12 +107,12 @@ def _hang(*arrays: Any) -> Any:
 
 def _hold(original: Any, step: int, label: str) -> Any:
     """Native code keeps Python's global lock for 5 s, once."""
-    held: list[int] = []
+    held: list[bool] = []
 
     def call(self: Any, command: Any) -> Any:
         here = self._program.plan.program.instructions[command.instruction].label
-        if self.message.step >= step and here == label and not held:
-            held.append(self.message.step)
+        if step_number(self.message.step) >= step and here == label and not held:
+            held.append(True)
             ctypes.PyDLL(None).usleep(5_000_000)
         return original(self, command)
 
@@ -121,7 +123,7 @@ def _lose(original: Any, step: int) -> Any:
     """The link takes what this actor sends, from this step on, and it never arrives."""
 
     def send(self: Any, command: Any) -> None:
-        if self.message.step < step:
+        if step_number(self.message.step) < step:
             original(self, command)
         else:
             self._pieces_left[command.instruction] = 1

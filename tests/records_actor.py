@@ -24,7 +24,7 @@ class RecordsActor(FakeActor):
         self._has_stormed = False
 
     def _on_step(self, message: m.Step) -> None:
-        self.current_step = message.step
+        self.current_step = m.step_number(message.step)
         what = self._programs[message.program_id]
         if what == "log":
             _log()

@@ -15,6 +15,7 @@ from docs_code import doc_code
 
 import jaxpp_async as jpp
 from jaxpp_async.actors.crew.step_handle import StepHandle
+from jaxpp_async.actors.messages import step_id
 from jaxpp_async.actors.store import Entry, wait_all
 from jaxpp_async.errors import ActorError, ArrayError, MeshError
 from jaxpp_async.program import Aval
@@ -148,7 +149,7 @@ async def test_a_put_array_that_is_two_arguments_goes_once(remote_mesh):
 
 @pytest.mark.parametrize("error", [None, RuntimeError("lost")], ids=["finished", "failed"])
 async def test_a_callback_that_raises_keeps_nobody_from_hearing_of_the_end(error):
-    handle, told, reported = StepHandle(3, 0, (0,)), [], []
+    handle, told, reported = StepHandle(step_id(3), 0, (0,)), [], []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: reported.append(context))
     try:
@@ -201,7 +202,7 @@ async def test_the_page_shows_the_timeline_of_a_certain_step():
 
 
 async def test_an_error_that_is_raised_again_has_the_same_traceback_again():
-    handle, entry = StepHandle(3, 0, (0,)), Entry(Aval((), "float32"))
+    handle, entry = StepHandle(step_id(3), 0, (0,)), Entry(Aval((), "float32"))
     try:
         raise ActorError("gone")
     except ActorError as error:

@@ -342,7 +342,7 @@ async def test_who_waits_behind_a_step_that_was_cancelled_is_told_once(inline, m
     future = await inline.submit(long, x)
     await inline.run(long, x)
     async for event in events:
-        assert (event.kind, event.step, event.details["name"]) == ("waiting", future._handle.step - 1, "long")
+        assert (event.kind, event.step, event.details["name"]) == ("waiting", future.timeline().step - 1, "long")
         break
     assert len([r for r in caplog.records if "cancelled by its caller" in r.message]) == 1
     await inline.run(long, x)
@@ -436,27 +436,6 @@ async def test_whose_wait_is_told(actions, told, monkeypatch):
     line.act("-c")
     await asyncio.sleep(0.001)
     assert line.told == told  # once each
-
-
-async def test_what_a_cancelled_run_was_given_for_good_says_so(inline):
-    step = inline.distributed(lambda x: x + 1, donate_argnums=0, name="give")
-    x = await inline.run(step, np.ones(3, np.float32))
-    cancelled = asyncio.create_task(inline.run(step, x))
-    await asyncio.sleep(0)
-    cancelled.cancel()
-    await asyncio.wait([cancelled])
-    with pytest.raises(ArrayError, match=r"'give', whose `run` was cancelled: its results are gone.* and use `submit`"):
-        await inline.run(step, x)
-
-
-async def test_what_a_cancelled_submit_was_given_for_good_says_what_would_have_kept_it(inline, monkeypatch):
-    step = inline.distributed(lambda x, y: x + y, donate_argnums=0, name="give")
-    x, y = await inline.run(step, *2 * [np.ones((1000, 1000), np.float32)]), np.ones((1000, 1000), np.float32)
-    await cancelled(inline.submit(step, x, y), monkeypatch)
-    with pytest.raises(
-        ArrayError, match=r"whose `submit` was cancelled: .*, have a task of it and await `asyncio\.shield"
-    ):
-        await inline.run(step, x, y)
 
 
 # Which launcher, and after how many turns of the loop.

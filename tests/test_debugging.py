@@ -16,7 +16,7 @@ from planning import f32, plan_step
 import jaxpp_async as jpp
 from jaxpp_async import pages
 from jaxpp_async.actors.failures.failure import ActorInfo, died_error, launch_error, remote_error
-from jaxpp_async.actors.messages import Failed
+from jaxpp_async.actors.messages import Failed, step_id
 from jaxpp_async.actors.processes.seats import Seat
 from jaxpp_async.actors.processes.warden import Death
 from jaxpp_async.errors import ArrayError, MeshClosedError, ProtocolError, RemoteError, TransferError
@@ -236,10 +236,13 @@ NO_MODULE = "ModuleNotFoundError: No module named 'x'"
 RUN = '#12 run    "fwd(stage 1, mb 2)" exe 2 (b10) -> (b14)'
 FIRST_LINES = [
     (launch_error(Seat(1), "exited with code 1", LAST_WORDS), f"actor 1 exited with code 1: {NO_MODULE}"),
-    (died_error(ACTOR, Death(1, LAST_WORDS), 3), f"actor 1 .* exited with code 1 .*during step 3: {NO_MODULE}"),
+    (
+        died_error(ACTOR, Death(1, LAST_WORDS), step_id(3)),
+        f"actor 1 .* exited with code 1 .*during step 3: {NO_MODULE}",
+    ),
     (launch_error(Seat(1), "did not start", ("hello",)), "actor 1 did not start"),
     (
-        remote_error(ACTOR, Failed(0, "ValueError", "no", "Traceback ...", 3, RUN)),
+        remote_error(ACTOR, Failed(0, "ValueError", "no", "Traceback ...", step_id(3), RUN)),
         r"actor 1 \(host node, pid 77\), step 3, fwd\(stage 1, mb 2\): ValueError: no",
     ),
 ]
@@ -248,7 +251,7 @@ FIRST_LINES = [
 def test_what_fails_a_step_without_being_anyones_code_keeps_its_class():
     for cls in (ProtocolError, TransferError):
         name = f"jaxpp_async.errors.{cls.__name__}"
-        assert type(remote_error(ACTOR, Failed(0, name, "no", "Traceback ...", 3, RUN))) is cls
+        assert type(remote_error(ACTOR, Failed(0, name, "no", "Traceback ...", step_id(3), RUN))) is cls
         assert type(remote_error(ACTOR, Failed(0, name, "no", "Traceback ..."))) is RemoteError  # a request's
 
 

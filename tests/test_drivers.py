@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 
 import faults
+import jax
 import psutil
 import pytest
 from resources import shared_memory
@@ -180,6 +181,55 @@ def test_a_driver_that_is_killed_in_a_step_leaves_nothing():
         assert len(process.children) == 2
         process.popen.kill()
         assert process.children_end_within(2)
+
+
+# Trains as docs/operations.md says; "now" comes in the middle of the fourth step. Only that one takes long.
+SAVING = """
+import asyncio
+import jax, numpy as np
+import jaxpp_async as jpp
+from docs_code import doc_code
+
+def train_step(state, x):
+    turns = jax.numpy.where(state["count"] == 3, {turns}, 0)
+    nothing = jax.lax.fori_loop(0, turns, lambda _, m: m @ m, np.zeros((500, 500), np.float32))
+    return {{"w": state["w"] * 3 + x + nothing[0, 0], "count": state["count"] + 1}}, x
+
+def batches():
+    for i in range(100):
+        if i == 3:
+            asyncio.get_running_loop().call_later(0.2, lambda: print("now", flush=True))
+        yield np.float32(i)
+
+async def main():
+    async with jpp.RemoteMesh(2, launcher="local") as mesh:
+        step = mesh.distributed(train_step, donate_argnums=0)
+        state, _ = await mesh.run(mesh.distributed(lambda s: (s, 0)), {{"w": np.float32(1), "count": np.int32(0)}})
+        await step.compile(state, np.float32(0))
+        await doc_code("operations.md")["train"](mesh, step, state, batches(), {path!r})
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+async def test_a_driver_saves_on_sigterm_what_it_was_computing(number, tmp_path, remote_mesh):
+    """Case 26, in the words of docs/operations.md: the step under way counts."""
+    with driver(SAVING.format(turns=300, path=str(tmp_path))) as process:
+        process.wait_for("now")
+        process.popen.send_signal(number)
+        _, errors, seconds = process.communicate()
+        assert seconds < 20
+        assert "step 4 ('train_step') runs on, though its `run` ended by CancelledError: state stands for" in errors
+        assert [complaint for complaint in COMPLAINTS if complaint in errors] == [], errors
+    mesh = await remote_mesh(1, launcher="inline")
+    like = {name: jax.ShapeDtypeStruct((), dtype) for name, dtype in (("w", "float32"), ("count", "int32"))}
+    state = await mesh.fetch(await mesh.restore(tmp_path, like))
+    w = 1.0
+    for i in range(4):
+        w = w * 3 + i
+    assert state == {"w": w, "count": 4}
 
 
 def test_an_error_that_nobody_catches_ends_the_driver():

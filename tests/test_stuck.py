@@ -42,6 +42,7 @@ PROGRAMS = {
     ),
 }
 PARTS = {a: ActorProgram(a, instructions, (AVAL,) * 4) for a, instructions in PROGRAMS.items()}
+STEP = m.step_id(7)
 INFOS = {a: ActorInfo(a, f"node{a}", 100 + a, (), "ready") for a in PARTS}
 
 
@@ -49,7 +50,7 @@ def part(program_id: int, actor: int) -> ActorProgram | None:
     return PARTS.get(actor) if program_id == 5 else None
 
 
-def at(instruction: int, *, step: int = 7, waiting: bool = True, computing: bool = False) -> Position:
+def at(instruction: int, *, step: int = STEP, waiting: bool = True, computing: bool = False) -> Position:
     return Position(step, 5, instruction, waiting, computing)
 
 
@@ -64,7 +65,9 @@ def send(buffer: int, peer: int, tag: int, **options) -> m.OpenTransfer:
 OPEN = {"size_bytes": SIZE, "posted": True, "needed": True}
 
 
-def reported(instruction: int, *transfers: m.OpenTransfer, step: int | None = 7, running: bool = False, done: int = 0):
+def reported(
+    instruction: int, *transfers: m.OpenTransfer, step: int | None = STEP, running: bool = False, done: int = 0
+):
     return m.Reported(0, step, 5, instruction, f"#{instruction} run", running, done, transfers)
 
 
@@ -74,7 +77,7 @@ def stuck_after(
     """The time at which a stall is found while nothing changes, and the stall."""
     now = start
     while now <= (start + 100.0 if until is None else until):
-        stall = stuck.judge(now, unfinished or dict.fromkeys(positions, 7), positions, silent)
+        stall = stuck.judge(now, unfinished or dict.fromkeys(positions, STEP), positions, silent)
         if stall is not None:
             return now, stall
         now += 0.5
@@ -118,7 +121,7 @@ def test_who_computes_elsewhere_does_not_hold_up_the_clock():
 
 @pytest.mark.parametrize("what", ["position", "step", "restart", "computed"])
 def test_any_move_restarts_the_clock(what):
-    stuck, positions, unfinished = StuckSteps(part), dict(WAITING), dict.fromkeys(WAITING, 7)
+    stuck, positions, unfinished = StuckSteps(part), dict(WAITING), dict.fromkeys(WAITING, STEP)
     assert stuck_after(stuck, positions, unfinished, until=9.0) is None
     if what == "position":
         positions[2] = at(3)
@@ -159,7 +162,7 @@ LOST = {
 
 def conclude(reports, *, now: float = 10.0, unfinished=None, positions=None, silent=(), stuck=None):
     stuck = stuck or StuckSteps(part)
-    unfinished = unfinished or dict.fromkeys(reports, 7)
+    unfinished = unfinished or dict.fromkeys(reports, STEP)
     found = stuck_after(stuck, positions or {a: WAITING[a] for a in reports}, unfinished)
     assert found is not None
     return stuck.conclude(found[0] + now - 10.0, found[1], unfinished, reports, silent)
@@ -185,7 +188,7 @@ def test_a_quiet_actor_that_does_not_answer_is_left_to_the_monitor():
 
 
 def test_large_transfers_get_a_second_for_50_mb():
-    stuck, unfinished = StuckSteps(part), dict.fromkeys(WAITING, 7)
+    stuck, unfinished = StuckSteps(part), dict.fromkeys(WAITING, STEP)
     large = {**LOST, 2: reported(1, receive(0, 1, 1, size_bytes=250_000_000))}
     assert conclude(large, stuck=stuck) is None
     found = stuck_after(stuck, WAITING, start=10.5)
@@ -271,11 +274,11 @@ def test_large_transfers_get_a_second_for_50_mb():
     ],
 )
 def test_the_first_culprit(reports, cause, culprit, waits):
-    positions = {a: at(r.instruction) if r is not None and r.step == 7 else None for a, r in reports.items()}
+    positions = {a: at(r.instruction) if r is not None and r.step == STEP else None for a, r in reports.items()}
     autopsy = conclude(reports, positions=positions)
     assert autopsy is not None and autopsy.cause == cause and autopsy.culprit.startswith(culprit)
     assert autopsy.waits == waits if isinstance(waits, tuple) else len(autopsy.waits) == waits
-    assert autopsy.step == 7 and sorted(autopsy.places) == sorted(reports)
+    assert autopsy.step == STEP and sorted(autopsy.places) == sorted(reports)
 
 
 def test_the_surest_culprit_wins():
@@ -315,7 +318,7 @@ def test_the_errors_of_other_causes():
 
 def test_the_error_of_a_silent_actor():
     where = place(part, 1, at(1, waiting=False, computing=True))
-    error = silent_error(INFOS[1], 10.24, 7, where)
+    error = silent_error(INFOS[1], 10.24, STEP, where)
     assert str(error).startswith("actor 1 (host node1, pid 101) has not been heard of for 10.2 s; it was last at ")
     assert "last at run fwd(stage 1, mb 0) of step 7; it may be stopped (SIGSTOP)" in str(error)
     assert (error.actor, error.host, error.pid, error.step) == (1, "node1", 101, 7)
@@ -325,7 +328,7 @@ def test_the_error_of_a_silent_actor():
 def test_places():
     assert place(part, 0, at(6)) == "the end of step 7, with transfers open"
     assert place(part, 0, at(4)).endswith("of step 7, waiting for data")
-    assert place(part, 9, at(4)) == place(part, 0, Position(7, 99, 4, True)) == "step 7"
+    assert place(part, 9, at(4)) == place(part, 0, Position(STEP, 99, 4, True)) == "step 7"
 
 
 def test_hundreds_of_actors_in_a_row():

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from test_stuck import INFOS, LOST, WAITING, at, part
+from test_stuck import INFOS, LOST, STEP, WAITING, at, part
 
 from jaxpp_async.actors import messages as m
 from jaxpp_async.actors.crew.step_handle import StepHandle
@@ -64,7 +64,7 @@ class Mesh:
             fields = (p.step, p.program_id, p.instruction, p.waiting, p.computing) if p is not None else None
             self.watch.heard(Identity(actor, 0, "beats"), m.Beat(fields))
 
-    def step(self, positions: dict[int, Position], number: int = 7) -> None:
+    def step(self, positions: dict[int, Position], number: int = STEP) -> None:
         self.under_way[number] = StepHandle(number, 5, tuple(positions))
         self.positions |= positions
 
@@ -165,7 +165,7 @@ async def test_what_is_not_stuck(why):
         if why == "computes":
             mesh.positions[2] = at(1, waiting=False, computing=True)
         elif why == "reports otherwise":
-            mesh.reports[2] = m.Reported(0, 7, 5, 1, "#1 run", True)
+            mesh.reports[2] = m.Reported(0, STEP, 5, 1, "#1 run", True)
         elif why == "closed":
             mesh.reports[1] = MeshClosedError("the mesh is closed")
         mesh.busy |= why == "busy"

@@ -103,9 +103,9 @@ class Actor:
 
     @property
     def current_step(self) -> int | None:
-        """The number of the step under way. Any thread may ask."""
+        """The number of the user's step under way. Any thread may ask."""
         run = self._current
-        return run.message.step if run is not None else None
+        return m.step_number(run.message.step) if run is not None else None
 
     async def aclose(self) -> None:
         """End every task and transfer, the transport and the threads. A second call does nothing."""
@@ -272,15 +272,13 @@ class Actor:
     def _refuse_wrong(self, message: m.Step) -> None:
         if message.epoch == self._epoch and message.step > self._last_step and self._broken is None:
             return
-        where: dict[str, Any] = {"actor": self.actor_id, "step": message.step}
+        where: dict[str, Any] = {"actor": self.actor_id, "step": m.step_number(message.step)}
+        what = m.step_text(message.step)
         if message.epoch != self._epoch:
-            raise ProtocolError(
-                f"step {message.step} is of epoch {message.epoch}, the actor is in {self._epoch}", **where
-            )
+            raise ProtocolError(f"{what} is of epoch {message.epoch}, the actor is in {self._epoch}", **where)
         if message.step <= self._last_step:
-            raise ProtocolError(
-                f"step {message.step} comes after step {self._last_step} and its reply is no longer kept", **where
-            )
+            last = m.step_text(self._last_step)
+            raise ProtocolError(f"{what} comes after {last} and its reply is no longer kept", **where)
         if self._broken is not None:
             if message.program_id in self._programs:
                 self._refused.append(self._programs[message.program_id])
@@ -294,7 +292,8 @@ class Actor:
         if message.puts:
             equipment.host_values.take(message.puts, message.epoch)
         if program is None:
-            raise ProtocolError(f"program {message.program_id} is not loaded", actor=self.actor_id, step=message.step)
+            number = m.step_number(message.step)
+            raise ProtocolError(f"program {message.program_id} is not loaded", actor=self.actor_id, step=number)
         bound, donated = self._bind(program.plan, message)
         for array_id in donated:
             self._store.remove(array_id)
@@ -341,7 +340,7 @@ class Actor:
             # Transfers stay open until the controller's Abort: ending them here would fail the peers' steps with
             # transfer errors that could reach the controller before their cause.
             if self._broken is None:
-                self._broken = f"step {message.step} failed on actor {self.actor_id}"
+                self._broken = f"{m.step_text(message.step)} failed on actor {self.actor_id}"
                 self._failed = run
             reply = failed(message.request, failure.error, step=message.step, instruction=failure.instruction)
         else:

@@ -30,7 +30,7 @@ from jaxpp_async.actors.crew.programs import Programs
 from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.failures.failure import abandoned
 from jaxpp_async.actors.launch import Launcher
-from jaxpp_async.actors.messages import ArrayId, Inspect, Inspected, Loaded, Step
+from jaxpp_async.actors.messages import ArrayId, Inspect, Inspected, Loaded, RunKind, Step, step_id, step_number
 from jaxpp_async.actors.options import ControllerOptions
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.processes.actor_info import ActorInfo
@@ -72,7 +72,8 @@ class Controller:
         self.telling = Telling(events)
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._is_started = self._cause_raised = False
-        self._steps, self._arrays = itertools.count(), itertools.count()
+        self._arrays = itertools.count()
+        self._num_steps = self._num_ahead = 0
         self._programs, self._frees = Programs(processes, for_successors=options.restarts), FreeList()
         self._under_way: dict[int, StepHandle] = {}
         self._vigil: Vigil | None = None
@@ -198,6 +199,11 @@ class Controller:
         return self._crew.scattering
 
     @property
+    def num_steps(self) -> int:
+        """How many steps of the user's have been started: the number of the next one."""
+        return self._num_steps
+
+    @property
     def is_closed(self) -> bool:
         """The mesh has failed, or was closed."""
         return self.cause is not None or self._closing is not None
@@ -245,6 +251,7 @@ class Controller:
         *,
         puts: Mapping[ActorId, Sequence[HostValue]] | None = None,
         frees_after: Mapping[ActorId, Sequence[ArrayId]] | None = None,
+        kind: RunKind = "step",
     ) -> StepHandle:
         """Send one frame to each process of a loaded program's actors. Does not wait; steps run in their order.
 
@@ -254,13 +261,15 @@ class Controller:
             outputs: for each actor, the new array of each result that its part makes.
             puts: host values that go to each actor first; must not change before the handle's `wait_sent`.
             frees_after: arrays to free on each actor when the step is done.
+            kind: whether the user counts it as a step.
 
         Raises:
             MeshClosedError: the mesh is closed or has failed.
         """
         self._check_usable()
         places = self._programs.places_of(program_id)
-        handle = StepHandle(next(self._steps), program_id, [p for _, processes in places for p in processes])
+        step = step_id(self._num_steps, kind, self._num_ahead)
+        handle = StepHandle(step, program_id, [p for _, processes in places for p in processes])
         frees, number, epoch = self._frees.take(), self.outbox.number, self._crew.epoch
         posts: list[tuple[tuple[ProcessId, ...], Step, Mapping[ProcessId, Sequence[Sending]]]] = []
         for actor, processes in places:
@@ -269,7 +278,7 @@ class Controller:
             message = Step(
                 number(),
                 epoch,
-                handle.step,
+                step,
                 program_id,
                 inputs.get(actor) or {},
                 outputs.get(actor) or {},
@@ -278,8 +287,12 @@ class Controller:
                 tuple(frees_after.get(actor, ())) if frees_after else (),
             )
             posts.append((processes, message, large))
-        self._under_way[handle.step] = handle
-        handle.when_done(partial(self._under_way.pop, handle.step, None))
+        if kind == "step":
+            self._num_steps, self._num_ahead = self._num_steps + 1, 0
+        else:
+            self._num_ahead += 1
+        self._under_way[step] = handle
+        handle.when_done(partial(self._under_way.pop, step, None))
         for processes, message, large in posts:
             for process in processes:
                 if large:
@@ -387,7 +400,7 @@ class Controller:
         if isinstance(error, ActorUnresponsiveError) and error.actor is not None:
             for process in self._crew.processes.of(error.actor):
                 self._crew.handles[process].kill()  # it would hold up the end
-        step = error.step if error.step is not None else min(self._under_way, default=None)
+        step = min((s for s in self._under_way if error.step in (None, step_number(s))), default=None)
         self._cause_raised |= self.outbox.fail_all(error, step)
         self._tasks.start("abort after a failure", self._abort_others(error, dead))
 

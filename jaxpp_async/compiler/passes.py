@@ -237,20 +237,36 @@ def _texts(
 def continued_arguments(traced: Traced) -> dict[int, int]:
     """Result leaf to argument leaf, where a whole subtree of the result has the structure and types of an argument.
 
-    So a state keeps its place and sharding from step to step, donated or not.
+    So a state keeps its place and sharding from step to step, donated or not, and a donated one stands for its result
+    where a cancelled `run` cannot return it. Arguments that are alike are continued in their order. An argument most of
+    whose leaves keep their types (beside its parameters a cache grows) is continued in those.
     """
     from jax import tree_util
 
     results = list(range(len(traced.out_names)))
     out = tree_util.tree_unflatten(traced.out_tree, results)
     args = tree_util.tree_unflatten(traced.in_tree, list(range(len(traced.arg_names))))
+    flat = [tree_util.tree_flatten(arg) for arg in args]
+    trees = [(leaves, treedef) for leaves, treedef in flat if len(leaves) > 1]
+    single = [(leaves, treedef) for leaves, treedef in flat if len(leaves) == 1]  # last: they fit in many a place
     found: dict[int, int] = {}
-    for arg in args:
-        leaves, treedef = tree_util.tree_flatten(arg)
-        match = _find_subtree(out, treedef, lambda candidate, leaves=leaves: _same_types(traced, candidate, leaves))
-        if leaves and match is not None and not found.keys() & set(match):
-            found.update(zip(match, leaves, strict=True))
-    return found
+    taken: set[int] = set()
+    for some, is_enough in ((trees, all), (trees, _are_most), (single, all)):
+        for leaves, treedef in some:
+
+            def fits(candidate: list[int], leaves: list[int] = leaves, is_enough: Callable = is_enough) -> bool:
+                pairs = zip(candidate, leaves, strict=True)
+                return taken.isdisjoint(candidate) and is_enough([_same_type(traced, *pair) for pair in pairs])
+
+            if found.keys().isdisjoint(leaves) and (match := _find_subtree(out, treedef, fits)) is not None:
+                taken.update(match)
+                pairs = zip(match, leaves, strict=True)
+                found.update({arg: result for result, arg in pairs if _same_type(traced, result, arg)})
+    return {result: arg for arg, result in found.items()}
+
+
+def _are_most(flags: Sequence[bool]) -> bool:
+    return 2 * sum(flags) > len(flags)
 
 
 def _find_subtree(tree: Any, treedef: Any, fits: Callable[[list[int]], bool]) -> list[int] | None:
@@ -268,17 +284,12 @@ def _find_subtree(tree: Any, treedef: Any, fits: Callable[[list[int]], bool]) ->
     return None
 
 
-def _same_types(traced: Traced, results: Sequence[int], args: Sequence[int]) -> bool:
-    for k, arg in zip(results, args, strict=True):
-        ref = traced.flat.outputs[k]
-        argument = traced.types[traced.flat.inputs[arg]]
-        if not isinstance(ref, int):
-            shape, dtype = getattr(ref.value, "shape", ()), str(getattr(ref.value, "dtype", ""))
-            if (tuple(shape), dtype) != (argument.aval.shape, argument.aval.dtype):
-                return False
-        elif traced.types[ref].aval != argument.aval or traced.types[ref].key_impl != argument.key_impl:
-            return False
-    return True
+def _same_type(traced: Traced, result: int, arg: int) -> bool:
+    ref, argument = traced.flat.outputs[result], traced.types[traced.flat.inputs[arg]]
+    if isinstance(ref, int):
+        return traced.types[ref].aval == argument.aval and traced.types[ref].key_impl == argument.key_impl
+    shape, dtype = getattr(ref.value, "shape", ()), str(getattr(ref.value, "dtype", ""))
+    return (tuple(shape), dtype) == (argument.aval.shape, argument.aval.dtype)
 
 
 def _scheduled(staged: StagedLoop, request: StepRequest, types: Types) -> ScheduledLoop:

@@ -17,7 +17,18 @@ from typing import Any, TypeAlias, cast
 from jaxpp_async.actors.crew.rpc import ActorLink, Call, Replayed, Waiter
 from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.failures.failure import abandoned
-from jaxpp_async.actors.messages import ReadFile, Request, Step, Store, Sweep, Take
+from jaxpp_async.actors.messages import (
+    ReadFile,
+    Request,
+    Step,
+    StepId,
+    Store,
+    Sweep,
+    Take,
+    step_kind,
+    step_number,
+    step_text,
+)
 from jaxpp_async.actors.processes.actor_info import ActorInfo
 from jaxpp_async.errors import ActorError, StepAbortedError
 from jaxpp_async.program import ProcessId
@@ -214,7 +225,7 @@ class Outbox:
             epoch: of the steps from here on.
 
         Returns:
-            How many steps were run before and run again.
+            How many steps of the user's were run before and run again.
         """
         self._keep(self._needed())
         for waiter in {id(sent.waiter): sent.waiter for sent in self._sent if not sent.waiter.done}.values():
@@ -228,8 +239,8 @@ class Outbox:
                 changed["epoch"] = epoch
             sent.message = replace(cast(Any, sent.message), **changed)
             if sent.waiter.done:
-                if isinstance(sent.message, Step):
-                    again.add(sent.message.step)
+                if isinstance(sent.message, Step) and step_kind(sent.message.step) == "step":
+                    again.add(step_number(sent.message.step))
                 # What is put or read and cannot be had again fails whoever uses it, if anyone still does.
                 sent.waiter = Replayed(takes_failures=not isinstance(sent.message, Step))
             self._links[sent.process].request(sent.message, sent.waiter)
@@ -239,10 +250,10 @@ class Outbox:
 
     # ------------------------------------------------------------ the end
 
-    def fail_all(self, error: ActorError, step: int | None) -> bool:
+    def fail_all(self, error: ActorError, step: StepId | None) -> bool:
         """End everything that waits, because of `error`.
 
-        Calls and the step under way (number `step`) get the error itself; steps behind it are aborted because of it.
+        Calls and the step under way (id `step`) get the error itself; steps behind it are aborted because of it.
 
         Returns:
             Whether somebody will see the error.
@@ -250,8 +261,8 @@ class Outbox:
         seen = False
         for waiter in self._take_waiters():
             if isinstance(waiter, StepHandle) and waiter.step != step:
-                text = f"step {waiter.step} was aborted: {str(error).splitlines()[0]}"
-                waiter.fail(abandoned(error, text, StepAbortedError, step=waiter.step))
+                text = f"{step_text(waiter.step)} was aborted: {str(error).splitlines()[0]}"
+                waiter.fail(abandoned(error, text, StepAbortedError, step=step_number(waiter.step)))
             else:
                 seen |= waiter.is_awaited
                 waiter.fail(error)

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from jaxpp_async.actors.crew.rpc import ActorLink
-from jaxpp_async.actors.messages import StepDone, StepStats
+from jaxpp_async.actors.messages import StepDone, StepId, StepStats, step_text
 from jaxpp_async.actors.owned_tasks import retrieve
 from jaxpp_async.errors import ProtocolError
 from jaxpp_async.program import ProcessId
@@ -28,7 +28,7 @@ class StepHandle:
     where a shielded future takes two.
 
     Attributes:
-        step: the step's number, counted from 0 over the mesh's life.
+        step: the step's id.
         program_id: what it runs.
         sends: the transfers of its host values, one future each.
         error: why it failed, or None.
@@ -43,7 +43,7 @@ class StepHandle:
     _traceback: TracebackType | None = None
     _done = False
 
-    def __init__(self, step: int, program_id: int, processes: Sequence[ProcessId]):
+    def __init__(self, step: StepId, program_id: int, processes: Sequence[ProcessId]):
         self.step, self.program_id = step, program_id
         self.sends: list[asyncio.Future[None]] = []
         self.sent_s, self.heard_s = time.monotonic(), dict[int, float]()
@@ -136,7 +136,7 @@ class StepHandle:
     def on_reply(self, link: ActorLink, reply: Any) -> None:
         if not isinstance(reply, StepDone) or reply.step != self.step:
             raise ProtocolError(
-                f"{link.info} answered step {self.step} with {type(reply).__name__}", actor=link.info.id
+                f"{link.info} answered {step_text(self.step)} with {type(reply).__name__}", actor=link.info.id
             )
         info = link.info
         if info.rank == 0:
@@ -164,7 +164,7 @@ class StepHandle:
         try:
             callback()
         except Exception as error:  # of the caller's code: who else waits for the step must hear of its end
-            what = f"a callback at the end of step {self.step} failed"
+            what = f"a callback at the end of {step_text(self.step)} failed"
             asyncio.get_running_loop().call_exception_handler({"message": what, "exception": error})
 
     def _tell(self, future: asyncio.Future[dict[int, StepStats]]) -> None:

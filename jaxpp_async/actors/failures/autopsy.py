@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from jaxpp_async.actors.messages import OpenTransfer, Reported
+from jaxpp_async.actors.messages import OpenTransfer, Reported, StepId, step_text
 from jaxpp_async.actors.processes.progress import Position
 from jaxpp_async.program import CONTROLLER, ActorId, ActorProgram, Instruction, Recv, Run, Send
 from jaxpp_async.program_text import format_instruction
@@ -29,7 +29,7 @@ class Wait:
     """An actor and what it cannot go on without, in a step."""
 
     actor: ActorId
-    step: int
+    step: StepId
     transfer: OpenTransfer
 
     @property
@@ -57,7 +57,7 @@ class Autopsy:
     """Why a step does not go on.
 
     Args:
-        step: the oldest that one of the chain has not finished.
+        step: the id of the oldest that one of the chain has not finished.
         cause: of what kind the first culprit is.
         culprit: the first culprit, as a clause.
         actor: that actor; of a lost transfer its receiver; None: the controller.
@@ -68,7 +68,7 @@ class Autopsy:
         places: where each actor with an unfinished step is, as far as it told.
     """
 
-    step: int
+    step: StepId
     cause: Cause
     culprit: str
     actor: ActorId | None
@@ -110,11 +110,11 @@ def place(program_of: ProgramOf, actor: ActorId, at: Position) -> str:
     """Where an actor is, by what it told last; such as `"run fwd(stage 1, mb 3) ... of step 7"`."""
     program = program_of(at.program_id, actor)
     if program is None or not 0 <= at.instruction <= len(program.instructions):
-        return f"step {at.step}"
+        return step_text(at.step)
     if at.instruction == len(program.instructions):
-        return f"the end of step {at.step}, with transfers open"
+        return f"the end of {step_text(at.step)}, with transfers open"
     text = _short(program.instructions[at.instruction])
-    return f"{text} of step {at.step}{', waiting for data' if at.waiting else ''}"
+    return f"{text} of {step_text(at.step)}{', waiting for data' if at.waiting else ''}"
 
 
 class _Examination:
@@ -215,7 +215,7 @@ class _Examination:
             return f"actors {', '.join(circle)} wait for each other in a circle"
         return {
             "deaf": f"actor {actor} lives but does not answer: its event loop is blocked",
-            "idle": f"actor {actor} has not begun step {self._unfinished[actor]}, which it was told to run",
+            "idle": f"actor {actor} has not begun {step_text(self._unfinished[actor])}, which it was told to run",
         }.get(cause, f"actor {actor} waits for nothing and does not go on")
 
     def _circle(self, actor: ActorId) -> list[ActorId]:
@@ -247,8 +247,9 @@ class _Examination:
             return "between steps"
         program = self._program_of(reported.program_id, actor)
         if program is None or reported.instruction >= len(program.instructions):
-            return f"step {reported.step}, {reported.at}"
-        return f"step {reported.step}, #{reported.instruction} {_short(program.instructions[reported.instruction])}"
+            return f"{step_text(reported.step)}, {reported.at}"
+        at = _short(program.instructions[reported.instruction])
+        return f"{step_text(reported.step)}, #{reported.instruction} {at}"
 
 
 def _lines(lines: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxpp_async.actors.failures.autopsy import Autopsy
-from jaxpp_async.actors.messages import Failed
+from jaxpp_async.actors.messages import Failed, StepId, step_number, step_text
 from jaxpp_async.actors.processes.actor_info import ActorInfo
 from jaxpp_async.actors.processes.exit_codes import EXIT_REASONS
 from jaxpp_async.actors.processes.seats import Seat
@@ -69,7 +69,7 @@ def remote_error(actor: ActorInfo, failed: Failed, *, ends_mesh: bool = False) -
     """
     where = str(actor)
     if failed.step is not None:
-        where += f", step {failed.step}"
+        where += f", {step_text(failed.step)}"
     if failed.instruction is not None:
         where += f", {_short(failed.instruction)}"
     # The first line alone tells the cause: it is all that a log or a progress bar may show.
@@ -80,42 +80,42 @@ def remote_error(actor: ActorInfo, failed: Failed, *, ends_mesh: bool = False) -
         text += f"\n  {_NEED}"
     if failed.traceback:
         text += f"\n\nTraceback on the actor:\n{failed.traceback.rstrip()}"
-    when: dict[str, Any] = {"step": failed.step, "instruction": failed.instruction, **_place(actor)}
+    when: dict[str, Any] = {"instruction": failed.instruction, **_place(actor, failed.step)}
     own = _OF_A_STEP.get(failed.exception_type)
     if own is not None and (failed.step is not None or (ends_mesh and own is TransferError)):
         return own(text, **when)
     return RemoteError(text, exception_type=failed.exception_type, remote_traceback=failed.traceback, **when)
 
 
-def died_error(actor: ActorInfo, death: Death, step: int | None, instruction: str | None = None) -> ActorDiedError:
+def died_error(actor: ActorInfo, death: Death, step: StepId | None, instruction: str | None = None) -> ActorDiedError:
     """The error for an actor whose process ended.
 
     Args:
         step: the step that it was running, or None.
         instruction: text of the instruction it was at in that step, where that is known.
     """
-    during = f" during step {step}" if step is not None else ""
+    during = f" during {step_text(step)}" if step is not None else ""
     at = f", at {_short(instruction)}" if instruction is not None else ""
     end = describe_end(death.returncode, death.output_tail)
     text = f"{actor} {end}{during}{at}{_last_error(death.output_tail)}{describe_tail(death.output_tail)}"
-    return ActorDiedError(text, step=step, instruction=instruction, **_place(actor))
+    return ActorDiedError(text, instruction=instruction, **_place(actor, step))
 
 
-def lost_error(actor: ActorInfo, error: Exception | None, tail: Sequence[str], step: int | None) -> ActorDiedError:
+def lost_error(actor: ActorInfo, error: Exception | None, tail: Sequence[str], step: StepId | None) -> ActorDiedError:
     """The error for an actor whose control connection ended though its process did not."""
     why = f": {error}" if error is not None else ""
     text = f"{actor} closed its control connection though its process still runs{why}{describe_tail(tail)}"
-    return ActorDiedError(text, step=step, **_place(actor))
+    return ActorDiedError(text, **_place(actor, step))
 
 
-def silent_error(actor: ActorInfo, silence_s: float, step: int | None, at: str | None) -> ActorUnresponsiveError:
+def silent_error(actor: ActorInfo, silence_s: float, step: StepId | None, at: str | None) -> ActorUnresponsiveError:
     """The error for an actor whose signs of life have stopped.
 
     Args:
         step: the step that it was running, or None.
         at: where it was last heard to be.
     """
-    return ActorUnresponsiveError(describe_silence(actor, silence_s, at), step=step, instruction=at, **_place(actor))
+    return ActorUnresponsiveError(describe_silence(actor, silence_s, at), instruction=at, **_place(actor, step))
 
 
 def describe_silence(actor: ActorInfo, silence_s: float, at: str | None) -> str:
@@ -138,8 +138,8 @@ def stuck_error(autopsy: Autopsy, still_s: float, actors: Mapping[int, ActorInfo
     cls = ActorUnresponsiveError if autopsy.lost is None else TransferError
     info = actors.get(autopsy.actor) if autopsy.actor is not None else None
     where: dict[str, Any] = _place(info) if info is not None else {}
-    said = f"step {autopsy.step} has not gone on for {still_s:.1f} s: {text}"
-    return cls(said, step=autopsy.step, instruction=autopsy.instruction, **where)
+    said = f"{step_text(autopsy.step)} has not gone on for {still_s:.1f} s: {text}"
+    return cls(said, step=step_number(autopsy.step), instruction=autopsy.instruction, **where)
 
 
 def launch_error(seat: Seat, what: str, tail: Sequence[str] = ()) -> LaunchError:
@@ -198,5 +198,6 @@ def abandoned(error: ActorError, message: str, cls: type[ActorError], **where: A
     return result
 
 
-def _place(actor: ActorInfo) -> dict[str, Any]:
-    return {"actor": actor.id, "host": actor.host, "pid": actor.pid}
+def _place(actor: ActorInfo, step: StepId | None = None) -> dict[str, Any]:
+    where: dict[str, Any] = {"actor": actor.id, "host": actor.host, "pid": actor.pid}
+    return where if step is None else {**where, "step": step_number(step)}

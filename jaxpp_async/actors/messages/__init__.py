@@ -60,10 +60,16 @@ from jaxpp_async.actors.messages.steps import (
     Load,
     Loaded,
     Put,
+    RunKind,
     Step,
     StepDone,
+    StepId,
     StepStats,
     Store,
+    step_id,
+    step_kind,
+    step_number,
+    step_text,
 )
 from jaxpp_async.actors.messages.where import (
     Beat,
@@ -120,15 +126,21 @@ __all__ = [
     "Reserve",
     "Reserved",
     "Rollback",
+    "RunKind",
     "Shutdown",
     "Step",
     "StepDone",
+    "StepId",
     "StepStats",
     "Store",
     "Sweep",
     "Take",
     "WriteFile",
     "Written",
+    "step_id",
+    "step_kind",
+    "step_number",
+    "step_text",
 ]
 
 Request: TypeAlias = (

@@ -3,12 +3,55 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from jaxpp_async.program import Aval
 
 ArrayId: TypeAlias = int
 """Names one array of the mesh; given out by the controller, counting up, never used twice."""
+
+StepId: TypeAlias = int
+"""Names one run of a program on all its actors; counts up over a mesh's life.
+
+Users count the steps that they run and nothing else. So an id has the number of the user's step that its run is or goes
+ahead of, then how many runs go ahead of that step too, then which kind of run it is: see `step_id`.
+"""
+
+RunKind: TypeAlias = Literal["move", "init", "step"]
+"""An argument carried to where a step needs it, the program of a `step.init`, or a step of the user's."""
+
+_TEXTS: Final[dict[RunKind, str]] = {
+    "move": "a move for step {}",
+    "init": "an init ahead of step {}",
+    "step": "step {}",
+}
+_KINDS: Final = tuple(_TEXTS)
+
+
+def step_id(number: int, kind: RunKind = "step", ahead: int = 0) -> StepId:
+    """The id of one run.
+
+    Args:
+        number: of the user's step, counted from 0 over the mesh's life.
+        ahead: how many moves and inits came before this run and behind the user's step before.
+    """
+    return number << 32 | ahead << 2 | _KINDS.index(kind)
+
+
+def step_number(step: StepId) -> int:
+    """The number of the user's step that a run is, or goes ahead of."""
+    return step >> 32
+
+
+def step_kind(step: StepId) -> RunKind:
+    """Which kind of run it is."""
+    return _KINDS[min(step & 3, len(_KINDS) - 1)]  # whatever an actor has sent
+
+
+def step_text(step: StepId) -> str:
+    """What users are told of a run, such as `"step 7"` or `"a move for step 7"`."""
+    return _TEXTS[step_kind(step)].format(step_number(step))
+
 
 INLINE_BYTES = 16 * 1024
 """Host values up to this size ride in control frames; larger ones take the data plane."""
@@ -62,6 +105,7 @@ class Step:
     refused.
 
     Args:
+        step: its id, as wherever an actor names one.
         inputs: for each step argument this actor's program binds (the program's `Input.arg`), the array.
         outputs: for each result this actor's program makes (`Output.result`), the new array's id.
         puts: host values to take first.
@@ -71,7 +115,7 @@ class Step:
 
     request: int
     epoch: int
-    step: int
+    step: StepId
     program_id: int
     inputs: dict[int, ArrayId]
     outputs: dict[int, ArrayId]
@@ -131,7 +175,7 @@ class StepStats:
 @dataclass(frozen=True, slots=True)
 class StepDone:
     request: int
-    step: int
+    step: StepId
     stats: StepStats
 
 
@@ -155,5 +199,5 @@ class Failed:
     exception_type: str
     message: str
     traceback: str
-    step: int | None = None
+    step: StepId | None = None
     instruction: str | None = None

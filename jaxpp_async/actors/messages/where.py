@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxpp_async.actors.messages.steps import StepId
 from jaxpp_async.program import ActorId, BufferId, Tag
 
 
@@ -55,7 +56,7 @@ class Reported:
     """Where the actor is.
 
     Args:
-        step: the step under way; None: there is none, and what follows says nothing.
+        step: the id of the step under way; None: there is none, and what follows says nothing.
         at: text of the instruction.
         running: whether it executes a task.
         transfers_done: of this step, so far.
@@ -63,7 +64,7 @@ class Reported:
     """
 
     request: int
-    step: int | None
+    step: StepId | None
     program_id: int = 0
     instruction: int = 0
     at: str = ""
@@ -75,7 +76,7 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """A line for the controller's `logging`."""
+    """A line for the controller's `logging`. `step`: the number of the user's step under way."""
 
     level: int
     logger: str

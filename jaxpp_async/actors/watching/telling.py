@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from jaxpp_async.actors.failures.monitor import Recovered, Suspect
+from jaxpp_async.actors.messages import StepId, step_number, step_text
 from jaxpp_async.actors.processes.actor_info import ActorInfo
 from jaxpp_async.actors.watching.routes import staged
 from jaxpp_async.errors import ActorDiedError, ActorError, ActorUnresponsiveError
@@ -49,11 +50,13 @@ class Telling:
         text = f"compiled {name} in {seconds:.1f} s: {num_tasks} tasks"
         self._emit("compiled", text, name=name, seconds=seconds, num_tasks=num_tasks)
 
-    def waiting(self, name: str, ahead: int) -> None:
+    def waiting(self, name: str, ahead: StepId) -> None:
         """A step waits behind one that nobody awaits any more, and has for a while."""
-        text = f"step {name!r} waits for step {ahead}, cancelled by its caller, to end: a step that was sent runs on"
+        text = (
+            f"step {name!r} waits for {step_text(ahead)}, cancelled by its caller, to end: a step that was sent runs on"
+        )
         _LOG.warning("%s", text)
-        self._emit("waiting", text, step=ahead, name=name)
+        self._emit("waiting", text, step=step_number(ahead), name=name)
 
     def judged(self, info: ActorInfo, verdict: Suspect | Recovered) -> None:
         """An actor is silent, or is heard again."""
