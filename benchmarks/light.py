@@ -90,7 +90,7 @@ class LightLauncher:
     def __init__(self) -> None:
         self._starting: asyncio.Task[asyncio.subprocess.Process] | None = None
 
-    def make_transport(self, kind: str) -> Any:
+    def make_transport(self, kind: str, network: Any) -> Any:
         return NoTransport()
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> _Handle:
@@ -130,7 +130,7 @@ async def _serve_one(config: dict[str, Any]) -> None:
         bytes.fromhex(config["secret"]),
         connect=lambda connection: connect_tcp(connection, *config["controller"]),
         make_actor=LightActor,
-        make_transport=lambda kind: NoTransport(),
+        make_transport=lambda kind, network: NoTransport(),
         max_frame_bytes=config["max_frame_bytes"],
     )
 

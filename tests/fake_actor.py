@@ -63,7 +63,7 @@ async def start_fakes(
 class FakeActor:
     current_step: int | None = None
 
-    def __init__(self, actor_id: int, *, make_transport: Callable[[str], Any], send: Callable[[Any], None], **_: Any):
+    def __init__(self, actor_id: int, *, make_transport: Callable[..., Any], send: Callable[[Any], None], **_: Any):
         self._id, self._send = actor_id, send
         self._programs: dict[int, str] = {}
         self._blobs: dict[str, bytes] = {}

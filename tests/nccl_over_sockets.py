@@ -171,11 +171,11 @@ def violate(what: str) -> None:
 class NcclActor(DeviceActor):
     """An actor on late devices, whose programs transfer over sockets in the program's order."""
 
-    def __init__(self, process_id: int, *, make_transport: Callable[[str], Any], **seams: Any):
+    def __init__(self, process_id: int, *, make_transport: Callable[[str, Any], Any], **seams: Any):
         versions = os.environ.get(VERSIONS, "2.32.3").split()
         library = SocketNccl(versions[process_id % len(versions)])
 
-        def make(kind: str) -> Any:
-            return NcclTransport(process_id, library) if kind == "nccl" else make_transport(kind)
+        def make(kind: str, network: Any) -> Any:
+            return NcclTransport(process_id, library) if kind == "nccl" else make_transport(kind, network)
 
         super().__init__(process_id, make_transport=make, **seams)

@@ -42,7 +42,11 @@ class Harness:
         self.epoch = self.transport.epoch = 1
         self.actors = [
             Actor(
-                k, make_transport=lambda name, k=k: self._transport(k), send=self._replied, inline=True, **self.options
+                k,
+                make_transport=lambda name, network, k=k: self._transport(k),
+                send=self._replied,
+                inline=True,
+                **self.options,
             )
             for k in range(num_actors)
         ]

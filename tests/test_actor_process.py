@@ -17,7 +17,7 @@ from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
 async def main():
     replies = asyncio.Queue()
     network = MemoryNetwork()
-    actor = Actor(0, make_transport=lambda name: MemoryTransport(network, 0), send=replies.put_nowait)
+    actor = Actor(0, make_transport=lambda name, _: MemoryTransport(network, 0), send=replies.put_nowait)
     actor.handle(m.Configure(
         request=1, spmd_mesh=(("data", 2), ("model", 2)), axis_types=("auto", "auto"), platform="cpu",
         jax_config={"jax_enable_x64": True}, cache_dir=sys.argv[1] + "/cache", setup="hook:prepare",

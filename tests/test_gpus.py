@@ -456,27 +456,24 @@ def test_the_cuda_that_hosts_agree_on_is_the_one_that_jax_is_for(monkeypatch, sa
 )
 def test_a_ucx_that_would_take_gpu_memory_for_the_hosts_is_an_error(monkeypatch, names, environ, says):
     lines = [f"#         resource {i:2} :  md {i}  dev {i}  flags -- {name}" for i, name in enumerate(names)]
-    context = SimpleNamespace(info="\n".join(["#", *lines]))
-    monkeypatch.setattr(ucx_context.process_context, "acquire", lambda: (None, context))
-    monkeypatch.setattr(ucx_context.process_context, "release", lambda: None)
+    found = ucx_context.resources("\n".join(["#", *lines]))
     for name in ("UCX_TLS", "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     if says is None:
-        ucx_context.check_takes_gpu_memory()
+        ucx_context.check_takes_gpu_memory(found)
         return
     with pytest.raises(MeshError, match=f"cannot take GPU memory, it has no cuda_copy; .*{re.escape(says)}"):
-        ucx_context.check_takes_gpu_memory()
+        ucx_context.check_takes_gpu_memory(found)
 
 
 async def test_an_actor_on_gpus_does_not_start_with_such_a_ucx(monkeypatch):
-    context = SimpleNamespace(info="#         resource  0 :  md 0  dev 0  flags -- tcp/eth0")
-    monkeypatch.setattr(ucx_context.process_context, "acquire", lambda: (None, context))
-    monkeypatch.setattr(ucx_context.process_context, "release", lambda: None)
+    monkeypatch.setattr(configuring, "UCXTransport", SimpleNamespace)
+    plane = SimpleNamespace(resources=[("tcp", "eth0")])
     monkeypatch.setattr(configuring, "start_devices", lambda *_, **__: SimpleNamespace(devices=(), is_cpu=False))
-    monkeypatch.setattr(configuring, "open_planes", lambda *_: None)
-    message = SimpleNamespace(transport="ucx", epoch=0)
+    monkeypatch.setattr(configuring, "open_planes", lambda *_: SimpleNamespace(programs=plane))
+    message = SimpleNamespace(transport="ucx", epoch=0, address=None)
     functions = dict.fromkeys(("spawn", "make_transport", "note_progress", "may_begin"))
     with (
         ThreadPoolExecutor(1) as workers,

@@ -97,7 +97,7 @@ class MyLauncher:
     def __init__(self) -> None:
         self._handles: list[MyHandle] = []
 
-    def make_transport(self, kind: str) -> Any:
+    def make_transport(self, kind: str, network: Any) -> Any:
         return NullTransport()
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> MyHandle:

@@ -308,9 +308,9 @@ async def test_neighbours_die_one_after_the_other(undisturbed):
 
 async def test_a_death_before_all_are_connected_ends_the_launch(caplog):
     class Dying(InlineLauncher):
-        def make_transport(self, kind):  # the controller's own: its actors are up, and not yet connected
+        def make_transport(self, kind, network):  # the controller's own: its actors are up, and not yet connected
             self._handles[1].kill()
-            return super().make_transport(kind)
+            return super().make_transport(kind, network)
 
     async with nothing_left(caplog), asyncio.timeout(20):
         with pytest.raises(ActorDiedError, match="actor 1"):

@@ -29,7 +29,7 @@ from jaxpp_async.transport.lookout import SHORTEST_S, Lookout
 from jaxpp_async.transport.shared import SharedBlock
 from jaxpp_async.transport.ucx import direct_words
 from jaxpp_async.transport.ucx import transport as ucx_transport
-from jaxpp_async.transport.ucx.context import process_context, shares_memory
+from jaxpp_async.transport.ucx.context import shares_memory
 from jaxpp_async.transport.ucx.direct_words import DIRECT_BYTES
 from jaxpp_async.transport.ucx.links import SENDING, Transfer
 from jaxpp_async.transport.ucx.transport import UCXTransport
@@ -204,7 +204,7 @@ GOOD = seal("ucx", WORKER_ADDRESS, 1, 3)
         (GOOD[:-1], "damaged"),
         (GOOD + b"\0", "damaged"),
         (GOOD[:-1] + b"\1", "damaged"),
-        (GOOD[:3] + b"\2" + GOOD[4:], "has layout 2, here 1"),
+        (GOOD[:3] + b"\1" + GOOD[4:], "has layout 1, here 2"),
         (GOOD[:15] + b"\2" + GOOD[16:], "damaged"),  # the peer's number, without the checksum
         (WORKER_ADDRESS, "no address"),
         (seal("memory", WORKER_ADDRESS, 1, 3), "is of transport b'memory', expected 'ucx'"),
@@ -610,17 +610,17 @@ async def test_a_close_that_failed_is_made_up_for_when_ucx_lets_go(make_transpor
     monkeypatch.setattr(ucx_transport, "RELEASE_TIMEOUT_S", 0.01)
     monkeypatch.setattr(ucx_transport, "_LOOK_AGAIN_S", 60.0 if how == "called again" else 0.001)
     a, b = await make_transport(0), await make_transport(1)
-    users, before = process_context._num_users, num_descriptors()
+    before = num_descriptors()
     await join(a, b)
     a._open[-1] = Transfer(a._links[1], memory_of(np.zeros(8), writable=False), SENDING, tag(1), None)
     for _ in range(2):
         with pytest.raises(TransferError, match="UCX still holds 1 buffers"):
             await within(a.aclose())
-    assert process_context._num_users == users
+    assert a._context is not None
     del a._open[-1]
     if how == "called again":
         await within(a.aclose(), a.aclose())
-    await until(lambda: process_context._num_users == users - 1)
+    await until(lambda: a._context is None)
     await within(a.aclose())
     assert num_descriptors() < before
 

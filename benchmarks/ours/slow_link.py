@@ -23,9 +23,13 @@ from jaxpp_async.transport.buffers import memory_of
 class SlowActor(Actor):
     """An actor on slow links."""
 
-    def __init__(self, actor_id: int, *, make_transport: Callable[[str], Transport], **seams: Any):
+    def __init__(self, actor_id: int, *, make_transport: Callable[[str, Any], Transport], **seams: Any):
         delay_s = float(os.environ["SLOW_LINK_MS"]) / 1e3
-        super().__init__(actor_id, make_transport=lambda kind: SlowTransport(make_transport(kind), delay_s), **seams)
+
+        def make(kind: str, network: Any) -> Transport:
+            return SlowTransport(make_transport(kind, network), delay_s)
+
+        super().__init__(actor_id, make_transport=make, **seams)
 
 
 class SlowTransport:

@@ -113,7 +113,7 @@ async def _serve(config: _Config) -> ExitCode:
         config.secret,
         connect=lambda connection: connect_tcp(connection, *config.controller),
         make_actor=make_actor,
-        make_transport=lambda kind: make_process_transport(kind, config.process_id),
+        make_transport=lambda kind, network: make_process_transport(kind, config.process_id, network),
         max_frame_bytes=config.max_frame_bytes,
         keeps_vigil=True,
     )

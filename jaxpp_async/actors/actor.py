@@ -37,6 +37,7 @@ from jaxpp_async.errors import MeshError, ProtocolError, StepAbortedError
 from jaxpp_async.program import CONTROLLER, ActorId, ProcessId
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.nccl.plan import Link
+from jaxpp_async.transport.network import Network
 from jaxpp_async.transport.planes import open_planes
 
 REPLIES_KEPT = 16
@@ -50,7 +51,7 @@ class Actor:
 
     Args:
         process_id: its number in the mesh, also as a peer of the transport.
-        make_transport: transport name to transport.
+        make_transport: from a transport's name, and a network, to a transport.
         send: takes replies; called on the event loop.
         inline: the actor shares the controller's process and its JAX.
         note_progress: told of every instruction.
@@ -61,7 +62,7 @@ class Actor:
         self,
         process_id: ProcessId,
         *,
-        make_transport: Callable[[str], Transport],
+        make_transport: Callable[[str, Network], Transport],
         send: Callable[[m.Message], None],
         inline: bool = False,
         note_progress: NoteProgress = no_progress,
@@ -140,6 +141,8 @@ class Actor:
                 self._send(m.Reserved(message.request, self._port.getsockname()[1]))
             case m.Configure():
                 self._answer("configure", message.request, self._configure(message))
+            case m.Admit():
+                self._answer("admit", message.request, self._admit(message))
             case m.Connect():
                 self._answer("connect", message.request, self._connect(message))
             case m.OfferLinks():
@@ -211,6 +214,10 @@ class Actor:
     async def _stored(self, request: int, entries: Sequence[Entry]) -> m.Done:
         await wait_all(entries)
         return m.Done(request)
+
+    async def _admit(self, message: m.Admit) -> m.Done:
+        self._equipment.planes.admit(message.addresses)
+        return m.Done(message.request)
 
     async def _connect(self, message: m.Connect) -> m.Connected:
         self._epoch = message.epoch
@@ -402,7 +409,7 @@ class Actor:
     async def _renew(self, message: m.Renew) -> m.Renewed:
         equipment = self._equipment
         await equipment.planes.aclose()
-        planes = open_planes(equipment.transport_kind, self._epoch, self._make_transport)
+        planes = open_planes(equipment.transport_kind, self._epoch, equipment.network, self._make_transport)
         equipment.host_values.transport = planes.host
         machine = replace(equipment.machine, transport=planes.programs)
         self._equipment_or_none = replace(equipment, machine=machine, planes=planes)

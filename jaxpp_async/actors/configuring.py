@@ -28,8 +28,10 @@ from jaxpp_async.actors.values.receive_pool import ReceivePool
 from jaxpp_async.actors.values.shards import Layouts
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.nccl.plan import ranks_may_share
+from jaxpp_async.transport.network import Network, network_by
 from jaxpp_async.transport.planes import Planes, open_planes
 from jaxpp_async.transport.ucx.context import check_takes_gpu_memory
+from jaxpp_async.transport.ucx.transport import UCXTransport
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Equipment:
     """What `Configure` makes.
 
     Args:
-        transport_kind: for `Renew`.
+        transport_kind, network: for `Renew`.
     """
 
     executables: Executables
@@ -47,6 +49,7 @@ class Equipment:
     rollbacks: Rollbacks
     planes: Planes
     transport_kind: str
+    network: Network
 
 
 async def equip(
@@ -57,7 +60,7 @@ async def equip(
     workers: ThreadPoolExecutor,
     *,
     spawn: Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]],
-    make_transport: Callable[[str], Transport],
+    make_transport: Callable[[str, Network], Transport],
     make_door: Callable[[Sequence[Any], str], DeviceDoor | None],
     note_progress: NoteProgress,
     may_begin: Callable[[Begins], bool] | None,
@@ -78,9 +81,10 @@ async def equip(
     door = await loop.run_in_executor(workers, make_door, devices.devices, message.transport)
     if door is not None:
         door.enter()  # on this thread, and before UCX begins: it keeps to the context that it finds
-    planes = open_planes(message.transport, message.epoch, make_transport)
-    if not devices.is_cpu and message.transport == "ucx":
-        check_takes_gpu_memory()
+    network = network_by(message.address)
+    planes = open_planes(message.transport, message.epoch, network, make_transport)
+    if not devices.is_cpu and isinstance(planes.programs, UCXTransport):
+        check_takes_gpu_memory(planes.programs.resources)
     layouts = Layouts(devices)
     shared = inline and len(devices.devices) > 1
     name = f"jaxpp-actor-{seat.process}"
@@ -102,6 +106,7 @@ async def equip(
         rollbacks=Rollbacks(seat.process, store, layouts, shelf, workers),
         planes=planes,
         transport_kind=message.transport,
+        network=network,
     )
     names = tuple(f"{device.platform}:{device.id}" for device in devices.devices)
     hardware = plain_hardware(devices) if door is None else door.hardware()

@@ -46,7 +46,9 @@ class ActorConfig:
         """How many devices an actor has."""
         return math.prod(size for _, size in self.spmd_mesh)
 
-    def message(self, request: int, transport: str, epoch: int, cluster: Cluster | None = None) -> Configure:
+    def message(
+        self, request: int, transport: str, epoch: int, cluster: Cluster | None = None, address: str | None = None
+    ) -> Configure:
         """The request that carries it."""
         return Configure(
             request=request,
@@ -59,6 +61,7 @@ class ActorConfig:
             transport=transport,
             epoch=epoch,
             cluster=cluster,
+            address=address,
         )
 
 

@@ -6,18 +6,18 @@ import json
 from pathlib import Path
 
 from jaxpp_async.errors import InstallError, MeshError
-from jaxpp_async.transport.ucx.context import process_context, resources
+from jaxpp_async.transport.ucx.context import open_context, resources
 
 
 def main() -> None:
     """Print one line: an object, or a string that says why there is none."""
     try:
-        ucxx, context = process_context.acquire()
+        context = open_context(None)
     except (InstallError, MeshError) as error:
         print(json.dumps(str(error)))
         return
-    version = ".".join(map(str, ucxx.get_ucx_version()))
-    print(json.dumps({"version": version, "library": _library(), "resources": resources(context.info)}))
+    version = ".".join(map(str, context.ucxx.get_ucx_version()))
+    print(json.dumps({"version": version, "library": _library(), "resources": resources(context.ucp.info)}))
 
 
 def _library() -> str:

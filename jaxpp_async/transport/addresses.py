@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterable
 from typing import Final
 
 from jaxpp_async.errors import ProtocolError
@@ -16,21 +17,33 @@ from jaxpp_async.transport.base import Peer
 
 MAX_RAW_BYTES: Final = 1 << 16
 _MAGIC: Final = b"JXA"
-_VERSION: Final = 1
-_HEADER: Final = struct.Struct(">3sB8siI")  # magic, version, medium, peer, epoch
+_VERSION: Final = 2
+_HEADER: Final = struct.Struct(">3sB8siIH")  # magic, version, medium, peer, epoch, how long the list of hosts is
 _DIGEST_BYTES: Final = hashlib.sha256().digest_size
 
 
-def seal(medium: str, raw: bytes, peer: Peer, epoch: int) -> bytes:
+def seal(medium: str, raw: bytes, peer: Peer, epoch: int, hosts: Iterable[str] = ()) -> bytes:
     """A raw address as it travels.
 
     Args:
         medium: `"ucx"`, at most 8 ASCII letters.
         raw: what the medium itself gave.
         peer: whose it is. epoch: of the mesh, in which it is good.
+        hosts: IP addresses on which its TCP sockets listen, and from which it connects to others.
     """
-    header = _HEADER.pack(_MAGIC, _VERSION, medium.encode("ascii"), peer, epoch)
-    return header + _digest(header, raw) + raw
+    listed = ",".join(sorted(set(hosts))).encode("ascii")
+    header = _HEADER.pack(_MAGIC, _VERSION, medium.encode("ascii"), peer, epoch, len(listed))
+    return header + _digest(header, listed + raw) + listed + raw
+
+
+def hosts_of(address: bytes) -> tuple[str, ...]:
+    """The IP addresses that a sealed address lists; none if it is no such address: `unseal` says why."""
+    start = _HEADER.size + _DIGEST_BYTES
+    if len(address) < start or address[:4] != _MAGIC + bytes([_VERSION]):
+        return ()
+    *_, length = _HEADER.unpack(address[: _HEADER.size])
+    listed = address[start : start + length].decode("ascii", "replace")
+    return tuple(listed.split(",")) if listed else ()
 
 
 def unseal(medium: str, address: bytes, peer: Peer, epoch: int) -> bytes:
@@ -44,7 +57,7 @@ def unseal(medium: str, address: bytes, peer: Peer, epoch: int) -> bytes:
     if len(data) < start or not data.startswith(_MAGIC):
         raise ProtocolError(f"{len(data)} bytes are no address of peer {peer}; do both sides use transport {medium!r}?")
     header, digest, raw = data[: _HEADER.size], data[_HEADER.size : start], data[start:]
-    _, version, kind, owner, made = _HEADER.unpack(header)
+    _, version, kind, owner, made, num_listed = _HEADER.unpack(header)
     if version != _VERSION:
         raise ProtocolError(f"peer {peer}'s address has layout {version}, here {_VERSION}: install the same version")
     if digest != _digest(header, raw):
@@ -57,9 +70,9 @@ def unseal(medium: str, address: bytes, peer: Peer, epoch: int) -> bytes:
         raise ProtocolError(
             f"peer {peer}'s {medium} address is of epoch {made}, but this is epoch {epoch}: out of date"
         )
-    if not 0 < len(raw) <= MAX_RAW_BYTES:
+    if not 0 < len(raw) - num_listed <= MAX_RAW_BYTES:
         raise ProtocolError(f"peer {peer}'s {medium} address has {len(raw)} bytes, which is not plausible")
-    return raw
+    return raw[num_listed:]
 
 
 def _digest(header: bytes, raw: bytes) -> bytes:

@@ -6,7 +6,7 @@ A transport moves plain buffers between peers. It knows nothing of programs, ste
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from jaxpp_async.errors import TransferError
@@ -85,6 +85,14 @@ class Transport(Protocol):
     @property
     def address(self) -> bytes:
         """What a peer needs to connect here; opaque."""
+        ...
+
+    def admit(self, addresses: Iterable[bytes]) -> None:
+        """Let the peers of these addresses connect here, and nobody else, where strangers could. Before any connects.
+
+        Raises:
+            TransferError: the system does not allow it.
+        """
         ...
 
     async def connect(self, peer: Peer, address: bytes) -> None:

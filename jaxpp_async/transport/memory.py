@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -124,6 +124,9 @@ class MemoryTransport:
 
     def routes(self, peer: Peer) -> tuple[str, ...]:
         return ()
+
+    def admit(self, addresses: Iterable[bytes]) -> None:
+        """See `Transport`: nobody but this process reaches it."""
 
     async def connect(self, peer: Peer, address: bytes) -> None:
         if self._closed:

@@ -8,12 +8,13 @@ GPU; copies for restarts) takes a plane of its own. With every other transport b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from jaxpp_async.errors import ProtocolError
 from jaxpp_async.transport.base import Peer, Transport
 from jaxpp_async.transport.nccl.transport import MEDIUM, NcclTransport
+from jaxpp_async.transport.network import Network
 
 HOST_PLANE = "ucx"
 """What carries host values beside NCCL."""
@@ -57,6 +58,16 @@ class Planes:
             raise ProtocolError("links are asked for, but this actor's transport has none")
         return self.ordered
 
+    def admit(self, addresses: Iterable[bytes]) -> None:
+        """Let these peers connect, and nobody else.
+
+        Raises:
+            TransferError: as `Transport.admit`.
+        """
+        self.host.admit(addresses)
+        if self.host is not self.programs:
+            self.programs.admit(addresses)
+
     async def connect(self, addresses: Mapping[Peer, bytes]) -> None:
         """Make peers reachable for host values; for programs too, if that is the same plane.
 
@@ -86,20 +97,21 @@ class Planes:
                 await self.host.aclose()
 
 
-def open_planes(kind: str, epoch: int, make_transport: Callable[[str], Transport]) -> Planes:
+def open_planes(kind: str, epoch: int, network: Network, make_transport: Callable[[str, Network], Transport]) -> Planes:
     """An actor's transports.
 
     Args:
         kind: `"ucx"`, `"memory"` or `"nccl"`. epoch: of the mesh.
-        make_transport: from such a name to a transport.
+        network: where its ends listen.
+        make_transport: from such a name, and a network, to a transport.
 
     Raises:
         InstallError, MeshError: as `make_transport`.
     """
-    programs = make_transport(kind)
+    programs = make_transport(kind, network)
     programs.epoch = epoch
     if host_kind(kind) == kind:
         return Planes(programs, programs)
-    host = make_transport(host_kind(kind))
+    host = make_transport(host_kind(kind), network)
     host.epoch = epoch
     return Planes(programs, host)

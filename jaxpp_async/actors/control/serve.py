@@ -20,6 +20,7 @@ from jaxpp_async.actors.messages import Done, Failed, Message, Request, Shutdown
 from jaxpp_async.actors.processes.exit_codes import ExitCode
 from jaxpp_async.actors.protocol.wire import Identity, Wire
 from jaxpp_async.transport.base import Transport
+from jaxpp_async.transport.network import Network
 
 _LOG = logging.getLogger("jaxpp_async.control")
 
@@ -51,7 +52,7 @@ class MakeActor(Protocol):
         self,
         process_id: int,
         *,
-        make_transport: Callable[[str], Transport],
+        make_transport: Callable[[str, Network], Transport],
         send: Callable[[Message], None],
         inline: bool = False,
     ) -> ActorLike: ...
@@ -69,7 +70,7 @@ async def serve(
     *,
     connect: Callable[[Connection], Awaitable[None]],
     make_actor: MakeActor,
-    make_transport: Callable[[str], Transport],
+    make_transport: Callable[[str, Network], Transport],
     max_frame_bytes: int,
     keeps_vigil: bool = False,
 ) -> ExitCode:

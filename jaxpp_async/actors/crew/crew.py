@@ -21,9 +21,10 @@ from jaxpp_async.actors.crew.ending import bounded, wait_all_dead
 from jaxpp_async.actors.crew.host_data import HostPlane
 from jaxpp_async.actors.crew.rpc import ActorLink, Call
 from jaxpp_async.actors.launch import ActorHandle, Launcher, LaunchSpec
-from jaxpp_async.actors.launch.addresses import addresses_of_hosts
+from jaxpp_async.actors.launch.addresses import address_towards, addresses_of_hosts
 from jaxpp_async.actors.messages import (
     Abort,
+    Admit,
     Cluster,
     Connect,
     Connected,
@@ -44,7 +45,9 @@ from jaxpp_async.actors.protocol.handshake import SECRET_BYTES
 from jaxpp_async.actors.values.scattering import Scattering
 from jaxpp_async.errors import TransferError
 from jaxpp_async.program import CONTROLLER, ActorId, ProcessId
+from jaxpp_async.transport.addresses import hosts_of
 from jaxpp_async.transport.base import Transport
+from jaxpp_async.transport.network import Network, is_loopback, leave_machine
 from jaxpp_async.transport.planes import host_kind
 
 _LOG = logging.getLogger("jaxpp_async")
@@ -216,8 +219,18 @@ class Crew:
         return [Cluster(coordinator, address, len(links), rank) for rank, address in enumerate(addresses)]
 
     async def _configure(self, link: ActorLink, cluster: Cluster | None) -> None:
-        message = self._options.actors.message(self._number(), self.transport_kind, self.epoch, cluster)
+        message = self._options.actors.message(
+            self._number(), self.transport_kind, self.epoch, cluster, self._host_address(link)
+        )
         self.hardware[link.info.process] = (await self._bringup.configure(link, message)).hardware
+
+    def _host_address(self, link: ActorLink) -> str | None:
+        """By which the other processes reach a process; loopback, if all are here; None: not known."""
+        if self._address is None:
+            return None
+        theirs, _ = link.connection.ends
+        # An actor of this machine may have come by its loopback, while others come from elsewhere.
+        return theirs if is_loopback(self._address[0]) or not is_loopback(theirs) else None
 
     async def connect(self) -> None:
         """Connect everyone with those whom he exchanges anything with, in this epoch.
@@ -227,6 +240,7 @@ class Crew:
         """
         addresses = {process: link.address for process, link in self.links.items()}
         addresses[CONTROLLER] = self.plane.transport.address
+        await self._admit(addresses)
         for process in sorted(self.links):
             await self.plane.transport.connect(process, addresses[process])
 
@@ -238,6 +252,14 @@ class Crew:
         found = await self.ask_each(connects, Connected, "connect")
         for process, connected in sorted(found.items()):
             self._on_routes(self.links[process].info, connected.routes)
+
+    async def _admit(self, addresses: Mapping[ProcessId, bytes]) -> None:
+        """Let everyone in where he will connect, before anyone does: who is not let in yet is not answered."""
+        if not leave_machine(host for address in addresses.values() for host in hosts_of(address)):
+            return
+        everyone = tuple(addresses.values())
+        self.plane.transport.admit(everyone)
+        await self.ask_each({p: Admit(self._number(), everyone) for p in sorted(self.links)}, Done, "admit")
 
     # ------------------------------------------------------------ going on after a failure
 
@@ -301,10 +323,20 @@ class Crew:
         link.connection.abort()
 
     def _make_transport(self) -> Transport:
-        make = self._options.make_transport or self._launcher.make_transport
-        transport = make(host_kind(self.transport_kind))
+        kind = host_kind(self.transport_kind)
+        own = self._options.make_transport
+        transport = own(kind) if own is not None else self._launcher.make_transport(kind, self._network())
         transport.epoch = self.epoch
         return transport
+
+    def _network(self) -> Network:
+        """Where the controller listens: on the way to where actors do."""
+        hosts = {host for link in self.links.values() for host in hosts_of(link.address)}
+        if not hosts:  # nobody listens: shared memory, or another fabric, and the way of the control channel
+            ends = {link.connection.ends for link in self.links.values()} if self._address is not None else set()
+            hosts = {theirs for theirs, _ in ends if not is_loopback(theirs)}
+        ways = [address_towards(host) for host in sorted(hosts)]
+        return Network(None if None in ways else tuple(dict.fromkeys(filter(None, ways))))
 
     @property
     def transport_kind(self) -> str:

@@ -18,6 +18,7 @@ from jaxpp_async.actors.processes.warden import Death
 from jaxpp_async.actors.protocol.wire import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.program import ProcessId
 from jaxpp_async.transport.base import Transport
+from jaxpp_async.transport.network import Network
 
 DEFAULT_ACTOR = "jaxpp_async.actors.actor:Actor"
 
@@ -126,8 +127,8 @@ class Launcher(Protocol):
         """The data planes that its actors can use; the first is the default."""
         ...
 
-    def make_transport(self, kind: str) -> Transport:
-        """The controller's own end of the data plane."""
+    def make_transport(self, kind: str, network: Network) -> Transport:
+        """The controller's own end of the data plane, which listens on that network."""
         ...
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:

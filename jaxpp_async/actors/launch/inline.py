@@ -23,6 +23,7 @@ from jaxpp_async.actors.protocol.wire import Identity
 from jaxpp_async.errors import MeshError
 from jaxpp_async.program import CONTROLLER
 from jaxpp_async.transport.base import Transport
+from jaxpp_async.transport.network import Network
 
 
 class InlineLauncher:
@@ -42,7 +43,7 @@ class InlineLauncher:
         self._network: Any = None
         self._handles: list[_InlineHandle] = []
 
-    def make_transport(self, kind: str) -> Transport:
+    def make_transport(self, kind: str, network: Network) -> Transport:
         """The controller's end of the memory network."""
         return self._make_transport(kind, CONTROLLER)
 
@@ -57,7 +58,7 @@ class InlineLauncher:
             spec.secret,
             connect=lambda connection: attach_socket(connection, there),
             make_actor=make_actor,
-            make_transport=lambda kind: self._make_transport(kind, spec.process_id),
+            make_transport=lambda kind, network: self._make_transport(kind, spec.process_id),
             max_frame_bytes=spec.max_frame_bytes,
         )
         loop, name = asyncio.get_running_loop(), f"inline actor {spec.process_id}"

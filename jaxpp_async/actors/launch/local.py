@@ -19,6 +19,7 @@ from jaxpp_async.actors.processes.warden import Death, Warden
 from jaxpp_async.program import CONTROLLER
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.joining import make_process_transport
+from jaxpp_async.transport.network import Network
 
 
 class LocalLauncher:
@@ -54,9 +55,9 @@ class LocalLauncher:
         self._warden: Warden | None = None
         self._pages: list[ProgressPage] = []
 
-    def make_transport(self, kind: str) -> Transport:
+    def make_transport(self, kind: str, network: Network) -> Transport:
         """The controller's UCX end."""
-        return make_process_transport(kind, CONTROLLER)
+        return make_process_transport(kind, CONTROLLER, network)
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
         """Spawn `python -m jaxpp_async.actors`; see `Launcher.start`."""

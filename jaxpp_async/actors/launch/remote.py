@@ -36,6 +36,7 @@ from jaxpp_async.errors import HandshakeError, LaunchError
 from jaxpp_async.program import CONTROLLER
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.joining import make_process_transport
+from jaxpp_async.transport.network import Network
 
 MAX_HANDSHAKES = 8
 """Hosts that may be between the first packet and the login at one time: sshd drops connections past ten by default."""
@@ -151,9 +152,9 @@ class RemoteLauncher:
             names = await self._reach.resolve(self.hosts)
             self._control_address = await asyncio.to_thread(control_address, names)
 
-    def make_transport(self, kind: str) -> Transport:
+    def make_transport(self, kind: str, network: Network) -> Transport:
         """The controller's UCX end."""
-        return make_process_transport(kind, CONTROLLER)
+        return make_process_transport(kind, CONTROLLER, network)
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
         """Start one process on its host; see `Launcher.start`.

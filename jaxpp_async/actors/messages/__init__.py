@@ -36,6 +36,7 @@ from jaxpp_async.actors.messages.restarts import (
     Rollback,
 )
 from jaxpp_async.actors.messages.starting import (
+    Admit,
     Cluster,
     Configure,
     Connect,
@@ -84,6 +85,7 @@ from jaxpp_async.actors.messages.where import (
 __all__ = [
     "INLINE_BYTES",
     "Abort",
+    "Admit",
     "ArrayId",
     "Beat",
     "Cluster",
@@ -146,6 +148,7 @@ __all__ = [
 Request: TypeAlias = (
     Reserve
     | Configure
+    | Admit
     | Connect
     | OfferLinks
     | JoinLinks

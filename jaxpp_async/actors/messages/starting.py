@@ -45,6 +45,8 @@ class Configure:
         transport: `"ucx"`, `"memory"` or `"nccl"`.
         epoch: first epoch of the tags.
         cluster: the other processes of this actor, which start with this one; None: there are none.
+        address: of this process's host, by which the others reach it; loopback: all are on one machine; None: not
+            known.
     """
 
     request: int
@@ -57,6 +59,20 @@ class Configure:
     transport: str
     epoch: int
     cluster: Cluster | None = None
+    address: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Ahead of every `Connect`, where other machines can reach the data plane: let these peers connect to it, and
+    nobody else. Answer: `Done`.
+
+    Args:
+        addresses: of the peers' transports.
+    """
+
+    request: int
+    addresses: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)

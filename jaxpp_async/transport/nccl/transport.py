@@ -15,7 +15,7 @@ It moves no host memory: host values, copies and all that has no order take the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxpp_async.errors import ProtocolError, TransferError
@@ -73,6 +73,9 @@ class NcclTransport:
     @property
     def address(self) -> bytes:
         return seal(MEDIUM, self._library.version.encode("ascii"), self.peer_id, self.epoch)
+
+    def admit(self, addresses: Iterable[bytes]) -> None:
+        """See `Transport`: NCCL opens its sockets itself."""
 
     async def connect(self, peer: Peer, address: bytes) -> None:
         """Check that `peer` is of this mesh and epoch, and has the same NCCL. Links are made by `join`."""

@@ -1,18 +1,35 @@
-"""context: UCX with the settings that we need in, the process's one context out. The only importer of ucxx.
+"""context: a network and the settings that we need in, a UCX context out. The only importer of ucxx.
 
-It never overrides a setting that the user has made, and never makes a second context.
+It never overrides a setting that the user has made.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import resource
 import socket
-from typing import Any
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 from jaxpp_async.errors import InstallError, MeshError, TransferError
 from jaxpp_async.extras import CUDA_MAJORS, SYSTEM_UCX, pip_install
+from jaxpp_async.transport.network import Network
+from jaxpp_async.transport.ucx.interfaces import devices_with
+from jaxpp_async.transport.ucx.limits import (
+    FOLDER,
+    LEAST_ROOM,
+    START_DESCRIPTORS,
+    check_descriptors,
+    num_descriptors,
+    shared_memory_folder,
+)
 from jaxpp_async.transport.ucx.net_devices import DEVICES, check_devices
+from jaxpp_async.transport.ucx.ports import with_free_port
+
+_LOG = logging.getLogger("jaxpp_async")
 
 # Not set, after measuring: larger segments (UCX_POSIX_SEG_SIZE) make messages of 16 MiB a tenth faster, but then each
 # small message that comes before its receive holds a larger one; and from 64 KiB on a full one has length 0 (16 bits).
@@ -26,35 +43,86 @@ _ENVIRONMENT = {
 }
 
 
-class ProcessContext:
-    """The process's UCX context, made by the first transport and destroyed with the last."""
-
-    def __init__(self) -> None:
-        self._context: Any = None
-        self._num_users = 0
-        self._pid = 0
-
-    def acquire(self) -> tuple[Any, Any]:
-        """Returns ucxx's low-level module and the context; pair with `release`."""
-        ucxx = _import_ucxx()
-        if self._context is None:
-            check_devices(os.environ.get(DEVICES))
-            features = (ucxx.Feature.TAG, ucxx.Feature.WAKEUP)
-            self._context, self._pid = ucxx.UCXContext({}, feature_flags=features), os.getpid()
-        if self._pid != os.getpid():
-            raise TransferError("this process was forked after UCX started; start actors with spawn or exec instead")
-        self._num_users += 1
-        return ucxx, self._context
-
-    def release(self) -> None:
-        self._num_users -= 1
-        if self._num_users == 0:
-            self._context = None
+@cache
+def _started_in() -> int:
+    """The process in which UCX was started first: its threads are not in one that was forked from that."""
+    return os.getpid()
 
 
-# The one piece of process-wide state: UCX wants a single context in a process (each registers memory and opens devices
-# of its own), and transports of one process cannot know of each other.
-process_context = ProcessContext()
+class Context(NamedTuple):
+    """A UCX context with one worker, as a transport has it.
+
+    Args:
+        ucxx: its low-level module. ucp: the context. worker: its only one.
+    """
+
+    ucxx: Any
+    ucp: Any
+    worker: Any
+
+
+def open_context(network: Network | None) -> Context:
+    """A context and its worker, which listens from now on.
+
+    Each transport has its own, so that a process may have one that leaves the machine beside one that does not.
+
+    Args:
+        network: where it is to listen, unless the user says so in the environment; None: as UCX likes.
+
+    Raises:
+        InstallError: ucxx is not installed. TransferError: this process was forked.
+        MeshError: no network device of that name here, no port left in the range, or less than UCX needs.
+    """
+    ucxx = _import_ucxx()
+    if _started_in() != os.getpid():
+        raise TransferError("this process was forked after UCX started; start actors with spawn or exec instead")
+    check_devices(os.environ.get(DEVICES))
+    check_descriptors(START_DESCRIPTORS, "the data plane (UCX)")
+    settings = _settings(network)
+
+    def make(port: str | None) -> Context:
+        own = settings if port is None else {**settings, "TCP_PORT_RANGE": port}
+        ucp = ucxx.UCXContext(own, feature_flags=(ucxx.Feature.TAG, ucxx.Feature.WAKEUP))
+        worker = ucxx.UCXWorker(ucp, enable_delayed_submission=False, enable_python_future=False)
+        worker.init_blocking_progress_mode()
+        return Context(ucxx, ucp, worker)
+
+    try:
+        return with_free_port(make, settings.get("NET_DEVICES", os.environ.get(DEVICES)))
+    except (ucxx.UCXError, OSError) as error:
+        raise MeshError(f"UCX does not start on host {socket.gethostname()}: {error} ({describe_limits()})") from error
+
+
+def _settings(network: Network | None) -> dict[str, str]:
+    """What this context is told beside the environment, under UCX's names without `UCX_`."""
+    found: dict[str, str] = {}
+    if network is not None and network.addresses is not None and DEVICES not in os.environ:
+        is_users = os.environ.get("UCX_TLS", _ENVIRONMENT["UCX_TLS"]) != _ENVIRONMENT["UCX_TLS"]
+        # A user who asks for TCP among the processes of one machine gets it there alone.
+        addresses = network.addresses or (("127.0.0.1",) if is_users and _names("tcp") else ())
+        devices = devices_with(addresses)
+        if devices is None:
+            _LOG.warning(
+                "no network interface here has the address %s, by which the others reach this process: its data plane "
+                "listens on all; name one with interface=",
+                " or ".join(network.addresses),
+            )
+        else:
+            found["NET_DEVICES"] = devices
+    if FOLDER not in os.environ and LEAST_ROOM not in os.environ and shares_memory():
+        folder, why = shared_memory_folder()
+        if folder is None and found.get("NET_DEVICES") == "":
+            raise MeshError(
+                f"the processes of this mesh exchange data in shared memory, and there is none to be had: {why}; give "
+                "the container a larger one (--shm-size=1g), name a folder that has room (UCX_POSIX_DIR), or have "
+                "them use TCP on this machine: interface='lo'"
+            )
+        if why:
+            instead = f"uses files in {folder} instead" if folder else "uses the network instead"
+            _LOG.warning("no shared memory for the data plane: %s; it %s", why, instead)
+        if folder is not None and why:
+            found["POSIX_DIR"] = folder
+    return found
 
 
 def resources(text: str) -> list[tuple[str, str]]:
@@ -65,15 +133,16 @@ def resources(text: str) -> list[tuple[str, str]]:
     return re.findall(r"^#\s+resource\s+\d+\s*:.*\s([\w.-]+)/(\S+)\s*$", text, re.MULTILINE)
 
 
-def check_takes_gpu_memory() -> None:
-    """Raises:
-    MeshError: UCX here does not know GPU memory. It would take its addresses for the host's, and end the process.
+def check_takes_gpu_memory(found: Sequence[tuple[str, str]]) -> None:
+    """See whether UCX knows GPU memory. It would take its addresses for the host's else, and end the process.
+
+    Args:
+        found: of `resources`.
+
+    Raises:
+        MeshError: it does not.
     """
-    _, context = process_context.acquire()
-    try:
-        names = {name for name, _ in resources(context.info)}
-    finally:
-        process_context.release()
+    names = {name for name, _ in found}
     if not names or any(name.startswith("cuda") for name in names):
         return
     if given := os.environ.get("UCX_TLS"):
@@ -87,9 +156,21 @@ def check_takes_gpu_memory() -> None:
 
 def shares_memory() -> bool:
     """Whether `UCX_TLS` lets processes of one host share memory: a user who keeps UCX from it keeps us from it too."""
+    return _names("sm", "shm", "mm", "posix")
+
+
+def _names(*kinds: str) -> bool:
+    """Whether `UCX_TLS` leaves UCX a transport of any of these names."""
     names = os.environ.get("UCX_TLS", _ENVIRONMENT["UCX_TLS"])
-    kinds = {"all", "sm", "shm", "mm", "posix"} & set(names.removeprefix("^").split(","))
-    return not kinds if names.startswith("^") else bool(kinds)
+    named = {"all", *kinds} & set(names.removeprefix("^").split(","))
+    return not named if names.startswith("^") else bool(named)
+
+
+def describe_limits() -> str:
+    """What this process may have of what UCX takes, for errors whose cause UCX does not tell."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    folder, why = shared_memory_folder()
+    return f"{num_descriptors()} of {most} descriptors in use; shared memory: {why or folder}"
 
 
 def set_environment() -> None:

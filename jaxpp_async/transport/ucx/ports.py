@@ -7,17 +7,14 @@ it prints lines of its own. Never listens itself.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import socket
-import struct
-import threading
 from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
 
 from jaxpp_async.errors import MeshError
-from jaxpp_async.transport.ucx.net_devices import DEVICES, is_used
+from jaxpp_async.transport.ucx.interfaces import addresses_of_devices
 
 T = TypeVar("T")
 
@@ -26,34 +23,28 @@ PORTS: Final = "UCX_TCP_PORT_RANGE"
 _LAST_PORT: Final = 65535
 _LOOKS: Final = 2000  # at ports, at least, before a range has none: some 20 ms
 _LEAST_ROUNDS: Final = 3
-_environ_lock = threading.Lock()  # what it guards is the process's, too
-
-_GIVE_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
-def with_free_port(make: Callable[[], T]) -> T:
+def with_free_port(make: Callable[[str | None], T], devices: str | None) -> T:
     """Call `make`, which has UCX listen, so that it takes a port of `UCX_TCP_PORT_RANGE` that is free.
+
+    Args:
+        make: is given the range of one port that UCX is to take; None: as the environment says.
+        devices: on which UCX listens, as `UCX_NET_DEVICES` has them.
 
     Raises:
         MeshError: there is none, or it is no range of ports.
     """
     given = os.environ.get(PORTS, "")
     ports = _read_range(given)
-    if ports is None:  # any port, or UCX's own error
-        return make()
-    with _environ_lock:
+    if ports is None or devices == "":  # any port, or UCX's own error; or it listens nowhere
+        return make(None)
+    for port in _free(ports, addresses_of_devices(devices)):
         try:
-            for port in _free(ports, _addresses(os.environ.get(DEVICES))):
-                # For UCX alone. `os.environ` stays as it is; but a process that another thread starts just now without
-                # an environment of its own (`env=None`) inherits this.
-                os.putenv(PORTS, f"{port}-{port}")
-                try:
-                    return make()
-                except Exception as error:  # which of UCX's it is says its name: it is not to be imported here
-                    if type(error).__name__ != "UCXXBusyError":  # taken since: the next
-                        raise
-        finally:
-            os.putenv(PORTS, given)
+            return make(f"{port}-{port}")
+        except Exception as error:  # which of UCX's it is says its name: it is not to be imported here
+            if type(error).__name__ != "UCXXBusyError":  # taken since: the next
+                raise
     raise MeshError(
         f"ports= {given} ({PORTS}) has no free port left on host {socket.gethostname()}; each process there needs one, "
         "and one that was given back rests for a minute (TIME-WAIT): give a larger range, or one that no other program "
@@ -103,15 +94,3 @@ def _is_free(port: int, addresses: list[str]) -> bool:
         except OSError:
             return False
     return True
-
-
-def _addresses(names: str | None) -> list[str]:
-    """IPv4 addresses of the devices on which UCX will listen; UCX takes IPv6 only where there is none."""
-    found: list[str] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            if is_used(names, name):
-                with contextlib.suppress(OSError):  # it has no address
-                    request = struct.pack("256s", name.encode()[:15])
-                    found.append(socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _GIVE_ADDRESS, request)[20:24]))
-    return found

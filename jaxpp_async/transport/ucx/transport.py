@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any
 
-from jaxpp_async.errors import TransferError
-from jaxpp_async.transport.addresses import seal, unseal
+from jaxpp_async.errors import MeshError, TransferError
+from jaxpp_async.transport.addresses import hosts_of, seal, unseal
 from jaxpp_async.transport.base import (
     EPOCH_SHIFT,
     MISPLACED_TAG_BITS,
@@ -34,11 +35,12 @@ from jaxpp_async.transport.base import (
     post_future,
 )
 from jaxpp_async.transport.buffers import Memory, memory_of
-from jaxpp_async.transport.ucx.context import process_context, shares_memory
+from jaxpp_async.transport.listening import Door, ListeningSocket, listening_sockets
+from jaxpp_async.transport.network import Network, leave_machine
+from jaxpp_async.transport.ucx.context import Context, describe_limits, open_context, resources, shares_memory
 from jaxpp_async.transport.ucx.direct import Direct
 from jaxpp_async.transport.ucx.direct_words import DIRECT_BYTES, HEADER_BYTES
 from jaxpp_async.transport.ucx.links import SENDING, Link, Transfer, sender_bits_of
-from jaxpp_async.transport.ucx.ports import with_free_port
 from jaxpp_async.transport.ucx.progress import Progress
 from jaxpp_async.transport.ucx.ucp import STATUS_CANCELED, STATUS_OK, TagPort, is_error
 
@@ -47,6 +49,11 @@ RELEASE_TIMEOUT_S = 5.0
 
 _LOOK_AGAIN_S = 1.0
 """How often a transport that could not close looks whether UCX has let go since."""
+
+_TRIES = 3
+"""Of a worker to whose sockets strangers connected before they were shut."""
+
+_LOG = logging.getLogger("jaxpp_async")
 
 MEDIUM = "ucx"
 """In its addresses."""
@@ -60,25 +67,22 @@ class UCXTransport:
         error_handling: UCX notices that a peer is gone, and can end what is under way. Without it, a large transfer
             that has begun is ended by nothing, and an actor cannot live through an abort: for measuring. All peers
             have the same.
+        network: where it listens; then only peers that were let in (`admit`) connect to what other machines reach.
+            None: as the environment says, and everybody may.
 
     Raises:
         InstallError: ucxx is not installed.
-        MeshError: no network device of that name here, or no port left in the range.
+        MeshError: no network device of that name here, no port left in the range, or less than UCX needs.
     """
 
-    def __init__(self, peer_id: Peer, *, error_handling: bool = True):
+    def __init__(self, peer_id: Peer, *, network: Network | None = None, error_handling: bool = True):
         self._sender_bits, self._error_handling = sender_bits_of(peer_id), error_handling
         self.peer_id, self.epoch = peer_id, 0
         self._loop = asyncio.get_running_loop()
-        self._ucxx, context = process_context.acquire()
-        try:
-            self._worker: Any = with_free_port(
-                lambda: self._ucxx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
-            )
-            self._worker.init_blocking_progress_mode()
-        except BaseException:  # whatever it was, the context is made anew for the next one, with the settings of then
-            process_context.release()
-            raise
+        self._context: Context | None
+        self._context, self._listening, self._door = _open(network)
+        self._ucxx = self._context.ucxx
+        self._worker: Any = self._context.worker
         self._port = TagPort(self._worker.handle)
         self._raw_address: bytes = self._worker.address.tobytes()
         self._links: dict[Peer, Link] = {}
@@ -107,7 +111,21 @@ class UCXTransport:
     @property
     def address(self) -> bytes:
         ticket = self._direct.ticket if shares_memory() else b""
-        return seal(MEDIUM, bytes([len(ticket)]) + ticket + self._raw_address, self.peer_id, self.epoch)
+        raw = bytes([len(ticket)]) + ticket + self._raw_address
+        return seal(MEDIUM, raw, self.peer_id, self.epoch, (one.address for one in self._listening))
+
+    @property
+    def resources(self) -> list[tuple[str, str]]:
+        """UCX's transports here, and their devices."""
+        return resources(self._context.ucp.info) if self._context is not None else []
+
+    def admit(self, addresses: Iterable[bytes]) -> None:
+        if self._door is not None:
+            own = {one.address for one in self._listening}
+            try:
+                self._door.admit(own.union(*map(hosts_of, addresses)))
+            except OSError as error:
+                raise TransferError(f"peer {self.peer_id} cannot let its peers in: {error}") from error
 
     async def connect(self, peer: Peer, address: bytes) -> None:
         if self._closing:
@@ -125,7 +143,9 @@ class UCXTransport:
                 self._ucxx.UCXAddress.create_from_buffer(target), self._error_handling
             )
         except self._ucxx.UCXError as error:
-            raise TransferError(f"peer {self.peer_id} cannot reach peer {peer}: {error}") from error
+            raise TransferError(
+                f"peer {self.peer_id} cannot reach peer {peer}: {error} ({describe_limits()})"
+            ) from error
         link = Link(peer, endpoint, self._direct.meet(ticket) if shares_memory() else None, self._sender_bits)
         # Runs inside UCX's progress: only note it, _progress acts on it.
         failed = self._failed
@@ -415,14 +435,11 @@ class UCXTransport:
             self._closing_late = self._loop.call_later(_LOOK_AGAIN_S, self._close_late)
             raise
         self._progress.end()
-        self._worker = None
-        try:
-            self._direct.close()
-            self._failed.clear()
-            # uvloop gives up its handle of the descriptor in its next pass.
-            await asyncio.sleep(0)
-        finally:
-            process_context.release()
+        self._worker = self._context = None
+        self._direct.close()
+        self._failed.clear()
+        # uvloop gives up its handle of the descriptor in its next pass.
+        await asyncio.sleep(0)
 
     def _close_late(self) -> None:
         """Close, if UCX has let go by now; nobody waits for it. Else look again later."""
@@ -432,3 +449,32 @@ class UCXTransport:
             return
         self._closing = self._loop.create_task(self._close(), name=f"close UCX transport of peer {self.peer_id} late")
         self._closing.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+
+def _open(network: Network | None) -> tuple[Context, tuple[ListeningSocket, ...], Door | None]:
+    """A UCX context, the sockets on which it listens, and their door, which is shut; None: everybody may connect.
+
+    Raises:
+        As `open_context`.
+    """
+    for _ in range(_TRIES):
+        before = listening_sockets()
+        context = open_context(network)
+        sockets = tuple(sorted(listening_sockets() - before))
+        reached = [one for one in sockets if leave_machine([one.address])]
+        if network is None or not reached:
+            return context, sockets, None
+        try:
+            door = Door(reached)
+        except OSError as error:
+            _LOG.warning(
+                "the kernel here does not let this process refuse strangers' connections to its data plane (%s): keep "
+                "them from %s by a firewall",
+                error,
+                ", ".join(f"{one.address}:{one.port}" for one in reached),
+            )
+            return context, sockets, None
+        if not door.has_strangers():
+            return context, sockets, door
+        del context
+    raise MeshError("strangers connect to the data plane of this process as soon as it listens; use another network")

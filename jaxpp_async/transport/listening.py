@@ -1,0 +1,216 @@
+"""listening: TCP sockets on which this process listens, and from which addresses one may connect to them.
+
+A medium that opens its own sockets (UCX, gloo, the coordinator of `jax.distributed`) lets everybody connect. The kernel
+lets every process, without any right, say which connections a socket of its own refuses: a listening socket may ask for
+packets from a range of addresses to be signed (TCP's MD5 option, RFC 2385). Here all addresses are such ranges but
+those that are let in, and nobody has the key. So a stranger's first packet is dropped before there is a connection, and
+packets of those that are let in are neither signed nor looked at: it costs them nothing. (A socket filter would say the
+same, but since 2026 Linux lets only administrators attach one to a TCP socket.)
+
+It does not tell users of one machine apart, and believes the address that a packet bears.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import stat
+import struct
+from collections.abc import Iterable
+from ipaddress import IPv4Network, IPv6Network, ip_network, summarize_address_range
+from typing import Any, Final, NamedTuple, TypeAlias
+
+IPNetwork: TypeAlias = IPv4Network | IPv6Network
+
+_TCP_MD5SIG_EXT: Final = 32
+_PREFIX: Final = 1  # TCP_MD5SIG_FLAG_PREFIX
+_KEY_BYTES: Final = 80
+_COARSER: Final = {4: (32, 28, 24, 20, 16, 12, 8, 0), 6: (128, 96, 64, 48, 32, 0)}
+"""Prefixes of what is let in: the next where the kernel has no room for the ranges that are left."""
+
+
+_MOST_RANGES: Final = 256
+"""Of one socket: each costs memory that the kernel counts, and time where a connection begins."""
+
+_MAPPED: Final = bytes(10) + b"\xff\xff"
+"""In front of an IPv4 address: the same for a socket that takes both versions."""
+
+
+class ListeningSocket(NamedTuple):
+    """One of this process's: its descriptor, the inode that tells whether it is still that one, where it listens."""
+
+    descriptor: int
+    inode: int
+    address: str
+    port: int
+
+
+def listening_sockets() -> set[ListeningSocket]:
+    """The TCP sockets on which this process listens now; none where the system does not say (no /proc)."""
+    found: set[ListeningSocket] = set()
+    for descriptor in _descriptors():
+        with contextlib.suppress(OSError), _borrowed(descriptor) as sock:
+            if _is_tcp(sock) and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.add(ListeningSocket(descriptor, os.fstat(descriptor).st_ino, *_place(sock)))
+    return found
+
+
+class Door:
+    """Some listening sockets of this process, shut to everybody at first.
+
+    Args:
+        sockets: which.
+
+    Attributes:
+        admitted: the networks whose addresses may connect; wider than was asked for where the kernel has no room for
+            more ranges.
+
+    Raises:
+        OSError: the kernel cannot shut them (built without TCP's MD5 option).
+    """
+
+    def __init__(self, sockets: Iterable[ListeningSocket]):
+        self._sockets = tuple(sockets)
+        self._key = os.urandom(_KEY_BYTES)
+        self._shut: dict[ListeningSocket, set[IPNetwork]] = {one: set() for one in self._sockets}
+        self.admitted: frozenset[IPNetwork] = frozenset()
+        for one in self._sockets:
+            self._set(one, others_than((), _version(one.address)))
+
+    def admit(self, addresses: Iterable[str]) -> None:
+        """Let these addresses connect, and nobody else. Connections that there are stay.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
+        wanted = {ip_network(address) for address in addresses}
+        self.admitted = frozenset()
+        for one in self._sockets:
+            version = _version(one.address)
+            own = [net for net in wanted if net.version == version]
+            for prefix in _COARSER[version]:
+                admitted = {net if net.prefixlen <= prefix else net.supernet(new_prefix=prefix) for net in own}
+                others, is_last = others_than(admitted, version), prefix == _COARSER[version][-1]
+                if len(others) > _MOST_RANGES and not is_last:
+                    continue
+                try:
+                    self._set(one, others)
+                except OSError as error:
+                    if error.errno != errno.ENOMEM or is_last:
+                        raise
+                else:
+                    self.admitted |= admitted
+                    break
+
+    def _set(self, one: ListeningSocket, wanted: set[IPNetwork]) -> None:
+        """Shut a socket to exactly these ranges. Meanwhile, and where that fails, it is shut to everybody."""
+        shut, everybody = self._shut[one], others_than((), _version(one.address))
+        if shut == wanted:
+            return
+        with contextlib.suppress(_GoneError), _own(one) as sock:
+            for nets, key in (
+                (everybody - shut, self._key),
+                (shut - wanted - everybody, b""),
+                (wanted - shut - everybody, self._key),
+                (everybody - wanted, b""),
+            ):
+                for net in nets:
+                    _sign(sock, net, key)
+                    shut.symmetric_difference_update({net})
+
+    def has_strangers(self) -> bool:
+        """Whether anybody connected to one of the sockets, or is about to be accepted. To be asked where nobody knows
+        of them yet."""
+        places = {(one.address, one.port) for one in self._sockets}
+        for one in self._sockets:
+            with contextlib.suppress(_GoneError), _own(one) as sock:
+                queue = select.poll()
+                queue.register(sock, select.POLLIN)
+                if queue.poll(0):
+                    return True
+        for descriptor in _descriptors():
+            with contextlib.suppress(OSError), _borrowed(descriptor) as sock:
+                listens = _is_tcp(sock) and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if _is_tcp(sock) and not listens and _place(sock) in places:
+                    return True
+        return False
+
+
+def others_than(admitted: Iterable[IPNetwork], version: int) -> set[IPNetwork]:
+    """The fewest ranges that hold every address of an IP version but the admitted ones."""
+    everybody = ip_network("0.0.0.0/0" if version == 4 else "::/0")
+    ends = sorted((int(net.network_address), int(net.broadcast_address)) for net in admitted)
+    kind: Any = type(everybody.network_address)
+    left, start = set[IPNetwork](), 0
+    for first, last in [*ends, (int(everybody.broadcast_address) + 1, 0)]:
+        if start < first:
+            left.update(summarize_address_range(kind(start), kind(first - 1)))
+        start = max(start, last + 1)
+    return left
+
+
+def _version(address: str) -> int:
+    return 6 if ":" in address else 4
+
+
+def _sign(sock: socket.socket, net: IPNetwork, key: bytes) -> None:
+    """Take packets from a network only if they are signed with the key; an empty one: take them again.
+    `struct tcp_md5sig` of `linux/tcp.h`."""
+    packed = net.network_address.packed
+    if sock.family == socket.AF_INET:
+        place = struct.pack("=HH4s", socket.AF_INET, 0, packed)
+    else:
+        place = struct.pack("=HHI16s", socket.AF_INET6, 0, 0, packed if net.version == 6 else _MAPPED + packed)
+    option = struct.pack("=128sBBHi80s", place, _PREFIX, net.prefixlen, len(key), 0, key)
+    sock.setsockopt(socket.IPPROTO_TCP, _TCP_MD5SIG_EXT, option)
+
+
+class _GoneError(Exception):
+    """The socket was closed by its owner."""
+
+
+@contextlib.contextmanager
+def _own(one: ListeningSocket):
+    try:
+        if os.fstat(one.descriptor).st_ino != one.inode:
+            raise _GoneError
+    except OSError:
+        raise _GoneError from None
+    with _borrowed(one.descriptor) as sock:
+        yield sock
+
+
+@contextlib.contextmanager
+def _borrowed(descriptor: int):
+    """A socket that belongs to somebody else, who closes it.
+
+    Raises:
+        OSError: it is none, or closed by now.
+    """
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
+    sock = socket.socket(fileno=descriptor)
+    try:
+        yield sock
+    finally:
+        sock.detach()
+
+
+def _place(sock: socket.socket) -> tuple[str, int]:
+    """Address and port of a socket's own end; an IPv4 address as such, also where the socket is for both versions."""
+    address, port = sock.getsockname()[:2]
+    return address.partition("%")[0].removeprefix("::ffff:"), port
+
+
+def _is_tcp(sock: socket.socket) -> bool:
+    return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+
+
+def _descriptors() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        return []
