@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from jaxpp_async.actors.messages.files import (
+    CheckFiles,
     FilePart,
     FilePiece,
     ReadFile,
@@ -80,6 +81,7 @@ __all__ = [
     "Abort",
     "ArrayId",
     "Beat",
+    "CheckFiles",
     "Cluster",
     "Configure",
     "Connect",
@@ -143,6 +145,7 @@ Request: TypeAlias = (
     | Fetch
     | Take
     | WriteFile
+    | CheckFiles
     | Sweep
     | ReadFile
     | Abort
