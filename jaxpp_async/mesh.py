@@ -6,13 +6,13 @@ Owns the actors' controller and its life; `running` runs steps, `values` puts an
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxpp_async import mesh_options
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.failures.stuck import PROGRESS_S
+from jaxpp_async.actors.files import checkpoint_folder
 from jaxpp_async.actors.messages import StepStats
 from jaxpp_async.actors.options import BACKUP_EVERY, LAUNCH_TIMEOUT_S, ControllerOptions, Patience
 from jaxpp_async.actors.processes.actor_info import ActorInfo
@@ -363,7 +363,7 @@ class RemoteMesh:
         return self._saver
 
     async def save(
-        self, path: str | os.PathLike[str], tree: Any, *, wait: bool = True, on_progress: OnProgress | None = None
+        self, path: checkpoint_folder.Path, tree: Any, *, wait: bool = True, on_progress: OnProgress | None = None
     ) -> Saving:
         """Save a tree as it is now: after the steps submitted before, whatever is submitted behind.
 
@@ -387,7 +387,7 @@ class RemoteMesh:
         with HiddenFrames():
             return await self._saver.save(path, tree, wait=wait, on_progress=on_progress)
 
-    async def restore(self, path: str | os.PathLike[str], like: Any) -> Any:
+    async def restore(self, path: checkpoint_folder.Path, like: Any) -> Any:
         """Bring back what `save` saved, from however many actors and with whatever schedule.
 
         Args:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.crew.outbox import Outbox
+from jaxpp_async.actors.crew.outbox import Outbox, Post
 from jaxpp_async.actors.crew.rpc import Call
 from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.failures.failure import ActorInfo
@@ -24,7 +24,7 @@ class Link:
         self.asked: list[Any] = []
         self.waiters: dict[int, Any] = {}
 
-    def request(self, message: Any, waiter: Any) -> None:
+    def request(self, message: Any, waiter: Any, encoded: bytes | None = None) -> None:
         self.asked.append(message)
         self.waiters[message.request] = waiter
 
@@ -48,13 +48,13 @@ class Desk:
 
     def post(self, kind: type, *fields: Any, actor: int = 0, reply: type = m.Done) -> Call:
         call = Call(reply)
-        self.outbox.post(actor, kind(self.outbox.number(), *fields), call)
+        self.outbox.post(Post(actor, kind(self.outbox.number(), *fields), call))
         return call
 
     def step(self) -> StepHandle:
         handle = StepHandle(self.num_steps, 0, (0, 1))
         for actor in handle._processes:
-            self.outbox.post(actor, m.Step(self.outbox.number(), 0, self.num_steps, 0, {}, {}), handle)
+            self.outbox.post(Post(actor, m.Step(self.outbox.number(), 0, self.num_steps, 0, {}, {}), handle))
         self.num_steps += 1
         return handle
 
@@ -128,21 +128,21 @@ async def test_nothing_before_a_copy_is_needed():
 async def test_arrays_that_a_save_has_taken_are_taken_again_until_it_is_over():
     desk = Desk()
     for _ in range(2):  # the second save goes to the folder of the first
-        desk.post(m.Take, "/folder", (1,))
+        desk.post(m.Take, b"/folder", (1,))
         assert desk.outbox.has_snapshot
         desk.links[0].answer()
-        desk.post(m.Sweep, "/folder")
+        desk.post(m.Sweep, b"/folder")
         assert desk.outbox.has_snapshot
         desk.links[0].answer()
         assert not desk.outbox.has_snapshot
-    desk.post(m.Take, "/folder", (1,))
+    desk.post(m.Take, b"/folder", (1,))
     desk.links[0].answer()
     assert desk.again() == ["Take"]
 
 
 async def test_files_are_needed_until_a_copy_has_what_was_read():
     desk = Desk()
-    desk.post(m.ReadFile, "/file", ())
+    desk.post(m.ReadFile, b"/file", ())
     desk.links[0].answer()
     mark = desk.outbox.mark
     assert desk.outbox.needs_files

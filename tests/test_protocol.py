@@ -17,7 +17,7 @@ from jaxpp_async.actors import messages as m
 from jaxpp_async.actors.protocol import codec
 from jaxpp_async.actors.protocol.handshake import FrameKey
 from jaxpp_async.actors.protocol.wire import MAX_HANDSHAKE_BYTES, SHORT_BYTES, TO_ACTOR, TO_CONTROLLER, Identity, Wire
-from jaxpp_async.errors import HandshakeError, ProtocolError
+from jaxpp_async.errors import HandshakeError, MeshError, ProtocolError
 from jaxpp_async.program import Aval
 
 SECRET = bytes(range(32))
@@ -33,13 +33,14 @@ REQUESTS = [
     m.Store(3, (m.Put(1, AVAL, b"x" * 16), m.Put(2, Aval((), "int32"), None, 9)), (3, 4)),
     m.Step(4, 1, 2**40, 5, {0: 1, 3: 2}, {0: 9}, (m.Put(1, AVAL, b""),), (1,), (2, 3)),
     m.Fetch(5, (1, 2), (0, 1)),
-    m.Take(6, "/folder", (1, 2)),
-    m.WriteFile(7, "/folder", "file", ((1, "params/w", -1),), {"key": "value"}),
-    m.Sweep(8, "/folder", ("file",), "0123", True),
+    m.Take(6, b"/fol\xffder", (1, 2)),
+    m.WriteFile(7, b"/folder", "file", ((1, "params/w", -1),), {"key": "value"}),
+    m.CheckFiles(7, b"/folder", (("file", 2**40),)),
+    m.Sweep(8, b"/folder", ("file",), True),
     m.ReadFile(
         9,
-        "/folder/file",
-        (m.FilePart("params/w", "00ff", 1, AVAL, (m.FilePiece("/f", "w[0]", (0, 0), (1, 2), "ff"),)),),
+        b"/folder/file",
+        (m.FilePart("params/w", "00ff", 1, AVAL, (m.FilePiece(b"/f", "w[0]", (0, 0), (1, 2), "ff"),)),),
     ),
     m.Abort(10, 2, "because"),
     m.Inspect(11),
@@ -352,7 +353,7 @@ def test_frames_longer_than_allowed_are_refused_by_both():
     with pytest.raises(ProtocolError, match="at most 100 are allowed"):
         actor.feed(frame(controller, m.Abort(0, 0, "x" * 200))[:16])  # the payload is not waited for
     actor, controller = greet(*pair(controller={"max_frame_bytes": 100}))
-    with pytest.raises(ProtocolError, match=r"Abort takes .* a frame at most 100"):
+    with pytest.raises(MeshError, match=r"Abort takes .* a frame at most 100"):
         controller.encode(m.Abort(0, 0, "x" * 200))
     assert actor.feed(frame(controller, m.Inspect(1))) == [m.Inspect(1)]  # and the conversation goes on
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpp_async.actors.files import tensor_files
+from jaxpp_async.actors.files import checkpoint_folder, tensor_files
 from jaxpp_async.actors.files.tensor_files import Wanted
 from jaxpp_async.checkpoint import manifest as m
-from jaxpp_async.checkpoint.restoring import check_files, load_manifest
+from jaxpp_async.checkpoint.restoring import load_manifest
 from jaxpp_async.errors import CheckpointError
 
 MIB = 1 << 20
@@ -112,7 +112,7 @@ def test_fields_of_arrays_are_checked(field, value):
 def test_sizes_are_checked(value):
     fields = content()
     fields["files"]["a.safetensors"]["size_bytes"] = value
-    with pytest.raises(CheckpointError, match="describes no file"):
+    with pytest.raises(CheckpointError, match="describe no file"):
         m.parse(signed(fields))
 
 
@@ -186,8 +186,9 @@ def test_what_a_link_leads_to_is_not_told(tmp_path):
     (tmp_path / "manifest.json").unlink()
     write_manifest(tmp_path)
     (tmp_path / "a.safetensors").symlink_to(tmp_path / "secret")
+    sizes = {name: file.size_bytes for name, file in load_manifest(str(tmp_path)).files.items()}
     with pytest.raises(CheckpointError) as size:
-        check_files(str(tmp_path), load_manifest(str(tmp_path)))
+        checkpoint_folder.check_files(str(tmp_path), sizes)
     with pytest.raises(CheckpointError) as header:
         tensor_files.read(str(tmp_path / "a.safetensors"), [Wanted("w", "float32", (4,), "00")])
     assert not any("hunter" in str(e.value) for e in (error, size, header))

@@ -162,6 +162,8 @@ class Actor:
                 self._answer("take", message.request, self._equipment.snapshots.take(message))
             case m.WriteFile():
                 self._answer("write", message.request, self._equipment.snapshots.write(message))
+            case m.CheckFiles():
+                self._answer("check", message.request, self._equipment.snapshots.check(message))
             case m.Sweep():
                 self._answer("sweep", message.request, self._equipment.snapshots.sweep(message))
             case m.ReadFile():

@@ -22,10 +22,10 @@ from jaxpp_async.actors.crew.crew import Crew
 from jaxpp_async.actors.crew.deploying import Deploying
 from jaxpp_async.actors.crew.ending import to_the_end
 from jaxpp_async.actors.crew.frees import FreeList
-from jaxpp_async.actors.crew.host_data import HostValue, Sending
+from jaxpp_async.actors.crew.host_data import HostValue
 from jaxpp_async.actors.crew.host_requests import HostRequests
 from jaxpp_async.actors.crew.linking import Linking
-from jaxpp_async.actors.crew.outbox import Outbox
+from jaxpp_async.actors.crew.outbox import Outbox, Post
 from jaxpp_async.actors.crew.programs import Programs
 from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.failures.failure import abandoned
@@ -41,7 +41,14 @@ from jaxpp_async.actors.values.scattering import Scattering
 from jaxpp_async.actors.watching.clocks import OUR_CLOCK, Clock
 from jaxpp_async.actors.watching.supervision import Supervision
 from jaxpp_async.actors.watching.telling import Telling
-from jaxpp_async.errors import ActorDiedError, ActorError, ActorUnresponsiveError, MeshClosedError, TransferError
+from jaxpp_async.errors import (
+    ActorDiedError,
+    ActorError,
+    ActorUnresponsiveError,
+    MeshClosedError,
+    MeshError,
+    TransferError,
+)
 from jaxpp_async.events import EventLog
 from jaxpp_async.pages import page
 from jaxpp_async.program import ActorId, ActorProgram, Aval, ProcessId
@@ -88,7 +95,12 @@ class Controller:
             on_transfer_error=self._suspect,
             on_routes=self.telling.connected,
         )
-        self.outbox = Outbox(self._crew.links, self._check_usable, remembers=options.restarts)
+        self.outbox = Outbox(
+            self._crew.links,
+            self._check_usable,
+            remembers=options.restarts,
+            max_frame_bytes=options.max_frame_bytes,
+        )
         self._supervision = Supervision(
             self._crew,
             self._programs,
@@ -271,7 +283,8 @@ class Controller:
         step = step_id(self._num_steps, kind, self._num_ahead)
         handle = StepHandle(step, program_id, [p for _, processes in places for p in processes])
         frees, number, epoch = self._frees.take(), self.outbox.number, self._crew.epoch
-        posts: list[tuple[tuple[ProcessId, ...], Step, Mapping[ProcessId, Sequence[Sending]]]] = []
+        posts: list[Post] = []
+        freed = dict(frees)
         for actor, processes in places:
             values = puts.get(actor) if puts else None
             small, large = self._crew.plane.prepare(actor, values) if values else ((), {})
@@ -286,19 +299,19 @@ class Controller:
                 frees.pop(actor, ()),
                 tuple(frees_after.get(actor, ())) if frees_after else (),
             )
-            posts.append((processes, message, large))
+            for process in processes:
+                posts.append(self._host.with_values(process, message, handle, large.get(process, ()), handle.sends))
+        try:
+            self.outbox.post(*posts)
+        except MeshError:  # it cannot be encoded: nothing of it was sent
+            self._frees.give_back(freed)
+            raise
         if kind == "step":
             self._num_steps, self._num_ahead = self._num_steps + 1, 0
         else:
             self._num_ahead += 1
         self._under_way[step] = handle
         handle.when_done(partial(self._under_way.pop, step, None))
-        for processes, message, large in posts:
-            for process in processes:
-                if large:
-                    self._host.post_with(process, message, handle, large.get(process, ()), handle.sends)
-                else:
-                    self.outbox.post(process, message, handle)
         if frees:
             self._frees.give_back(frees)  # of actors without a part in this step
         if self._backups is not None:

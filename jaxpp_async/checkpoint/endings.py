@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from jaxpp_async.errors import CheckpointError
+from jaxpp_async.printable import shown
 
 T = TypeVar("T")
 
@@ -16,7 +17,7 @@ T = TypeVar("T")
 def failed(folder: str, what: str, error: Exception) -> CheckpointError:
     """The error for a checkpoint that could not be `what`, with its cause."""
     text = error.strerror or str(error) if isinstance(error, OSError) else str(error).partition("\n")[0]
-    result = CheckpointError(f"{folder} could not be {what}: {text or type(error).__name__}")
+    result = CheckpointError(f"{shown(folder)} could not be {what}: {text or type(error).__name__}")
     result.__cause__ = error
     return result
 

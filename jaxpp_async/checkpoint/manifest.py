@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxpp_async.errors import CheckpointError
+from jaxpp_async.printable import printable
 
 FORMAT = "jaxpp-async checkpoint"
 VERSION = 1
@@ -30,6 +31,17 @@ PlainValue: TypeAlias = bool | int | float | complex | str
 """Leaves that stand in the manifest itself."""
 
 PLAIN_TYPES: tuple[type, ...] = (bool, int, float, complex, str)
+
+_LIMIT = 1 << 63
+_MAX_AXES, _MAX_ITEM_BYTES = 64, 32
+"""Of numpy's arrays, which have fewer than `_LIMIT` bytes."""
+
+_OF_ML_DTYPES = [t for t in vars(ml_dtypes).values() if isinstance(t, type) and issubclass(t, np.generic)]
+_DTYPES = frozenset(
+    dtype.name
+    for dtype in map(np.dtype, [*"?", *np.typecodes["AllInteger"], *np.typecodes["AllFloat"], *_OF_ML_DTYPES])
+)
+"""Types of numbers: bytes read as anything else may be pointers."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 """In the checkpoint's own folder: no way out of it, whatever a manifest says."""
@@ -121,37 +133,59 @@ def parse(text: str) -> Manifest:
     CheckpointError: says what is wrong with it.
     """
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=_mapping, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"is no JSON, or was cut off: {error}") from None
+        raise CheckpointError(f"is no JSON, or was cut off: {printable(str(error))}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"is not the manifest of a checkpoint: it does not say format: {FORMAT!r}")
     if content.get("version") != VERSION:
-        raise CheckpointError(f"is of version {content.get('version')!r}; this package reads version {VERSION}")
-    if content.pop("sha256", None) != _checksum(content):
-        raise CheckpointError("is corrupt: its checksum is not the one that it states")
+        raise CheckpointError(f"is of version {_short(content.get('version'))}; this package reads version {VERSION}")
     try:
+        if content.pop("sha256", None) != _checksum(content):
+            raise CheckpointError("is corrupt: its checksum is not the one that it states")
         files = {name: _file(name, fields) for name, fields in content["files"].items()}
         arrays = {path: _array(fields, files) for path, fields in content["arrays"].items()}
         values = {path: _value(fields) for path, fields in content["values"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:  # whole, but not of our making
-        raise CheckpointError(f"has a field that cannot be read: {error!r}") from None
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        # Whole, but not of our making.
+        raise CheckpointError(f"has a field that cannot be read: {printable(str(error))}") from None
     return Manifest(files, arrays, values)
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Of two values under one key some readers would take the first, some the last."""
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return mapping
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _short(value: Any, at_most: int = 80) -> str:
+    """A value of unknown shape and size, for an error: of a container the type alone."""
+    if isinstance(value, str | int | float | bool | None):
+        return printable(f"{value!r:.{at_most}}")
+    return f"a {type(value).__name__}"
 
 
 def _file(name: str, fields: Mapping[str, Any]) -> File:
     file = File(**fields)
     if not _FILE_NAME.fullmatch(name):
         raise ValueError(f"{name[:80]!r} is no name of a file in this folder")
-    if type(file.size_bytes) is not int or file.size_bytes < 0 or type(file.written_by) is not str:
-        raise ValueError(f"{fields!r:.200} describes no file")
+    if type(file.size_bytes) is not int or not 0 <= file.size_bytes < _LIMIT or not _is_text(file.written_by):
+        raise ValueError(f"{name}: these fields describe no file")
     return file
 
 
 def _array(fields: Mapping[str, Any], files: Mapping[str, File]) -> Array:
     shape = fields["shape"]
-    if type(shape) is not list or not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"{shape!r:.80} is no shape")
+    if type(shape) is not list or len(shape) > _MAX_AXES or not all(type(n) is int and 0 <= n < _LIMIT for n in shape):
+        raise ValueError(f"an array's shape is {_short(shape)}, or has an axis that is none")
+    if math.prod(max(n, 1) for n in shape) > _LIMIT // _MAX_ITEM_BYTES:
+        raise ValueError(f"no array can be as large as {shape!r:.80}")
     pieces = tuple(_piece(piece, shape, files) for piece in fields.get("pieces", ()))
     array = Array(**{**fields, "shape": tuple(shape), "pieces": pieces})
     if pieces and sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
@@ -159,9 +193,10 @@ def _array(fields: Mapping[str, Any], files: Mapping[str, File]) -> Array:
     if not _are_apart(pieces):  # as many elements as the array, none twice: together they are all of it
         raise ValueError(f"pieces of an array {shape!r:.80} overlap, or are no grid")
     if array.file not in files:
-        raise ValueError(f"{array.file!r:.80} is none of its files")
-    if type(array.sha256) is not str or type(array.key_impl) not in (str, type(None)) or not _is_dtype(array.dtype):
-        raise ValueError(f"{fields!r:.200} describes no array")
+        raise ValueError(f"{_short(array.file)} is none of its files")
+    has_impl = array.key_impl is None or _is_text(array.key_impl)
+    if not _is_text(array.sha256) or not has_impl or array.dtype not in _DTYPES:
+        raise ValueError(f"an array of dtype {_short(array.dtype)} is none, or another of its fields is wrong")
     return array
 
 
@@ -181,22 +216,18 @@ def _piece(fields: Mapping[str, Any], whole: list[int], files: Mapping[str, File
     start, shape = fields["start"], fields["shape"]
     for numbers in (start, shape):
         if type(numbers) is not list or len(numbers) != len(whole) or not all(type(n) is int for n in numbers):
-            raise ValueError(f"{numbers!r:.80} is no place in an array {whole!r:.80}")
+            raise ValueError(f"{_short(numbers)} is no place in an array {whole!r:.80}")
     if not all(0 <= first <= first + size <= most for first, size, most in zip(start, shape, whole, strict=True)):
         raise ValueError(f"a piece {shape!r:.80} at {start!r:.80} lies outside of an array {whole!r:.80}")
     piece = Piece(**{**fields, "start": tuple(start), "shape": tuple(shape)})
-    if piece.file not in files or type(piece.name) is not str or type(piece.sha256) is not str:
-        raise ValueError(f"{fields!r:.200} describes no piece of an array")
+    if piece.file not in files or not _is_text(piece.name) or not _is_text(piece.sha256):
+        raise ValueError(f"these fields describe no piece of an array {whole!r:.80}")
     return piece
 
 
-def _is_dtype(name: Any) -> bool:
-    """Whether it is the name of a type of numbers: bytes read as anything else may be pointers."""
-    try:
-        dtype = np.dtype(getattr(ml_dtypes, name, name))
-    except TypeError:
-        return False
-    return dtype.name == name and dtype.isbuiltin != 0 and dtype.kind not in "OSUMm"
+def _is_text(value: Any) -> bool:
+    """Whether it is a string that can be sent and printed: JSON can also spell halves of characters."""
+    return type(value) is str and printable(value) == value
 
 
 def _array_fields(array: Array) -> dict[str, Any]:
@@ -225,7 +256,7 @@ def _value(fields: Mapping[str, Any]) -> PlainValue:
     kind, value = fields["type"], fields["value"]
     types: dict[str, Any] = {cls.__name__: cls for cls in PLAIN_TYPES}
     if type(value).__name__ != kind and not (kind in ("float", "complex") and isinstance(value, str)):
-        raise ValueError(f"{value!r} is no {kind}")
+        raise ValueError(f"{_short(value)} is no {_short(kind)}")
     return types[kind](value)
 
 

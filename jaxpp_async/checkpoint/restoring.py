@@ -19,11 +19,9 @@ from jaxpp_async.checkpoint import trees
 from jaxpp_async.checkpoint.endings import failed
 from jaxpp_async.checkpoint.trees import Target
 from jaxpp_async.errors import ActorError, CheckpointError, RemoteError
+from jaxpp_async.printable import shown
 from jaxpp_async.program import ProcessId
 from jaxpp_async.values import RemoteValues
-
-_MAX_MANIFEST_BYTES = 256 << 20
-"""Enough for a million arrays."""
 
 _SHOWN = 5
 """How many other checkpoints an error names."""
@@ -33,54 +31,70 @@ _ATTEMPTS = 10
 
 
 def load_manifest(folder: str) -> m.Manifest:
-    """A checkpoint's manifest, and a look at whether its files are there.
+    """A checkpoint's manifest.
 
     Raises:
         CheckpointError: there is no checkpoint, or a broken one; names the file and what is wrong with it.
     """
     path = os.path.join(folder, checkpoint_folder.MANIFEST)
     try:
-        text = tensor_files.read_whole(path, _MAX_MANIFEST_BYTES).decode()
-    except FileNotFoundError:
-        missing = f"there is no checkpoint: {checkpoint_folder.MANIFEST} is missing"
-        raise CheckpointError(f"{folder}: {missing}{_elsewhere(folder)}") from None
+        data = checkpoint_folder.read_manifest(folder)
+        if data is None:
+            raise CheckpointError(f"{shown(folder)}: there is no checkpoint: {_found_instead(folder)}")
+        text = data.decode()
+    except NotADirectoryError:
+        raise CheckpointError(f"{shown(folder)}: there is no checkpoint: {_found_instead(folder)}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        raise CheckpointError(f"{shown(path)}: {getattr(error, 'strerror', None) or error}") from error
     try:
         return m.parse(text)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        raise CheckpointError(f"{shown(path)}: {error}") from None
 
 
-def _elsewhere(folder: str) -> str:
-    """Where there are checkpoints instead, for an error: in the folder itself, or else beside it."""
-    for directory in (folder, os.path.dirname(folder)):
-        try:
-            names = sorted(os.listdir(directory), reverse=True)  # of numbered ones, the newest first
-        except OSError:
-            continue
-        found = [n for n in names if os.path.isfile(os.path.join(directory, n, checkpoint_folder.MANIFEST))]
-        if found:
-            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            return f"; in {directory} there are {', '.join(found[:_SHOWN])}{more}"
-    return "; nor is there one in it or beside it"
+def _found_instead(folder: str) -> str:
+    """For an error: where a checkpoint was looked for there is something else; and where there are checkpoints."""
+    parent = os.path.dirname(folder)
+    if inside := _checkpoints_in(folder):
+        one = shown(os.path.join(folder, inside[0]))
+        return (
+            f"it is a folder of checkpoints, {_some(inside)}; give one of them ({one}), or restore the newest with "
+            "jpp.Checkpoints(mesh, path).restore(like)"
+        )
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        is_part_of_one = os.path.isfile(os.path.join(parent, checkpoint_folder.MANIFEST))
+        return "it is a file" + (f"; give the folder that it is in: {shown(parent)}" if is_part_of_one else "")
+    beside = _checkpoints_in(parent)
+    return _nothing_but(folder) + (
+        f"; in {shown(parent)} there are {_some(beside)}" if beside else "; nor is there one in it or beside it"
+    )
 
 
-def check_files(folder: str, manifest: m.Manifest) -> None:
-    """Raises:
-    CheckpointError: a file is missing, or of another size than when it was written.
-    """
-    for name, file in manifest.files.items():
-        path = os.path.join(folder, name)
-        try:
-            size = os.stat(path).st_size
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}; {file.written_by} wrote it") from error
-        if size != file.size_bytes:
-            raise CheckpointError(f"{path}: has {size} bytes, but had {file.size_bytes} when it was written")
+def _nothing_but(folder: str) -> str:
+    """What a path without a manifest is."""
+    if not os.path.isdir(folder):
+        return "there is no such folder"
+    names = sorted(os.listdir(folder))
+    if checkpoint_folder.written_by_saves(names):
+        return f"{checkpoint_folder.MANIFEST} is missing: a save was broken off here, or is still writing"
+    return f"{checkpoint_folder.MANIFEST} is missing: {'in it are ' + _some(names) if names else 'it is empty'}"
 
 
-async def restore(controller: Controller, values: RemoteValues, path: str | os.PathLike[str], like: Any) -> Any:
+def _checkpoints_in(directory: str) -> list[str]:
+    """The names of folders that have a manifest; of numbered ones, the newest first."""
+    try:
+        names = sorted(os.listdir(directory), reverse=True)
+    except OSError:
+        return []
+    return [n for n in names if os.path.isfile(os.path.join(directory, n, checkpoint_folder.MANIFEST))]
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(shown, names[:_SHOWN])) + more
+
+
+async def restore(controller: Controller, values: RemoteValues, path: checkpoint_folder.Path, like: Any) -> Any:
     """See `RemoteMesh.restore`."""
     folder = checkpoint_folder.absolute(path)
     wanted, structure = trees.targets(like)
@@ -117,7 +131,7 @@ async def _read(
     try:
         trees.check_matches(wanted, manifest)
     except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
+        raise CheckpointError(f"{shown(folder)}: {error}") from None
     try:
         return await _Reading(controller, values, folder, manifest).read(wanted)
     except ActorError as error:
@@ -160,9 +174,7 @@ class _Reading:
 
     def _ask_for(self, path: str, array: RemoteArray, by_process: dict[ProcessId, dict[str, list[FilePart]]]) -> None:
         stored = self._manifest.arrays[path]
-        pieces = tuple(
-            FilePiece(os.path.join(self._folder, p.file), p.name, p.start, p.shape, p.sha256) for p in stored.pieces
-        )
+        pieces = tuple(FilePiece(self._encoded(p.file), p.name, p.start, p.shape, p.sha256) for p in stored.pieces)
         part = FilePart(path, stored.sha256, array.array_id, array.value_type.aval, pieces)
         for process in self._controller.processes.of_all(array.actors):
             by_process.setdefault(process, {}).setdefault(stored.file, []).append(part)
@@ -170,8 +182,12 @@ class _Reading:
     async def _read_on(self, process: ProcessId, files: dict[str, list[FilePart]]) -> None:
         """One file after the other, so that an actor's host memory holds no more than one of them."""
         for name, parts in files.items():
-            make: Callable[[int], ReadFile] = _request(os.path.join(self._folder, name), parts)
+            make: Callable[[int], ReadFile] = _request(self._encoded(name), parts)
             await self._controller.outbox.send(process, make, Done)
+
+    def _encoded(self, file: str) -> bytes:
+        """The path of a file, as it travels."""
+        return os.fsencode(os.path.join(self._folder, file))
 
     def _plain(self, path: str, array: RemoteArray) -> np.ndarray:
         return np.asarray(self._manifest.values[path], array.value_type.aval.dtype)
@@ -207,5 +223,5 @@ class _Reading:
         return RemoteArray(self._values, self._controller.new_array_id(), target.value_type, (), host=value)
 
 
-def _request(path: str, parts: Sequence[FilePart]) -> Callable[[int], ReadFile]:
+def _request(path: bytes, parts: Sequence[FilePart]) -> Callable[[int], ReadFile]:
     return lambda request: ReadFile(request, path, tuple(parts))

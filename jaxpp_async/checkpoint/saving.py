@@ -1,6 +1,9 @@
 """saving: a tree of arrays in, a checkpoint on the disk out, whole or not at all. The actors write; this decides and
 commits.
 
+The manifest that is there when a save begins is the one that it replaces: where another save has put one meanwhile,
+that one stays, and this save fails.
+
 The arrays are taken as they are between the steps before a save and those after it; the files are written while
 training goes on. One save of a mesh is under way at a time: the next one waits, so that copies do not pile up.
 """
@@ -20,7 +23,7 @@ from typing import Any, TypeAlias
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.crew.bringup import all_of
 from jaxpp_async.actors.files import checkpoint_folder, tensor_files
-from jaxpp_async.actors.messages import Done, Sweep, Take, WriteFile, Written
+from jaxpp_async.actors.messages import CheckFiles, Done, Take, WriteFile, Written
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.processes.seats import Seat
 from jaxpp_async.arrays import Owner
@@ -31,6 +34,7 @@ from jaxpp_async.checkpoint.sweeps import Sweeps
 from jaxpp_async.checkpoint.trees import Leaves, to_save
 from jaxpp_async.errors import ActorError, CheckpointError
 from jaxpp_async.events import Emit, EventLog
+from jaxpp_async.printable import shown
 from jaxpp_async.program import CONTROLLER, ProcessId
 
 _LOG = logging.getLogger("jaxpp_async")
@@ -63,7 +67,8 @@ class Saving:
         return self
 
     def __repr__(self) -> str:
-        return f"<Saving {self.path}: {self.written_bytes:,} of {self.size_bytes:,} bytes{', done' * self.done()}>"
+        progress = f"{self.written_bytes:,} of {self.size_bytes:,} bytes{', done' * self.done()}"
+        return f"<Saving {shown(self.path)}: {progress}>"
 
     def done(self) -> bool:
         """Whether the checkpoint is there, or never will be."""
@@ -82,10 +87,10 @@ class Saving:
         """Let `work` settle this, and call `on_end` behind it (for the mesh)."""
 
         def ended(_: asyncio.Task[None]) -> None:
-            self.settle(CheckpointError(f"{self.path}: the save was cancelled"))
+            self.settle(CheckpointError(f"{shown(self.path)}: the save was cancelled"))
             on_end()
 
-        self._task = tasks.start(f"save {self.path}", work)
+        self._task = tasks.start(f"save {shown(self.path)}", work)
         self._task.add_done_callback(ended)
 
     def settle(self, error: Exception | None = None) -> None:
@@ -112,7 +117,7 @@ class Saver:
 
     async def save(
         self,
-        path: str | os.PathLike[str],
+        path: checkpoint_folder.Path,
         tree: Any,
         *,
         wait: bool,
@@ -142,22 +147,22 @@ class Saver:
         return saving
 
     async def remove(self, path: str) -> None:
-        """Remove a checkpoint, or what is left of one, wherever parts of it lie.
+        """Remove a checkpoint, wherever parts of it lie.
 
         Raises:
             CheckpointError: a file cannot be removed.
         """
         try:
-            await in_thread(lambda: checkpoint_folder.remove(path))
+            names = await in_thread(lambda: checkpoint_folder.remove(path))
         except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror or error}") from error
-        await self._sweeps.run(path, lambda request: Sweep(request, path, remove_folder=True))
+            raise CheckpointError(f"{shown(path)}: {error.strerror or error}") from error
+        await self._sweeps.run(path, names, remove_folder=True)
 
     async def aclose(self) -> None:
         """End the save under way; to be called before the actors are gone."""
         saving = self._current
         if saving is not None and not saving.done():
-            _LOG.warning("%s: the mesh closed before this save was whole; await it first", saving.path)
+            _LOG.warning("%s: the mesh closed before this save was whole; await it first", shown(saving.path))
             await saving.cancel()
         await self._tasks.aclose()
 
@@ -169,10 +174,11 @@ class Saver:
         plan = plan_of(leaves, self._controller())
         controller, save_id = self._controller(), checkpoint_folder.new_save_id()
         controller.before_save()
-        takes = {
-            process: controller.outbox.send(process, lambda r, ids=ids: Take(r, folder, ids), Done, awaited=awaited)
+        makes = {
+            process: lambda request, ids=ids: Take(request, os.fsencode(folder), ids)
             for process, ids in plan.takes.items()
         }
+        takes = controller.outbox.send_each(makes, Done, awaited=awaited)
         saving = self._current = Saving(folder, plan.size_bytes, is_awaited=awaited)
         job = _Job(controller, saving, save_id, leaves, plan, takes, on_progress, after, self._on_event, self._sweeps)
         saving.run(self._tasks, job.run(), self._one_at_a_time.release)
@@ -200,6 +206,8 @@ class _Job:
         self._leaves, self._plan, self._takes, self._on_progress = leaves, plan, takes, on_progress
         self._folder = saving.path
         self._made: list[str] = []
+        self._replaces: bytes | None = None
+        self._manifest = b""
         self._files: dict[str, m.File] = {}
         self._arrays: dict[str, m.Array] = {}
         self._stopped, self._committed = threading.Event(), False
@@ -227,7 +235,7 @@ class _Job:
         size_bytes, count = self._saving.size_bytes, len(self._arrays)
         self._on_event(
             "checkpointed",
-            f"saved {self._folder}: {count} arrays, {size_bytes} bytes, {seconds:.1f} s",
+            f"saved {shown(self._folder)}: {count} arrays, {size_bytes} bytes, {seconds:.1f} s",
             path=self._folder,
             size_bytes=size_bytes,
             num_arrays=count,
@@ -237,15 +245,17 @@ class _Job:
     # ------------------------------------------------------------ writing
 
     async def _write_all(self) -> None:
-        await in_thread(self._make_folder)
+        await in_thread(self._begin)
         writers = {process: self._write_on(process, files) for process, files in self._plan.files.items()}
         if self._leaves.host:
             writers[CONTROLLER] = self._write_here()
         await all_of(writers, "save")
+        await all_of({process: self._check_on(process, files) for process, files in self._plan.files.items()}, "save")
 
-    def _make_folder(self) -> None:
+    def _begin(self) -> None:
         """Runs in a thread, whose end a cancellation does not see: what it made is noted here."""
         self._made = checkpoint_folder.make(self._folder)
+        self._replaces = checkpoint_folder.read_manifest(self._folder)
 
     async def _write_on(self, process: ProcessId, files: Sequence[Sequence[Entry]]) -> None:
         """One file after the other: the actor's threads have other things to do as well."""
@@ -259,7 +269,7 @@ class _Job:
                 request: int, file: str = file, entries: Sequence[Entry] = entries, paths: Sequence[str] = paths
             ) -> WriteFile:
                 arrays = tuple((entry.array_id, entry.name, entry.number) for entry in entries)
-                return WriteFile(request, self._folder, file, arrays, self._metadata(paths))
+                return WriteFile(request, os.fsencode(self._folder), file, arrays, self._metadata(paths))
 
             written: Written = await outbox.send(process, ask, Written, awaited=self._saving.is_awaited)
             info = outbox.info(process)
@@ -268,6 +278,14 @@ class _Job:
             for entry, digest in zip(entries, written.sha256, strict=True):
                 self._note(file, entry, digest)
             self._advance(sum(self._size_of(entry) for entry in entries))
+
+    async def _check_on(self, process: ProcessId, files: Sequence[Sequence[Entry]]) -> None:
+        """Who wrote files looks for them, once all are written: they may lie where nobody else sees them."""
+        names = [checkpoint_folder.file_name(self._save_id, process, index) for index in range(len(files))]
+        sizes = tuple((name, self._files[name].size_bytes) for name in names)
+        outbox, folder = self._controller.outbox, os.fsencode(self._folder)
+        awaited = self._saving.is_awaited
+        await outbox.send(process, lambda request: CheckFiles(request, folder, sizes), Done, awaited=awaited)
 
     def _note(self, file: str, entry: Entry, digest: str) -> None:
         """An array, or a part of one, is in a file."""
@@ -291,12 +309,15 @@ class _Job:
         """The arrays that lie here."""
         arrays, name = self._leaves.host, checkpoint_folder.file_name(self._save_id, None, 0)
         path, metadata = os.path.join(self._folder, name), self._metadata(list(arrays))
+
+        def write() -> tuple[int, dict[str, str]]:
+            checkpoint_folder.make(self._folder)  # another save that failed may have taken it away
+            return tensor_files.write(path, arrays, metadata, self._stopped.is_set)
+
         try:
-            size, digests = await in_thread(
-                lambda: tensor_files.write(path, arrays, metadata, self._stopped.is_set), self._stopped
-            )
+            size, digests = await in_thread(write, self._stopped)
         except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror or error}") from error
+            raise CheckpointError(f"{shown(path)}: {error.strerror or error}") from error
         self._files[name] = m.File(size, "the controller")
         for p, array in arrays.items():
             self._arrays[p] = m.Array(name, array.dtype.name, array.shape, digests[p], self._leaves.key_impls.get(p))
@@ -312,49 +333,61 @@ class _Job:
             try:
                 self._on_progress(self._saving)
             except Exception:  # a bug in what shows progress must not cost a checkpoint
-                _LOG.exception("on_progress of the save %s failed", self._folder)
+                _LOG.exception("on_progress of the save %s failed", shown(self._folder))
 
     def _commit(self) -> None:
         """Runs in a thread."""
         order = {path: k for k, path in enumerate([*self._leaves.remote, *self._leaves.host])}
         arrays = dict(sorted(self._arrays.items(), key=lambda item: order[item[0]]))
         manifest = m.Manifest(dict(sorted(self._files.items())), arrays, self._leaves.values)
-        checkpoint_folder.commit(self._folder, self._save_id, m.to_text(manifest))
+        self._manifest, sizes = m.to_text(manifest).encode(), {n: file.size_bytes for n, file in self._files.items()}
+        checkpoint_folder.commit(self._folder, self._save_id, self._manifest, self._replaces, sizes)
         self._committed = True
         with contextlib.suppress(OSError):  # as the actors' sweep
-            checkpoint_folder.sweep(self._folder, tuple(self._files))
+            checkpoint_folder.remove_files(self._folder, checkpoint_folder.files_of(self._replaces))
 
     async def _tidy_up(self) -> None:
-        """What older checkpoints left is of no use any more. Should removing it fail, this one is whole anyway."""
-        await self._sweeps.run(self._folder, lambda request: Sweep(request, self._folder, tuple(self._files)))
+        """What was replaced is of no use any more. Should removing it fail, this checkpoint is whole anyway."""
+        await self._sweeps.run(self._folder, checkpoint_folder.files_of(self._replaces))
         if self._after_commit is not None:
             try:
                 await self._after_commit()
             except (CheckpointError, ActorError, OSError) as error:
-                _LOG.warning("%s is saved, but older checkpoints could not be removed: %s", self._folder, error)
+                where = shown(self._folder)
+                _LOG.warning("%s is saved, but older checkpoints could not be removed: %s", where, error)
 
     # ------------------------------------------------------------ failing
 
     async def _clean_up(self) -> None:
         """Remove what this save has written, on the actors and here: they may share the folder, or not."""
         self._leaves = Leaves({}, {}, {}, {})
-        await self._sweeps.run(
-            self._folder, lambda r: Sweep(r, self._folder, save_id=self._save_id, remove_folder=bool(self._made))
-        )
+        names: tuple[str, ...] = ()
 
         def remove() -> None:
-            checkpoint_folder.sweep(self._folder, save_id=self._save_id)
+            checkpoint_folder.remove_files(self._folder, names)
             for folder in reversed(self._made):
                 checkpoint_folder.remove_empty(folder)
 
         try:
+            names = () if await in_thread(self._is_in_place) else self._own_files()
+            await self._sweeps.run(self._folder, names, remove_folder=bool(self._made))
             await in_thread(remove)
-        except OSError as error:
-            _LOG.warning("%s: what a failed save wrote could not be removed: %s", self._folder, error)
+        except (OSError, CheckpointError) as error:
+            _LOG.warning("%s: what a failed save wrote could not be removed: %s", shown(self._folder), error)
+
+    def _is_in_place(self) -> bool:
+        """Runs in a thread. A file system may say that a manifest could not be put in place, or not be made durable,
+        and have it."""
+        return bool(self._manifest) and checkpoint_folder.read_manifest(self._folder) == self._manifest
+
+    def _own_files(self) -> tuple[str, ...]:
+        """The names of all that this save may have written."""
+        written = [(process, k) for process, files in self._plan.files.items() for k in range(len(files))]
+        return tuple(checkpoint_folder.file_name(self._save_id, process, k) for process, k in [*written, (None, 0)])
 
     def _told(self, error: BaseException) -> Exception:
         if isinstance(error, CheckpointError):
             return error
         if not isinstance(error, Exception):
-            return CheckpointError(f"{self._folder}: the save was cancelled")
+            return CheckpointError(f"{shown(self._folder)}: the save was cancelled")
         return failed(self._folder, "saved", error)

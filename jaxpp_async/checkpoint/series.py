@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from jaxpp_async.actors.files import checkpoint_folder
 from jaxpp_async.checkpoint.saving import OnProgress, Saver, Saving
 from jaxpp_async.errors import CheckpointError, MeshError
+from jaxpp_async.printable import shown
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -24,7 +25,7 @@ class Mesh(Protocol):
     @property
     def saver(self) -> Saver: ...
 
-    async def restore(self, path: str | os.PathLike[str], like: Any) -> Any: ...
+    async def restore(self, path: checkpoint_folder.Path, like: Any) -> Any: ...
 
 
 class Checkpoints:
@@ -41,13 +42,14 @@ class Checkpoints:
     Args:
         mesh: whose arrays are saved and restored.
         directory: made with the first save; one run's at a time.
-        keep: how many checkpoints stay. Older ones are removed once a newer one is whole, never before.
+        keep: how many checkpoints stay of those up to the one that was saved last. Older ones are removed once that is
+            whole, never before.
 
     Raises:
         MeshError: `keep` is below 1.
     """
 
-    def __init__(self, mesh: Mesh, directory: str | os.PathLike[str], *, keep: int = 3):
+    def __init__(self, mesh: Mesh, directory: checkpoint_folder.Path, *, keep: int = 3):
         if keep < 1:
             raise MeshError(f"keep is {keep}; at least one checkpoint has to stay")
         self._mesh, self._keep, self.directory = mesh, keep, checkpoint_folder.absolute(directory)
@@ -81,9 +83,14 @@ class Checkpoints:
             ArrayError, MeshClosedError: as `RemoteMesh.save`.
         """
         await self.wait()
-        await asyncio.to_thread(self._remove_leftovers)
+
+        async def prune() -> None:
+            # Newer ones are of another run, or of before this one went back: this save may be the last, and stays.
+            for number in [n for n in self.step_numbers() if n <= step_number][: -self._keep]:
+                await self._mesh.saver.remove(self.path(number))
+
         saving = self._current = await self._mesh.saver.save(
-            self.path(step_number), tree, wait=wait, on_progress=on_progress, after_commit=self._prune
+            self.path(step_number), tree, wait=wait, on_progress=on_progress, after_commit=prune
         )
         return saving
 
@@ -115,14 +122,14 @@ class Checkpoints:
         numbers = self.step_numbers()
         number = step_number if step_number is not None else max(numbers, default=None)
         if number is None:
-            raise CheckpointError(f"{self.directory}: there is no checkpoint")
+            raise CheckpointError(f"{shown(self.directory)}: there is no checkpoint")
         try:
             return await self._mesh.restore(self.path(number), like)
         except CheckpointError as error:
             if step_number is None and (self.latest() or number) > number:
                 return await self.restore(like)  # a save has put a newer one in its place meanwhile
             if older := [n for n in numbers if n != number]:
-                error.add_note(f"{self.directory} also has {older}: restore(like, step_number={older[-1]})")
+                error.add_note(f"{shown(self.directory)} also has {older}: restore(like, step_number={older[-1]})")
             raise
 
     def latest(self) -> int | None:
@@ -137,15 +144,27 @@ class Checkpoints:
         """The folder of a checkpoint."""
         return os.path.join(self.directory, f"{step_number:0{_DIGITS}d}")
 
-    async def _prune(self) -> None:
-        for number in self.step_numbers()[: -self._keep]:
-            await self._mesh.saver.remove(self.path(number))
+    async def remove_leftovers(self) -> list[str]:
+        """Remove what saves have left whose process died: files that no manifest names. Nothing else removes them, for
+        nobody can tell them from those of a save under way: call this while no run saves here, also no other one.
 
-    def _remove_leftovers(self) -> None:
-        """Of saves whose process died: they have files and no manifest."""
-        for name in self._folders():
-            if not self._is_whole(name):
-                checkpoint_folder.remove(os.path.join(self.directory, name))
+        Returns:
+            The files removed, as paths.
+
+        Raises:
+            CheckpointError: one cannot be removed.
+        """
+        await self.wait()
+        return await asyncio.to_thread(self._remove_leftovers)
+
+    def _remove_leftovers(self) -> list[str]:
+        removed: list[str] = []
+        for folder in [os.path.join(self.directory, name) for name in sorted(self._folders())]:
+            try:
+                removed += [os.path.join(folder, name) for name in checkpoint_folder.remove_leftovers(folder)]
+            except OSError as error:
+                raise CheckpointError(f"{shown(folder)}: {error.strerror or error}") from error
+        return removed
 
     def _folders(self) -> list[str]:
         try:

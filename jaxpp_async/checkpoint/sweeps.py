@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,8 @@ CLEAN_S = 5.0
 
 
 class Sweeps:
-    """What the actors of a mesh are removing, by folder: a late one would take the files of the next save there, as
-    another actor writes them, for leftovers.
+    """What the actors of a mesh are removing, by folder: a late one would take the folder away in which the next save
+    begins to write.
 
     Args:
         controller: as the `Saver`'s.
@@ -28,13 +29,17 @@ class Sweeps:
         self._controller = controller
         self._under_way: dict[str, set[asyncio.Future[Any]]] = {}
 
-    async def run(self, folder: str, make: Callable[[int], Sweep]) -> None:
-        """Have every actor sweep. Those that cannot are gone, or will with the next save: this only says so."""
+    async def run(self, folder: str, files: tuple[str, ...], *, remove_folder: bool = False) -> None:
+        """Have every actor end its part of a save and remove files: see `Sweep`. This only says so if one cannot."""
         controller = self._controller()
         if controller.is_closed:
             return
-        everyone = controller.processes.everyone
-        sweeps = [controller.outbox.send(process, make, Done, awaited=False) for process in everyone]
+
+        def make(request: int) -> Sweep:
+            return Sweep(request, os.fsencode(folder), files, remove_folder)
+
+        makes = dict.fromkeys(controller.processes.everyone, make)
+        sweeps = list(controller.outbox.send_each(makes, Done, awaited=False).values())
         for sweep in sweeps:
             self._under_way.setdefault(folder, set()).add(sweep)
             sweep.add_done_callback(lambda sweep: self._ended(folder, sweep))

@@ -18,10 +18,16 @@ from jaxpp_async.checkpoint.manifest import PLAIN_TYPES, ROOT, Array, Manifest, 
 from jaxpp_async.compiler.ir import ValueType
 from jaxpp_async.errors import CheckpointError
 from jaxpp_async.leaves import as_user_sees, travelling_type
+from jaxpp_async.printable import printable
 from jaxpp_async.program import ActorId, Aval
 from jaxpp_async.step import DistributedStep, Slot
 
 # ---------------------------------------------------------------- saving
+
+_MOST_DIGITS = 4000
+"""Of a whole number: Python reads no more than 4300."""
+
+_TOO_LARGE = 10**_MOST_DIGITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ def to_save(tree: Any, owner: Owner) -> Leaves:
             else:
                 leaves.host[path] = np.array(leaf.host)
         elif type(leaf) in PLAIN_TYPES:
+            _check_value(path, leaf)
             leaves.values[path] = leaf
         else:
             leaves.host[path] = _host_copy(path, leaf, leaves.key_impls)
@@ -72,6 +79,8 @@ def named_leaves(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
         path = _path(keys)
         if path in named:
             raise CheckpointError(f"two leaves of the tree have the path {path!r}; rename one of their keys")
+        if printable(path) != path:
+            raise CheckpointError(f"{path!r}: this key of the tree is no text that UTF-8 can hold; rename it")
         if path == "__metadata__":
             raise CheckpointError("a leaf of the tree is called '__metadata__', which safetensors keeps for itself")
         named[path] = leaf
@@ -81,6 +90,16 @@ def named_leaves(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
 def _path(keys: Sequence[Any]) -> str:
     parts = (jax.tree_util.keystr((key,), simple=True) for key in keys)
     return "/".join(part.replace("~", "~0").replace("/", "~1") for part in parts) or ROOT
+
+
+def _check_value(path: str, value: PlainValue) -> None:
+    if isinstance(value, str) and printable(value) != value:
+        raise CheckpointError(
+            f"{path} is a str with surrogates in it, which UTF-8 cannot hold (a path, perhaps): save its bytes, as "
+            "np.frombuffer(os.fsencode(path), np.uint8)"
+        )
+    if isinstance(value, int) and abs(value) >= _TOO_LARGE:
+        raise CheckpointError(f"{path} is a whole number of more than {_MOST_DIGITS} digits; save it as a str")
 
 
 def _host_copy(path: str, leaf: Any, key_impls: dict[str, str]) -> np.ndarray:

@@ -75,11 +75,14 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         return self._transport.get_extra_info("peername")[0], self._transport.get_extra_info("sockname")[0]
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, encoded: bytes | None = None) -> None:
         """Send without waiting. On a connection that is over, the message is dropped (`on_closed` has told why).
 
+        Args:
+            encoded: the message as bytes, of whoever has encoded it already.
+
         Raises:
-            ProtocolError: the message is longer than a frame may be.
+            MeshError: the message cannot be encoded; the conversation goes on.
         """
         transport = self._transport
         if transport is None or transport.is_closing():
@@ -90,7 +93,7 @@ class Connection(asyncio.Protocol):
         if unsent > MAX_UNSENT_BYTES:
             self.fail(ProtocolError(f"the peer does not read: {unsent} bytes wait to be sent"))
             return
-        pieces = self.wire.encode(message)
+        pieces = self.wire.encode(message) if encoded is None else self.wire.frame(encoded)
         if len(pieces) == 1:
             transport.write(pieces[0])
         else:

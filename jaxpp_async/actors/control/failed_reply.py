@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 
 from jaxpp_async.actors.messages import Failed
+from jaxpp_async.printable import printable
 
 
 def failed(
@@ -14,4 +15,4 @@ def failed(
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     text = "".join(traceback.format_exception(error))
-    return Failed(request, name, str(error), text, step, instruction)
+    return Failed(request, printable(name), printable(str(error)), printable(text), step, instruction)

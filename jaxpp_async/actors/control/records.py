@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxpp_async.actors.messages import Log
 from jaxpp_async.actors.processes.actor_info import ActorInfo
+from jaxpp_async.printable import printable
 
 RECORDS_PER_S = 200.0
 """How many records an actor may send a second, in the long run. What comes above it is counted and dropped."""
@@ -164,15 +165,15 @@ def send_records(send: Callable[[Log], None], level: int) -> RecordSender:
 def as_message(record: logging.LogRecord, step: int | None) -> Log:
     """A record as plain data: text, numbers, and an exception as text."""
     fields: dict[str, Any] = {
-        "thread": record.threadName or "",
+        "thread": printable(record.threadName or ""),
         "created": record.created,
-        "file": record.pathname,
+        "file": printable(record.pathname),
         "line": record.lineno,
     }
     if traceback := _traceback(record):
-        fields["traceback"] = traceback
-    message = _cut(record.getMessage(), MAX_MESSAGE_CHARS)
-    return Log(record.levelno, record.name[:MAX_NAME_CHARS], message, step, fields)
+        fields["traceback"] = printable(traceback)
+    message = printable(_cut(record.getMessage(), MAX_MESSAGE_CHARS))
+    return Log(record.levelno, printable(record.name[:MAX_NAME_CHARS]), message, step, fields)
 
 
 def _traceback(record: logging.LogRecord) -> str:

@@ -8,17 +8,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import traceback
 from collections.abc import Awaitable, Callable
 from importlib import import_module
 from typing import Any, Protocol
 
 import jaxpp_async
 from jaxpp_async.actors.control.connection import Connection
+from jaxpp_async.actors.control.failed_reply import failed
 from jaxpp_async.actors.control.vigil import Vigil
-from jaxpp_async.actors.messages import Done, Failed, Message, Request, Shutdown, StepDone
+from jaxpp_async.actors.messages import Done, Log, Message, Request, Shutdown, StepDone
 from jaxpp_async.actors.processes.exit_codes import ExitCode
 from jaxpp_async.actors.protocol.wire import Identity, Wire
+from jaxpp_async.errors import MeshError
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.network import Network
 
@@ -148,12 +149,17 @@ class _Desk:
             try:
                 self._actor.handle(message)
             except Exception as error:  # a bug in the actor: the controller must hear of it, whatever it is
-                text = "".join(traceback.format_exception(error))
-                self.reply(Failed(message.request, type(error).__qualname__, str(error), text))
+                self.reply(failed(message.request, error))
 
     def reply(self, message: Message) -> None:
         """A reply goes out. Behind a step's the next step may come soon."""
-        self.connection.send(message)
+        try:
+            self.connection.send(message)
+        except MeshError as error:  # it cannot be encoded: whoever waits for it must hear of that
+            _LOG.exception("a message cannot be sent")
+            if not isinstance(message, Log):
+                request, step = getattr(message, "request", None), getattr(message, "step", None)
+                self.connection.send(failed(request, error, step=step))
         if self._vigil is not None and type(message) is StepDone:
             self._vigil.begin()
 

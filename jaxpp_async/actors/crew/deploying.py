@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager
 from jaxpp_async.actors.crew.bringup import all_of
 from jaxpp_async.actors.crew.crew import Crew
 from jaxpp_async.actors.crew.linking import Linking
-from jaxpp_async.actors.crew.outbox import Outbox
+from jaxpp_async.actors.crew.outbox import Outbox, Post
 from jaxpp_async.actors.crew.programs import Programs
 from jaxpp_async.actors.crew.rpc import Call
 from jaxpp_async.actors.messages import Loaded
-from jaxpp_async.errors import ActorError
+from jaxpp_async.errors import ActorError, MeshError
 from jaxpp_async.program import ActorId, ActorProgram, ProcessId
 
 
@@ -69,10 +69,10 @@ class Deploying:
         actor = self._crew.processes.actor_of(process)
         message = self._programs.load_message(self._outbox.number(), program_id, actor, known)
         call = Call(Loaded)
-        self._outbox.post(process, message, call)
-        await self._outbox.drain(process)
         try:
+            self._outbox.post(Post(process, message, call))
+            await self._outbox.drain(process)
             return await call.future
-        except ActorError:
-            known -= set(message.blobs)  # what the actor kept of them is unknown: send them again
+        except (ActorError, MeshError):
+            known -= set(message.blobs)  # what the actor has of them, if anything, is unknown: send them again
             raise

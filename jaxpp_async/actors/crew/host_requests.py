@@ -14,11 +14,12 @@ from jaxpp_async.actors.crew.bringup import all_of
 from jaxpp_async.actors.crew.crew import Crew
 from jaxpp_async.actors.crew.frees import FreeList
 from jaxpp_async.actors.crew.host_data import HostValue, Sending
-from jaxpp_async.actors.crew.outbox import Outbox
+from jaxpp_async.actors.crew.outbox import Outbox, Post
 from jaxpp_async.actors.crew.rpc import Call
 from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.messages import ArrayId, Done, Step, Store
 from jaxpp_async.actors.values.scattering import Gathering
+from jaxpp_async.errors import MeshError
 from jaxpp_async.program import ActorId, Aval, ProcessId
 
 
@@ -39,21 +40,24 @@ class HostRequests:
         Raises:
             ActorError: an actor or the mesh failed.
         """
-        frees = self._frees.take()
-
-        async def put_one(actor: ActorId) -> None:
+        frees, calls, posts = self._frees.take(), dict[ProcessId, Call](), list[Post]()
+        for actor in sorted(set(values) | set(frees)):
             small, large = self._crew.plane.prepare(actor, values.get(actor, ()))
-            calls: list[Call] = []
             for process in self._crew.processes.of(actor):
-                calls.append(call := Call(Done))
+                calls[process] = Call(Done)
                 message = Store(self._outbox.number(), small, frees.get(actor, ()))
-                self.post_with(process, message, call, large.get(process, ()), [])
-            for process, call in zip(self._crew.processes.of(actor), calls, strict=True):
-                await self._outbox.drain(process)
-                await call.future
+                posts.append(self.with_values(process, message, calls[process], large.get(process, ()), []))
+        try:
+            self._outbox.post(*posts)
+        except MeshError:  # one of them cannot be encoded: nothing was sent
+            self._frees.give_back(frees)
+            raise
 
-        actors = sorted(set(values) | set(frees))
-        await all_of({actor: put_one(actor) for actor in actors}, "put")
+        async def stored(process: ProcessId) -> None:
+            await self._outbox.drain(process)
+            await calls[process].future
+
+        await all_of({process: stored(process) for process in calls}, "put")
 
     async def fetch(self, wanted: Sequence[tuple[ActorId, ArrayId, Aval]]) -> list[np.ndarray[Any, Any]]:
         """Bring whole arrays to the controller.
@@ -69,30 +73,33 @@ class HostRequests:
         fetches = {process: self._fetch_one(process, asked) for process, asked in gathering.asked.items()}
         return gathering.arrays(await all_of(fetches, "fetch"))
 
-    def post_with(
+    def with_values(
         self,
         process: ProcessId,
         message: Step | Store,
         waiter: Call | StepHandle,
         large: Sequence[Sending],
         sends: list[asyncio.Future[None]],
-    ) -> None:
-        """Post a request and the host values that take the data plane; `sends` gets their transfers."""
-        transfers = (lambda: sends.extend(self._crew.plane.send(process, large))) if large else None
-        self._outbox.post(process, message, waiter, transfers, sum(data.nbytes for _, data in large))
+    ) -> Post:
+        """A request to be posted with the host values that take the data plane; `sends` gets their transfers."""
+        if not large:
+            return Post(process, message, waiter)
+        size_bytes = sum(data.nbytes for _, data in large)
+        return Post(process, message, waiter, lambda: sends.extend(self._crew.plane.send(process, large)), size_bytes)
 
     def send_frees(self) -> None:
         """Free what is to be freed, now."""
         for actor, array_ids in self._frees.take().items():
             for process in self._crew.processes.of(actor):
-                self._outbox.post(process, Store(self._outbox.number(), (), array_ids), Call(Done, awaited=False))
+                message = Store(self._outbox.number(), (), array_ids)
+                self._outbox.post(Post(process, message, Call(Done, awaited=False)))
 
     def _fetch_one(
         self, process: ProcessId, wanted: Sequence[tuple[ArrayId, Aval]]
     ) -> Coroutine[Any, Any, list[np.ndarray[Any, Any]]]:
         """The request leaves with the call, ahead of any later step that is given the arrays."""
         message, fetching = self._crew.plane.fetch(self._outbox.number(), process, wanted)
-        self._outbox.post(process, message, fetching, fetching.start)
+        self._outbox.post(Post(process, message, fetching, fetching.start))
 
         async def fetched() -> list[np.ndarray[Any, Any]]:
             await self._outbox.drain(process)

@@ -30,6 +30,8 @@ from jaxpp_async.actors.messages import (
     step_text,
 )
 from jaxpp_async.actors.processes.actor_info import ActorInfo
+from jaxpp_async.actors.protocol.codec import Encoder
+from jaxpp_async.actors.protocol.wire import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.errors import ActorError, StepAbortedError
 from jaxpp_async.program import ProcessId
 
@@ -44,21 +46,23 @@ _LOOK_OVER = 256
 
 
 @dataclass(slots=True)
-class _Sent:
-    """A request, as it would be made again.
+class Post:
+    """A request to one process, as it is made, and made again.
 
     Args:
-        serial: its place in the order of all.
         message: its request number, and a step's epoch, are others when it is made again.
-        size_bytes: host memory that remembering it takes.
+        waiter: gets the reply.
+        transfers: called behind the request, each time that it is made.
+        size_bytes: of host arrays that `transfers` holds: the memory that remembering the request takes.
+        serial: its place in the order of all that were made.
     """
 
-    serial: int
     process: ProcessId
     message: Request
     waiter: Waiter
-    transfers: StartTransfers | None
+    transfers: StartTransfers | None = None
     size_bytes: int = 0
+    serial: int = -1
 
     @property
     def is_needed(self) -> bool:
@@ -78,13 +82,22 @@ class Outbox:
         links: the processes as they are now, by number.
         check_usable: raises if the mesh is closed or has failed.
         remembers: whether requests are remembered at all.
+        max_frame_bytes: the longest that a request may be.
     """
 
-    def __init__(self, links: Mapping[ProcessId, ActorLink], check_usable: Callable[[], None], *, remembers: bool):
+    def __init__(
+        self,
+        links: Mapping[ProcessId, ActorLink],
+        check_usable: Callable[[], None],
+        *,
+        remembers: bool,
+        max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+    ):
         self._links, self._check_usable, self._remembers = links, check_usable, remembers
         self._numbers, self._serials = itertools.count(), itertools.count()
         self._open: set[Waiter] = set()  # also those that have had their reply, and wait for what comes behind it
-        self._sent: list[_Sent] = []
+        self._encoder = Encoder(max_frame_bytes)
+        self._sent: list[Post] = []
         self._size_bytes = 0
         self._look_over_at = _LOOK_OVER
         self._is_open = asyncio.Event()
@@ -96,29 +109,26 @@ class Outbox:
         """A request number that none has had."""
         return next(self._numbers)
 
-    def post(
-        self,
-        process: ProcessId,
-        message: Request,
-        waiter: Waiter,
-        transfers: StartTransfers | None = None,
-        size_bytes: int = 0,
-    ) -> None:
+    def post(self, *posts: Post) -> None:
         """Send now, behind what was posted before; during a restart, as soon as it is over.
 
-        Args:
-            transfers: called behind the request, each time that it is made.
-            size_bytes: of host arrays that `transfers` holds.
+        Raises:
+            MeshError: one of them cannot be encoded. None is sent then, and nothing remembered.
         """
-        if waiter not in self._open:  # a step is posted to several processes
-            self._open.add(waiter)
-            waiter.when_done(partial(self._open.discard, waiter))
-        if self._remembers:
-            self._remember(_Sent(next(self._serials), process, message, waiter, transfers, size_bytes))
-        if self._is_open.is_set():
-            self._links[process].request(message, waiter)
-            if transfers is not None:
-                transfers()
+        # First: what is remembered and cannot be encoded would end every restart from then on.
+        encoded = [self._encoder.encode(post.message) for post in posts]
+        is_open = self._is_open.is_set()
+        for post, data in zip(posts, encoded, strict=True):
+            waiter = post.waiter
+            if waiter not in self._open:  # a step is posted to several processes
+                self._open.add(waiter)
+                waiter.when_done(partial(self._open.discard, waiter))
+            if self._remembers:
+                self._remember(post)
+            if is_open:
+                self._links[post.process].request(post.message, waiter, data)
+                if post.transfers is not None:
+                    post.transfers()
 
     def send(
         self, process: ProcessId, make: Callable[[int], Request], expected: type, *, awaited: bool = True
@@ -134,12 +144,18 @@ class Outbox:
             The reply, to come; `RemoteError` if the request failed on the actor, `ActorError` if the mesh failed.
 
         Raises:
-            MeshClosedError: the mesh is closed or has failed.
+            MeshClosedError: the mesh is closed or has failed. MeshError: the request cannot be encoded.
         """
+        return self.send_each({process: make}, expected, awaited=awaited)[process]
+
+    def send_each(
+        self, makes: Mapping[ProcessId, Callable[[int], Request]], expected: type, *, awaited: bool = True
+    ) -> dict[ProcessId, asyncio.Future[Any]]:
+        """Make one request to each of several processes, or none at all: else as `send`."""
         self._check_usable()
-        call = Call(expected, awaited=awaited)
-        self.post(process, make(self.number()), call)
-        return call.future
+        calls = {process: Call(expected, awaited=awaited) for process in makes}
+        self.post(*(Post(process, make(self.number()), calls[process]) for process, make in makes.items()))
+        return {process: call.future for process, call in calls.items()}
 
     def info(self, process: ProcessId) -> ActorInfo:
         """Where a process is."""
@@ -188,19 +204,20 @@ class Outbox:
         """A copy of what the actors held at `mark` is safe: nothing before is needed again."""
         self._keep([sent for sent in self._needed() if sent.serial > mark])
 
-    def _remember(self, sent: _Sent) -> None:
+    def _remember(self, sent: Post) -> None:
+        sent.serial = next(self._serials)
         self._sent.append(sent)
         self._size_bytes += sent.size_bytes
         if len(self._sent) > self._look_over_at:  # what was fetched hangs on its request
             self._keep(self._needed())
             self._look_over_at = 2 * len(self._sent) + _LOOK_OVER
 
-    def _keep(self, sent: list[_Sent]) -> None:
+    def _keep(self, sent: list[Post]) -> None:
         self._sent, self._size_bytes = sent, sum(one.size_bytes for one in sent)
 
-    def _needed(self) -> list[_Sent]:
-        swept: set[tuple[ProcessId, str]] = set()
-        needed: list[_Sent] = []
+    def _needed(self) -> list[Post]:
+        swept: set[tuple[ProcessId, bytes]] = set()
+        needed: list[Post] = []
         for sent in reversed(self._sent):
             message = sent.message
             if isinstance(message, Sweep) and sent.waiter.done:

@@ -148,9 +148,16 @@ class ActorLink:
         self.address = b""
         self._dropped: set[int] = set()
 
-    def request(self, message: Request, waiter: Waiter) -> None:
-        """Send now; the reply goes to `waiter`."""
-        self.connection.send(message)
+    def request(self, message: Request, waiter: Waiter, encoded: bytes | None = None) -> None:
+        """Send now; the reply goes to `waiter`.
+
+        Args:
+            encoded: as of `Connection.send`.
+
+        Raises:
+            MeshError: the message cannot be encoded; nobody waits for it then.
+        """
+        self.connection.send(message, encoded)
         self.waiters[message.request] = waiter
 
     async def call(self, message: Request, expected: type) -> Any:

@@ -1,4 +1,5 @@
-"""snapshots: an actor's part in saving and restoring. In: `Take`, `WriteFile`, `Sweep`, `ReadFile`. Out: files, arrays.
+"""snapshots: an actor's part in saving and restoring. In: `Take`, `WriteFile`, `CheckFiles`, `Sweep`, `ReadFile`.
+Out: files, arrays.
 
 Arrays are taken hold of in order with the steps, and written by a thread while later steps run. Decides neither what
 goes where nor when a checkpoint is whole.
@@ -17,11 +18,12 @@ import jax
 import numpy as np
 
 from jaxpp_async.actors.files import checkpoint_folder, tensor_files
-from jaxpp_async.actors.messages import ArrayId, Done, FilePart, ReadFile, Sweep, Take, WriteFile, Written
+from jaxpp_async.actors.messages import ArrayId, CheckFiles, Done, FilePart, ReadFile, Sweep, Take, WriteFile, Written
 from jaxpp_async.actors.store import Entry, Store, fill
 from jaxpp_async.actors.values.host_values import Look
 from jaxpp_async.actors.values.shards import Layout, Layouts, hold_pieces, join_pieces, place
 from jaxpp_async.errors import CheckpointError
+from jaxpp_async.printable import shown
 
 
 class Snapshots:
@@ -34,7 +36,7 @@ class Snapshots:
 
     def __init__(self, store: Store, layouts: Layouts, workers: ThreadPoolExecutor):
         self._store, self._layouts, self._workers = store, layouts, workers
-        self._saves: dict[str, _Save] = {}
+        self._saves: dict[bytes, _Save] = {}
         self._stopped: list[asyncio.Future[Any]] = []
 
     def take(self, message: Take) -> Coroutine[Any, Any, Done]:
@@ -44,7 +46,7 @@ class Snapshots:
             ArrayError: an array is not here. CheckpointError: a save is under way in this folder.
         """
         if message.folder in self._saves:
-            raise CheckpointError(f"{message.folder}: another save is writing there")
+            raise CheckpointError(f"{shown(message.folder)}: another save is writing there")
         entries = {array_id: self._store.get(array_id) for array_id in message.array_ids}
         loop, read = asyncio.get_running_loop(), hold_pieces(self._layouts.devices)
         looks: dict[ArrayId, Look] = {}
@@ -62,7 +64,7 @@ class Snapshots:
         """
         save = self._saves.get(message.folder)
         if save is None:
-            raise CheckpointError(f"{message.folder}: no save is under way there")
+            raise CheckpointError(f"{shown(message.folder)}: no save is under way there")
         looks = {name: (save.looks[array_id], part) for array_id, name, part in message.arrays}
         for array_id, _, _ in message.arrays:
             save.looks.pop(array_id, None)  # one array may have two names
@@ -72,16 +74,25 @@ class Snapshots:
         await asyncio.gather(*(look.pieces for look, _ in looks.values()))
         await self._until_stopped()
         save.check_going_on()
-        path = os.path.join(message.folder, message.file)
+        path = os.path.join(os.fsdecode(message.folder), message.file)
         loop = asyncio.get_running_loop()
         save.writing = loop.run_in_executor(self._workers, _write, path, looks, message.metadata, save.stopped)
         del looks  # the thread lets go of the arrays
         size, digests = await save.writing
         return Written(message.request, size, tuple(digests[name] for _, name, _ in message.arrays))
 
+    async def check(self, message: CheckFiles) -> Done:
+        """Look whether files are still there and whole.
+
+        Raises:
+            CheckpointError: one is not.
+        """
+        check, folder = checkpoint_folder.check_files, os.fsdecode(message.folder)
+        await asyncio.get_running_loop().run_in_executor(self._workers, check, folder, dict(message.files))
+        return Done(message.request)
+
     def sweep(self, message: Sweep) -> Coroutine[Any, Any, Done]:
-        """End the save in a folder, now, so that the next may begin behind this; what is returned removes what is not
-        to be kept.
+        """End the save in a folder, now, so that the next may begin behind this; what is returned removes files.
 
         Raises:
             CheckpointError: a file cannot be removed.
@@ -186,7 +197,7 @@ def _write(
     except InterruptedError:
         raise
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+        raise CheckpointError(f"{shown(path)}: {error.strerror or error}") from error
 
 
 def _part_of(pieces: Sequence[np.ndarray], layout: Layout, part: int) -> np.ndarray:
@@ -198,18 +209,19 @@ def _part_of(pieces: Sequence[np.ndarray], layout: Layout, part: int) -> np.ndar
 
 def _sweep(message: Sweep) -> None:
     """Runs in a thread."""
+    folder = os.fsdecode(message.folder)
     try:
-        checkpoint_folder.sweep(message.folder, message.keep, message.save_id)
+        checkpoint_folder.remove_files(folder, message.files)
     except OSError as error:
-        raise CheckpointError(f"{message.folder}: {error.strerror or error}") from error
+        raise CheckpointError(f"{shown(folder)}: {error.strerror or error}") from error
     if message.remove_folder:
-        checkpoint_folder.remove_empty(message.folder)
+        checkpoint_folder.remove_empty(folder)
 
 
 def _read_and_place(message: ReadFile, layouts: Sequence[Layout]) -> list[jax.Array]:
     """Runs in a thread."""
     wanted = [_wanted(part) for part in message.parts if not part.pieces]
-    whole = iter(tensor_files.read(message.path, wanted)) if wanted else iter(())
+    whole = iter(tensor_files.read(os.fsdecode(message.path), wanted)) if wanted else iter(())
     hosts = [
         _put_together(part, layout) if part.pieces else next(whole)
         for part, layout in zip(message.parts, layouts, strict=True)
@@ -224,5 +236,7 @@ def _wanted(part: FilePart) -> tensor_files.Wanted:
 def _put_together(part: FilePart, layout: Layout) -> np.ndarray:
     """As much of an array in several pieces as this process is to hold."""
     aval = part.aval
-    pieces = [(p.path, p.start, tensor_files.Wanted(p.name, aval.dtype, p.shape, p.sha256)) for p in part.pieces]
+    pieces = [
+        (os.fsdecode(p.path), p.start, tensor_files.Wanted(p.name, aval.dtype, p.shape, p.sha256)) for p in part.pieces
+    ]
     return tensor_files.read_pieces(aval.shape, aval.dtype, pieces, [shard.index for shard in layout.shards])

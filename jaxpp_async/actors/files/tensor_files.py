@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxpp_async.actors.values.numpy_types import numpy_dtype
 from jaxpp_async.errors import CheckpointError
+from jaxpp_async.printable import shown
 
 PARTIAL = ".partial"
 """Ends the name of a file that is being written."""
@@ -30,6 +31,9 @@ PARTIAL = ".partial"
 _PIECE_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
+
+_FILE_END = 1 << 63
+"""No file reaches as far."""
 
 _FORMAT_NAMES = {
     "bool": "BOOL",
@@ -117,9 +121,9 @@ def read(path: str, wanted: Sequence[Wanted]) -> list[np.ndarray]:
             entries, start = _read_header(file, path)
             return [_read_array(file, path, entries, start, one) for one in wanted]
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: the file is missing") from None
+        raise CheckpointError(f"{shown(path)}: the file is missing") from None
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+        raise CheckpointError(f"{shown(path)}: {error.strerror or error}") from error
 
 
 def read_pieces(
@@ -159,7 +163,7 @@ def read_whole(path: str, at_most: int) -> bytes:
     with _open_to_read(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
         if size_bytes > at_most:
-            raise CheckpointError(f"{path}: has {size_bytes} bytes, which is more than {at_most >> 20} MiB")
+            raise CheckpointError(f"{shown(path)}: has {size_bytes} bytes, which is more than {at_most >> 20} MiB")
         return _exactly(file, path, size_bytes)
 
 
@@ -232,7 +236,7 @@ def _open_to_read(path: str) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointError(f"{path}: is no regular file")
+        raise CheckpointError(f"{shown(path)}: is no regular file")
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
@@ -241,14 +245,14 @@ def _read_header(file: BinaryIO, path: str) -> tuple[dict[str, Any], int]:
     length = int.from_bytes(_exactly(file, path, 8), "little")
     if length > min(_MAX_HEADER_BYTES, os.fstat(file.fileno()).st_size):
         raise CheckpointError(
-            f"{path}: is no safetensors file, or was cut off: its header would be {length} bytes long"
+            f"{shown(path)}: is no safetensors file, or was cut off: its header would be {length} bytes long"
         )
     try:
         header = json.loads(_exactly(file, path, length))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: its header cannot be read: {error}") from None
+        raise CheckpointError(f"{shown(path)}: its header cannot be read: {error}") from None
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: its header is no mapping")
+        raise CheckpointError(f"{shown(path)}: its header is no mapping")
     return header, 8 + length
 
 
@@ -258,33 +262,42 @@ def _read_array(file: BinaryIO, path: str, entries: Mapping[str, Any], start: in
     begin = start + _offset(path, entries, wanted, size_bytes)
     missing = begin + size_bytes - os.fstat(file.fileno()).st_size
     if missing > 0:  # said before memory is taken for them
-        raise CheckpointError(f"{path}: the file was cut off: {missing} bytes of {wanted.name!r} are missing")
+        raise _cut_off(path, wanted, missing)
     file.seek(begin)
     memory = np.empty(size_bytes, np.uint8)
     digest, view = hashlib.sha256(), memory.data
     while len(view):
         count = file.readinto(view[:_PIECE_BYTES])  # pyright: ignore[reportAttributeAccessIssue]
         if not count:
-            raise CheckpointError(f"{path}: the file was cut off: {len(view)} bytes of {wanted.name!r} are missing")
+            raise _cut_off(path, wanted, len(view))
         digest.update(view[:count])
         view = view[count:]
     if digest.hexdigest() != wanted.sha256:
-        raise CheckpointError(f"{path}: {wanted.name!r} is corrupt: its SHA-256 is not the one in the manifest")
+        raise CheckpointError(f"{shown(path)}: {wanted.name!r} is corrupt: its SHA-256 is not the one in the manifest")
     return memory.view(dtype).reshape(wanted.shape)
+
+
+def _cut_off(path: str, wanted: Wanted, missing: int) -> CheckpointError:
+    return CheckpointError(f"{shown(path)}: the file was cut off: {missing} bytes of {wanted.name!r} are missing")
 
 
 def _offset(path: str, entries: Mapping[str, Any], wanted: Wanted, size_bytes: int) -> int:
     """Where the array begins in the data, once the header agrees with what is wanted."""
     dtype, shape = _as_stored(wanted.dtype, wanted.shape)
     match entries.get(wanted.name):
-        case {"dtype": found, "shape": [*sizes], "data_offsets": [int(begin), int(end)]}:
-            if (found, tuple(sizes), end - begin) == (dtype, shape, size_bytes) and begin >= 0:
+        case {"dtype": str(found), "shape": [*sizes], "data_offsets": [int(begin), int(end)]} if _are_sizes(sizes):
+            if (found, tuple(sizes), end - begin) == (dtype, shape, size_bytes) and 0 <= begin < _FILE_END:
                 return begin
             raise CheckpointError(
-                f"{path}: {wanted.name!r} is {found}{sizes} there, but {dtype}{list(shape)} by the manifest"
+                f"{shown(path)}: {wanted.name!r} is {found!r:.40} {sizes!r:.80} there, but {dtype} {list(shape)} by "
+                "the manifest"
             )
         case _:
-            raise CheckpointError(f"{path}: it has no array {wanted.name!r}")
+            raise CheckpointError(f"{shown(path)}: it has no array {wanted.name!r}")
+
+
+def _are_sizes(sizes: Sequence[Any]) -> bool:
+    return all(type(size) is int for size in sizes)
 
 
 def _exactly(file: BinaryIO, path: str, count: int) -> bytes:
@@ -292,6 +305,6 @@ def _exactly(file: BinaryIO, path: str, count: int) -> bytes:
     while len(data) < count:
         more = file.read(count - len(data))
         if not more:
-            raise CheckpointError(f"{path}: the file was cut off after {file.tell()} bytes")
+            raise CheckpointError(f"{shown(path)}: the file was cut off after {file.tell()} bytes")
         data += more
     return data

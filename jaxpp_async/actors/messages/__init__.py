@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from jaxpp_async.actors.messages.files import (
+    CheckFiles,
     FilePart,
     FilePiece,
     ReadFile,
@@ -88,6 +89,7 @@ __all__ = [
     "Admit",
     "ArrayId",
     "Beat",
+    "CheckFiles",
     "Cluster",
     "Configure",
     "Connect",
@@ -158,6 +160,7 @@ Request: TypeAlias = (
     | Fetch
     | Take
     | WriteFile
+    | CheckFiles
     | Sweep
     | ReadFile
     | Abort

@@ -1,4 +1,7 @@
-"""files: what actors write to checkpoints and read of them. Plain frozen data, no I/O."""
+"""files: what actors write to checkpoints and read of them. Plain frozen data, no I/O.
+
+Paths travel as the bytes that the file system has, so that every name it allows is one here; they are absolute.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class Take:
     """
 
     request: int
-    folder: str
+    folder: bytes
     array_ids: tuple[ArrayId, ...]
 
 
@@ -32,25 +35,37 @@ class WriteFile:
     """
 
     request: int
-    folder: str
+    folder: bytes
     file: str
     arrays: tuple[tuple[ArrayId, str, int], ...]
     metadata: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
-    """End the save in this folder, if there is one, and remove the files of saves there but for `keep`. Answer: `Done`.
+class CheckFiles:
+    """Look whether files that this process has written are still there and whole. Answer: `Done`.
 
     Args:
-        save_id: only that save's files; empty: every save's.
+        files: of each its name and its size in bytes.
+    """
+
+    request: int
+    folder: bytes
+    files: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """End the save in this folder, if there is one, and remove these files, whole or not. Answer: `Done`.
+
+    Args:
+        files: names of files of saves; there may be none of them here.
         remove_folder: the folder too, should it then be empty.
     """
 
     request: int
-    folder: str
-    keep: tuple[str, ...] = ()
-    save_id: str = ""
+    folder: bytes
+    files: tuple[str, ...] = ()
     remove_folder: bool = False
 
 
@@ -59,7 +74,7 @@ class FilePiece:
     """A piece of an array that was written by several processes: its file and its name there, where it begins in the
     array, its shape, and the SHA-256 of its bytes."""
 
-    path: str
+    path: bytes
     name: str
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -83,7 +98,7 @@ class ReadFile:
     """Read arrays of one file, check them, and keep them. Answer: `Done`, once they are on the devices."""
 
     request: int
-    path: str
+    path: bytes
     parts: tuple[FilePart, ...]
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgpack
 
-from jaxpp_async.errors import ProtocolError
+from jaxpp_async.errors import MeshError, ProtocolError
 
 Decode: TypeAlias = Callable[[Any], Any]
 T = TypeVar("T")
@@ -31,6 +31,9 @@ _SCALARS = frozenset({type(None), *_PLAIN})
 # msgpack makes room for an array before it has seen its elements, and for a thousand nested ones: 4 KiB of headers
 # would take 32 MiB. With this many at most it is 2 MiB; longer arrays are looked through before.
 _UNSEEN_ELEMENTS = 256
+
+_KEEP_BYTES = 1 << 20
+"""An encoder that has had a longer message gives its memory back."""
 
 
 class _BadValue(Exception):
@@ -63,10 +66,47 @@ def named(message: object) -> tuple[Any, ...]:
     return cls.__name__, *_fields_getter(cls)(message)
 
 
-def packer() -> msgpack.Packer:
-    """Its `pack` does as `pack` here, again and again, without making room each time; it keeps what the longest took.
-    For one thread."""
-    return msgpack.Packer(default=fields_of)
+class Encoder:
+    """Encodes messages as `encode` does, again and again, without making room each time. For one thread.
+
+    Args:
+        max_bytes: the longest that a message may be.
+    """
+
+    def __init__(self, max_bytes: int):
+        self._max_bytes = max_bytes
+        self._packer: msgpack.Packer | None = None  # not before the first message: it takes memory
+
+    def encode(self, message: object) -> bytes:
+        """A message to bytes.
+
+        Raises:
+            MeshError: it has text or numbers that no message can carry, or is too long. Nothing is kept of it.
+        """
+        packer = self._packer or msgpack.Packer(default=fields_of)
+        self._packer = packer
+        try:
+            payload = packer.pack(named(message))
+        except (ValueError, OverflowError, RecursionError) as error:
+            self._packer = None
+            raise MeshError(f"{type(message).__name__} cannot be sent: {_reason(error)}") from None
+        assert payload is not None  # its stubs allow None, for packers that do not reset themselves
+        if len(payload) > _KEEP_BYTES:
+            self._packer = None
+        if len(payload) > self._max_bytes:
+            raise MeshError(
+                f"{type(message).__name__} takes {len(payload)} bytes, a frame at most {self._max_bytes}; "
+                "raise max_frame_bytes"
+            )
+        return payload
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnicodeEncodeError):
+        return f"{error.object[:80]!r} is no text that UTF-8 can hold; leave out its surrogates"
+    if isinstance(error, OverflowError):
+        return "it has a whole number of more than 64 bits"
+    return f"{error or 'it is nested too deep'}"
 
 
 def decode(data: bytes | memoryview, known: Mapping[str, type]) -> Any:

@@ -23,8 +23,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from msgpack import Packer
-
 from jaxpp_async.actors.messages import Beat, Log, Message, Reply, Request
 from jaxpp_async.actors.protocol import codec
 from jaxpp_async.actors.protocol.handshake import (
@@ -65,7 +63,6 @@ _GREETING = struct.Struct(">4sH")
 _HEADER = struct.Struct(">QQ")
 _PREFIX_BYTES: Final = _HEADER.size + MAC_BYTES
 _JOIN_BYTES: Final = 1 << 16  # below this, one copy is cheaper than one more write
-_KEEP_BYTES: Final = 1 << 20  # an encoder that has had a longer message gives its memory back
 
 SHORT_BYTES: Final = 4096
 """A payload of at most so many bytes comes without a MAC of its length."""
@@ -123,7 +120,7 @@ class Wire:
         self._secret, self._version, self._max_frame_bytes = secret, version, max_frame_bytes
         self._nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
         self._known = TO_ACTOR if role == "actor" else TO_CONTROLLER
-        self._packer: Packer | None = None  # not before the peer has proved itself: it takes memory
+        self._encoder = codec.Encoder(max_frame_bytes)
         self._buffer = bytearray()
         self._outgoing: list[bytes] = []
         self._hello: Hello | None = None
@@ -176,23 +173,19 @@ class Wire:
         """A message as a frame, in pieces to be written in order.
 
         Raises:
-            ProtocolError: the wire is not open, or the message is longer than a frame may be.
+            ProtocolError: the wire is not open. MeshError: the message cannot be encoded; the wire goes on.
         """
-        key = self._send_key
+        return self.frame(self._encoder.encode(message))
+
+    def frame(self, payload: bytes) -> list[bytes]:
+        """An encoded message as a frame, in pieces to be written in order.
+
+        Raises:
+            ProtocolError: the wire is not open.
+        """
+        key, size = self._send_key, len(payload)
         if self.state != "open" or key is None:
-            raise ProtocolError(f"cannot send {type(message).__name__}: the conversation is {self.state}, not open")
-        packer = self._packer
-        if packer is None:
-            packer = self._packer = codec.packer()
-        payload = packer.pack(codec.named(message))
-        size = len(payload)
-        if size > _KEEP_BYTES:
-            self._packer = None
-        if size > self._max_frame_bytes:
-            raise ProtocolError(
-                f"{type(message).__name__} takes {size} bytes, a frame at most {self._max_frame_bytes}; "
-                "raise max_frame_bytes"
-            )
+            raise ProtocolError(f"cannot send a message: the conversation is {self.state}, not open")
         header = _HEADER.pack(size, self._num_sent)
         self._num_sent += 1
         if size <= SHORT_BYTES:

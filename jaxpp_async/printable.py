@@ -1,0 +1,20 @@
+"""printable: text from outside (paths, a user's words, exceptions) as text that every stream, file and frame takes."""
+
+from __future__ import annotations
+
+import os
+
+
+def printable(text: str) -> str:
+    """Escape what UTF-8 has no bytes for (lone surrogates, as in `"\\udcff"`), and leave the rest as it is."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def shown(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
+    """Escape a path for a message: bytes that are no UTF-8 as `\\xff`, what cannot be seen (a newline) as `\\n`."""
+    name = os.fspath(path)
+    try:
+        text = os.fsencode(name).decode("utf-8", "backslashreplace")
+    except UnicodeEncodeError:  # no name of a file, which is what the message will say
+        text = printable(name) if isinstance(name, str) else repr(name)
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
