@@ -148,7 +148,7 @@ class DistributedStep:
     ):
         self.runner, self.fn, self._options = runner, fn, options
         self._exports = exports or Exports()  # one for all forms of the step, under other schedules too
-        self._line = line or jax_origins.caller_line()  # of `mesh.distributed`, for errors in shardings
+        self.line = line or jax_origins.caller_line()  # of `mesh.distributed`, for errors in shardings
         self._compiled: dict[Any, CompiledStep] = {}
         self._latest: CompiledStep | None = None
         self._calls: deque[tuple[Call, CompiledStep]] = deque(maxlen=_CALLS_KEPT)
@@ -178,7 +178,7 @@ class DistributedStep:
         stage's forward and backward in one) is compiled once.
         """
         options = replace(self._options, schedule=schedule)
-        return DistributedStep(self.runner, self.fn, options, line=self._line, exports=self._exports)
+        return DistributedStep(self.runner, self.fn, options, line=self.line, exports=self._exports)
 
     async def compile(self, *args: Any) -> CompiledStep:
         """Trace the step and compile it on every actor, without running it.
@@ -384,7 +384,7 @@ class DistributedStep:
                 first, *rest = spec
                 instead = P(None, *rest) if any(rest) else P(None, first)
                 raise ShardingError(
-                    f"{self._line}: in_shardings of {name}: {P(*spec)} splits dimension 0, the microbatches of the "
+                    f"{self.line}: in_shardings of {name}: {P(*spec)} splits dimension 0, the microbatches of the "
                     f"loop at {line}, which run one after the other; to split their rows write {instead}"
                 )
         return given
@@ -406,7 +406,7 @@ class DistributedStep:
     def _specs(self, prefix: Any, tree: Any, names: Sequence[str], shapes: Sequence[Any], what: str) -> list:
         if prefix is None:
             return [None] * len(names)
-        target, what = self.runner.target, f"{self._line}: {what}"
+        target, what = self.runner.target, f"{self.line}: {what}"
         return sharding.leaf_specs(prefix, tree, names, shapes, axes=target.axes, rules=target.axis_rules, what=what)
 
 

@@ -227,6 +227,59 @@ async def test_idle_actors_are_named(remote_mesh, caplog):
     assert not caplog.text
 
 
+async def test_compiling_says_how_many_microbatches_there_are_and_their_shapes(mesh, caplog):
+    """A batch that was not cut into microbatches shows at once, before it has run as 64 of them."""
+    caplog.set_level(logging.INFO, "jaxpp_async")
+
+    def step(w, batch):
+        loss = lambda mb: jnp.sum(jpp.pipeline_yield(mb["x"] @ w)) * mb["n"]  # noqa: E731
+        return jpp.accumulate_grads(loss, jpp.GPipe(2))(batch)
+
+    d = mesh.distributed(step)
+    for _ in range(2):  # once a compiled form
+        await mesh.run(d, W, {"x": X, "n": np.ones(3, np.int32)})
+    line = step.__code__.co_firstlineno + 2
+    (said,) = [r.getMessage() for r in caplog.records if "microbatches" in r.getMessage()]
+    assert said.startswith("step 'step': 3 microbatches of batch['n'] int32[], batch['x'] float32[2,4] (")
+    assert said.endswith(f"test_debugging.py:{line})")
+    await d.compile(W, {"x": X[:1], "n": np.ones(1, np.int32)})
+    assert "1 microbatch of batch['n']" in caplog.text
+
+
+def shrinking(state, batch):
+    return {"w": (state["w"] @ batch).astype(jnp.bfloat16), "n": state["n"] + 1}, batch.sum()
+
+
+STATE = {"w": W, "n": np.int32(0)}
+DONATIONS = {
+    "a state of another type": (
+        shrinking, (STATE, W), ["state['w'] float32[4, 4] as result[0]['w'] bfloat16[4, 4]"], ["'n'"]
+    ),
+    "an array that grows": (
+        lambda w, x: (jnp.stack([w, w]), x.sum()), (W, X), ["w float32[4, 4] as result[0] float32[2, 4, 4]"], []
+    ),
+    "alone": (lambda w: w[0], (W,), ["w float32[4, 4] as result float32[4]"], []),
+    "elsewhere in the result": (
+        lambda state: (1.0, {"new": shrinking(state, W)[0]}), (STATE,), ["state['w'] f", "result[1]['new']['w']"], []
+    ),
+    "as it was": (lambda state, x: (x.sum(), state), (STATE, X), [], []),
+    "no result continues it": (lambda w, state: ({"loss": w.sum()}, state), (W, STATE), [], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DONATIONS)
+async def test_a_donated_argument_that_comes_back_as_another_warns(name, mesh, recwarn):
+    fn, args, says, not_said = DONATIONS[name]
+    step = mesh.distributed(fn, donate_argnums=0)
+    for _ in range(2):
+        await mesh.run(step, *args)
+    told = [w for w in recwarn if "Some donated buffers were not usable" in str(w.message)]
+    assert len(told) == bool(says), "once, when it is compiled"
+    for text in says:
+        assert text in str(told[0].message) and told[0].filename == __file__
+    assert not any(text in str(told[0].message) for text in not_said)
+
+
 # ---------------------------------------------------------------- failures: the first line tells the cause
 
 

@@ -150,6 +150,37 @@ BATCHES = {
     "no microbatches": Case(
         GOOD, StageError, [r"batch has shape \(0, 2, 4\)", "at least one"], LOOP_LINE, ([W, W], X[:0])
     ),
+    "the loss first": Case(
+        loop_over(jax.value_and_grad(loss_fn)), TypeError,
+        ["the function returns the loss first", r"gradients such as result\[1\]\[0\] \(float32\[4, 4\]\)",
+         r"  return grads, loss\n", r"  loss, grads = accumulate_grads\(..., reduce=\(Stack\(\), Sum\(\)\)\)\(batch\)"],
+        OTHER_LOOP_LINE,
+    ),
+    "the loss and more first": Case(
+        loop_over(jax.value_and_grad(lambda *a: (loss_fn(*a), a[1]), has_aux=True)), TypeError,
+        ["the function returns the loss first", r"  \(loss, aux\), grads = jax.val", r"return grads, \(loss, aux\)"],
+        OTHER_LOOP_LINE,
+    ),
+    "a batch that is not cut": Case(
+        step_of(num_microbatches=2), StageError,
+        [r"batch has shape \(8, 4\), which is 8 micro.*, but num_microbatches is 2", r"`batch.reshape\(2, 4, 4\)`"],
+        LOOP_LINE, ([W, W], X.reshape(8, 4)),
+    ),
+    "a batch that cannot be cut": Case(
+        step_of(num_microbatches=3), StageError, ["its leading axis of 8 cannot be split into 3 of equal size"],
+        LOOP_LINE, ([W, W], X.reshape(8, 4)),
+    ),
+    "a transposed batch": Case(
+        loop_over(lambda ws, mb: loss_fn(ws, mb["x"]), num_microbatches=2), StageError,
+        [r"batch\['x'\] has shape \(4, 2, 4\), which is 4", r"`jnp.moveaxis\(batch\['x'\], 1, 0\)` has that number"],
+        OTHER_LOOP_LINE, ([W, W], {"x": X}),
+    ),
+    "no number of microbatches": Case(
+        step_of(num_microbatches=True), TypeError, ["num_microbatches is True; give an integer"]
+    ),
+    "a number below one": Case(
+        step_of(num_microbatches=0), ValueError, ["num_microbatches is 0; give a number of at least 1"]
+    ),
     "reduce of another tree": Case(
         step_of(reduce=(jpp.Sum(), jpp.Sum(), jpp.Sum())), TypeError,
         ["reduce is not a tree prefix", r"\(\[\*, \*\], \*\)", r"\(Sum\(\), Sum\(\), Sum\(\)\)"], LOOP_LINE,
