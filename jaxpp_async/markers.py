@@ -224,18 +224,10 @@ def _loop_eager(*operands, spec: LoopSpec):
     try:
         return jax.jit(lambda *xs: _loop_reference(*xs, spec=spec))(*operands)
     except FloatingPointError:  # JAX found a NaN, and calls the whole loop "scan"
-        _find_special(*operands, spec=spec)
+        names = [leaf.rpartition(" ")[0] for leaf in spec.leaves]
+        if text := nonfinite.blame_in_loop(spec.body, operands, spec.num_consts, spec.num_microbatches, names):
+            raise FloatingPointError(text) from None
         raise
-
-
-def _find_special(*operands, spec: LoopSpec) -> None:
-    """Raise `FloatingPointError` with the operation and the microbatch that make a NaN, if one does by itself."""
-    consts, batch = operands[: spec.num_consts], operands[spec.num_consts :]
-    for i in range(spec.num_microbatches):
-        try:
-            nonfinite.find_special(spec.body, [*consts, *(jnp.asarray(x)[i] for x in batch), jnp.int32(i)])
-        except FloatingPointError as error:
-            raise FloatingPointError(f"{error}, microbatch {i}") from None
 
 
 class _Join:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_async import compile_notes, jax_compat, moves
+from jaxpp_async import compile_notes, jax_compat, moves, nonfinite
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.messages import StepStats
@@ -142,7 +142,8 @@ class StepRunner:
         start_s = time.perf_counter()
         compiled = compile_step(request)
         compile_notes.tell(step.__name__, step.line, request, compiled)
-        program_id, loaded = await load_programs(self._controller(), compiled.programs, compiled.executables)
+        names = dict(enumerate(compiled.traced.arg_names)) if nonfinite.wanted() else {}
+        program_id, loaded = await load_programs(self._controller(), compiled.programs, compiled.executables, names)
         seconds = time.perf_counter() - start_s
         self._controller().telling.compiled(step.__name__, seconds, len(compiled.placed.graph.nodes))
         inputs, outputs = slots(compiled)
