@@ -101,7 +101,7 @@ class Looks:
 
 def _is_floating(value: Any) -> bool:
     # What has parts still to be added over devices has no value to look at yet.
-    return jnp.issubdtype(value.dtype, jnp.inexact) and not explicit.unreduced(getattr(value, "sharding", None))
+    return jnp.issubdtype(value.dtype, jnp.inexact) and not explicit.unreduced(jax.typeof(value).sharding)
 
 
 def _seen(value: Any) -> Any:
