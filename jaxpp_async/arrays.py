@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxpp_async import jax_compat
+from jaxpp_async.awaiting import says_to_await
 from jaxpp_async.compiler.ir import ValueType
 from jaxpp_async.errors import ArrayError
 from jaxpp_async.program import ActorId, Aval, SpecEntry
@@ -143,6 +144,7 @@ class RemoteArray:
         with HiddenFrames():
             return (yield from self._owner.fetch(self).__await__())
 
+    @says_to_await
     async def delete(self) -> None:
         """Free its buffers. Deleting twice does nothing."""
         if self._state == LIVE:

@@ -31,7 +31,7 @@ class MeshError(JaxppAsyncError, ValueError):
 
 
 class ArrayError(JaxppAsyncError, ValueError):
-    """A `RemoteArray` of another mesh, a donated, deleted or failed one, or one given to JAX as if its value were here."""
+    """A `RemoteArray` of another mesh, a donated, deleted or failed one, or one that JAX was given as a value."""
 
 
 class InstallError(JaxppAsyncError, ImportError):

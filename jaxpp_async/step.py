@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_async import explicit, jax_compat, jax_config, jax_origins, report, sharding
 from jaxpp_async.arrays import RemoteArray
+from jaxpp_async.awaiting import UnawaitedCoroutine, says_to_await
 from jaxpp_async.binding import Binding, Slot
 from jaxpp_async.compiler.avals import value_type
 from jaxpp_async.compiler.emit import Target
@@ -165,7 +166,7 @@ class DistributedStep:
     def __call__(self, *args: Any) -> Coroutine[Any, Any, Any]:
         running = self._run(args)
         running.__qualname__ = self.__name__  # for "coroutine 'train_step' was never awaited"
-        return running
+        return UnawaitedCoroutine(running)  # pyright: ignore[reportReturnType]  # as its `__class__` says
 
     async def _run(self, args: tuple[Any, ...]) -> Any:
         with HiddenFrames():
@@ -180,6 +181,7 @@ class DistributedStep:
         options = replace(self._options, schedule=schedule)
         return DistributedStep(self.runner, self.fn, options, line=self.line, exports=self._exports)
 
+    @says_to_await
     async def compile(self, *args: Any) -> CompiledStep:
         """Trace the step and compile it on every actor, without running it.
 
@@ -192,6 +194,7 @@ class DistributedStep:
         with HiddenFrames():
             return await self.runner.compile(self, args)
 
+    @says_to_await
     async def init(self, argnum: int, fn: Callable, *args: Any) -> Any:
         """Make argument `argnum` of this step by running `fn(*args)` on the actors, each making only its leaves.
 
