@@ -5,12 +5,15 @@ here.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Generator
 from typing import Any, Protocol, TypeGuard
 
 import jax
 import numpy as np
 
+from jaxpp_async import jax_compat
+from jaxpp_async.awaiting import says_to_await
 from jaxpp_async.compiler.ir import ValueType
 from jaxpp_async.errors import ArrayError
 from jaxpp_async.program import ActorId, Aval, SpecEntry
@@ -37,14 +40,16 @@ def _not_here(what: str) -> Any:
 
     def refuse(self: Any, *_: Any, **__: Any) -> Any:
         with HiddenFrames():
-            raise deliberate(
-                TypeError(
-                    f"{what} needs the value of {self!r}, which lies on the actors: `await` the array first "
-                    "(`value = await array`), or compute with it inside a step that takes it as an argument"
-                )
-            )
+            raise deliberate(TypeError(_needs_value(what, self)))
 
     return refuse
+
+
+def _needs_value(what: str, array: RemoteArray) -> str:
+    return (
+        f"{what} needs the value of {array!r}, which lies on the actors: `await` the array first "
+        "(`value = await array`), or compute with it inside a step that takes it as an argument"
+    )
 
 
 _OF_A_JAX_ARRAY = frozenset(("addressable_data", "addressable_shards", "at", "block_until_ready", "copy_to_host_async"))
@@ -139,6 +144,7 @@ class RemoteArray:
         with HiddenFrames():
             return (yield from self._owner.fetch(self).__await__())
 
+    @says_to_await
     async def delete(self) -> None:
         """Free its buffers. Deleting twice does nothing."""
         if self._state == LIVE:
@@ -210,6 +216,18 @@ class RemoteArray:
         return _not_here("`==`")(self)
 
     __hash__ = object.__hash__
+
+    @property
+    def __jax_array__(self) -> Any:
+        """What has this attribute JAX takes for an array. For a function that needs the value it says where that is.
+
+        Raises:
+            ArrayError: JAX is about to compute with it. (A TypeError JAX would take for "no array".)
+            AttributeError: anybody else asks.
+        """
+        if jax_compat.takes_a_value(sys._getframe(1)):
+            raise ArrayError(_needs_value("a function of JAX", self))
+        raise AttributeError("__jax_array__", name="__jax_array__", obj=self)
 
     def __getattr__(self, name: str) -> Any:
         what = f"{type(self).__name__!r} object has no attribute {name!r}"

@@ -31,7 +31,7 @@ class MeshError(JaxppAsyncError, ValueError):
 
 
 class ArrayError(JaxppAsyncError, ValueError):
-    """A `RemoteArray` of another mesh, or a donated, deleted or failed one."""
+    """A `RemoteArray` of another mesh, a donated, deleted or failed one, or one that JAX was given as a value."""
 
 
 class InstallError(JaxppAsyncError, ImportError):

@@ -11,6 +11,7 @@ import functools
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import jax
@@ -141,6 +142,17 @@ def dtype_name(dtype: Any) -> str:
 def canonical_dtype(dtype: Any) -> Any:
     """The dtype that JAX uses for host values of `dtype` (64-bit ones become 32-bit unless x64 is on)."""
     return _dtypes.canonicalize_dtype(dtype)
+
+
+_TAKES_VALUES = frozenset(("typeof", "_arraylike"))
+
+
+def takes_a_value(frame: FrameType) -> bool:
+    """Whether it is one of JAX's functions that look at what they are to compute with: `jnp.mean`, `jax.jit(f)` and all
+    others come by these. Others ask for `__jax_array__` too: `jax.eval_shape`, to which a shape is enough, and C++,
+    which prints what a property raises.
+    """
+    return frame.f_code.co_name in _TAKES_VALUES and frame.f_globals.get("__name__", "").startswith("jax.")
 
 
 # ---------------------------------------------------------------- host values

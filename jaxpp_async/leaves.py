@@ -5,6 +5,7 @@ In: arrays, scalars, keys, `RemoteArray`s. Out: `jax.ShapeDtypeStruct`s, `ValueT
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, TypeAlias
 
 import jax
@@ -98,6 +99,8 @@ def _host_aval(leaf: Any) -> Any:
         return jax.typeof(leaf)
     array = np.asarray(leaf)
     if array.dtype.kind in "OUSMm":
+        if inspect.isawaitable(leaf):
+            raise deliberate(TypeError("is a coroutine or a step under way, and no array: `await` it first"))
         what = f"a {type(leaf).__name__}" + (f" of dtype {array.dtype}" if isinstance(leaf, np.ndarray) else "")
         raise deliberate(
             TypeError(

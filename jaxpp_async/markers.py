@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpp_async import explicit, jax_compat, jax_config, jax_origins, nonfinite
+from jaxpp_async import explicit, jax_compat, jax_config, jax_origins, loop_checks, nonfinite
 from jaxpp_async.errors import StageError
-from jaxpp_async.reductions import Reduction, Stack, Sum
-from jaxpp_async.tracebacks import HiddenFrames, deliberate
+from jaxpp_async.reductions import Reduction
+from jaxpp_async.tracebacks import HiddenFrames
 
 # ---------------------------------------------------------------- pipeline_yield
 #
@@ -155,7 +155,7 @@ class LoopSpec:
         reductions: one for each result of `body`.
         schedule: a schedule object, or a tuple of tuples of `Task`.
         line: `file:line` of the `accumulate_grads` call.
-        batch_names: a pytree path for each batch leaf.
+        leaves: name and type of each leaf of a microbatch, such as `"batch['x'] float32[2,4]"`.
     """
 
     body: Any
@@ -164,7 +164,7 @@ class LoopSpec:
     reductions: tuple[Reduction, ...]
     schedule: Any
     line: str
-    batch_names: tuple[str, ...]
+    leaves: tuple[str, ...]
 
     # Two loops are the same parameter only if they are the same object: jaxprs compare by identity, and that is what
     # JAX's caches need. A user's schedule class may not be hashable at all.
@@ -224,18 +224,10 @@ def _loop_eager(*operands, spec: LoopSpec):
     try:
         return jax.jit(lambda *xs: _loop_reference(*xs, spec=spec))(*operands)
     except FloatingPointError:  # JAX found a NaN, and calls the whole loop "scan"
-        _find_special(*operands, spec=spec)
+        names = [leaf.rpartition(" ")[0] for leaf in spec.leaves]
+        if text := nonfinite.blame_in_loop(spec.body, operands, spec.num_consts, spec.num_microbatches, names):
+            raise FloatingPointError(text) from None
         raise
-
-
-def _find_special(*operands, spec: LoopSpec) -> None:
-    """Raise `FloatingPointError` with the operation and the microbatch that make a NaN, if one does by itself."""
-    consts, batch = operands[: spec.num_consts], operands[spec.num_consts :]
-    for i in range(spec.num_microbatches):
-        try:
-            nonfinite.find_special(spec.body, [*consts, *(jnp.asarray(x)[i] for x in batch), jnp.int32(i)])
-        except FloatingPointError as error:
-            raise FloatingPointError(f"{error}, microbatch {i}") from None
 
 
 class _Join:
@@ -272,7 +264,12 @@ loop_p.def_impl(_loop_eager)
 
 
 def accumulate_grads(
-    fn: Callable, schedule: Any, *, reduce: Any = None, pass_index: bool = False
+    fn: Callable,
+    schedule: Any,
+    *,
+    reduce: Any = None,
+    pass_index: bool = False,
+    num_microbatches: int | None = None,
 ) -> Callable[[Any], Any]:
     """Run `fn` on every microbatch of a batch under `schedule` and join the results.
 
@@ -283,33 +280,40 @@ def accumulate_grads(
         reduce: a tree prefix of `fn`'s result made of `Sum() Max() Min() Mean() Stack() Concat(axis)`. Default: the
             first element of a result tuple is summed, the others are stacked; a result that is no tuple is summed.
         pass_index: pass the microbatch's index to `fn`.
+        num_microbatches: how many microbatches the batch must have, so that one which was not cut into microbatches,
+            or has its axes in another order, is an error; None: as many as its leading axis has entries.
 
     Returns:
         A function of `batch`, a pytree of arrays `(num_microbatches, microbatch_size, ...)`, to `fn`'s result tree
         with every leaf reduced.
 
     Raises:
-        StageError: `batch` has no leaves, or they do not share a leading microbatch axis.
-        TypeError: `reduce` does not fit `fn`'s result.
+        StageError: `batch` has no leaves, or they do not share a leading microbatch axis, or not one of
+            `num_microbatches`.
+        TypeError: `reduce` does not fit `fn`'s result, or is not given where `fn` returns `(loss, grads)`.
 
     Source: the JaxPP paper, section "Gradient Accumulation Loop".
     """
     line = jax_origins.caller_line()
+    with HiddenFrames():
+        wanted = loop_checks.checked_count(num_microbatches)
 
     def run(batch: Any) -> Any:
         with HiddenFrames():
-            return _run_loop(fn, batch, schedule, reduce, pass_index, line)
+            return _run_loop(fn, batch, schedule, reduce, pass_index, wanted, line)
 
     return run
 
 
-def _run_loop(fn: Callable, batch: Any, schedule: Any, reduce: Any, pass_index: bool, line: str) -> Any:
+def _run_loop(
+    fn: Callable, batch: Any, schedule: Any, reduce: Any, pass_index: bool, wanted: int | None, line: str
+) -> Any:
     """What the function that `accumulate_grads` returns does; `line` is the user's."""
     named, tree = jax.tree_util.tree_flatten_with_path(batch)
     names = tuple(f"batch{jax.tree_util.keystr(path)}" for path, _ in named)
     leaves = [leaf for _, leaf in named]
     avals = [jax.typeof(leaf) for leaf in leaves]
-    num_microbatches = _microbatch_count(names, avals, line)
+    num_microbatches = loop_checks.microbatch_count(names, [aval.shape for aval in avals], wanted, line)
     if jax_config.runs_op_by_op():
         leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
         microbatches = (jax.tree.unflatten(tree, [leaf[i] for leaf in leaves]) for i in range(num_microbatches))
@@ -319,11 +323,13 @@ def _run_loop(fn: Callable, batch: Any, schedule: Any, reduce: Any, pass_index: 
     index = jax.ShapeDtypeStruct((), jnp.int32)
     traced = jax.make_jaxpr(_named_as(fn, pass_index), return_shape=True)
     closed, shapes = traced(jax.tree.unflatten(tree, slices), index)
-    out_leaves, out_tree = jax.tree.flatten(shapes)
-    reductions = _reductions_for(reduce, shapes, line)
-    _check_reductions(reductions, shapes, out_leaves, line)
+    out_tree = jax.tree.structure(shapes)
+    if reduce is None:
+        loop_checks.check_order(shapes, closed, line)
+    reductions = loop_checks.reductions_for(reduce, shapes, line)
     lifted, consts = jax_compat.lift_consts(closed)
-    spec = LoopSpec(lifted, len(consts), num_microbatches, reductions, _frozen(schedule), line, names)
+    types = tuple(f"{name} {aval.str_short()}" for name, aval in zip(names, closed.in_avals, strict=False))
+    spec = LoopSpec(lifted, len(consts), num_microbatches, reductions, _frozen(schedule), line, types)
     return jax.tree.unflatten(out_tree, loop_p.bind(*consts, *leaves, spec=spec))
 
 
@@ -361,9 +367,7 @@ def _run_in_python(
         result = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), result)
         values, tree = jax.tree.flatten(result)
         if not joins:
-            reductions = _reductions_for(reduce, result, line)
-            _check_reductions(reductions, result, values, line)
-            joins = [_Join(r, count) for r in reductions]
+            joins = [_Join(r, count) for r in loop_checks.reductions_for(reduce, result, line)]
         for join, value in zip(joins, values, strict=True):
             join.add(value, index)
     return jax.tree.unflatten(tree, [join.result() for join in joins])
@@ -373,68 +377,3 @@ def _frozen(schedule: Any) -> Any:
     if isinstance(schedule, list | tuple):
         return tuple(tuple(row) if isinstance(row, list | tuple) else row for row in schedule)
     return schedule
-
-
-def _microbatch_count(names: Sequence[str], avals: Sequence[Any], line: str) -> int:
-    if not avals:
-        raise StageError(f"{line}: accumulate_grads got a batch without arrays; pass leaves (num_microbatches, ...)")
-    for name, aval in zip(names, avals, strict=True):
-        if not aval.shape:
-            raise StageError(
-                f"{line}: {name} is a scalar and has no microbatch axis; every leaf of the batch is "
-                "(num_microbatches, ...); close over values that all microbatches share"
-            )
-    sizes = {name: aval.shape[0] for name, aval in zip(names, avals, strict=True)}
-    if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise StageError(
-            f"{line}: the batch's leaves have unequal numbers of microbatches ({listed}); every leaf is "
-            "(num_microbatches, ...); close over values that all microbatches share"
-        )
-    count = avals[0].shape[0]
-    if count < 1:
-        raise StageError(
-            f"{line}: {names[0]} has shape {avals[0].shape}: no microbatches to accumulate; pass at least one"
-        )
-    return count
-
-
-def _reductions_for(reduce: Any, shapes: Any, line: str) -> tuple[Reduction, ...]:
-    if reduce is None:
-        # A NamedTuple is one value with named parts (an optimizer's gradient tree), not "gradients and the rest".
-        several = type(shapes) is tuple and len(shapes) > 0
-        reduce = (Sum(), *[Stack()] * (len(shapes) - 1)) if several else Sum()
-    flat: list[Reduction] = []
-
-    def spread(reduction, subtree):
-        if isinstance(reduction, type) and issubclass(reduction, Reduction):
-            raise deliberate(
-                TypeError(f"{line}: reduce has the class {reduction.__name__}; write {reduction.__name__}()")
-            )
-        if not isinstance(reduction, Reduction):
-            raise deliberate(
-                TypeError(f"{line}: reduce has {reduction!r}; use Sum() Max() Min() Mean() Stack() Concat()")
-            )
-        flat.extend([reduction] * len(jax.tree.leaves(subtree)))
-
-    try:
-        jax.tree.map(spread, reduce, shapes, is_leaf=lambda x: isinstance(x, Reduction))
-    except ValueError:
-        raise deliberate(
-            TypeError(
-                f"{line}: reduce is not a tree prefix of the function's result {_tree_text(shapes)}: it is {reduce!r}; "
-                "give an operator for every part, one standing for all that is below it"
-            )
-        ) from None
-    return tuple(flat)
-
-
-def _tree_text(shapes: Any) -> str:
-    return str(jax.tree.structure(shapes)).removeprefix("PyTreeDef(").removesuffix(")")
-
-
-def _check_reductions(reductions: Sequence[Reduction], shapes: Any, leaves: Sequence[Any], line: str) -> None:
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
-    for reduction, path, leaf in zip(reductions, paths, leaves, strict=True):
-        if problem := reduction.check(leaf.dtype, len(leaf.shape)):
-            raise deliberate(TypeError(f"{line}: result{path}: {problem}"))

@@ -16,6 +16,7 @@ from jaxpp_async.actors.files import checkpoint_folder
 from jaxpp_async.actors.messages import StepStats
 from jaxpp_async.actors.options import BACKUP_EVERY, LAUNCH_TIMEOUT_S, ControllerOptions, Patience
 from jaxpp_async.actors.processes.actor_info import ActorInfo
+from jaxpp_async.awaiting import says_to_await
 from jaxpp_async.checkpoint.restoring import restore
 from jaxpp_async.checkpoint.saving import OnProgress, Saver, Saving
 from jaxpp_async.errors import MeshError
@@ -255,6 +256,7 @@ class RemoteMesh:
         step.__name__ = name or step.__name__
         return step
 
+    @says_to_await
     async def run(self, step: DistributedStep, *args: Any) -> Any:
         """Run one step; returns when every actor has finished it.
 
@@ -274,6 +276,7 @@ class RemoteMesh:
         with HiddenFrames():
             return await self._runner.run(self._checked(step), args)
 
+    @says_to_await
     async def submit(self, step: DistributedStep, *args: Any) -> StepFuture:
         """Start one step; returns once it is compiled and admitted (at most `max_inflight` are under way).
 
@@ -321,6 +324,7 @@ class RemoteMesh:
 
     # ---------------------------------------------------------------- values
 
+    @says_to_await
     async def put(self, tree: Any, like: Any = None) -> Any:
         """Host values to actors.
 
@@ -339,6 +343,7 @@ class RemoteMesh:
         with HiddenFrames():
             return await self._values.put(tree, like)
 
+    @says_to_await
     async def fetch(self, tree: Any) -> Any:
         """Bring arrays here.
 
@@ -362,6 +367,7 @@ class RemoteMesh:
         """Its saves (for `Checkpoints`)."""
         return self._saver
 
+    @says_to_await
     async def save(
         self, path: checkpoint_folder.Path, tree: Any, *, wait: bool = True, on_progress: OnProgress | None = None
     ) -> Saving:
@@ -387,6 +393,7 @@ class RemoteMesh:
         with HiddenFrames():
             return await self._saver.save(path, tree, wait=wait, on_progress=on_progress)
 
+    @says_to_await
     async def restore(self, path: checkpoint_folder.Path, like: Any) -> Any:
         """Bring back what `save` saved, from however many actors and with whatever schedule.
 

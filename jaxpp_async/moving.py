@@ -6,7 +6,7 @@ Loads programs, those of steps too. Touches no device: the actors send to each o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -99,9 +99,15 @@ class Mover:
 
 
 async def load_programs(
-    controller: Controller, programs: Sequence[ActorProgram], executables: Sequence[Emitted]
+    controller: Controller,
+    programs: Sequence[ActorProgram],
+    executables: Sequence[Emitted],
+    names: Mapping[int, str] = {},
 ) -> tuple[int, dict[ActorId, Loaded]]:
     """Load programs on the actors that have a part in them.
+
+    Args:
+        names: of a step's arguments, by number, where errors on actors may have to name them.
 
     Returns:
         The id to run them by, and what each of these actors answered.
@@ -110,4 +116,4 @@ async def load_programs(
     parts = {p.actor: p for p in programs if p.instructions}
     keys = {a: {r.executable: executables[r.executable].key for r in runs(p.instructions)} for a, p in parts.items()}
     blobs = {e.key: e.blob for e in executables}
-    return program_id, await controller.load(program_id, parts, keys, blobs)
+    return program_id, await controller.load(program_id, parts, keys, blobs, names)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_async import jax_compat, moves
+from jaxpp_async import compile_notes, jax_compat, moves, nonfinite
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.messages import RunKind, StepStats
@@ -29,7 +29,6 @@ from jaxpp_async.leaves import host_array
 from jaxpp_async.left_behind import LeftBehind
 from jaxpp_async.moving import Mover, load_programs
 from jaxpp_async.printing import Printer
-from jaxpp_async.program import ActorId, ActorProgram, runs
 from jaxpp_async.recording import Recording, first_line
 from jaxpp_async.step import CompiledStep, DistributedStep, StepOptions, hidden_values, slots
 from jaxpp_async.step_arrays import StepArrays
@@ -152,15 +151,9 @@ class StepRunner:
     async def _load(self, request: StepRequest, step: DistributedStep) -> CompiledStep:
         start_s = time.perf_counter()
         compiled = compile_step(request)
-        if compiled.placed.loops and (idle := _idle(compiled.programs)):
-            _LOG.warning(
-                "step %r leaves actors %s of %d idle: its schedule has fewer actors than the mesh; make more stages, "
-                "or a mesh of as many actors as the schedule uses",
-                step.__name__,
-                idle,
-                self.num_actors,
-            )
-        program_id, loaded = await load_programs(self._controller(), compiled.programs, compiled.executables)
+        compile_notes.tell(step.__name__, step.line, request, compiled)
+        names = dict(enumerate(compiled.traced.arg_names)) if nonfinite.wanted() else {}
+        program_id, loaded = await load_programs(self._controller(), compiled.programs, compiled.executables, names)
         seconds = time.perf_counter() - start_s
         self._controller().telling.compiled(step.__name__, seconds, len(compiled.placed.graph.nodes))
         inputs, outputs = slots(compiled)
@@ -307,11 +300,6 @@ class StepRunner:
             self.last_stats, self.last = by_actor(handle.result()), ran
         else:
             arrays.fail(first_line(handle.error))
-
-
-def _idle(programs: Sequence[ActorProgram]) -> list[ActorId]:
-    """Actors that run nothing."""
-    return [p.actor for p in programs if not runs(p.instructions)]
 
 
 def _checked_out_specs(traced: Traced, wanted: Sequence[Slot], name: str) -> list:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_async import explicit, jax_compat, jax_config, jax_origins, report, sharding
 from jaxpp_async.arrays import RemoteArray
+from jaxpp_async.awaiting import UnawaitedCoroutine, says_to_await
 from jaxpp_async.binding import Binding, Slot
 from jaxpp_async.compiler.avals import value_type
 from jaxpp_async.compiler.emit import Target
@@ -148,7 +149,7 @@ class DistributedStep:
     ):
         self.runner, self.fn, self._options = runner, fn, options
         self._exports = exports or Exports()  # one for all forms of the step, under other schedules too
-        self._line = line or jax_origins.caller_line()  # of `mesh.distributed`, for errors in shardings
+        self.line = line or jax_origins.caller_line()  # of `mesh.distributed`, for errors in shardings
         self._compiled: dict[Any, CompiledStep] = {}
         self._latest: CompiledStep | None = None
         self._calls: deque[tuple[Call, CompiledStep]] = deque(maxlen=_CALLS_KEPT)
@@ -165,7 +166,7 @@ class DistributedStep:
     def __call__(self, *args: Any) -> Coroutine[Any, Any, Any]:
         running = self._run(args)
         running.__qualname__ = self.__name__  # for "coroutine 'train_step' was never awaited"
-        return running
+        return UnawaitedCoroutine(running)  # pyright: ignore[reportReturnType]  # as its `__class__` says
 
     async def _run(self, args: tuple[Any, ...]) -> Any:
         with HiddenFrames():
@@ -178,8 +179,9 @@ class DistributedStep:
         stage's forward and backward in one) is compiled once.
         """
         options = replace(self._options, schedule=schedule)
-        return DistributedStep(self.runner, self.fn, options, line=self._line, exports=self._exports)
+        return DistributedStep(self.runner, self.fn, options, line=self.line, exports=self._exports)
 
+    @says_to_await
     async def compile(self, *args: Any) -> CompiledStep:
         """Trace the step and compile it on every actor, without running it.
 
@@ -192,6 +194,7 @@ class DistributedStep:
         with HiddenFrames():
             return await self.runner.compile(self, args)
 
+    @says_to_await
     async def init(self, argnum: int, fn: Callable, *args: Any) -> Any:
         """Make argument `argnum` of this step by running `fn(*args)` on the actors, each making only its leaves.
 
@@ -384,7 +387,7 @@ class DistributedStep:
                 first, *rest = spec
                 instead = P(None, *rest) if any(rest) else P(None, first)
                 raise ShardingError(
-                    f"{self._line}: in_shardings of {name}: {P(*spec)} splits dimension 0, the microbatches of the "
+                    f"{self.line}: in_shardings of {name}: {P(*spec)} splits dimension 0, the microbatches of the "
                     f"loop at {line}, which run one after the other; to split their rows write {instead}"
                 )
         return given
@@ -406,7 +409,7 @@ class DistributedStep:
     def _specs(self, prefix: Any, tree: Any, names: Sequence[str], shapes: Sequence[Any], what: str) -> list:
         if prefix is None:
             return [None] * len(names)
-        target, what = self.runner.target, f"{self._line}: {what}"
+        target, what = self.runner.target, f"{self.line}: {what}"
         return sharding.leaf_specs(prefix, tree, names, shapes, axes=target.axes, rules=target.axis_rules, what=what)
 
 

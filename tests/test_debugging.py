@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import operator
 import re
@@ -40,6 +41,13 @@ def train(ws, batch, count=0, *, schedule=jpp.Std1F1B(2)):  # noqa: B008  # a fr
     return jax.tree.map(lambda w, g: w - 0.001 * g, ws, grads), losses, worst, count + 1
 
 
+def line_of(fn, text):
+    """`file:line` of the line of a function that has this text."""
+    lines, first = inspect.getsourcelines(fn)
+    (found,) = [first + k for k, line in enumerate(lines) if text in line]
+    return f"{__file__}:{found}"
+
+
 @pytest.fixture
 async def mesh(remote_mesh):
     return await remote_mesh(2, launcher="inline")
@@ -73,7 +81,10 @@ async def test_debug_nans_names_actor_microbatch_and_step(remote_mesh, config):
         await mesh.run(step, state, poisoned)
     first, second, *_ = str(error.value).splitlines()
     assert first.startswith("actor 1 (") and ", step 1, fwd" in first and "(stage 1, mb 2): FloatingPointError" in first
-    assert "invalid value (nan) in result" in first and second.startswith("  at #")
+    assert first.endswith(
+        f"{line_of(loss_fn, 'jnp.log')}: invalid value (nan) encountered in log; jax_debug_nans is on"
+    )
+    assert second.startswith("  at #")
     assert (error.value.actor, error.value.step) == (1, 1)
     # What was donated to it says where it went.
     with pytest.raises(ArrayError, match=r"it was donated to step 'train', which failed: actor 1 .*nan"):
@@ -91,6 +102,149 @@ def test_plain_jax_names_the_operation_and_the_microbatch_of_a_nan(run, config):
     line = loss_fn.__code__.co_firstlineno + 2
     with pytest.raises(FloatingPointError, match=rf"test_debugging.py:{line}: .*\(nan\).* in log, microbatch 2"):
         run([W, W], POISONED)
+
+
+def of_values(value):
+    """A step whose loop adds up the gradients of `value(w, x)`."""
+
+    def step(w, batch):
+        grads, values = jpp.accumulate_grads(
+            lambda x: jax.value_and_grad(lambda w: jnp.sum(value(w, x)))(w)[::-1], jpp.Std1F1B(2)
+        )(batch)
+        return w - 0.1 * grads, values
+
+    return step
+
+
+def in_a_scan(w, x):
+    def layer(h, _):
+        h = h - 1.5
+        return jnp.sqrt(h), h
+
+    h, _ = jax.lax.scan(layer, jpp.pipeline_yield(x @ w) + 15.6, None, length=3)
+    return h
+
+
+@jax.checkpoint
+def block(h):
+    h = jnp.tanh(h)
+    return jnp.log(h)
+
+
+def in_a_checkpoint(w, x):
+    return block(jpp.pipeline_yield(x @ w))
+
+
+def backward_alone(w, x):
+    """The square root of zero is finite, its slope is not."""
+    h = jpp.pipeline_yield(x @ w)
+    return jnp.sqrt(h * jnp.maximum(jnp.sign(h), 0))
+
+
+def in_stage_0(w, x):
+    h = jnp.arccosh(x @ w + 1)
+    return jpp.pipeline_yield(h)
+
+
+def after_the_loop(w, batch):
+    losses = jpp.accumulate_grads(lambda x: jnp.sum(jpp.pipeline_yield(x @ w)), jpp.GPipe(2), reduce=jpp.Stack())(batch)
+    total = losses.min()
+    return jnp.sqrt(total), losses
+
+
+SIGNS = np.concatenate([np.abs(X[:2]), -np.abs(X[2:])])
+"""The last microbatch is negative."""
+
+NANS = {
+    "in a scan": (of_values(in_a_scan), SIGNS, in_a_scan, "jnp.sqrt", "sqrt", "(stage 1, mb 2)"),
+    "in a checkpoint": (of_values(in_a_checkpoint), SIGNS, block, "jnp.log", "log", "(stage 1, mb 2)"),
+    "in a backward": (of_values(backward_alone), SIGNS, backward_alone, "jnp.sqrt", "mul", "(stage 1, mb 2)"),
+    "in the first stage": (of_values(in_stage_0), SIGNS, in_stage_0, "jnp.arccosh", "acosh", "(stage 0, mb 2)"),
+    "after the loop": (after_the_loop, SIGNS, after_the_loop, "jnp.sqrt", "sqrt", "outer("),
+}
+
+
+@pytest.mark.parametrize("name", NANS)
+async def test_a_nan_on_a_mesh_is_named_with_operation_and_line(name, remote_mesh, config):
+    step, batch, fn, text, operation, task = NANS[name]
+    config("jax_debug_nans", True)
+    mesh = await remote_mesh(2, launcher="inline", max_inflight=1)
+    distributed = mesh.distributed(step, donate_argnums=0 if "after" not in name else ())
+    await mesh.run(distributed, W, np.abs(X))
+    with pytest.raises(RemoteError) as error:
+        await mesh.run(distributed, W, batch)
+    first = str(error.value).splitlines()[0]
+    assert f"{line_of(fn, text)}: invalid value (nan) encountered in {operation};" in first, first
+    assert task in first and error.value.step, first
+
+
+@pytest.mark.parametrize("name", [name for name in NANS if name != "after the loop"])
+def test_a_nan_in_plain_jax_is_named_with_operation_and_line(name, config):
+    step, batch, fn, text, operation, _ = NANS[name]
+    config("jax_debug_nans", True)
+    says = re.escape(f"{line_of(fn, text)}: invalid value (nan) encountered in {operation}, microbatch 2")
+    with pytest.raises(FloatingPointError, match=says):
+        jax.jit(step)(W, batch)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("put", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_a_nan_of_the_batch_is_of_its_microbatch_in_plain_jax(wrap, put, config):
+    batch = X.copy()
+    batch[2, 0, 1] = np.nan
+    batch = {"x": put(batch), "y": put(X)}
+    config("jax_debug_nans", True)
+    step = of_values(lambda w, mb: jpp.pipeline_yield(mb["x"] @ w) + mb["y"])
+    with pytest.raises(FloatingPointError, match=r"in dot_general, microbatch 2; batch\['x'\] had one already"):
+        wrap(step)(W, batch)
+    with pytest.raises(FloatingPointError, match=r"microbatch 0; a value that the loop's function closes over had"):
+        wrap(step)(W * np.nan, {"x": X, "y": X})
+
+
+@pytest.mark.parametrize("options", [{}, {"spmd_mesh": {"data": 2}}], ids=["one device", "two devices"])
+async def test_a_nan_that_comes_with_an_argument_is_said_to(options, remote_mesh, config):
+    config("jax_debug_nans", True)
+    mesh = await remote_mesh(2, launcher="inline", max_inflight=1, **options)
+
+    def value(w, mb):
+        h = mb["x"] @ w["a"]
+        return jpp.pipeline_yield(h) @ w["b"]
+
+    def step(w, batch):
+        return jpp.accumulate_grads(lambda mb: jnp.sum(value(w, mb)), jpp.GPipe(2))(batch)
+
+    batch = {"x": X.copy()}
+    batch["x"][1, 0, 0] = np.nan
+    with pytest.raises(RemoteError) as error:
+        await mesh.run(mesh.distributed(step), {"a": W, "b": W}, batch)
+    first = str(error.value).splitlines()[0]
+    assert "fwd(stage 0, mb 1)" in first
+    assert f"{line_of(value, 'h = mb')}: invalid value (nan) encountered in dot_general; batch['x'] had" in first
+
+
+async def test_an_infinity_is_named_with_operation_and_line(remote_mesh, config):
+    config("jax_debug_infs", True)
+    mesh = await remote_mesh(2, launcher="inline", max_inflight=1)
+
+    def step(w, batch):
+        scaled = lambda x: jnp.max((jpp.pipeline_yield(x @ w) + 1) / x[0, 0])  # noqa: E731
+        return jpp.accumulate_grads(scaled, jpp.GPipe(2), reduce=jpp.Max())(batch)
+
+    distributed = mesh.distributed(step)
+    assert await (await mesh.run(distributed, W, X)) == jax.jit(step)(W, X)
+    batch = X.copy()
+    batch[1, 0, 0] = 0
+    with pytest.raises(RemoteError, match=rf"mb 1\): .*{line_of(step, 'scaled = ')}: invalid value \(inf\) .* in div;"):
+        await mesh.run(distributed, W, batch)
+
+
+async def test_processes_name_the_operation_of_a_nan_too(remote_mesh, config):
+    config("jax_debug_nans", True)
+    mesh = await remote_mesh(2, launcher="local", max_inflight=1)
+    with pytest.raises(RemoteError) as error:
+        await mesh.run(mesh.distributed(train, donate_argnums=0), [W, W], POISONED)
+    first = str(error.value).splitlines()[0]
+    assert f"{line_of(loss_fn, 'jnp.log')}: invalid value (nan) encountered in log" in first and "mb 2)" in first
 
 
 def test_without_jit_jax_stops_at_a_nan():
@@ -186,12 +340,36 @@ async def test_a_value_that_is_not_here(what, mesh):
     assert f"{array}" == str(array) == repr(array)
 
 
-async def test_functions_of_jax_refuse_it_in_their_own_words_and_read_its_shape(mesh):
+OF_JAX = {
+    "mean": jnp.mean,
+    "jit": jax.jit(lambda tree: tree["a"] + 1),
+    "grad": jax.grad(jnp.sum),
+    "vmap": jax.vmap(jnp.sum),
+    "jvp": lambda a: jax.jvp(jnp.sin, (a,), (a,)),
+    "two of them": lambda a: jnp.add(a, a),
+    "where": lambda a: jnp.where(True, a, a),
+    "scan": lambda a: jax.lax.scan(lambda c, x: (c, x), 0.0, a),
+    "stack": lambda a: jnp.stack([a, a]),
+}
+
+
+@pytest.mark.parametrize("name", OF_JAX)
+async def test_functions_of_jax_say_that_its_value_is_not_here(name, mesh):
     array = await mesh.put(X)
-    for fn in (jnp.mean, jax.jit(jnp.sin), jax.grad(jnp.sum), jax.device_put):
-        with pytest.raises(TypeError, match=r"'RemoteArray\(float32\[3, 2, 4\].* is not a valid JAX type"):
+    with pytest.raises(ArrayError, match=r"function of JAX needs the value of RemoteArray\(.*`await` the array first"):
+        OF_JAX[name]({"a": array} if name == "jit" else array)
+
+
+async def test_its_type_is_there_for_whoever_asks_for_no_value(mesh, capfd):
+    """Nor does C++, which asks for the same attribute, print anything."""
+    array = await mesh.put(X)
+    assert jax.eval_shape(jnp.mean, array).shape == () and jnp.shape(array) == X.shape
+    assert jax.make_jaxpr(jnp.sin)(array).in_avals[0].shape == X.shape
+    assert not hasattr(array, "__jax_array__")
+    for fn in (jax.device_put, jax.lax.sin):
+        with pytest.raises(TypeError, match="RemoteArray"):
             fn(array)
-    assert jax.eval_shape(jnp.mean, array).shape == ()
+    assert "ignored" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["item", "mean", "T", "tolist", "block_until_ready", "at"])
@@ -225,6 +403,59 @@ async def test_idle_actors_are_named(remote_mesh, caplog):
     caplog.clear()
     await mesh.distributed(lambda w: w + 1).compile(W)
     assert not caplog.text
+
+
+async def test_compiling_says_how_many_microbatches_there_are_and_their_shapes(mesh, caplog):
+    """A batch that was not cut into microbatches shows at once, before it has run as 64 of them."""
+    caplog.set_level(logging.INFO, "jaxpp_async")
+
+    def step(w, batch):
+        loss = lambda mb: jnp.sum(jpp.pipeline_yield(mb["x"] @ w)) * mb["n"]  # noqa: E731
+        return jpp.accumulate_grads(loss, jpp.GPipe(2))(batch)
+
+    d = mesh.distributed(step)
+    for _ in range(2):  # once a compiled form
+        await mesh.run(d, W, {"x": X, "n": np.ones(3, np.int32)})
+    line = step.__code__.co_firstlineno + 2
+    (said,) = [r.getMessage() for r in caplog.records if "microbatches" in r.getMessage()]
+    assert said.startswith("step 'step': 3 microbatches of batch['n'] int32[], batch['x'] float32[2,4] (")
+    assert said.endswith(f"test_debugging.py:{line})")
+    await d.compile(W, {"x": X[:1], "n": np.ones(1, np.int32)})
+    assert "1 microbatch of batch['n']" in caplog.text
+
+
+def shrinking(state, batch):
+    return {"w": (state["w"] @ batch).astype(jnp.bfloat16), "n": state["n"] + 1}, batch.sum()
+
+
+STATE = {"w": W, "n": np.int32(0)}
+DONATIONS = {
+    "a state of another type": (
+        shrinking, (STATE, W), ["state['w'] float32[4, 4] as result[0]['w'] bfloat16[4, 4]"], ["'n'"]
+    ),
+    "an array that grows": (
+        lambda w, x: (jnp.stack([w, w]), x.sum()), (W, X), ["w float32[4, 4] as result[0] float32[2, 4, 4]"], []
+    ),
+    "alone": (lambda w: w[0], (W,), ["w float32[4, 4] as result float32[4]"], []),
+    "elsewhere in the result": (
+        lambda state: (1.0, {"new": shrinking(state, W)[0]}), (STATE,), ["state['w'] f", "result[1]['new']['w']"], []
+    ),
+    "as it was": (lambda state, x: (x.sum(), state), (STATE, X), [], []),
+    "no result continues it": (lambda w, state: ({"loss": w.sum()}, state), (W, STATE), [], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DONATIONS)
+async def test_a_donated_argument_that_comes_back_as_another_warns(name, mesh, recwarn):
+    fn, args, says, not_said = DONATIONS[name]
+    step = mesh.distributed(fn, donate_argnums=0)
+    for _ in range(2):
+        await mesh.run(step, *args)
+    told = [w for w in recwarn if "Some donated buffers were not usable" in str(w.message)]
+    assert len(told) == bool(says), "once, when it is compiled"
+    for text in says:
+        assert text in str(told[0].message) and told[0].filename == __file__
+    assert not any(text in str(told[0].message) for text in not_said)
 
 
 # ---------------------------------------------------------------- failures: the first line tells the cause

@@ -5,7 +5,7 @@ import gc
 import jax
 import pytest
 
-from jaxpp_async import markers, sharding
+from jaxpp_async import markers, nonfinite, sharding
 from jaxpp_async.compiler import primitives
 from jaxpp_async.compiler.primitives import inlines
 
@@ -42,6 +42,10 @@ def test_one_of_each_wrapper_is_of_this_version(existing):
 def test_markers_have_the_names_that_the_compiler_looks_for():
     found = markers.marker_p.name, markers.marker_side_p.name, markers.loop_p.name
     assert found == (primitives.MARKER, primitives.MARKER_SIDE, primitives.LOOP)
+
+
+def test_the_search_for_nans_enters_what_means_what_is_inside():
+    assert nonfinite.CALLS == primitives.CALLS | primitives.CHECKPOINTS | primitives.CUSTOM_RULES
 
 
 # ("m" markers inside, "p" prints inside, "s" shardings of its own, "l" in a loop) -> inlined

@@ -10,8 +10,9 @@ import functools
 import inspect
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -149,6 +150,37 @@ BATCHES = {
     ),
     "no microbatches": Case(
         GOOD, StageError, [r"batch has shape \(0, 2, 4\)", "at least one"], LOOP_LINE, ([W, W], X[:0])
+    ),
+    "the loss first": Case(
+        loop_over(jax.value_and_grad(loss_fn)), TypeError,
+        ["the function returns the loss first", r"gradients such as result\[1\]\[0\] \(float32\[4, 4\]\)",
+         r"  return grads, loss\n", r"  loss, grads = accumulate_grads\(..., reduce=\(Stack\(\), Sum\(\)\)\)\(batch\)"],
+        OTHER_LOOP_LINE,
+    ),
+    "the loss and more first": Case(
+        loop_over(jax.value_and_grad(lambda *a: (loss_fn(*a), a[1]), has_aux=True)), TypeError,
+        ["the function returns the loss first", r"  \(loss, aux\), grads = jax.val", r"return grads, \(loss, aux\)"],
+        OTHER_LOOP_LINE,
+    ),
+    "a batch that is not cut": Case(
+        step_of(num_microbatches=2), StageError,
+        [r"batch has shape \(8, 4\), which is 8 micro.*, but num_microbatches is 2", r"`batch.reshape\(2, 4, 4\)`"],
+        LOOP_LINE, ([W, W], X.reshape(8, 4)),
+    ),
+    "a batch that cannot be cut": Case(
+        step_of(num_microbatches=3), StageError, ["its leading axis of 8 cannot be split into 3 of equal size"],
+        LOOP_LINE, ([W, W], X.reshape(8, 4)),
+    ),
+    "a transposed batch": Case(
+        loop_over(lambda ws, mb: loss_fn(ws, mb["x"]), num_microbatches=2), StageError,
+        [r"batch\['x'\] has shape \(4, 2, 4\), which is 4", r"`jnp.moveaxis\(batch\['x'\], 1, 0\)` has that number"],
+        OTHER_LOOP_LINE, ([W, W], {"x": X}),
+    ),
+    "no number of microbatches": Case(
+        step_of(num_microbatches=True), TypeError, ["num_microbatches is True; give an integer"]
+    ),
+    "a number below one": Case(
+        step_of(num_microbatches=0), ValueError, ["num_microbatches is 0; give a number of at least 1"]
     ),
     "reduce of another tree": Case(
         step_of(reduce=(jpp.Sum(), jpp.Sum(), jpp.Sum())), TypeError,
@@ -546,10 +578,65 @@ async def test_a_step_that_nobody_awaits_is_named_with_its_line(meshes):
     with pytest.warns(RuntimeWarning, match="coroutine 'step' was never awaited") as told:
         step([W, W], X)
     assert told[0].filename == __file__
-    with pytest.warns(RuntimeWarning), pytest.raises(TypeError, match="cannot unpack non-iterable coroutine object"):
-        _, _ = step([W, W], X)  # type: ignore[misc]
     ws, _ = await asyncio.create_task(step([W, W], X))
     assert ws[0].shape == (4, 4)
+
+
+UNAWAITED = {
+    "step": (lambda mesh, step: step([W, W], X), "step"),
+    "run": (lambda mesh, step: mesh.run(step, [W, W], X), "RemoteMesh.run"),
+    "submit": (lambda mesh, step: mesh.submit(step, [W, W], X), "RemoteMesh.submit"),
+    "put": (lambda mesh, step: mesh.put([W, W]), "RemoteMesh.put"),
+    "fetch": (lambda mesh, step: mesh.fetch([W, W]), "RemoteMesh.fetch"),
+    "compile": (lambda mesh, step: step.compile([W, W], X), "DistributedStep.compile"),
+}
+
+
+@pytest.mark.parametrize("name", UNAWAITED)
+async def test_a_call_without_await_says_so_where_its_result_is_used(name, meshes):
+    mesh = meshes["plain"]
+    step = mesh.distributed(GOOD)
+    call, called = UNAWAITED[name]
+    unawaited = call(mesh, step)
+    says = rf"^{re.escape(called)}\(\.\.\.\) is a coroutine, which has no result yet: write `await` before it"
+    with pytest.raises(TypeError, match=says + r" \(`a, b = await \.\.\.`\)$") as caught:
+        _, _ = unawaited  # type: ignore[misc]
+    assert caught.traceback[-1].path == Path(__file__), "no frame of the package behind the user's"
+    with pytest.raises(TypeError, match=says):
+        unawaited[0]
+    with pytest.raises(AttributeError, match=says + " to use its result's 'shape'"):
+        _ = unawaited.shape
+    with pytest.raises(TypeError, match=r"batch is a coroutine or a step under way, and no array: `await` it first"):
+        await mesh.run(step, [W, W], unawaited)
+    await unawaited  # nothing of this has used it up
+    with pytest.raises(RuntimeError, match="cannot reuse already awaited coroutine"):
+        await unawaited
+
+
+async def test_what_a_call_returns_is_a_coroutine_to_everyone(meshes):
+    mesh = meshes["plain"]
+    step = mesh.distributed(GOOD)
+    await step.compile([W, W], X)
+    for call in (lambda: step([W, W], X), lambda: mesh.run(step, [W, W], X)):
+        running = call()
+        assert asyncio.iscoroutine(running) and inspect.iscoroutine(running) and inspect.isawaitable(running)
+        assert isinstance(running, Coroutine) and not isinstance(running, Iterable)
+        assert inspect.getcoroutinestate(running) == inspect.CORO_CREATED
+        running.close()
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call()), group.create_task(call())]
+            assert "running at" in repr(tasks[0]) and tasks[0].get_stack()
+        assert all(len(task.result()) == 2 for task in tasks)
+        _, losses = await asyncio.wait_for(asyncio.shield(call()), 60)
+        (_, same), _ = await asyncio.gather(call(), call())
+        np.testing.assert_array_equal(await losses, await same)
+        cancelled = asyncio.create_task(call())
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+    if hasattr(inspect, "markcoroutinefunction"):  # Python 3.12
+        assert inspect.iscoroutinefunction(mesh.run) and inspect.iscoroutinefunction(mesh.put)
 
 
 # ---------------------------------------------------------------- remote arrays

@@ -240,6 +240,7 @@ class Controller:
         programs: Mapping[ActorId, ActorProgram],
         executables: Mapping[ActorId, Mapping[int, str]],
         blobs: Mapping[str, bytes],
+        names: Mapping[int, str] = {},
     ) -> dict[ActorId, Loaded]:
         """Compile one program on every actor that has a part in it. There is no deadline, but a death ends it.
 
@@ -248,12 +249,13 @@ class Controller:
             programs: each actor's part.
             executables: for each actor, the content key of each executable index that its part uses.
             blobs: serialized executables by content key. Each goes to each actor at most once.
+            names: of the step's arguments, by number, where errors on actors may have to name them.
 
         Raises:
             RemoteError: an executable does not compile; the mesh goes on. ActorError: the mesh failed.
         """
         self._check_usable()
-        return await self._deploying.deploy(program_id, programs, executables, blobs)
+        return await self._deploying.deploy(program_id, programs, executables, blobs, names)
 
     def start_step(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxpp_async.compiler.ir import Flat, Loop, Op, used_ids
 from jaxpp_async.compiler.primitives import MARKER
 
@@ -26,13 +28,11 @@ def _prune_loop(loop: Loop, needed: set[int]) -> Loop:
     kept_invariants = [i for i, v in enumerate(invariants) if v in used]
     kept_batch = [i for i, v in enumerate(batch) if v in used]
     inputs = [invariants[i] for i in kept_invariants] + [batch[i] for i in kept_batch] + [index]
-    return Loop(
+    return replace(
+        loop,
         body=Flat(tuple(inputs), body.ops, body.outputs),
         invariants=tuple(loop.invariants[i] for i in kept_invariants),
         batch=tuple(loop.batch[i] for i in kept_batch),
         outputs=tuple(loop.outputs[i] for i in keep),
         reductions=tuple(loop.reductions[i] for i in keep),
-        schedule=loop.schedule,
-        num_microbatches=loop.num_microbatches,
-        line=loop.line,
     )

@@ -1,6 +1,7 @@
 """compiler.emit: recipes in, serialized StableHLO with pinned shardings out. Runs nothing.
 
-Every executable takes and returns flat lists of arrays. PRNG keys stand as their data at the boundary.
+Every executable takes and returns flat lists of arrays. PRNG keys stand as their data at the boundary. Under
+`jax_debug_nans` or `jax_debug_infs` it returns a second result: see `evaluate.checked_function`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import jax.numpy as jnp
 from jax import export
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from jaxpp_async import explicit, jax_config, sharding
-from jaxpp_async.compiler.evaluate import recipe_function
+from jaxpp_async import explicit, jax_config, nonfinite, sharding
+from jaxpp_async.compiler.evaluate import checked_function, recipe_function
 from jaxpp_async.compiler.ir import Types, ValueType
 from jaxpp_async.compiler.recipes import Recipe
 from jaxpp_async.program import SpecEntry
@@ -69,7 +70,8 @@ def emit(
     if out_specs is None:
         out_specs = [specs.get(v, ()) if isinstance(v, int) else () for v in recipe.outputs]
     inputs = [types[v] for v in recipe.inputs]
-    fn = recipe_function(recipe, types)
+    checked = nonfinite.wanted() and bool(recipe.ops or recipe.accumulates)
+    fn = checked_function(recipe, types) if checked else recipe_function(recipe, types)
     fn.__name__ = recipe.stem
     options: dict[str, Any] = {}
     shardings: Sequence[Any] = [None] * len(inputs)
@@ -80,6 +82,8 @@ def emit(
             _named(target.mesh, spec, types[v] if isinstance(v, int) else None)
             for v, spec in zip(recipe.outputs, out_specs, strict=True)
         ]
+        if checked:
+            options["out_shardings"] = options["out_shardings"], NamedSharding(target.mesh, PartitionSpec())
     in_types = shardings if explicit.has_axes(target.mesh) else [None] * len(inputs)
     avals = [
         jax.ShapeDtypeStruct(t.aval.shape, jnp.dtype(t.aval.dtype), sharding=s)

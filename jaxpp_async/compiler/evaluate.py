@@ -5,6 +5,7 @@ At a recipe's boundary PRNG keys stand as their data.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jaxpp_async import explicit, jax_compat
+from jaxpp_async import explicit, jax_compat, nonfinite
 from jaxpp_async.compiler.ir import Lit, Op, Ref, Types, ValueType
 from jaxpp_async.compiler.recipes import Recipe
 
@@ -22,29 +23,70 @@ def recipe_function(recipe: Recipe, types: Types) -> Callable[..., list[Any]]:
     """The recipe as a function of its inputs."""
 
     def run(*args: Any) -> list[Any]:
-        env: dict[int, Any] = {v: lit.value for v, lit in recipe.literals.items()}
-        env.update((v, wrap(types[v], x)) for v, x in zip(recipe.inputs, args, strict=True))
-        index = env[recipe.index] if recipe.index is not None else None
-        for whole, part in recipe.slices:
-            env[part] = lax.dynamic_index_in_dim(read(env, whole), index, 0, keepdims=False)
-        for start in recipe.starts:
-            dtype = jnp.dtype(start.aval.dtype)
-            accumulator = start.reduction.start(start.aval.shape, dtype, start.num_microbatches)
-            env[start.result] = wrap(types[start.result], accumulator)
-        run_ops(recipe.ops, env)
-        for a in recipe.accumulates:
-            old = unwrap(env[a.accumulator])
-            value = jnp.asarray(read(env, a.value))
-            env[a.result] = a.reduction.step(old, unwrap(value), index)
-        return [leave(env[r]) if isinstance(r, int) else jnp.asarray(r.value) for r in recipe.outputs]
+        return _run(recipe, types, args, None)
 
     return run
+
+
+def checked_function(recipe: Recipe, types: Types) -> Callable[..., tuple[list[Any], dict[str, Any]]]:
+    """The recipe as a function of its inputs that also says which operations make NaNs or infinities.
+
+    Returns:
+        A function to the results and, under the places joined by newlines, what was seen there: first in each input (of
+        a batch: in the microbatch), then in what each operation made. See `nonfinite.Looks`.
+    """
+
+    def run(*args: Any) -> tuple[list[Any], dict[str, Any]]:
+        looks = nonfinite.Looks()
+        results = _run(recipe, types, args, looks)
+        return results, {"\n".join(looks.places): looks.found()}
+
+    return run
+
+
+def _run(recipe: Recipe, types: Types, args: Sequence[Any], looks: nonfinite.Looks | None) -> list[Any]:
+    env: dict[int, Any] = {v: lit.value for v, lit in recipe.literals.items()}
+    env.update((v, wrap(types[v], x)) for v, x in zip(recipe.inputs, args, strict=True))
+    index = env[recipe.index] if recipe.index is not None else None
+    for whole, part in recipe.slices:
+        env[part] = lax.dynamic_index_in_dim(read(env, whole), index, 0, keepdims=False)
+    for start in recipe.starts:
+        dtype = jnp.dtype(start.aval.dtype)
+        accumulator = start.reduction.start(start.aval.shape, dtype, start.num_microbatches)
+        env[start.result] = wrap(types[start.result], accumulator)
+    if looks is None:
+        run_ops(recipe.ops, env)
+    else:
+        cut = {whole: part for whole, part in recipe.slices}
+        for v in recipe.inputs:
+            looks.argument(env[cut.get(v, v)])
+        _run_looking(recipe.ops, env, looks)
+    for a in recipe.accumulates:
+        old = unwrap(env[a.accumulator])
+        value = jnp.asarray(read(env, a.value))
+        env[a.result] = a.reduction.step(old, unwrap(value), index)
+        if looks is not None:
+            looks.result(env[a.result], "accumulate_grads", repr(a.reduction))
+    return [leave(env[r]) if isinstance(r, int) else jnp.asarray(r.value) for r in recipe.outputs]
 
 
 def run_ops(ops: Sequence[Op], env: dict[int, Any]) -> None:
     """Run operations under a JAX trace, reading and writing `env`."""
     for op in ops:
         results = op.run([read(env, r) for r in op.inputs])
+        env.update((o, x) for o, x in zip(op.outputs, results, strict=True) if o >= 0)
+
+
+def _run_looking(ops: Sequence[Op], env: dict[int, Any], looks: nonfinite.Looks) -> None:
+    """As `run_ops`, looking at each value that is made, also inside what an operation wraps."""
+    for op in ops:
+        operands, run = [read(env, r) for r in op.inputs], op.run
+        if isinstance(run, functools.partial) and run.func is jax_compat.bind_eqn:
+            results = looks.equation(run.args[0], operands, op.line)
+        else:
+            results = op.run(operands)
+            for value in results:
+                looks.result(jnp.asarray(value), op.line, op.name)
         env.update((o, x) for o, x in zip(op.outputs, results, strict=True) if o >= 0)
 
 

@@ -110,7 +110,11 @@ class Branches:
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """An accumulate loop. `Flat` is its body: inputs are invariants, one microbatch's leaves, the index."""
+    """An accumulate loop. `Flat` is its body: inputs are invariants, one microbatch's leaves, the index.
+
+    Args:
+        leaves: name and type of each leaf of a microbatch, as the user wrote it, such as `"batch['x'] float32[2,4]"`.
+    """
 
     body: Flat
     invariants: tuple[Ref, ...]
@@ -120,6 +124,7 @@ class Loop:
     schedule: Any
     num_microbatches: int
     line: str
+    leaves: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> tuple[Ref, ...]:

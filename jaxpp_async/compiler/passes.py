@@ -31,6 +31,7 @@ from jaxpp_async.compiler.graph import PlacedStep, build
 from jaxpp_async.compiler.ir import Loop, Traced, Types
 from jaxpp_async.compiler.partition import StagedLoop, partition
 from jaxpp_async.compiler.propagate import Spec, propagate, sharded
+from jaxpp_async.compiler.recipes import literal_type
 from jaxpp_async.compiler.residuals import keep_less
 from jaxpp_async.compiler.separate import separate_results
 from jaxpp_async.compiler.sharing import Exports
@@ -267,6 +268,48 @@ def continued_arguments(traced: Traced) -> dict[int, int]:
 
 def _are_most(flags: Sequence[bool]) -> bool:
     return 2 * sum(flags) > len(flags)
+
+
+def changed_arguments(traced: Traced, donated: Sequence[int], continues: Mapping[int, int]) -> list[str]:
+    """Of the donated arguments whose memory no result takes over, though one of another shape or dtype stands in their
+    place: each such leaf and that result, as words.
+
+    Args:
+        donated: argument numbers.
+        continues: as of `continued_arguments`.
+    """
+    from jax import tree_util
+
+    results = list(range(len(traced.out_names)))
+    out = tree_util.tree_unflatten(traced.out_tree, results)
+    args = tree_util.tree_unflatten(traced.in_tree, list(range(len(traced.arg_names))))
+    several = type(out) is tuple
+    found: list[str] = []
+    for position, arg in enumerate(args):
+        leaves, treedef = tree_util.tree_flatten(arg)
+        if not leaves or traced.arg_of[leaves[0]] not in donated or set(leaves) & set(continues.values()):
+            continue
+        # In the same place among the results, or, unless it is a single array, wherever its tree is.
+        place = out if not several and position == 0 else out[position] if several and position < len(out) else None
+        match = [place] if isinstance(place, int) and isinstance(arg, int) else None
+        if not isinstance(arg, int):
+            match = _find_subtree(place, treedef, _anything) or _find_subtree(
+                out, treedef, lambda candidate: not set(candidate) & continues.keys()
+            )
+        for leaf, result in zip(leaves, match or (), strict=False):
+            was, now = (_described(traced, ref) for ref in (traced.flat.inputs[leaf], traced.flat.outputs[result]))
+            if was != now:
+                found.append(f"{traced.arg_names[leaf]} {was} as {traced.out_names[result]} {now}")
+    return found
+
+
+def _anything(_: list[int]) -> bool:
+    return True
+
+
+def _described(traced: Traced, ref: Any) -> str:
+    aval = traced.types[ref].aval if isinstance(ref, int) else literal_type(ref).aval
+    return f"{aval.dtype}{list(aval.shape)}"
 
 
 def _find_subtree(tree: Any, treedef: Any, fits: Callable[[list[int]], bool]) -> list[int] | None:

@@ -316,6 +316,7 @@ class _Flattener:
                 schedule=spec.schedule,
                 num_microbatches=spec.num_microbatches,
                 line=spec.line,
+                leaves=spec.leaves,
             )
         )
         return list(outputs)

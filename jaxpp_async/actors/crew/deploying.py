@@ -48,9 +48,10 @@ class Deploying:
         parts: Mapping[ActorId, ActorProgram],
         executables: Mapping[ActorId, Mapping[int, str]],
         blobs: Mapping[str, bytes],
+        names: Mapping[int, str],
     ) -> dict[ActorId, Loaded]:
         """See `Controller.load`. A program that fails, or that nobody waits for any more, is forgotten."""
-        self._programs.add(program_id, parts, executables, blobs)
+        self._programs.add(program_id, parts, executables, blobs, names)
         self._tell(f"compiling on {len(parts)} actor{'s' if len(parts) != 1 else ''}")
         processes = self._crew.processes
         try:

@@ -22,13 +22,14 @@ Places: TypeAlias = tuple[tuple[ActorId, tuple[ProcessId, ...]], ...]
 @dataclass(frozen=True, slots=True)
 class _Program:
     """Args: places: each actor with a part, and its processes. texts: each part as it travels. keys: each part's
-    executables, by index. blobs: executables, by key."""
+    executables, by index. blobs: executables, by key. names: of the step's arguments, where errors name them."""
 
     places: Places
     parts: dict[ActorId, ActorProgram]
     texts: dict[ActorId, str]
     keys: dict[ActorId, dict[int, str]]
     blobs: dict[str, bytes]
+    names: dict[int, str]
 
 
 class Programs:
@@ -54,19 +55,21 @@ class Programs:
         parts: Mapping[ActorId, ActorProgram],
         keys: Mapping[ActorId, Mapping[int, str]],
         blobs: Mapping[str, bytes],
+        names: Mapping[int, str],
     ) -> None:
         """Its actors are about to load their parts.
 
         Args:
             keys: for each actor, the content key of each executable index that its part uses.
             blobs: serialized executables by content key.
+            names: of the step's arguments, by number, where errors on actors may have to name them.
         """
         order = sorted(parts)
         texts = {actor: str(parts[actor]) for actor in order}
         used = {actor: dict(keys.get(actor, {})) for actor in order}
         places = tuple((actor, tuple(self._processes.of(actor))) for actor in order)
         in_order = {actor: parts[actor] for actor in order}
-        self._programs[program_id] = _Program(places, in_order, texts, used, dict(blobs))
+        self._programs[program_id] = _Program(places, in_order, texts, used, dict(blobs), dict(names))
 
     def note_loaded(self, program_id: int) -> None:
         """All its actors have it: unless it may be needed again, what only travels is dropped."""
@@ -93,7 +96,8 @@ class Programs:
         keys = program.keys[actor]
         new = set(keys.values()) - known
         known |= new
-        return Load(request, program_id, program.texts[actor], keys, {key: program.blobs[key] for key in sorted(new)})
+        blobs = {key: program.blobs[key] for key in sorted(new)}
+        return Load(request, program_id, program.texts[actor], keys, blobs, program.names)
 
     def places_of(self, program_id: int) -> Places:
         """The actors that have a part in it."""

@@ -1,5 +1,5 @@
-"""special_values: what `jax_debug_nans` and `jax_debug_infs` promise, for tasks. In: a task's results. Out: an error or
-nothing.
+"""special_values: what `jax_debug_nans` and `jax_debug_infs` promise, for tasks. In: a task's results, and what it says
+of its operations. Out: an error or nothing.
 
 JAX itself looks only at the first call of a compiled executable: later ones take a path that checks nothing.
 """
@@ -7,25 +7,26 @@ JAX itself looks only at the first call of a compiled executable: later ones tak
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxpp_async import jax_config
-
-
-def wanted() -> bool:
-    """Whether results are to be checked."""
-    return jax_config.forbids_nans() or jax_config.forbids_infs()
+from jaxpp_async import jax_config, nonfinite
 
 
 def call_checked(
-    call: Callable[..., Sequence[jax.Array]], arguments: Sequence[jax.Array], *, infs: bool
+    call: Callable[..., Sequence[jax.Array]],
+    arguments: Sequence[jax.Array],
+    *,
+    infs: bool,
+    explain: Callable[[], str | None],
 ) -> Sequence[jax.Array]:
     """Call an executable and look at its results.
 
     Args:
         infs: look for infinities, if they are asked for; an accumulator of `Max` begins with one.
+        explain: says, once `call` has returned, which operation is to blame; None: nobody knows.
 
     Raises:
         FloatingPointError: a result has a NaN (or an infinity) and the configuration forbids it.
@@ -38,14 +39,41 @@ def call_checked(
         if not jax.numpy.issubdtype(array.dtype, np.inexact):
             continue
         for shard in array.addressable_shards:
-            _check(
-                np.asarray(shard.data), f"result {position} ({array.dtype}{list(array.shape)}) of the task", nans, infs
-            )
+            kind = _kind(np.asarray(shard.data), nans, infs)
+            if kind is not None:
+                what = f"invalid value ({kind}) in result {position} ({array.dtype}{list(array.shape)}) of the task"
+                raise FloatingPointError(f"{explain() or what}; jax_debug_{kind}s is on")
     return outputs
 
 
-def _check(values: np.ndarray, what: str, nans: bool, infs: bool) -> None:
+def _kind(values: np.ndarray, nans: bool, infs: bool) -> str | None:
     if nans and np.isnan(values).any():
-        raise FloatingPointError(f"invalid value (nan) in {what}; jax_debug_nans is on")
-    if infs and np.isinf(values).any():
-        raise FloatingPointError(f"invalid value (inf) in {what}; jax_debug_infs is on")
+        return "nan"
+    return "inf" if infs and np.isinf(values).any() else None
+
+
+class SelfChecked:
+    """An executable that also says which of its operations make NaNs or infinities, as one that does not.
+
+    Args:
+        call: to the results and, under one name, what was seen.
+        places: what it looked at.
+        names: of its arguments, the user's; None: it has none.
+    """
+
+    __slots__ = ("_call", "_names", "_places", "_seen")
+
+    def __init__(self, call: Callable[..., Any], places: Sequence[str], names: Sequence[str | None]):
+        self._call, self._places, self._names = call, places, names
+        self._seen: jax.Array | None = None
+
+    def __call__(self, *arguments: jax.Array) -> Sequence[jax.Array]:
+        outputs, seen = self._call(*arguments)
+        (self._seen,) = seen.values()
+        return outputs
+
+    def explain(self) -> str | None:
+        """Which operation made the first NaN or infinity of the last call, and which arguments came with one."""
+        if self._seen is None:
+            return None
+        return nonfinite.blame(self._seen.addressable_shards[0].data, self._places, self._names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 from jaxpp_async.program import Aval
@@ -66,6 +66,7 @@ class Load:
         program: text of the `ActorProgram`.
         executables: a content key for each executable index the program uses.
         blobs: serialized `jax.export.Exported`, by content key; only keys this actor has not been sent before.
+        names: the user's names of the step's arguments, by number, where errors may have to name them.
     """
 
     request: int
@@ -73,6 +74,7 @@ class Load:
     program: str
     executables: dict[int, str]
     blobs: dict[str, bytes]
+    names: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

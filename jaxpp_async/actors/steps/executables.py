@@ -46,6 +46,8 @@ class Executable:
         inputs: (shape, dtype, sharding) of each argument.
         outputs: the same of each result.
         has_loop: it may take much longer one day than it did the day before.
+        places: of an executable that also says which operations make NaNs or infinities: what it looked at. `call` then
+            returns two things, the results and what was seen.
     """
 
     call: Callable[..., Sequence[jax.Array]]
@@ -53,6 +55,7 @@ class Executable:
     inputs: tuple[Signature, ...]
     outputs: tuple[Signature, ...]
     has_loop: bool = False
+    places: tuple[str, ...] | None = None
 
 
 class Executables:
@@ -129,13 +132,25 @@ def compile_blob(blob: bytes, donated: tuple[int, ...], devices: Devices) -> Exe
         lowered = jax.jit(exported.call, donate_argnums=donated, out_shardings=results).lower(*arguments)
     compiled = lowered.compile(compiler_options=_compiler_options(devices))
     analysis = compiled.memory_analysis()
+    places = _places(exported.out_tree)
+    outputs = _signatures(exported.out_avals, jax.tree.leaves(compiled.output_shardings))
     return Executable(
         call=compiled,
         temp_bytes=int(getattr(analysis, "temp_size_in_bytes", 0) or 0),
         inputs=inputs,
-        outputs=_signatures(exported.out_avals, compiled.output_shardings),
+        outputs=outputs if places is None else outputs[:-1],
         has_loop=_LOOP in blob,
+        places=places,
     )
+
+
+def _places(out_tree: Any) -> tuple[str, ...] | None:
+    """What an executable with a second result looked at: the compiler's `evaluate.checked_function` writes it there."""
+    match jax.tree.unflatten(out_tree, range(out_tree.num_leaves)):
+        case list(), {**seen}:
+            (places,) = seen
+            return tuple(places.split("\n"))
+    return None
 
 
 _SCHEDULER = "xla_cpu_enable_concurrency_optimized_scheduler"

@@ -45,12 +45,17 @@ class LoadedTask:
     Args:
         call: the executable.
         label: the run's.
+        places: what the executable looks at, if it does (`Executable.places`).
+        names: of its arguments, the user's; None: it is none of the step's.
     """
 
-    __slots__ = ("_call", "_check_infs")
+    __slots__ = ("_call", "_check_infs", "_explain")
 
-    def __init__(self, call: Call, label: str):
-        self._call = call
+    def __init__(self, call: Call, label: str, places: Sequence[str] | None, names: Sequence[str | None]):
+        self._call, self._explain = call, _unexplained
+        if places is not None:
+            self._call = checked = special_values.SelfChecked(call, places, names)
+            self._explain = checked.explain
         self._check_infs = not label.startswith("start(")  # an accumulator of `Max` begins with one
 
     def run(self, arguments: Sequence[Any], *, checked: bool, wait: bool = True) -> Sequence[jax.Array]:
@@ -65,12 +70,16 @@ class LoadedTask:
             Whatever the executable does.
         """
         if checked:
-            outputs = special_values.call_checked(self._call, arguments, infs=self._check_infs)
+            outputs = special_values.call_checked(self._call, arguments, infs=self._check_infs, explain=self._explain)
         else:
             outputs = self._call(*arguments)
         if outputs and wait:
             outputs[-1].block_until_ready()  # results of one executable are there together
         return outputs
+
+
+def _unexplained() -> str | None:
+    return None
 
 
 class _Pace:
@@ -89,6 +98,8 @@ class LoadedProgram:
     Args:
         plan: what it executes.
         calls: the callable of each `Run`, by instruction.
+        places: what each `Run` looks at for NaNs and infinities, by instruction; those are missing that do not.
+        names: of the step's arguments, by number, where something is to be said of them.
         layouts: of the actor's devices.
         pool: where receives find memory; it allocates now what the program will use at once.
         loops: `Run`s that are never quick, since how long they take may depend on their data.
@@ -110,13 +121,20 @@ class LoadedProgram:
         self,
         plan: ExecutionPlan,
         calls: Mapping[int, Call],
+        places: Mapping[int, Sequence[str]],
+        names: Mapping[int, str],
         layouts: Layouts,
         pool: ReceivePool,
         loops: Container[int],
         seat: Seat,
     ):
         self.plan = plan
-        self.tasks = {at: LoadedTask(call, _label(plan, at)) for at, call in calls.items()}
+        argument = {bind.buffer: names.get(bind.arg) for bind in plan.binds}
+        runs = {command.instruction: command for command in plan.commands if isinstance(command, Execute)}
+        self.tasks = {
+            at: LoadedTask(call, _label(plan, at), places.get(at), [argument.get(key) for key in runs[at].inputs])
+            for at, call in calls.items()
+        }
         self.layouts = tuple(layouts.of(aval) for aval in plan.avals)
         for aval, count in plan.max_receives.items():
             pool.bin(aval).reserve(count)

@@ -40,17 +40,20 @@ async def load_program(
     runs = [command for command in plan.commands if isinstance(command, Execute)]
     compile_s = await executables.load((message.executables[run.executable], run.donated) for run in runs)
     loops: set[int] = set()
-    calls, temp_bytes = {}, dict.fromkeys(message.executables, 0)
+    calls, places, temp_bytes = {}, {}, dict.fromkeys(message.executables, 0)
     checked: set[tuple] = set()
     for run in runs:
         content_key = message.executables[run.executable]
         executable = executables.get((content_key, run.donated))
         _check(plan, run, content_key, executable, layouts, checked)
         calls[run.instruction] = executable.call
+        if executable.places is not None:
+            places[run.instruction] = executable.places
         if executable.has_loop:
             loops.add(run.instruction)
         temp_bytes[run.executable] = max(temp_bytes[run.executable], executable.temp_bytes)
-    return LoadedProgram(plan, calls, layouts, pool, loops, seat), Loaded(message.request, compile_s, temp_bytes)
+    program = LoadedProgram(plan, calls, places, message.names, layouts, pool, loops, seat)
+    return program, Loaded(message.request, compile_s, temp_bytes)
 
 
 def _read(text: str) -> ExecutionPlan:

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 import jax
 
-from jaxpp_async.actors.devices import special_values
+from jaxpp_async import nonfinite
 from jaxpp_async.actors.executor import Executor
 from jaxpp_async.actors.messages import Step, StepStats
 from jaxpp_async.actors.plan import (
@@ -103,7 +103,7 @@ class StepRun:
         self._pieces_left: dict[int, int] = {}
         self._tag_base = make_tag(message.epoch, PROGRAM_CHANNEL, 0)
         self._todo: deque[Command] = deque()
-        self._checked = special_values.wanted()
+        self._checked = nonfinite.wanted()
         self._stamps = packed("d", program.no_stamps)
 
     @property
