@@ -172,11 +172,6 @@ async def _dropped(call: Any) -> None:
     del call
 
 
-async def _timed_out(call: Any) -> None:
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(call, 0.0)
-
-
 WAYS_TO_GO = {"cancelled": cancelled, "closed": _closed, "interrupted": _interrupted, "dropped": _dropped}
 
 
