@@ -11,6 +11,7 @@ below, is all it takes to run them on a mesh.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -221,17 +222,27 @@ class Pipeline:
     ) -> steps.State:
         """The steps of these numbers, counted from 1. The next is under way before the loss of this is looked at."""
         pending: tuple[Any, Any] | None = None
-        with progress.clock():
-            for number in numbers:
-                future = await mesh.submit(step, state, next(batches))
-                state, loss = future.outputs
+        number, position = numbers.start - 1, batches.position
+        try:
+            with progress.clock():
+                for number in numbers:
+                    position = batches.position
+                    future = await mesh.submit(step, state, next(batches))
+                    state, loss = future.outputs
+                    if pending:
+                        await self._finish(mesh, *pending, progress)
+                    pending = future, loss
+                    if self._is_due(number):
+                        await self._save(number, state, batches)
                 if pending:
                     await self._finish(mesh, *pending, progress)
-                pending = future, loss
-                if self._is_due(number):
-                    await self._save(number, state, batches)
-            if pending:
-                await self._finish(mesh, *pending, progress)
+        except asyncio.CancelledError:  # Ctrl-C. A step that was sent counts: `state` stands for its result.
+            if self.checkpoints is not None:
+                done = int(await steps.num_steps(state))
+                if done < number:
+                    batches.position = position  # The last batch has not been used.
+                await self._save(done, state, batches)
+            raise
         return state
 
     def _is_due(self, number: int) -> bool:

@@ -842,3 +842,29 @@ async def test_train_gpt_resumes_bit_for_bit(tiny, tmp_path, capsys):
     assert "trace of 3 steps: " in said and "trace of 2 steps: " in said  # the last three; two of them were resumed
     traced = [e["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert "fwd(stage 0, mb 1)" in traced
+    shutil.rmtree(tmp_path / "run")
+    await _train_gpt_is_interrupted_and_resumes(tiny[1], whole)
+
+
+class StoppedBatches(data.TrainBatches):
+    """Who takes the third of these is cancelled, as by Ctrl-C, while its step is under way."""
+
+    num_taken = 0
+
+    def __next__(self) -> Any:
+        self.num_taken += 1
+        if self.num_taken == 3 and (task := asyncio.current_task()) is not None:
+            asyncio.get_running_loop().call_soon(task.cancel)
+        return super().__next__()
+
+
+async def _train_gpt_is_interrupted_and_resumes(options: Any, whole: Pipeline) -> None:
+    corpus = data.load_corpus(options.data)
+    validation = data.validation_batches(corpus.validation, options.batch_shape, 1)
+    stopped, resumed = Pipeline(options, report.Reporter()), Pipeline(options, report.Reporter())
+    with pytest.raises(asyncio.CancelledError):
+        batches = StoppedBatches(corpus.train, options.batch_shape, options.seed)
+        await asyncio.create_task(stopped.run(batches, validation))
+    await resumed.run(data.train_batches(corpus.train, options.batch_shape, options.seed), validation)
+    assert resumed.first_step == 3 and resumed.losses == whole.losses[3:]
+    equal(resumed.params, whole.params)

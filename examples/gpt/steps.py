@@ -68,6 +68,11 @@ def make_train_step(
     return train_step
 
 
+def num_steps(state: State) -> Any:
+    """The leaf of a state that counts its steps: the optimizer does."""
+    return optax.tree_utils.tree_get_all_with_path(state["optimizer"], "count")[0][1]
+
+
 def make_eval_step(config: ModelConfig, schedule: Any) -> Callable[[Any, Any], jax.Array]:
     """`(params, batch) -> mean loss`: a loop without gradients, in which the schedule's backward tasks are empty."""
 
