@@ -356,9 +356,17 @@ def is_missing_gpu_error(error: BaseException) -> bool:
 # ---------------------------------------------------------------- jaxprs
 
 
-def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
-    """`(jaxpr, consts)` of a closed jaxpr."""
-    return closed.jaxpr, list(closed.consts)
+def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """Take the constants off a jaxpr.
+
+    Args:
+        jaxpr: one that may be closed. A closed jaxpr is an object around an open one in JAX 0.10; in JAX 0.12 every jaxpr
+            holds its constants itself, and is its own `.jaxpr`.
+
+    Returns:
+        The jaxpr that has the equations, and the values of its `constvars`.
+    """
+    return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
 
 
 def closed_call(closed: Any, args: Sequence[Any]) -> list[Any]:

@@ -204,6 +204,11 @@ STAGES: list[tuple[str, Any, bool]] = [
     ("another type", lambda i, w, x: (x @ w).astype(("float16", "bfloat16", "float16")[i]).astype("float32"), False),
     ("another parameter", lambda i, w, x: jnp.cumsum(x @ w, axis=(0, 1, 0)[i]), False),
     ("another body", lambda i, w, x: lax.fori_loop(0, 2, lambda _, y: y @ w + (1.0, 2.0, 1.0)[i], x), False),
+    (
+        "another table inside",
+        lambda i, w, x: lax.cond(x[0, 0] > 0, lambda y: y @ w + (TABLE, OTHER, TABLE)[i], jnp.sin, x),
+        False,
+    ),
     ("another name", lambda i, w, x: jax.named_call(lambda y: y @ w, name=("a", "b", "a")[i])(x), False),
     ("another line", lambda i, w, x: ON_OTHER_LINES[i](w, x), False),
     ("a read more", lambda i, w, x: x @ w + (x @ w.T if i == 1 else x @ w), False),

@@ -50,31 +50,31 @@ def inlines(name: str, *, marked: bool, prints: bool, pinned: bool, in_loop: boo
 
 # ---------------------------------------------------------------- what is cheap
 
+TRANSCENDENTAL = frozenset().union(
+    ("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "sin", "sinh", "tan", "tanh"),
+    ("cbrt", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "polynomial", "pow"),
+)
+"""Elementwise, and some twenty instructions an element where other light operations are one."""
+
 LIGHT = frozenset().union(
     # layout, casts, constants
     ("bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice"),
-    ("iota", "pad", "reduce_precision", "reshape", "reshard", "rev", "shard", "sharding_constraint", "slice", "split"),
-    ("squeeze", "stack", "stop_gradient", "tile", "transpose", "unstack", STACK, INDEX),
+    ("iota", "name", "pad", "reduce_precision", "reshape", "reshard", "rev", "shard", "sharding_constraint", "slice"),
+    ("split", "squeeze", "stack", "stop_gradient", "tile", "transpose", "unstack", STACK, INDEX),
     # arithmetic
-    ("abs", "add", "add_any", "cbrt", "ceil", "clamp", "complex", "conj", "cumsum", "div", "erf", "exp", "exp2"),
-    ("expm1", "floor", "imag", "integer_pow", "log", "log1p", "logistic", "max", "min", "mul", "neg", "pow", "real"),
-    ("rem", "round", "rsqrt", "sign", "sqrt", "square", "sub"),
-    ("atan2", "cos", "cosh", "sin", "sinh", "tan", "tanh"),
+    ("abs", "add", "add_any", "ceil", "clamp", "complex", "conj", "cumsum", "div", "floor", "imag", "integer_pow"),
+    ("max", "min", "mul", "mulhi", "neg", "nextafter", "one_minus_square", "real", "rem", "round", "rsqrt", "sign"),
+    ("sqrt", "square", "sub"),
+    TRANSCENDENTAL,
     # choices and bits
-    ("and", "eq", "ge", "gt", "is_finite", "le", "lt", "ne", "not", "or", "select_n", "xor"),
-    ("shift_left", "shift_right_arithmetic", "shift_right_logical"),
+    ("and", "clz", "eq", "eq_to", "ge", "gt", "is_finite", "le", "le_to", "lt", "lt_to", "ne", "not", "or"),
+    ("population_count", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "xor"),
     # keys
     ("random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap"),
 )
 """Repeated where they are used, where they depend on no computed value: layout changes, casts, elementwise arithmetic
 and constants. Products, reductions, random bits and control flow are not here: computing those twice costs more than a
 buffer."""
-
-TRANSCENDENTAL = frozenset().union(
-    ("atan2", "cbrt", "cos", "cosh", "erf", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "sin", "sinh"),
-    ("tan", "tanh"),
-)
-"""Elementwise, and some twenty instructions an element where the others are one."""
 
 REPEATED = (
     LIGHT

@@ -219,8 +219,9 @@ class _Contents:
         known = len(self._jaxprs)
         if (number := self._jaxprs.setdefault(id(jaxpr), known)) != known:
             return "jaxpr", number
-        if isinstance(jaxpr, jax_compat.ClosedJaxpr):
-            return "closed", number, self.jaxpr(jaxpr.jaxpr), self.of(list(jaxpr.consts))
+        inner, consts = jax_compat.open_jaxpr(jaxpr)
+        if inner is not jaxpr:
+            return "closed", number, self.jaxpr(inner), self.of(consts)
         if jaxpr.effects:
             return _Itself(jaxpr)
         numbers: dict[Any, int] = {}
@@ -235,7 +236,7 @@ class _Contents:
         arguments = tuple(map(make, (*jaxpr.constvars, *jaxpr.invars)))
         eqns = tuple((self.equation(e), tuple(map(read, e.invars)), tuple(map(make, e.outvars))) for e in jaxpr.eqns)
         names = self.of(jax_origins.debug_names(jaxpr))
-        return "jaxpr", number, arguments, eqns, tuple(map(read, jaxpr.outvars)), names
+        return "jaxpr", number, self.of(consts), arguments, eqns, tuple(map(read, jaxpr.outvars)), names
 
     def array(self, value: Any) -> Hashable:
         if jax_compat.is_key_dtype(value.dtype):
