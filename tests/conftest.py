@@ -3,6 +3,7 @@
 import gc
 import os
 import pathlib
+import signal
 import socket
 
 import jax
@@ -29,6 +30,11 @@ QUICK_COMPILES = (
 if not ON_GPU and jax.__version_info__ < (0, 11):
     os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILES))
 jax.config.update("jax_num_cpu_devices", 4)
+
+# A shell's script starts what it puts into the background (`make test &`) with Ctrl-C ignored, and so would be every
+# driver that the tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Compiling is what the suite costs: meshes, plain JAX and later runs share their executables. One folder a host, since
 # an executable fits the CPU that it was made for.

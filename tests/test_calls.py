@@ -84,6 +84,7 @@ async def test_a_call_that_waits_for_the_compiler_is_what_its_arguments_were(rem
     np.testing.assert_allclose(await (await again), expected, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:Setting the (shape|dtype) on a NumPy array:DeprecationWarning")  # users may still
 @pytest.mark.parametrize("change", ["shape", "dtype"])
 async def test_a_host_array_that_was_made_another_is_refused(remote_mesh, change):
     """Of as many bytes as before; it would be read as something else."""

@@ -28,6 +28,7 @@ from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.actors.launch.inline import InlineLauncher
 from jaxpp_async.actors.options import ActorConfig, ControllerOptions
+from jaxpp_async.actors.owned_tasks import retrieve
 from jaxpp_async.actors.protocol.wire import DEFAULT_MAX_FRAME_BYTES, Identity, Wire
 from jaxpp_async.errors import (
     ActorDiedError,
@@ -300,6 +301,8 @@ async def test_a_failed_step_does_not_wait_for_sends_that_go_on(caplog):
 async def test_host_values_may_change_once_all_of_them_have_left():
     handle = StepHandle(0, 0, [0])
     handle.sends += [asyncio.get_running_loop().create_future() for _ in range(3)]
+    for send in handle.sends:
+        send.add_done_callback(retrieve)  # as `HostPlane` does, which tells the mesh of errors
     handle.sends[0].set_result(None)
     waiting = asyncio.create_task(handle.wait_sent())
     await asyncio.sleep(0)
