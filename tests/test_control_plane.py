@@ -25,7 +25,7 @@ from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.crew import crew
 from jaxpp_async.actors.crew.host_data import HostValue
 from jaxpp_async.actors.crew.step_handle import StepHandle
-from jaxpp_async.actors.launch import LocalLauncher
+from jaxpp_async.actors.launch import LaunchSpec, LocalLauncher
 from jaxpp_async.actors.launch.inline import InlineLauncher
 from jaxpp_async.actors.options import ActorConfig, ControllerOptions
 from jaxpp_async.actors.owned_tasks import retrieve
@@ -407,6 +407,32 @@ async def test_a_cancelled_launch_leaves_nothing(caplog):
 
 
 # ---------------------------------------------------------------- the gate
+
+
+async def test_a_gate_that_closes_while_somebody_comes_in_leaves_no_socket_open(recwarn):
+    for turns in range(8):
+        gate = Gate(b"s" * 32, version="1", max_frame_bytes=DEFAULT_MAX_FRAME_BYTES)
+        address = await gate.listen("127.0.0.1")
+        with socket.create_connection(address):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await gate.aclose()
+    gc.collect()
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("turns", range(3))
+async def test_an_inline_actor_that_is_killed_before_it_began_leaves_no_socket_open(turns, recwarn):
+    gate, launcher = Gate(b"s" * 32, version="1", max_frame_bytes=DEFAULT_MAX_FRAME_BYTES), inline_launcher()
+    handle = await launcher.start(LaunchSpec(0, 1, 0, b"s" * 32, None), gate.adopt)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    handle.kill()
+    await gate.aclose()
+    await launcher.aclose()
+    del handle
+    gc.collect()
+    assert not recwarn.list
 
 
 async def test_the_gate_refuses_strangers_and_goes_on(caplog):

@@ -208,10 +208,14 @@ async def connect_tcp(connection: Connection, host: str, port: int) -> None:
 
 
 async def attach_socket(connection: Connection, sock: socket.socket) -> None:
-    """Run the conversation over one end of a `socket.socketpair()`. Does not wait until it is open."""
-    sock.setblocking(False)
+    """Run the conversation over one end of a `socket.socketpair()`. Does not wait until it is open.
+
+    It takes the descriptor out of `sock`, whose owner may close `sock` at any time, and so whether this has run or not.
+    """
+    taken = socket.socket(fileno=sock.detach())
+    taken.setblocking(False)
     loop = asyncio.get_running_loop()
-    await loop.create_unix_connection(lambda: connection, sock=sock)
+    await loop.create_unix_connection(lambda: connection, sock=taken)
 
 
 def _tune(sock: Any) -> None:

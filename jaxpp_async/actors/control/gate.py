@@ -80,10 +80,15 @@ class Gate:
     async def aclose(self) -> None:
         """Stop accepting and drop every handshake under way. Connections handed out stay open."""
         self._refusals.flush()
-        if self._server is not None:
-            self._server.close()
-        for task in tuple(self._attaching):
-            task.cancel()
+        for listening in self._server.sockets if self._server is not None else ():
+            asyncio.get_running_loop().remove_reader(listening)
+        try:
+            # A connection that came a moment ago gets its transport first: it could not be closed without, and closing
+            # the server would lose it with its socket open (python/cpython#109564).
+            await asyncio.gather(asyncio.sleep(0), *self._attaching)
+        finally:
+            if self._server is not None:
+                self._server.close()
         left = (*self._unproven, *self._beating.values())
         self._let_in.clear()
         for connection in left:

@@ -66,6 +66,7 @@ class InlineLauncher:
         self._handles.append(handle)
         # A task that was cancelled keeps its frames, and with them its actor.
         task.add_done_callback(lambda _: self._forget(handle))
+        task.add_done_callback(lambda _: there.close())  # of a task that was cancelled before it took the socket
         return handle
 
     def _forget(self, handle: _InlineHandle) -> None:
