@@ -22,13 +22,11 @@ jax.config.update("jax_platforms", "cuda,cpu" if ON_GPU else "cpu")
 # Compiling is what the suite costs when nothing is cached, and XLA's optimizations are more than half of that. Actors
 # inherit it, so plain JAX and they still compile alike; who sets XLA_FLAGS (also to nothing) gets what users get. XLA
 # ends a process over a flag it does not know: only for versions that were tried.
-QUICK_COMPILES = (
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_use_fusion_emitters=false",
-    "--xla_cpu_parallel_codegen_split_count=1",
-)
-if not ON_GPU and jax.__version_info__ < (0, 11):
-    os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILES))
+QUICK_COMPILES = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if jax.__version_info__ < (0, 11):
+    QUICK_COMPILES += " --xla_cpu_use_fusion_emitters=false"  # later versions have no others
+if not ON_GPU and jax.__version_info__ < (0, 13):
+    os.environ.setdefault("XLA_FLAGS", QUICK_COMPILES)
 jax.config.update("jax_num_cpu_devices", 4)
 
 # A shell's script starts what it puts into the background (`make test &`) with Ctrl-C ignored, and so would be every
