@@ -167,6 +167,22 @@ bench-peers: setup
 	      all=no; echo "bench-peers: $$peer cannot be installed here; measuring goes on without it" >&2; }; done; \
 	  if [ $$all = yes ]; then echo $(PEERS_FROM) > $(PEERS_STAMP); fi
 
+# What the code and its stand-ins call of CuPy, nccl4py and NCCL, held against the real ones, which need no GPU for
+# that: in an environment of their own, which also sees what .venv has.
+.PHONY: test-contracts
+CONTRACTS := .venv-contracts
+CONTRACTS_LIST := 'cupy-cuda13x>=13.6' 'nccl4py>=0.6' nvidia-nccl-cu13
+CONTRACTS_FROM = "$$("$(BIN)/python" -c '$(INTERPRETER)') $(CURDIR)" $(CONTRACTS_LIST)
+test-contracts: setup
+	@if [ "$$(cat $(CONTRACTS)/.installed 2>/dev/null)" != "$$(echo $(CONTRACTS_FROM))" ]; then \
+	  echo "test-contracts: installing CuPy, nccl4py and NCCL into $(CONTRACTS) (some 700 MB)" && \
+	  "$$($(BIN)/python -c 'import sys; print(sys._base_executable)')" -m venv --clear $(CONTRACTS) && \
+	  $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	    "$$($(CONTRACTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth" && \
+	  $(CONTRACTS)/bin/python -m pip install --quiet --disable-pip-version-check $(CONTRACTS_LIST) && \
+	  echo $(CONTRACTS_FROM) > $(CONTRACTS)/.installed; fi
+	CUDA_VISIBLE_DEVICES= JAXPP_TEST_CONTRACTS=1 $(CONTRACTS)/bin/python -m pytest -rs tests/test_gpu_contracts.py $(ARGS)
+
 # On a machine with a GPU, with jaxpp-async[cuda13] (or [cuda12]) installed into .venv. See docs/gpu.md.
 .PHONY: test-gpu bench-gpu
 GPU_TESTS := tests/test_on_gpu.py tests/test_on_gpu_nccl.py
