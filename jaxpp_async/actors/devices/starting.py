@@ -72,10 +72,9 @@ class SharedCache:
             with self._lock:
                 self._users -= 1
                 if not self._users:
-                    # What the user has set meanwhile stays.
-                    jax_config.set_cache(
-                        {n: v for n, v in self._before.items() if getattr(jax.config, n) == self._given[n]}
-                    )
+                    # A setting that the user has changed meanwhile stays.
+                    ours = [name for name in self._given if getattr(jax.config, name) == self._given[name]]
+                    jax_config.set_cache({name: self._before[name] for name in ours})
                     self._given, self._before = {}, {}
 
 
