@@ -25,7 +25,7 @@ from jax.extend import core as _extend
 from jax.interpreters import ad, batching, mlir
 
 Primitive = _extend.Primitive
-ClosedJaxpr = _extend.ClosedJaxpr
+ClosedJaxpr: Any = vars(_extend)["ClosedJaxpr"]  # JAX 0.12: another name of `Jaxpr`, hidden from type checkers
 Jaxpr = _extend.Jaxpr
 JaxprEqn = _extend.JaxprEqn
 Literal = _extend.Literal
