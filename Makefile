@@ -1,9 +1,11 @@
 # One target for each habit. ARGS reaches the program that a target runs: make demo ARGS="--steps 20".
-# PYTHON picks the interpreter that .venv is made with: make setup test PYTHON=/path/to/python3.13
-# Without it .venv stays with the one it has.
+# PYTHON picks the interpreter that VENV is made with: make setup test PYTHON=/path/to/python3.13
+# Without it an environment stays with the one it has, and a new one gets the newest supported one that is found.
 
-VENV   := .venv
-PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python3)
+VENV   ?= .venv
+ifndef PYTHON
+PYTHON := $(or $(wildcard $(VENV)/bin/python),$(shell .ci/find-python),python3)
+endif
 ARGS   ?=
 MINUTES ?= 20
 JOBS   ?= 2
@@ -37,7 +39,10 @@ help:
 	@echo "make bench-plots  draw the last results of bench and bench-peers (benchmarks/results/*.svg)"
 	@echo "make bench-compile  time the compiler, pass by pass (ARGS=--help lists its options)"
 	@echo "make golden  rewrite the golden texts of tests/golden; read the diff"
-	@echo "make setup   make .venv and install into it; the others do this when needed"
+	@echo "make test-contracts  what the code and its stand-ins call of CuPy, nccl4py and NCCL, held against the real ones;"
+	@echo "             in an environment of their own (some 1 GB), without a GPU"
+	@echo "make setup   make .venv and install into it, with the newest supported Python that is found (PYTHON=... another,"
+	@echo "             VENV=... elsewhere); the others do this when needed"
 
 setup:
 	@command -v "$(PYTHON)" >/dev/null || { \
@@ -46,6 +51,12 @@ setup:
 	  echo "setup: $(PYTHON) is $$("$(PYTHON)" -V 2>&1), but Python 3.11 or newer is needed:" \
 	       "make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@if [ "$$(cat $(STAMP) 2>/dev/null)" != $(INSTALLED_FROM) ]; then $(MAKE) --no-print-directory .install; fi
+ifneq ($(filter setup,$(MAKECMDGOALS)),)
+	@echo "setup: $(VENV) has $$($(BIN)/python -V)"
+	@newest=$$(.ci/find-python) && $(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] >= \
+	  tuple(map(int, sys.argv[1].split()[1].split(".")[:2])))' "$$("$$newest" -V)" && \
+	  echo "setup: $$("$$newest" -V) is here as well: make setup PYTHON=$$newest" || true
+endif
 
 .PHONY: .install
 .install:
@@ -56,7 +67,7 @@ setup:
 	@# sys._base_executable: with .venv activated, $(PYTHON) is .venv's own, which --clear would pull from under us.
 	@if [ "$$($(BIN)/python -c '$(INTERPRETER)' 2>/dev/null)" != "$$("$(PYTHON)" -c '$(INTERPRETER)')" ]; then \
 	  base=$$("$(PYTHON)" -c 'import sys; print(sys._base_executable)') && \
-	  echo "setup: making $(VENV) with $$base" && "$$base" -m venv --clear $(VENV); fi
+	  echo "setup: making $(VENV) with $$base ($$("$$base" -V))" && "$$base" -m venv --clear $(VENV); fi
 	@echo "setup: installing into $(VENV) (a few minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,dev]'
 	@echo $(INSTALLED_FROM) > $(STAMP)
@@ -155,6 +166,22 @@ bench-peers: setup
 	    $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check $(PEERS_PIP_ARGS) "$$peer" || { \
 	      all=no; echo "bench-peers: $$peer cannot be installed here; measuring goes on without it" >&2; }; done; \
 	  if [ $$all = yes ]; then echo $(PEERS_FROM) > $(PEERS_STAMP); fi
+
+# What the code and its stand-ins call of CuPy, nccl4py and NCCL, held against the real ones, which need no GPU for
+# that: in an environment of their own, which also sees what .venv has.
+.PHONY: test-contracts
+CONTRACTS := .venv-contracts
+CONTRACTS_LIST := 'cupy-cuda13x>=13.6' 'nccl4py>=0.6' nvidia-nccl-cu13
+CONTRACTS_FROM = "$$("$(BIN)/python" -c '$(INTERPRETER)') $(CURDIR)" $(CONTRACTS_LIST)
+test-contracts: setup
+	@if [ "$$(cat $(CONTRACTS)/.installed 2>/dev/null)" != "$$(echo $(CONTRACTS_FROM))" ]; then \
+	  echo "test-contracts: installing CuPy, nccl4py and NCCL into $(CONTRACTS) (some 700 MB)" && \
+	  "$$($(BIN)/python -c 'import sys; print(sys._base_executable)')" -m venv --clear $(CONTRACTS) && \
+	  $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	    "$$($(CONTRACTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth" && \
+	  $(CONTRACTS)/bin/python -m pip install --quiet --disable-pip-version-check $(CONTRACTS_LIST) && \
+	  echo $(CONTRACTS_FROM) > $(CONTRACTS)/.installed; fi
+	CUDA_VISIBLE_DEVICES= JAXPP_TEST_CONTRACTS=1 $(CONTRACTS)/bin/python -m pytest -rs tests/test_gpu_contracts.py $(ARGS)
 
 # On a machine with a GPU, with jaxpp-async[cuda13] (or [cuda12]) installed into .venv. See docs/gpu.md.
 .PHONY: test-gpu bench-gpu

@@ -61,8 +61,8 @@ COPIES = 8
 """Of the parameters: themselves, two moments, a microbatch's gradients and their sum, and what the optimizer makes."""
 
 ACTIVATION_BYTES = {2048: 260 << 20, 1024: 194 << 20}
-"""Of a layer of that width, for a sequence of 1024 tokens in bfloat16: what autodiff keeps (232 and 172 MiB on JAX 0.12;
-248 and 180 on JAX 0.10, whose gelu keeps one array more), and some 12 % for what XLA adds."""
+"""Of a layer of that width, for a sequence of 1024 tokens in bfloat16: what autodiff keeps (232 and 172 MiB on JAX
+0.12; 248 and 180 on JAX 0.10, whose gelu keeps one array more), and some 12 % for what XLA adds."""
 
 UNKNOWN_BYTES = 16 << 30
 """Taken for the memory of a GPU that nobody can be asked about."""

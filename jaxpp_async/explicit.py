@@ -53,7 +53,7 @@ def replicated_unless_given(leaf: Any) -> Any:
 
 def result_type(fn: Callable[[Any], Any], x: Any) -> jax.ShapeDtypeStruct:
     """`jax.eval_shape` of one array, which forgets explicit axes where the mesh has others too."""
-    (aval,) = jax.make_jaxpr(fn)(x).out_avals
+    aval: Any = jax.make_jaxpr(fn)(x).out_avals[0]
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=of(aval), weak_type=aval.weak_type)
 
 

@@ -26,7 +26,7 @@ from jax.extend import core as _extend
 from jax.interpreters import ad, batching, mlir
 
 Primitive = _extend.Primitive
-ClosedJaxpr = _extend.ClosedJaxpr
+ClosedJaxpr: Any = vars(_extend)["ClosedJaxpr"]  # JAX 0.12: another name of `Jaxpr`, hidden from type checkers
 Jaxpr = _extend.Jaxpr
 JaxprEqn = _extend.JaxprEqn
 Literal = _extend.Literal
@@ -372,8 +372,8 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     """Take the constants off a jaxpr.
 
     Args:
-        jaxpr: one that may be closed. A closed jaxpr is an object around an open one in JAX 0.10; in JAX 0.12 every jaxpr
-            holds its constants itself, and is its own `.jaxpr`.
+        jaxpr: one that may be closed. A closed jaxpr is an object around an open one in JAX 0.10; in JAX 0.12 every
+            jaxpr holds its constants itself, and is its own `.jaxpr`.
 
     Returns:
         The jaxpr that has the equations, and the values of its `constvars`.

@@ -9,9 +9,11 @@ import enum
 import functools
 import os
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax._src import compilation_cache as _compilation_cache
 from jax._src import config as _settings
 from jax._src import core as _core
 from jax._src import distributed as _distributed
@@ -105,6 +107,23 @@ def _put_whole(self: Any, key: str, value: bytes) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def cache_settings(folder: str) -> dict[str, Any]:
+    """`jax.config` names and values with which JAX keeps all that it compiles in `folder`, small programs too."""
+    return {
+        "jax_compilation_cache_dir": folder,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+
+
+def set_cache(settings: Mapping[str, Any]) -> None:
+    """Change settings of the compilation cache and have JAX look at them again: at its first compilation it decides for
+    good whether it has a cache, and where."""
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    _compilation_cache.reset_cache()
 
 
 def spare_gpus() -> bool:

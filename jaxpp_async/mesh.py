@@ -59,7 +59,8 @@ class RemoteMesh:
             that are on their way) until its actors are asked why, and it is given up.
         max_inflight: how many steps may be under way at once.
         compilation_cache: folder of JAX's persistent compilation cache, None for none; default: a folder of this host
-            in the user's cache folder.
+            in the user's cache folder. With `launcher="inline"` this process's JAX uses it until the mesh
+            closes, unless it has a cache of its own.
         launch_timeout_s: until every actor is ready.
 
     Raises:

@@ -278,7 +278,7 @@ def actor_config(
         axis_types=tuple(axis_types),
         platform=platform,
         jax_config={} if inline else jax_config.copied_config(),
-        cache_dir=None if inline else cache_dir,
+        cache_dir=cache_dir,
         setup=setup,
         transport=transport,
         env=dict(env),

@@ -11,6 +11,7 @@ import faults
 import jax
 import numpy as np
 import pytest
+from jax._src import compilation_cache
 from jax._src.lru_cache import LRUCache
 from models import grads_step, mlp
 
@@ -53,6 +54,43 @@ async def test_a_second_mesh_compiles_nothing(tmp_path):
         f for f in files if not f.endswith("-atime")
     ]
     np.testing.assert_array_equal(first, second)
+
+
+async def test_inline_actors_use_it_until_their_mesh_closes(tmp_path, monkeypatch):
+    names = list(jax_config.cache_settings(""))
+    own = {name: getattr(jax.config, name) for name in names}
+    loaded, get = list[str](), LRUCache.get
+    monkeypatch.setattr(
+        LRUCache, "get", lambda self, key: (found := get(self, key)) and (loaded.append(str(self.path)), found)[1]
+    )
+
+    async def compile_a_step() -> None:
+        async with jpp.RemoteMesh(2, launcher="inline", compilation_cache=str(tmp_path / "mesh")) as mesh:
+            await mesh.distributed(grads_step(MODEL, jpp.Std1F1B(2))).compile(MODEL.init(0), MODEL.batch(0, 4))
+
+    def files() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "mesh").glob("*-cache"))
+
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()
+        jax.jit(lambda x: x + 1)(1)  # JAX has decided that it has none
+        before = {name: getattr(jax.config, name) for name in names}
+        await compile_a_step()
+        assert len(kept := files()) > 4 and {name: getattr(jax.config, name) for name in names} == before
+        jax.jit(lambda x: x + 2)(1)
+        assert files() == kept and not loaded, "behind the mesh nothing is kept"
+        await compile_a_step()
+        assert files() == kept and loaded == [str(tmp_path / "mesh")] * len(loaded) and len(loaded) > 4
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
+        compilation_cache.reset_cache()
+        await compile_a_step()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own") and list((tmp_path / "own").iterdir())
+        assert files() == kept
+    finally:
+        for name, value in own.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 def test_the_default_is_a_folder_of_this_host_in_the_users_cache(tmp_path, monkeypatch):

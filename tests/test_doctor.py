@@ -127,6 +127,7 @@ def having(facts: HostFacts, **packages: str) -> HostFacts:
 
 OLD_DRIVER = replace(GPU_HOST, driver=Driver("550.54", (12, 4), has_peer_memory=True))
 NO_GPU = replace(GPU_HOST, gpus=(), driver=None, gpu_error="NVML Shared Library Not Found", jax=None, jax_error="x")
+OLD_NCCL = having(GPU_HOST, nvidia_nccl_cu13="2.31.1")
 SYSTEM = {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}
 DOWN = replace(PORT, state="DOWN")
 ETHERNET = replace(DOWN, link_layer="Ethernet")
@@ -140,6 +141,7 @@ WELL = [
     ("CPUs, though one host has GPUs", on_two(CPU, CPU_HOST, GPU_HOST)),
     ("GPUs", on_one(GPU, GPU_HOST)),
     ("GPUs, two hosts, NCCL", on_two(NCCL, GPU_HOST, GPU_HOST)),
+    ("an older NCCL that nobody uses", on_one(GPU, OLD_NCCL)),
     ("two GPUs an actor", on_one(replace(GPU, devices_per_actor=2), GPU_HOST)),
     ("several devices an actor: a slot is a device", on_slots(4, 2, (4, 4), names="0,1,2,3")),
     ("actors larger than a host", on_slots(2, 16, (8, 8, 8, 8))),
@@ -219,7 +221,11 @@ WRONG = [
      "error", "nccl", "n1", "NCCL not installed", "cuda13"),
     ("no nccl4py", on_one(NCCL, without(GPU_HOST, "nccl4py")),
      "error", "nccl", "n1", "nccl4py not installed", "cuda13"),
-    ("another NCCL there", on_two(NCCL, GPU_HOST, having(GPU_HOST, nvidia_nccl_cu13="2.30.1")),
+    ("an NCCL that hangs", on_one(NCCL, OLD_NCCL),
+     "warning", "nccl", "n1", "before 2.31.2 NCCL's grouped transfers may hang", "'nvidia-nccl-cu13>=2.31.2'"),
+    ("an NCCL that hangs in an actor's collectives", on_one(replace(GPU, devices_per_actor=2), OLD_NCCL),
+     "warning", "nccl", "n1", "nvidia-nccl-cu13 2.31.1", "'nvidia-nccl-cu13>=2.31.2'"),
+    ("another NCCL there", on_two(NCCL, GPU_HOST, having(GPU_HOST, nvidia_nccl_cu13="2.33.0")),
      "error", "versions", "all hosts", "NCCL differs: nvidia-nccl-cu13 2.32.3, nccl4py 0.6.0 on n1", "the same on all"),
     ("NCCL without GPUs", on_one(replace(CPU, transport="nccl"), CPU_HOST),
      "error", "nccl", "all hosts", "NCCL moves GPU memory", "--platform cuda"),

@@ -7,6 +7,7 @@ carries what `send` is given. A request's failure is a `Failed` reply, never an 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections import OrderedDict, deque
@@ -20,6 +21,7 @@ from jaxpp_async.actors.configuring import Equipment, equip
 from jaxpp_async.actors.control.failed_reply import failed
 from jaxpp_async.actors.devices.cluster import reserve_port
 from jaxpp_async.actors.devices.cuda import DeviceDoor, open_door
+from jaxpp_async.actors.devices.starting import share_cache
 from jaxpp_async.actors.numbers import numbers
 from jaxpp_async.actors.owned_tasks import OwnedTasks
 from jaxpp_async.actors.plan import ExecutionPlan
@@ -80,7 +82,7 @@ class Actor:
         self._equipment_or_none: Equipment | None = None
         self._store, self._shelf = Store(), Shelf()
         self._programs: dict[int, LoadedProgram] = {}
-        self._tasks = OwnedTasks()
+        self._tasks, self._shared = OwnedTasks(), contextlib.ExitStack()
         self._epoch = 0
         self._last_step = -1
         self._broken: str | None = None
@@ -113,6 +115,7 @@ class Actor:
         if self._closed:
             return
         self._closed = True
+        self._shared.close()
         if self._equipment_or_none is not None:
             self._equipment_or_none.snapshots.stop_all()
         await self._tasks.aclose()
@@ -197,6 +200,8 @@ class Actor:
             raise ProtocolError("the actor is configured already", actor=self.actor_id)
         if message.cluster is not None:
             self._cluster, self._seat = message.cluster, Seat(self._seat.process, message.cluster.size)
+        if self._inline:
+            self._shared.enter_context(share_cache(message))
         self._equipment_or_none, ready = await equip(
             message,
             self._seat,

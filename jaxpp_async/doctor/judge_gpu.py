@@ -17,6 +17,9 @@ from jaxpp_async.transport.nccl.plan import ranks_may_share
 DRIVERS: Mapping[int, str] = {12: "525.60.13", 13: "580"}
 """Oldest driver for each CUDA, on Linux. Source: JAX's installation page; NVIDIA's CUDA compatibility guide."""
 
+NCCL_FROM = (2, 31, 2)
+"""Oldest NCCL whose grouped transfers do not hang. Source: https://github.com/marin-community/marin/issues/7024"""
+
 MOST_USED = 0.1
 """Of a GPU's memory, by others: an actor that has a GPU to itself sets nine tenths of it aside at once."""
 
@@ -260,6 +263,10 @@ def _judge_nccl(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
     if asked.transport == "nccl" and missing:
         remedy = facts.install(extra_of("cuda", facts.cuda))
         yield error("nccl", name, f"{' and '.join(missing)} not installed", remedy)
+    elif (asked.transport == "nccl" or asked.devices_per_actor > 1) and (package := _old_nccl(facts)) is not None:
+        least = ".".join(map(str, NCCL_FROM))
+        what = f"{found}: before {least} NCCL's grouped transfers may hang (marin-community/marin#7024)"
+        yield warning("nccl", name, what, f"{facts.executable} -m pip install '{package}>={least}'")
     elif found:
         yield ok("nccl", name, found)
     else:
@@ -271,6 +278,15 @@ def _nccl(facts: HostFacts) -> str:
         f"{package} {v}" for package, v in facts.packages.items() if package.startswith(("nvidia-nccl-", "nccl4py"))
     )
     return ", ".join(found)
+
+
+def _old_nccl(facts: HostFacts) -> str | None:
+    """The package that brings an NCCL whose grouped transfers may hang."""
+    for package, version in facts.packages.items():
+        numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+        if package.startswith("nvidia-nccl-") and numbers < NCCL_FROM:
+            return package
+    return None
 
 
 def _nccl_version(facts: HostFacts) -> str:

@@ -14,6 +14,8 @@ import math
 import os
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -37,6 +39,47 @@ _PACKAGES = ("jaxpp-async", "jax", "jaxlib", "numpy", "ml_dtypes")
 INLINE_DEVICES = threading.Lock()
 """Held while an inline actor executes over several devices: XLA's CPU collectives of two executables at once can
 occupy each other's threads for ever, and a process has one set of devices however many actors share it."""
+
+
+class SharedCache:
+    """Gives this process's JAX a compilation cache for as long as somebody uses it, and then its own settings back.
+
+    The first of several that are used at once stays in its place.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+        self._given: dict[str, Any] = {}
+        self._before: dict[str, Any] = {}
+
+    @property
+    def is_users_own(self) -> bool:
+        """Whether JAX has a compilation cache that nobody here gave it."""
+        return not self._users and bool(jax.config.jax_compilation_cache_dir)
+
+    @contextmanager
+    def use(self, folder: str) -> Iterator[None]:
+        """Keep in `folder` what is compiled meanwhile."""
+        with self._lock:
+            if not self._users:
+                self._given = jax_config.cache_settings(folder)
+                self._before = {name: getattr(jax.config, name) for name in self._given}
+                jax_config.set_cache(self._given)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    # A setting that the user has changed meanwhile stays.
+                    ours = [name for name in self._given if getattr(jax.config, name) == self._given[name]]
+                    jax_config.set_cache({name: self._before[name] for name in ours})
+                    self._given, self._before = {}, {}
+
+
+SHARED_CACHE = SharedCache()
+"""JAX's settings are the process's, so this is too."""
 
 
 class Devices:
@@ -73,7 +116,7 @@ def start_devices(configure: Configure, *, inline: bool) -> Devices:
 
     Args:
         configure: what the controller asks for.
-        inline: the actor shares the controller's process, whose JAX is left as it is.
+        inline: the actor shares the controller's process, whose JAX is left as it is (but see `share_cache`).
 
     Raises:
         MeshError: the process has fewer devices than `spmd_mesh` needs.
@@ -128,11 +171,22 @@ def _configure_jax(configure: Configure) -> None:
         settings["jax_platforms"] = f"{configure.platform},cpu"
     if configure.cache_dir:
         _make_cache(configure.cache_dir)
-        settings["jax_compilation_cache_dir"] = configure.cache_dir
-        settings["jax_persistent_cache_min_compile_time_secs"] = 0.0
-        settings["jax_persistent_cache_min_entry_size_bytes"] = -1
+        settings |= jax_config.cache_settings(configure.cache_dir)
     for name, value in settings.items():
         jax.config.update(name, value)
+
+
+def share_cache(configure: Configure) -> AbstractContextManager[None]:
+    """A context in which this process's JAX, which an inline actor shares, uses the mesh's compilation cache; or the
+    user's, if there is one.
+
+    Raises:
+        MeshError: the folder cannot be made.
+    """
+    if not configure.cache_dir or SHARED_CACHE.is_users_own:
+        return nullcontext()
+    _make_cache(configure.cache_dir)
+    return SHARED_CACHE.use(configure.cache_dir)
 
 
 def _make_cache(folder: str) -> None:
