@@ -1,5 +1,5 @@
-"""Several savers in one folder: whatever comes between their file operations, the manifest in place names whole files, who
-is told "saved" was in place, and who is told otherwise leaves nothing. Then the same with meshes."""
+"""Several savers in one folder: whatever comes between their file operations, the manifest in place names whole files,
+who is told "saved" was in place, and who is told otherwise leaves nothing. Then the same with meshes."""
 
 from __future__ import annotations
 
@@ -255,16 +255,17 @@ def test_who_removes_or_cleans_takes_nothing_that_is_in_place(tmp_path, stepped)
 async def test_two_meshes_save_into_one_folder(remote_mesh, tmp_path):
     meshes = [await remote_mesh(1, launcher="inline", max_restarts=n) for n in range(2)]  # two, not one shared
     makers = [mesh.distributed(lambda x: {"a": x, "b": x + 1}) for mesh in meshes]
+    like = {"a": np.zeros(99, "f4"), "b": np.zeros(99, "f4"), "by": 0}
     told: list[int] = []
     for number in range(12):
-        trees = [await mesh.run(make, np.full(99, n, np.float32)) for n, (mesh, make) in enumerate(zip(meshes, makers))]
-        saves = [mesh.save(tmp_path / "one", {**t, "by": n}) for n, (mesh, t) in enumerate(zip(meshes, trees))]
+        trees = [await meshes[n].run(makers[n], np.full(99, n, np.float32)) for n in range(2)]
+        saves = [meshes[n].save(tmp_path / "one", {**trees[n], "by": n}) for n in range(2)]
         outcomes = await asyncio.gather(*saves, return_exceptions=True)
         for outcome in outcomes:
             assert not isinstance(outcome, BaseException) or "another save has put" in str(outcome)
         winners = [n for n, outcome in enumerate(outcomes) if not isinstance(outcome, BaseException)]
         told.append(len(winners))
-        found = await meshes[number % 2].restore(tmp_path / "one", {"a": np.zeros(99, "f4"), "b": np.zeros(99, "f4"), "by": 0})
+        found = await meshes[number % 2].restore(tmp_path / "one", like)
         assert found["by"] in winners and found["a"][0] == found["by"] and found["b"][0] == found["by"] + 1
     assert sum(told) >= len(told)
     named = json.loads((tmp_path / "one" / "manifest.json").read_text())["files"]
@@ -278,13 +279,16 @@ async def test_a_file_that_is_gone_before_the_commit_is_told(remote_mesh, tmp_pa
     before = {path: path.read_bytes() for path in (tmp_path / "one").iterdir()}
     original = tensor_files.write
 
-    def write(path: str, *args: Any) -> Any:
-        written = original(path, *args)
-        os.truncate(path, 10) if breaks == "cut" else os.unlink(path)
-        return written
+    def breaking(breaks: Callable[[str], None]) -> Any:
+        def write(path: str, *args: Any) -> Any:
+            written = original(path, *args)
+            breaks(path)
+            return written
 
-    monkeypatch.setattr(tensor_files, "write", write)
-    for breaks, said in {"cut": "has 10 bytes, but had", "gone": "somebody has removed it since"}.items():
+        return write
+
+    for breaks, said in ((lambda path: os.truncate(path, 10), "has 10 bytes, but had"), (os.unlink, "somebody has")):
+        monkeypatch.setattr(tensor_files, "write", breaking(breaks))
         with pytest.raises(CheckpointError, match=said):
             await mesh.save(tmp_path / "one", {"x": array})
         assert {path: path.read_bytes() for path in (tmp_path / "one").iterdir()} == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -220,16 +221,14 @@ def test_what_is_no_json_is_refused(value):
 def test_a_few_thousand_texts_with_changed_bytes():
     """Signed again, so that what is changed is looked at, or not."""
     rng, good = random.Random(1), m.to_text(m.parse(signed(content())))
-    pieces = ["{", "}", "[", "]", '"', ",", ":", "1e999", "-", "9" * 30, "null", "\\ud800", "\\u0000", "NaN", "9" * 5000]
+    pieces = [*'{}[]",:-', "1e999", "9" * 30, "null", "\\ud800", "\\u0000", "NaN", "9" * 5000]
     for _ in range(3000):
         text = good
         for _ in range(rng.randint(1, 3)):
             at = rng.randrange(len(text))
             text = text[:at] + rng.choice([*pieces, text[at : at + 20]]) + text[at + rng.randint(0, 8) :]
-        try:
+        with contextlib.suppress(ValueError, AttributeError):  # else it goes as it is
             text = signed(json.loads(text))
-        except (ValueError, AttributeError):
-            pass  # it goes as it is
         try:
             parsed = m.parse(text)
         except CheckpointError as error:
