@@ -378,7 +378,7 @@ class RemoteMesh:
         should anything fail, what it held before. One save is under way at a time; another waits first.
 
         Args:
-            path: a folder; made if it is missing.
+            path: a folder; made if it is missing. Text, bytes or a `Path`.
             tree: `RemoteArray`s, host arrays, PRNG keys, and Python's bool, int, float, complex and str.
             wait: False: return once the arrays are taken hold of: they may then be donated while files are written.
             on_progress: called with the `Saving` each time that a file is on the disk.
@@ -387,7 +387,8 @@ class RemoteMesh:
             The save: whole, or (`wait=False`) under way and to be awaited.
 
         Raises:
-            CheckpointError: it failed; names the file and the cause. Nothing of it is left.
+            CheckpointError: it failed, or another save has replaced what was there meanwhile; names the file and the
+                cause. Nothing of it is left.
             ArrayError: an array was donated, deleted, or is another mesh's.
             MeshClosedError: the mesh is closed or has failed.
         """
@@ -402,8 +403,8 @@ class RemoteMesh:
             path: the checkpoint's folder, as every actor sees it.
             like: what to restore, and where to: a tree with the saved paths, in which `(step, argnum)` stands for that
                 argument of a step compiled before, and an array goes where that step keeps it. A `RemoteArray` asks for
-                its own place, a `ShapeDtypeStruct` for a `RemoteArray` that waits here for its first use; numpy and JAX
-                arrays and Python scalars ask for a value of their kind.
+                its own place, a `ShapeDtypeStruct` (as of `jax.eval_shape`) for a `RemoteArray` that waits here for its
+                first use; numpy and JAX arrays and Python scalars ask for a value of their kind.
 
         Returns:
             The tree.

@@ -10,6 +10,7 @@ import gc
 import inspect
 import itertools
 import json
+import logging
 import os
 import pathlib
 import re
@@ -472,8 +473,112 @@ async def test_arrays_that_are_gone_or_elsewhere(mesh, remote_mesh, tmp_path):
     with pytest.raises(ArrayError, match="x cannot be used: it was deleted"):
         await mesh.save(tmp_path / "a", {"x": array})
     assert not os.listdir(tmp_path)
-    with pytest.raises(MeshError, match="compile it first"):
-        await mesh.restore(tmp_path, (mesh.distributed(lambda x: x), 0))
+
+
+# ---------------------------------------------------------------- paths
+
+ODD = [b"with space", b"new\nline", b"not-utf8-\xff\xfe", "\N{SNOWMAN}".encode(), b"-rf %s {x} \\", b"\x1b[31m"]
+
+
+@pytest.mark.parametrize("name", ODD, ids=ascii)
+async def test_any_name_that_a_file_system_allows(mesh, tmp_path, name, caplog, capfd):
+    caplog.set_level(logging.DEBUG)
+    path = os.path.join(os.fsencode(tmp_path), name)
+    array = await mesh.run(mesh.distributed(lambda x: x + 1), np.zeros(3, np.float32))
+    tree = {"on an actor": array, "here": np.arange(3)}
+    for given in (path, pathlib.Path(os.fsdecode(path))):
+        saving = await mesh.save(given, tree)
+        assert saving.path == os.fsdecode(path) and repr(saving).encode()
+        equal(await mesh.fetch(await mesh.restore(given, tree)), await mesh.fetch(tree))
+    assert os.listdir(os.fsencode(tmp_path)) == [name]
+    file = next(name for name in os.listdir(saving.path) if name.endswith("-actor-0-0.safetensors"))
+    flip(pathlib.Path(saving.path, file))
+    with pytest.raises(CheckpointError, match="is corrupt") as error:
+        await mesh.restore(path, tree)
+    assert str(error.value).encode() and "\n" not in str(error.value).partition("is corrupt")[0]
+    async with jpp.Checkpoints(mesh, path, keep=1) as checkpoints:
+        for number in (1, 2):
+            await checkpoints.save(number, tree)
+    equal(await mesh.fetch(await checkpoints.restore(tree)), await mesh.fetch(tree))
+    assert caplog.text.encode() and "UnicodeEncodeError" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["with\0nul", b"with\0nul", "half \ud800"], ids=ascii)
+async def test_names_that_no_file_can_have(mesh, tmp_path, name):
+    path = os.path.join(tmp_path if isinstance(name, str) else os.fsencode(tmp_path), name)
+    with pytest.raises(CheckpointError, match="no folder can have this name") as error:
+        await mesh.save(path, {"x": 1})
+    assert str(error.value).encode()
+    with pytest.raises(CheckpointError, match="no folder can have this name"):
+        await mesh.restore(path, {"x": 1})
+    with pytest.raises(CheckpointError, match="no folder can have this name"):
+        jpp.Checkpoints(mesh, path)
+    with pytest.raises(CheckpointError, match="File name too long"):
+        await mesh.save(tmp_path / ("x" * 300), {"x": 1})
+    assert not os.listdir(tmp_path)
+
+
+# ---------------------------------------------------------------- restoring without a compiled step
+
+
+async def test_an_abstract_state_stands_in_for_a_compiled_step(mesh, remote_mesh, tmp_path):
+    step = mesh.distributed(train_step)
+    state, _ = await mesh.run(step, new_state(), batch(0))
+    await mesh.save(tmp_path, {"state": state, "key": jax.random.key(3), "step": 7})
+    expected = await mesh.run(step, state, batch(1))
+    fresh = await remote_mesh(2, launcher="inline", max_restarts=1)
+    uncompiled = fresh.distributed(train_step)
+    with pytest.raises(CheckpointError, match=r"step 'train_step' has not been compiled.*jax.eval_shape.*step.compile"):
+        await fresh.restore(tmp_path, {"state": (uncompiled, 0), "key": jax.random.key(0), "step": 0})
+    like = {"state": jax.eval_shape(new_state), "key": jax.eval_shape(lambda: jax.random.key(0)), "step": 0}
+    restored = await fresh.restore(tmp_path, like)
+    assert restored["step"] == 7 and {x.actors for x in jax.tree.leaves(restored["state"])} == {()}
+    actual = await fresh.run(uncompiled, restored["state"], batch(1))
+    equal(await fresh.fetch(actual), await mesh.fetch(expected))
+    assert await fresh.fetch(restored["key"]) == jax.random.key(3)
+    await uncompiled.compile(like["state"], batch(0))  # no values: the shapes tell where each leaf goes
+    again = await fresh.restore(tmp_path, {**like, "state": (uncompiled, 0)})
+    assert all(x.actors for x in jax.tree.leaves(again["state"]))
+    equal(await fresh.fetch(await fresh.run(uncompiled, again["state"], batch(1))), await fresh.fetch(actual))
+
+
+async def test_a_path_without_a_checkpoint_says_what_is_there(mesh, tmp_path):
+    series = tmp_path / "run"
+    async with jpp.Checkpoints(mesh, series, keep=9) as checkpoints:
+        for number in (2, 4):
+            await checkpoints.save(number, {"x": number})
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").touch()
+    broken = series / "00000006"
+    broken.mkdir()
+    (broken / "0123456789abcdef-actor-0-0.safetensors.partial").touch()
+    for path, said in {
+        series: r"is a folder of checkpoints, 00000004, 00000002; give one of them \(.*/00000004\), or .*Checkpoints\(",
+        series / "00000009": "there is no such folder; in .*run there are 00000004, 00000002$",
+        broken: r"manifest\.json is missing: a save was broken off here, .*; in .*run there are 00000004, 00000002$",
+        series / "00000002" / "manifest.json": "it is a file; give the folder that it is in: .*/00000002$",
+        tmp_path / "notes" / "a.txt": "it is a file$",
+        tmp_path / "notes": "in it are a.txt; nor is there one in it or beside it$",
+        tmp_path / "empty": "it is empty; nor is there one in it or beside it$",
+        tmp_path / "no" / "where": "there is no such folder; nor is there one in it or beside it$",
+    }.items():
+        with pytest.raises(CheckpointError, match=said):
+            await mesh.restore(path, {"x": 0})
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"half \ud800": 1}, "'half \\\\ud800': this key of the tree is no text"),
+        ({"x": "half \ud800"}, "x is a str with surrogates in it.*np.frombuffer"),
+        ({"x": 10**4200}, "x is a whole number of more than 4000 digits"),
+    ],
+)
+async def test_text_and_numbers_that_no_manifest_can_hold(mesh, tmp_path, tree, said):
+    with pytest.raises(CheckpointError, match=said):
+        await mesh.save(tmp_path / "a", tree)
+    assert not os.listdir(tmp_path)
 
 
 # ---------------------------------------------------------------- failures

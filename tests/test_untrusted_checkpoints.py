@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -149,6 +150,93 @@ def test_a_thousand_mutated_manifests():
         assert m.parse(m.to_text(parsed)) == parsed  # what it takes is a manifest
 
 
+def deep(levels: int) -> Any:
+    value: Any = 0
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+HOSTILE = {
+    "a checksum that cannot be sent": ("arrays", "w", "sha256", "\ud800"),
+    "a checksum of a piece that cannot be sent": ("arrays", "p", "pieces", 0, "sha256", "\ud800"),
+    "a name of a piece that cannot be sent": ("arrays", "p", "pieces", 0, "name", "\ud800"),
+    "a writer that cannot be printed": ("files", "a.safetensors", "written_by", "\ud800"),
+    "a kind of keys that cannot be printed": ("arrays", "w", "key_impl", "\ud800"),
+    "a dtype that is a program": ("arrays", "w", "dtype", "(" * 200 + "f4"),
+    "a dtype that is half a list": ("arrays", "w", "dtype", "4(,)f4"),
+    "an axis beyond 64 bits": ("arrays", "w", "shape", [0, 2**70]),
+    "a product beyond 64 bits": ("arrays", "w", "shape", [2**62, 4]),
+    "axes without end": ("arrays", "w", "shape", [1] * 100),
+    "axes of many digits": ("arrays", "w", "shape", [10**4000] * 60),
+    "a size beyond 64 bits": ("files", "a.safetensors", "size_bytes", 10**4000),
+    "a deep shape": ("arrays", "w", "shape", deep(900)),
+    "a deep value": ("values", "x", "value", deep(900)),
+    "a deep kind": ("values", "x", "type", deep(900)),
+    "a deep writer": ("files", "a.safetensors", "written_by", deep(900)),
+    "a deep version": ("version", deep(900)),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_fields_are_refused_by_name(what):
+    fields = content()
+    fields["arrays"]["p"] = json.loads(json.dumps(fields["arrays"]["w"])) | {
+        "pieces": [{"file": "a.safetensors", "name": "p[0]", "start": [0], "shape": [4], "sha256": "00"}]
+    }
+    m.parse(signed(json.loads(json.dumps(fields))))
+    *path, last, value = HOSTILE[what]
+    here: Any = fields
+    for key in path:
+        here = here[key]
+    here[last] = value
+    with pytest.raises(CheckpointError) as error:
+        m.parse(signed(fields))
+    assert str(error.value).encode() and len(str(error.value)) < 1000
+
+
+def test_depth_is_refused_wherever_the_stack_ends():
+    """Reading, checking and printing a nested value each end at another depth."""
+    text = signed(content())
+    for levels in (*range(100, 1200, 50), 3000, 10_000, 50_000, 200_000):
+        for where in ('"more": ', '"version": 1, "sha256": '):
+            with pytest.raises(CheckpointError):
+                m.parse(text[:-1] + f", {where}" + "[" * levels + "]" * levels + "}")
+
+
+def test_a_key_that_stands_twice_is_refused():
+    text = signed(content())
+    with pytest.raises(CheckpointError, match="a key stands twice"):
+        m.parse(text.replace('"step":', '"step": {"type": "int", "value": 4}, "step":'))
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+def test_what_is_no_json_is_refused(value):
+    fields = content()
+    fields["values"]["x"]["value"] = float(value)
+    with pytest.raises(CheckpointError, match="is no JSON"):
+        m.parse(signed(fields))
+
+
+def test_a_few_thousand_texts_with_changed_bytes():
+    """Signed again, so that what is changed is looked at, or not."""
+    rng, good = random.Random(1), m.to_text(m.parse(signed(content())))
+    pieces = [*'{}[]",:-', "1e999", "9" * 30, "null", "\\ud800", "\\u0000", "NaN", "9" * 5000]
+    for _ in range(3000):
+        text = good
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(text))
+            text = text[:at] + rng.choice([*pieces, text[at : at + 20]]) + text[at + rng.randint(0, 8) :]
+        with contextlib.suppress(ValueError, AttributeError):  # else it goes as it is
+            text = signed(json.loads(text))
+        try:
+            parsed = m.parse(text)
+        except CheckpointError as error:
+            assert str(error).encode()
+            continue
+        assert repr(m.parse(m.to_text(parsed))) == repr(parsed)
+
+
 # ---------------------------------------------------------------- files
 
 
@@ -232,13 +320,20 @@ def entry(**changes: Any) -> dict[str, Any]:
         entry(data_offsets=[0]),
         entry(data_offsets=[0.0, 16.0]),
         entry(data_offsets="ab"),
+        entry(data_offsets=[10**4299, 10**4299 + 16]),
+        entry(shape=deep(900)),
+        entry(shape=["\ud800"]),
+        entry(dtype=deep(900)),
+        entry(dtype="\ud800" * 1000),
+        entry(shape=[10**4000]),
     ],
     ids=lambda header: repr(header)[:60],
 )
 def test_headers_that_lie(tmp_path, header):
     path = file_with(tmp_path / "file", header)
-    with pytest.raises(CheckpointError, match="file: "):
+    with pytest.raises(CheckpointError, match="file: ") as error:
         tensor_files.read(path, [Wanted("w", "float32", (4,), "00")])
+    assert str(error.value).encode() and len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1, 100_000_001, 1000])

@@ -38,8 +38,7 @@ _MAX_AXES, _MAX_ITEM_BYTES = 64, 32
 
 _OF_ML_DTYPES = [t for t in vars(ml_dtypes).values() if isinstance(t, type) and issubclass(t, np.generic)]
 _DTYPES = frozenset(
-    dtype.name
-    for dtype in map(np.dtype, [*"?", *np.typecodes["AllInteger"], *np.typecodes["AllFloat"], *_OF_ML_DTYPES])
+    np.dtype(kind).name for kind in (*"?", *np.typecodes["AllInteger"], *np.typecodes["AllFloat"], *_OF_ML_DTYPES)
 )
 """Types of numbers: bytes read as anything else may be pointers."""
 

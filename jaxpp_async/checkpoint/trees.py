@@ -16,7 +16,7 @@ from jaxpp_async.actors.values.numpy_types import numpy_dtype
 from jaxpp_async.arrays import Owner, RemoteArray, is_remote
 from jaxpp_async.checkpoint.manifest import PLAIN_TYPES, ROOT, Array, Manifest, PlainValue
 from jaxpp_async.compiler.ir import ValueType
-from jaxpp_async.errors import CheckpointError
+from jaxpp_async.errors import CheckpointError, MeshError
 from jaxpp_async.leaves import as_user_sees, travelling_type
 from jaxpp_async.printable import printable
 from jaxpp_async.program import ActorId, Aval
@@ -146,7 +146,7 @@ def targets(like: Any) -> tuple[dict[str, Target], Any]:
     """What the leaves of `like` ask for, by path, and the structure to build of them.
 
     Raises:
-        CheckpointError: a leaf that nothing can be restored as. MeshError: a step that was not compiled.
+        CheckpointError: a leaf that nothing can be restored as, or a step that was not compiled.
     """
     tree = jax.tree.map(_expanded, like, is_leaf=_is_argument)
     named = named_leaves(tree)
@@ -163,7 +163,15 @@ def _expanded(node: Any) -> Any:
     if not _is_argument(node):
         return node
     step, argnum = node
-    compiled = step.latest("mesh.restore(like=(step, argnum))")
+    try:
+        compiled = step.latest("mesh.restore(like=(step, argnum))")
+    except MeshError:
+        raise CheckpointError(
+            f"`like` has (step, {argnum}), but step {step.__name__!r} has not been compiled, so nobody knows where it "
+            "keeps each leaf: give the shapes instead, `jax.eval_shape(init_fn)`, for arrays that wait on the "
+            "controller for their first use; or compile it with them first, `await step.compile(shapes, batch)`, for "
+            "actors that read what they are to hold"
+        ) from None
     traced = compiled.compiled.traced
     slots = jax.tree.unflatten(traced.in_tree, compiled.inputs[: len(traced.arg_of)])
     numbers = jax.tree.unflatten(traced.in_tree, traced.arg_of)

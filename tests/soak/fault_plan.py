@@ -23,7 +23,15 @@ Link: TypeAlias = Literal[
 """Everything of a kind to and from a host is lost, or late. Nobody is to be replaced."""
 
 Asked: TypeAlias = Literal[
-    "interrupt the loop", "cancel a run", "cancel an await", "cancel a fetch", "cancel a save", "save", "restore"
+    "interrupt the loop",
+    "cancel a run",
+    "cancel an await",
+    "cancel a fetch",
+    "cancel a save",
+    "save",
+    "save to an odd path",
+    "save beside another driver",
+    "restore",
 ]
 """What the one who trains does itself, between two steps or in one."""
 
@@ -97,7 +105,14 @@ def _seconds(kind: Kind, rng: random.Random) -> float:
             return rng.uniform(0.0, 12.0)
         case "slow" | "kill, and its successor":
             return rng.uniform(0.0, 3.0)
-        case "interrupt the loop" | "cancel a run" | "cancel an await" | "cancel a fetch" | "cancel a save":
+        case (
+            "interrupt the loop"
+            | "cancel a run"
+            | "cancel an await"
+            | "cancel a fetch"
+            | "cancel a save"
+            | "save beside another driver"
+        ):
             return rng.choice([0.0, rng.uniform(0, 0.01), rng.uniform(0, 0.1)])
         case _:
             return 0.0

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import random
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,9 @@ STEP_LIMIT_S = 90.0
 """What a step may take: an actor that is stopped for ever is noticed after 10 s and replaced in a few more."""
 
 NUM_MICROBATCHES = 4
+
+ODD_BYTES = [byte for byte in range(1, 256) if byte != ord("/")]
+"""All that may stand in a file's name."""
 
 
 class SoakFailure(Exception):
@@ -136,6 +142,12 @@ class Trainer:
             case "save" | "cancel a save":
                 await self._save(wish)
                 return None
+            case "save to an odd path":
+                await self._save_to_odd_path(wish)
+                return None
+            case "save beside another driver":
+                await self._save_beside_another(wish)
+                return None
             case "restore":
                 await self._restore()
                 return None
@@ -186,6 +198,38 @@ class Trainer:
             await saving
             self._saved = number, Path(saving.path)
 
+    async def _save_to_odd_path(self, wish: Fault) -> None:
+        """To a name that a file system allows; it must come back from there bit for bit."""
+        rng = random.Random(wish.number)
+        name = b"odd-" + bytes(rng.choice(ODD_BYTES) for _ in range(rng.randint(1, 60)))
+        path = os.path.join(os.fsencode(self._folder), name)
+        state = await self._mesh.fetch(self._state)
+        await self._mesh.save(path, {"state": self._state})
+        _check_is_one_of((await self._mesh.restore(path, {"state": state}))["state"], [state], str(path))
+
+    async def _save_beside_another(self, wish: Fault) -> None:
+        """The other mesh saves its own state into the same folder at the same time, or a little later. Whoever is told
+        that it has saved has; the other one is told that it has not."""
+        path = self._folder / "of two drivers"
+        states = await self._mesh.fetch(self._state), await self._reference.fetch(self._reference_state)
+
+        async def save(mesh: jpp.RemoteMesh, state: Any, after_s: float) -> bool:
+            await asyncio.sleep(after_s)
+            try:
+                await mesh.save(path, {"state": state})
+            except jpp.errors.CheckpointError as error:
+                if "another save has put" not in str(error):
+                    raise
+                return False
+            return True
+
+        told = await asyncio.gather(
+            save(self._mesh, self._state, 0.0), save(self._reference, self._reference_state, wish.seconds)
+        )
+        found = (await self._mesh.restore(path, {"state": states[0]}))["state"]
+        saved = [state for state, is_saved in zip(states, told, strict=True) if is_saved]
+        _check_is_one_of(found, saved, str(path))
+
     async def _restore(self) -> None:
         """Back to the last checkpoint; the losses of the steps since must come out again."""
         await self._finish_save()
@@ -219,6 +263,15 @@ class Trainer:
 
     def _batch(self, number: int) -> Any:
         return self._model.batch(number, NUM_MICROBATCHES)
+
+
+def _check_is_one_of(found: Any, expected: Sequence[Any], what: str) -> None:
+    """Raises:
+    SoakFailure: a tree is none of those that it may be, bit for bit.
+    """
+    leaves = [_bytes(leaf) for leaf in jax.tree.leaves(found)]
+    if leaves not in [[_bytes(leaf) for leaf in jax.tree.leaves(tree)] for tree in expected]:
+        raise SoakFailure(f"{what} does not have what was saved there")
 
 
 async def _cancelled(awaitable: Any, seconds: float) -> None:

@@ -87,7 +87,7 @@ class Encoder:
         self._packer = packer
         try:
             payload = packer.pack(named(message))
-        except (ValueError, OverflowError, RecursionError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             self._packer = None
             raise MeshError(f"{type(message).__name__} cannot be sent: {_reason(error)}") from None
         assert payload is not None  # its stubs allow None, for packers that do not reset themselves
@@ -104,9 +104,7 @@ class Encoder:
 def _reason(error: Exception) -> str:
     if isinstance(error, UnicodeEncodeError):
         return f"{error.object[:80]!r} is no text that UTF-8 can hold; leave out its surrogates"
-    if isinstance(error, OverflowError):
-        return "it has a whole number of more than 64 bits"
-    return f"{error or 'it is nested too deep'}"
+    return str(error) or "it is nested too deep"
 
 
 def decode(data: bytes | memoryview, known: Mapping[str, type]) -> Any:
@@ -191,6 +189,8 @@ def _not_msgpack(error: Exception) -> ProtocolError:
 
 @cache  # by class: bounded by the number of message types (what raises is not kept)
 def _fields_getter(cls: type) -> Callable[[object], tuple[Any, ...]]:
+    if cls is int:  # msgpack asks for the fields of what it cannot carry itself
+        raise OverflowError("it has a whole number of more than 64 bits")
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"a message cannot carry a {cls.__module__}.{cls.__qualname__}; convert it to a plain value")
     names = [f.name for f in dataclasses.fields(cls)]

@@ -1,0 +1,114 @@
+"""A request that cannot be encoded fails alone: nothing is sent or remembered of it, and the mesh goes on."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from test_outbox import Desk
+
+import jaxpp_async as jpp
+from jaxpp_async.actors import messages as m
+from jaxpp_async.actors.control import serve
+from jaxpp_async.actors.control.failed_reply import failed
+from jaxpp_async.actors.control.records import as_message
+from jaxpp_async.actors.crew.outbox import Outbox, Post
+from jaxpp_async.actors.crew.rpc import Call
+from jaxpp_async.actors.protocol import codec
+from jaxpp_async.errors import MeshError
+
+LONE = "name-\udcff"
+"""No text that UTF-8 can hold: a file's name with a byte 0xff, as Python has it."""
+
+BAD = {
+    "surrogates": lambda request: m.Abort(request, 0, LONE),
+    "more than 64 bits": lambda request: m.Abort(request, 2**64, ""),
+    "takes .* bytes": lambda request: m.Abort(request, 0, "x" * 200_000),
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_what_cannot_be_encoded_is_neither_sent_nor_remembered(said, is_open):
+    desk = Desk()
+    desk.outbox = Outbox(desk.links, lambda: None, remembers=True, max_frame_bytes=100_000)  # type: ignore[arg-type]
+    desk.step()
+    desk.finish(0)
+    if not is_open:  # during a restart
+        desk.outbox.hold_back()
+    asked = [len(link.asked) for link in desk.links.values()]
+    for _ in range(3):
+        with pytest.raises(MeshError, match=rf"^Abort (cannot be sent: .*)?{said}"):
+            desk.outbox.send(0, BAD[said], m.Done)
+        waiter, number = Call(m.Done), desk.outbox.number
+        with pytest.raises(MeshError):  # all of them, or none
+            desk.outbox.post(Post(1, m.Inspect(number()), waiter), Post(0, BAD[said](number()), waiter))
+    assert [len(link.asked) for link in desk.links.values()] == asked
+    assert not desk.outbox._open and len(desk.outbox._sent) == 2 and desk.outbox.size_bytes == 0
+    assert desk.again() == ["Step"]
+
+
+def test_an_encoder_goes_on_behind_what_it_could_not_encode():
+    encoder = codec.Encoder(1000)
+    for make in BAD.values():
+        with pytest.raises(MeshError):
+            encoder.encode(make(0))
+        assert encoder.encode(m.Inspect(1)) == codec.encode(m.Inspect(1))
+
+
+@pytest.mark.parametrize("max_restarts", [0, 3])
+async def test_what_cannot_be_sent_fails_alone(remote_mesh, monkeypatch, max_restarts):
+    mesh = await remote_mesh(1, launcher="inline", max_restarts=max_restarts)
+    outbox = mesh._running().outbox
+    step, small = mesh.distributed(lambda tree: jax.tree.map(lambda x: x * 3, tree)), np.float32(2)
+    many = [np.ones(1000, np.float32)] * 3
+    with monkeypatch.context() as patch:
+        patch.setattr(outbox, "_encoder", codec.Encoder(500))
+        with pytest.raises(MeshError, match="Load takes"):
+            await mesh.run(step, many)
+        assert not outbox._open and not outbox._sent
+    like = await mesh.run(step, many)  # the executable that was not sent is sent now
+    with monkeypatch.context() as patch:
+        patch.setattr(outbox, "_encoder", codec.Encoder(500))
+        remembered = len(outbox._sent)
+        with pytest.raises(MeshError, match="Step takes"):  # their values go with it
+            await mesh.run(step, many)
+        with pytest.raises(MeshError, match="Store takes"):
+            await mesh.put(many, like)
+        assert len(outbox._sent) == remembered and not mesh._running()._under_way and not outbox._open
+    assert float(await (await mesh.run(step, small))) == 6.0
+
+
+async def test_setup_that_cannot_be_sent_is_told_before_anything_runs():
+    with pytest.raises(MeshError, match="Configure cannot be sent"):
+        async with jpp.RemoteMesh(1, launcher="local", setup=f"{LONE}:f"):
+            pass
+
+
+# ---------------------------------------------------------------- the other way
+
+
+def test_errors_and_records_of_actors_are_text_that_can_be_sent():
+    reply = failed(1, ValueError(LONE))
+    assert reply.message == "name-\\udcff" and codec.encode(reply)
+    record = logging.LogRecord(LONE, logging.INFO, LONE, 1, "%s", (LONE,), None)
+    assert codec.encode(as_message(record, None))
+
+
+async def test_a_reply_that_cannot_be_sent_is_told_as_a_failure(caplog):
+    sent: list[Any] = []
+
+    class Connection:
+        def send(self, message: Any) -> None:
+            codec.Encoder(1000).encode(message)
+            sent.append(message)
+
+    desk = serve._Desk()
+    desk.connection = Connection()  # type: ignore[assignment]
+    desk.reply(m.Inspected(7, {LONE: 1}))
+    desk.reply(m.Log(10**30, "", "", None))
+    assert [(type(message), message.request) for message in sent] == [(m.Failed, 7)]
+    assert "surrogates" in sent[0].message
