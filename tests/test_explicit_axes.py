@@ -185,9 +185,7 @@ async def test_values_to_be_added_over_devices_are_not_looked_at_for_nans(remote
         step = mesh.distributed(tied_step(jpp.GPipe(2)), in_shardings=(P(), P(None, "data")))
         assert_close(await (await step(w, batch)), jax.jit(tied_step(jpp.GPipe(2)))(w, batch))
         batch[-1, 0] = np.nan
-        with pytest.raises(
-            RemoteError, match=r"mb 3\): .*explicit_axes.py:\d+: invalid value \(nan\) encountered"
-        ):
+        with pytest.raises(RemoteError, match=r"mb 3\): .*explicit_axes.py:\d+: invalid value \(nan\) encountered"):
             await step(w, batch)
     finally:
         jax.config.update("jax_debug_nans", before)
