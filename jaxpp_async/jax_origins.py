@@ -9,6 +9,8 @@ import functools
 import importlib
 import os
 import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -20,6 +22,8 @@ _PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _JAX_DIR = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
 
+_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+_SCRIPTS = sysconfig.get_path("scripts") + os.sep
 _IMPORTLIB = os.path.dirname(os.path.abspath(importlib.__file__)) + os.sep
 
 
@@ -41,6 +45,21 @@ def is_of_importlib(name: str) -> bool:
     return name.startswith(("<frozen importlib", _IMPORTLIB))
 
 
+def is_of_library(name: str) -> bool:
+    """Whether a file is Python's own. Installed packages lie below it, and are not."""
+    return is_of_importlib(name) or (name.startswith(_LIBRARY) and not _is_of_package(name))
+
+
+@functools.cache
+def is_installed(name: str) -> bool:
+    """Whether a file came with Python or with a package, or is a script that a package installed."""
+    return name.startswith(("<frozen ", _SCRIPTS)) or is_of_library(name) or _is_of_package(name)
+
+
+def _is_of_package(name: str) -> bool:
+    return "site-packages" in name or "dist-packages" in name
+
+
 def is_of_jax(name: str) -> bool:
     """Whether a file, by its absolute path, is JAX's."""
     return name.startswith(_JAX_DIR)
@@ -55,10 +74,26 @@ def source_line(eqn: Any) -> str:
 @functools.lru_cache(maxsize=4096)  # equations that come from one by differentiation share its traceback
 def _line_of(traceback: Any) -> str:
     codes, instructions = traceback.raw_frames()
-    for code, instruction in zip(codes, instructions, strict=True):
-        if _is_user_file(code.co_filename):
-            return f"{code.co_filename}:{source_info.raw_frame_to_frame(code, instruction).start_line}"
-    return "unknown line"
+    return _innermost(
+        (code.co_filename, lambda c=code, i=instruction: source_info.raw_frame_to_frame(c, i).start_line)
+        for code, instruction in zip(codes, instructions, strict=True)
+        if _is_user_file(code.co_filename)
+    )
+
+
+def _innermost(frames: Iterable[tuple[str, Callable[[], int]]]) -> str:
+    """`file:line` of the first frame that is not of an installed package, such as optax or flax, which call what the
+    user wrote; of the first at all if there is no other.
+
+    Args:
+        frames: innermost first, each a file and what finds the line.
+    """
+    installed = None
+    for name, line in frames:
+        if not is_installed(name):
+            return f"{name}:{line()}"
+        installed = installed or f"{name}:{line()}"
+    return installed or "unknown line"
 
 
 @functools.cache
@@ -102,22 +137,27 @@ class Origins:
 
 
 def caller_line() -> str:
-    """`file:line` of the innermost caller outside this package and JAX."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = path_of(frame.f_code)
-        if not (is_ours(name) or is_of_jax(name) or is_of_importlib(name)):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "unknown line"
+    """`file:line` of the innermost caller outside this package, JAX and, if there is one, installed packages."""
+
+    def callers() -> Iterator[tuple[str, Callable[[], int]]]:
+        frame = sys._getframe(2)
+        while frame is not None:
+            name = path_of(frame.f_code)
+            if not (is_ours(name) or is_of_jax(name) or is_of_importlib(name)):
+                yield name, lambda f=frame: f.f_lineno
+            frame = frame.f_back
+
+    return _innermost(callers())
 
 
 def error_line(error: BaseException) -> str:
-    """`file:line` of the innermost frame of an error's traceback outside this package and JAX."""
-    found, frame = "unknown line", error.__traceback__
-    while frame is not None:
-        name = path_of(frame.tb_frame.f_code)
+    """`file:line` of the innermost frame of an error's traceback outside this package, JAX and, if there is one,
+    installed packages."""
+    frames: list[tuple[str, Callable[[], int]]] = []
+    entry = error.__traceback__
+    while entry is not None:
+        name = path_of(entry.tb_frame.f_code)
         if not (is_ours(name) or is_of_jax(name)):
-            found = f"{name}:{frame.tb_lineno}"
-        frame = frame.tb_next
-    return found
+            frames.append((name, lambda e=entry: e.tb_lineno))
+        entry = entry.tb_next
+    return _innermost(reversed(frames))

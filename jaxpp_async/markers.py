@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpp_async import explicit, jax_compat, jax_config, jax_origins, loop_checks, nonfinite
+from jaxpp_async import explicit, jax_compat, jax_config, jax_origins, loop_checks, nonfinite, tracebacks
 from jaxpp_async.errors import StageError
 from jaxpp_async.reductions import Reduction
 from jaxpp_async.tracebacks import HiddenFrames
@@ -322,7 +322,8 @@ def _run_loop(
     slices = [explicit.result_type(lambda x: lax.index_in_dim(x, 0, 0, keepdims=False), leaf) for leaf in leaves]
     index = jax.ShapeDtypeStruct((), jnp.int32)
     traced = jax.make_jaxpr(_named_as(fn, pass_index), return_shape=True)
-    closed, shapes = traced(jax.tree.unflatten(tree, slices), index)
+    with tracebacks.framework_hints():
+        closed, shapes = traced(jax.tree.unflatten(tree, slices), index)
     out_tree = jax.tree.structure(shapes)
     if reduce is None:
         loop_checks.check_order(shapes, closed, line)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpp_async import explicit, jax_compat, jax_config, jax_origins
+from jaxpp_async import jax_compat, jax_config, jax_origins
 
 _NAN, _INF = 1, 2
 _WORDS = {_NAN: "nan", _INF: "inf"}
@@ -100,8 +100,10 @@ class Looks:
 
 
 def _is_floating(value: Any) -> bool:
-    # What has parts still to be added over devices has no value to look at yet.
-    return jnp.issubdtype(value.dtype, jnp.inexact) and not explicit.unreduced(jax.typeof(value).sharding)
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return False
+    spec = jax.typeof(value).sharding.spec
+    return not spec.unreduced and not spec.reduced  # of sums over devices, pending or made, JAX computes no `any`
 
 
 def _seen(value: Any) -> Any:

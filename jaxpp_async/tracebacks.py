@@ -4,33 +4,47 @@ the frames that say nothing to a user.
 Those are this package's, and those of JAX and Python's library that it called: an error of `errors`, or one of Python's
 types that is marked as `deliberate`, says all there is to say in its message; the user's own, raised while a step is
 traced, has its cause in the user's frames. Where neither is so, a bug of this package for one, the frames behind the
-user's last one stay. JAX's own switch shows everything: `JAX_TRACEBACK_FILTERING=off`. Never touches a message, a note
+user's last one stay. JAX's own switch shows everything: `JAX_TRACEBACK_FILTERING=off`. Never touches a message
 or a cause, nor an error that the caller was handling already, and never fails itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
-import sysconfig
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Final, TypeVar
 
 from jaxpp_async import jax_config, jax_origins
 from jaxpp_async.errors import JaxppAsyncError
+from jaxpp_async.pages import page
 
 _E = TypeVar("_E", bound=BaseException)
 
 _DELIBERATE: Final = "_jaxpp_async_deliberate"
-_LIBRARY: Final = sysconfig.get_path("stdlib") + os.sep
 
 
 def deliberate(error: _E) -> _E:
     """`raise deliberate(TypeError(...))`: a mistake of the user's, of which the message says all."""
     error.__dict__[_DELIBERATE] = True
     return error
+
+
+@contextlib.contextmanager
+def framework_hints() -> Iterator[None]:
+    """Around the tracing of a user's function: what a framework says of it gets a note with what to write here."""
+    try:
+        yield
+    except Exception as error:  # flax is not imported for its types, and gives this two of them
+        hinted = any("copy=True" in note for note in getattr(error, "__notes__", ()))  # in a loop, which is in a step
+        if "different trace level" in str(error) and not hinted:
+            error.add_note(
+                "A step, and the function that accumulate_grads runs, are traced by themselves: neither may change or "
+                "differentiate an nnx object that was made outside. Write `graphdef, state = nnx.split(model)` there, "
+                f"and `model = nnx.merge(graphdef, state, copy=True)` in the function: {page('models.md')}"
+            )
+        raise
 
 
 class HiddenFrames:
@@ -79,18 +93,11 @@ def _hidden(frames: list[FrameType]) -> tuple[list[bool], int]:
     last_of_user = -1
     for k, frame in enumerate(frames):
         name = jax_origins.path_of(frame.f_code)
-        ours, helps = jax_origins.is_ours(name), jax_origins.is_of_jax(name) or _is_of_library(name)
+        ours, helps = jax_origins.is_ours(name), jax_origins.is_of_jax(name) or jax_origins.is_of_library(name)
         hidden.append(ours or (helps and bool(hidden) and hidden[-1]))
         if not ours and not helps:
             last_of_user = k
     return hidden, last_of_user
-
-
-def _is_of_library(name: str) -> bool:
-    """Whether a file is Python's own. Installed packages lie below it, and count as the user's."""
-    return jax_origins.is_of_importlib(name) or (
-        name.startswith(_LIBRARY) and "site-packages" not in name and "dist-packages" not in name
-    )
 
 
 def _says_all(error: BaseException) -> bool:

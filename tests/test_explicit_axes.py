@@ -17,7 +17,7 @@ import jaxpp_async as jpp
 from jaxpp_async.actors.devices.starting import Devices
 from jaxpp_async.actors.values.receive_pool import ReceivePool
 from jaxpp_async.actors.values.shards import Layouts, send_views
-from jaxpp_async.errors import ShardingError
+from jaxpp_async.errors import RemoteError, ShardingError
 from jaxpp_async.program import Aval
 from jaxpp_async.program_text import format_aval, parse_aval
 from jaxpp_async.testing import assert_close
@@ -172,6 +172,23 @@ async def test_an_unreduced_value_goes_to_another_actor(remote_mesh, schedule):
     assert_close(await (await step(w, batch)), jax.jit(tied_step(schedule))(w, batch))
     text = (await step.compile(w, batch)).as_text()
     assert "recv" in text and "f32[8,8]{|data}" in text
+
+
+async def test_values_to_be_added_over_devices_are_not_looked_at_for_nans(remote_mesh):
+    """JAX computes no `any` of them; what stands before and behind them is looked at."""
+    before = jax.config.jax_debug_nans
+    jax.config.update("jax_debug_nans", True)
+    try:
+        options = {"spmd_mesh": BOTH, "axis_types": EXPLICIT, "max_inflight": 1}  # one of its own: the failure ends it
+        mesh = await remote_mesh(2, launcher="inline", **options)
+        w, batch = model.make_params()["blocks"][0]["up"][:, :8], model.make_batch()["x"][:, :, 0]
+        step = mesh.distributed(tied_step(jpp.GPipe(2)), in_shardings=(P(), P(None, "data")))
+        assert_close(await (await step(w, batch)), jax.jit(tied_step(jpp.GPipe(2)))(w, batch))
+        batch[-1, 0] = np.nan
+        with pytest.raises(RemoteError, match=r"mb 3\): .*explicit_axes.py:\d+: invalid value \(nan\) encountered"):
+            await step(w, batch)
+    finally:
+        jax.config.update("jax_debug_nans", before)
 
 
 async def test_an_array_brings_its_sharding_along(remote_mesh):

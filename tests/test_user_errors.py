@@ -19,6 +19,7 @@ import jax
 import jax.extend as jex
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -337,6 +338,24 @@ def calls_back_in_a_scan(ws, x):
     return loss_fn(ws, jax.lax.scan(body, x, None, length=2)[0])
 
 
+line_search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=3)
+
+
+def searches_a_line(ws, batch):
+    def total(ws):
+        return jpp.accumulate_grads(lambda x: loss_fn(ws, x), jpp.GPipe(2))(batch)
+
+    grads, losses = step_of()(ws, batch)
+    state = line_search.init(ws)
+    updates, _ = line_search.update(grads, state, ws, value=losses.sum(), grad=grads, value_fn=total)
+    return updates
+
+
+def adversarial(ws, x):
+    slope = jax.grad(loss_fn, argnums=1)(ws, x)
+    return loss_fn(ws, x + 0.1 * jnp.sign(slope))
+
+
 nobody_p = jex.core.Primitive("nobody_lowers")
 nobody_p.def_abstract_eval(lambda x: x)
 
@@ -380,6 +399,15 @@ PROGRAMS = {
     "a callback in a cond": Case(
         loop_over(prints_in_a_cond), Unsupported, ["`debug_callback` inside `cond`", "before or after it"],
         (prints_in_a_cond, "jax.debug.callback"),
+    ),
+    "a line search": Case(
+        searches_a_line, Unsupported, ["^[^\n]*accumulate_grads inside `while` cannot be pipelined"],
+        (searches_a_line, "line_search.update("),
+    ),
+    "adversarial inputs": Case(
+        step_of(adversarial, jpp.GPipe(3)), StageError,
+        ["later stage in the same microbatch", "or make it in an accumulate_grads loop of its own first"],
+        (loss_fn, "jpp.pipeline_yield"),
     ),
     "no lowering": Case(
         loop_over(no_lowering), Unsupported, ["`nobody_lowers` in task fwd1 has no lowering", "register one"],
@@ -571,6 +599,63 @@ async def test_branching_in_the_loss_names_the_users_function_and_argument(meshe
         async with Untouched(meshes["plain"], monkeypatch):
             with pytest.raises(jax.errors.TracerBoolConversionError, match=f"(?s){says}"):
                 await run_case(meshes["plain"], Case(step, TypeError, [], args=([W, W], {"x": X}), options=options))
+
+
+async def test_adversarial_inputs_made_in_a_loop_of_their_own_equal_jit(meshes):
+    """As the error of `adversarial` advises."""
+
+    def step(ws, batch):
+        def perturbed(x):
+            return x + 0.1 * jnp.sign(jax.grad(loss_fn, argnums=1)(ws, x))
+
+        inputs = jpp.accumulate_grads(perturbed, jpp.GPipe(2), reduce=jpp.Stack())(batch)
+        return step_of()(ws, inputs)
+
+    mesh = meshes["plain"]
+    args = [W, W + 0.5], X * np.arange(1, 5, dtype=np.float32).reshape(4, 1, 1)
+    got = await mesh.fetch(await mesh.run(mesh.distributed(step), *args))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, jax.device_get(jax.jit(step)(*args)))
+
+
+async def test_an_nnx_model_of_the_step_in_its_loop_gets_a_hint_that_works(meshes):
+    from flax import nnx  # takes a second
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.norm = nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+
+        def __call__(self, x):
+            return jnp.sum(self.norm(jpp.pipeline_yield(self.first(x))) ** 2)
+
+    graphdef, state = nnx.split(Model(nnx.Rngs(0)))
+
+    def step(state, batch, *, hint, differentiates):
+        model = nnx.merge(graphdef, state)
+        split = nnx.split(model)
+
+        def of_one(x):
+            inner = nnx.merge(*split, copy=True) if hint else model
+            if not differentiates:
+                return inner(x)
+            loss, grads = nnx.value_and_grad(lambda model: model(x))(inner)
+            return grads, loss
+
+        return jpp.accumulate_grads(of_one, jpp.GPipe(2))(batch)
+
+    mesh = meshes["plain"]
+    for differentiates in (True, False):
+        wrong = functools.partial(step, hint=False, differentiates=differentiates)
+        for call in (lambda f=wrong: jax.jit(f)(state, X), lambda f=wrong: f(state, X)):
+            with pytest.raises(Exception, match="different trace level") as caught:
+                call()
+            assert sum("nnx.merge(graphdef, state, copy=True)" in note for note in caught.value.__notes__) == 1
+        with pytest.raises(Exception, match="different trace level") as caught:
+            await mesh.run(mesh.distributed(wrong), state, X)
+        assert sum("nnx.merge(graphdef, state, copy=True)" in note for note in caught.value.__notes__) == 1
+    right = functools.partial(step, hint=True, differentiates=True)
+    got = await mesh.fetch(await mesh.run(mesh.distributed(right), state, X))
+    want = jax.device_get(jax.jit(right)(state, X))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
 
 
 async def test_a_step_that_nobody_awaits_is_named_with_its_line(meshes):

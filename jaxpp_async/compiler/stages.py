@@ -124,7 +124,8 @@ class Stages:
                 raise StageError(
                     f"{op.line}: stage {ancestors[i]} needs {what}, which depends on the backward pass of a later "
                     "stage in the same microbatch; a stage may use only what earlier stages made: take this gradient "
-                    "without a pipeline_yield inside, or use it behind the last one"
+                    "without a pipeline_yield inside, use it behind the last one, or make it in an accumulate_grads "
+                    "loop of its own first, reduced by Stack(), and give the result to this loop in its batch"
                 )
             self.kind[i] = kind
             if kind == BACKWARD:

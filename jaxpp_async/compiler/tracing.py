@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_async import explicit, jax_compat, jax_origins, markers
+from jaxpp_async import explicit, jax_compat, jax_origins, markers, tracebacks
 from jaxpp_async.compiler import choices, prints, scan_halves, scans
 from jaxpp_async.compiler.avals import value_type
 from jaxpp_async.compiler.dead import eliminate_dead
@@ -84,7 +84,8 @@ def trace(
 def _traced(fn: Callable, args: Sequence[Any]) -> tuple[Any, Any]:
     """The user's own errors pass as they are, with the user's traceback."""
     try:
-        return jax.make_jaxpr(fn, return_shape=True)(*args)
+        with tracebacks.framework_hints():
+            return jax.make_jaxpr(fn, return_shape=True)(*args)
     except jax_compat.ShardingTypeError as error:  # on explicit axes; JAX says what to do
         raise ShardingError(f"{jax_origins.error_line(error)}: {error}") from error
     except (ValueError, RuntimeError) as error:
