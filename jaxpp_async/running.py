@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxpp_async import jax_compat, moves
+from jaxpp_async import jax_compat, moves, report
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.messages import StepStats
@@ -31,7 +33,7 @@ from jaxpp_async.moving import Mover, load_programs
 from jaxpp_async.printing import Printer
 from jaxpp_async.program import ActorId, ActorProgram, runs
 from jaxpp_async.recording import Recording, first_line
-from jaxpp_async.step import CompiledStep, DistributedStep, StepOptions, hidden_values, slots
+from jaxpp_async.step import CompiledStep, DistributedStep, StepOptions, handed_back, hidden_values, slots
 from jaxpp_async.step_future import StepFuture, abandon, by_actor
 from jaxpp_async.values import RemoteValues
 
@@ -70,6 +72,7 @@ class StepRunner:
         self._compile_lock, self._start_lock = asyncio.Lock(), asyncio.Lock()
         self._mover = Mover(controller, values, num_actors, target)
         self._printer = Printer(values)
+        self._warned: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # of large moves
         self._left_behind = LeftBehind(self._tell_waiting)
 
     async def run(self, step: DistributedStep, args: Sequence[Any]) -> Any:
@@ -128,7 +131,7 @@ class StepRunner:
         leaves = maker.leaves(args)
         request = replace(
             maker.request(args),
-            result_homes={k: frozenset(s.actors) for k, s in enumerate(wanted)},
+            result_homes={k: frozenset(s.home) for k, s in enumerate(wanted) if s.home},
             out_specs=lambda traced: _checked_out_specs(traced, wanted, name),
         )
         compiled = await self._load(request, maker)
@@ -162,6 +165,7 @@ class StepRunner:
             outputs=outputs,
             donated=donated,
             binding=Binding(inputs, outputs, donated),
+            handed_back=handed_back(compiled),
             compile_s={a: reply.compile_s for a, reply in loaded.items()},
             temp_bytes={a: reply.temp_bytes for a, reply in loaded.items()},
             hidden_values=hidden_values(compiled),
@@ -183,6 +187,8 @@ class StepRunner:
             if gives:
                 donated[id(leaf)] = slot.name
             first = seen.setdefault(id(leaf), slot)
+            if slot.any_sharding or first.any_sharding:
+                continue
             if first.type.aval.spec != slot.type.aval.spec:
                 raise ArrayError(
                     f"{first.name} and {slot.name} are one array, but their shardings differ ({first.type.aval.spec} "
@@ -195,8 +201,8 @@ class StepRunner:
             return
         places = compiled.inputs[len(compiled.inputs) - len(compiled.hidden_values) :]
         arrays = [self._values.new_array(slot.type, slot.actors) for slot in places]
-        hosts = [host_array(value) for value in compiled.hidden_values]
-        await self._values.fill(list(zip(arrays, hosts, strict=True)))
+        used = [(array, value) for array, value in zip(arrays, compiled.hidden_values, strict=True) if array.actors]
+        await self._values.fill([(array, host_array(value)) for array, value in used])
         compiled.hidden.extend(arrays)
 
     # ---------------------------------------------------------------- running
@@ -212,11 +218,14 @@ class StepRunner:
                 # One at a time: two steps that start together must not both move the same array.
                 async with self._start_lock:
                     moved: tuple[moves.Moved, ...] = ()
+                    copies: dict[int, RemoteArray] = {}
                     ids = binding.ids(self._values, leaves)
-                    if ids is None or len(compiled.hidden) < len(compiled.hidden_values):
+                    to_copy = _to_copy(compiled, leaves)
+                    if ids is None or to_copy or len(compiled.hidden) < len(compiled.hidden_values):
                         moved = await self._bring(step, compiled, leaves)
+                        copies = await self._copies(compiled, leaves, to_copy)
                         ids = binding.ids(self._values, leaves)
-                    future = self._start(step, compiled, leaves, ids, moved)
+                    future = self._start(step, compiled, leaves, ids, moved, copies)
             except BaseException:  # also a cancellation: the place goes to the next step
                 self._admission.release()
                 raise
@@ -232,8 +241,23 @@ class StepRunner:
         moved = await self._mover.bring(leaves, compiled.inputs)
         if moved:
             _LOG.info(moves.summary(moved, step.__name__))
+        if compiled not in self._warned and moves.carried_bytes(moved) > moves.WARN_BYTES:
+            self._warned.add(compiled)
+            why = partial(report.why_taken, compiled.compiled)
+            _LOG.warning(moves.warning(moved, step.__name__, why))
         self._check_leaves(leaves, compiled)  # the user may have deleted one meanwhile
         return moved
+
+    async def _copies(
+        self, compiled: CompiledStep, leaves: Sequence[Any], results: Sequence[int]
+    ) -> dict[int, RemoteArray]:
+        """Copies of arguments that these results hand back, and that the caller keeps."""
+        if not results:
+            return {}
+        kept = [compiled.handed_back[result] for result in results]
+        copies = await self._mover.copy([(compiled.inputs[arg].name, leaves[arg]) for arg in kept])
+        self._check_leaves(leaves, compiled)  # as above
+        return dict(zip(results, copies, strict=True))
 
     def _start(
         self,
@@ -242,11 +266,13 @@ class StepRunner:
         leaves: Sequence[Any],
         ids: list[int] | None,
         moved: tuple[moves.Moved, ...],
+        copies: dict[int, RemoteArray],
     ) -> StepFuture:
         """Send the step to its actors; from here on nothing is awaited until it has left.
 
         Args:
             ids: where the leaves lie, if there is nothing to be careful about.
+            copies: of arguments that are handed back, by result.
         """
         controller, binding = self._controller(), compiled.binding
         new_id, hidden = controller.new_array_id, compiled.hidden
@@ -255,6 +281,9 @@ class StepRunner:
         else:
             arguments = binding.bind_with_care(leaves, hidden, new_id)
         results = self._values.new_arrays(compiled.outputs)
+        for result, arg in compiled.handed_back.items():
+            given = copies[result] if result in copies else self._hand_back(binding, arg, leaves[arg])
+            results[result] = given
         handle = controller.start_step(
             compiled.program_id,
             arguments.array_ids,
@@ -265,7 +294,8 @@ class StepRunner:
         arguments.settle()
         donated = self._retire_donated(step, compiled, leaves)
         recording = Recording(step.__name__, handle, compiled.compiled.programs, controller)
-        handle.when_done(lambda: self._finished(recording, results, donated))
+        made = [array for k, array in enumerate(results) if k not in compiled.handed_back]
+        handle.when_done(lambda: self._finished(recording, made, donated))
         traced = compiled.compiled.traced
         count = len(traced.out_names)
         printing = self._printer.start(traced, results[count:], handle) if traced.prints else None
@@ -275,6 +305,7 @@ class StepRunner:
         self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
     ) -> list[RemoteArray]:
         donated_arrays: list[RemoteArray] = []
+        back = set(compiled.handed_back.values())
         why = f"it was donated to step {step.__name__!r}; use the step's result instead"
         for k in compiled.binding.donated:
             leaf = leaves[k]
@@ -282,12 +313,20 @@ class StepRunner:
                 continue
             leaf.retire(DONATED, why)
             donated_arrays.append(leaf)
+            if k in back:
+                continue
             # The step frees it where it uses it; no program names the copies elsewhere.
             taken = compiled.inputs[k].actors
             if leaf.actors != taken:
                 for a in set(leaf.actors).difference(taken):
                     self._controller().free(a, leaf.array_id)
         return donated_arrays
+
+    def _hand_back(self, binding: Binding, arg: int, leaf: Any) -> RemoteArray:
+        """The result that is an unused argument: what lies here waits here, what was donated is another's now."""
+        if is_remote(leaf) and leaf.host is None:
+            return RemoteArray(self._values, leaf.array_id, leaf.value_type, leaf.actors)
+        return self._values.waiting(*binding.waiting(arg, leaf))
 
     def _tell_waiting(self, ahead: StepHandle, name: str) -> None:
         self._controller().telling.waiting(name, ahead.step)
@@ -309,6 +348,15 @@ class StepRunner:
 def _idle(programs: Sequence[ActorProgram]) -> list[ActorId]:
     """Actors that run nothing."""
     return [p.actor for p in programs if not runs(p.instructions)]
+
+
+def _to_copy(compiled: CompiledStep, leaves: Sequence[Any]) -> list[int]:
+    """Results that are unused arguments which lie on actors, and which the caller keeps."""
+    return [
+        result
+        for result, arg in compiled.handed_back.items()
+        if is_remote(leaf := leaves[arg]) and leaf.host is None and not compiled.donated[arg]
+    ]
 
 
 def _checked_out_specs(traced: Traced, wanted: Sequence[Slot], name: str) -> list:

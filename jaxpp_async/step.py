@@ -40,6 +40,7 @@ class CompiledStep:
         outputs: its result leaves, then what its prints show.
         donated: for each argument leaf, whether the step reuses its buffers.
         binding: what follows from these for a call.
+        handed_back: result leaf to the argument leaf that the caller gets back as it, wherever it lies.
         compile_s: what compiling took, by actor.
         temp_bytes: XLA's temporaries of each executable, by actor.
         hidden_values: host values of the hidden arguments.
@@ -52,6 +53,7 @@ class CompiledStep:
     outputs: tuple[Slot, ...]
     donated: tuple[bool, ...]
     binding: Binding
+    handed_back: dict[int, int]
     compile_s: dict[ActorId, float]
     temp_bytes: dict[ActorId, dict[int, int]]
     hidden_values: tuple[Any, ...]
@@ -428,15 +430,19 @@ def _settled(signature: Any, settled: frozenset[int]) -> Any:
 def slots(compiled: Compiled) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
     """Input slots (arguments, captured arrays, microbatch indices) and result slots of a compiled step."""
     graph, types, ids = compiled.placed.graph, compiled.traced.types, compiled.placed.value_ids
-    inputs = tuple(
-        Slot(
+    inputs = {
+        i.arg: Slot(
             graph.values[i.value].label,
             replace(types[ids[i.value]], aval=graph.values[i.value].aval),
             i.actors,
+            any_sharding=i.arg in compiled.any_sharding,
         )
         for i in sorted(graph.inputs, key=lambda i: i.arg)
-    )
-    found: dict[int, Slot] = {}
+    }
+    found: dict[int, Slot] = {
+        result: replace(inputs[arg], name=compiled.traced.result_name(result))
+        for result, arg in handed_back(compiled).items()
+    }
     for o in graph.outputs:
         old = found[o.result].actors if o.result in found else ()
         value = replace(types[ids[o.value]], aval=graph.values[o.value].aval)
@@ -444,7 +450,16 @@ def slots(compiled: Compiled) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
             value = replace(value, key_impl=None)  # host code gets keys as their data, as under `jax.jit`
         actors = tuple(sorted({*old, *o.actors}))
         found[o.result] = Slot(compiled.traced.result_name(o.result), value, actors)
-    return inputs, tuple(found[k] for k in range(len(found)))
+    for result, arg in compiled.continues.items():
+        if not inputs[arg].actors:
+            inputs[arg] = replace(inputs[arg], replaced_on=found[result].actors)
+    return tuple(inputs.values()), tuple(found[k] for k in range(len(found)))
+
+
+def handed_back(compiled: Compiled) -> dict[int, int]:
+    """Result leaf to the unused argument leaf that it is."""
+    leaf_of = {v: arg for arg, v in enumerate(compiled.traced.flat.inputs)}
+    return {result: leaf_of[v] for result, v in compiled.placed.placement.handed_back.items()}
 
 
 def hidden_values(compiled: Compiled) -> tuple[Any, ...]:

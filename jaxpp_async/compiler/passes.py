@@ -93,6 +93,7 @@ class Compiled:
         passes: pass name to text.
         continues: result leaf to the argument leaf it continues.
         settled: argument leaves that it takes weakly typed as well as strongly typed.
+        any_sharding: unused argument leaves, which may lie in any sharding, unless they are handed back in a given one.
     """
 
     traced: Traced
@@ -102,6 +103,7 @@ class Compiled:
     passes: Texts
     continues: Mapping[int, int]
     settled: frozenset[int] = frozenset()
+    any_sharding: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +121,7 @@ class Plan:
     passes: Texts
     continues: Mapping[int, int]
     settled: frozenset[int] = frozenset()
+    any_sharding: frozenset[int] = frozenset()
 
 
 def _unobserved(_: str) -> None:
@@ -140,7 +143,9 @@ def compile_step(request: StepRequest, passed: Passed = _unobserved) -> Compiled
         executables = request.exports.emit(done.placed.recipes, done.traced.types, done.specs, request.target)
     passed("emit")
     texts = done.passes.with_text("emit", functools.partial(format_executables, executables))
-    return Compiled(done.traced, done.placed, done.programs, executables, texts, done.continues, done.settled)
+    return Compiled(
+        done.traced, done.placed, done.programs, executables, texts, done.continues, done.settled, done.any_sharding
+    )
 
 
 @uncollected()
@@ -191,7 +196,18 @@ def plan(request: StepRequest, passed: Passed = _unobserved) -> Plan:
     passed("shard")
     programs = _lowered(placed.graph, passed)
     texts = _texts(traced, staged, loops, placed, programs)
-    return Plan(traced, placed, specs, programs, texts, continues, settled)
+    free = _any_sharding(traced, placed, in_specs, out_specs)
+    return Plan(traced, placed, specs, programs, texts, continues, settled, free)
+
+
+def _any_sharding(
+    traced: Traced, placed: PlacedStep, in_specs: Sequence[Spec | None], out_specs: Sequence[Spec | None]
+) -> frozenset[int]:
+    """See `Compiled`."""
+    leaf_of = {v: arg for arg, v in enumerate(traced.flat.inputs)}
+    back = {leaf_of[v]: result for result, v in placed.placement.handed_back.items()}
+    asked = {arg for arg, result in back.items() if in_specs[arg] is not None or out_specs[result] is not None}
+    return frozenset(i.arg for i in placed.graph.inputs if not i.actors and i.arg not in asked)
 
 
 def _lowered(graph: TaskGraph, passed: Passed) -> lowering.Programs:
@@ -245,9 +261,18 @@ def continued_arguments(traced: Traced) -> dict[int, int]:
     out = tree_util.tree_unflatten(traced.out_tree, results)
     args = tree_util.tree_unflatten(traced.in_tree, list(range(len(traced.arg_names))))
     found: dict[int, int] = {}
+    came_as = {v: traced.arg_of[arg] for arg, v in enumerate(traced.flat.inputs[: len(traced.arg_of)])}
+
+    def continues(candidate: list[int], leaves: list[int]) -> bool:
+        """Equal types, and not just another argument as it came."""
+        if not _same_types(traced, candidate, leaves):
+            return False
+        came = {came_as.get(ref) if isinstance(ref := traced.flat.outputs[k], int) else None for k in candidate}
+        return not came or None in came or traced.arg_of[leaves[0]] in came
+
     for arg in args:
         leaves, treedef = tree_util.tree_flatten(arg)
-        match = _find_subtree(out, treedef, lambda candidate, leaves=leaves: _same_types(traced, candidate, leaves))
+        match = _find_subtree(out, treedef, functools.partial(continues, leaves=leaves))
         if leaves and match is not None and not found.keys() & set(match):
             found.update(zip(match, leaves, strict=True))
     return found
