@@ -143,6 +143,41 @@ def canonical_dtype(dtype: Any) -> Any:
     return _dtypes.canonicalize_dtype(dtype)
 
 
+# ---------------------------------------------------------------- memory and devices
+
+
+def is_host_memory(aval: Any) -> bool:
+    """Whether a value of this type lies in host memory beside its device's (`jax.memory.Space.Host`)."""
+    return getattr(aval, "memory_space", None) is jax.memory.Space.Host
+
+
+def is_host_kind(kind: str | None) -> bool:
+    """Whether a sharding's memory kind is host memory beside the device's. Of CPUs some versions call their own so."""
+    return (
+        kind is not None
+        and kind.endswith("_host")
+        and kind != jax.local_devices(backend="cpu")[0].default_memory().kind
+    )
+
+
+def is_in_host_memory(leaf: Any) -> bool:
+    """Whether a JAX array, or a `jax.ShapeDtypeStruct`, says so."""
+    sharding = leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
+    return is_host_kind(getattr(sharding, "memory_kind", None))
+
+
+def meshes_named(eqn: Any) -> list[Any]:
+    """The meshes that an equation's own parameters name: of shardings that the user gave, and of a `shard_map`."""
+    found: list[Any] = []
+    for value in eqn.params.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(each, jax.sharding.NamedSharding):
+                found.append(each.mesh)
+            elif isinstance(each, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+                found.append(each)
+    return found
+
+
 # ---------------------------------------------------------------- host values
 
 
@@ -337,7 +372,11 @@ def is_unknown_axis_error(error: BaseException) -> bool:
     """Whether JAX complains of a `PartitionSpec` that names an axis which the mesh in context does not have."""
     # By its text: the type is a plain ValueError or RuntimeError, and JAX removes its own frames from the traceback.
     text = str(error)
-    return ("Resource axis" in text and "not found in mesh" in text) or "requires a non-empty mesh in context" in text
+    return (
+        ("Resource axis" in text and "not found in mesh" in text)
+        or "requires a non-empty mesh in context" in text
+        or "should match the mesh passed to shard_map" in text
+    )
 
 
 _NEEDS_GPU = re.compile(

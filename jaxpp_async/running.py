@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_async import jax_compat, moves, report
+from jaxpp_async import jax_compat, jax_config, moves, report
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.messages import StepStats
@@ -26,7 +26,7 @@ from jaxpp_async.binding import Binding, Slot
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.compiler.ir import Traced
 from jaxpp_async.compiler.passes import StepRequest, compile_step
-from jaxpp_async.errors import ArrayError
+from jaxpp_async.errors import ArrayError, MeshError
 from jaxpp_async.leaves import host_array
 from jaxpp_async.left_behind import LeftBehind
 from jaxpp_async.moving import Mover, load_programs
@@ -49,6 +49,7 @@ class StepRunner:
         num_actors: how many there are.
         target: the devices of one actor.
         max_inflight: how many steps may be under way at once.
+        actor_config: settings of JAX that the actors were started with; none: they share this process's.
 
     Attributes:
         last_stats: of the last step that finished, by actor.
@@ -63,7 +64,9 @@ class StepRunner:
         num_actors: int,
         target: Target,
         max_inflight: int,
+        actor_config: Mapping[str, Any],
     ):
+        self._actor_config = actor_config
         self._controller, self._values = controller, values
         self.num_actors, self.target = num_actors, target
         self.last_stats: list[StepStats] = []
@@ -115,10 +118,17 @@ class StepRunner:
         signature = step.signature(args)
         if (found := step.find(signature)) is not None:
             return found
-        request = step.request(args)  # now: the arguments may change while others compile
+        self._check_settings()
+        request, settings = step.request(args), jax_config.context()  # now: both may change while others compile
         async with self._compile_lock:
             if (found := step.find(signature)) is not None:  # another call compiled it meanwhile
                 return found
+            if jax_config.context() != settings:
+                raise MeshError(
+                    f"step {step.__name__!r} was called under other settings of JAX than hold now that it is its turn "
+                    "to be compiled: `with jax.enable_x64(...)` and its like hold for all tasks of a thread, so let no "
+                    "other task enter or leave one meanwhile"
+                )
             compiled = await self._load(request, step)
             step.keep(signature, compiled)
             return compiled
@@ -141,6 +151,17 @@ class StepRunner:
         except asyncio.CancelledError:
             self._left_behind.note(future._handle)  # nothing was donated to it
             raise
+
+    def _check_settings(self) -> None:
+        """Raise `MeshError` if this thread asks for checks that the actors would not make."""
+        theirs = self._actor_config or jax_config.acted_on_everywhere()
+        for name, value in jax_config.acted_on().items():
+            if value and not theirs.get(name):
+                raise MeshError(
+                    f"{name} is {value} here and {theirs.get(name)} on the actors, which have what jax.config said "
+                    "when the mesh started, and nothing of what holds for one thread (`with jax.debug_nans(True)`); "
+                    f"call jax.config.update({name!r}, {value}) before the mesh starts, and use no `with`"
+                )
 
     async def _load(self, request: StepRequest, step: DistributedStep) -> CompiledStep:
         start_s = time.perf_counter()

@@ -238,7 +238,7 @@ class DistributedStep:
         `signature` has to be asked. As `find` this sets `latest`.
         """
         leaves, treedef = jax.tree.flatten(self._dynamic(args))
-        kinds, config = [kind(leaf) for leaf in leaves], jax_config.config_values()
+        kinds, config = [kind(leaf) for leaf in leaves], jax_config.context()
         static = self._static(args)
         try:
             static_hash = hash(static)
@@ -276,7 +276,7 @@ class DistributedStep:
         static, dynamic = self._static(args), self._dynamic(args)
         self._check_hashable(static)
         leaves, treedef = jax.tree.flatten(dynamic)
-        config = (tuple(sorted(jax_config.copied_config().items())), self._given_specs(leaves))
+        config = (jax_config.context(), self._given_specs(leaves))
         try:
             types = tuple(leaf_type(x) for x in leaves)
         except TypeError:

@@ -25,7 +25,7 @@ from jaxpp_async import schedules
 from jaxpp_async.compiler import lowering, verify
 from jaxpp_async.compiler.columns import ValueTable
 from jaxpp_async.compiler.emit import Emitted, Target, lowering_context
-from jaxpp_async.compiler.exportable import explained
+from jaxpp_async.compiler.exportable import explained, refuse_host_memory
 from jaxpp_async.compiler.garbage import uncollected
 from jaxpp_async.compiler.graph import PlacedStep, build
 from jaxpp_async.compiler.ir import Loop, Traced, Types
@@ -189,6 +189,7 @@ def plan(request: StepRequest, passed: Passed = _unobserved) -> Plan:
         result_homes=dict(request.result_homes),
     )
     verify.verify_graph(placed.graph)
+    refuse_host_memory(placed)
     passed("place")
     with explained(placed.recipes, placed.types, request.target):
         specs = propagate(traced, placed, request.target, in_specs, out_specs, continues)

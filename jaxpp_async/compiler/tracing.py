@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from jaxpp_async.compiler.primitives import (
     CALLBACKS,
     CALLS,
     CHECKPOINTS,
+    LAID_OUT_BY_USER,
     LOOP,
     MARKER,
     MARKER_SIDE,
@@ -104,8 +106,31 @@ def _traced(fn: Callable, args: Sequence[Any]) -> tuple[Any, Any]:
         ) from error
 
 
-_LOOKED_AT = CALLBACKS | {LOOP, MARKER, MARKER_SIDE}
+_LOOKED_AT = CALLBACKS | LAID_OUT_BY_USER | {LOOP, MARKER, MARKER_SIDE}
 """Primitives whose equations are more than one operation among others, though they may carry no jaxpr."""
+
+
+def _refuse_other_meshes(eqn: Any, line: str) -> None:
+    """Raise a `ShardingError` if an equation names a mesh of devices that actors do not have."""
+    actors = dict(jax.sharding.get_abstract_mesh().shape)
+    for mesh in jax_compat.meshes_named(eqn):
+        named = dict(mesh.shape)
+        # Of one device: whatever is split over it stays whole.
+        if named == actors or (math.prod(named.values()) == 1 and math.prod(actors.values()) == 1):
+            continue
+        have = f"a mesh of its own, {actors}" if actors else "one device and no mesh"
+        raise ShardingError(
+            f"{line}: `{eqn.primitive.name}` names a mesh {named} of this process's devices, but each actor has {have}"
+            f"; give RemoteMesh spmd_mesh={named}, or write a PartitionSpec over the actors' axes, or jpp.shard(x, names)"
+        )
+
+
+def _refuse_other_meshes_inside(eqn: Any, around: Where) -> None:
+    """The same for the equations that one carries."""
+    for inner in jax_compat.sub_jaxprs(eqn):
+        for each in inner.eqns:
+            _refuse_other_meshes(each, _line(each, around))
+            _refuse_other_meshes_inside(each, around)
 
 
 class _Flattener:
@@ -183,6 +208,7 @@ class _Flattener:
         if name in PRINTS:
             self.prints.append(prints.print_of(eqn, inputs, where.line))
             return []
+        _refuse_other_meshes(eqn, where.line)
         inner = jax_compat.inner_jaxpr(eqn)
         within = _within(eqn)
         marked = _marks(within)
@@ -207,6 +233,7 @@ class _Flattener:
                 "move it out (write the loop or the choice in Python)"
             )
         prints.refuse_host(eqn, where.line, functools.partial(_stage, ops) if where.in_loop else None)
+        _refuse_other_meshes_inside(eqn, where)
         outputs = self.made(eqn)
         params = {"side": eqn.params["side"]} if name == MARKER_SIDE else {}
         if name in (MARKER, MARKER_SIDE):
