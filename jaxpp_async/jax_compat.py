@@ -115,6 +115,29 @@ def float0_zero(aval: Any) -> Any:
     return Zero(aval.to_tangent_aval())
 
 
+def is_float0(x: Any) -> bool:
+    """Whether a value is, or a type says, the gradient of an integer."""
+    return getattr(x, "dtype", None) == jax.dtypes.float0
+
+
+def float0_array(shape: tuple[int, ...]) -> np.ndarray:
+    """The gradient of integers, as JAX returns it."""
+    return np.zeros(shape, jax.dtypes.float0)
+
+
+def with_results(closed: Any, positions: Sequence[int]) -> Any:
+    """A closed jaxpr that returns some of its results."""
+    jaxpr = closed.jaxpr
+    if len(positions) == len(jaxpr.outvars):
+        return closed
+    names = jaxpr.debug_info.with_unknown_names()
+    outvars = [jaxpr.outvars[k] for k in positions]
+    names = (
+        names._replace(result_paths=tuple(names.result_paths[k] for k in positions)) if names.result_paths else names
+    )
+    return ClosedJaxpr(jaxpr.replace(outvars=outvars, debug_info=names), closed.consts)
+
+
 # ---------------------------------------------------------------- dtypes and keys
 
 
@@ -175,7 +198,7 @@ def meshes_named(eqn: Any) -> list[Any]:
                 found.append(each.mesh)
             elif isinstance(each, jax.sharding.Mesh | jax.sharding.AbstractMesh):
                 found.append(each)
-    return found
+    return [mesh for mesh in found if not mesh.empty]  # a `jit` under no mesh says so
 
 
 # ---------------------------------------------------------------- host values

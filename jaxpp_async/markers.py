@@ -245,8 +245,12 @@ class _Join:
         self._reduction, self._count = reduction, num_microbatches
         self._total: Any = None
         self._keys: list[jax.Array] = []  # can only be stacked
+        self._no_tangent: Any = None
 
     def add(self, value: jax.Array, index: jax.Array) -> None:
+        if jax_compat.is_float0(value):
+            self._no_tangent = _no_tangent(self._reduction, value, self._count)
+            return
         if _is_key(value):
             self._keys.append(value)
             return
@@ -259,6 +263,8 @@ class _Join:
         self._total = self._reduction.step(self._total, value, index)
 
     def result(self) -> jax.Array:
+        if self._no_tangent is not None:
+            return self._no_tangent
         return jnp.stack(self._keys) if self._keys else self._reduction.end(self._total, self._count)
 
 
@@ -322,9 +328,21 @@ def _run_loop(fn: Callable, batch: Any, schedule: Any, reduce: Any, pass_index: 
     out_leaves, out_tree = jax.tree.flatten(shapes)
     reductions = _reductions_for(reduce, shapes, line)
     _check_reductions(reductions, shapes, out_leaves, line)
-    lifted, consts = jax_compat.lift_consts(closed)
-    spec = LoopSpec(lifted, len(consts), num_microbatches, reductions, _frozen(schedule), line, names)
-    return jax.tree.unflatten(out_tree, loop_p.bind(*consts, *leaves, spec=spec))
+    results = [_no_tangent(r, leaf, num_microbatches) for r, leaf in zip(reductions, out_leaves, strict=True)]
+    made = [k for k, result in enumerate(results) if result is None]
+    lifted, consts = jax_compat.lift_consts(jax_compat.with_results(closed, made))
+    joined = tuple(reductions[k] for k in made)
+    spec = LoopSpec(lifted, len(consts), num_microbatches, joined, _frozen(schedule), line, names)
+    for k, result in zip(made, loop_p.bind(*consts, *leaves, spec=spec), strict=True):
+        results[k] = result
+    return jax.tree.unflatten(out_tree, results)
+
+
+def _no_tangent(reduction: Reduction, value: Any, num_microbatches: int) -> Any:
+    """What gradients of integers (`allow_int`) are joined to, which nothing has to compute; None for other values."""
+    if not jax_compat.is_float0(value):
+        return None
+    return jax_compat.float0_array(reduction.shape(value.shape, num_microbatches))
 
 
 def _named_as(fn: Callable, pass_index: bool) -> Callable:
@@ -358,7 +376,9 @@ def _run_in_python(
     for i, microbatch in enumerate(microbatches):
         index = jnp.int32(i)
         result = fn(microbatch, index) if pass_index else fn(microbatch)
-        result = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), result)
+        result = jax.tree.map(
+            lambda x: x if isinstance(x, jax.Array) or jax_compat.is_float0(x) else jnp.asarray(x), result
+        )
         values, tree = jax.tree.flatten(result)
         if not joins:
             reductions = _reductions_for(reduce, result, line)
@@ -436,5 +456,5 @@ def _tree_text(shapes: Any) -> str:
 def _check_reductions(reductions: Sequence[Reduction], shapes: Any, leaves: Sequence[Any], line: str) -> None:
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
     for reduction, path, leaf in zip(reductions, paths, leaves, strict=True):
-        if problem := reduction.check(leaf.dtype, len(leaf.shape)):
+        if not jax_compat.is_float0(leaf) and (problem := reduction.check(leaf.dtype, len(leaf.shape))):
             raise deliberate(TypeError(f"{line}: result{path}: {problem}"))

@@ -21,7 +21,7 @@ from jaxpp_async.binding import Binding, Slot
 from jaxpp_async.compiler.avals import value_type
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.compiler.ir import Loop, Traced
-from jaxpp_async.compiler.passes import Compiled, StepRequest
+from jaxpp_async.compiler.passes import Compiled, StepRequest, result_positions
 from jaxpp_async.compiler.sharing import Exports
 from jaxpp_async.errors import MeshError, ShardingError
 from jaxpp_async.leaves import kind, leaf_type, shape_struct
@@ -346,7 +346,7 @@ class DistributedStep:
             shapes = self._typed(shapes, args, given)
 
         def out_specs(traced: Traced) -> list:
-            tree = jax.tree.unflatten(traced.out_tree, list(range(len(traced.out_names))))
+            tree = result_positions(traced)
             results = traced.flat.outputs[: len(traced.out_names)]
             shapes_of = [traced.types[r].aval.shape if isinstance(r, int) else np.shape(r.value) for r in results]
             return self._specs(options.out_shardings, tree, traced.out_names, shapes_of, "out_shardings")

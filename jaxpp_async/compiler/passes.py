@@ -251,6 +251,14 @@ def _texts(
     )
 
 
+def result_positions(traced: Traced) -> Any:
+    """The tree of results, with each one's position; None where a result is known by its type (`float0`)."""
+    from jax import tree_util
+
+    tree = tree_util.tree_unflatten(traced.out_tree, list(range(len(traced.out_names))))
+    return tree_util.tree_map(lambda k: k if isinstance(k, int) else None, tree)
+
+
 def continued_arguments(traced: Traced) -> dict[int, int]:
     """Result leaf to argument leaf, where a whole subtree of the result has the structure and types of an argument.
 
@@ -258,8 +266,7 @@ def continued_arguments(traced: Traced) -> dict[int, int]:
     """
     from jax import tree_util
 
-    results = list(range(len(traced.out_names)))
-    out = tree_util.tree_unflatten(traced.out_tree, results)
+    out = result_positions(traced)
     args = tree_util.tree_unflatten(traced.in_tree, list(range(len(traced.arg_names))))
     found: dict[int, int] = {}
     came_as = {v: traced.arg_of[arg] for arg, v in enumerate(traced.flat.inputs[: len(traced.arg_of)])}

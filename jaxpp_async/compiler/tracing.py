@@ -56,7 +56,7 @@ def trace(
         full = list(args)
         for position, value in zip(dynamic, dynamic_args, strict=True):
             full[position] = value
-        return fn(*full)
+        return _with_no_tangents(fn(*full))
 
     dynamic_args = jax.tree.map(explicit.replicated_unless_given, tuple(args[i] for i in dynamic))
     closed, out_shapes = _traced(flat_fn, dynamic_args)
@@ -67,7 +67,7 @@ def trace(
         base = argument_names[arg] if arg < len(argument_names) else f"arg{arg}"
         names.append(base + jax.tree_util.keystr(path[1:]))
         arg_of.append(arg)
-    out_named, out_tree = jax.tree_util.tree_flatten_with_path(out_shapes)
+    out_named, out_tree = jax.tree_util.tree_flatten_with_path(_with_no_tangents(out_shapes))
     flattener = _Flattener()
     flat = flattener.top(closed)
     return Traced(
@@ -81,6 +81,28 @@ def trace(
         out_tree=out_tree,
         prints=tuple(flattener.prints),
     )
+
+
+@jax.tree_util.register_pytree_node_class
+class _NoTangent:
+    """A result of dtype `float0`, the gradient of an integer: known by its shape, so the step makes nothing of it.
+
+    In a tree of results it is no leaf, and becomes an array again where the tree is put together.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def tree_flatten(self) -> tuple[tuple[()], tuple[int, ...]]:
+        return (), self.shape
+
+    @classmethod
+    def tree_unflatten(cls, shape: tuple[int, ...], _: tuple[()]) -> np.ndarray:
+        return jax_compat.float0_array(shape)
+
+
+def _with_no_tangents(results: Any) -> Any:
+    return jax.tree.map(lambda x: _NoTangent(x.shape) if jax_compat.is_float0(x) else x, results)
 
 
 def _traced(fn: Callable, args: Sequence[Any]) -> tuple[Any, Any]:
@@ -100,6 +122,8 @@ def _traced(fn: Callable, args: Sequence[Any]) -> tuple[Any, Any]:
             raise
         axes = list(jax.sharding.get_abstract_mesh().shape)
         advice = "give spmd_mesh that axis or correct the constraint" if axes else "give RemoteMesh an spmd_mesh"
+        if "shard_map" in str(error):
+            advice = "call shard_map without `mesh=`, which then takes the actors' mesh"
         raise ShardingError(
             f"{jax_origins.error_line(error)}: a sharding in the step does not fit the mesh, whose axes are "
             f"{axes or 'none'}: {error}; {advice}"
@@ -121,7 +145,7 @@ def _refuse_other_meshes(eqn: Any, line: str) -> None:
         have = f"a mesh of its own, {actors}" if actors else "one device and no mesh"
         raise ShardingError(
             f"{line}: `{eqn.primitive.name}` names a mesh {named} of this process's devices, but each actor has {have}"
-            f"; give RemoteMesh spmd_mesh={named}, or write a PartitionSpec over the actors' axes, or jpp.shard(x, names)"
+            f"; give RemoteMesh spmd_mesh={named}, or write a PartitionSpec over their axes, or jpp.shard(x, names)"
         )
 
 
