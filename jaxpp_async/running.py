@@ -302,9 +302,15 @@ class StepRunner:
         else:
             arguments = binding.bind_with_care(leaves, hidden, new_id)
         results = self._values.new_arrays(compiled.outputs)
+        taken_over: dict[int, RemoteArray] = {}
         for result, arg in compiled.handed_back.items():
-            given = copies[result] if result in copies else self._hand_back(binding, arg, leaves[arg])
-            results[result] = given
+            if result in copies:
+                results[result] = copies[result]
+            elif is_remote(leaf := leaves[arg]) and leaf.host is None:
+                taken_over[result] = leaf
+            else:
+                results[result] = self._values.waiting(*binding.waiting(arg, leaf))
+        self._free_untaken(compiled, leaves)
         handle = controller.start_step(
             compiled.program_id,
             arguments.array_ids,
@@ -313,6 +319,8 @@ class StepRunner:
             frees_after=arguments.frees_after,
         )
         arguments.settle()
+        for result, leaf in taken_over.items():  # not before: a handle that nobody gets would free its array
+            results[result] = RemoteArray(self._values, leaf.array_id, leaf.value_type, leaf.actors)
         donated = self._retire_donated(step, compiled, leaves)
         recording = Recording(step.__name__, handle, compiled.compiled.programs, controller)
         made = [array for k, array in enumerate(results) if k not in compiled.handed_back]
@@ -326,7 +334,6 @@ class StepRunner:
         self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
     ) -> list[RemoteArray]:
         donated_arrays: list[RemoteArray] = []
-        back = set(compiled.handed_back.values())
         why = f"it was donated to step {step.__name__!r}; use the step's result instead"
         for k in compiled.binding.donated:
             leaf = leaves[k]
@@ -334,20 +341,16 @@ class StepRunner:
                 continue
             leaf.retire(DONATED, why)
             donated_arrays.append(leaf)
-            if k in back:
-                continue
-            # The step frees it where it uses it; no program names the copies elsewhere.
-            taken = compiled.inputs[k].actors
-            if leaf.actors != taken:
-                for a in set(leaf.actors).difference(taken):
-                    self._controller().free(a, leaf.array_id)
         return donated_arrays
 
-    def _hand_back(self, binding: Binding, arg: int, leaf: Any) -> RemoteArray:
-        """The result that is an unused argument: what lies here waits here, what was donated is another's now."""
-        if is_remote(leaf) and leaf.host is None:
-            return RemoteArray(self._values, leaf.array_id, leaf.value_type, leaf.actors)
-        return self._values.waiting(*binding.waiting(arg, leaf))
+    def _free_untaken(self, compiled: CompiledStep, leaves: Sequence[Any]) -> None:
+        """Have what is donated freed where the step does not take it, with its message: no program names it there."""
+        back = compiled.handed_back.values()
+        for k in compiled.binding.donated:
+            leaf, taken = leaves[k], compiled.inputs[k].actors
+            if is_remote(leaf) and leaf.actors != taken and (taken or k not in back):
+                for a in set(leaf.actors).difference(taken):
+                    self._controller().free(a, leaf.array_id)
 
     def _tell_waiting(self, ahead: StepHandle, name: str) -> None:
         self._controller().telling.waiting(name, ahead.step)

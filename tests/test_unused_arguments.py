@@ -189,10 +189,10 @@ async def test_what_is_donated_and_unused_is_freed_where_it_lies(remote_mesh):
     gc.collect()
     full = await held()
     arrays = [sum(a in leaf.actors for leaf in jax.tree.leaves(state)) for a in range(2)]
-    await mesh.run(idle, state, batch())
+    future = await mesh.submit(idle, state, batch())
+    await future
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-    await held()  # the frees go with this one
-    assert await held() == [n - a for n, a in zip(full, arrays, strict=True)]
+    assert [stats.live_buffers for stats in future.stats] == [n - a for n, a in zip(full, arrays, strict=True)]
 
 
 async def test_host_values_that_are_handed_back_wait_here(remote_mesh, sent, tmp_path):
