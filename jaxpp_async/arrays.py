@@ -184,13 +184,17 @@ class RemoteArray:
         if self._state != LIVE:
             raise ArrayError(f"{name} cannot be used: {self._why}")
 
-    def id_at(self, owner: Owner, actors: tuple[ActorId, ...], spec: tuple[SpecEntry, ...]) -> int | None:
-        """Its id, if it may be used on `owner` now and lies on all of `actors` in this sharding, else None."""
-        if self._state != LIVE or self._owner is not owner or self._host is not None:
+    def id_at(self, owner: Owner, actors: tuple[ActorId, ...], spec: tuple[SpecEntry, ...] | None) -> int | None:
+        """Its id, if it may be used on `owner` now and lies on all of `actors` (there may be none), else None.
+
+        Args:
+            spec: the sharding that it must have; None: any.
+        """
+        if self._state != LIVE or self._owner is not owner or (self._host is not None and actors):
             return None
         if self._actors != actors and not set(actors) <= set(self._actors):
             return None
-        return self._id if self._type.aval.spec == spec else None
+        return self._id if spec is None or self._type.aval.spec == spec else None
 
     # Here it would be a wrong answer (`if loss`) or an error that says nothing of actors.
     __bool__, __int__, __float__, __complex__, __index__ = map(

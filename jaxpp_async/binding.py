@@ -30,11 +30,24 @@ HERE: ArrayId = -1
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """An argument or result leaf of a compiled step: its type and the actors that hold it."""
+    """An argument or result leaf of a compiled step.
+
+    Args:
+        actors: those that the step takes it on, or makes it on; none: it stays where it is.
+        any_sharding: it may lie otherwise than `type` says.
+        replaced_on: of an argument that the step takes nowhere, where the step makes the result that continues it.
+    """
 
     name: str
     type: ValueType
     actors: tuple[ActorId, ...]
+    any_sharding: bool = False
+    replaced_on: tuple[ActorId, ...] = ()
+
+    @property
+    def home(self) -> tuple[ActorId, ...]:
+        """Where to make an array that is for this slot; nowhere, if the step has no use for it."""
+        return self.actors or self.replaced_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +86,9 @@ class Binding:
         self, inputs: Sequence[Slot], outputs: Sequence[Slot], num_arguments: int, donated: Collection[int] = ()
     ):
         self._inputs, self._donated = tuple(inputs), donated
-        self._places = tuple((slot.actors, slot.type.aval.spec) for slot in inputs[:num_arguments])
+        self._places = tuple(
+            (slot.actors, None if slot.any_sharding else slot.type.aval.spec) for slot in inputs[:num_arguments]
+        )
         self._dtypes = tuple(numpy_dtype(slot.type.aval.dtype) for slot in inputs)
         self._shapes = tuple(slot.type.aval.shape for slot in inputs)
         self._taken, self._made = _by_actor(inputs), _by_actor(outputs)
@@ -116,7 +131,7 @@ class Binding:
         """
         bound = Arguments({})
         for arg, array_id in enumerate(ids):
-            if array_id == HERE:
+            if array_id == HERE and self._inputs[arg].actors:
                 ids[arg] = new_id()
                 self._send_along(arg, ids[arg], leaves[arg], self._inputs[arg].actors, bound)
         ids.extend(array.array_id for array in hidden)
@@ -141,7 +156,7 @@ class Binding:
         for arg, (leaf, slot) in enumerate(zip(leaves, self._inputs, strict=False)):
             home = tuple(sorted(homes[leaf.array_id])) if is_remote(leaf) else slot.actors
             array_id = leaf.array_id if is_remote(leaf) else new_id()
-            if not is_remote(leaf) or (leaf.host is not None and array_id not in sent):
+            if home and (not is_remote(leaf) or (leaf.host is not None and array_id not in sent)):
                 self._send_along(arg, array_id, leaf, home, bound)
                 sent.add(array_id)
             ids.append(array_id)
@@ -168,14 +183,33 @@ class Binding:
             if arg not in self._donated:
                 for actor in home:
                     bound.frees_after.setdefault(actor, []).append(array_id)
+        self._check_unchanged(arg, host)
+        value = HostValue(array_id, slot.type.aval, host)
+        for actor in home:
+            bound.puts.setdefault(actor, []).append(value)
+
+    def waiting(self, arg: int, leaf: Any) -> tuple[ValueType, np.ndarray]:
+        """The type and a copy of an argument that the step hands back, and that is here.
+
+        Raises:
+            ArrayError: it is not what the step was compiled for.
+        """
+        slot = self._inputs[arg]
+        value_type = slot.type if not slot.any_sharding else replace(slot.type, aval=replace(slot.type.aval, spec=()))
+        if is_remote(leaf):
+            assert leaf.host is not None
+            return replace(value_type, weak=leaf.weak_type), leaf.host
+        host = host_array(leaf).copy()
+        self._check_unchanged(arg, host)
+        return value_type, host
+
+    def _check_unchanged(self, arg: int, host: np.ndarray) -> None:
+        slot = self._inputs[arg]
         if host.shape != self._shapes[arg] or host.dtype != self._dtypes[arg]:
             raise ArrayError(
                 f"{slot.name} is {host.dtype}{list(host.shape)} now, but was {slot.type.aval.dtype}"
                 f"{list(slot.type.aval.shape)} when the step was called; leave arguments alone until the step has them"
             )
-        value = HostValue(array_id, slot.type.aval, host)
-        for actor in home:
-            bound.puts.setdefault(actor, []).append(value)
 
 
 def _by_actor(slots: Sequence[Slot]) -> tuple[tuple[ActorId, tuple[int, ...]], ...]:

@@ -8,7 +8,8 @@ import logging
 import warnings
 from collections.abc import Sequence
 
-from jaxpp_async.compiler.passes import Compiled, StepRequest, changed_arguments
+from jaxpp_async.compiler.continued import changed_arguments
+from jaxpp_async.compiler.passes import Compiled, StepRequest
 from jaxpp_async.program import ActorId, ActorProgram, runs
 
 _LOG = logging.getLogger("jaxpp_async")

@@ -116,6 +116,29 @@ def float0_zero(aval: Any) -> Any:
     return Zero(aval.to_tangent_aval())
 
 
+def is_float0(x: Any) -> bool:
+    """Whether a value is, or a type says, the gradient of an integer."""
+    return getattr(x, "dtype", None) == jax.dtypes.float0
+
+
+def float0_array(shape: tuple[int, ...]) -> np.ndarray:
+    """The gradient of integers, as JAX returns it."""
+    return np.zeros(shape, jax.dtypes.float0)
+
+
+def with_results(closed: Any, positions: Sequence[int]) -> Any:
+    """A closed jaxpr that returns some of its results."""
+    jaxpr = closed.jaxpr
+    if len(positions) == len(jaxpr.outvars):
+        return closed
+    names = jaxpr.debug_info.with_unknown_names()
+    outvars = [jaxpr.outvars[k] for k in positions]
+    names = (
+        names._replace(result_paths=tuple(names.result_paths[k] for k in positions)) if names.result_paths else names
+    )
+    return ClosedJaxpr(jaxpr.replace(outvars=outvars, debug_info=names), closed.consts)
+
+
 # ---------------------------------------------------------------- dtypes and keys
 
 
@@ -153,6 +176,41 @@ def takes_a_value(frame: FrameType) -> bool:
     which prints what a property raises.
     """
     return frame.f_code.co_name in _TAKES_VALUES and frame.f_globals.get("__name__", "").startswith("jax.")
+
+
+# ---------------------------------------------------------------- memory and devices
+
+
+def is_host_memory(aval: Any) -> bool:
+    """Whether a value of this type lies in host memory beside its device's (`jax.memory.Space.Host`)."""
+    return getattr(aval, "memory_space", None) is jax.memory.Space.Host
+
+
+def is_host_kind(kind: str | None) -> bool:
+    """Whether a sharding's memory kind is host memory beside the device's. Of CPUs some versions call their own so."""
+    return (
+        kind is not None
+        and kind.endswith("_host")
+        and kind != jax.local_devices(backend="cpu")[0].default_memory().kind
+    )
+
+
+def is_in_host_memory(leaf: Any) -> bool:
+    """Whether a JAX array, or a `jax.ShapeDtypeStruct`, says so."""
+    sharding = leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
+    return is_host_kind(getattr(sharding, "memory_kind", None))
+
+
+def meshes_named(eqn: Any) -> list[Any]:
+    """The meshes that an equation's own parameters name: of shardings that the user gave, and of a `shard_map`."""
+    found: list[Any] = []
+    for value in eqn.params.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(each, jax.sharding.NamedSharding):
+                found.append(each.mesh)
+            elif isinstance(each, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+                found.append(each)
+    return [mesh for mesh in found if not mesh.empty]  # a `jit` under no mesh says so
 
 
 # ---------------------------------------------------------------- host values
@@ -349,7 +407,11 @@ def is_unknown_axis_error(error: BaseException) -> bool:
     """Whether JAX complains of a `PartitionSpec` that names an axis which the mesh in context does not have."""
     # By its text: the type is a plain ValueError or RuntimeError, and JAX removes its own frames from the traceback.
     text = str(error)
-    return ("Resource axis" in text and "not found in mesh" in text) or "requires a non-empty mesh in context" in text
+    return (
+        ("Resource axis" in text and "not found in mesh" in text)
+        or "requires a non-empty mesh in context" in text
+        or "should match the mesh passed to shard_map" in text
+    )
 
 
 _NEEDS_GPU = re.compile(

@@ -5,12 +5,13 @@ A door to private JAX like `jax_compat`. Tested with JAX 0.10 and 0.12.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import os
 import uuid
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import jax
 from jax._src import compilation_cache as _compilation_cache
@@ -18,6 +19,9 @@ from jax._src import config as _settings
 from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import lru_cache as _lru_cache
+from jax._src import mesh as _mesh
+from jax._src import sharding_impls as _sharding_impls
+from jax.sharding import AbstractMesh
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 # What changes the meaning or the values of a program that is traced here and runs on an actor.
@@ -40,10 +44,14 @@ _COPIED_CONFIG = (
 )
 
 
-def config_values() -> tuple[Any, ...]:
-    """What `copied_config` is made of: equal as long as nothing of it has changed, and quick to get."""
+def context() -> tuple[Any, ...]:
+    """Everything in this thread's settings that a traced and exported program depends on; quick to get and to compare.
+
+    JAX's own part is what its caches of traces are keyed by: also what holds for a thread alone (`with
+    jax.enable_x64(True)`) and the meshes in context. It lacks some of what actors are given.
+    """
     config = jax.config
-    return tuple([getattr(config, name, None) for name in _COPIED_CONFIG])
+    return _settings.trace_context(), *[getattr(config, name, None) for name in _COPIED_CONFIG]
 
 
 def copied_config() -> dict[str, Any]:
@@ -56,6 +64,68 @@ def copied_config() -> dict[str, Any]:
         else:
             found[name] = value
     return {name: value for name, value in found.items() if value is not None}
+
+
+_ACTED_ON = ("jax_debug_nans", "jax_debug_infs")
+"""Settings of an actor's own: what was compiled has nothing of them."""
+
+
+def acted_on() -> dict[str, Any]:
+    """The settings of this thread that actors, which have their own, act on while a step runs."""
+    return {name: getattr(jax.config, name) for name in _ACTED_ON}
+
+
+def acted_on_everywhere() -> dict[str, Any]:
+    """The same, as they are for threads that say nothing of their own: those of inline actors."""
+    return {name: getattr(_settings, name.removeprefix("jax_")).get_global() for name in _ACTED_ON}
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+_GUARDS = (
+    _settings.transfer_guard_host_to_device,
+    _settings.transfer_guard_device_to_device,
+    _settings.transfer_guard_device_to_host,
+)
+
+
+def unguarded(fn: _F) -> _F:
+    """Have a function of an actor move what it is told to: a transfer guard is about what the user's code does, and
+    inline actors share its thread."""
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if all(guard.value in (None, "allow") for guard in _GUARDS):  # to set it takes as long as a small put
+            return fn(*args, **kwargs)
+        with jax.transfer_guard("allow"):
+            return fn(*args, **kwargs)
+
+    return cast(_F, call)
+
+
+def exactly(fn: _F) -> _F:
+    """Have a function of an actor leave 64-bit types what they are, and move what it is told to.
+
+    A program's types were settled where it was compiled, under settings that this thread need not have.
+    """
+
+    @unguarded
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with jax.enable_x64(True):
+            return fn(*args, **kwargs)
+
+    return cast(_F, call)
+
+
+def mesh_context(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager[Any]:
+    """A context with this mesh and no other, whatever the user has set for the devices of this process."""
+    stack = contextlib.ExitStack()
+    # `jax.set_mesh` takes no "none", and cannot be called under a trace.
+    stack.enter_context(_sharding_impls._internal_use_concrete_mesh(_mesh.empty_concrete_mesh))
+    stack.enter_context(jax.sharding.use_abstract_mesh(mesh or _mesh.empty_abstract_mesh))
+    return stack
 
 
 def innermost_locations() -> Any:

@@ -29,7 +29,21 @@ def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
         TypeError: JAX cannot compute with it; the text goes behind the leaf's name.
     """
     if isinstance(leaf, RemoteArray):
+        if leaf.value_type.key_impl is None and jax_compat.canonical_dtype(leaf.dtype) != leaf.dtype:
+            raise deliberate(
+                TypeError(
+                    f"is {leaf.dtype}, made where jax_enable_x64 was on, and here it is off; call the step inside "
+                    "`with jax.enable_x64(True)`, too, or switch it on for the whole program"
+                )
+            )
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+    if jax_compat.is_in_host_memory(leaf):
+        raise deliberate(
+            TypeError(
+                "lies in host memory (jax.memory.Space.Host, memory_kind='pinned_host'), where actors keep no arrays; "
+                "pass it as numpy, or jax.device_put(..., jax.memory.Space.Device)"
+            )
+        )
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     aval = jax.typeof(leaf) if isinstance(leaf, jax.Array) else _host_aval(leaf)

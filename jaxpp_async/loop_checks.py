@@ -125,7 +125,7 @@ def reductions_for(reduce: Any, shapes: Any, line: str) -> tuple[Reduction, ...]
         ) from None
     named, _ = jax.tree_util.tree_flatten_with_path(shapes)
     for reduction, (path, leaf) in zip(flat, named, strict=True):
-        if problem := reduction.check(leaf.dtype, len(leaf.shape)):
+        if not jax_compat.is_float0(leaf) and (problem := reduction.check(leaf.dtype, len(leaf.shape))):
             raise deliberate(TypeError(f"{line}: result{jax.tree_util.keystr(path)}: {problem}"))
     return tuple(flat)
 

@@ -237,8 +237,12 @@ class _Join:
         self._reduction, self._count = reduction, num_microbatches
         self._total: Any = None
         self._keys: list[jax.Array] = []  # can only be stacked
+        self._no_tangent: Any = None
 
     def add(self, value: jax.Array, index: jax.Array) -> None:
+        if jax_compat.is_float0(value):
+            self._no_tangent = _no_tangent(self._reduction, value, self._count)
+            return
         if _is_key(value):
             self._keys.append(value)
             return
@@ -251,6 +255,8 @@ class _Join:
         self._total = self._reduction.step(self._total, value, index)
 
     def result(self) -> jax.Array:
+        if self._no_tangent is not None:
+            return self._no_tangent
         return jnp.stack(self._keys) if self._keys else self._reduction.end(self._total, self._count)
 
 
@@ -324,14 +330,26 @@ def _run_loop(
     traced = jax.make_jaxpr(_named_as(fn, pass_index), return_shape=True)
     with tracebacks.framework_hints():
         closed, shapes = traced(jax.tree.unflatten(tree, slices), index)
-    out_tree = jax.tree.structure(shapes)
+    out_leaves, out_tree = jax.tree.flatten(shapes)
     if reduce is None:
         loop_checks.check_order(shapes, closed, line)
     reductions = loop_checks.reductions_for(reduce, shapes, line)
-    lifted, consts = jax_compat.lift_consts(closed)
+    results = [_no_tangent(r, leaf, num_microbatches) for r, leaf in zip(reductions, out_leaves, strict=True)]
+    made = [k for k, result in enumerate(results) if result is None]
+    lifted, consts = jax_compat.lift_consts(jax_compat.with_results(closed, made))
+    joined = tuple(reductions[k] for k in made)
     types = tuple(f"{name} {aval.str_short()}" for name, aval in zip(names, closed.in_avals, strict=False))
-    spec = LoopSpec(lifted, len(consts), num_microbatches, reductions, _frozen(schedule), line, types)
-    return jax.tree.unflatten(out_tree, loop_p.bind(*consts, *leaves, spec=spec))
+    spec = LoopSpec(lifted, len(consts), num_microbatches, joined, _frozen(schedule), line, types)
+    for k, result in zip(made, loop_p.bind(*consts, *leaves, spec=spec), strict=True):
+        results[k] = result
+    return jax.tree.unflatten(out_tree, results)
+
+
+def _no_tangent(reduction: Reduction, value: Any, num_microbatches: int) -> Any:
+    """What gradients of integers (`allow_int`) are joined to, which nothing has to compute; None for other values."""
+    if not jax_compat.is_float0(value):
+        return None
+    return jax_compat.float0_array(reduction.shape(value.shape, num_microbatches))
 
 
 def _named_as(fn: Callable, pass_index: bool) -> Callable:
@@ -365,7 +383,9 @@ def _run_in_python(
     for i, microbatch in enumerate(microbatches):
         index = jnp.int32(i)
         result = fn(microbatch, index) if pass_index else fn(microbatch)
-        result = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), result)
+        result = jax.tree.map(
+            lambda x: x if isinstance(x, jax.Array) or jax_compat.is_float0(x) else jnp.asarray(x), result
+        )
         values, tree = jax.tree.flatten(result)
         if not joins:
             joins = [_Join(r, count) for r in loop_checks.reductions_for(reduce, result, line)]

@@ -155,7 +155,12 @@ class RemoteMesh:
         self._events = EventLog()
         self._saver = Saver(self._running, self._values, self._events.emit)
         self._runner = StepRunner(
-            self._running, self._values, num_actors=self.num_actors, target=target, max_inflight=max_inflight
+            self._running,
+            self._values,
+            num_actors=self.num_actors,
+            target=target,
+            max_inflight=max_inflight,
+            actor_config=config.jax_config,
         )
 
     def __repr__(self) -> str:

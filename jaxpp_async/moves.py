@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from jaxpp_async.compiler import lowering, verify
 from jaxpp_async.compiler.emit import Emitted, Target, emit
 from jaxpp_async.compiler.ir import Types, ValueType
 from jaxpp_async.compiler.recipes import Recipe
+from jaxpp_async.pages import page
 from jaxpp_async.program import ActorId, ActorProgram, GraphInput, GraphOutput, Node, SpecEntry, TaskGraph, Value
 
 
@@ -38,6 +40,35 @@ class Moved:
     from_actor: ActorId
     to: tuple[ActorId, ...]
     resharded: bool = False
+
+
+WARN_BYTES = 1 << 20
+"""Moves of more than this before a step are worth a warning."""
+
+
+def carried_bytes(moved: Sequence[Moved]) -> int:
+    """Bytes that went from one actor to another."""
+    return sum(m.size_bytes * len({*m.to} - {m.from_actor}) for m in moved)
+
+
+def warning(moved: Sequence[Moved], step_name: str, why: Callable[[str], str]) -> str:
+    """What to say once of moves that a user may not expect, and may not want at every call.
+
+    Args:
+        why: an argument's name to the reason why the step takes it where it takes it.
+    """
+    carried = [m for m in moved if carried_bytes([m])]
+    largest = max(carried, key=lambda m: m.size_bytes)
+    to = ", ".join(str(a) for a in largest.to)
+    count = "1 array" if len(carried) == 1 else f"{len(carried)} arrays"
+    return (
+        f"step {step_name!r}: {count} ({carried_bytes(carried) / 1e6:.1f} MB) had to be carried to other actors; "
+        f"the largest, {largest.name} ({largest.size_bytes / 1e6:.1f} MB), lies on actor {largest.from_actor}, and "
+        f"the step computes with it on actor {to} ({why(largest.name)}). An array that is new at every call is "
+        "carried at every call: give this step the same stages on the same actors as the step that makes the array, "
+        "have the array made or put where this step takes it (step.init, mesh.put(..., like=(step, argnum))), or "
+        f"leave it out of the computation; see {page('placement.md')}"
+    )
 
 
 def summary(moved: Sequence[Moved], step_name: str) -> str:
@@ -72,6 +103,20 @@ def build(move: Move, num_actors: int, target: Target) -> MoveProgram:
     programs = tuple(lowering.lower(graph))
     verify.verify_programs(programs)
     return MoveProgram(programs, executables)
+
+
+Copied: TypeAlias = tuple[tuple[ValueType, tuple[ActorId, ...]], ...]
+"""What is to be copied where it lies: types, and the actors that hold each array."""
+
+
+def build_copies(copied: Copied, num_actors: int) -> tuple[ActorProgram, ...]:
+    """Programs that make a copy of each array wherever it lies: the caller keeps the arrays."""
+    values = [Value(value_type.aval, f"copied[{k}]", "input") for k, (value_type, _) in enumerate(copied)]
+    inputs = [GraphInput(k, k, actors) for k, (_, actors) in enumerate(copied)]
+    outputs = [GraphOutput(k, k, actors) for k, (_, actors) in enumerate(copied)]
+    programs = tuple(lowering.lower(TaskGraph(num_actors, tuple(values), (), tuple(inputs), tuple(outputs))))
+    verify.verify_programs(programs)
+    return programs
 
 
 def _reshard(move: Move, target: Target) -> Emitted:

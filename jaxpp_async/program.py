@@ -145,7 +145,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class GraphInput:
-    """A step argument (flat index `arg`) and every actor that holds it when the step starts."""
+    """A step argument (flat index `arg`) and every actor that holds it when the step starts; none: nobody uses it."""
 
     value: ValueId
     arg: int

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from jaxpp_async.compiler.explain import Explainer
 from jaxpp_async.compiler.memory import peak_plan
 from jaxpp_async.compiler.passes import Compiled, Plan
-from jaxpp_async.program import ActorId, ActorProgram, Input, Recv, Run, Send, Value
+from jaxpp_async.program import ActorId, ActorProgram, GraphOutput, Input, Recv, Run, Send, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +199,13 @@ def make(
     )
 
 
+def why_taken(compiled: Compiled, name: str) -> str:
+    """Why a step takes an argument where it takes it."""
+    graph = compiled.placed.graph
+    found = next(i for i in graph.inputs if graph.values[i.value].label == name)
+    return Explainer(compiled.traced, compiled.placed, compiled.continues).why_input(found.value, found.actors)
+
+
 def _stage_names(compiled: Compiled | Plan) -> list[str]:
     """The names that the user gave to `pipeline_yield`s, a line a loop."""
     lines = []
@@ -287,7 +294,9 @@ def _inputs(compiled: Compiled | Plan, explainer: Explainer) -> tuple[PlaceLine,
 def _outputs(compiled: Compiled | Plan, explainer: Explainer) -> tuple[PlaceLine, ...]:
     graph = compiled.placed.graph
     found: dict[int, PlaceLine] = {}
-    for o in graph.outputs:
+    values = {compiled.placed.value_ids[i.value]: i.value for i in graph.inputs}
+    back = [GraphOutput(values[v], k, ()) for k, v in compiled.placed.placement.handed_back.items()]
+    for o in (*graph.outputs, *back):
         value, name = graph.values[o.value], compiled.traced.result_name(o.result)
         actors = {*o.actors, *(found[o.result].actors if o.result in found else ())}
         why = explainer.why_result(o.result, o.value)

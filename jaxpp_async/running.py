@@ -8,29 +8,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxpp_async import compile_notes, jax_compat, moves, nonfinite
+from jaxpp_async import compile_notes, jax_compat, jax_config, moves, nonfinite, report
 from jaxpp_async.actors.controller import Controller
 from jaxpp_async.actors.crew.step_handle import StepHandle
 from jaxpp_async.actors.messages import RunKind, StepStats
-from jaxpp_async.arrays import RemoteArray, is_remote
+from jaxpp_async.arrays import DELETED, RemoteArray, is_remote
 from jaxpp_async.binding import Binding, Slot
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.compiler.ir import Traced
 from jaxpp_async.compiler.passes import StepRequest, compile_step
-from jaxpp_async.errors import ArrayError
+from jaxpp_async.errors import ArrayError, MeshError
 from jaxpp_async.leaves import host_array
 from jaxpp_async.left_behind import LeftBehind
 from jaxpp_async.moving import Mover, load_programs
 from jaxpp_async.printing import Printer
 from jaxpp_async.recording import Recording, first_line
-from jaxpp_async.step import CompiledStep, DistributedStep, StepOptions, hidden_values, slots
+from jaxpp_async.step import CompiledStep, DistributedStep, StepOptions, handed_back, hidden_values, slots
 from jaxpp_async.step_arrays import StepArrays
 from jaxpp_async.step_future import StepFuture, by_actor
 from jaxpp_async.values import RemoteValues
@@ -47,6 +49,7 @@ class StepRunner:
         num_actors: how many there are.
         target: the devices of one actor.
         max_inflight: how many steps may be under way at once.
+        actor_config: settings of JAX that the actors were started with; none: they share this process's.
 
     Attributes:
         last_stats: of the last step that finished, by actor.
@@ -61,7 +64,9 @@ class StepRunner:
         num_actors: int,
         target: Target,
         max_inflight: int,
+        actor_config: Mapping[str, Any],
     ):
+        self._actor_config = actor_config
         self._controller, self._values = controller, values
         self.num_actors, self.target = num_actors, target
         self.last_stats: list[StepStats] = []
@@ -70,6 +75,7 @@ class StepRunner:
         self._compile_lock, self._start_lock = asyncio.Lock(), asyncio.Lock()
         self._mover = Mover(controller, values, num_actors, target)
         self._printer = Printer(values)
+        self._warned: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # of large moves
         self._left_behind = LeftBehind(self._tell_waiting)
 
     async def run(self, step: DistributedStep, args: Sequence[Any]) -> Any:
@@ -121,10 +127,17 @@ class StepRunner:
         signature = step.signature(args)
         if (found := step.find(signature)) is not None:
             return found
-        request = step.request(args)  # now: the arguments may change while others compile
+        self._check_settings()
+        request, settings = step.request(args), jax_config.context()  # now: both may change while others compile
         async with self._compile_lock:
             if (found := step.find(signature)) is not None:  # another call compiled it meanwhile
                 return found
+            if jax_config.context() != settings:
+                raise MeshError(
+                    f"step {step.__name__!r} was called under other settings of JAX than hold now that it is its turn "
+                    "to be compiled: `with jax.enable_x64(...)` and its like hold for all tasks of a thread, so let no "
+                    "other task enter or leave one meanwhile"
+                )
             compiled = await self._load(request, step)
             step.keep(signature, compiled)
             return compiled
@@ -137,7 +150,7 @@ class StepRunner:
         leaves = maker.leaves(args)
         request = replace(
             maker.request(args),
-            result_homes={k: frozenset(s.actors) for k, s in enumerate(wanted)},
+            result_homes={k: frozenset(s.home) for k, s in enumerate(wanted) if s.home},
             out_specs=lambda traced: _checked_out_specs(traced, wanted, name),
         )
         compiled = await self._load(request, maker)
@@ -147,6 +160,17 @@ class StepRunner:
         except BaseException as error:  # as in `run`
             self._abandon(future, "step.init", error)
             raise
+
+    def _check_settings(self) -> None:
+        """Raise `MeshError` if this thread asks for checks that the actors would not make."""
+        theirs = self._actor_config or jax_config.acted_on_everywhere()
+        for name, value in jax_config.acted_on().items():
+            if value and not theirs.get(name):
+                raise MeshError(
+                    f"{name} is {value} here and {theirs.get(name)} on the actors, which have what jax.config said "
+                    "when the mesh started, and nothing of what holds for one thread (`with jax.debug_nans(True)`); "
+                    f"call jax.config.update({name!r}, {value}) before the mesh starts, and use no `with`"
+                )
 
     async def _load(self, request: StepRequest, step: DistributedStep) -> CompiledStep:
         start_s = time.perf_counter()
@@ -166,6 +190,7 @@ class StepRunner:
             outputs=outputs,
             donated=donated,
             binding=Binding(inputs, outputs, len(compiled.traced.arg_of), donated),
+            handed_back=handed_back(compiled),
             compile_s={a: reply.compile_s for a, reply in loaded.items()},
             temp_bytes={a: reply.temp_bytes for a, reply in loaded.items()},
             hidden_values=hidden_values(compiled),
@@ -188,6 +213,8 @@ class StepRunner:
             if gives:
                 donated[id(leaf)] = slot.name
             first = seen.setdefault(id(leaf), slot)
+            if slot.any_sharding or first.any_sharding:
+                continue
             if first.type.aval.spec != slot.type.aval.spec:
                 raise ArrayError(
                     f"{first.name} and {slot.name} are one array, but their shardings differ ({first.type.aval.spec} "
@@ -200,8 +227,8 @@ class StepRunner:
             return
         places = compiled.inputs[len(compiled.inputs) - len(compiled.hidden_values) :]
         arrays = [self._values.new_array(slot.type, slot.actors) for slot in places]
-        hosts = [host_array(value) for value in compiled.hidden_values]
-        await self._values.fill(list(zip(arrays, hosts, strict=True)))
+        used = [(array, value) for array, value in zip(arrays, compiled.hidden_values, strict=True) if array.actors]
+        await self._values.fill([(array, host_array(value)) for array, value in used])
         compiled.hidden.extend(arrays)
 
     # ---------------------------------------------------------------- running
@@ -219,11 +246,14 @@ class StepRunner:
                 # One at a time: two steps that start together must not both move the same array.
                 async with self._start_lock:
                     moved: tuple[moves.Moved, ...] = ()
+                    copies: dict[int, RemoteArray] = {}
                     ids = binding.ids(self._values, leaves)
-                    if ids is None or len(compiled.hidden) < len(compiled.hidden_values):
+                    to_copy = _to_copy(compiled, leaves)
+                    if ids is None or to_copy or len(compiled.hidden) < len(compiled.hidden_values):
                         moved = await self._bring(step, compiled, leaves)
+                        copies = await self._copies(compiled, leaves, to_copy)
                         ids = binding.ids(self._values, leaves)
-                    future = self._start(step, compiled, leaves, ids, moved, kind)
+                    future = self._start(step, compiled, leaves, ids, moved, copies, kind)
             except BaseException:  # also a cancellation: the place goes to the next step
                 self._admission.release()
                 raise
@@ -239,8 +269,23 @@ class StepRunner:
         moved = await self._mover.bring(leaves, compiled.inputs, step.__name__)
         if moved:
             _LOG.info(moves.summary(moved, step.__name__))
+        if compiled not in self._warned and moves.carried_bytes(moved) > moves.WARN_BYTES:
+            self._warned.add(compiled)
+            why = partial(report.why_taken, compiled.compiled)
+            _LOG.warning(moves.warning(moved, step.__name__, why))
         self._check_leaves(leaves, compiled)  # the user may have deleted one meanwhile
         return moved
+
+    async def _copies(
+        self, compiled: CompiledStep, leaves: Sequence[Any], results: Sequence[int]
+    ) -> dict[int, RemoteArray]:
+        """Copies of arguments that these results hand back, and that the caller keeps."""
+        if not results:
+            return {}
+        kept = [compiled.handed_back[result] for result in results]
+        copies = await self._mover.copy([(compiled.inputs[arg].name, leaves[arg]) for arg in kept])
+        self._check_leaves(leaves, compiled)  # as above
+        return dict(zip(results, copies, strict=True))
 
     def _start(
         self,
@@ -249,12 +294,14 @@ class StepRunner:
         leaves: Sequence[Any],
         ids: list[int] | None,
         moved: tuple[moves.Moved, ...],
+        copies: dict[int, RemoteArray],
         kind: RunKind,
     ) -> StepFuture:
         """Send the step to its actors; from here on nothing is awaited until it has left.
 
         Args:
             ids: where the leaves lie, if there is nothing to be careful about.
+            copies: of arguments that are handed back, by result.
         """
         controller, binding = self._controller(), compiled.binding
         new_id, hidden = controller.new_array_id, compiled.hidden
@@ -263,30 +310,45 @@ class StepRunner:
         else:
             arguments = binding.bind_with_care(leaves, hidden, new_id)
         results = self._values.new_arrays(compiled.outputs)
+        taken_over: list[RemoteArray] = []
+        for result, arg in compiled.handed_back.items():
+            if result in copies:
+                results[result] = copies[result]
+            elif is_remote(leaf := leaves[arg]) and leaf.host is None:
+                results[result] = RemoteArray(self._values, leaf.array_id, leaf.value_type, leaf.actors)
+                taken_over.append(results[result])
+            else:
+                results[result] = self._values.waiting(*binding.waiting(arg, leaf))
         traced = compiled.compiled.traced
         count = len(traced.out_names)
-        outputs = jax.tree.unflatten(traced.out_tree, results[:count])  # may run code of the user's, which may fail
-        handle = controller.start_step(
-            compiled.program_id,
-            arguments.array_ids,
-            binding.results(results),
-            puts=arguments.puts,
-            frees_after=arguments.frees_after,
-            kind=kind,
-        )
+        try:
+            outputs = jax.tree.unflatten(traced.out_tree, results[:count])  # may run code of the user's
+            handle = controller.start_step(
+                compiled.program_id,
+                arguments.array_ids,
+                binding.results(results),
+                puts=arguments.puts,
+                frees_after=arguments.frees_after,
+                kind=kind,
+            )
+        except BaseException:
+            for array in taken_over:  # the argument's handle keeps what lies there
+                array.retire(DELETED, "its step was not sent")
+            raise
         arguments.settle()
         arrays = StepArrays(step.__name__, compiled, leaves, results)
-        self._free_elsewhere(compiled, arrays.donated)
+        self._free_untaken(compiled, arrays.donated)
         recording = Recording(step.__name__, handle, compiled.compiled.programs, controller)
         handle.when_done(lambda: self._finished(recording, arrays))
         printing = self._printer.start(traced, results[count:], handle) if traced.prints else None
         return StepFuture(outputs, recording, arrays, printing, moved)
 
-    def _free_elsewhere(self, compiled: CompiledStep, donated: Mapping[int, RemoteArray]) -> None:
-        """A step frees donated arrays where it uses them; no program names the copies on other actors."""
+    def _free_untaken(self, compiled: CompiledStep, donated: Mapping[int, RemoteArray]) -> None:
+        """Free what is donated where the step does not take it: no program names it there."""
+        back = compiled.handed_back.values()
         for k, array in donated.items():
             taken = compiled.inputs[k].actors
-            if array.actors != taken:
+            if array.actors != taken and (taken or k not in back):
                 for a in set(array.actors).difference(taken):
                     self._controller().free(a, array.array_id)
 
@@ -300,6 +362,15 @@ class StepRunner:
             self.last_stats, self.last = by_actor(handle.result()), ran
         else:
             arrays.fail(first_line(handle.error))
+
+
+def _to_copy(compiled: CompiledStep, leaves: Sequence[Any]) -> list[int]:
+    """Results that are unused arguments which lie on actors, and which the caller keeps."""
+    return [
+        result
+        for result, arg in compiled.handed_back.items()
+        if arg not in compiled.donated and is_remote(leaf := leaves[arg]) and leaf.host is None
+    ]
 
 
 def _checked_out_specs(traced: Traced, wanted: Sequence[Slot], name: str) -> list:

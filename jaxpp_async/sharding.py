@@ -211,6 +211,8 @@ def _plain_spec(
         return None
     if not _is_spec(spec):
         raise ShardingError(f"{what} of {name}: {spec!r} is no PartitionSpec, NamedSharding, tuple of names or None")
+    if (mesh := getattr(spec, "mesh", None)) is not None:
+        _check_mesh(mesh, spec, name, axes, what)
     given = getattr(spec, "spec", spec)
     if getattr(given, "unreduced", None) or getattr(given, "reduced", None):
         raise ShardingError(
@@ -236,3 +238,18 @@ def _plain_spec(
                 "give it such a size, or shard another dimension"
             )
     return entries
+
+
+def _check_mesh(mesh: Any, given: Any, name: str, axes: Mapping[str, int], what: str) -> None:
+    """Raise a `ShardingError` for a sharding over other devices, or in other memory, than actors have."""
+    if jax_compat.is_host_kind(given.memory_kind):
+        raise ShardingError(
+            f"{what} of {name}: {given.memory_kind!r} is memory in which actors keep no arrays; leave memory_kind out"
+        )
+    named = dict(mesh.shape)
+    used = [a for entry in given.spec for a in ((entry,) if isinstance(entry, str) else tuple(entry or ()))]
+    if any(named[a] != axes.get(a, named[a]) for a in used):
+        raise ShardingError(
+            f"{what} of {name} is over a mesh {named} of this process's devices, but each actor has {dict(axes)}; give "
+            f"RemoteMesh spmd_mesh={named}, or write {given.spec}"
+        )

@@ -20,6 +20,7 @@ from jaxpp_async.arrays import RemoteArray
 from jaxpp_async.awaiting import UnawaitedCoroutine, says_to_await
 from jaxpp_async.binding import Binding, Slot
 from jaxpp_async.compiler.avals import value_type
+from jaxpp_async.compiler.continued import result_positions
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.compiler.ir import Loop, Traced
 from jaxpp_async.compiler.passes import Compiled, StepRequest
@@ -41,6 +42,7 @@ class CompiledStep:
         outputs: its result leaves, then what its prints show.
         donated: the argument leaves whose buffers the step reuses; for each the result leaf that continues it, or None.
         binding: what follows from these for a call.
+        handed_back: result leaf to the argument leaf that the caller gets back as it, wherever it lies.
         compile_s: what compiling took, by actor.
         temp_bytes: XLA's temporaries of each executable, by actor.
         hidden_values: host values of the hidden arguments.
@@ -53,6 +55,7 @@ class CompiledStep:
     outputs: tuple[Slot, ...]
     donated: dict[int, int | None]
     binding: Binding
+    handed_back: dict[int, int]
     compile_s: dict[ActorId, float]
     temp_bytes: dict[ActorId, dict[int, int]]
     hidden_values: tuple[Any, ...]
@@ -239,7 +242,7 @@ class DistributedStep:
         `signature` has to be asked. As `find` this sets `latest`.
         """
         leaves, treedef = jax.tree.flatten(self._dynamic(args))
-        kinds, config = [kind(leaf) for leaf in leaves], jax_config.config_values()
+        kinds, config = [kind(leaf) for leaf in leaves], jax_config.context()
         static = self._static(args)
         try:
             static_hash = hash(static)
@@ -277,7 +280,7 @@ class DistributedStep:
         static, dynamic = self._static(args), self._dynamic(args)
         self._check_hashable(static)
         leaves, treedef = jax.tree.flatten(dynamic)
-        config = (tuple(sorted(jax_config.copied_config().items())), self._given_specs(leaves))
+        config = (jax_config.context(), self._given_specs(leaves))
         try:
             types = tuple(leaf_type(x) for x in leaves)
         except TypeError:
@@ -347,7 +350,7 @@ class DistributedStep:
             shapes = self._typed(shapes, args, given)
 
         def out_specs(traced: Traced) -> list:
-            tree = jax.tree.unflatten(traced.out_tree, list(range(len(traced.out_names))))
+            tree = result_positions(traced)
             results = traced.flat.outputs[: len(traced.out_names)]
             shapes_of = [traced.types[r].aval.shape if isinstance(r, int) else np.shape(r.value) for r in results]
             return self._specs(options.out_shardings, tree, traced.out_names, shapes_of, "out_shardings")
@@ -431,15 +434,19 @@ def _settled(signature: Any, settled: frozenset[int]) -> Any:
 def slots(compiled: Compiled) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
     """Input slots (arguments, captured arrays, microbatch indices) and result slots of a compiled step."""
     graph, types, ids = compiled.placed.graph, compiled.traced.types, compiled.placed.value_ids
-    inputs = tuple(
-        Slot(
+    inputs = {
+        i.arg: Slot(
             graph.values[i.value].label,
             replace(types[ids[i.value]], aval=graph.values[i.value].aval),
             i.actors,
+            any_sharding=i.arg in compiled.any_sharding,
         )
         for i in sorted(graph.inputs, key=lambda i: i.arg)
-    )
-    found: dict[int, Slot] = {}
+    }
+    found: dict[int, Slot] = {
+        result: replace(inputs[arg], name=compiled.traced.result_name(result))
+        for result, arg in handed_back(compiled).items()
+    }
     for o in graph.outputs:
         old = found[o.result].actors if o.result in found else ()
         value = replace(types[ids[o.value]], aval=graph.values[o.value].aval)
@@ -447,7 +454,16 @@ def slots(compiled: Compiled) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
             value = replace(value, key_impl=None)  # host code gets keys as their data, as under `jax.jit`
         actors = tuple(sorted({*old, *o.actors}))
         found[o.result] = Slot(compiled.traced.result_name(o.result), value, actors)
-    return inputs, tuple(found[k] for k in range(len(found)))
+    for result, arg in compiled.continues.items():
+        if not inputs[arg].actors:
+            inputs[arg] = replace(inputs[arg], replaced_on=found[result].actors)
+    return tuple(inputs.values()), tuple(found[k] for k in range(len(found)))
+
+
+def handed_back(compiled: Compiled) -> dict[int, int]:
+    """Result leaf to the unused argument leaf that it is."""
+    leaf_of = {v: arg for arg, v in enumerate(compiled.traced.flat.inputs)}
+    return {result: leaf_of[v] for result, v in compiled.placed.placement.handed_back.items()}
 
 
 def hidden_values(compiled: Compiled) -> tuple[Any, ...]:

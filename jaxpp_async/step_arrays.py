@@ -39,8 +39,8 @@ class StepArrays:
 
     def fail(self, why: str) -> None:
         """The step has failed: neither what it was given nor what it would have made can be used."""
-        for array in self._results:
-            if not array.is_deleted():
+        for k, array in enumerate(self._results):
+            if not array.is_deleted() and k not in self._compiled.handed_back:  # such a one no program touches
                 array.retire(FAILED, f"its step failed: {why}")
         for array in self.donated.values():
             array.retire(DONATED, f"it was donated to step {self._name!r}, which failed: {why}")

@@ -54,6 +54,10 @@ class RemoteValues:
         new_id = self._controller().new_array_id
         return [RemoteArray(self, new_id(), slot.type, slot.actors) for slot in slots]
 
+    def waiting(self, value_type: ValueType, host: np.ndarray) -> RemoteArray:
+        """The handle of an array that stays here until its first use."""
+        return RemoteArray(self, self._controller().new_array_id(), value_type, (), host=host)
+
     async def fill(self, pairs: Sequence[tuple[RemoteArray, np.ndarray]]) -> None:
         """Send host values to the actors of new arrays.
 
@@ -68,21 +72,22 @@ class RemoteValues:
 
     async def put(self, tree: Any, like: Any = None) -> Any:
         """See `RemoteMesh.put`."""
-        controller = self._controller()
+        self._controller()
         values, treedef = jax.tree.flatten(tree)
         types = [leaves.travelling_type(x) for x in values]
         hosts = [_own_copy(x) for x in values]
         if like is None:
-            arrays = [
-                RemoteArray(self, controller.new_array_id(), t, (), host=h) for t, h in zip(types, hosts, strict=True)
-            ]
+            arrays = [self.waiting(t, h) for t, h in zip(types, hosts, strict=True)]
             return jax.tree.unflatten(treedef, arrays)
         arrays = []
-        for leaf_type, place in zip(types, _places(like, len(values)), strict=True):
+        for leaf_type, host, place in zip(types, hosts, _places(like, len(values)), strict=True):
+            if not place.actors:
+                arrays.append(self.waiting(leaf_type, host))
+                continue
             there = replace(leaf_type, aval=replace(leaf_type.aval, spec=place.spec))
             arrays.append(self.new_array(there, place.actors))
             self._check_divides(there.aval, place.name)
-        await self.fill(list(zip(arrays, hosts, strict=True)))
+        await self.fill([(a, host) for a, host in zip(arrays, hosts, strict=True) if a.actors])
         return jax.tree.unflatten(treedef, arrays)
 
     async def fetch(self, tree: Any) -> Any:
@@ -125,7 +130,7 @@ def _places(like: Any, count: int) -> list[_Place]:
     """The place of each of `count` leaves."""
     if isinstance(like, tuple) and len(like) == 2 and isinstance(like[0], DistributedStep):
         slots = like[0].latest("mesh.put(like=(step, argnum))").argument_slots(like[1])
-        places = [_Place(s.name, s.type.aval.spec, s.actors) for s in slots]
+        places = [_Place(s.name, s.type.aval.spec, s.home) for s in slots]
     else:
         arrays = jax.tree.leaves(like)
         if not all(is_remote(a) for a in arrays):

@@ -69,8 +69,13 @@ def run_plan(done: Plan, *args: Any, static: Sequence[int] = ()) -> Any:
     with control_flow():
         copies = _run_programs(done.programs, inputs, _functions(done))
     ids = {o.result: done.placed.value_ids[o.value] for o in done.placed.graph.outputs}
+    leaf_of = {v: arg for arg, v in enumerate(done.traced.flat.inputs)}
     results = []
     for k, name in enumerate(done.traced.out_names):
+        if (v := done.placed.placement.handed_back.get(k)) is not None:
+            leaf = leaves[leaf_of[v]]
+            results.append(leaf if done.traced.types[v].key_impl else host_array(leaf))
+            continue
         array = _one_of(copies.get(k, {}), name)
         impl = done.traced.types[ids[k]].key_impl
         results.append(jax.random.wrap_key_data(array, impl=impl) if impl else array)

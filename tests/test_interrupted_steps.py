@@ -20,7 +20,7 @@ from models import mlp
 
 import jaxpp_async as jpp
 from jaxpp_async.actors.steps.step_run import StepRun
-from jaxpp_async.compiler.passes import continued_arguments
+from jaxpp_async.compiler.continued import continued_arguments
 from jaxpp_async.compiler.tracing import trace
 from jaxpp_async.errors import ArrayError, RemoteError
 from jaxpp_async.testing import assert_close

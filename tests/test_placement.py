@@ -275,7 +275,7 @@ def _state_and_batch():
 def test_a_result_that_is_an_argument_is_passed_on():
     def step(state, batch):
         grads, losses = gradients(loss_fn, state["w"], batch, jpp.Std1F1B(2))
-        return {"w": jax.tree.map(jnp.subtract, state["w"], grads), "fixed": state["fixed"]}, losses
+        return {"w": jax.tree.map(jnp.subtract, state["w"], grads), "fixed": state["fixed"]}, losses, state["fixed"]
 
     for donate in ((), (0,)):
         done = plan_step(step, {"w": [f32(D, D)] * 2, "fixed": f32(7)}, X, donate=donate)
@@ -284,8 +284,15 @@ def test_a_result_that_is_an_argument_is_passed_on():
         (buffer,) = [
             i.buffer for i in instructions if isinstance(i, Input) and homes_by_arg(done)[i.arg] == "state['fixed']"
         ]
-        assert any(isinstance(i, Output) and i.buffer == buffer for i in instructions)
+        assert sum(isinstance(i, Output) and i.buffer == buffer for i in instructions) == 2
         assert (7,) not in [shape for *_, shape in sent(done)]
+
+
+def test_a_result_that_is_an_argument_and_no_other_is_nobodys_work():
+    done = plan_step(lambda a, b, x: (x + 1, b, a), f32(7), f32(7), X)
+    assert homes(done) == {"a": (), "b": (), "x": (0,)}
+    assert result_homes(done) == {"result[0]": (0,)}
+    assert done.placed.placement.handed_back == {1: done.traced.flat.inputs[1], 2: done.traced.flat.inputs[0]}
 
 
 # ---------------------------------------------------------------- before the loop, and without one

@@ -59,7 +59,7 @@ ARGUMENTS = [
     ("state['opt'][1][0].count", (0, 1), 4, "used after the loop"),
     ("batch", (0,), 256, "used by fwd(stage 0), bwd(stage 0)"),
     ("scale", (2,), 4, "used by fwd_bwd(stage 2)"),
-    ("unused", (0,), 12, "nobody uses it: rests on actor 0"),
+    ("unused", (), 12, "not used: stays where it is"),
     ("microbatch indices 0 to 3", (0, 2), 16, "put there once, and kept"),
 ]
 

@@ -48,6 +48,8 @@ def test_a_host_array_need_not_be_contiguous():
     assert np.array_equal(np.asarray(place(host, LAYOUTS.of(Aval(host.shape, "float32")))), host)
 
 
-def test_a_type_that_jax_would_change_is_refused():
-    with pytest.raises(ValueError, match="jax_enable_x64 differs"):
-        place(np.zeros(3), LAYOUTS.of(Aval((3,), "float64")))
+@pytest.mark.parametrize("dtype", ["float64", "int64", "complex128"])
+def test_64_bit_types_stay_what_they_are_whatever_the_settings_of_this_thread(dtype):
+    host = np.arange(3, dtype=dtype)
+    array = place(host, LAYOUTS.of(Aval((3,), dtype)))
+    assert array.dtype == dtype and np.array_equal(np.asarray(array), host)

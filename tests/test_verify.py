@@ -187,7 +187,7 @@ def _node(index, **changes):
         (_node(0, actor=2), "f runs on actor 2 of 2"),
         (_node(0, donatable=(1,)), r"f donates \(1,\)"),
         (lambda g: replace(g, nodes=g.nodes[::-1]), "g reads 'y' before it is made"),
-        (lambda g: replace(g, inputs=(GraphInput(0, 0, ()),)), "argument 0 lives on no actor"),
+        (lambda g: replace(g, inputs=(GraphInput(0, 0, ()),)), "f reads 'x' before it is made"),
         (lambda g: replace(g, inputs=(GraphInput(0, 0, (0, 5)),)), r"argument 0 lives on actors \(0, 5\)"),
         (lambda g: replace(g, inputs=(GraphInput(0, 0, (0, 0)),)), "argument 0 names an actor twice"),
         (lambda g: replace(g, nodes=g.nodes[:1]), "result 0 is value 2, which nothing makes"),

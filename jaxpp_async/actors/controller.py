@@ -321,6 +321,8 @@ class Controller:
         if self._vigil is not None:
             handle.when_done(self._vigil.end)
             self._vigil.begin()
+        if not places:
+            handle.end_without_actors()
         return handle
 
     async def put(self, values: Mapping[ActorId, Sequence[HostValue]]) -> None:

@@ -183,7 +183,7 @@ def _expanded(node: Any) -> Any:
 
 def _target(path: str, leaf: Any) -> Target:
     if isinstance(leaf, Slot):
-        return Target(leaf.type, leaf.actors)
+        return Target(leaf.type, leaf.home)
     if is_remote(leaf):
         return Target(replace(leaf.value_type, weak=leaf.weak_type), leaf.actors)
     if type(leaf) in PLAIN_TYPES:

@@ -12,6 +12,8 @@ from jaxpp_async.program import Aval
 def value_type(aval: Any) -> ValueType:
     """The `ValueType` of a JAX aval (sharding is filled in later)."""
     weak, types = bool(getattr(aval, "weak_type", False)), explicit.of(aval)
+    on_host = jax_compat.is_host_memory(aval)
     if jax_compat.is_key_dtype(aval.dtype):
-        return ValueType(Aval(jax_compat.key_data_shape(aval), "uint32"), jax_compat.key_impl(aval.dtype), weak, types)
-    return ValueType(Aval(tuple(aval.shape), jax_compat.dtype_name(aval.dtype)), None, weak, types)
+        data, impl = Aval(jax_compat.key_data_shape(aval), "uint32"), jax_compat.key_impl(aval.dtype)
+        return ValueType(data, impl, weak, types, on_host)
+    return ValueType(Aval(tuple(aval.shape), jax_compat.dtype_name(aval.dtype)), None, weak, types, on_host)

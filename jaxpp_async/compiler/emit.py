@@ -100,8 +100,7 @@ def lowering_context(target: Target) -> Any:
     """For tracing steps and lowering tasks: the mesh for bare `PartitionSpec`s, the rules for `shard`."""
     stack = contextlib.ExitStack()
     stack.enter_context(sharding.axis_rules(target.axis_rules if target.mesh is not None else {}))
-    if target.mesh is not None:
-        stack.enter_context(jax.sharding.use_abstract_mesh(target.mesh))
+    stack.enter_context(jax_config.mesh_context(target.mesh))
     return stack
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -163,8 +163,10 @@ class Explainer:
 
     # ---- arguments and results
 
-    def why_input(self, value: ValueId, actors: Iterable[ActorId]) -> str:
+    def why_input(self, value: ValueId, actors: Sequence[ActorId]) -> str:
         """Why an argument lives where it lives."""
+        if not actors:
+            return self._why_unused(value)
         return _by_actor({a: self._why_input_on(value, a) for a in actors})
 
     def _why_input_on(self, value: ValueId, actor: ActorId) -> str:
@@ -182,7 +184,16 @@ class Explainer:
             return f"passed on as {_listed(passed)}"
         if continued := [self.traced.result_name(k) for k in self._continued.get(value, [])]:
             return f"replaced by {_listed(continued)}, which is made there"
-        return f"nobody uses it: rests on actor {actor}"
+        return f"nobody uses it on actor {actor}"
+
+    def _why_unused(self, value: ValueId) -> str:
+        argument = self.placed.value_ids[value]
+        back = [self.traced.result_name(k) for k, v in self.placed.placement.handed_back.items() if v == argument]
+        if back:
+            return f"not used: stays where it is, and is handed back as {_listed(back)}"
+        if continued := [self.traced.result_name(k) for k in self._continued.get(value, [])]:
+            return f"not used: stays where it is; {_listed(continued)} replaces it"
+        return "not used: stays where it is"
 
     def _used_through(self, value: ValueId, actor: ActorId) -> list[str]:
         """Tasks of loops on an actor that use what is made of an argument outside of them, such as a cast of it."""
@@ -195,6 +206,8 @@ class Explainer:
 
     def why_result(self, result: int, value: ValueId) -> str:
         """Why a result lives where it lives."""
+        if result in self.placed.placement.handed_back:
+            return f"is {self.graph.values[value].label}, handed back where it lies"
         if result in self.placed.placement.asked:
             return "asked for by init"
         if result in self.continues:

@@ -1,5 +1,5 @@
-"""compiler.exportable: why a step could not be lowered. In: JAX's error and the recipes. Out: an `UnsupportedError`
-that names the operation, its task and the user's line.
+"""compiler.exportable: why a step cannot be lowered, or its arrays not be kept. In: JAX's error and the recipes.
+Out: an `UnsupportedError` that names the operation, its task and the user's line.
 
 Looks for the culprit only once something has failed: each operation is then lowered alone. Runs nothing.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxpp_async import jax_compat
 from jaxpp_async.compiler.emit import Target, emit
+from jaxpp_async.compiler.graph import PlacedStep
 from jaxpp_async.compiler.ir import Op, Types
 from jaxpp_async.compiler.recipes import Recipe
 from jaxpp_async.errors import JaxppAsyncError, UnsupportedError
@@ -37,6 +38,23 @@ def explained(recipes: Sequence[Recipe], types: Types, target: Target) -> Iterat
             raise
         recipe, op, why = found
         raise UnsupportedError(_message(recipe, op, why)) from error
+
+
+def refuse_host_memory(placed: PlacedStep) -> None:
+    """Raise an `UnsupportedError` for a value in host memory that outlives its task: actors keep none there.
+
+    A checkpoint that offloads makes one of each residual, unless its backward is in the same task.
+    """
+    crossing = {v for v in placed.value_ids if placed.types[v].on_host}
+    for recipe in placed.recipes if crossing else ():
+        for op in recipe.ops:
+            if crossing.intersection(op.outputs):
+                raise UnsupportedError(
+                    f"{op.line}: `{op.name}` in task {recipe.name} puts an array into host memory, and another task, "
+                    "or the step's caller, gets it; actors keep such arrays in their devices' memory alone. For a "
+                    "checkpoint write a policy that saves or recomputes (save_only_these_names, nothing_saveable) in "
+                    "place of one that offloads; leave jax.device_put(..., jax.memory.Space.Host) out of a state"
+                )
 
 
 def _culprit(recipes: Sequence[Recipe], types: Types, target: Target) -> tuple[Recipe, Op, Exception] | None:

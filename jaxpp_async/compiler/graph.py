@@ -156,9 +156,19 @@ class _Builder:
             num_actors=self.num_actors,
             result_homes=self.result_homes,
             num_results=len(self.traced.out_names),
+            untouched=self._untouched(outputs),
         )
         self.outer = step
         return step
+
+    def _untouched(self, outputs: Sequence[int]) -> dict[int, int]:
+        """Results that are an argument as it came: result to value. One that is there twice has to be copied."""
+        arguments = set(self.traced.flat.inputs[: len(self.traced.arg_names)])
+        return {
+            k: v
+            for k, v in enumerate(outputs[: len(self.traced.out_names)])
+            if v in arguments and outputs.count(v) == 1
+        }
 
     def _loop_needs(self, scheduled: ScheduledLoop) -> dict[int, Actors]:
         """The outer values a loop reads, and on which actors."""

@@ -34,12 +34,14 @@ class ValueType:
         key_impl: PRNG implementation, for key arrays.
         weak: JAX's weak type.
         sharding: what stands in the value's type on a mesh with explicit axes (see `explicit`), else None.
+        on_host: it lies in host memory, which only values inside a task may.
     """
 
     aval: Aval
     key_impl: str | None = None
     weak: bool = False
     sharding: Any = None
+    on_host: bool = False
 
 
 def stacked_type(element: ValueType, length: int) -> ValueType:

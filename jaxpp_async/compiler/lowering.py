@@ -126,7 +126,8 @@ def plan_transfers(graph: TaskGraph) -> tuple[Transfer, ...]:
     wanted_values = {v for v, _, _ in missing}
     source: dict[ValueId, tuple[int, int, ActorId]] = {}  # node, position among what it makes, actor
     for position, i in enumerate(graph.inputs):
-        source[i.value] = -1, position, i.actors[0]
+        if i.actors:
+            source[i.value] = -1, position, i.actors[0]
     for index, node in enumerate(graph.nodes):
         for v in wanted_values.intersection(node.outputs):
             source[v] = index, node.outputs.index(v), node.actor

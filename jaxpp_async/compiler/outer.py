@@ -29,6 +29,7 @@ class OuterStep:
         continues: result position to the input position it continues (a state's old and new leaf).
         result_homes: where results have to be, for those that the caller says; others follow from the program.
         num_results: how many of `outputs` are the user's; the others are shown by prints. None: all.
+        untouched: result position to the input that the result is, where it is nothing else and no other result is.
     """
 
     inputs: tuple[int, ...]
@@ -40,6 +41,7 @@ class OuterStep:
     num_actors: int
     result_homes: dict[int, Actors] = field(default_factory=dict)
     num_results: int | None = None
+    untouched: dict[int, int] = field(default_factory=dict)
 
 
 def giver(actors: Collection[ActorId], wanted: ActorId) -> ActorId:

@@ -24,14 +24,14 @@ from typing import Any, TypeAlias
 from jaxpp_async import schedules
 from jaxpp_async.compiler import lowering, verify
 from jaxpp_async.compiler.columns import ValueTable
+from jaxpp_async.compiler.continued import continued_arguments
 from jaxpp_async.compiler.emit import Emitted, Target, lowering_context
-from jaxpp_async.compiler.exportable import explained
+from jaxpp_async.compiler.exportable import explained, refuse_host_memory
 from jaxpp_async.compiler.garbage import uncollected
 from jaxpp_async.compiler.graph import PlacedStep, build
 from jaxpp_async.compiler.ir import Loop, Traced, Types
 from jaxpp_async.compiler.partition import StagedLoop, partition
 from jaxpp_async.compiler.propagate import Spec, propagate, sharded
-from jaxpp_async.compiler.recipes import literal_type
 from jaxpp_async.compiler.residuals import keep_less
 from jaxpp_async.compiler.separate import separate_results
 from jaxpp_async.compiler.sharing import Exports
@@ -94,6 +94,7 @@ class Compiled:
         passes: pass name to text.
         continues: result leaf to the argument leaf it continues.
         settled: argument leaves that it takes weakly typed as well as strongly typed.
+        any_sharding: unused argument leaves, which may lie in any sharding, unless they are handed back in a given one.
     """
 
     traced: Traced
@@ -103,6 +104,7 @@ class Compiled:
     passes: Texts
     continues: Mapping[int, int]
     settled: frozenset[int] = frozenset()
+    any_sharding: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +122,7 @@ class Plan:
     passes: Texts
     continues: Mapping[int, int]
     settled: frozenset[int] = frozenset()
+    any_sharding: frozenset[int] = frozenset()
 
 
 def _unobserved(_: str) -> None:
@@ -141,7 +144,9 @@ def compile_step(request: StepRequest, passed: Passed = _unobserved) -> Compiled
         executables = request.exports.emit(done.placed.recipes, done.traced.types, done.specs, request.target)
     passed("emit")
     texts = done.passes.with_text("emit", functools.partial(format_executables, executables))
-    return Compiled(done.traced, done.placed, done.programs, executables, texts, done.continues, done.settled)
+    return Compiled(
+        done.traced, done.placed, done.programs, executables, texts, done.continues, done.settled, done.any_sharding
+    )
 
 
 @uncollected()
@@ -185,6 +190,7 @@ def plan(request: StepRequest, passed: Passed = _unobserved) -> Plan:
         result_homes=dict(request.result_homes),
     )
     verify.verify_graph(placed.graph)
+    refuse_host_memory(placed)
     passed("place")
     with explained(placed.recipes, placed.types, request.target):
         specs = propagate(traced, placed, request.target, in_specs, out_specs, continues)
@@ -192,7 +198,18 @@ def plan(request: StepRequest, passed: Passed = _unobserved) -> Plan:
     passed("shard")
     programs = _lowered(placed.graph, passed)
     texts = _texts(traced, staged, loops, placed, programs)
-    return Plan(traced, placed, specs, programs, texts, continues, settled)
+    free = _any_sharding(traced, placed, in_specs, out_specs)
+    return Plan(traced, placed, specs, programs, texts, continues, settled, free)
+
+
+def _any_sharding(
+    traced: Traced, placed: PlacedStep, in_specs: Sequence[Spec | None], out_specs: Sequence[Spec | None]
+) -> frozenset[int]:
+    """See `Compiled`."""
+    leaf_of = {v: arg for arg, v in enumerate(traced.flat.inputs)}
+    back = {leaf_of[v]: result for result, v in placed.placement.handed_back.items()}
+    asked = {arg for arg, result in back.items() if in_specs[arg] is not None or out_specs[result] is not None}
+    return frozenset(i.arg for i in placed.graph.inputs if not i.actors and i.arg not in asked)
 
 
 def _lowered(graph: TaskGraph, passed: Passed) -> lowering.Programs:
@@ -233,106 +250,6 @@ def _texts(
             "delete": lambda: format_programs(programs),
         }
     )
-
-
-def continued_arguments(traced: Traced) -> dict[int, int]:
-    """Result leaf to argument leaf, where a whole subtree of the result has the structure and types of an argument.
-
-    So a state keeps its place and sharding from step to step, donated or not, and a donated one stands for its result
-    where a cancelled `run` cannot return it. Arguments that are alike are continued in their order. An argument most of
-    whose leaves keep their types (beside its parameters a cache grows) is continued in those.
-    """
-    from jax import tree_util
-
-    results = list(range(len(traced.out_names)))
-    out = tree_util.tree_unflatten(traced.out_tree, results)
-    args = tree_util.tree_unflatten(traced.in_tree, list(range(len(traced.arg_names))))
-    flat = [tree_util.tree_flatten(arg) for arg in args]
-    trees = [(leaves, treedef) for leaves, treedef in flat if len(leaves) > 1]
-    single = [(leaves, treedef) for leaves, treedef in flat if len(leaves) == 1]  # last: they fit in many a place
-    found: dict[int, int] = {}
-    taken: set[int] = set()
-    for some, is_enough in ((trees, all), (trees, _are_most), (single, all)):
-        for leaves, treedef in some:
-
-            def fits(candidate: list[int], leaves: list[int] = leaves, is_enough: Callable = is_enough) -> bool:
-                pairs = zip(candidate, leaves, strict=True)
-                return taken.isdisjoint(candidate) and is_enough([_same_type(traced, *pair) for pair in pairs])
-
-            if found.keys().isdisjoint(leaves) and (match := _find_subtree(out, treedef, fits)) is not None:
-                taken.update(match)
-                pairs = zip(match, leaves, strict=True)
-                found.update({arg: result for result, arg in pairs if _same_type(traced, result, arg)})
-    return {result: arg for arg, result in found.items()}
-
-
-def _are_most(flags: Sequence[bool]) -> bool:
-    return 2 * sum(flags) > len(flags)
-
-
-def changed_arguments(traced: Traced, donated: Sequence[int], continues: Mapping[int, int]) -> list[str]:
-    """Of the donated arguments whose memory no result takes over, though one of another shape or dtype stands in their
-    place: each such leaf and that result, as words.
-
-    Args:
-        donated: argument numbers.
-        continues: as of `continued_arguments`.
-    """
-    from jax import tree_util
-
-    results = list(range(len(traced.out_names)))
-    out = tree_util.tree_unflatten(traced.out_tree, results)
-    args = tree_util.tree_unflatten(traced.in_tree, list(range(len(traced.arg_names))))
-    several = type(out) is tuple
-    found: list[str] = []
-    for position, arg in enumerate(args):
-        leaves, treedef = tree_util.tree_flatten(arg)
-        if not leaves or traced.arg_of[leaves[0]] not in donated or set(leaves) & set(continues.values()):
-            continue
-        # In the same place among the results, or, unless it is a single array, wherever its tree is.
-        place = out if not several and position == 0 else out[position] if several and position < len(out) else None
-        match = [place] if isinstance(place, int) and isinstance(arg, int) else None
-        if not isinstance(arg, int):
-            match = _find_subtree(place, treedef, _anything) or _find_subtree(
-                out, treedef, lambda candidate: not set(candidate) & continues.keys()
-            )
-        for leaf, result in zip(leaves, match or (), strict=False):
-            was, now = (_described(traced, ref) for ref in (traced.flat.inputs[leaf], traced.flat.outputs[result]))
-            if was != now:
-                found.append(f"{traced.arg_names[leaf]} {was} as {traced.out_names[result]} {now}")
-    return found
-
-
-def _anything(_: list[int]) -> bool:
-    return True
-
-
-def _described(traced: Traced, ref: Any) -> str:
-    aval = traced.types[ref].aval if isinstance(ref, int) else literal_type(ref).aval
-    return f"{aval.dtype}{list(aval.shape)}"
-
-
-def _find_subtree(tree: Any, treedef: Any, fits: Callable[[list[int]], bool]) -> list[int] | None:
-    from jax import tree_util
-
-    leaves, found = tree_util.tree_flatten(tree)
-    if found == treedef and fits(leaves):
-        return leaves
-    if tree_util.all_leaves([tree]):
-        return None
-    children = tree_util.default_registry.flatten_one_level(tree)
-    for child in children[0] if children else ():
-        if (match := _find_subtree(child, treedef, fits)) is not None:
-            return match
-    return None
-
-
-def _same_type(traced: Traced, result: int, arg: int) -> bool:
-    ref, argument = traced.flat.outputs[result], traced.types[traced.flat.inputs[arg]]
-    if isinstance(ref, int):
-        return traced.types[ref].aval == argument.aval and traced.types[ref].key_impl == argument.key_impl
-    shape, dtype = getattr(ref.value, "shape", ()), str(getattr(ref.value, "dtype", ""))
-    return (tuple(shape), dtype) == (argument.aval.shape, argument.aval.dtype)
 
 
 def _scheduled(staged: StagedLoop, request: StepRequest, types: Types) -> ScheduledLoop:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxpp_async.compiler import conditions
 from jaxpp_async.compiler.conditions import SCALAR_BYTES, SMALL_BYTES
@@ -31,9 +31,10 @@ class Placement:
         items: the outer operations and loops: conds split, sums regrouped.
         op_actors: actors that run each operation, by position in `items`.
         levels: (position, actor) to the level of an operation's task; `loop_levels` for loops.
-        input_homes: input id to the actors that hold it when the step starts.
-        output_homes: for each result, the actors that hold it when the step ends.
+        input_homes: input id to the actors that hold it when the step starts; none, where the step does not use it.
+        output_homes: for each result, the actors that hold it when the step ends; none, where it is handed back.
         asked: results whose homes the caller gave.
+        handed_back: result position to the input that the caller gets back as the result, wherever it lies.
     """
 
     items: tuple[Op | Loop, ...]
@@ -44,6 +45,7 @@ class Placement:
     output_homes: tuple[Actors, ...]
     num_levels: int
     asked: frozenset[int] = frozenset()
+    handed_back: dict[int, int] = field(default_factory=dict)
 
 
 def place(step: OuterStep, types: Types) -> Placement:
@@ -66,10 +68,11 @@ def place(step: OuterStep, types: Types) -> Placement:
         op_actors=actors,
         levels=found.of_ops,
         loop_levels=found.of_loops,
-        input_homes={v: frozenset(draft.homes[v]) for v in step.inputs},
+        input_homes={v: frozenset(draft.homes.get(v, ())) for v in step.inputs},
         output_homes=tuple(draft.output_homes),
         num_levels=found.depth,
         asked=frozenset(step.result_homes),
+        handed_back=draft.handed_back,
     )
 
 
@@ -144,6 +147,7 @@ class _Placer:
         self.settled = {o for i in self.single for o in self.ops[i].outputs} | loop_home.keys()
         self.joining: list[int] = []  # can be opened, and read large values of several actors
         self.output_homes: list[Actors] = []
+        self.handed_back: dict[int, int] = {}
 
     def _bound_ops(self, made_in_loops: Iterable[int]) -> set[int]:
         values, ops = set(made_in_loops), set()
@@ -323,30 +327,35 @@ class _Placer:
     # ---- results
 
     def _place_results(self) -> None:
-        """A result lives where the input it continues lives, else where it is made."""
-        homes: list[set[ActorId]] = []
-        continued = {k: self.step.inputs[arg] for k, arg in self.step.continues.items()}
+        """A result lives where the input it continues lives, else where it is made.
+
+        An input that only a result asks for is handed back as that result, and lies where it lies.
+        """
         results = [r for r in self.step.outputs if isinstance(r, int)]
         assert len(results) == len(self.step.outputs), "constant results are made by an operation"
-        for k, ref in enumerate(results):
-            old = set(self.homes.get(continued[k], ())) if k in continued else set()
-            homes.append(set(self.step.result_homes.get(k, ())) or old or set(self._made_at(ref)) or {0})
-            self._need(ref, homes[k])
-            if k in continued:
+        continued = {k: self.step.inputs[arg] for k, arg in self.step.continues.items()}
+        homes: list[set[ActorId]] = [set() for _ in results]
+        untouched = self.step.untouched
+        for k in sorted(range(len(results)), key=untouched.__contains__):  # these last: others may use the input
+            old = self.homes.get(continued[k], ()) if k in continued else ()
+            asked = self.step.result_homes.get(k, ())
+            if k in untouched and not (asked or old or untouched[k] in self.homes):
+                self.handed_back[k] = untouched[k]
+                continue
+            homes[k] = set(asked) or set(old) or set(self._made_at(results[k])) or {0}
+            self._need(results[k], homes[k])
+            if old:
                 self._need(continued[k], homes[k])
         # A later result may have drawn an argument to more actors: what continues it goes there, too.
         changed = True
         while changed:
             changed = False
             for k, argument in continued.items():
-                if self.homes[argument] - homes[k] and k not in self.step.result_homes:
-                    homes[k] |= self.homes[argument]
+                here = self.homes.get(argument, set())
+                if here - homes[k] and k not in self.step.result_homes and k not in self.handed_back:
+                    homes[k] |= here
                     self._need(results[k], homes[k])
                     changed = True
-        for v in self.step.inputs:
-            # Inputs nobody uses rest on actor 0.
-            if not self.homes.get(v):
-                self.homes[v] = {0}
         self.output_homes = [frozenset(home) for home in homes]
 
     def _made_at(self, ref: int) -> Set[ActorId]:

@@ -30,6 +30,9 @@ CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_
 PRINTS = frozenset(("debug_print", "debug_callback"))
 """Callbacks that return nothing: the controller can make them when the step is over."""
 
+LAID_OUT_BY_USER = frozenset(("sharding_constraint", "device_put", "shard_map"))
+"""Name devices, or a mesh of them, as the user wrote it."""
+
 
 def inlines(name: str, *, marked: bool, prints: bool, pinned: bool, in_loop: bool) -> bool:
     """Whether what an equation wraps takes its place.

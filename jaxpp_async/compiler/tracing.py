@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from jaxpp_async.compiler.primitives import (
     CALLBACKS,
     CALLS,
     CHECKPOINTS,
+    LAID_OUT_BY_USER,
     LOOP,
     MARKER,
     MARKER_SIDE,
@@ -54,7 +56,7 @@ def trace(
         full = list(args)
         for position, value in zip(dynamic, dynamic_args, strict=True):
             full[position] = value
-        return fn(*full)
+        return _with_no_tangents(fn(*full))
 
     dynamic_args = jax.tree.map(explicit.replicated_unless_given, tuple(args[i] for i in dynamic))
     closed, out_shapes = _traced(flat_fn, dynamic_args)
@@ -65,7 +67,7 @@ def trace(
         base = argument_names[arg] if arg < len(argument_names) else f"arg{arg}"
         names.append(base + jax.tree_util.keystr(path[1:]))
         arg_of.append(arg)
-    out_named, out_tree = jax.tree_util.tree_flatten_with_path(out_shapes)
+    out_named, out_tree = jax.tree_util.tree_flatten_with_path(_with_no_tangents(out_shapes))
     flattener = _Flattener()
     flat = flattener.top(closed)
     return Traced(
@@ -79,6 +81,28 @@ def trace(
         out_tree=out_tree,
         prints=tuple(flattener.prints),
     )
+
+
+@jax.tree_util.register_pytree_node_class
+class _NoTangent:
+    """A result of dtype `float0`, the gradient of an integer: known by its shape, so the step makes nothing of it.
+
+    In a tree of results it is no leaf, and becomes an array again where the tree is put together.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def tree_flatten(self) -> tuple[tuple[()], tuple[int, ...]]:
+        return (), self.shape
+
+    @classmethod
+    def tree_unflatten(cls, shape: tuple[int, ...], _: tuple[()]) -> np.ndarray:
+        return jax_compat.float0_array(shape)
+
+
+def _with_no_tangents(results: Any) -> Any:
+    return jax.tree.map(lambda x: _NoTangent(x.shape) if jax_compat.is_float0(x) else x, results)
 
 
 def _traced(fn: Callable, args: Sequence[Any]) -> tuple[Any, Any]:
@@ -99,14 +123,39 @@ def _traced(fn: Callable, args: Sequence[Any]) -> tuple[Any, Any]:
             raise
         axes = list(jax.sharding.get_abstract_mesh().shape)
         advice = "give spmd_mesh that axis or correct the constraint" if axes else "give RemoteMesh an spmd_mesh"
+        if "shard_map" in str(error):
+            advice = "call shard_map without `mesh=`, which then takes the actors' mesh"
         raise ShardingError(
             f"{jax_origins.error_line(error)}: a sharding in the step does not fit the mesh, whose axes are "
             f"{axes or 'none'}: {error}; {advice}"
         ) from error
 
 
-_LOOKED_AT = CALLBACKS | {LOOP, MARKER, MARKER_SIDE}
+_LOOKED_AT = CALLBACKS | LAID_OUT_BY_USER | {LOOP, MARKER, MARKER_SIDE}
 """Primitives whose equations are more than one operation among others, though they may carry no jaxpr."""
+
+
+def _refuse_other_meshes(eqn: Any, line: str) -> None:
+    """Raise a `ShardingError` if an equation names a mesh of devices that actors do not have."""
+    actors = dict(jax.sharding.get_abstract_mesh().shape)
+    for mesh in jax_compat.meshes_named(eqn):
+        named = dict(mesh.shape)
+        # Of one device: whatever is split over it stays whole.
+        if named == actors or (math.prod(named.values()) == 1 and math.prod(actors.values()) == 1):
+            continue
+        have = f"a mesh of its own, {actors}" if actors else "one device and no mesh"
+        raise ShardingError(
+            f"{line}: `{eqn.primitive.name}` names a mesh {named} of this process's devices, but each actor has {have}"
+            f"; give RemoteMesh spmd_mesh={named}, or write a PartitionSpec over their axes, or jpp.shard(x, names)"
+        )
+
+
+def _refuse_other_meshes_inside(eqn: Any, around: Where) -> None:
+    """The same for the equations that one carries."""
+    for inner in jax_compat.sub_jaxprs(eqn):
+        for each in inner.eqns:
+            _refuse_other_meshes(each, _line(each, around))
+            _refuse_other_meshes_inside(each, around)
 
 
 class _Flattener:
@@ -184,6 +233,7 @@ class _Flattener:
         if name in PRINTS:
             self.prints.append(prints.print_of(eqn, inputs, where.line))
             return []
+        _refuse_other_meshes(eqn, where.line)
         inner = jax_compat.inner_jaxpr(eqn)
         within = _within(eqn)
         marked = _marks(within)
@@ -208,6 +258,7 @@ class _Flattener:
                 "move it out (write the loop or the choice in Python)"
             )
         prints.refuse_host(eqn, where.line, functools.partial(_stage, ops) if where.in_loop else None)
+        _refuse_other_meshes_inside(eqn, where)
         outputs = self.made(eqn)
         params = {"side": eqn.params["side"]} if name == MARKER_SIDE else {}
         if name in (MARKER, MARKER_SIDE):

@@ -56,9 +56,8 @@ def verify_graph(graph: TaskGraph) -> None:
         made.add(value)
 
     for i in graph.inputs:
-        make(i.value, f"argument {i.arg}")
-        if not i.actors:
-            _fail_graph(f"argument {i.arg} lives on no actor")
+        if i.actors:
+            make(i.value, f"argument {i.arg}")
         _verify_homes("argument", i.arg, i.actors, graph.num_actors)
     for node in graph.nodes:
         if not 0 <= node.actor < graph.num_actors:

@@ -148,6 +148,10 @@ class StepHandle:
     def fail(self, error: Exception) -> None:
         self._end(error)
 
+    def end_without_actors(self) -> None:
+        """It has finished, since no actor has a part in it."""
+        self._end(None)
+
     def _end(self, error: Exception | None) -> None:
         if self._done:
             return

@@ -22,6 +22,7 @@ import jax
 from jax import export
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpp_async import jax_config
 from jaxpp_async.actors.devices.starting import Devices
 from jaxpp_async.actors.values.shards import Layout
 
@@ -113,6 +114,7 @@ class Executables:
             self._compiled.pop(key, None)
 
 
+@jax_config.exactly
 def compile_blob(blob: bytes, donated: tuple[int, ...], devices: Devices) -> Executable:
     """Compile one serialized executable for these devices.
 

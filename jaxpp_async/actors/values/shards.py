@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxpp_async import jax_compat
+from jaxpp_async import jax_compat, jax_config
 from jaxpp_async.actors.devices.starting import Devices
 from jaxpp_async.actors.values.numpy_types import numpy_dtype
 from jaxpp_async.actors.values.parts import Part, parts_of
@@ -93,7 +93,7 @@ class Layouts:
 
     def __init__(self, devices: Devices):
         self.devices = devices
-        self.of = lru_cache(maxsize=None)(self._layout)
+        self.of = lru_cache(maxsize=None)(jax_config.unguarded(self._layout))
 
     def same(self, one: Aval, other: Aval) -> bool:
         """Whether arrays of both lie alike, though their specs may be written differently."""
@@ -119,7 +119,7 @@ class Layouts:
         dtype = numpy_dtype(aval.dtype)
         sharding, is_plain = devices.sharding_of(aval), devices.is_cpu and not aval.dtype.startswith(_PACKED)
         size_bytes = math.prod(aval.shape) * dtype.itemsize
-        # 64-bit types are JAX's to refuse, and of large ones the copy is all that counts.
+        # 64-bit types take a setting that costs time, and of large ones the copy is all that counts.
         is_small = is_plain and devices.size == 1 and dtype.itemsize <= 4 and size_bytes <= _SMALL_BYTES
         return Layout(
             aval=aval,
@@ -134,7 +134,7 @@ class Layouts:
             is_small=is_small,
             put=jax_compat.quick_put(aval.shape, dtype, sharding)
             if is_small
-            else partial(jax.device_put, device=sharding),
+            else jax_config.exactly(partial(jax.device_put, device=sharding)),
         )
 
 
@@ -182,6 +182,7 @@ def host_bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
+@jax_config.exactly
 def joined(parts: Sequence[np.ndarray], layout: Layout) -> jax.Array:
     """An array on the devices from its distinct shards on the host."""
     by_position = {
@@ -224,12 +225,9 @@ def join_pieces(pieces: Sequence[Any], layout: Layout) -> np.ndarray:
     return whole
 
 
+@jax_config.unguarded
 def place(host: np.ndarray, layout: Layout) -> jax.Array:
-    """A (whole) host array on the devices, sharing no memory with `host`, so that it may be donated and `host` reused.
-
-    Raises:
-        ValueError: JAX would change the dtype (a 64-bit value without `jax_enable_x64`).
-    """
+    """A (whole) host array on the devices. It shares no memory with `host`: it may be donated, and `host` reused."""
     if host.nbytes <= _SMALL_BYTES and _address(host) % ALIGNMENT == 0:
         # JAX would use this memory itself (also with may_alias=False), and another array would have to be made of it.
         host = _misaligned_copy(host)
@@ -237,10 +235,6 @@ def place(host: np.ndarray, layout: Layout) -> jax.Array:
         return layout.put(host).block_until_ready()
     # With devices elsewhere JAX would ask all processes whether they put the same.
     array = layout.put(host) if layout.is_here else joined([host[shard.index] for shard in layout.shards], layout)
-    if array.dtype != layout.dtype:
-        raise ValueError(
-            f"a {layout.dtype} value became {array.dtype}: jax_enable_x64 differs between controller and actor"
-        )
     return private(array, [host])
 
 
@@ -276,6 +270,7 @@ def is_ready(array: jax.Array) -> bool:
     return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@jax_config.exactly
 def duplicate(array: jax.Array) -> jax.Array:
     """A copy with the same sharding."""
     if array.is_fully_addressable:
