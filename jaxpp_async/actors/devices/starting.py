@@ -28,6 +28,7 @@ from jaxpp_async.errors import InstallError, LaunchError, MeshError
 from jaxpp_async.explicit import AXIS_TYPES
 from jaxpp_async.extras import cuda_error, cuda_install
 from jaxpp_async.program import Aval
+from jaxpp_async.transport.listening import listening_sockets, refuse_strangers
 
 ONE_DEVICE_AXIS = "device"
 """Axis name of the mesh of an actor with no `spmd_mesh`."""
@@ -88,9 +89,13 @@ def start_devices(configure: Configure, *, inline: bool) -> Devices:
         _configure_jax(configure)
     if configure.setup:
         _run_setup(configure.setup)
+    before = listening_sockets()
     if configure.cluster is not None:
         join(configure.cluster, configure.platform)
-    return Devices(_make_mesh(configure))
+    devices = Devices(_make_mesh(configure))
+    if configure.cluster is not None:  # its coordinator, and gloo's sockets
+        refuse_strangers(listening_sockets() - before, configure.cluster.addresses)
+    return devices
 
 
 def _devices_each(configure: Configure) -> int:
