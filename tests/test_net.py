@@ -265,8 +265,8 @@ def data_sockets(net: Network, mesh: jpp.RemoteMesh, earlier: set[str]) -> tuple
     Args:
         earlier: sockets of the driver's other meshes.
     """
-    crew: Any = mesh._controller._crew  # pyright: ignore[reportPrivateUsage]
-    gate = ":".join(map(str, crew._address))
+    controller: Any = mesh._controller
+    gate = ":".join(map(str, controller._crew._address))
     found = {a for host, actor in zip(net.hosts, mesh.actors, strict=False) for a in host.listening()[actor.pid]}
     here = namespaces.listening()[os.getpid()] - earlier
     assert gate in here

@@ -14,6 +14,8 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +24,7 @@ import pytest
 from transport_conformance import data, join, tag, transfer, within
 
 import jaxpp_async as jpp
+from jaxpp_async.actors.devices import starting
 from jaxpp_async.errors import MeshError, TransferError
 from jaxpp_async.transport import listening
 from jaxpp_async.transport.addresses import hosts_of
@@ -53,6 +56,11 @@ def inet_sockets(pid: int) -> list[tuple[str, str]]:
     found = psutil.Process(pid).net_connections("inet")
     found = [one for one in found if one.status == "LISTEN" or one.type == socket.SOCK_DGRAM]
     return [(one.status, one.laddr.ip.removeprefix("::ffff:")) for one in found]
+
+
+def pair(addresses: tuple[str, ...]) -> tuple[UCXTransport, UCXTransport]:
+    network = Network(addresses)
+    return UCXTransport(0, network=network), UCXTransport(1, network=network)
 
 
 # ---------------------------------------------------------------- meshes of this machine
@@ -90,24 +98,37 @@ async def test_a_user_who_asks_for_tcp_or_an_interface_gets_it(monkeypatch):
     await within(a.aclose(), b.aclose())
 
 
+def test_nccl_meets_its_peers_on_the_same_interface(monkeypatch):
+    def chosen(platform: str, address: str | None) -> str | None:
+        configure: Any = SimpleNamespace(platform=platform, address=address)
+        starting._confine_nccl(configure)
+        return os.environ.get("NCCL_SOCKET_IFNAME")
+
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    assert [chosen("cpu", "127.0.0.1"), chosen("cuda", None), chosen("cuda", "192.0.2.77")] == [None] * 3
+    assert chosen("cuda", "127.0.0.1") == "=lo"
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth")
+    assert chosen("cuda", "127.0.0.1") == "eth"
+
+
 # ---------------------------------------------------------------- several contexts in one process
 
 
 async def test_a_process_holds_planes_that_listen_beside_planes_that_do_not():
     before = listening_sockets()
-    local = [UCXTransport(peer, network=Network(())) for peer in (0, 1)]
+    local = pair(())
     assert listening_sockets() == before
     assert [hosts_of(plane.address) for plane in local] == [(), ()]
-    remote = [UCXTransport(peer, network=Network(LOOPBACK)) for peer in (0, 1)]
+    remote = pair(LOOPBACK)
     assert [hosts_of(plane.address) for plane in remote] == [LOOPBACK, LOOPBACK]
     assert {one.address for one in listening_sockets() - before} == {"127.0.0.1"}
     for epoch in (0, 1):
-        for pair in (local, remote):
-            await join(*pair)
+        for both in (local, remote):
+            await join(*both)
         for size in (8, 1 << 20):
             await asyncio.gather(transfer(*local, size, 1, epoch), transfer(*remote, size, 2, epoch))
-        for pair in (local, remote):
-            await within(*(plane.abort() for plane in pair))
+        for both in (local, remote):
+            await within(*(plane.abort() for plane in both))
     await within(*(plane.aclose() for plane in remote))
     assert listening_sockets() == before, "closing frees the context, and its sockets"
     await join(*local)
@@ -140,7 +161,7 @@ def own_addresses() -> list[str]:
 async def test_peers_come_in_when_they_are_let_in_and_strangers_never(monkeypatch):
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     address = own_addresses()[0]
-    planes = [UCXTransport(peer, network=Network((address,))) for peer in (0, 1)]
+    planes = pair((address,))
     place = next((one.address, one.port) for one in planes[0]._listening)
     assert place[0] == address
     assert [one.address for plane in planes for one in plane._listening] == [address, address]

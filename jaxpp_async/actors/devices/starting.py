@@ -29,6 +29,7 @@ from jaxpp_async.explicit import AXIS_TYPES
 from jaxpp_async.extras import cuda_error, cuda_install
 from jaxpp_async.program import Aval
 from jaxpp_async.transport.listening import listening_sockets, refuse_strangers
+from jaxpp_async.transport.ucx.interfaces import interface_with
 
 ONE_DEVICE_AXIS = "device"
 """Axis name of the mesh of an actor with no `spmd_mesh`."""
@@ -87,6 +88,7 @@ def start_devices(configure: Configure, *, inline: bool) -> Devices:
         if configure.platform == "cuda" and (missing := cuda_error("platform='cuda'")) is not None:
             raise missing
         _configure_jax(configure)
+        _confine_nccl(configure)
     if configure.setup:
         _run_setup(configure.setup)
     before = listening_sockets()
@@ -138,6 +140,14 @@ def _configure_jax(configure: Configure) -> None:
         settings["jax_persistent_cache_min_entry_size_bytes"] = -1
     for name, value in settings.items():
         jax.config.update(name, value)
+
+
+def _confine_nccl(configure: Configure) -> None:
+    """Have NCCL meet its peers on the interface that reaches them, and on no other, unless its user chose one."""
+    if configure.platform == "cuda" and configure.address is not None:
+        interface = interface_with(configure.address)
+        if interface is not None:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": this name, not all that begin so
 
 
 def _make_cache(folder: str) -> None:

@@ -140,8 +140,9 @@ class UCXTransport:
                 self._ucxx.UCXAddress.create_from_buffer(target), self._error_handling
             )
         except self._ucxx.UCXError as error:
+            alone = "" if self._listening else "; processes that share no memory (containers) need UCX_NET_DEVICES=lo"
             raise TransferError(
-                f"peer {self.peer_id} cannot reach peer {peer}: {error} ({describe_limits()})"
+                f"peer {self.peer_id} cannot reach peer {peer}: {error} ({describe_limits()}){alone}"
             ) from error
         link = Link(peer, endpoint, self._direct.meet(ticket) if shares_memory() else None, self._sender_bits)
         # Runs inside UCX's progress: only note it, _progress acts on it.
