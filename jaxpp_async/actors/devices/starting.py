@@ -91,12 +91,12 @@ def start_devices(configure: Configure, *, inline: bool) -> Devices:
         _confine_nccl(configure)
     if configure.setup:
         _run_setup(configure.setup)
+    if configure.cluster is None:
+        return Devices(_make_mesh(configure))
     before = listening_sockets()
-    if configure.cluster is not None:
-        join(configure.cluster, configure.platform)
+    join(configure.cluster, configure.platform)
     devices = Devices(_make_mesh(configure))
-    if configure.cluster is not None:  # its coordinator, and gloo's sockets
-        refuse_strangers(listening_sockets() - before, configure.cluster.addresses)
+    refuse_strangers(listening_sockets() - before, configure.cluster.addresses)  # the coordinator's, and gloo's
     return devices
 
 
