@@ -402,6 +402,38 @@ async def test_a_flood_of_connections(attacked, caplog):
     await until(lambda: psutil.Process().num_fds() <= before)
 
 
+async def test_a_flood_from_one_address_keeps_nobody_from_another_out(attacked):
+    """An actor that takes its time over the handshake is not the oldest of those who crowd the gate."""
+    loop, silent = asyncio.get_running_loop(), []
+    reader, writer = await knock(attacked, b"j")
+    try:
+        for _ in range(gate_module.MAX_UNPROVEN + 100):
+            silent.append(socket.socket())
+            silent[-1].setblocking(False)
+            silent[-1].bind(("127.0.0.2", 0))
+            await loop.sock_connect(silent[-1], attacked.address)
+        await attacked.goes_on()
+        sources = [connection.source for connection in attacked.gate._unproven]
+        assert sources[0] == "127.0.0.1"
+        assert len(sources) == gate_module.MAX_UNPROVEN
+        assert not reader.at_eof()
+    finally:
+        writer.close()
+        for sock in silent:
+            sock.close()
+
+
+async def test_the_gate_never_takes_all_descriptors(monkeypatch):
+    monkeypatch.setattr(gate_module, "free_descriptors", lambda: 100)
+    gate = gate_module.Gate(bytes(32), version=VERSION, max_frame_bytes=1 << 20)
+    address = await gate.listen("127.0.0.1")
+    silent = [await asyncio.open_connection(*address) for _ in range(40)]
+    await until(lambda: len(gate._unproven) == 25)
+    for _, writer in silent:
+        writer.close()
+    await gate.aclose()
+
+
 async def test_an_actor_gets_in_during_a_flood():
     gate = Gate(b"s" * 32, version="1", max_frame_bytes=MIB)
     host, port = await gate.listen("127.0.0.1")

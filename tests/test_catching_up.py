@@ -72,7 +72,7 @@ async def test_transfers_end_and_processes_catch_up_at_the_same_time(monkeypatch
             await idle
 
         compute.submit(task)
-        h.actors[0]._cluster = m.Cluster("", "", 2, 0)
+        h.actors[0]._cluster = m.Cluster("", ("", ""), 0)
         try:
             with monkeypatch.context() as patched:
                 patched.setattr(h.transports[0], "abort", abort)

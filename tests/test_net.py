@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -246,6 +246,91 @@ async def test_everything_listens_where_the_documentation_says(net, shared):
     from_to = {(local.rpartition(":")[0], remote.rpartition(":")[0]) for local, remote in _sockets(established)}
     for a, b in from_to:
         assert a.rpartition(".")[0] == b.rpartition(".")[0], f"{a} talks to {b}"
+
+
+@contextlib.asynccontextmanager
+async def a_plain_mesh(net: Network, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[jpp.RemoteMesh]:
+    """On hosts 0 and 1, with nothing said of interfaces and ports."""
+    monkeypatch.delenv("UCX_NET_DEVICES")
+    at = control_addresses(net.hosts[:2])
+    async with jpp.RemoteMesh(
+        2, hosts=at, ssh_options=net.ssh_options, compilation_cache=CACHE, env={"UCX_TLS": "tcp"}, max_restarts=1
+    ) as mesh:
+        yield mesh
+
+
+def data_sockets(net: Network, mesh: jpp.RemoteMesh, earlier: set[str]) -> tuple[set[str], str]:
+    """Where actors and the driver listen for data; and the driver's gate, for control.
+
+    Args:
+        earlier: sockets of the driver's other meshes.
+    """
+    controller: Any = mesh._controller
+    gate = ":".join(map(str, controller._crew._address))
+    found = {a for host, actor in zip(net.hosts, mesh.actors, strict=False) for a in host.listening()[actor.pid]}
+    here = namespaces.listening()[os.getpid()] - earlier
+    assert gate in here
+    return found | here - {gate}, gate
+
+
+CONNECT = """
+import json, select, socket, sys, time
+begun, answered = [], set()
+for host, port in json.loads(sys.argv[1]):
+    for _ in range(int(sys.argv[2])):
+        sock = socket.socket()
+        sock.setblocking(False)
+        sock.connect_ex((host, port))
+        begun.append((f"{host}:{port}", sock))
+time.sleep(0.5)
+for place, sock in begun:
+    try:
+        sock.getpeername()
+        sock.sendall(bytes(range(64)))
+        answered.add(place)
+    except OSError:
+        pass
+print(json.dumps(sorted(answered)))
+"""
+"""Many connections, and a first message on each that is answered."""
+
+
+def answered(host: Host, sockets: Iterable[str], count: int) -> set[str]:
+    """Which of the sockets let a host in."""
+    places = [(address, int(port)) for address, _, port in (one.rpartition(":") for one in sockets)]
+    return set(json.loads(host.run(sys.executable, "-c", CONNECT, json.dumps(places), str(count))))
+
+
+async def test_a_plain_mesh_listens_on_one_interface_and_answers_its_hosts_alone(net, monkeypatch):
+    """A stranger's message killed driver and actors, another wrote where it said, and a thousand idle connections left
+    an actor no descriptor. Now they are not answered, also after a restart."""
+    earlier = namespaces.listening().get(os.getpid(), set())
+    async with a_plain_mesh(net, monkeypatch) as mesh:
+        step, expected = mesh.distributed(train_step), jax.jit(train_step)(*arguments())
+        for kills in (0, 1):
+            for _ in range(kills):
+                net.hosts[1].run("kill", "-KILL", str(mesh.actors[1].pid))
+            assert_close(await mesh.fetch(await mesh.run(step, *arguments())), expected)
+            sockets, gate = data_sockets(net, mesh, earlier)
+            ends = {*control_addresses(net.hosts[:2]), net.address("control")}
+            assert {one.rpartition(":")[0] for one in sockets} == ends
+            assert len(sockets) == 3
+            before = [psutil.Process(actor.pid).num_fds() for actor in mesh.actors]
+            training = asyncio.create_task(mesh.run(step, *arguments()))
+            assert await asyncio.to_thread(answered, net.hosts[2], {*sockets, gate}, 300) == {gate}
+            assert_close(await mesh.fetch(await training), expected)
+            assert [psutil.Process(actor.pid).num_fds() for actor in mesh.actors] == before
+        # Hosts of the mesh are answered, or this would show nothing.
+        for host in net.hosts[:2]:
+            others = {one for one in sockets if not one.startswith(f"{host.address['control']}:")}
+            assert {one for one in others if host.run(*connecting(one)) == "in\n"} == others
+        assert_close(await mesh.fetch(await mesh.run(step, *arguments())), expected)
+
+
+def connecting(place: str) -> tuple[str, ...]:
+    address, _, port = place.rpartition(":")
+    program = f"import socket; socket.create_connection(({address!r}, {port}), 2).close(); print('in')"
+    return sys.executable, "-c", program
 
 
 def _sockets(listing: str) -> list[tuple[str, str]]:

@@ -289,13 +289,18 @@ async def test_at_most_eight_handshakes_at_once():
     ("ways", "address"),
     [
         ({"a": "127.0.0.1"}, "127.0.0.1"),
+        ({"a": "127.0.0.1", "here": "10.0.0.1"}, "127.0.0.1"),  # an address of this machine's own
+        ({"here": "10.0.0.1", "b": "10.0.0.1"}, "10.0.0.1"),
         ({"a": "127.0.0.1", "b": "10.0.0.1", "c": "10.0.0.1"}, "10.0.0.1"),
         ({"a": None, "b": "10.0.0.1"}, "10.0.0.1"),
         ({"a": "10.0.0.1", "b": "10.1.0.1"}, None),
     ],
 )
 def test_the_address_that_reaches_the_hosts(monkeypatch, ways, address):
-    monkeypatch.setattr(addresses_module, "address_towards", ways.get)
+    theirs = {"a": "127.0.0.1", "here": "10.0.0.1"} if ways.get("a") == "127.0.0.1" else {"here": "10.0.0.1"}
+    monkeypatch.setattr(
+        addresses_module, "_way_to", lambda name: ways[name] and (ways[name], theirs.get(name, "10.0.0.77"))
+    )
     if address is not None:
         assert addresses_module.control_address(list(ways)) == address
     else:

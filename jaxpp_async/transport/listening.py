@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import select
 import socket
 import stat
 import struct
 from collections.abc import Iterable
-from ipaddress import IPv4Network, IPv6Network, ip_network, summarize_address_range
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network, summarize_address_range
 from typing import Any, Final, NamedTuple, TypeAlias
 
 IPNetwork: TypeAlias = IPv4Network | IPv6Network
+
+_LOG = logging.getLogger("jaxpp_async")
 
 _TCP_MD5SIG_EXT: Final = 32
 _PREFIX: Final = 1  # TCP_MD5SIG_FLAG_PREFIX
@@ -79,6 +82,22 @@ class Door:
         self.admitted: frozenset[IPNetwork] = frozenset()
         for one in self._sockets:
             self._set(one, others_than((), _version(one.address)))
+
+    @classmethod
+    def of(cls, sockets: Iterable[ListeningSocket]) -> Door | None:
+        """The door of those sockets that other machines reach. None: there are none, or the kernel cannot shut them,
+        which is logged."""
+        reached = [one for one in sockets if not ip_address(one.address).is_loopback]
+        try:
+            return cls(reached) if reached else None
+        except OSError as error:
+            _LOG.warning(
+                "the kernel here does not let this process refuse strangers' connections (%s): keep them from %s by a "
+                "firewall",
+                error,
+                ", ".join(f"{one.address}:{one.port}" for one in reached),
+            )
+            return None
 
     def admit(self, addresses: Iterable[str]) -> None:
         """Let these addresses connect, and nobody else. Connections that there are stay.
@@ -137,6 +156,17 @@ class Door:
                 if _is_tcp(sock) and not listens and _place(sock) in places:
                     return True
         return False
+
+
+def refuse_strangers(sockets: Iterable[ListeningSocket], addresses: Iterable[str]) -> None:
+    """Let only these addresses connect to some sockets, for good; where the kernel cannot, that is logged.
+
+    Raises:
+        OSError: the kernel refuses what it has allowed before.
+    """
+    door = Door.of(sockets)
+    if door is not None:
+        door.admit(addresses)
 
 
 def others_than(admitted: Iterable[IPNetwork], version: int) -> set[IPNetwork]:

@@ -75,6 +75,12 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         return self._transport.get_extra_info("peername")[0], self._transport.get_extra_info("sockname")[0]
 
+    @property
+    def source(self) -> str:
+        """The network address that it came from; empty if it has none (yet), such as one end of a pair of sockets."""
+        peer = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return peer[0] if peer else ""
+
     def send(self, message: Message, encoded: bytes | None = None) -> None:
         """Send without waiting. On a connection that is over, the message is dropped (`on_closed` has told why).
 

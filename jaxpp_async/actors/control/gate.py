@@ -11,6 +11,7 @@ import asyncio
 import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,12 +22,14 @@ from jaxpp_async.actors.control.refusals import Refusals
 from jaxpp_async.actors.messages import Beat
 from jaxpp_async.actors.protocol.wire import Identity, Wire
 from jaxpp_async.errors import HandshakeError, ProtocolError
+from jaxpp_async.transport.ucx.limits import free_descriptors
 
 _LOG = logging.getLogger("jaxpp_async.control")
 
 MAX_UNPROVEN = 256
-"""Connections that may be in their handshake at one time. One more, and the oldest is closed: it had the most time, and
-silent peers could keep everybody out for the whole of theirs otherwise."""
+"""Connections that may be in their handshake at one time; fewer, where this process may not open so many. One more, and
+the oldest from the address that has most of them is closed: it had the most time, and silent peers could keep everybody
+out for the whole of theirs otherwise."""
 
 Arrival: TypeAlias = "asyncio.Future[Connection]"
 
@@ -50,11 +53,13 @@ class Gate:
         self._unproven: dict[Connection, None] = {}  # in order of arrival
         self._refusals = Refusals(lambda text: _LOG.warning("%s", text), time.monotonic)
         self._attaching: set[asyncio.Task[None]] = set()
+        self._most_unproven = MAX_UNPROVEN
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str) -> tuple[str, int]:
         """Accept connections on a free port of `host`'s interface; gives the address."""
         loop = asyncio.get_running_loop()
+        self._most_unproven = max(1, min(MAX_UNPROVEN, free_descriptors() // 4))  # never all that this process has
         # Not serving yet: asyncio would lose the listening socket if this were cancelled at its last wait.
         self._server = await loop.create_server(
             self._make_connection, host, 0, family=socket.AF_INET, start_serving=False
@@ -102,11 +107,16 @@ class Gate:
         connection = Connection(wire)
         connection.on_message = partial(self._on_message, connection)
         connection.opened.add_done_callback(lambda opened: self._on_opened(connection, opened))
-        if len(self._unproven) >= MAX_UNPROVEN:
-            oldest = next(iter(self._unproven))
+        if len(self._unproven) >= self._most_unproven:
+            source = {connection: connection.source for connection in self._unproven}
+            crowd, count = Counter(source.values()).most_common(1)[0]
+            oldest = next(connection for connection in source if source[connection] == crowd)
             del self._unproven[oldest]
             oldest.abort()
-            self._refusals.say(f"refused a control connection: {MAX_UNPROVEN} later ones are in their handshake")
+            self._refusals.say(
+                f"refused a control connection: {len(source)} later ones are in their handshake, {count} of them from "
+                f"{crowd or 'this process'}"
+            )
         self._unproven[connection] = None
         return connection
 

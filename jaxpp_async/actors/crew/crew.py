@@ -49,11 +49,16 @@ from jaxpp_async.transport.addresses import hosts_of
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.network import Network, is_loopback, leave_machine
 from jaxpp_async.transport.planes import host_kind
+from jaxpp_async.transport.ucx.limits import START_DESCRIPTORS, check_descriptors
 
 _LOG = logging.getLogger("jaxpp_async")
 
 SHUTDOWN_S, TERMINATE_S, KILL_S = 4.0, 1.5, 1.5
 """What actors may take to end when asked, when signalled, and to be reaped when killed."""
+
+
+PROCESS_DESCRIPTORS = 8
+"""What an actor's process takes here: 6 for its pipes, connections and progress, 2 more for TCP's data plane."""
 
 
 class Crew:
@@ -142,10 +147,12 @@ class Crew:
 
         Raises:
             LaunchError: an actor did not come up; has the end of its output. HandshakeError: one runs other versions.
-            MeshError: their devices do not go together.
+            MeshError: their devices do not go together; this process may not open enough descriptors.
         """
         count, each = self.processes.num_actors, self.processes.per_actor
         if self._launcher.listen_host is not None:
+            needed = START_DESCRIPTORS + self.processes.count * PROCESS_DESCRIPTORS
+            check_descriptors(needed, f"a mesh of {self.processes.count} processes")
             self._address = await self.gate.listen(self._launcher.listen_host)
         of_several = f" of {each} processes each" if each > 1 else ""
         self._say(f"starting {count} actor{'s' if count != 1 else ''}{of_several}")
@@ -216,7 +223,7 @@ class Crew:
         port = await self._bringup.reserve(links[0], Reserve(self._number()))
         addresses = addresses_of_hosts([link.connection.ends for link in links])
         coordinator = f"{addresses[0]}:{port}"
-        return [Cluster(coordinator, address, len(links), rank) for rank, address in enumerate(addresses)]
+        return [Cluster(coordinator, tuple(addresses), rank) for rank in range(len(links))]
 
     async def _configure(self, link: ActorLink, cluster: Cluster | None) -> None:
         message = self._options.actors.message(

@@ -43,7 +43,7 @@ def join(cluster: Cluster, platform: str) -> None:
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     if platform == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax_config.let_gloo_listen_on(cluster.address)
+        jax_config.let_gloo_listen_on(cluster.addresses[cluster.rank])
     try:
         jax.distributed.initialize(
             cluster.coordinator,

@@ -30,6 +30,8 @@ from jaxpp_async.errors import InstallError, LaunchError, MeshError
 from jaxpp_async.explicit import AXIS_TYPES
 from jaxpp_async.extras import cuda_error, cuda_install
 from jaxpp_async.program import Aval
+from jaxpp_async.transport.listening import listening_sockets, refuse_strangers
+from jaxpp_async.transport.ucx.interfaces import interface_with
 
 ONE_DEVICE_AXIS = "device"
 """Axis name of the mesh of an actor with no `spmd_mesh`."""
@@ -129,11 +131,16 @@ def start_devices(configure: Configure, *, inline: bool) -> Devices:
         if configure.platform == "cuda" and (missing := cuda_error("platform='cuda'")) is not None:
             raise missing
         _configure_jax(configure)
+        _confine_nccl(configure)
     if configure.setup:
         _run_setup(configure.setup)
-    if configure.cluster is not None:
-        join(configure.cluster, configure.platform)
-    return Devices(_make_mesh(configure))
+    if configure.cluster is None:
+        return Devices(_make_mesh(configure))
+    before = listening_sockets()
+    join(configure.cluster, configure.platform)
+    devices = Devices(_make_mesh(configure))
+    refuse_strangers(listening_sockets() - before, configure.cluster.addresses)  # the coordinator's, and gloo's
+    return devices
 
 
 def _devices_each(configure: Configure) -> int:
@@ -174,6 +181,14 @@ def _configure_jax(configure: Configure) -> None:
         settings |= jax_config.cache_settings(configure.cache_dir)
     for name, value in settings.items():
         jax.config.update(name, value)
+
+
+def _confine_nccl(configure: Configure) -> None:
+    """Have NCCL meet its peers on the interface that reaches them, and on no other, unless its user chose one."""
+    if configure.platform == "cuda" and configure.address is not None:
+        interface = interface_with(configure.address)
+        if interface is not None:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": this name, not all that begin so
 
 
 def share_cache(configure: Configure) -> AbstractContextManager[None]:

@@ -19,12 +19,18 @@ def address_towards(host: str) -> str | None:
 
     Nothing is sent: connecting a datagram socket only asks the routing table.
     """
+    way = _way_to(host)
+    return way and way[0]
+
+
+def _way_to(host: str) -> tuple[str, str] | None:
+    """Our address on the way to a host, and the host's; the same, if the host is this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))
         except OSError:
             return None
-        return probe.getsockname()[0]
+        return probe.getsockname()[0], probe.getpeername()[0]
 
 
 def addresses_of_hosts(ends: Sequence[tuple[str, str]]) -> list[str]:
@@ -49,7 +55,10 @@ def control_address(hosts: Sequence[str]) -> str:
     Raises:
         MeshError: they reach this machine by different addresses.
     """
-    found = {host: address for host in hosts if (address := address_towards(host)) is not None}
+    ways = {host: way for host in hosts if (way := _way_to(host)) is not None}
+    if ways and all(ours == theirs or ipaddress.ip_address(theirs).is_loopback for ours, theirs in ways.values()):
+        return "127.0.0.1"
+    found = {host: ours for host, (ours, _) in ways.items()}
     outside = {a: host for host, a in found.items() if not ipaddress.ip_address(a).is_loopback}
     if len(outside) > 1:
         ways = ", ".join(f"{address} for {host}" for address, host in outside.items())

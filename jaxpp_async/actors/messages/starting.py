@@ -14,15 +14,18 @@ class Cluster:
 
     Args:
         coordinator: host and port where they find each other; the first process opens it.
-        address: of this process's host, by which the others reach it.
-        size: how many they are.
+        addresses: of each process's host, by which the others reach it.
         rank: which of them this is.
     """
 
     coordinator: str
-    address: str
-    size: int
+    addresses: tuple[str, ...]
     rank: int
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return len(self.addresses)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,11 @@ def devices_with(addresses: Collection[str]) -> str | None:
     return "^" + ",".join(sorted(others)) if others else "all"
 
 
+def interface_with(address: str) -> str | None:
+    """Name of the interface that has an IPv4 address; None: there is none."""
+    return next((name for name, own in _interface_addresses() if own == address), None)
+
+
 def addresses_of_devices(names: str | None) -> list[str]:
     """IPv4 addresses of the devices on which UCX will listen; UCX takes IPv6 only where there is none."""
     return [address for name, address in _interface_addresses() if is_used(names, name)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import sys
 import tempfile
 from typing import Final
 
@@ -31,16 +32,21 @@ def check_descriptors(needed: int, what: str) -> None:
     Raises:
         MeshError: it may not.
     """
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most == resource.RLIM_INFINITY:
-        return
-    used = num_descriptors()
-    if most - used < needed:
+    free = free_descriptors()
+    if free < needed:
+        used = num_descriptors()
         raise MeshError(
             f"{what} takes about {needed} file descriptors, and this process on host {socket.gethostname()} has "
-            f"{max(0, most - used)} left: it uses {used} of {most}; raise the limit where it is started "
-            f"(`ulimit -n {_enough(used + needed)}`, LimitNOFILE= of a service, --ulimit nofile= of a container)"
+            f"{free} left: it uses {used} of {used + free}; raise the limit where it is started "
+            f"(`ulimit -n {max(1024, 1 << (used + needed).bit_length())}`, LimitNOFILE= of a service, --ulimit nofile= "
+            "of a container)"
         )
+
+
+def free_descriptors() -> int:
+    """How many more descriptors this process may open."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if most == resource.RLIM_INFINITY else max(0, most - num_descriptors())
 
 
 def num_descriptors() -> int:
@@ -80,7 +86,3 @@ def _unfit(folder: str) -> str:
             f"{folder} has {room.f_bsize * room.f_bavail >> 10:,} KiB left, and UCX wants {LEAST_ROOM_BYTES >> 20} MiB"
         )
     return ""
-
-
-def _enough(count: int) -> int:
-    return max(1024, 1 << count.bit_length())

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any
@@ -36,7 +35,7 @@ from jaxpp_async.transport.base import (
 )
 from jaxpp_async.transport.buffers import Memory, memory_of
 from jaxpp_async.transport.listening import Door, ListeningSocket, listening_sockets
-from jaxpp_async.transport.network import Network, leave_machine
+from jaxpp_async.transport.network import Network
 from jaxpp_async.transport.ucx.context import Context, describe_limits, open_context, resources, shares_memory
 from jaxpp_async.transport.ucx.direct import Direct
 from jaxpp_async.transport.ucx.direct_words import DIRECT_BYTES, HEADER_BYTES
@@ -52,8 +51,6 @@ _LOOK_AGAIN_S = 1.0
 
 _TRIES = 3
 """Of a worker to whose sockets strangers connected before they were shut."""
-
-_LOG = logging.getLogger("jaxpp_async")
 
 MEDIUM = "ucx"
 """In its addresses."""
@@ -143,8 +140,9 @@ class UCXTransport:
                 self._ucxx.UCXAddress.create_from_buffer(target), self._error_handling
             )
         except self._ucxx.UCXError as error:
+            alone = "" if self._listening else "; processes that share no memory (containers) need UCX_NET_DEVICES=lo"
             raise TransferError(
-                f"peer {self.peer_id} cannot reach peer {peer}: {error} ({describe_limits()})"
+                f"peer {self.peer_id} cannot reach peer {peer}: {error} ({describe_limits()}){alone}"
             ) from error
         link = Link(peer, endpoint, self._direct.meet(ticket) if shares_memory() else None, self._sender_bits)
         # Runs inside UCX's progress: only note it, _progress acts on it.
@@ -461,20 +459,8 @@ def _open(network: Network | None) -> tuple[Context, tuple[ListeningSocket, ...]
         before = listening_sockets()
         context = open_context(network)
         sockets = tuple(sorted(listening_sockets() - before))
-        reached = [one for one in sockets if leave_machine([one.address])]
-        if network is None or not reached:
-            return context, sockets, None
-        try:
-            door = Door(reached)
-        except OSError as error:
-            _LOG.warning(
-                "the kernel here does not let this process refuse strangers' connections to its data plane (%s): keep "
-                "them from %s by a firewall",
-                error,
-                ", ".join(f"{one.address}:{one.port}" for one in reached),
-            )
-            return context, sockets, None
-        if not door.has_strangers():
+        door = Door.of(sockets) if network is not None else None
+        if door is None or not door.has_strangers():
             return context, sockets, door
         del context
     raise MeshError("strangers connect to the data plane of this process as soon as it listens; use another network")
