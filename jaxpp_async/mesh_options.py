@@ -23,6 +23,7 @@ from jaxpp_async.actors.devices.gpus import host_gpus
 from jaxpp_async.actors.launch.choosing import Launching
 from jaxpp_async.actors.launch.remote import RemoteLauncher
 from jaxpp_async.actors.options import ActorConfig
+from jaxpp_async.actors.processes.commands import script_folder
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.errors import MeshError, ShardingError
 from jaxpp_async.explicit import AXIS_TYPES
@@ -280,6 +281,7 @@ def actor_config(
         jax_config={} if inline else jax_config.copied_config(),
         cache_dir=None if inline else cache_dir,
         setup=setup,
+        setup_folder=None if setup is None or inline else script_folder(),
         transport=transport,
         env=dict(env),
         defaults=dict(NCCL_ENVIRONMENT) if is_ordered(transport) and not inline else {},

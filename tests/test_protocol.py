@@ -24,8 +24,11 @@ SECRET = bytes(range(32))
 AVAL = Aval((4, 2), "bfloat16", ("data", None, ("data", "model")))
 STATS = m.StepStats(0.5, 0.25, 1.0, 4096, 3, bytes(16))
 
+NONE = [None] * 3  # no cache, no hook, no folder of one
 REQUESTS = [
-    m.Configure(0, (("data", 2),), ("auto",), "cpu", {"jax_enable_x64": True, "x": None}, None, "m:f", "ucx", 0, None),
+    m.Configure(
+        0, (("data", 2),), ("auto",), "cpu", {"jax_enable_x64": True, "x": None}, None, "m:f", b"/\xff", "ucx", 0, None
+    ),
     m.Connect(1, 0, {-1: b"\0address", 0: b"", 7: b"a"}),
     m.OfferLinks(1, 2),
     m.JoinLinks(1, {1: b"address"}, (m.JoinLink(0, 1, 0, 0, b"id"), m.JoinLink(1, 0, 3, 2, b""))),
@@ -127,11 +130,17 @@ def test_every_message_is_tried_above():
         (["Store", 1, [[1, [[2], "float32"], None, 0]], []], "Store.puts.aval: expected 4 fields"),
         (["Store", 1, [[1, [[2], "f", [1], []], None, 0]], []], "Store.puts.aval.spec: expected .* got int"),
         (
-            ["Configure", 0, [["a"]], [], "cpu", {}, None, None, "ucx", 0, None],
+            ["Configure", 0, [["a"]], [], "cpu", {}, *NONE, "ucx", 0, None],
             "Configure.spmd_mesh: expected an array of 2",
         ),
-        (["Configure", 0, [], [], "cpu", {"a": msgpack.ExtType(4, b"x")}, None, None, "ucx", 0, None], "a plain value"),
-        (["Configure", 0, [], [], "cpu", {}, 5, None, "ucx", 0, None], "Configure.cache_dir: expected str or NoneType"),
+        (
+            ["Configure", 0, [], [], "cpu", {"a": msgpack.ExtType(4, b"x")}, *NONE, "ucx", 0, None],
+            "a plain value",
+        ),
+        (
+            ["Configure", 0, [], [], "cpu", {}, 5, *NONE[1:], "ucx", 0, None],
+            "Configure.cache_dir: expected str or NoneType",
+        ),
     ],
 )
 def test_bad_messages_are_refused_by_name(values, said):

@@ -13,6 +13,7 @@ import importlib.metadata
 import math
 import os
 import socket
+import sys
 import threading
 from functools import lru_cache
 from typing import Any
@@ -87,7 +88,7 @@ def start_devices(configure: Configure, *, inline: bool) -> Devices:
             raise missing
         _configure_jax(configure)
     if configure.setup:
-        _run_setup(configure.setup)
+        _run_setup(configure.setup, configure.setup_folder)
     if configure.cluster is not None:
         join(configure.cluster, configure.platform)
     return Devices(_make_mesh(configure))
@@ -145,7 +146,9 @@ def _make_cache(folder: str) -> None:
         ) from None
 
 
-def _run_setup(setup: str) -> None:
+def _run_setup(setup: str, folder: bytes | None) -> None:
+    if folder is not None and os.fsdecode(folder) not in sys.path:
+        sys.path.append(os.fsdecode(folder))  # behind all else: no file in it stands for an installed module
     module_name, separator, function_name = setup.partition(":")
     if not separator or not module_name or not function_name:
         raise ValueError(f"setup={setup!r} is not of the form 'module:function'")

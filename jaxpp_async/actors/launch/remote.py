@@ -26,6 +26,7 @@ from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, defaults,
 from jaxpp_async.actors.launch.keeper_link import KeeperLink
 from jaxpp_async.actors.launch.local import print_to_stderr
 from jaxpp_async.actors.processes.actor_request import ActorRequest
+from jaxpp_async.actors.processes.commands import command_there, inherited_environment
 from jaxpp_async.actors.processes.exit_codes import LEASE_S
 from jaxpp_async.actors.processes.keeper import VERSIONED
 from jaxpp_async.actors.processes.keeper_protocol import Hello
@@ -36,6 +37,9 @@ from jaxpp_async.errors import HandshakeError, LaunchError
 from jaxpp_async.program import CONTROLLER
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.joining import make_process_transport
+
+KEEPER = "jaxpp_async.actors.processes.keeper"
+"""The program that holds actors on other hosts."""
 
 MAX_HANDSHAKES = 8
 """Hosts that may be between the first packet and the login at one time: sshd drops connections past ten by default."""
@@ -200,7 +204,7 @@ class RemoteLauncher:
         host = placement.host
         settings = host.settings.over(self._settings)
         python = settings.python or sys.executable
-        command = [python, "-m", "jaxpp_async.actors.processes.keeper", f"{self._lease_s:g}", f"{self._beat_s:g}"]
+        command = command_there(python, KEEPER, f"{self._lease_s:g}", f"{self._beat_s:g}")
         prefix = f"[host {host}] "
         link = KeeperLink(str(host), lambda line: self._forward(prefix + line), login_mark=self._reach.login_mark)
         try:
@@ -291,7 +295,7 @@ class CommandReach:
         """See `Reach`."""
         if self._warden is None:
             self._warden = Warden(self._beat_s)
-        spawned = self._warden.spawn(self._command(placement, keeper), os.environ, b"", on_line)
+        spawned = self._warden.spawn(self._command(placement, keeper), inherited_environment(), b"", on_line)
         return ProcessStream(self._warden, await asyncio.wrap_future(spawned))
 
     def explain(self, host: Host, error: NotUpError) -> Explanation | None:

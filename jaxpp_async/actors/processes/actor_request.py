@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from jaxpp_async.actors.devices.gpus import VISIBLE, GpuShare, gpu_environment, share, visible_gpus
+from jaxpp_async.actors.processes.commands import inherited_environment
 from jaxpp_async.errors import MeshError
 from jaxpp_async.transport.ucx.net_devices import DEVICES, check_devices
 
@@ -55,7 +56,7 @@ class ActorRequest:
             MeshError: its host has not the GPUs that it needs, or too little memory is left for it on them; or not the
                 network devices.
         """
-        env = {**self.defaults, **os.environ}
+        env = {**self.defaults, **inherited_environment()}
         if self.cache_dir is not None:
             env["JAX_COMPILATION_CACHE_DIR"] = os.path.expanduser(self.cache_dir.replace("{host}", os.uname().nodename))
             # JAX would leave out what compiles fast, and that is most of a pipeline's tasks.
