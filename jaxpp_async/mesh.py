@@ -18,6 +18,7 @@ from jaxpp_async.actors.options import BACKUP_EVERY, LAUNCH_TIMEOUT_S, Controlle
 from jaxpp_async.actors.processes.actor_info import ActorInfo
 from jaxpp_async.checkpoint.restoring import restore
 from jaxpp_async.checkpoint.saving import OnProgress, Saver, Saving
+from jaxpp_async.compilation_cache import DEFAULT as DEFAULT_CACHE
 from jaxpp_async.errors import MeshError
 from jaxpp_async.events import EventLog, Events
 from jaxpp_async.running import StepRunner
@@ -57,8 +58,8 @@ class RemoteMesh:
         progress_timeout_s: how long a step may stand still while nobody computes (longer by a second for each 50 MB
             that are on their way) until its actors are asked why, and it is given up.
         max_inflight: how many steps may be under way at once.
-        compilation_cache: folder of JAX's persistent compilation cache, None for none; default: a folder of this host
-            in the user's cache folder.
+        compilation_cache: folder of JAX's persistent compilation cache, None for none; default: the one that
+            `JAX_COMPILATION_CACHE_DIR` names, else one for each host in the user's cache folder.
         launch_timeout_s: until every actor is ready.
 
     Raises:
@@ -92,7 +93,7 @@ class RemoteMesh:
         backup_every: int = BACKUP_EVERY,
         progress_timeout_s: float = PROGRESS_S,
         max_inflight: int = 2,
-        compilation_cache: str | None = mesh_options.DEFAULT_CACHE,
+        compilation_cache: str | None = DEFAULT_CACHE,
         launch_timeout_s: float = LAUNCH_TIMEOUT_S,
     ):
         self.num_actors = mesh_options.actor_count(num_actors)
@@ -113,7 +114,6 @@ class RemoteMesh:
             ports=ports,
             control_address=control_address,
             ssh_options=ssh_options,
-            compilation_cache=compilation_cache,
             spmd_mesh=self.spmd_mesh,
             platform=platform,
             max_restarts=max_restarts,
@@ -128,7 +128,7 @@ class RemoteMesh:
             platform=platform,
             setup=setup,
             env=env,
-            cache_dir=mesh_options.cache_dir(compilation_cache, self._launcher),
+            cache_dir=compilation_cache,
             transport=mesh_options.transport(
                 transport,
                 self._launcher,

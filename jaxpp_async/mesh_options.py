@@ -11,7 +11,6 @@ import inspect
 import logging
 import math
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -36,11 +35,6 @@ _LOG = logging.getLogger("jaxpp_async")
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-DEFAULT_CACHE = "default"
-
-REMOTE_CACHE = "~/.cache/jaxpp_async/{host}/jax-" + jax.__version__
-"""Where other hosts have their compilation cache; they fill it in."""
 
 
 def count_of(name: str, value: Any, *, least: int) -> int:
@@ -142,14 +136,13 @@ def make_launcher(
 
     Args:
         processes_per_actor: what was asked for; None: what it takes.
-        options: of `Launching`; `compilation_cache`, whose default on other hosts is a folder of theirs; `spmd_mesh`.
+        options: of `Launching`, and `spmd_mesh`.
     """
     sizes = options.pop("spmd_mesh", {}).values()
-    cache = REMOTE_CACHE if options.pop("compilation_cache", None) == DEFAULT_CACHE else None
     if processes_per_actor is not None:
         count_of("processes_per_actor", processes_per_actor, least=1)
     options |= {"processes_per_actor": processes_per_actor, "num_devices": math.prod(sizes)}
-    launching = Launching(launcher=launcher, cache_dir=cache, **options)
+    launching = Launching(launcher=launcher, **options)
     made, each = launching.make(num_actors)
     return made, not isinstance(made, RemoteLauncher) and made.listen_host is None, each
 
@@ -238,16 +231,6 @@ async def prepare(launcher: Any, config: ActorConfig, *, same_python: bool) -> N
         raise missing
     if isinstance(launcher, RemoteLauncher):
         await launcher.prepare()
-
-
-def cache_dir(given: str | None, launcher: Any = None) -> str | None:
-    """Folder of the compilation cache. One a host: a home shared by several would mix CPU types."""
-    if given != DEFAULT_CACHE:
-        return given
-    if isinstance(launcher, RemoteLauncher):  # it sets it, host by host
-        return None
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(root, "jaxpp_async", socket.gethostname(), f"jax-{jax.__version__}")
 
 
 def actor_config(

@@ -12,7 +12,6 @@ import importlib
 import importlib.metadata
 import math
 import os
-import socket
 import sys
 import threading
 from functools import lru_cache
@@ -25,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpp_async import jax_config
 from jaxpp_async.actors.devices.cluster import join
 from jaxpp_async.actors.messages import Configure, Hardware
+from jaxpp_async.compilation_cache import make_cache
 from jaxpp_async.errors import InstallError, LaunchError, MeshError
 from jaxpp_async.explicit import AXIS_TYPES
 from jaxpp_async.extras import cuda_error, cuda_install
@@ -128,22 +128,11 @@ def _configure_jax(configure: Configure) -> None:
     elif configure.platform:
         settings["jax_platforms"] = f"{configure.platform},cpu"
     if configure.cache_dir:
-        _make_cache(configure.cache_dir)
-        settings["jax_compilation_cache_dir"] = configure.cache_dir
+        settings["jax_compilation_cache_dir"] = make_cache(configure.cache_dir)
         settings["jax_persistent_cache_min_compile_time_secs"] = 0.0
         settings["jax_persistent_cache_min_entry_size_bytes"] = -1
     for name, value in settings.items():
         jax.config.update(name, value)
-
-
-def _make_cache(folder: str) -> None:
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise MeshError(
-            f"compilation_cache={folder!r}: host {socket.gethostname()} has no such folder, and it cannot be made "
-            f"({error.strerror}); give one that actors may write, or None"
-        ) from None
 
 
 def _run_setup(setup: str, folder: bytes | None) -> None:

@@ -32,7 +32,6 @@ class Launching:
     """The options of `RemoteMesh` that say where and how actors start; see there.
 
     Args:
-        cache_dir: folder of the compilation cache on other hosts, with `~` and `{host}`; None: not set.
         processes_per_actor: of how many processes each actor is; None: as few as the hosts allow.
         num_devices: of one actor. platform: what they are: `"cpu"` or `"cuda"`.
         max_restarts: of the mesh: after a restart, ports rest for a minute before they can be taken again.
@@ -48,7 +47,6 @@ class Launching:
     ports: str | tuple[int, int] | None = None
     control_address: str | None = None
     ssh_options: Sequence[str] = ()
-    cache_dir: str | None = None
     processes_per_actor: int | None = None
     num_devices: int = 1
     platform: str = "cpu"
@@ -208,7 +206,6 @@ class Launching:
         options: dict[str, Any] = {
             "settings": self.settings(),
             "control_address": self.control_address,
-            "cache_dir": self.cache_dir,
         }
         if kind == "slurm":
             from jaxpp_async.actors.launch.slurm import slurm_launcher

@@ -99,7 +99,6 @@ class RemoteLauncher:
         settings: of all hosts; a host's own win.
         control_address: name or address to listen on; `"0.0.0.0"`: every interface. None: the one that reaches the
             hosts (loopback, if all are this machine).
-        cache_dir: folder of the compilation cache on the hosts, with `~` and `{host}`.
         actor: `module:name` of the actor class, for tests of the control plane.
         forward: called with each line that an actor or a host prints, prefixed; default: to `sys.stderr`.
         beat_s, lease_s: see `LocalLauncher`. timeouts: of hosts.
@@ -118,7 +117,6 @@ class RemoteLauncher:
         *,
         settings: Settings | None = None,
         control_address: str | None = None,
-        cache_dir: str | None = None,
         actor: str = DEFAULT_ACTOR,
         forward: Callable[[str], None] | None = None,
         beat_s: float = BEAT_S,
@@ -128,7 +126,7 @@ class RemoteLauncher:
         self.hosts, self.slots_each = tuple(hosts), 1
         self._reach, self._settings, self._actor = reach, settings or Settings(), actor
         self.slots_are_processes = reach.keeper_each
-        self._control_address, self._cache_dir = control_address, cache_dir
+        self._control_address = control_address
         self._forward = forward or print_to_stderr
         self._beat_s, self._lease_s, self._timeouts = beat_s, lease_s, timeouts or Timeouts()
         self._handshakes = asyncio.Semaphore(MAX_HANDSHAKES)
@@ -256,7 +254,6 @@ class RemoteLauncher:
             index=placement.index,
             count=placement.count,
             cpus=settings.cpus,
-            cache_dir=self._cache_dir,
             gpus=spec.gpus,
             gpus_are_its_own=self._reach.keeper_each,
             defaults={**defaults(settings), **spec.defaults},

@@ -40,7 +40,7 @@ class Configure:
         spmd_mesh: (axis name, size) pairs; () is one device.
         axis_types: `"auto"` or `"explicit"`, one an axis.
         jax_config: `jax.config` names and plain values to set before JAX makes a backend.
-        cache_dir: JAX's persistent compilation cache, or None.
+        cache_dir: JAX's persistent compilation cache: a folder, `compilation_cache.DEFAULT`, or None.
         setup: `"module:function"` called before JAX starts, or None.
         setup_folder: where to look for its module after all else, or None.
         transport: `"ucx"`, `"memory"` or `"nccl"`.
