@@ -267,7 +267,7 @@ BAD_PYTHONS = [
     ("bare", LaunchError, "does not have the package jaxpp-async; install it there: .*bare -m pip install"),
     ("old", LaunchError, "has an older jaxpp-async than this machine"),
     ("other version", HandshakeError, "has jaxpp-async 9.9, this machine has jaxpp-async .* install the same version"),
-    ("other jax", HandshakeError, r"has jax 0.0.1, this machine has jax 0\.\d+\.\d+; .*pip install 'jax=="),
+    ("other jax", HandshakeError, r"has jax 0.0.1, this machine has jax 0\.[\d.]+; .*pip install 'jax=="),
 ]
 
 
@@ -422,6 +422,7 @@ async def main():
         settings=Settings(env={{"PYTHONPATH": {path!r}}}), **{more})
     await launcher.prepare()
     controller = await start_fakes(2, launcher)
+    {before}
     print(*(info.pid for info in controller.actors), flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())
@@ -445,7 +446,9 @@ def driver(sshd, tmp_path, request):
     (tmp_path / "orphans.py").write_text(ORPHANS)
     path = os.pathsep.join([str(tmp_path), str(HERE)])
     hosts = [f"127.0.0.1 port={sshd.port}", f"localhost port={sshd.port}"]
-    code = DRIVER.format(hosts=hosts, options=sshd.options, path=path, more=getattr(request, "param", {}))
+    more = dict(getattr(request, "param", {}))
+    before = more.pop("before", "")
+    code = DRIVER.format(hosts=hosts, options=sshd.options, path=path, more=more, before=before)
     popen = subprocess.Popen(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
     )
@@ -474,6 +477,29 @@ def all_gone_within(processes: list[psutil.Process], timeout_s: float) -> bool:
 @needs_sshd
 def test_sigkill_of_the_driver_ends_everything_over_ssh(driver):
     popen, processes = driver
+    popen.kill()
+    assert all_gone_within(processes, 5)
+
+
+@needs_sshd
+@pytest.mark.parametrize("driver", [{"before": "import os, time; os.fork() or time.sleep(60)"}], indirect=True)
+def test_a_forked_worker_that_outlives_the_driver_holds_nothing_up(driver):
+    popen, processes = driver
+    (ssh, *_), (worker, *_) = (
+        [p for p in psutil.Process(popen.pid).children() if (p.name() == "ssh") is is_ssh] for is_ssh in (True, False)
+    )
+    popen.kill()
+    try:
+        assert all_gone_within([ssh, *processes], 5) and is_running(worker)
+    finally:
+        worker.kill()
+
+
+@needs_sshd
+def test_a_stopped_keeper_does_not_outlive_the_driver(driver):
+    popen, processes = driver
+    for keeper in processes[:2]:
+        keeper.suspend()
     popen.kill()
     assert all_gone_within(processes, 5)
 

@@ -17,6 +17,7 @@ from jaxpp_async.actors.messages import Log, Message
 from jaxpp_async.actors.owned_tasks import retrieve
 from jaxpp_async.actors.protocol.wire import HANDSHAKE_TIMEOUT_S, Wire
 from jaxpp_async.errors import HandshakeError, ProtocolError
+from jaxpp_async.own_descriptors import keep_here
 
 _LOG = logging.getLogger("jaxpp_async.control")
 
@@ -125,7 +126,9 @@ class Connection(asyncio.Protocol):
             transport.abort()
             return
         transport.set_write_buffer_limits(high=DRAIN_ABOVE_BYTES)
-        _tune(transport.get_extra_info("socket"))
+        sock = transport.get_extra_info("socket")
+        keep_here(sock.fileno())
+        _tune(sock)
         self._send_greeting()
 
     def data_received(self, data: bytes) -> None:
@@ -215,7 +218,7 @@ async def attach_socket(connection: Connection, sock: socket.socket) -> None:
 
 
 def _tune(sock: Any) -> None:
-    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):

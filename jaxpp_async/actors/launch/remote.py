@@ -8,7 +8,9 @@ Hosts come up in parallel, at most `MAX_HANDSHAKES` at once. One that does not i
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Hashable, Sequence
@@ -26,7 +28,7 @@ from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, defaults,
 from jaxpp_async.actors.launch.keeper_link import KeeperLink
 from jaxpp_async.actors.launch.local import print_to_stderr
 from jaxpp_async.actors.processes.actor_request import ActorRequest
-from jaxpp_async.actors.processes.commands import command_there, inherited_environment
+from jaxpp_async.actors.processes.commands import command_here, command_there, inherited_environment
 from jaxpp_async.actors.processes.exit_codes import LEASE_S
 from jaxpp_async.actors.processes.keeper import VERSIONED
 from jaxpp_async.actors.processes.keeper_protocol import Hello
@@ -292,7 +294,12 @@ class CommandReach:
         """See `Reach`."""
         if self._warden is None:
             self._warden = Warden(self._beat_s)
-        spawned = self._warden.spawn(self._command(placement, keeper), inherited_environment(), b"", on_line)
+        command = self._command(placement, keeper)
+        if shutil.which(command[0]) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+        # The command ends with this process, even where a forked worker of this process holds its stdin open.
+        with_parent = command_here("jaxpp_async.actors.processes.lifeline", str(os.getpid()))
+        spawned = self._warden.spawn([*with_parent, *command], inherited_environment(), b"", on_line)
         return ProcessStream(self._warden, await asyncio.wrap_future(spawned))
 
     def explain(self, host: Host, error: NotUpError) -> Explanation | None:

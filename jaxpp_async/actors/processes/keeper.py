@@ -25,7 +25,7 @@ import jaxpp_async
 from jaxpp_async.actors.processes import keeper_protocol as kp
 from jaxpp_async.actors.processes.actor_process import ActorProcess, spawn_actor
 from jaxpp_async.actors.processes.exit_codes import LEASE_S, ExitCode
-from jaxpp_async.actors.processes.lifeline import BEAT_S
+from jaxpp_async.actors.processes.lifeline import BEAT_S, signal_at_parents_death
 from jaxpp_async.actors.processes.warden import Warden
 from jaxpp_async.actors.protocol.line_protocol import SIGN_OF_LIFE
 from jaxpp_async.errors import MeshError
@@ -111,6 +111,9 @@ def main() -> None:
     lease_s, beat_s = map(float, sys.argv[1:3]) if len(sys.argv) == 3 else (LEASE_S, BEAT_S)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # Somebody may have stopped this process, and neither end of file nor a lease can end one that is: when sshd, or
+    # whoever else started it, goes, it goes on, and sees both. (SIGKILL would leave behind what its actors started.)
+    signal_at_parents_death(signal.SIGCONT)
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, _on_signal)
     keeper = Keeper(beat_s)

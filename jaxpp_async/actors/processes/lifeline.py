@@ -2,7 +2,7 @@
 
 `PR_SET_PDEATHSIG` asks the kernel to kill this process with the thread that spawned it. A thread watches stdin: the
 controller writes a byte every few seconds, so end of file, or silence longer than the lease, means that it is gone.
-Neither needs the event loop, JAX or the other to work.
+Neither needs the event loop, JAX or the other to work. The first is here for other programs too (`run_with_parent`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from jaxpp_async.actors.processes.exit_codes import ExitCode
 
@@ -25,14 +26,18 @@ BEAT_S = 3.0
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when the thread that spawned it ends; leave at once if it already has.
+def signal_at_parents_death(signum: signal.Signals) -> None:
+    """Ask the kernel to send this process a signal when the thread that spawned it ends.
 
-    Only Linux has this; elsewhere the other means stand alone.
+    Only Linux has this; elsewhere the other means stand alone. It stays when another program takes the process over.
     """
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+
+
+def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:
+    """Have this process end by a signal when the thread that spawned it ends; leave at once if it already has."""
+    signal_at_parents_death(signum)
     if os.getppid() != parent_pid:  # it died before the call
         leave(ExitCode.CONTROLLER_GONE)
 
@@ -60,6 +65,16 @@ def leave(code: ExitCode) -> None:
     os._exit(code)
 
 
+def run_with_parent() -> NoReturn:
+    """The program `... -m jaxpp_async.actors.processes.lifeline PARENT COMMAND...`: becomes another program, such as
+    ssh, which does not do for itself what `die_with_parent` does. It gets SIGTERM, to end what it has started."""
+    parent_pid, *command = sys.argv[1:]
+    die_with_parent(int(parent_pid), signal.SIGTERM)
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and so would the other program
+        signal.signal(signum, signal.SIG_DFL)
+    os.execvp(command[0], command)
+
+
 def _watch(descriptor: int, lease_s: float, leave: Callable[[ExitCode], None]) -> None:
     poller = select.poll()
     poller.register(descriptor, select.POLLIN | select.POLLHUP)
@@ -71,3 +86,7 @@ def _watch(descriptor: int, lease_s: float, leave: Callable[[ExitCode], None]) -
             deadline = time.monotonic() + lease_s
         elif time.monotonic() >= deadline:
             return leave(ExitCode.LEASE_EXPIRED)
+
+
+if __name__ == "__main__":
+    run_with_parent()
