@@ -16,6 +16,7 @@ from jaxpp_async.actors.failures.stuck import PROGRESS_S
 from jaxpp_async.actors.messages import StepStats
 from jaxpp_async.actors.options import BACKUP_EVERY, LAUNCH_TIMEOUT_S, ControllerOptions, Patience
 from jaxpp_async.actors.processes.actor_info import ActorInfo
+from jaxpp_async.actors.processes.exit_codes import LEASE_S
 from jaxpp_async.checkpoint.restoring import restore
 from jaxpp_async.checkpoint.saving import OnProgress, Saver, Saving
 from jaxpp_async.compilation_cache import DEFAULT as DEFAULT_CACHE
@@ -61,6 +62,8 @@ class RemoteMesh:
         compilation_cache: folder of JAX's persistent compilation cache, None for none; default: the one that
             `JAX_COMPILATION_CACHE_DIR` names, else one for each host in the user's cache folder.
         launch_timeout_s: until every actor is ready.
+        lease_s: how long actors wait for a sign of life of this process, which only a stopped process, or a native call
+            that holds Python's GIL, does not give; then each ends itself. See docs/operations.md.
 
     Raises:
         MeshError: options that contradict each other, or ask for what there is not.
@@ -95,6 +98,7 @@ class RemoteMesh:
         max_inflight: int = 2,
         compilation_cache: str | None = DEFAULT_CACHE,
         launch_timeout_s: float = LAUNCH_TIMEOUT_S,
+        lease_s: float = LEASE_S,
     ):
         self.num_actors = mesh_options.actor_count(num_actors)
         self.spmd_mesh = mesh_options.axes(spmd_mesh)
@@ -116,6 +120,7 @@ class RemoteMesh:
             ssh_options=ssh_options,
             spmd_mesh=self.spmd_mesh,
             platform=platform,
+            lease_s=mesh_options.seconds("lease_s", lease_s, least=1.0, most=1e6),
             max_restarts=max_restarts,
             env=env,
         )

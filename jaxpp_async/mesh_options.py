@@ -48,14 +48,16 @@ def count_of(name: str, value: Any, *, least: int) -> int:
     return value
 
 
-def seconds(name: str, value: Any) -> float:
+def seconds(name: str, value: Any, *, least: float = 0.0, most: float = math.inf) -> float:
     """An option that is a time.
 
     Raises:
-        MeshError: it is no positive number.
+        MeshError: it is no positive number, or not between `least` and `most`.
     """
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise MeshError(f"{name} is {value!r}; give a positive number of seconds")
+    if not least <= value <= most:
+        raise MeshError(f"{name} is {value!r}; give from {least:g} to {most:g} seconds")
     return float(value)
 
 

@@ -6,6 +6,7 @@ Tests with `sshd` in them talk to an sshd of their own: `make test-ssh`.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import re
@@ -505,7 +506,7 @@ def test_a_stopped_keeper_does_not_outlive_the_driver(driver):
 
 
 @needs_sshd
-@pytest.mark.parametrize("driver", [{"beat_s": 0.2, "lease_s": 1.5}], indirect=True)
+@pytest.mark.parametrize("driver", [{"lease_s": 1.5}], indirect=True)
 def test_a_stopped_drivers_actors_end_by_their_lease_over_ssh(driver):
     popen, processes = driver
     time.sleep(2.0)  # renewed until here, or they would be gone
@@ -513,6 +514,17 @@ def test_a_stopped_drivers_actors_end_by_their_lease_over_ssh(driver):
     popen.send_signal(signal.SIGSTOP)
     assert all_gone_within(processes, 5)
     popen.send_signal(signal.SIGCONT)
+
+
+@needs_sshd
+async def test_a_native_call_of_the_driver_is_named_over_ssh(sshd):
+    """The keeper's lease ends first, and kills the actors: which would look like a want of memory."""
+    controller = await start(launcher(sshd, lease_s=1.0))
+    step = await hanging_step(controller)
+    ctypes.PyDLL(None).usleep(2_500_000)
+    with pytest.raises(ActorDiedError, match=r"(?s)exited with code 82 \(the driver, .*silent for 1 s \(lease_s=1\)"):
+        await step
+    await controller.aclose()
 
 
 @needs_sshd

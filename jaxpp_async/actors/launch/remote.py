@@ -29,10 +29,9 @@ from jaxpp_async.actors.launch.keeper_link import KeeperLink
 from jaxpp_async.actors.launch.local import print_to_stderr
 from jaxpp_async.actors.processes.actor_request import ActorRequest
 from jaxpp_async.actors.processes.commands import command_here, command_there, inherited_environment
-from jaxpp_async.actors.processes.exit_codes import LEASE_S
+from jaxpp_async.actors.processes.exit_codes import LEASE_S, beat_s_of
 from jaxpp_async.actors.processes.keeper import VERSIONED
 from jaxpp_async.actors.processes.keeper_protocol import Hello
-from jaxpp_async.actors.processes.lifeline import BEAT_S
 from jaxpp_async.actors.processes.warden import Death, Process, Warden
 from jaxpp_async.actors.protocol.handshake import version_mismatch
 from jaxpp_async.errors import HandshakeError, LaunchError
@@ -103,7 +102,7 @@ class RemoteLauncher:
             hosts (loopback, if all are this machine).
         actor: `module:name` of the actor class, for tests of the control plane.
         forward: called with each line that an actor or a host prints, prefixed; default: to `sys.stderr`.
-        beat_s, lease_s: see `LocalLauncher`. timeouts: of hosts.
+        lease_s: see `LocalLauncher`; that of `reach` is its own. timeouts: of hosts.
 
     Attributes:
         slots_each: how many slots of one host a process takes; to be set before the first is started.
@@ -121,7 +120,6 @@ class RemoteLauncher:
         control_address: str | None = None,
         actor: str = DEFAULT_ACTOR,
         forward: Callable[[str], None] | None = None,
-        beat_s: float = BEAT_S,
         lease_s: float = LEASE_S,
         timeouts: Timeouts | None = None,
     ):
@@ -130,7 +128,7 @@ class RemoteLauncher:
         self.slots_are_processes = reach.keeper_each
         self._control_address = control_address
         self._forward = forward or print_to_stderr
-        self._beat_s, self._lease_s, self._timeouts = beat_s, lease_s, timeouts or Timeouts()
+        self._lease_s, self._timeouts = lease_s, timeouts or Timeouts()
         self._handshakes = asyncio.Semaphore(MAX_HANDSHAKES)
         self._links: dict[Hashable, asyncio.Task[KeeperLink]] = {}
         self._lines = HostLines()
@@ -204,7 +202,7 @@ class RemoteLauncher:
         host = placement.host
         settings = host.settings.over(self._settings)
         python = settings.python or sys.executable
-        command = command_there(python, KEEPER, f"{self._lease_s:g}", f"{self._beat_s:g}")
+        command = command_there(python, KEEPER, f"{self._lease_s:g}")
         prefix = f"[host {host}] "
         link = KeeperLink(str(host), lambda line: self._forward(prefix + line), login_mark=self._reach.login_mark)
         try:
@@ -277,13 +275,14 @@ class CommandReach:
 
     Args:
         command: (placement, argument vector of the keeper) to the argument vector of a process here.
+        lease_s: as of the launcher.
     """
 
     keeper_each = False
     login_mark: str | None = None
 
-    def __init__(self, command: Callable[[Placement, Sequence[str]], Sequence[str]], *, beat_s: float = BEAT_S):
-        self._command, self._beat_s = command, beat_s
+    def __init__(self, command: Callable[[Placement, Sequence[str]], Sequence[str]], *, lease_s: float = LEASE_S):
+        self._command, self._lease_s = command, lease_s
         self._warden: Warden | None = None
 
     async def resolve(self, hosts: Sequence[Host]) -> list[str]:
@@ -293,7 +292,7 @@ class CommandReach:
     async def open(self, placement: Placement, keeper: Sequence[str], on_line: Callable[[str], None]) -> Stream:
         """See `Reach`."""
         if self._warden is None:
-            self._warden = Warden(self._beat_s)
+            self._warden = Warden(beat_s_of(self._lease_s))
         command = self._command(placement, keeper)
         if shutil.which(command[0]) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
