@@ -103,6 +103,7 @@ class MyLauncher:
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> MyHandle:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",
             "-m",
             "jaxpp_async.actors",
             stdin=asyncio.subprocess.PIPE,
