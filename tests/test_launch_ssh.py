@@ -461,8 +461,8 @@ def driver(sshd, tmp_path, request):
     yield popen, [*keepers, *actors, *below]
     popen.kill()
     popen.communicate()
-    for process in below:
-        if is_running(process):
+    for process in (*keepers, *actors, *below):
+        if process is not None and is_running(process):
             process.kill()
 
 
