@@ -16,9 +16,11 @@ from jaxpp_async.actors.files import checkpoint_folder
 from jaxpp_async.actors.messages import StepStats
 from jaxpp_async.actors.options import BACKUP_EVERY, LAUNCH_TIMEOUT_S, ControllerOptions, Patience
 from jaxpp_async.actors.processes.actor_info import ActorInfo
+from jaxpp_async.actors.processes.exit_codes import LEASE_S
 from jaxpp_async.awaiting import says_to_await
 from jaxpp_async.checkpoint.restoring import restore
 from jaxpp_async.checkpoint.saving import OnProgress, Saver, Saving
+from jaxpp_async.compilation_cache import DEFAULT as DEFAULT_CACHE
 from jaxpp_async.errors import MeshError
 from jaxpp_async.events import EventLog, Events
 from jaxpp_async.running import StepRunner
@@ -58,10 +60,12 @@ class RemoteMesh:
         progress_timeout_s: how long a step may stand still while nobody computes (longer by a second for each 50 MB
             that are on their way) until its actors are asked why, and it is given up.
         max_inflight: how many steps may be under way at once.
-        compilation_cache: folder of JAX's persistent compilation cache, None for none; default: a folder of this host
-            in the user's cache folder. With `launcher="inline"` this process's JAX uses it until the mesh
-            closes, unless it has a cache of its own.
+        compilation_cache: folder of JAX's persistent compilation cache, None for none; default: the one that
+            `JAX_COMPILATION_CACHE_DIR` names, else one for each host in the user's cache folder. With
+            `launcher="inline"` this process's JAX uses it until the mesh closes, unless it has a cache of its own.
         launch_timeout_s: until every actor is ready.
+        lease_s: how long actors wait for a sign of life of this process, which only a stopped process, or a native call
+            that holds Python's GIL, does not give; then each ends itself. See docs/operations.md.
 
     Raises:
         MeshError: options that contradict each other, or ask for what there is not.
@@ -94,8 +98,9 @@ class RemoteMesh:
         backup_every: int = BACKUP_EVERY,
         progress_timeout_s: float = PROGRESS_S,
         max_inflight: int = 2,
-        compilation_cache: str | None = mesh_options.DEFAULT_CACHE,
+        compilation_cache: str | None = DEFAULT_CACHE,
         launch_timeout_s: float = LAUNCH_TIMEOUT_S,
+        lease_s: float = LEASE_S,
     ):
         self.num_actors = mesh_options.actor_count(num_actors)
         self.spmd_mesh = mesh_options.axes(spmd_mesh)
@@ -115,9 +120,9 @@ class RemoteMesh:
             ports=ports,
             control_address=control_address,
             ssh_options=ssh_options,
-            compilation_cache=compilation_cache,
             spmd_mesh=self.spmd_mesh,
             platform=platform,
+            lease_s=mesh_options.seconds("lease_s", lease_s, least=1.0, most=1e6),
             max_restarts=max_restarts,
             env=env,
         )
@@ -130,7 +135,7 @@ class RemoteMesh:
             platform=platform,
             setup=setup,
             env=env,
-            cache_dir=mesh_options.cache_dir(compilation_cache, self._launcher),
+            cache_dir=compilation_cache,
             transport=mesh_options.transport(
                 transport,
                 self._launcher,

@@ -11,7 +11,6 @@ import inspect
 import logging
 import math
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,6 +22,7 @@ from jaxpp_async.actors.devices.gpus import host_gpus
 from jaxpp_async.actors.launch.choosing import Launching
 from jaxpp_async.actors.launch.remote import RemoteLauncher
 from jaxpp_async.actors.options import ActorConfig
+from jaxpp_async.actors.processes.commands import script_folder
 from jaxpp_async.compiler.emit import Target
 from jaxpp_async.errors import MeshError, ShardingError
 from jaxpp_async.explicit import AXIS_TYPES
@@ -36,11 +36,6 @@ _LOG = logging.getLogger("jaxpp_async")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-DEFAULT_CACHE = "default"
-
-REMOTE_CACHE = "~/.cache/jaxpp_async/{host}/jax-" + jax.__version__
-"""Where other hosts have their compilation cache; they fill it in."""
-
 
 def count_of(name: str, value: Any, *, least: int) -> int:
     """An option that counts something.
@@ -53,14 +48,16 @@ def count_of(name: str, value: Any, *, least: int) -> int:
     return value
 
 
-def seconds(name: str, value: Any) -> float:
+def seconds(name: str, value: Any, *, least: float = 0.0, most: float = math.inf) -> float:
     """An option that is a time.
 
     Raises:
-        MeshError: it is no positive number.
+        MeshError: it is no positive number, or not between `least` and `most`.
     """
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise MeshError(f"{name} is {value!r}; give a positive number of seconds")
+    if not least <= value <= most:
+        raise MeshError(f"{name} is {value!r}; give from {least:g} to {most:g} seconds")
     return float(value)
 
 
@@ -141,14 +138,13 @@ def make_launcher(
 
     Args:
         processes_per_actor: what was asked for; None: what it takes.
-        options: of `Launching`; `compilation_cache`, whose default on other hosts is a folder of theirs; `spmd_mesh`.
+        options: of `Launching`, and `spmd_mesh`.
     """
     sizes = options.pop("spmd_mesh", {}).values()
-    cache = REMOTE_CACHE if options.pop("compilation_cache", None) == DEFAULT_CACHE else None
     if processes_per_actor is not None:
         count_of("processes_per_actor", processes_per_actor, least=1)
     options |= {"processes_per_actor": processes_per_actor, "num_devices": math.prod(sizes)}
-    launching = Launching(launcher=launcher, cache_dir=cache, **options)
+    launching = Launching(launcher=launcher, **options)
     made, each = launching.make(num_actors)
     return made, not isinstance(made, RemoteLauncher) and made.listen_host is None, each
 
@@ -239,16 +235,6 @@ async def prepare(launcher: Any, config: ActorConfig, *, same_python: bool) -> N
         await launcher.prepare()
 
 
-def cache_dir(given: str | None, launcher: Any = None) -> str | None:
-    """Folder of the compilation cache. One a host: a home shared by several would mix CPU types."""
-    if given != DEFAULT_CACHE:
-        return given
-    if isinstance(launcher, RemoteLauncher):  # it sets it, host by host
-        return None
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(root, "jaxpp_async", socket.gethostname(), f"jax-{jax.__version__}")
-
-
 def actor_config(
     *,
     spmd_mesh: Mapping[str, int],
@@ -280,6 +266,7 @@ def actor_config(
         jax_config={} if inline else jax_config.copied_config(),
         cache_dir=cache_dir,
         setup=setup,
+        setup_folder=None if setup is None or inline else script_folder(),
         transport=transport,
         env=dict(env),
         defaults=dict(NCCL_ENVIRONMENT) if is_ordered(transport) and not inline else {},

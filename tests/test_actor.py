@@ -71,7 +71,8 @@ class Harness:
         return reply
 
     async def configure(self, spmd_mesh=(), axis_types=(), **fields):
-        values = dict(platform="cpu", jax_config={}, cache_dir=None, setup=None, transport="memory", epoch=self.epoch)
+        none = dict(cache_dir=None, setup=None, setup_folder=None)
+        values = none | dict(platform="cpu", jax_config={}, transport="memory", epoch=self.epoch)
         values |= fields
         for k in range(len(self.actors)):
             await self.ask(k, m.Configure, spmd_mesh=spmd_mesh, axis_types=axis_types, **values)

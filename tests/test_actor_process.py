@@ -21,7 +21,7 @@ async def main():
     actor.handle(m.Configure(
         request=1, spmd_mesh=(("data", 2), ("model", 2)), axis_types=("auto", "auto"), platform="cpu",
         jax_config={"jax_enable_x64": True}, cache_dir=sys.argv[1] + "/cache", setup="hook:prepare",
-        transport="memory", epoch=1))
+        setup_folder=None, transport="memory", epoch=1))
     ready = await replies.get()
     assert isinstance(ready, m.Ready), ready.traceback
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import faults
@@ -18,6 +21,7 @@ from models import grads_step, mlp
 import jaxpp_async as jpp
 from jaxpp_async import jax_config
 from jaxpp_async.actors.launch import LocalLauncher
+from jaxpp_async.compilation_cache import DEFAULT, default_folder, make_cache
 from jaxpp_async.errors import MeshError
 
 MODEL = mlp(2)
@@ -93,11 +97,98 @@ async def test_inline_actors_use_it_until_their_mesh_closes(tmp_path, monkeypatc
         compilation_cache.reset_cache()
 
 
-def test_the_default_is_a_folder_of_this_host_in_the_users_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = Path(str(jpp.RemoteMesh(1)._options.actors.cache_dir))
-    assert tmp_path in folder.parents and socket.gethostname() in folder.parts and jax.__version__ in folder.name
+@pytest.fixture
+def home(monkeypatch) -> Iterator[Path]:
+    """Not below pytest's own folder, which nobody else gets into anyway."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        monkeypatch.setenv("HOME", f"{folder}/home")
+        (path := Path(folder, "home")).mkdir(mode=0o755)
+        yield path
+
+
+def test_the_default_is_a_folder_of_this_host_in_the_users_cache_and_nobody_elses(home, monkeypatch):
+    folder = Path(make_cache(DEFAULT))
+    assert home / ".cache" / "jaxpp_async" / socket.gethostname() == folder.parent and jax.__version__ in folder.name
+    made = (folder, *folder.parents[:3])
+    assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700] * 4
+    assert make_cache(DEFAULT) == str(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "other"))
+    assert home / "other" in Path(make_cache(DEFAULT)).parents
+    assert jpp.RemoteMesh(1)._options.actors.cache_dir == DEFAULT
     assert jpp.RemoteMesh(1, compilation_cache=None)._options.actors.cache_dir is None
+
+
+def test_a_named_folder_may_be_shared(home, tmp_path, monkeypatch):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    assert make_cache(str(shared)) == str(shared)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(shared))
+    assert make_cache(DEFAULT) == str(shared) and not (home / ".cache").exists()
+
+
+def open_to_others(path: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    path.chmod(0o777)
+
+
+def behind_a_link(home: Path, mode: int) -> None:
+    """The user's cache folder is elsewhere, below a folder of this mode."""
+    (home.parent / "scratch" / "me").mkdir(parents=True)
+    (home / ".cache").symlink_to(home.parent / "scratch" / "me")
+    (home.parent / "scratch").chmod(mode)
+
+
+REFUSED = {
+    "the folder": lambda home: open_to_others(Path(default_folder())),
+    "one above it": lambda home: open_to_others(home / ".cache" / "jaxpp_async"),
+    "the home": lambda home: home.chmod(0o775),
+    "where a link leads": lambda home: behind_a_link(home, 0o777),
+    "itself, though sticky": lambda home: (open_to_others(p := Path(default_folder())), p.chmod(0o1777)),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_the_default_is_refused_where_others_can_write(home, what):
+    REFUSED[what](home)
+    with pytest.raises(MeshError, match=r"the compilation cache .* can write (.*); `chmod go-w \1` .* may be shared"):
+        make_cache(DEFAULT)
+
+
+TAKEN = {
+    "a sticky folder above": lambda home: home.parent.chmod(0o1777),
+    "a link": lambda home: behind_a_link(home, 0o755),
+    "modes that nobody gets to": lambda home: (open_to_others(home / ".cache"), home.chmod(0o700)),
+}
+
+
+@pytest.mark.parametrize("what", TAKEN)
+def test_the_default_is_taken_where_nobody_else_can_write(home, what):
+    TAKEN[what](home)
+    assert make_cache(DEFAULT) == default_folder()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives folders to other users: needs root")
+@pytest.mark.parametrize("what", ["folder", "link"])
+def test_the_default_is_refused_where_another_user_owns_it(home, what):
+    if what == "folder":
+        Path(default_folder()).mkdir(parents=True)
+        os.chown(default_folder(), 12345, -1)
+    else:
+        behind_a_link(home, 0o755)
+        os.chown(home / ".cache", 12345, -1, follow_symlinks=False)
+    with pytest.raises(MeshError, match=r"belongs to the user 12345"):
+        make_cache(DEFAULT)
+
+
+async def test_an_actor_says_that_its_cache_is_refused(home):
+    home.chmod(0o777)
+    with pytest.raises(MeshError, match=r"^actor 0 .*: the compilation cache .* other users can write"):
+        async with jpp.RemoteMesh(1):
+            raise AssertionError("it has started")
 
 
 def test_an_entry_is_never_seen_half_written(tmp_path, monkeypatch):

@@ -29,6 +29,7 @@ from jaxpp_async.actors.launch import LaunchSpec, LocalLauncher
 from jaxpp_async.actors.launch.inline import InlineLauncher
 from jaxpp_async.actors.options import ActorConfig, ControllerOptions
 from jaxpp_async.actors.owned_tasks import retrieve
+from jaxpp_async.actors.processes.commands import command_here
 from jaxpp_async.actors.protocol.wire import DEFAULT_MAX_FRAME_BYTES, Identity, Wire
 from jaxpp_async.errors import (
     ActorDiedError,
@@ -203,7 +204,7 @@ async def test_actors_share_cores_and_see_no_secret():
         assert sum(n["cores"] for n in numbers.values()) == max(cores, 2)
         assert all(n["secrets"] == 0 for n in numbers.values())
         for info in controller.actors:
-            assert psutil.Process(info.pid).cmdline()[1:] == ["-m", "jaxpp_async.actors"]
+            assert psutil.Process(info.pid).cmdline() == command_here("jaxpp_async.actors")
 
 
 # ---------------------------------------------------------------- failures

@@ -307,9 +307,10 @@ WRONG = [
 
 
 def test_what_the_loader_reads_is_there_when_a_hosts_program_starts():
-    program = ["py", "-m", "jaxpp_async.doctor.host"]
-    assert host_command("py", {"UCX_TLS": "tcp"}) == program
-    assert host_command("py", {"LD_LIBRARY_PATH": "/opt/ucx/lib"}) == ["env", "LD_LIBRARY_PATH=/opt/ucx/lib", *program]
+    program = ["py", "-P", "-m", "jaxpp_async.doctor.host"]
+    assert host_command(program, {"UCX_TLS": "tcp"}) == program
+    found = host_command(program, {"LD_LIBRARY_PATH": "/opt/ucx/lib"})
+    assert found == ["env", "LD_LIBRARY_PATH=/opt/ucx/lib", *program]
 
 
 @pytest.mark.parametrize(("found", "level", "section", "host", "what", "remedy"), [row[1:] for row in WRONG],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from jaxpp_async.actors.launch.hostfile import load_hostfile, parse_hostfile, pa
 from jaxpp_async.actors.launch.hosts import DEFAULTS, Host, Settings, environment, parse_cpus, place
 from jaxpp_async.actors.processes import actor_request
 from jaxpp_async.actors.processes.actor_request import ActorRequest
+from jaxpp_async.actors.processes.exit_codes import beat_s_of
 from jaxpp_async.actors.processes.keeper_protocol import Start, read_order, write_order
 from jaxpp_async.errors import MeshError
 
@@ -166,6 +168,7 @@ OPTIONS = [
     ({"launcher": "slurm", "hosts": ["a"]}, "hosts= has no effect with launcher='slurm', which takes the hosts of"),
     ({"ssh_options": ["-v"]}, "ssh_options= has no effect with launcher='local'"),
     ({"control_address": "::"}, "control_address= has no effect with launcher='local'"),
+    ({"launcher": "inline", "lease_s": 20.0}, "lease_s= has no effect with launcher='inline'"),
     ({"hosts": 3}, "hosts is 3; it is a hostfile's path or a list of hosts"),
     ({"hosts": "/no/such/hostfile"}, "hostfile /no/such/hostfile does not exist"),
     ({"hosts": ["a"]}, "2 actors do not fit 1 slot on 1 host"),
@@ -182,6 +185,17 @@ OPTIONS = [
 def test_options_that_cannot_be(options, says):
     with pytest.raises(MeshError, match=says):
         Launching(**options).make(2)
+
+
+@pytest.mark.parametrize("options", [{}, {"hosts": ["a slots=2"]}], ids=["local", "ssh"])
+def test_the_lease_reaches_the_actors_and_signs_of_life_keep_it(options):
+    for lease_s, beat_s in ((15.0, 3.0), (2.0, 0.4), (600.0, 3.0)):
+        launcher: Any = jpp.RemoteMesh(2, lease_s=lease_s, **options)._launcher
+        assert launcher._lease_s == lease_s == getattr(launcher, "_reach", launcher)._lease_s
+        assert beat_s_of(lease_s) == beat_s
+    for wrong in (0, -1.0, True, "15", None, float("nan"), 0.5, float("inf")):
+        with pytest.raises(MeshError, match=r"lease_s is .*; give .* seconds"):
+            jpp.RemoteMesh(2, lease_s=wrong, **options)
 
 
 def test_an_interpreter_is_looked_up_where_its_actors_will_look(tmp_path, monkeypatch):

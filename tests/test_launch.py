@@ -117,7 +117,7 @@ def test_sigkill_of_the_driver_ends_all_actors(driver):
     assert driver.actors_gone_within(2)
 
 
-@pytest.mark.parametrize("driver", [{"beat_s": 0.1, "lease_s": 0.6}], indirect=True)
+@pytest.mark.parametrize("driver", [{"lease_s": 0.6}], indirect=True)
 def test_actors_of_a_stopped_driver_end_by_their_lease(driver):
     time.sleep(0.8)  # renewed until here, or they would be gone
     assert all(is_running(actor) for actor in driver.actors)
@@ -125,11 +125,11 @@ def test_actors_of_a_stopped_driver_end_by_their_lease(driver):
     assert driver.actors_gone_within(3)
     driver.popen.send_signal(signal.SIGCONT)
     _, errors = driver.popen.communicate(timeout=10)
-    assert "exited with code 82 (nothing came on its stdin for" in errors
+    assert "exited with code 82 (the driver, this process, was silent" in errors
 
 
 def test_a_blocked_event_loop_keeps_the_lease():
-    driver = Driver(then="__import__('time').sleep(1.2)", beat_s=0.1, lease_s=0.5)
+    driver = Driver(then="__import__('time').sleep(1.2)", lease_s=0.5)
     try:
         time.sleep(1.0)
         assert all(is_running(actor) for actor in driver.actors)
@@ -137,6 +137,50 @@ def test_a_blocked_event_loop_keeps_the_lease():
         assert driver.actors_gone_within(0.5)
     finally:
         driver.end()
+
+
+HOLD_THE_GIL = "__import__('ctypes').PyDLL(None).usleep(1_800_000); "
+
+
+def test_a_native_call_that_holds_the_gil_for_longer_than_the_lease_is_named():
+    driver = Driver(then=HOLD_THE_GIL + "await step", lease_s=0.6)
+    _, errors = driver.popen.communicate(timeout=20)
+    assert "exited with code 82 (the driver, this process, was silent for longer than lease_s: it, or" in errors
+    assert "the driver was silent for 0.6 s (lease_s=0.6): it was stopped, or a native call in it holds" in errors
+    driver.end()
+
+
+def test_a_longer_lease_waits_for_a_native_call():
+    driver = Driver(then=HOLD_THE_GIL + "await asyncio.sleep(0.3); print('still', controller.cause)", lease_s=10)
+    assert driver.popen.communicate(timeout=20)[0] == "still None\n"
+    driver.end()
+
+
+SPEECHLESS = """
+import os, sys, threading
+from jaxpp_async.actors.processes.lifeline import leave, watch_stdin
+
+threading.Thread(target=lambda: print("x" * 1_000_000), daemon=True).start()
+watch_stdin(0, 0.5, leave)
+threading.Event().wait(30)
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_actor_whose_words_nobody_reads_ends_all_the_same(unbuffered):
+    """A stopped driver reads nothing, and a pipe holds 64 KiB."""
+    actor = subprocess.Popen(
+        [sys.executable, "-c", SPEECHLESS],
+        env=environment() | {"PYTHONUNBUFFERED": unbuffered},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        assert actor.wait(timeout=10) == ExitCode.LEASE_EXPIRED
+    finally:
+        actor.kill()
+        actor.communicate()
 
 
 def test_ctrl_c_reaches_the_driver_alone_which_ends_cleanly(driver):

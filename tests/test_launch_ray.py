@@ -70,7 +70,7 @@ async def test_actors_run_and_end_in_a_cluster(ray):
 
 
 async def test_a_blocked_event_loop_keeps_the_lease(ray):
-    controller = await start(launcher(beat_s=0.2, lease_s=1.0))
+    controller = await start(launcher(lease_s=1.0))
     time.sleep(1.5)  # noqa: ASYNC251 (blocks it on purpose)
     await asyncio.sleep(0.2)
     assert controller.cause is None

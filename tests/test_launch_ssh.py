@@ -6,6 +6,7 @@ Tests with `sshd` in them talk to an sshd of their own: `make test-ssh`.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import re
@@ -100,6 +101,7 @@ SAID_BY_PYTHON = [
     ),
     ("/opt/py: No module named jaxpp_async.actors.processes.keeper", 1, "has an older jaxpp-async"),
     ("ModuleNotFoundError: No module named 'msgpack'", 1, "without the package msgpack"),
+    ("Unknown option: -P\nusage: /opt/py [option] ...", 2, "/opt/py there is older than Python 3.11"),
     ("Segmentation fault", -11, "ended with signal 11 before it was ready: Segmentation fault"),
     ("", 3, "ended with code 3"),
 ]
@@ -266,7 +268,7 @@ BAD_PYTHONS = [
     ("bare", LaunchError, "does not have the package jaxpp-async; install it there: .*bare -m pip install"),
     ("old", LaunchError, "has an older jaxpp-async than this machine"),
     ("other version", HandshakeError, "has jaxpp-async 9.9, this machine has jaxpp-async .* install the same version"),
-    ("other jax", HandshakeError, r"has jax 0.0.1, this machine has jax 0\.\d+\.\d+; .*pip install 'jax=="),
+    ("other jax", HandshakeError, r"has jax 0.0.1, this machine has jax 0\.[\d.]+; .*pip install 'jax=="),
 ]
 
 
@@ -421,6 +423,7 @@ async def main():
         settings=Settings(env={{"PYTHONPATH": {path!r}}}), **{more})
     await launcher.prepare()
     controller = await start_fakes(2, launcher)
+    {before}
     print(*(info.pid for info in controller.actors), flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())
@@ -444,7 +447,9 @@ def driver(sshd, tmp_path, request):
     (tmp_path / "orphans.py").write_text(ORPHANS)
     path = os.pathsep.join([str(tmp_path), str(HERE)])
     hosts = [f"127.0.0.1 port={sshd.port}", f"localhost port={sshd.port}"]
-    code = DRIVER.format(hosts=hosts, options=sshd.options, path=path, more=getattr(request, "param", {}))
+    more = dict(getattr(request, "param", {}))
+    before = more.pop("before", "")
+    code = DRIVER.format(hosts=hosts, options=sshd.options, path=path, more=more, before=before)
     popen = subprocess.Popen(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
     )
@@ -456,8 +461,8 @@ def driver(sshd, tmp_path, request):
     yield popen, [*keepers, *actors, *below]
     popen.kill()
     popen.communicate()
-    for process in below:
-        if is_running(process):
+    for process in (*keepers, *actors, *below):
+        if process is not None and is_running(process):
             process.kill()
 
 
@@ -478,7 +483,30 @@ def test_sigkill_of_the_driver_ends_everything_over_ssh(driver):
 
 
 @needs_sshd
-@pytest.mark.parametrize("driver", [{"beat_s": 0.2, "lease_s": 1.5}], indirect=True)
+@pytest.mark.parametrize("driver", [{"before": "import os, time; os.fork() or time.sleep(60)"}], indirect=True)
+def test_a_forked_worker_that_outlives_the_driver_holds_nothing_up(driver):
+    popen, processes = driver
+    (ssh, *_), (worker, *_) = (
+        [p for p in psutil.Process(popen.pid).children() if (p.name() == "ssh") is is_ssh] for is_ssh in (True, False)
+    )
+    popen.kill()
+    try:
+        assert all_gone_within([ssh, *processes], 5) and is_running(worker)
+    finally:
+        worker.kill()
+
+
+@needs_sshd
+def test_a_stopped_keeper_does_not_outlive_the_driver(driver):
+    popen, processes = driver
+    for keeper in processes[:2]:
+        keeper.suspend()
+    popen.kill()
+    assert all_gone_within(processes, 5)
+
+
+@needs_sshd
+@pytest.mark.parametrize("driver", [{"lease_s": 1.5}], indirect=True)
 def test_a_stopped_drivers_actors_end_by_their_lease_over_ssh(driver):
     popen, processes = driver
     time.sleep(2.0)  # renewed until here, or they would be gone
@@ -486,6 +514,17 @@ def test_a_stopped_drivers_actors_end_by_their_lease_over_ssh(driver):
     popen.send_signal(signal.SIGSTOP)
     assert all_gone_within(processes, 5)
     popen.send_signal(signal.SIGCONT)
+
+
+@needs_sshd
+async def test_a_native_call_of_the_driver_is_named_over_ssh(sshd):
+    """The keeper's lease ends first, and kills the actors: which would look like a want of memory."""
+    controller = await start(launcher(sshd, lease_s=1.0))
+    step = await hanging_step(controller)
+    ctypes.PyDLL(None).usleep(2_500_000)
+    with pytest.raises(ActorDiedError, match=r"(?s)exited with code 82 \(the driver, .*silent for 1 s \(lease_s=1\)"):
+        await step
+    await controller.aclose()
 
 
 @needs_sshd

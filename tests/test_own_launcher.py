@@ -103,6 +103,7 @@ class MyLauncher:
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> MyHandle:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",
             "-m",
             "jaxpp_async.actors",
             stdin=asyncio.subprocess.PIPE,
@@ -217,7 +218,7 @@ def test_a_keeper_leaves_nothing_behind(how, tmp_path):
         "print('child', subprocess.Popen(['sleep', '62'], start_new_session=True).pid, flush=True); time.sleep(62)"
     )
     actor = f'#!/bin/sh\nexec {sys.executable} -c "{code}"\n'
-    command = [sys.executable, "-m", "jaxpp_async.actors.processes.keeper", "1.0" if how == "lease" else "15", "3"]
+    command = [sys.executable, "-m", "jaxpp_async.actors.processes.keeper", "1.0" if how == "lease" else "15"]
     keeper = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert keeper.stdin is not None and keeper.stdout is not None
     path = tmp_path / "actor"
@@ -242,6 +243,13 @@ def test_a_keeper_leaves_nothing_behind(how, tmp_path):
         deadline = time.monotonic() + 1
         while any(map(is_running, processes)):
             assert time.monotonic() < deadline
+        rest = [kp.read_record(line) for line in keeper.stdout.read().decode().split("\n")]
+        (dead,) = [record for record in rest if isinstance(record, kp.Dead)]
+        said = [record.text for record in rest if isinstance(record, kp.Line)]
+        if how == "lease":  # should the driver wake up, it hears that this was its own doing
+            assert dead.returncode == 82 and said[-1].startswith("the driver was silent for 1 s (lease_s=1)")
+        else:
+            assert dead.returncode == -signal.SIGKILL and said == []
     finally:
         keeper.kill()
         keeper.wait()
@@ -363,7 +371,7 @@ def test_records_are_lines(record):
 
 
 def test_orders_are_lines():
-    request = ActorRequest("/py", {"A": "1"}, {"secret": "ab"}, 1, 2, (0, 1), False, "~/{host}")
+    request = ActorRequest("/py", {"A": "1"}, {"secret": "ab"}, 1, 2, (0, 1), False)
     for order in (kp.Start("0.1", request, "/"), kp.Signal("0.1", 9), kp.Close()):
         assert kp.read_order(b".." + kp.write_order(order)) == order
     assert kp.read_order(b"...") is None and "ab" not in repr(kp.Start("0", request, "/"))

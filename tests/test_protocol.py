@@ -24,9 +24,21 @@ SECRET = bytes(range(32))
 AVAL = Aval((4, 2), "bfloat16", ("data", None, ("data", "model")))
 STATS = m.StepStats(0.5, 0.25, 1.0, 4096, 3, bytes(16))
 
+NONE = [None] * 3  # no cache, no hook, no folder of one
 REQUESTS = [
     m.Configure(
-        0, (("data", 2),), ("auto",), "cpu", {"jax_enable_x64": True, "x": None}, None, "m:f", "ucx", 0, None, None
+        0,
+        (("data", 2),),
+        ("auto",),
+        "cpu",
+        {"jax_enable_x64": True, "x": None},
+        None,
+        "m:f",
+        b"/\xff",
+        "ucx",
+        0,
+        None,
+        None,
     ),
     m.Admit(1, (b"\0address", b"")),
     m.Connect(1, 0, {-1: b"\0address", 0: b"", 7: b"a"}),
@@ -131,15 +143,15 @@ def test_every_message_is_tried_above():
         (["Store", 1, [[1, [[2], "float32"], None, 0]], []], "Store.puts.aval: expected 4 fields"),
         (["Store", 1, [[1, [[2], "f", [1], []], None, 0]], []], "Store.puts.aval.spec: expected .* got int"),
         (
-            ["Configure", 0, [["a"]], [], "cpu", {}, None, None, "ucx", 0, None, None],
+            ["Configure", 0, [["a"]], [], "cpu", {}, *NONE, "ucx", 0, None, None],
             "Configure.spmd_mesh: expected an array of 2",
         ),
         (
-            ["Configure", 0, [], [], "cpu", {"a": msgpack.ExtType(4, b"x")}, None, None, "ucx", 0, None, None],
+            ["Configure", 0, [], [], "cpu", {"a": msgpack.ExtType(4, b"x")}, *NONE, "ucx", 0, None, None],
             "a plain value",
         ),
         (
-            ["Configure", 0, [], [], "cpu", {}, 5, None, "ucx", 0, None, None],
+            ["Configure", 0, [], [], "cpu", {}, 5, *NONE[1:], "ucx", 0, None, None],
             "Configure.cache_dir: expected str or NoneType",
         ),
     ],

@@ -34,7 +34,7 @@ PACKAGE = Path(jaxpp_async.__file__).parent
 # ---------------------------------------------------------------- keepers
 
 SECRET = "ab" * 32
-REQUEST = ActorRequest("/py", {"A": "1"}, {"secret": SECRET, "process_id": 0}, 1, 2, (0, 1), False, "~/{host}")
+REQUEST = ActorRequest("/py", {"A": "1"}, {"secret": SECRET, "process_id": 0}, 1, 2, (0, 1), False)
 ORDERS = [kp.Start("0.1", REQUEST, "/"), kp.Signal("0.1", 9), kp.Close()]
 RECORDS = [
     kp.Hello("h", 1, "/py", {"jax": None, "jaxlib": "1"}),

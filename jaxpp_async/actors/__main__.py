@@ -16,7 +16,7 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpp_async.actors.processes.exit_codes import ExitCode
+from jaxpp_async.actors.processes.exit_codes import LEASE_S, ExitCode
 from jaxpp_async.actors.processes.lifeline import die_with_parent, leave, watch_stdin
 from jaxpp_async.errors import HandshakeError
 
@@ -97,12 +97,13 @@ async def _serve(config: _Config) -> ExitCode:
     from jaxpp_async.actors.watching.heartbeat import Beating, start_beating
     from jaxpp_async.transport.joining import make_process_transport
 
+    lost_s = max(LEASE_S, config.lease_s)
     identity, page = Identity(config.process_id, config.incarnation), ProgressPage(config.progress_page)
 
     def make_actor(process_id: int, **seams: Any) -> ActorLike:
         # After the handshake: nobody hears the heart of an actor that has not come, and importing JAX takes longer
         # than a handshake may.
-        start_beating(Beating(identity, config.secret, config.controller), page.read, leave)
+        start_beating(Beating(identity, config.secret, config.controller, lost_s), page.read, leave)
         sender = send_records(seams["send"], config.log_level)  # before JAX is imported, which may log
         actor = load_actor_class(config.actor)(process_id, note_progress=page.note, **seams)
         sender.step = lambda: actor.current_step
@@ -115,6 +116,7 @@ async def _serve(config: _Config) -> ExitCode:
         make_actor=make_actor,
         make_transport=lambda kind, network: make_process_transport(kind, config.process_id, network),
         max_frame_bytes=config.max_frame_bytes,
+        lost_s=lost_s,
         keeps_vigil=True,
     )
 

@@ -36,6 +36,7 @@ class ActorConfig:
     jax_config: Mapping[str, Any] = field(default_factory=dict)
     cache_dir: str | None = None
     setup: str | None = None
+    setup_folder: bytes | None = None
     transport: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, str] = field(default_factory=dict)
@@ -58,6 +59,7 @@ class ActorConfig:
             jax_config=dict(self.jax_config),
             cache_dir=self.cache_dir,
             setup=self.setup,
+            setup_folder=self.setup_folder,
             transport=transport,
             epoch=epoch,
             cluster=cluster,

@@ -20,6 +20,7 @@ from jaxpp_async.actors.launch.explain import Explanation, explain_python
 from jaxpp_async.actors.launch.host_program import NotUpError
 from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, environment
 from jaxpp_async.actors.launch.remote import MAX_HANDSHAKES, CommandReach, Reach, Timeouts
+from jaxpp_async.actors.processes.commands import command_here, command_there
 from jaxpp_async.doctor import talk
 from jaxpp_async.doctor.facts import Asked, Clock, Examination, HostReport, LinkReport
 from jaxpp_async.doctor.gather import CHILD_S
@@ -27,6 +28,7 @@ from jaxpp_async.doctor.host_link import HostError, HostLink
 from jaxpp_async.errors import MeshError
 
 HERE = "this machine"
+PROGRAM = "jaxpp_async.doctor.host"
 FACTS_S = CHILD_S + 10.0
 ANSWER_S = 8.0
 MEASURED_S = 30.0
@@ -160,7 +162,9 @@ class _Examiner:
         python = settings.python or sys.executable
         try:
             async with self._handshakes:
-                command = host_command(python, settings.env)
+                own = end.reach is self._here and settings.python is None
+                program = command_here(PROGRAM) if own else command_there(python, PROGRAM)
+                command = host_command(program, settings.env)
                 link.attach(await end.reach.open(Placement(end.host, 0, end.host.slots), command, link.on_line))
                 if end.reach.login_mark is not None:
                     await link.wait_login(timeouts.login_s)
@@ -252,11 +256,11 @@ class _Examiner:
         return replace(report, latency_s=measured.latency_s, bytes_per_s=measured.bytes_per_s)
 
 
-def host_command(python: str, env: Mapping[str, str]) -> list[str]:
-    """The program there. What the dynamic loader reads it reads once, as a process starts; the rest of the environment
-    comes later (`talk.Prepare`)."""
+def host_command(program: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """A host's program in its environment, of which the dynamic loader reads its part once, as a process starts; the
+    rest comes later (`talk.Prepare`)."""
     loader = [f"{name}={value}" for name, value in env.items() if name.startswith("LD_")]
-    return [*(["env", *loader] if loader else []), python, "-m", "jaxpp_async.doctor.host"]
+    return [*(["env", *loader] if loader else []), *program]
 
 
 def _environment(end: _End, asked: Asked) -> dict[str, str]:

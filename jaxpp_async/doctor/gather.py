@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpp_async.actors.devices import nvml
+from jaxpp_async.actors.processes.commands import command_here, inherited_environment
 from jaxpp_async.doctor.facts import UNLIMITED, Driver, Gpu, HostFacts, IbPort, Interface, JaxStart, Ucx, UcxResource
 from jaxpp_async.extras import source_here
 
@@ -87,7 +88,8 @@ async def run_child(module: str, *arguments: str) -> dict[str, Any] | str:
         The JSON object of its last line, or, in words, why there is none.
     """
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, *arguments,
+        *command_here(module, *arguments),
+        env=inherited_environment(),
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:

@@ -15,13 +15,15 @@ from typing import Any, cast
 
 from jaxpp_async.actors.messages import Log, Message
 from jaxpp_async.actors.owned_tasks import retrieve
+from jaxpp_async.actors.processes.exit_codes import LEASE_S
 from jaxpp_async.actors.protocol.wire import HANDSHAKE_TIMEOUT_S, Wire
 from jaxpp_async.errors import HandshakeError, ProtocolError
+from jaxpp_async.own_descriptors import keep_here
 
 _LOG = logging.getLogger("jaxpp_async.control")
 
-USER_TIMEOUT_MS = 20_000
-"""How long the kernel may wait for acknowledgements before it gives the socket up."""
+_LATER_S = 5.0
+"""A connection for signs of life is lost first: it says what is wrong."""
 
 DRAIN_ABOVE_BYTES = 1 << 20
 LOG_ABOVE_BYTES = 1 << 20
@@ -38,6 +40,7 @@ class Connection(asyncio.Protocol):
         wire: this side of the conversation, not yet greeted.
         on_message: called with each message, in order. May be replaced at any time.
         on_closed: called once, when the socket is gone; with the error that ended it, or None at end of file.
+        lost_s: how long what was sent may stay without an acknowledgement before the peer is out of reach, about.
 
     Attributes:
         opened: done when both sides have proved themselves; raises what went wrong otherwise.
@@ -49,6 +52,7 @@ class Connection(asyncio.Protocol):
         *,
         on_message: Callable[[Any], None] | None = None,
         on_closed: Callable[[Exception | None], None] | None = None,
+        lost_s: float = LEASE_S,
     ):
         loop = asyncio.get_running_loop()
         self.wire, self.on_message, self.on_closed = wire, on_message, on_closed
@@ -57,6 +61,7 @@ class Connection(asyncio.Protocol):
         self._closed: asyncio.Future[None] = loop.create_future()
         self._transport: asyncio.Transport | None = None
         self._error: Exception | None = None
+        self._lost_s = lost_s + _LATER_S
         self._is_aborted = False
         self._writable = asyncio.Event()
         self._writable.set()
@@ -134,7 +139,9 @@ class Connection(asyncio.Protocol):
             transport.abort()
             return
         transport.set_write_buffer_limits(high=DRAIN_ABOVE_BYTES)
-        _tune(transport.get_extra_info("socket"))
+        sock = transport.get_extra_info("socket")
+        keep_here(sock.fileno())
+        _tune(sock, self._lost_s)
         self._send_greeting()
 
     def data_received(self, data: bytes) -> None:
@@ -227,10 +234,10 @@ async def attach_socket(connection: Connection, sock: socket.socket) -> None:
     await loop.create_unix_connection(lambda: connection, sock=taken)
 
 
-def _tune(sock: Any) -> None:
-    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+def _tune(sock: Any, lost_s: float) -> None:
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         with contextlib.suppress(OSError):  # some sandboxes do not know the option; then the kernel's default holds
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(lost_s * 1000))

@@ -17,7 +17,7 @@ from jaxpp_async.actors.control.connection import Connection
 from jaxpp_async.actors.control.failed_reply import failed
 from jaxpp_async.actors.control.vigil import Vigil
 from jaxpp_async.actors.messages import Done, Log, Message, Request, Shutdown, StepDone
-from jaxpp_async.actors.processes.exit_codes import ExitCode
+from jaxpp_async.actors.processes.exit_codes import LEASE_S, ExitCode
 from jaxpp_async.actors.protocol.wire import Identity, Wire
 from jaxpp_async.errors import MeshError
 from jaxpp_async.transport.base import Transport
@@ -73,6 +73,7 @@ async def serve(
     make_actor: MakeActor,
     make_transport: Callable[[str, Network], Transport],
     max_frame_bytes: int,
+    lost_s: float = LEASE_S,
     keeps_vigil: bool = False,
 ) -> ExitCode:
     """Run one actor until the controller shuts it down or goes away.
@@ -80,6 +81,7 @@ async def serve(
     Args:
         connect: gives the connection its socket.
         make_actor: called once the handshake is done.
+        lost_s: see `Connection`.
         keeps_vigil: the loop, which is the actor's own, stays awake for a moment behind each step (`vigil`).
 
     Raises:
@@ -87,7 +89,7 @@ async def serve(
     """
     desk = _Desk()
     wire = Wire("actor", secret, version=jaxpp_async.__version__, identity=identity, max_frame_bytes=max_frame_bytes)
-    connection = Connection(wire, on_message=desk.take, on_closed=lambda error: desk.close(None))
+    connection = Connection(wire, on_message=desk.take, on_closed=lambda error: desk.close(None), lost_s=lost_s)
     desk.connection = connection
     try:
         await connect(connection)

@@ -12,7 +12,7 @@ import importlib
 import importlib.metadata
 import math
 import os
-import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpp_async import jax_config
 from jaxpp_async.actors.devices.cluster import join
 from jaxpp_async.actors.messages import Configure, Hardware
+from jaxpp_async.compilation_cache import make_cache
 from jaxpp_async.errors import InstallError, LaunchError, MeshError
 from jaxpp_async.explicit import AXIS_TYPES
 from jaxpp_async.extras import cuda_error, cuda_install
@@ -133,7 +134,7 @@ def start_devices(configure: Configure, *, inline: bool) -> Devices:
         _configure_jax(configure)
         _confine_nccl(configure)
     if configure.setup:
-        _run_setup(configure.setup)
+        _run_setup(configure.setup, configure.setup_folder)
     if configure.cluster is None:
         return Devices(_make_mesh(configure))
     before = listening_sockets()
@@ -177,8 +178,7 @@ def _configure_jax(configure: Configure) -> None:
     elif configure.platform:
         settings["jax_platforms"] = f"{configure.platform},cpu"
     if configure.cache_dir:
-        _make_cache(configure.cache_dir)
-        settings |= jax_config.cache_settings(configure.cache_dir)
+        settings |= jax_config.cache_settings(make_cache(configure.cache_dir))
     for name, value in settings.items():
         jax.config.update(name, value)
 
@@ -200,21 +200,12 @@ def share_cache(configure: Configure) -> AbstractContextManager[None]:
     """
     if not configure.cache_dir or SHARED_CACHE.is_users_own:
         return nullcontext()
-    _make_cache(configure.cache_dir)
-    return SHARED_CACHE.use(configure.cache_dir)
+    return SHARED_CACHE.use(make_cache(configure.cache_dir))
 
 
-def _make_cache(folder: str) -> None:
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise MeshError(
-            f"compilation_cache={folder!r}: host {socket.gethostname()} has no such folder, and it cannot be made "
-            f"({error.strerror}); give one that actors may write, or None"
-        ) from None
-
-
-def _run_setup(setup: str) -> None:
+def _run_setup(setup: str, folder: bytes | None) -> None:
+    if folder is not None and os.fsdecode(folder) not in sys.path:
+        sys.path.append(os.fsdecode(folder))  # behind all else: no file in it stands for an installed module
     module_name, separator, function_name = setup.partition(":")
     if not separator or not module_name or not function_name:
         raise ValueError(f"setup={setup!r} is not of the form 'module:function'")

@@ -19,6 +19,7 @@ from jaxpp_async.actors.launch.inline import InlineLauncher
 from jaxpp_async.actors.launch.local import LocalLauncher
 from jaxpp_async.actors.launch.remote import Reach, RemoteLauncher
 from jaxpp_async.actors.processes.actor_request import check_cpus
+from jaxpp_async.actors.processes.exit_codes import LEASE_S
 from jaxpp_async.errors import MeshError
 from jaxpp_async.transport.ucx.net_devices import check_devices
 
@@ -32,9 +33,9 @@ class Launching:
     """The options of `RemoteMesh` that say where and how actors start; see there.
 
     Args:
-        cache_dir: folder of the compilation cache on other hosts, with `~` and `{host}`; None: not set.
         processes_per_actor: of how many processes each actor is; None: as few as the hosts allow.
         num_devices: of one actor. platform: what they are: `"cpu"` or `"cuda"`.
+        lease_s: how long actors wait for a sign of life of this process.
         max_restarts: of the mesh: after a restart, ports rest for a minute before they can be taken again.
         env: variables that actors get; here for what they say of where programs are, checked and passed on elsewhere.
     """
@@ -48,10 +49,10 @@ class Launching:
     ports: str | tuple[int, int] | None = None
     control_address: str | None = None
     ssh_options: Sequence[str] = ()
-    cache_dir: str | None = None
     processes_per_actor: int | None = None
     num_devices: int = 1
     platform: str = "cpu"
+    lease_s: float = LEASE_S
     max_restarts: int = 0
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
 
@@ -95,7 +96,7 @@ class Launching:
         if kind == "local":
             settings = self._settings_here()
             self._check_ports(settings.ports, num_actors * each, "this machine")
-            return LocalLauncher(settings=settings), each
+            return LocalLauncher(settings=settings, lease_s=self.lease_s), each
         launcher = self._make_remote(kind, num_actors * each)
         each = self._spread(launcher, num_actors)
         for placement in place(launcher.hosts, num_actors * each, launcher.slots_each) if launcher.hosts else ():
@@ -208,7 +209,7 @@ class Launching:
         options: dict[str, Any] = {
             "settings": self.settings(),
             "control_address": self.control_address,
-            "cache_dir": self.cache_dir,
+            "lease_s": self.lease_s,
         }
         if kind == "slurm":
             from jaxpp_async.actors.launch.slurm import slurm_launcher
@@ -231,6 +232,7 @@ class Launching:
             "hosts": self.hosts is not None and kind != "ssh",
             "ssh_options": bool(self.ssh_options) and kind != "ssh",
             "control_address": self.control_address is not None and kind in ("local", "inline", "own"),
+            "lease_s": self.lease_s != LEASE_S and kind in ("inline", "own"),
         }
         idle |= {name: getattr(self, name) is not None and kind in ("inline", "own") for name in _SETTINGS}
         for name, is_idle in idle.items():

@@ -109,6 +109,8 @@ def explain_python(host: Host, python: str, said: Sequence[str], ended: int | No
     text = "\n".join(said)
     if ended is None:
         return Explanation(f"{python} did not start within the time allowed", "is its disk, or a shared folder, stuck?")
+    if "nknown option: -P" in text:
+        return Explanation(f"{python} there is older than Python 3.11", "name a newer one with python=")
     missing = re.search(r"No module named '?([\w.]+)", text)
     if missing is not None and missing[1].split(".")[0] == "jaxpp_async":
         if missing[1] == "jaxpp_async":

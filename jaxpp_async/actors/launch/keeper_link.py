@@ -119,7 +119,9 @@ class KeeperLink(HostProgram[kp.Record]):
                 actor.started.exception()  # whoever awaits it still gets it
             if not actor.dead.done():
                 last_words = (*actor.tail, f"the connection to {self.name} has ended", *said[-3:])
-                actor.dead.set_result(Death(ExitCode.HOST_LOST, last_words))
+                expired = end.returncode == ExitCode.LEASE_EXPIRED
+                code = ExitCode.LEASE_EXPIRED if expired else ExitCode.HOST_LOST
+                actor.dead.set_result(Death(code, last_words))
 
 
 class KeeperHandle:

@@ -12,8 +12,7 @@ from jaxpp_async.actors.launch.base import DEFAULT_ACTOR, ActorHandle, LaunchSpe
 from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, defaults, environment
 from jaxpp_async.actors.processes.actor_process import ActorProcess, spawn_actor
 from jaxpp_async.actors.processes.actor_request import ActorRequest
-from jaxpp_async.actors.processes.exit_codes import LEASE_S
-from jaxpp_async.actors.processes.lifeline import BEAT_S
+from jaxpp_async.actors.processes.exit_codes import LEASE_S, beat_s_of
 from jaxpp_async.actors.processes.progress import ProgressPage
 from jaxpp_async.actors.processes.warden import Death, Warden
 from jaxpp_async.program import CONTROLLER
@@ -31,7 +30,7 @@ class LocalLauncher:
         settings: devices, CPUs and network of the actors.
         actor: `module:name` of the actor class, for tests of the control plane.
         forward: called with each line that an actor prints, prefixed; default: to `sys.stderr`.
-        beat_s, lease_s: seconds between two signs of life on stdin, and how long an actor waits for one.
+        lease_s: how long an actor waits for a sign of life on its stdin.
     """
 
     listen_host = "127.0.0.1"
@@ -45,13 +44,12 @@ class LocalLauncher:
         settings: Settings | None = None,
         actor: str = DEFAULT_ACTOR,
         forward: Callable[[str], None] | None = None,
-        beat_s: float = BEAT_S,
         lease_s: float = LEASE_S,
     ):
         self._settings = settings or Settings()
         self._pin_cores, self._python, self._actor = pin_cores, python or self._settings.python, actor
         self._forward = forward or print_to_stderr
-        self._beat_s, self._lease_s = beat_s, lease_s
+        self._lease_s = lease_s
         self._warden: Warden | None = None
         self._pages: list[ProgressPage] = []
 
@@ -62,7 +60,7 @@ class LocalLauncher:
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
         """Spawn `python -m jaxpp_async.actors`; see `Launcher.start`."""
         if self._warden is None:
-            self._warden = Warden(self._beat_s)
+            self._warden = Warden(beat_s_of(self._lease_s))
         prefix = f"[{spec.seat}] "
         started = spawn_actor(self._warden, self._request(spec), lambda line: self._forward(prefix + line))
         actor = await asyncio.wrap_future(started)

@@ -22,7 +22,7 @@ from jaxpp_async.actors.launch.explain import Explanation
 from jaxpp_async.actors.launch.host_program import NotUpError, Stream
 from jaxpp_async.actors.launch.hosts import Host, Placement
 from jaxpp_async.actors.launch.remote import RemoteLauncher
-from jaxpp_async.actors.processes.lifeline import BEAT_S
+from jaxpp_async.actors.processes.exit_codes import LEASE_S, beat_s_of
 from jaxpp_async.actors.processes.warden import Death, Lines
 from jaxpp_async.errors import InstallError, MeshError
 from jaxpp_async.extras import pip_install
@@ -73,8 +73,8 @@ class RayReach:
     keeper_each = True
     login_mark: str | None = None
 
-    def __init__(self, bundle: Mapping[str, float], *, own_python: bool, beat_s: float = BEAT_S):
-        self._bundle, self._own_python, self._beat_s = dict(bundle), own_python, beat_s
+    def __init__(self, bundle: Mapping[str, float], *, own_python: bool, lease_s: float = LEASE_S):
+        self._bundle, self._own_python, self._beat_s = dict(bundle), own_python, beat_s_of(lease_s)
         self._ray: Any = None
         self._is_ours = False
         self._group: Any = None
@@ -239,7 +239,7 @@ class RayLauncher(RemoteLauncher):
         reach = RayReach(
             bundle or {"CPU": 1},
             own_python=settings is not None and settings.python is not None,
-            beat_s=options.get("beat_s", BEAT_S),
+            lease_s=options.get("lease_s", LEASE_S),
         )
         super().__init__(reach, (), **options)
         self._num_processes, self._ray_reach = num_processes, reach

@@ -8,7 +8,9 @@ Hosts come up in parallel, at most `MAX_HANDSHAKES` at once. One that does not i
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Hashable, Sequence
@@ -26,10 +28,10 @@ from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, defaults,
 from jaxpp_async.actors.launch.keeper_link import KeeperLink
 from jaxpp_async.actors.launch.local import print_to_stderr
 from jaxpp_async.actors.processes.actor_request import ActorRequest
-from jaxpp_async.actors.processes.exit_codes import LEASE_S
+from jaxpp_async.actors.processes.commands import command_here, command_there, inherited_environment
+from jaxpp_async.actors.processes.exit_codes import LEASE_S, beat_s_of
 from jaxpp_async.actors.processes.keeper import VERSIONED
 from jaxpp_async.actors.processes.keeper_protocol import Hello
-from jaxpp_async.actors.processes.lifeline import BEAT_S
 from jaxpp_async.actors.processes.warden import Death, Process, Warden
 from jaxpp_async.actors.protocol.handshake import version_mismatch
 from jaxpp_async.errors import HandshakeError, LaunchError
@@ -37,6 +39,9 @@ from jaxpp_async.program import CONTROLLER
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.joining import make_process_transport
 from jaxpp_async.transport.network import Network
+
+KEEPER = "jaxpp_async.actors.processes.keeper"
+"""The program that holds actors on other hosts."""
 
 MAX_HANDSHAKES = 8
 """Hosts that may be between the first packet and the login at one time: sshd drops connections past ten by default."""
@@ -96,10 +101,9 @@ class RemoteLauncher:
         settings: of all hosts; a host's own win.
         control_address: name or address to listen on; `"0.0.0.0"`: every interface. None: the one that reaches the
             hosts (loopback, if all are this machine).
-        cache_dir: folder of the compilation cache on the hosts, with `~` and `{host}`.
         actor: `module:name` of the actor class, for tests of the control plane.
         forward: called with each line that an actor or a host prints, prefixed; default: to `sys.stderr`.
-        beat_s, lease_s: see `LocalLauncher`. timeouts: of hosts.
+        lease_s: see `LocalLauncher`; that of `reach` is its own. timeouts: of hosts.
 
     Attributes:
         slots_each: how many slots of one host a process takes; to be set before the first is started.
@@ -115,19 +119,17 @@ class RemoteLauncher:
         *,
         settings: Settings | None = None,
         control_address: str | None = None,
-        cache_dir: str | None = None,
         actor: str = DEFAULT_ACTOR,
         forward: Callable[[str], None] | None = None,
-        beat_s: float = BEAT_S,
         lease_s: float = LEASE_S,
         timeouts: Timeouts | None = None,
     ):
         self.hosts, self.slots_each = tuple(hosts), 1
         self._reach, self._settings, self._actor = reach, settings or Settings(), actor
         self.slots_are_processes = reach.keeper_each
-        self._control_address, self._cache_dir = control_address, cache_dir
+        self._control_address = control_address
         self._forward = forward or print_to_stderr
-        self._beat_s, self._lease_s, self._timeouts = beat_s, lease_s, timeouts or Timeouts()
+        self._lease_s, self._timeouts = lease_s, timeouts or Timeouts()
         self._handshakes = asyncio.Semaphore(MAX_HANDSHAKES)
         self._links: dict[Hashable, asyncio.Task[KeeperLink]] = {}
         self._lines = HostLines()
@@ -201,7 +203,7 @@ class RemoteLauncher:
         host = placement.host
         settings = host.settings.over(self._settings)
         python = settings.python or sys.executable
-        command = [python, "-m", "jaxpp_async.actors.processes.keeper", f"{self._lease_s:g}", f"{self._beat_s:g}"]
+        command = command_there(python, KEEPER, f"{self._lease_s:g}")
         prefix = f"[host {host}] "
         link = KeeperLink(str(host), lambda line: self._forward(prefix + line), login_mark=self._reach.login_mark)
         try:
@@ -253,7 +255,6 @@ class RemoteLauncher:
             index=placement.index,
             count=placement.count,
             cpus=settings.cpus,
-            cache_dir=self._cache_dir,
             gpus=spec.gpus,
             gpus_are_its_own=self._reach.keeper_each,
             defaults={**defaults(settings), **spec.defaults},
@@ -275,13 +276,14 @@ class CommandReach:
 
     Args:
         command: (placement, argument vector of the keeper) to the argument vector of a process here.
+        lease_s: as of the launcher.
     """
 
     keeper_each = False
     login_mark: str | None = None
 
-    def __init__(self, command: Callable[[Placement, Sequence[str]], Sequence[str]], *, beat_s: float = BEAT_S):
-        self._command, self._beat_s = command, beat_s
+    def __init__(self, command: Callable[[Placement, Sequence[str]], Sequence[str]], *, lease_s: float = LEASE_S):
+        self._command, self._lease_s = command, lease_s
         self._warden: Warden | None = None
 
     async def resolve(self, hosts: Sequence[Host]) -> list[str]:
@@ -291,8 +293,13 @@ class CommandReach:
     async def open(self, placement: Placement, keeper: Sequence[str], on_line: Callable[[str], None]) -> Stream:
         """See `Reach`."""
         if self._warden is None:
-            self._warden = Warden(self._beat_s)
-        spawned = self._warden.spawn(self._command(placement, keeper), os.environ, b"", on_line)
+            self._warden = Warden(beat_s_of(self._lease_s))
+        command = self._command(placement, keeper)
+        if shutil.which(command[0]) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+        # The command ends with this process, even where a forked worker of this process holds its stdin open.
+        with_parent = command_here("jaxpp_async.actors.processes.lifeline", str(os.getpid()))
+        spawned = self._warden.spawn([*with_parent, *command], inherited_environment(), b"", on_line)
         return ProcessStream(self._warden, await asyncio.wrap_future(spawned))
 
     def explain(self, host: Host, error: NotUpError) -> Explanation | None:

@@ -43,8 +43,9 @@ class Configure:
         spmd_mesh: (axis name, size) pairs; () is one device.
         axis_types: `"auto"` or `"explicit"`, one an axis.
         jax_config: `jax.config` names and plain values to set before JAX makes a backend.
-        cache_dir: JAX's persistent compilation cache, or None.
+        cache_dir: JAX's persistent compilation cache: a folder, `compilation_cache.DEFAULT`, or None.
         setup: `"module:function"` called before JAX starts, or None.
+        setup_folder: where to look for its module after all else, or None.
         transport: `"ucx"`, `"memory"` or `"nccl"`.
         epoch: first epoch of the tags.
         cluster: the other processes of this actor, which start with this one; None: there are none.
@@ -59,6 +60,7 @@ class Configure:
     jax_config: dict[str, Any]
     cache_dir: str | None
     setup: str | None
+    setup_folder: bytes | None
     transport: str
     epoch: int
     cluster: Cluster | None = None

@@ -5,12 +5,16 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxpp_async.actors.processes.actor_request import ActorRequest
+from jaxpp_async.actors.processes.commands import command_here, command_there
 from jaxpp_async.actors.processes.progress import ProgressPage, make_page
 from jaxpp_async.actors.processes.warden import Process, Warden
+
+PROGRAM = "jaxpp_async.actors"
 
 _CHATTER = "Expected number of connected peer ranks"
 """What gloo prints for every group of devices that computes together, and nobody has asked for."""
@@ -56,7 +60,8 @@ def spawn_actor(
     except BaseException:
         os.close(page)
         raise
-    command = [request.python, "-m", "jaxpp_async.actors"]
+    own = request.python == sys.executable
+    command = command_here(PROGRAM) if own else command_there(request.python, PROGRAM)
     # The warden's thread forks, with the page still open here, and then calls back.
     warden.spawn(command, env, first_line, forward, noise=_CHATTER, descriptors=(page,)).add_done_callback(on_spawned)
     return started

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from jaxpp_async.actors.devices.gpus import VISIBLE, GpuShare, gpu_environment, share, visible_gpus
+from jaxpp_async.actors.processes.commands import inherited_environment
 from jaxpp_async.errors import MeshError
 from jaxpp_async.transport.ucx.net_devices import DEVICES, check_devices
 
@@ -29,7 +30,6 @@ class ActorRequest:
         index, count: it is the `index`-th of `count` actors on its host.
         cpus: CPU numbers that the host's actors share; None: those that the process may use.
         pin_cores: bind the actor to its share.
-        cache_dir: folder of JAX's compilation cache, `~` and `{host}` filled in there; None: not set here.
         gpus: how many GPUs its process needs; 0: none.
         gpus_are_its_own: those that its host's environment names are for this process alone, which a cluster gave them,
             and not for all that run there.
@@ -43,7 +43,6 @@ class ActorRequest:
     count: int = 1
     cpus: tuple[int, ...] | None = None
     pin_cores: bool = True
-    cache_dir: str | None = None
     gpus: int = 0
     gpus_are_its_own: bool = False
     defaults: Mapping[str, str] = field(default_factory=dict)
@@ -55,13 +54,7 @@ class ActorRequest:
             MeshError: its host has not the GPUs that it needs, or too little memory is left for it on them; or not the
                 network devices.
         """
-        env = {**self.defaults, **os.environ}
-        if self.cache_dir is not None:
-            env["JAX_COMPILATION_CACHE_DIR"] = os.path.expanduser(self.cache_dir.replace("{host}", os.uname().nodename))
-            # JAX would leave out what compiles fast, and that is most of a pipeline's tasks.
-            env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-            env["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-        env |= self.env
+        env = {**self.defaults, **inherited_environment(), **self.env}
         check_devices(env.get(DEVICES))
         return env | self._gpu_environment(env) if self.gpus else env
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import enum
 
 LEASE_S = 15.0
-"""Silence on stdin after which an actor ends itself."""
+"""Silence of the driver after which an actor, or a host's keeper, ends itself, unless a mesh says otherwise."""
+
+
+def beat_s_of(lease_s: float) -> float:
+    """How often the driver gives a sign of life, on each stdin, to keep a lease."""
+    return min(lease_s / 5, 3.0)
 
 
 class ExitCode(enum.IntEnum):
@@ -25,8 +30,17 @@ EXIT_REASONS: dict[int, str] = {
     ExitCode.CRASH: "it raised outside any request",
     ExitCode.CONFIG: "its configuration on stdin was unusable",
     ExitCode.CONTROLLER_GONE: "its stdin reached end of file: the controller was gone",
-    ExitCode.LEASE_EXPIRED: f"nothing came on its stdin for {LEASE_S:g} s: the controller was stopped or gone",
+    ExitCode.LEASE_EXPIRED: "the driver, this process, was silent for longer than lease_s: it, or the keeper on the "
+    "actor's host, was stopped, or a native call held Python's GIL",
     ExitCode.REFUSED: "the handshake with the controller failed",
     ExitCode.CONNECTION_LOST: "its control connection broke",
     ExitCode.HOST_LOST: "unknown how: the connection to its host ended",
 }
+
+
+def last_words(lease_s: float) -> str:
+    """What a process prints before it ends itself with `ExitCode.LEASE_EXPIRED`."""
+    return (
+        f"the driver was silent for {lease_s:g} s (lease_s={lease_s:g}): it was stopped, or a native call in it holds "
+        "Python's GIL; a longer lease_s= of RemoteMesh waits for that"
+    )

@@ -24,8 +24,8 @@ from importlib import metadata
 import jaxpp_async
 from jaxpp_async.actors.processes import keeper_protocol as kp
 from jaxpp_async.actors.processes.actor_process import ActorProcess, spawn_actor
-from jaxpp_async.actors.processes.exit_codes import LEASE_S, ExitCode
-from jaxpp_async.actors.processes.lifeline import BEAT_S
+from jaxpp_async.actors.processes.exit_codes import LEASE_S, ExitCode, beat_s_of, last_words
+from jaxpp_async.actors.processes.lifeline import signal_at_parents_death
 from jaxpp_async.actors.processes.warden import Warden
 from jaxpp_async.actors.protocol.line_protocol import SIGN_OF_LIFE
 from jaxpp_async.errors import MeshError
@@ -42,11 +42,13 @@ class Keeper:
     """The actors of one host. `obey` and `end` are called from one thread.
 
     Args:
-        beat_s: seconds between two signs of life to the actors.
+        lease_s: how long it, and each actor, waits for a sign of life.
     """
 
-    def __init__(self, beat_s: float = BEAT_S):
-        self._warden = Warden(beat_s)
+    def __init__(self, lease_s: float = LEASE_S):
+        self._lease_s = lease_s
+        self._is_expired = False
+        self._warden = Warden(beat_s_of(lease_s))
         self._actors: dict[str, ActorProcess] = {}
         self._records: queue.Queue[bytes | None] = queue.Queue()
         self._writer = threading.Thread(target=self._write_records, name="jaxpp-async records", daemon=True)
@@ -63,6 +65,12 @@ class Keeper:
             self._start(order)
         elif isinstance(order, kp.Signal) and order.key in self._actors:
             self._actors[order.key].process.signal_group(order.signum)
+
+    def expire(self) -> None:
+        """Have the driver hear, should it ever wake up, that it was its own silence that ended the actors."""
+        self._is_expired = True
+        for key in tuple(self._actors):
+            self._forward(key, last_words(self._lease_s))
 
     def end(self) -> None:
         """Kill every actor and whatever came of it, and send the last records."""
@@ -95,7 +103,7 @@ class Keeper:
         at = actor.page.read()
         actor.page.close()
         position = (at.step, at.program_id, at.instruction, at.waiting, at.computing) if at is not None else None
-        self.say(kp.Dead(key, returncode, position))
+        self.say(kp.Dead(key, ExitCode.LEASE_EXPIRED if self._is_expired else returncode, position))
 
     def _write_records(self) -> None:
         while (record := self._records.get()) is not None:
@@ -108,12 +116,15 @@ class Keeper:
 
 def main() -> None:
     """Keep actors until told to stop, or nobody is left to tell."""
-    lease_s, beat_s = map(float, sys.argv[1:3]) if len(sys.argv) == 3 else (LEASE_S, BEAT_S)
+    lease_s = float(sys.argv[1]) if len(sys.argv) == 2 else LEASE_S
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # Somebody may have stopped this process, and neither end of file nor a lease can end one that is: when sshd, or
+    # whoever else started it, goes, it goes on, and sees both. (SIGKILL would leave behind what its actors started.)
+    signal_at_parents_death(signal.SIGCONT)
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, _on_signal)
-    keeper = Keeper(beat_s)
+    keeper = Keeper(lease_s)
     code = ExitCode.CRASH
     try:
         keeper.say(hello())
@@ -153,6 +164,7 @@ def keep(keeper: Keeper, descriptor: int, lease_s: float) -> ExitCode:
                 return ExitCode.OK
             if order is not None:
                 keeper.obey(order)
+    keeper.expire()
     return ExitCode.LEASE_EXPIRED
 
 

@@ -19,17 +19,15 @@ from dataclasses import dataclass, field
 
 import jaxpp_async
 from jaxpp_async.actors.messages import Beat
-from jaxpp_async.actors.processes.exit_codes import ExitCode
+from jaxpp_async.actors.processes.exit_codes import LEASE_S, ExitCode
 from jaxpp_async.actors.processes.progress import Position
 from jaxpp_async.actors.protocol.wire import Identity, Wire
 from jaxpp_async.actors.watching.clocks import clock_name
 from jaxpp_async.errors import ProtocolError
+from jaxpp_async.own_descriptors import keep_here
 
 BEAT_S = 0.5
 """Between two signs of life."""
-
-LOST_S = 15.0
-"""How long what was sent may stay without an acknowledgement, and how long connecting may take, before it is over."""
 
 ORDERLY_S = 2.0
 """What the event loop, which may have noticed as well, gets to end in order."""
@@ -47,11 +45,14 @@ class Beating:
         identity: of the control connection, which is open already.
         secret: the mesh's 32 bytes.
         controller: its host and port.
+        lost_s: how long what was sent may stay without an acknowledgement, and how long connecting may take, before
+            the controller is out of reach: at least as long as it may be silent.
     """
 
     identity: Identity
     secret: bytes = field(repr=False)
     controller: tuple[str, int]
+    lost_s: float = LEASE_S
 
 
 def start_beating(
@@ -88,12 +89,13 @@ def _live(beating: Beating, read: Callable[[], Position | None], leave: Callable
 
 
 def _connect(beating: Beating) -> socket.socket:
-    sock = socket.create_connection(beating.controller, timeout=LOST_S)
+    sock = socket.create_connection(beating.controller, timeout=beating.lost_s)
+    keep_here(sock.fileno())
     sock.settimeout(None)  # a controller that is busy or stopped keeps its connections; the lease is about that
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         with contextlib.suppress(OSError):  # some sandboxes do not know the option
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(LOST_S * 1000))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(beating.lost_s * 1000))
     return sock
 
 

@@ -10,6 +10,7 @@ import os
 import re
 import resource
 import socket
+import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -41,6 +42,9 @@ _ENVIRONMENT = {
     "UCX_TCP_CONN_NB": "y",  # else a connect stops the event loop until it is answered: 131 s where packets are lost
     "UCX_TCP_SYN_CNT": "2",  # and gives up after 7 s
 }
+
+
+CONFIG_FILE = "ucx.conf"
 
 
 @cache
@@ -179,8 +183,26 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
+def check_config_file() -> None:
+    """Refuse to load UCX where the working directory has settings for it, which may name libraries to load.
+
+    Raises:
+        MeshError: so it is, and the user has not named this folder.
+    """
+    named = [os.environ.get("UCX_CONFIG_DIR"), os.environ.get("HOME")]
+    if os.path.lexists(CONFIG_FILE) and not any(
+        folder and os.path.exists(folder) and os.path.samefile(folder, ".") for folder in named
+    ):
+        raise MeshError(
+            f"the working directory {os.getcwd()} has a file {CONFIG_FILE}, which UCX would read, and which may have "
+            "it load any library; remove it, start in another folder, or set UCX_CONFIG_DIR to this one if it is yours"
+        )
+
+
 def _import_ucxx() -> Any:
     set_environment()
+    if "ucxx" not in sys.modules:  # UCX reads it once, as it is loaded
+        check_config_file()
     try:
         import ucxx._lib.libucxx as libucxx  # pyright: ignore[reportMissingImports]
     except ImportError as error:

@@ -21,7 +21,7 @@ SENDING = -1
 class Link:
     """One connected peer: its endpoint, why it ended if it did, and its process if that is on this host."""
 
-    __slots__ = ("endpoint", "epoch", "failure", "handle", "neighbour", "offers", "peer", "sender_bits")
+    __slots__ = ("endpoint", "epoch", "failure", "handle", "neighbour", "offers", "peer", "sender_bits", "was_heard")
 
     def __init__(self, peer: Peer, endpoint: Any, neighbour: Neighbour | None, own_bits: int):
         self.peer, self.endpoint = peer, endpoint
@@ -31,6 +31,7 @@ class Link:
         self.sender_bits = sender_bits_of(peer)
         self.epoch: int | None = None  # of its transfers
         self.failure: str | None = None
+        self.was_heard = False  # something has come from the peer
 
     def endpoint_error(self, failures: type[Exception]) -> str:
         """Why UCX has closed the endpoint, in its words, which it raises as one of `failures`."""

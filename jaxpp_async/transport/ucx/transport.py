@@ -22,6 +22,7 @@ from time import monotonic
 from typing import Any
 
 from jaxpp_async.errors import MeshError, TransferError
+from jaxpp_async.own_descriptors import keep_accepted, keeping_new_ones
 from jaxpp_async.transport.addresses import hosts_of, seal, unseal
 from jaxpp_async.transport.base import (
     EPOCH_SHIFT,
@@ -77,7 +78,8 @@ class UCXTransport:
         self.peer_id, self.epoch = peer_id, 0
         self._loop = asyncio.get_running_loop()
         self._context: Context | None
-        self._context, self._listening, self._door = _open(network)
+        with keeping_new_ones():
+            self._context, self._listening, self._door = _open(network)
         self._ucxx = self._context.ucxx
         self._worker: Any = self._context.worker
         self._port = TagPort(self._worker.handle)
@@ -136,9 +138,10 @@ class UCXTransport:
         if peer in self._past_epochs:
             self._discard_unexpected(sender_bits_of(peer), self._past_epochs.pop(peer))
         try:
-            endpoint = self._worker.create_endpoint_from_worker_address(
-                self._ucxx.UCXAddress.create_from_buffer(target), self._error_handling
-            )
+            with keeping_new_ones():
+                endpoint = self._worker.create_endpoint_from_worker_address(
+                    self._ucxx.UCXAddress.create_from_buffer(target), self._error_handling
+                )
         except self._ucxx.UCXError as error:
             alone = "" if self._listening else "; processes that share no memory (containers) need UCX_NET_DEVICES=lo"
             raise TransferError(
@@ -201,6 +204,7 @@ class UCXTransport:
         if completed and completed[-1] == (identity, STATUS_OK, size_bytes) and size_bytes != HEADER_BYTES:
             completed.pop()  # the message was here
             self._port.free(result)
+            self._hear(link)
             self._kick()
             return True
         transfer = Transfer(link, memory, size_bytes, tag, done, number)
@@ -305,6 +309,8 @@ class UCXTransport:
                 return  # it goes on
             status, length = heard
         transfer.done = None
+        if expected != SENDING:
+            self._hear(transfer.link)
         error: Exception | None = None
         if status != STATUS_OK or (expected != length and expected != SENDING):
             error = transfer.error(self.peer_id, status, length, self._port.status_text)
@@ -314,6 +320,12 @@ class UCXTransport:
             done(error)
         except Exception as failure:  # of the caller's code; the other transfers' ends have to be told all the same
             self._loop.call_exception_handler({"message": f"{done} failed", "exception": failure})
+
+    def _hear(self, link: Link) -> None:
+        """Something has come from a peer: whatever connection it comes by, UCX has accepted it by now."""
+        if not link.was_heard:
+            link.was_heard = True
+            keep_accepted()
 
     def _miss(self, transfer: Transfer, cause: str) -> None:
         """Something that the peer waits for will never come, or not be numbered as it counts: so nothing more may."""
