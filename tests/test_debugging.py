@@ -450,6 +450,10 @@ DONATIONS = {
         lambda state: (1.0, {"new": shrinking(state, W)[0]}), (STATE,), ["state['w'] f", "result[1]['new']['w']"], []
     ),
     "as it was": (lambda state, x: (x.sum(), state), (STATE, X), [], []),
+    "handed back elsewhere": (
+        lambda state: {"w": state["n"], "n": state["w"]}, ({"w": W, "n": W[0]},), [], []
+    ),
+    "a batch in whose place the loss stands": (lambda batch, w: (batch.sum(), w + 1), (X, W), [], []),
     "no result continues it": (lambda w, state: ({"loss": w.sum()}, state), (W, STATE), [], []),
 }  # fmt: skip
 

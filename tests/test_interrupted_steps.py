@@ -294,6 +294,7 @@ CONTINUED = {
         "m=result[1] p=result[0]",
     ),
     "not by one that is made of others": (lambda x, y: (x.sum(), y + 1), (F, F), "y=result[1]"),
+    "not by what is computed of it as well": (lambda x: (jnp.tanh(x * 2) + 1, x + 1), (F,), "x=result[1]"),
     "anew": (lambda p, last, i: (p + 1, jnp.full(3, i * 2.0)), (F, F, INT), "p=result[0] last=result[1]"),
     "of gradients and parameters the parameters": (
         lambda g, p: jax.tree.map(lambda p, g: p - 0.1 * (g * 0.9), p, g),

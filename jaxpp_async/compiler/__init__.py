@@ -2,6 +2,7 @@
 
 passes, texts, explain             the list of passes; what each left, as text; why things are where they are
 tracing, weak, avals               the step, traced; its types
+continued                          which result is what an argument becomes
 ir, primitives, columns            operations over integers; JAX's primitives, by name; values by columns
 scans, choices, prints             loops unrolled; branches; calls back to the user
 dead, cut, evaluate, separate      what nothing needs; parts of a step; operations as functions; one sharding a result

@@ -13,6 +13,7 @@ from jax import tree_util
 
 from jaxpp_async.compiler.ir import Loop, Traced
 from jaxpp_async.compiler.recipes import literal_type
+from jaxpp_async.program import Aval
 
 
 def result_positions(traced: Traced) -> Any:
@@ -37,25 +38,24 @@ def continued_arguments(traced: Traced) -> dict[int, int]:
     found: dict[int, int] = {}
     taken: set[int] = set()
 
-    def is_another(candidate: list[int], argument: int) -> bool:
+    def is_handed_back(candidate: list[int]) -> set[int]:
+        """The arguments that it wholly is, as they came; none, if it is not."""
         refs = (traced.flat.outputs[k] for k in candidate)
         came = {came_as.get(ref) if isinstance(ref, int) else None for ref in refs}
-        return bool(came) and None not in came and argument not in came
+        return set() if None in came else {argument for argument in came if argument is not None}
 
+    structures = {treedef for _, treedef in flat}
+    parts = {treedef: [(p, is_handed_back(p)) for p in _subtrees(out, treedef)] for treedef in structures}
     for some, is_enough in ((trees, all), (trees, _are_most), (single, all)):
         pairs: list[tuple[list[int], list[int]]] = []
         for leaves, treedef in some:
-
-            def fits(candidate: list[int], leaves: list[int] = leaves, is_enough: Callable = is_enough) -> bool:
-                pairs = zip(candidate, leaves, strict=True)
-                return (
-                    taken.isdisjoint(candidate)
-                    and is_enough([_same_type(traced, *pair) for pair in pairs])
-                    and not is_another(candidate, traced.arg_of[leaves[0]])
-                )
-
-            if found.keys().isdisjoint(leaves):
-                pairs.extend((leaves, candidate) for candidate in _subtrees(out, treedef) if fits(candidate))
+            if not found.keys().isdisjoint(leaves):
+                continue
+            for candidate, came in parts[treedef]:
+                if not taken.isdisjoint(candidate) or (came and traced.arg_of[leaves[0]] not in came):
+                    continue
+                if is_enough([_same_type(traced, *pair) for pair in zip(candidate, leaves, strict=True)]):
+                    pairs.append((leaves, candidate))
         for leaves, match in _nearest_first(traced, pairs):
             if found.keys().isdisjoint(leaves) and taken.isdisjoint(match):
                 taken.update(match)
@@ -75,7 +75,7 @@ def _nearest_first(
     traced: Traced, pairs: Sequence[tuple[list[int], list[int]]]
 ) -> Sequence[tuple[list[int], list[int]]]:
     """Arguments and results that may continue them, those first that the fewest operations lie between."""
-    if len({leaves[0] for leaves, _ in pairs}) == 1:  # nothing else competes with it
+    if len(pairs) < 2:
         return pairs
     sources = sorted({leaf for leaves, _ in pairs for leaf in leaves[:_LOOKED_AT]})
     made = {leaf: _operations_from(traced, traced.flat.inputs[leaf]) for leaf in sources}
@@ -99,7 +99,8 @@ def _operations_from(traced: Traced, value: int) -> dict[Any, int]:
 
 def changed_arguments(traced: Traced, donated: Sequence[int], continues: Mapping[int, int]) -> list[str]:
     """Of the donated arguments whose memory no result takes over, though one of another shape or dtype stands in their
-    place: each such leaf and that result, as words. One that is a result itself, elsewhere, is none of them.
+    place: each such leaf and that result, as words. One that is a result itself, elsewhere, is none of them, nor is one
+    in whose place a scalar stands: that is a loss beside a batch.
 
     Args:
         donated: argument numbers.
@@ -121,8 +122,10 @@ def changed_arguments(traced: Traced, donated: Sequence[int], continues: Mapping
                 out, treedef, lambda candidate: not set(candidate) & continues.keys()
             )
         for leaf, result in zip(leaves, match or (), strict=False):
-            was, now = (_described(traced, ref) for ref in (traced.flat.inputs[leaf], traced.flat.outputs[result]))
-            if was != now and traced.flat.inputs[leaf] not in handed_back:
+            value, ref = traced.flat.inputs[leaf], traced.flat.outputs[result]
+            is_loss = _aval(traced, value).shape != () == _aval(traced, ref).shape
+            was, now = _described(traced, value), _described(traced, ref)
+            if was != now and value not in handed_back and not is_loss:
                 found.append(f"{traced.arg_names[leaf]} {was} as {traced.out_names[result]} {now}")
     return found
 
@@ -136,8 +139,12 @@ def _are_most(flags: Sequence[bool]) -> bool:
 
 
 def _described(traced: Traced, ref: Any) -> str:
-    aval = traced.types[ref].aval if isinstance(ref, int) else literal_type(ref).aval
+    aval = _aval(traced, ref)
     return f"{aval.dtype}{list(aval.shape)}"
+
+
+def _aval(traced: Traced, ref: Any) -> Aval:
+    return traced.types[ref].aval if isinstance(ref, int) else literal_type(ref).aval
 
 
 def _find_subtree(tree: Any, treedef: Any, fits: Callable[[list[int]], bool]) -> list[int] | None:
