@@ -31,6 +31,7 @@ from jaxpp_async.leaves import host_array
 from jaxpp_async.left_behind import LeftBehind
 from jaxpp_async.moving import Mover, load_programs
 from jaxpp_async.printing import Printer
+from jaxpp_async.program import ActorId
 from jaxpp_async.recording import Recording, first_line
 from jaxpp_async.step import CompiledStep, DistributedStep, StepOptions, handed_back, hidden_values, slots
 from jaxpp_async.step_arrays import StepArrays
@@ -328,6 +329,7 @@ class StepRunner:
                 arguments.array_ids,
                 binding.results(results),
                 puts=arguments.puts,
+                frees_before=_untaken(compiled, leaves),
                 frees_after=arguments.frees_after,
                 kind=kind,
             )
@@ -337,20 +339,10 @@ class StepRunner:
             raise
         arguments.settle()
         arrays = StepArrays(step.__name__, compiled, leaves, results)
-        self._free_untaken(compiled, arrays.donated)
         recording = Recording(step.__name__, handle, compiled.compiled.programs, controller)
         handle.when_done(lambda: self._finished(recording, arrays))
         printing = self._printer.start(traced, results[count:], handle) if traced.prints else None
         return StepFuture(outputs, recording, arrays, printing, moved)
-
-    def _free_untaken(self, compiled: CompiledStep, donated: Mapping[int, RemoteArray]) -> None:
-        """Free what is donated where the step does not take it: no program names it there."""
-        back = compiled.handed_back.values()
-        for k, array in donated.items():
-            taken = compiled.inputs[k].actors
-            if array.actors != taken and (taken or k not in back):
-                for a in set(array.actors).difference(taken):
-                    self._controller().free(a, array.array_id)
 
     def _tell_waiting(self, ahead: StepHandle, name: str) -> None:
         self._controller().telling.waiting(name, ahead.step)
@@ -362,6 +354,18 @@ class StepRunner:
             self.last_stats, self.last = by_actor(handle.result()), ran
         else:
             arrays.fail(first_line(handle.error))
+
+
+def _untaken(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, list[int]]:
+    """Ids of donated arrays, by the actors on which the step does not take them: no program frees them there."""
+    found: dict[ActorId, list[int]] = {}
+    back = compiled.handed_back.values()
+    for k in compiled.donated:
+        leaf, taken = leaves[k], compiled.inputs[k].actors
+        if is_remote(leaf) and leaf.actors != taken and (taken or k not in back):
+            for actor in set(leaf.actors).difference(taken):
+                found.setdefault(actor, []).append(leaf.array_id)
+    return found
 
 
 def _to_copy(compiled: CompiledStep, leaves: Sequence[Any]) -> list[int]:

@@ -286,9 +286,10 @@ PAIR = {"w": F, "b": F}
 CONTINUED = {
     "a state": (lambda s, x: (s, x.sum()), (PAIR, F), "s['b']=result[0]['b'] s['w']=result[0]['w']"),
     "somewhere inside": (lambda s: {"loss": 1.0, "new": (s,)}, (F,), "s=result['new'][0]"),
-    "each by its own, in order": (lambda p, m: (1, m, p), (F, F), "p=result[1] m=result[2]"),
+    "each by its own, in order": (lambda p, m: (1, m + 1, p + 1), (F, F), "p=result[1] m=result[2]"),
+    "each handed back as it came": (lambda p, m: (1, m, p), (F, F), "p=result[2] m=result[1]"),
     "trees before leaves": (
-        lambda x, s: (s["w"], s),
+        lambda x, s: (s["w"] + 1, s),
         (F, PAIR),
         "x=result[0] s['b']=result[1]['b'] s['w']=result[1]['w']",
     ),

@@ -264,6 +264,7 @@ class Controller:
         outputs: Mapping[ActorId, dict[int, ArrayId]],
         *,
         puts: Mapping[ActorId, Sequence[HostValue]] | None = None,
+        frees_before: Mapping[ActorId, Sequence[ArrayId]] = {},
         frees_after: Mapping[ActorId, Sequence[ArrayId]] | None = None,
         kind: RunKind = "step",
     ) -> StepHandle:
@@ -274,6 +275,7 @@ class Controller:
             inputs: for each actor, the array of each step argument that its part binds; kept, as the next.
             outputs: for each actor, the new array of each result that its part makes.
             puts: host values that go to each actor first; must not change before the handle's `wait_sent`.
+            frees_before: arrays to free on each actor before the step begins; they stay if it cannot be sent.
             frees_after: arrays to free on each actor when the step is done.
             kind: whether the user counts it as a step.
 
@@ -298,7 +300,7 @@ class Controller:
                 inputs.get(actor) or {},
                 outputs.get(actor) or {},
                 small,
-                frees.pop(actor, ()),
+                (*frees.pop(actor, ()), *frees_before.get(actor, ())),
                 tuple(frees_after.get(actor, ())) if frees_after else (),
             )
             for process in processes:
@@ -316,6 +318,8 @@ class Controller:
         handle.when_done(partial(self._under_way.pop, step, None))
         if frees:
             self._frees.give_back(frees)  # of actors without a part in this step
+        for actor in frees_before.keys() - dict(places):
+            self._frees.give_back({actor: tuple(frees_before[actor])})
         if self._backups is not None:
             self._backups.note_step()
         if self._vigil is not None:

@@ -10,6 +10,7 @@ residuals, split, scan_halves      what a forward keeps; a backward in two, and 
 variants                           the forms of tasks that a schedule asks for
 outer, conditions                  outside the loops: seen so; conds taken apart
 levels, regroup, placement         tasks there; sums by actor; where everything runs
+continued                          which result continues which argument
 recipes, graph, unroll             what executables compute; all tasks; one loop's
 propagate                          a sharding for each value that crosses tasks
 emit, sharing, exportable          recipes as StableHLO; equal ones once; who is to blame if one cannot be

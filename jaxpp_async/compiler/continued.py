@@ -68,6 +68,7 @@ def changed_arguments(traced: Traced, donated: Sequence[int], continues: Mapping
         continues: as of `continued_arguments`.
     """
     out = result_positions(traced)
+    handed_back = {ref for ref in traced.flat.outputs if isinstance(ref, int)}
     several = type(out) is tuple
     found: list[str] = []
     for position, arg in enumerate(_argument_positions(traced)):
@@ -83,7 +84,7 @@ def changed_arguments(traced: Traced, donated: Sequence[int], continues: Mapping
             )
         for leaf, result in zip(leaves, match or (), strict=False):
             was, now = (_described(traced, ref) for ref in (traced.flat.inputs[leaf], traced.flat.outputs[result]))
-            if was != now:
+            if was != now and traced.flat.inputs[leaf] not in handed_back:
                 found.append(f"{traced.arg_names[leaf]} {was} as {traced.out_names[result]} {now}")
     return found
 
