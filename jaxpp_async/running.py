@@ -329,7 +329,7 @@ class StepRunner:
                 arguments.array_ids,
                 binding.results(results),
                 puts=arguments.puts,
-                frees=_untaken(compiled, leaves),
+                frees_before=_untaken(compiled, leaves),
                 frees_after=arguments.frees_after,
                 kind=kind,
             )
@@ -356,6 +356,18 @@ class StepRunner:
             arrays.fail(first_line(handle.error))
 
 
+def _untaken(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, list[int]]:
+    """Ids of donated arrays, by the actors on which the step does not take them: no program frees them there."""
+    found: dict[ActorId, list[int]] = {}
+    back = compiled.handed_back.values()
+    for k in compiled.donated:
+        leaf, taken = leaves[k], compiled.inputs[k].actors
+        if is_remote(leaf) and leaf.actors != taken and (taken or k not in back):
+            for actor in set(leaf.actors).difference(taken):
+                found.setdefault(actor, []).append(leaf.array_id)
+    return found
+
+
 def _to_copy(compiled: CompiledStep, leaves: Sequence[Any]) -> list[int]:
     """Results that are unused arguments which lie on actors, and which the caller keeps."""
     return [
@@ -363,18 +375,6 @@ def _to_copy(compiled: CompiledStep, leaves: Sequence[Any]) -> list[int]:
         for result, arg in compiled.handed_back.items()
         if arg not in compiled.donated and is_remote(leaf := leaves[arg]) and leaf.host is None
     ]
-
-
-def _untaken(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, list[int]]:
-    """Arrays that are donated, where the step does not take them: no program names them there."""
-    found: dict[ActorId, list[int]] = {}
-    back = compiled.handed_back.values()
-    for k in compiled.donated:
-        leaf, taken = leaves[k], compiled.inputs[k].actors
-        if is_remote(leaf) and leaf.actors != taken and (taken or k not in back):
-            for a in set(leaf.actors).difference(taken):
-                found.setdefault(a, []).append(leaf.array_id)
-    return found
 
 
 def _checked_out_specs(traced: Traced, wanted: Sequence[Slot], name: str) -> list:

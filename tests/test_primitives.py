@@ -20,6 +20,7 @@ OF_OTHER_VERSIONS |= {"log2", "one_minus_square", "polynomial"}  # from JAX 0.12
 # Elementwise, and not to be run again: random bits, series and iterations, and what is no computation on an array.
 NOT_AGAIN = {"bessel_i0e", "bessel_i1e", "digamma", "igamma", "igamma_grad_a", "igammac", "lgamma", "polygamma", "zeta"}
 NOT_AGAIN |= {"regularized_incomplete_beta", "philox2x32", "philox4x32", "random_bits", "threefry2x32", "threefry4x32"}
+NOT_AGAIN |= {"global_array_to_host_local_array"}  # there once `multihost_utils` is imported
 NOT_AGAIN |= {"from_edtype", "random_clone", "stage", "tie", "to_edtype", "with_memory_space_constraint"}
 
 LISTS = {name: value for name, value in vars(primitives).items() if isinstance(value, frozenset)}

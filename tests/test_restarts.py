@@ -192,9 +192,9 @@ async def test_a_copy_asks_for_nothing_more_once_a_restart_begins(undisturbed, m
         if len(copied) == 2 and message is copied[1]:  # the last word that the first copy waits for
             mesh._running()._recovery.begin(ActorDiedError("made up", actor=1))
 
-    def ask(self: ActorLink, message: Any, waiter: Any) -> None:
+    def ask(self: ActorLink, message: Any, waiter: Any, *encoded: bytes) -> None:
         asked.extend([message] if isinstance(message, Hold | Lend) else [])
-        request(self, message, waiter)
+        request(self, message, waiter, *encoded)
 
     monkeypatch.setattr(Call, "on_reply", reply)
     monkeypatch.setattr(ActorLink, "request", ask)

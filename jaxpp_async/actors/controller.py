@@ -264,7 +264,7 @@ class Controller:
         outputs: Mapping[ActorId, dict[int, ArrayId]],
         *,
         puts: Mapping[ActorId, Sequence[HostValue]] | None = None,
-        frees: Mapping[ActorId, Sequence[ArrayId]] | None = None,
+        frees_before: Mapping[ActorId, Sequence[ArrayId]] = {},
         frees_after: Mapping[ActorId, Sequence[ArrayId]] | None = None,
         kind: RunKind = "step",
     ) -> StepHandle:
@@ -275,7 +275,7 @@ class Controller:
             inputs: for each actor, the array of each step argument that its part binds; kept, as the next.
             outputs: for each actor, the new array of each result that its part makes.
             puts: host values that go to each actor first; must not change before the handle's `wait_sent`.
-            frees: arrays to free on each actor before the step; all stay if it cannot be sent.
+            frees_before: arrays to free on each actor before the step begins; they stay if it cannot be sent.
             frees_after: arrays to free on each actor when the step is done.
             kind: whether the user counts it as a step.
 
@@ -286,9 +286,9 @@ class Controller:
         places = self._programs.places_of(program_id)
         step = step_id(self._num_steps, kind, self._num_ahead)
         handle = StepHandle(step, program_id, [p for _, processes in places for p in processes])
-        pending, number, epoch = self._frees.take(), self.outbox.number, self._crew.epoch
+        frees, number, epoch = self._frees.take(), self.outbox.number, self._crew.epoch
         posts: list[Post] = []
-        left = pending | {a: (*pending.get(a, ()), *array_ids) for a, array_ids in (frees or {}).items()}
+        freed = dict(frees)
         for actor, processes in places:
             values = puts.get(actor) if puts else None
             small, large = self._crew.plane.prepare(actor, values) if values else ((), {})
@@ -300,7 +300,7 @@ class Controller:
                 inputs.get(actor) or {},
                 outputs.get(actor) or {},
                 small,
-                left.pop(actor, ()),
+                (*frees.pop(actor, ()), *frees_before.get(actor, ())),
                 tuple(frees_after.get(actor, ())) if frees_after else (),
             )
             for process in processes:
@@ -308,7 +308,7 @@ class Controller:
         try:
             self.outbox.post(*posts)
         except MeshError:  # it cannot be encoded: nothing of it was sent
-            self._frees.give_back(pending)
+            self._frees.give_back(freed)
             raise
         if kind == "step":
             self._num_steps, self._num_ahead = self._num_steps + 1, 0
@@ -316,8 +316,10 @@ class Controller:
             self._num_ahead += 1
         self._under_way[step] = handle
         handle.when_done(partial(self._under_way.pop, step, None))
-        if left:
-            self._frees.give_back(left)  # of actors without a part in this step
+        if frees:
+            self._frees.give_back(frees)  # of actors without a part in this step
+        for actor in frees_before.keys() - dict(places):
+            self._frees.give_back({actor: tuple(frees_before[actor])})
         if self._backups is not None:
             self._backups.note_step()
         if self._vigil is not None:

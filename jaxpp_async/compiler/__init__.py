@@ -2,7 +2,6 @@
 
 passes, texts, explain             the list of passes; what each left, as text; why things are where they are
 tracing, weak, avals               the step, traced; its types
-continued                          which result is what an argument becomes
 ir, primitives, columns            operations over integers; JAX's primitives, by name; values by columns
 scans, choices, prints             loops unrolled; branches; calls back to the user
 dead, cut, evaluate, separate      what nothing needs; parts of a step; operations as functions; one sharding a result
@@ -11,6 +10,7 @@ residuals, split, scan_halves      what a forward keeps; a backward in two, and 
 variants                           the forms of tasks that a schedule asks for
 outer, conditions                  outside the loops: seen so; conds taken apart
 levels, regroup, placement         tasks there; sums by actor; where everything runs
+continued                          which result continues which argument
 recipes, graph, unroll             what executables compute; all tasks; one loop's
 propagate                          a sharding for each value that crosses tasks
 emit, sharing, exportable          recipes as StableHLO; equal ones once; who is to blame if one cannot be

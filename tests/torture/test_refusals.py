@@ -72,7 +72,7 @@ LOSSES = {
     a_stage_that_needs_the_backward_of_a_later_one: (
         3,
         StageError,
-        "or use it behind the last one",
+        "use it behind the last one, or make it in an accumulate_grads loop of its own",
     ),
     a_marker_in_a_while: (2, UnsupportedError, "pipeline_yield inside `while`"),
     a_marker_in_a_fori_loop_of_unknown_length: (2, UnsupportedError, "pipeline_yield inside `while`"),
