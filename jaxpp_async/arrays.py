@@ -225,7 +225,7 @@ class RemoteArray:
 
     @property
     def __jax_array__(self) -> Any:
-        """What has this attribute JAX takes for an array. For a function that needs the value it says where that is.
+        """Tell a function of JAX that needs the value where it is: JAX takes what has this attribute for an array.
 
         Raises:
             ArrayError: JAX is about to compute with it. (A TypeError JAX would take for "no array".)

@@ -1,6 +1,4 @@
-"""compile_notes: what a user is told of a step that was compiled, without an error. In: the compiled step. Out: log
-records and Python warnings. Decides nothing.
-"""
+"""compile_notes: log records and Python warnings about a step that was compiled without an error. Decides nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from jaxpp_async.program import ActorId, ActorProgram, runs
 _LOG = logging.getLogger("jaxpp_async")
 
 
-def tell(name: str, line: str, request: StepRequest, compiled: Compiled) -> None:
+def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled) -> None:
     """Log the microbatches of each loop, name actors that have nothing to do, and warn of donated arguments whose
     memory no result can take over.
 

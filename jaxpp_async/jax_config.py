@@ -44,7 +44,7 @@ _COPIED_CONFIG = (
 )
 
 
-def context() -> tuple[Any, ...]:
+def trace_settings() -> tuple[Any, ...]:
     """Everything in this thread's settings that a traced and exported program depends on; quick to get and to compare.
 
     JAX's own part is what its caches of traces are keyed by: also what holds for a thread alone (`with
@@ -66,18 +66,18 @@ def copied_config() -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-_ACTED_ON = ("jax_debug_nans", "jax_debug_infs")
+_CHECKS = ("jax_debug_nans", "jax_debug_infs")
 """Settings of an actor's own: what was compiled has nothing of them."""
 
 
-def acted_on() -> dict[str, Any]:
+def thread_checks() -> dict[str, Any]:
     """The settings of this thread that actors, which have their own, act on while a step runs."""
-    return {name: getattr(jax.config, name) for name in _ACTED_ON}
+    return {name: getattr(jax.config, name) for name in _CHECKS}
 
 
-def acted_on_everywhere() -> dict[str, Any]:
+def global_checks() -> dict[str, Any]:
     """The same, as they are for threads that say nothing of their own: those of inline actors."""
-    return {name: getattr(_settings, name.removeprefix("jax_")).get_global() for name in _ACTED_ON}
+    return {name: getattr(_settings, name.removeprefix("jax_")).get_global() for name in _CHECKS}
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -90,7 +90,7 @@ _GUARDS = (
 )
 
 
-def unguarded(fn: _F) -> _F:
+def without_transfer_guard(fn: _F) -> _F:
     """Have a function of an actor move what it is told to: a transfer guard is about what the user's code does, and
     inline actors share its thread."""
 
@@ -104,13 +104,13 @@ def unguarded(fn: _F) -> _F:
     return cast(_F, call)
 
 
-def exactly(fn: _F) -> _F:
+def with_exact_types(fn: _F) -> _F:
     """Have a function of an actor leave 64-bit types what they are, and move what it is told to.
 
     A program's types were settled where it was compiled, under settings that this thread need not have.
     """
 
-    @unguarded
+    @without_transfer_guard
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         with jax.enable_x64(True):

@@ -1,7 +1,6 @@
-"""loop_checks: what a loop's batch, `reduce` and results must be; each error begins with the line of the call.
+"""loop_checks: checks of a loop's batch, its `reduce` and its results, from names, types and the traced body alone.
 
-In: names, types and the traced body of an `accumulate_grads`. Out: the number of microbatches, a reduction for each
-result, or an error. Runs nothing.
+Each error begins with the line of the `accumulate_grads` call. Nothing is run.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from jaxpp_async.tracebacks import deliberate
 # ---------------------------------------------------------------- the batch
 
 
-def checked_count(wanted: Any) -> int | None:
-    """The option `num_microbatches` of `accumulate_grads`.
+def check_option(wanted: Any) -> int | None:
+    """Check the option `num_microbatches` of `accumulate_grads`.
 
     Raises:
         TypeError, ValueError: it is no positive integer.
@@ -77,7 +76,7 @@ def _microbatches(count: int) -> str:
 
 
 def _reshaped(name: str, shape: tuple[int, ...], wanted: int) -> str:
-    """What to write so that a leaf has the wanted number of microbatches."""
+    """Advise how to give a leaf the wanted number of microbatches."""
     if wanted in shape[1:]:
         return f"its axes may be in another order: `jnp.moveaxis({name}, {shape.index(wanted, 1)}, 0)` has that number"
     if shape[0] % wanted == 0:

@@ -302,7 +302,7 @@ def accumulate_grads(
     """
     line = jax_origins.caller_line()
     with HiddenFrames():
-        wanted = loop_checks.checked_count(num_microbatches)
+        wanted = loop_checks.check_option(num_microbatches)
 
     def run(batch: Any) -> Any:
         with HiddenFrames():
@@ -346,7 +346,7 @@ def _run_loop(
 
 
 def _no_tangent(reduction: Reduction, value: Any, num_microbatches: int) -> Any:
-    """What gradients of integers (`allow_int`) are joined to, which nothing has to compute; None for other values."""
+    """Join gradients of integers (`allow_int`), which nothing has to compute; None for other values."""
     if not jax_compat.is_float0(value):
         return None
     return jax_compat.float0_array(reduction.shape(value.shape, num_microbatches))

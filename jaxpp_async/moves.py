@@ -52,7 +52,7 @@ def carried_bytes(moved: Sequence[Moved]) -> int:
 
 
 def warning(moved: Sequence[Moved], step_name: str, why: Callable[[str], str]) -> str:
-    """What to say once of moves that a user may not expect, and may not want at every call.
+    """Warn of moves that a user may not expect, and may not want at every call.
 
     Args:
         why: an argument's name to the reason why the step takes it where it takes it.
@@ -106,7 +106,7 @@ def build(move: Move, num_actors: int, target: Target) -> MoveProgram:
 
 
 Copied: TypeAlias = tuple[tuple[ValueType, tuple[ActorId, ...]], ...]
-"""What is to be copied where it lies: types, and the actors that hold each array."""
+"""Arrays to be copied where they lie: the type of each, and the actors that hold it."""
 
 
 def build_copies(copied: Copied, num_actors: int) -> tuple[ActorProgram, ...]:

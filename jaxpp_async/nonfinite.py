@@ -1,7 +1,7 @@
-"""nonfinite: a computation in; out: the same, which also says which of its operations make a NaN or an infinity.
+"""nonfinite: computations that also say which of their operations make a NaN or an infinity.
 
-For the loop in plain JAX and, by `compiler.emit`, for tasks on actors, where `actors.devices.special_values` reads what
-it says. Looks only for what JAX's options forbid when it is traced.
+The loop in plain JAX uses them and, by `compiler.emit`, so do tasks on actors, where `actors.devices.special_values`
+reads what they say. They look only for what JAX's options forbid when they are traced.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def wanted() -> bool:
     return jax_config.forbids_nans() or jax_config.forbids_infs()
 
 
-class Looks:
+class Checker:
     """Evaluates equations under a trace and looks at each floating value that they make.
 
     Attributes:
@@ -43,21 +43,21 @@ class Looks:
         self._found: list[Any] = []
 
     def found(self) -> Any:
-        """What was seen in the values of `places`: a vector of small integers, 0 for nothing. `blame` reads it."""
+        """A vector with a small integer for each of `places`: what its value has, 0 for nothing. `blame` reads it."""
         return jnp.stack(self._found) if self._found else jnp.zeros((0,), jnp.uint8)
 
-    def argument(self, value: Any) -> None:
+    def check_argument(self, value: Any) -> None:
         """Look at a value that came in: it has a place without words."""
         self.places.append("")
         self._found.append(_seen(value) if _is_floating(value) else jnp.uint8(0))
 
-    def result(self, value: Any, line: str, operation: str) -> None:
+    def check_result(self, value: Any, line: str, operation: str) -> None:
         """Look at a value that an operation made, if it is a floating one."""
         if _is_floating(value):
             self.places.append(f"{line}: {operation}")
             self._found.append(_seen(value))
 
-    def closed(self, closed: Any, args: Sequence[Any], around: str) -> list[Any]:
+    def run_closed(self, closed: Any, args: Sequence[Any], around: str) -> list[Any]:
         """The results of a closed jaxpr; `around` is the line of what has no line of its own."""
         env: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         env.update(zip(closed.jaxpr.invars, args, strict=True))
@@ -66,30 +66,30 @@ class Looks:
             return atom.val if isinstance(atom, jax_compat.Literal) else env[atom]
 
         for eqn in closed.jaxpr.eqns:
-            results = self.equation(eqn, [read(a) for a in eqn.invars], around)
+            results = self.run_equation(eqn, [read(a) for a in eqn.invars], around)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(a) for a in closed.jaxpr.outvars]
 
-    def equation(self, eqn: Any, operands: Sequence[Any], around: str) -> list[Any]:
+    def run_equation(self, eqn: Any, operands: Sequence[Any], around: str) -> list[Any]:
         """The results of an equation. Calls and scans are entered; what else has jaxprs inside is looked at as one."""
         line = jax_origins.source_line(eqn)
         line = around if line == "unknown line" else line
         if eqn.primitive.name == "scan":
             return self._scan(jax_compat.scan_parts(eqn), operands, line)
         if eqn.primitive.name in CALLS and (inner := jax_compat.inner_jaxpr(eqn)) is not None:
-            return self.closed(inner, operands, line)
+            return self.run_closed(inner, operands, line)
         results = jax_compat.bind_eqn(eqn, operands)
         for value in results:
-            self.result(value, line, eqn.primitive.name)
+            self.check_result(value, line, eqn.primitive.name)
         return results
 
     def _scan(self, parts: jax_compat.ScanParts, operands: Sequence[Any], line: str) -> list[Any]:
         consts = operands[: parts.num_consts]
-        inside = Looks()
+        inside = Checker()
 
         def body(carry: list[Any], xs: list[Any]) -> Any:
             inside.__init__()  # JAX may trace it twice
-            results = inside.closed(parts.body, [*consts, *carry, *xs], line)
+            results = inside.run_closed(parts.body, [*consts, *carry, *xs], line)
             return results[: parts.num_carry], (results[parts.num_carry :], inside.found())
 
         start, xs = list(operands[parts.num_consts : parts.first_x]), list(operands[parts.first_x :])
@@ -107,7 +107,7 @@ def _is_floating(value: Any) -> bool:
 
 
 def _seen(value: Any) -> Any:
-    """What a value has: `_NAN`, `_INF` or 0."""
+    """Find the worst that a value has: `_NAN`, `_INF` or 0."""
     value = value.astype(jnp.float32) if value.dtype.itemsize < 2 else value  # of 8 bits
     seen = jnp.uint8(0)
     if jax_config.forbids_infs():
@@ -121,7 +121,7 @@ def blame(found: Any, places: Sequence[str], names: Sequence[str | None], where:
     """Name the first operation that made a NaN or an infinity, in JAX's words, and the arguments that came with one.
 
     Args:
-        found, places: as `Looks` has them.
+        found, places: as `Checker` has them.
         names: of the arguments that were looked at, the user's; None: it has none.
         where: said behind the operation, such as `", microbatch 2"`.
 
@@ -152,21 +152,21 @@ def blame_in_loop(
     Returns:
         None: no operation of the body does it by itself.
     """
-    looks = Looks()
+    checker = Checker()
 
     @jax.jit
     def look_at(operands: list[Any], index: Any) -> Any:
-        looks.__init__()
+        checker.__init__()
         leaves = [lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in operands[num_consts:]]
         args = [*operands[:num_consts], *leaves]
         for arg in args:
-            looks.argument(arg)
-        looks.closed(body, [*args, index], "unknown line")
-        return looks.found()
+            checker.check_argument(arg)
+        checker.run_closed(body, [*args, index], "unknown line")
+        return checker.found()
 
     named = [*["a value that the loop's function closes over"] * num_consts, *names]
     for i in range(num_microbatches):
         found = look_at(list(operands), np.int32(i))
-        if text := blame(found, looks.places, named, f", microbatch {i}"):
+        if text := blame(found, checker.places, named, f", microbatch {i}"):
             return text
     return None

@@ -7,6 +7,7 @@ that this process is gone. A program that this process starts would inherit thos
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -17,8 +18,8 @@ _identities: dict[int, tuple[int, int]] = {}
 """Device and inode of what lay behind a descriptor when it was kept: its number may be another one's by now."""
 
 
-def keep_here(*descriptors: int) -> None:
-    """Have descriptors close when a program is started, and lead nowhere in processes that are forked.
+def keep_from_children(*descriptors: int) -> None:
+    """Have descriptors close in programs that this process starts, and lead nowhere in those that it forks.
 
     The second holds for pipes and sockets alone: nobody waits for the end of anything else.
     """
@@ -30,51 +31,78 @@ def keep_here(*descriptors: int) -> None:
 
 
 @contextlib.contextmanager
-def keeping_new_ones() -> Iterator[None]:
-    """Keep what is opened meanwhile, and inheritable: Python opens nothing that is, so it is a native library's."""
+def keeping_new_from_children() -> Iterator[None]:
+    """Keep from children what is opened meanwhile and can be inherited: Python opens nothing that can, so it is a
+    native library's."""
     before = _inheritable()
     try:
         yield
     finally:
         for descriptor in _inheritable() - before:
             with contextlib.suppress(OSError):  # closed since
-                keep_here(descriptor)
+                keep_from_children(descriptor)
 
 
-def keep_accepted() -> None:
-    """Keep the connections that a native library has accepted, on a thread of its own, at listening sockets of ours."""
+def keep_accepted_from_children() -> None:
+    """Keep from children the connections that a native library, on a thread of its own, has accepted at listening
+    sockets that were kept."""
     ports = {port for descriptor in tuple(_identities) for port in _ports(descriptor, listening=True)}
     for descriptor in _inheritable():
         if ports & _ports(descriptor, listening=False):
             with contextlib.suppress(OSError):  # closed since
-                keep_here(descriptor)
+                keep_from_children(descriptor)
+
+
+def open_descriptors() -> list[int]:
+    """The descriptors of this process, one of which, that of the listing itself, is closed by now; none where the
+    system does not say (no /proc)."""
+    try:
+        return [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        return []
+
+
+@contextlib.contextmanager
+def borrowed_socket(descriptor: int) -> Iterator[socket.socket]:
+    """Use a socket that belongs to somebody else, who closes it.
+
+    Raises:
+        OSError: the descriptor is no socket's, or closed by now.
+    """
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
+    sock = socket.socket(fileno=descriptor)
+    try:
+        yield sock
+    finally:
+        sock.detach()
+
+
+def is_tcp(sock: socket.socket) -> bool:
+    """Whether a socket is one of TCP."""
+    return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
 
 
 def _ports(descriptor: int, *, listening: bool) -> set[int]:
     """The local TCP port of a socket that listens, or does not; none of any other descriptor."""
-    with contextlib.suppress(OSError):  # closed since
-        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            sock = socket.socket(fileno=descriptor)
-            try:
-                is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
-                if is_tcp and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) is listening:
-                    return {sock.getsockname()[1]}
-            finally:
-                sock.detach()
+    with contextlib.suppress(OSError), borrowed_socket(descriptor) as sock:  # closed since, or no socket
+        if is_tcp(sock) and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) is listening:
+            return {sock.getsockname()[1]}
     return set()
 
 
 def _inheritable() -> set[int]:
     found: set[int] = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the listing itself
-            if not fcntl.fcntl(int(name), fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
-                found.add(int(name))
+    for descriptor in open_descriptors():
+        with contextlib.suppress(OSError):  # closed since
+            if not fcntl.fcntl(descriptor, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
+                found.add(descriptor)
     return found
 
 
-def _let_go() -> None:
-    """In a forked process: whoever has such a descriptor here may go on to use it, and to close it."""
+def _replace_in_child() -> None:
+    """Put `/dev/null` in the place of what was kept: whoever has such a descriptor in a forked process may go on to use
+    it, and to close it."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor, identity in _identities.items():
         with contextlib.suppress(OSError):  # closed long ago
@@ -85,4 +113,4 @@ def _let_go() -> None:
     os.close(null)
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_replace_in_child)

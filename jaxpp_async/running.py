@@ -129,11 +129,11 @@ class StepRunner:
         if (found := step.find(signature)) is not None:
             return found
         self._check_settings()
-        request, settings = step.request(args), jax_config.context()  # now: both may change while others compile
+        request, settings = step.request(args), jax_config.trace_settings()  # now: both may change while others compile
         async with self._compile_lock:
             if (found := step.find(signature)) is not None:  # another call compiled it meanwhile
                 return found
-            if jax_config.context() != settings:
+            if jax_config.trace_settings() != settings:
                 raise MeshError(
                     f"step {step.__name__!r} was called under other settings of JAX than hold now that it is its turn "
                     "to be compiled: `with jax.enable_x64(...)` and its like hold for all tasks of a thread, so let no "
@@ -164,8 +164,8 @@ class StepRunner:
 
     def _check_settings(self) -> None:
         """Raise `MeshError` if this thread asks for checks that the actors would not make."""
-        theirs = self._actor_config or jax_config.acted_on_everywhere()
-        for name, value in jax_config.acted_on().items():
+        theirs = self._actor_config or jax_config.global_checks()
+        for name, value in jax_config.thread_checks().items():
             if value and not theirs.get(name):
                 raise MeshError(
                     f"{name} is {value} here and {theirs.get(name)} on the actors, which have what jax.config said "
@@ -176,7 +176,7 @@ class StepRunner:
     async def _load(self, request: StepRequest, step: DistributedStep) -> CompiledStep:
         start_s = time.perf_counter()
         compiled = compile_step(request)
-        compile_notes.tell(step.__name__, step.line, request, compiled)
+        compile_notes.report_notes(step.__name__, step.line, request, compiled)
         names = dict(enumerate(compiled.traced.arg_names)) if nonfinite.wanted() else {}
         program_id, loaded = await load_programs(self._controller(), compiled.programs, compiled.executables, names)
         seconds = time.perf_counter() - start_s

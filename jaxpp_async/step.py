@@ -242,7 +242,7 @@ class DistributedStep:
         `signature` has to be asked. As `find` this sets `latest`.
         """
         leaves, treedef = jax.tree.flatten(self._dynamic(args))
-        kinds, config = [kind(leaf) for leaf in leaves], jax_config.context()
+        kinds, config = [kind(leaf) for leaf in leaves], jax_config.trace_settings()
         static = self._static(args)
         try:
             static_hash = hash(static)
@@ -280,7 +280,7 @@ class DistributedStep:
         static, dynamic = self._static(args), self._dynamic(args)
         self._check_hashable(static)
         leaves, treedef = jax.tree.flatten(dynamic)
-        config = (jax_config.context(), self._given_specs(leaves))
+        config = (jax_config.trace_settings(), self._given_specs(leaves))
         try:
             types = tuple(leaf_type(x) for x in leaves)
         except TypeError:

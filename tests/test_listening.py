@@ -14,7 +14,7 @@ from ipaddress import ip_address, ip_network
 import pytest
 
 from jaxpp_async.transport import listening
-from jaxpp_async.transport.listening import Door, ListeningSocket, listening_sockets, others_than
+from jaxpp_async.transport.listening import AddressFilter, ListeningSocket, complement, listening_sockets
 
 
 def try_to_connect(place: tuple[str, int], source: str) -> bool:
@@ -57,17 +57,19 @@ def test_nobody_is_answered_who_was_not_let_in(listener):
     place = (one.address, one.port)
     assert try_to_connect(place, mine), "everybody comes in at first"
     listener.accept()[0].close()
-    door = Door([one])
+    own_filter = AddressFilter([one])
     assert not try_to_connect(place, mine)
-    assert not door.has_strangers()
+    assert not own_filter.has_connections()
 
-    door.admit([mine, "127.0.0.9"])
+    own_filter.admit([mine, "127.0.0.9"])
     assert try_to_connect(place, mine)
     accepted, _ = listener.accept()
     with accepted:
-        assert door.has_strangers(), "a connection that was accepted counts, while nobody should know the socket"
+        assert own_filter.has_connections(), (
+            "a connection that was accepted counts, while nobody should know the socket"
+        )
         assert [try_to_connect(place, other) for other in others] == ([False, True] if others else [])
-        door.admit(["127.0.0.2", "2001:db8::1"])
+        own_filter.admit(["127.0.0.2", "2001:db8::1"])
         assert not try_to_connect(place, mine)
         assert [try_to_connect(place, other) for other in others] == ([True, False] if others else [])
 
@@ -76,17 +78,17 @@ def test_a_connection_that_nobody_has_accepted_yet_counts(listener):
     one = own(listener)
     with socket.socket(listener.family) as early:
         early.connect((listener.getsockname()[0], one.port))
-        assert Door([one]).has_strangers()
+        assert AddressFilter([one]).has_connections()
 
 
 def test_a_socket_that_its_owner_closed_is_left_alone():
     first = socket.create_server(("127.0.0.1", 0))
-    door = Door([own(first)])
+    own_filter = AddressFilter([own(first)])
     number = first.fileno()
     first.close()
     with socket.create_server(("127.0.0.1", 0)) as second:
         assert second.fileno() == number
-        door.admit(["127.0.0.9"])
+        own_filter.admit(["127.0.0.9"])
         assert try_to_connect(second.getsockname(), "127.0.0.1")
 
 
@@ -95,12 +97,12 @@ def test_ranges_hold_all_addresses_but_the_admitted(version):
     rng = random.Random(version)
     whole = ip_network("0.0.0.0/0" if version == 4 else "::/0")
     bits = whole.max_prefixlen
-    assert others_than((), version) == {whole}
+    assert complement((), version) == {whole}
     for count in (1, 2, 7, 40):
         near = rng.getrandbits(bits - 9) << 9
         places = [near + rng.randrange(512) if rng.random() < 0.7 else rng.getrandbits(bits) for _ in range(count)]
         nets = [ip_network((n >> k << k, bits - k)) for n in places for k in [rng.choice([0, 0, 3, 8])]]
-        others = others_than(nets, version)
+        others = complement(nets, version)
         assert (
             sum(net.num_addresses for net in others) + sum(net.num_addresses for net in whole_of(nets))
             == whole.num_addresses
@@ -126,10 +128,10 @@ def test_where_there_is_no_room_for_so_many_ranges_neighbours_are_let_in_too(mon
     monkeypatch.setattr(listening, "_sign", small_kernel)
     hosts = [f"127.0.{10 * k}.{7 * k + 1}" for k in range(12)]
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        door = Door([own(listener)])
-        door.admit(hosts)
-        assert all(any(ip_address(host) in net for net in door.admitted) for host in hosts)
-        assert all(20 <= net.prefixlen < 32 for net in door.admitted)
+        own_filter = AddressFilter([own(listener)])
+        own_filter.admit(hosts)
+        assert all(any(ip_address(host) in net for net in own_filter.admitted) for host in hosts)
+        assert all(20 <= net.prefixlen < 32 for net in own_filter.admitted)
         assert try_to_connect(listener.getsockname(), hosts[5])
         assert not try_to_connect(listener.getsockname(), "127.9.0.1")
 
@@ -137,9 +139,9 @@ def test_where_there_is_no_room_for_so_many_ranges_neighbours_are_let_in_too(mon
 def test_a_thousand_hosts_take_no_time():
     hosts = [f"10.{k % 7}.{k // 250}.{k % 250 + 1}" for k in range(1000)]
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        door = Door([own(listener)])
-        door.admit(hosts)
-        assert all(any(ip_address(host) in net for net in door.admitted) for host in hosts)
+        own_filter = AddressFilter([own(listener)])
+        own_filter.admit(hosts)
+        assert all(any(ip_address(host) in net for net in own_filter.admitted) for host in hosts)
         assert not try_to_connect(listener.getsockname(), "127.0.0.1")
 
 
@@ -148,11 +150,11 @@ def test_it_needs_no_rights():
     """As nobody, without any capability. (A socket filter is refused to him by Linux since 2026.)"""
     program = (
         "import encodings.idna, os, socket\n"
-        "from jaxpp_async.transport.listening import Door, listening_sockets\n"
+        "from jaxpp_async.transport.listening import AddressFilter, listening_sockets\n"
         "listener = socket.create_server(('127.0.0.1', 0))\n"
         "found = listening_sockets()\n"
         "os.setgroups([]); os.setresgid(*3 * [65534]); os.setresuid(*3 * [65534])\n"
-        "Door(found).admit(['127.0.0.1'])\n"
+        "AddressFilter(found).admit(['127.0.0.1'])\n"
         "client = socket.create_connection(listener.getsockname(), 5)\n"
         "probe = socket.socket(); probe.bind(('127.0.0.2', 0)); probe.settimeout(0.2)\n"
         "try:\n    probe.connect(listener.getsockname())\n"

@@ -196,15 +196,15 @@ async def test_a_kernel_that_shuts_no_sockets_is_said(monkeypatch, caplog):
 
 
 @pytest.mark.skipif(not own_addresses(), reason="this machine has no network")
-async def test_a_stranger_who_connects_before_the_door_is_shut_gets_nothing(monkeypatch):
+async def test_a_stranger_who_connects_before_the_filter_is_there_gets_nothing(monkeypatch):
     """The worker is thrown away with his connection before UCX has read a byte of it."""
     seen = []
-    monkeypatch.setattr(listening.Door, "has_strangers", lambda self: seen.append(1) or len(seen) < 3)
+    monkeypatch.setattr(listening.AddressFilter, "has_connections", lambda self: seen.append(1) or len(seen) < 3)
     plane = UCXTransport(0, network=Network((own_addresses()[0],)))
     assert len(seen) == 3
     await plane.aclose()
     seen.clear()
-    monkeypatch.setattr(listening.Door, "has_strangers", lambda self: True)
+    monkeypatch.setattr(listening.AddressFilter, "has_connections", lambda self: True)
     before = listening_sockets()
     with pytest.raises(MeshError, match="strangers connect to the data plane"):
         UCXTransport(0, network=Network((own_addresses()[0],)))

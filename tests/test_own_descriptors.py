@@ -13,7 +13,7 @@ import psutil
 import pytest
 from test_launch import Driver, environment
 
-from jaxpp_async.own_descriptors import keep_accepted, keep_here, keeping_new_ones
+from jaxpp_async.own_descriptors import keep_accepted_from_children, keep_from_children, keeping_new_from_children
 
 # Two ends in one process over TCP; then what a program that is started, and what a forked worker, has of them.
 ENDS = """
@@ -85,7 +85,7 @@ def leads_to(descriptor: int) -> str:
 def test_they_lead_nowhere_in_a_forked_worker():
     """But a number that is another descriptor's by now is left alone."""
     kept, (read, write), (first, second) = os.pipe(), os.pipe(), socket.socketpair()
-    keep_here(*kept, write, first.fileno())
+    keep_from_children(*kept, write, first.fileno())
     os.dup2(second.fileno(), write)
     try:
         expected = ["/dev/null"] * 3 + [leads_to(second.fileno())] * 2
@@ -101,7 +101,7 @@ def test_what_a_native_library_opens_or_accepts_is_kept_and_nothing_else():
     ours, before = os.pipe(), set(os.listdir("/proc/self/fd"))
     os.set_inheritable(ours[0], True)
     with contextlib.ExitStack() as stack:
-        with keeping_new_ones():
+        with keeping_new_from_children():
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             pipe = os.pipe()
             for descriptor in (listener.fileno(), *pipe):
@@ -112,7 +112,7 @@ def test_what_a_native_library_opens_or_accepts_is_kept_and_nothing_else():
         stack.enter_context(accepted)
         for sock in (client, accepted):
             sock.set_inheritable(True)
-        keep_accepted()
+        keep_accepted_from_children()
         assert not accepted.get_inheritable() and client.get_inheritable() and os.get_inheritable(ours[0])
         for end in pipe:
             os.close(end)

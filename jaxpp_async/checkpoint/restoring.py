@@ -53,7 +53,7 @@ def load_manifest(folder: str) -> m.Manifest:
 
 
 def _found_instead(folder: str) -> str:
-    """For an error: where a checkpoint was looked for there is something else; and where there are checkpoints."""
+    """Describe, for an error, what there is in the place of a checkpoint, and where there are some."""
     parent = os.path.dirname(folder)
     if inside := _checkpoints_in(folder):
         one = shown(os.path.join(folder, inside[0]))
@@ -71,7 +71,7 @@ def _found_instead(folder: str) -> str:
 
 
 def _nothing_but(folder: str) -> str:
-    """What a path without a manifest is."""
+    """Describe a path without a manifest."""
     if not os.path.isdir(folder):
         return "there is no such folder"
     names = sorted(os.listdir(folder))

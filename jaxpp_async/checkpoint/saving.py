@@ -281,7 +281,7 @@ class _Job:
             self._advance(sum(self._size_of(entry) for entry in entries))
 
     async def _check_on(self, process: ProcessId, files: Sequence[Sequence[Entry]]) -> None:
-        """Who wrote files looks for them, once all are written: they may lie where nobody else sees them."""
+        """Have a process look for the files that it wrote, once all are: they may lie where nobody else sees them."""
         names = [checkpoint_folder.file_name(self._save_id, process, index) for index in range(len(files))]
         sizes = tuple((name, self._files[name].size_bytes) for name in names)
         outbox, folder = self._controller.outbox, os.fsencode(self._folder)
@@ -348,7 +348,7 @@ class _Job:
             checkpoint_folder.remove_files(self._folder, checkpoint_folder.files_of(self._replaces))
 
     async def _tidy_up(self) -> None:
-        """What was replaced is of no use any more. Should removing it fail, this checkpoint is whole anyway."""
+        """Remove what was replaced. Should that fail, this checkpoint is whole anyway."""
         await self._sweeps.run(self._folder, checkpoint_folder.files_of(self._replaces))
         if self._after_commit is not None:
             try:

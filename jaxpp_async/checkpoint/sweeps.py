@@ -18,8 +18,8 @@ CLEAN_S = 5.0
 
 
 class Sweeps:
-    """What the actors of a mesh are removing, by folder: a late one would take the folder away in which the next save
-    begins to write.
+    """Keeps account, by folder, of what a mesh's actors are removing: a late one would take the folder away in which
+    the next save begins to write.
 
     Args:
         controller: as the `Saver`'s.

@@ -33,18 +33,18 @@ def checked_function(recipe: Recipe, types: Types) -> Callable[..., tuple[list[A
 
     Returns:
         A function to the results and, under the places joined by newlines, what was seen there: first in each input (of
-        a batch: in the microbatch), then in what each operation made. See `nonfinite.Looks`.
+        a batch: in the microbatch), then in what each operation made. See `nonfinite.Checker`.
     """
 
     def run(*args: Any) -> tuple[list[Any], dict[str, Any]]:
-        looks = nonfinite.Looks()
-        results = _run(recipe, types, args, looks)
-        return results, {"\n".join(looks.places): looks.found()}
+        checker = nonfinite.Checker()
+        results = _run(recipe, types, args, checker)
+        return results, {"\n".join(checker.places): checker.found()}
 
     return run
 
 
-def _run(recipe: Recipe, types: Types, args: Sequence[Any], looks: nonfinite.Looks | None) -> list[Any]:
+def _run(recipe: Recipe, types: Types, args: Sequence[Any], checker: nonfinite.Checker | None) -> list[Any]:
     env: dict[int, Any] = {v: lit.value for v, lit in recipe.literals.items()}
     env.update((v, wrap(types[v], x)) for v, x in zip(recipe.inputs, args, strict=True))
     index = env[recipe.index] if recipe.index is not None else None
@@ -54,19 +54,19 @@ def _run(recipe: Recipe, types: Types, args: Sequence[Any], looks: nonfinite.Loo
         dtype = jnp.dtype(start.aval.dtype)
         accumulator = start.reduction.start(start.aval.shape, dtype, start.num_microbatches)
         env[start.result] = wrap(types[start.result], accumulator)
-    if looks is None:
+    if checker is None:
         run_ops(recipe.ops, env)
     else:
         cut = {whole: part for whole, part in recipe.slices}
         for v in recipe.inputs:
-            looks.argument(env[cut.get(v, v)])
-        _run_looking(recipe.ops, env, looks)
+            checker.check_argument(env[cut.get(v, v)])
+        _run_checked(recipe.ops, env, checker)
     for a in recipe.accumulates:
         old = unwrap(env[a.accumulator])
         value = jnp.asarray(read(env, a.value))
         env[a.result] = a.reduction.step(old, unwrap(value), index)
-        if looks is not None:
-            looks.result(env[a.result], "accumulate_grads", repr(a.reduction))
+        if checker is not None:
+            checker.check_result(env[a.result], "accumulate_grads", repr(a.reduction))
     return [leave(env[r]) if isinstance(r, int) else jnp.asarray(r.value) for r in recipe.outputs]
 
 
@@ -77,16 +77,16 @@ def run_ops(ops: Sequence[Op], env: dict[int, Any]) -> None:
         env.update((o, x) for o, x in zip(op.outputs, results, strict=True) if o >= 0)
 
 
-def _run_looking(ops: Sequence[Op], env: dict[int, Any], looks: nonfinite.Looks) -> None:
+def _run_checked(ops: Sequence[Op], env: dict[int, Any], checker: nonfinite.Checker) -> None:
     """As `run_ops`, looking at each value that is made, also inside what an operation wraps."""
     for op in ops:
         operands, run = [read(env, r) for r in op.inputs], op.run
         if isinstance(run, functools.partial) and run.func is jax_compat.bind_eqn:
-            results = looks.equation(run.args[0], operands, op.line)
+            results = checker.run_equation(run.args[0], operands, op.line)
         else:
             results = op.run(operands)
             for value in results:
-                looks.result(jnp.asarray(value), op.line, op.name)
+                checker.check_result(jnp.asarray(value), op.line, op.name)
         env.update((o, x) for o, x in zip(op.outputs, results, strict=True) if o >= 0)
 
 

@@ -1,5 +1,6 @@
-"""compiler.exportable: why a step cannot be lowered, or its arrays not be kept. In: JAX's error and the recipes.
-Out: an `UnsupportedError` that names the operation, its task and the user's line.
+"""compiler.exportable: errors for steps that cannot be lowered, or whose arrays actors cannot keep.
+
+Each is an `UnsupportedError` that names the operation, its task and the user's line.
 
 Looks for the culprit only once something has failed: each operation is then lowered alone. Runs nothing.
 """

@@ -51,7 +51,7 @@ class Exports:
             recipes: of one step.
             types, specs, target: as `emit.emit` takes them.
         """
-        step = _Step(types, specs, target, jax_config.context())
+        step = _Step(types, specs, target, jax_config.trace_settings())
         # Keys cost a tenth of an export. A recipe that resembles no other needs none yet.
         resembling: dict[Hashable, list[int]] = defaultdict(list)
         for position, recipe in enumerate(recipes):

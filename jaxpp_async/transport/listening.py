@@ -18,11 +18,13 @@ import logging
 import os
 import select
 import socket
-import stat
 import struct
 from collections.abc import Iterable
-from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network, summarize_address_range
+from ipaddress import IPv4Network, IPv6Network, ip_network, summarize_address_range
 from typing import Any, Final, NamedTuple, TypeAlias
+
+from jaxpp_async.own_descriptors import borrowed_socket, is_tcp, open_descriptors
+from jaxpp_async.transport.network import is_loopback
 
 IPNetwork: TypeAlias = IPv4Network | IPv6Network
 
@@ -54,15 +56,15 @@ class ListeningSocket(NamedTuple):
 def listening_sockets() -> set[ListeningSocket]:
     """The TCP sockets on which this process listens now; none where the system does not say (no /proc)."""
     found: set[ListeningSocket] = set()
-    for descriptor in _descriptors():
-        with contextlib.suppress(OSError), _borrowed(descriptor) as sock:
-            if _is_tcp(sock) and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+    for descriptor in open_descriptors():
+        with contextlib.suppress(OSError), borrowed_socket(descriptor) as sock:
+            if is_tcp(sock) and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 found.add(ListeningSocket(descriptor, os.fstat(descriptor).st_ino, *_place(sock)))
     return found
 
 
-class Door:
-    """Some listening sockets of this process, shut to everybody at first.
+class AddressFilter:
+    """Says from which addresses one may connect to some listening sockets of this process: at first from none.
 
     Args:
         sockets: which.
@@ -81,13 +83,13 @@ class Door:
         self._shut: dict[ListeningSocket, set[IPNetwork]] = {one: set() for one in self._sockets}
         self.admitted: frozenset[IPNetwork] = frozenset()
         for one in self._sockets:
-            self._set(one, others_than((), _version(one.address)))
+            self._set(one, complement((), _version(one.address)))
 
     @classmethod
-    def of(cls, sockets: Iterable[ListeningSocket]) -> Door | None:
-        """The door of those sockets that other machines reach. None: there are none, or the kernel cannot shut them,
+    def for_reached(cls, sockets: Iterable[ListeningSocket]) -> AddressFilter | None:
+        """The filter of those sockets that other machines reach. None: there are none, or the kernel cannot shut them,
         which is logged."""
-        reached = [one for one in sockets if not ip_address(one.address).is_loopback]
+        reached = [one for one in sockets if not is_loopback(one.address)]
         try:
             return cls(reached) if reached else None
         except OSError as error:
@@ -112,7 +114,7 @@ class Door:
             own = [net for net in wanted if net.version == version]
             for prefix in _COARSER[version]:
                 admitted = {net if net.prefixlen <= prefix else net.supernet(new_prefix=prefix) for net in own}
-                others, is_last = others_than(admitted, version), prefix == _COARSER[version][-1]
+                others, is_last = complement(admitted, version), prefix == _COARSER[version][-1]
                 if len(others) > _MOST_RANGES and not is_last:
                     continue
                 try:
@@ -126,7 +128,7 @@ class Door:
 
     def _set(self, one: ListeningSocket, wanted: set[IPNetwork]) -> None:
         """Shut a socket to exactly these ranges. Meanwhile, and where that fails, it is shut to everybody."""
-        shut, everybody = self._shut[one], others_than((), _version(one.address))
+        shut, everybody = self._shut[one], complement((), _version(one.address))
         if shut == wanted:
             return
         with contextlib.suppress(_GoneError), _own(one) as sock:
@@ -140,7 +142,7 @@ class Door:
                     _sign(sock, net, key)
                     shut.symmetric_difference_update({net})
 
-    def has_strangers(self) -> bool:
+    def has_connections(self) -> bool:
         """Whether anybody connected to one of the sockets, or is about to be accepted. To be asked where nobody knows
         of them yet."""
         places = {(one.address, one.port) for one in self._sockets}
@@ -150,10 +152,10 @@ class Door:
                 queue.register(sock, select.POLLIN)
                 if queue.poll(0):
                     return True
-        for descriptor in _descriptors():
-            with contextlib.suppress(OSError), _borrowed(descriptor) as sock:
-                listens = _is_tcp(sock) and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                if _is_tcp(sock) and not listens and _place(sock) in places:
+        for descriptor in open_descriptors():
+            with contextlib.suppress(OSError), borrowed_socket(descriptor) as sock:
+                listens = is_tcp(sock) and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if is_tcp(sock) and not listens and _place(sock) in places:
                     return True
         return False
 
@@ -164,12 +166,12 @@ def refuse_strangers(sockets: Iterable[ListeningSocket], addresses: Iterable[str
     Raises:
         OSError: the kernel refuses what it has allowed before.
     """
-    door = Door.of(sockets)
-    if door is not None:
-        door.admit(addresses)
+    own = AddressFilter.for_reached(sockets)
+    if own is not None:
+        own.admit(addresses)
 
 
-def others_than(admitted: Iterable[IPNetwork], version: int) -> set[IPNetwork]:
+def complement(admitted: Iterable[IPNetwork], version: int) -> set[IPNetwork]:
     """The fewest ranges that hold every address of an IP version but the admitted ones."""
     everybody = ip_network("0.0.0.0/0" if version == 4 else "::/0")
     ends = sorted((int(net.network_address), int(net.broadcast_address)) for net in admitted)
@@ -209,38 +211,11 @@ def _own(one: ListeningSocket):
             raise _GoneError
     except OSError:
         raise _GoneError from None
-    with _borrowed(one.descriptor) as sock:
+    with borrowed_socket(one.descriptor) as sock:
         yield sock
-
-
-@contextlib.contextmanager
-def _borrowed(descriptor: int):
-    """A socket that belongs to somebody else, who closes it.
-
-    Raises:
-        OSError: it is none, or closed by now.
-    """
-    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-        raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
-    sock = socket.socket(fileno=descriptor)
-    try:
-        yield sock
-    finally:
-        sock.detach()
 
 
 def _place(sock: socket.socket) -> tuple[str, int]:
     """Address and port of a socket's own end; an IPv4 address as such, also where the socket is for both versions."""
     address, port = sock.getsockname()[:2]
     return address.partition("%")[0].removeprefix("::ffff:"), port
-
-
-def _is_tcp(sock: socket.socket) -> bool:
-    return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
-
-
-def _descriptors() -> list[int]:
-    try:
-        return [int(name) for name in os.listdir("/proc/self/fd")]
-    except OSError:
-        return []

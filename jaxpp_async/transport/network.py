@@ -1,4 +1,4 @@
-"""network: which part of this machine's network one end of a data plane takes. Plain data."""
+"""network: plain data that says on which of this machine's addresses one end of a data plane listens."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from jaxpp_async.actors.owned_tasks import retrieve
 from jaxpp_async.actors.processes.exit_codes import LEASE_S
 from jaxpp_async.actors.protocol.wire import HANDSHAKE_TIMEOUT_S, Wire
 from jaxpp_async.errors import HandshakeError, ProtocolError
-from jaxpp_async.own_descriptors import keep_here
+from jaxpp_async.own_descriptors import keep_from_children
 
 _LOG = logging.getLogger("jaxpp_async.control")
 
@@ -140,7 +140,7 @@ class Connection(asyncio.Protocol):
             return
         transport.set_write_buffer_limits(high=DRAIN_ABOVE_BYTES)
         sock = transport.get_extra_info("socket")
-        keep_here(sock.fileno())
+        keep_from_children(sock.fileno())
         _tune(sock, self._lost_s)
         self._send_greeting()
 

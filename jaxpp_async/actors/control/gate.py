@@ -22,7 +22,7 @@ from jaxpp_async.actors.control.refusals import Refusals
 from jaxpp_async.actors.messages import Beat
 from jaxpp_async.actors.protocol.wire import Identity, Wire
 from jaxpp_async.errors import HandshakeError, ProtocolError
-from jaxpp_async.own_descriptors import keep_here
+from jaxpp_async.own_descriptors import keep_from_children
 from jaxpp_async.transport.ucx.limits import free_descriptors
 
 _LOG = logging.getLogger("jaxpp_async.control")
@@ -74,7 +74,7 @@ class Gate:
             backlog=min(BACKLOG, self._most_unproven),
             start_serving=False,
         )
-        keep_here(*(sock.fileno() for sock in self._server.sockets))
+        keep_from_children(*(sock.fileno() for sock in self._server.sockets))
         await self._server.start_serving()
         name = self._server.sockets[0].getsockname()
         return name[0], name[1]

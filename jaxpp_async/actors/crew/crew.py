@@ -58,7 +58,8 @@ SHUTDOWN_S, TERMINATE_S, KILL_S = 4.0, 1.5, 1.5
 
 
 PROCESS_DESCRIPTORS = 8
-"""What an actor's process takes here: 6 for its pipes, connections and progress, 2 more for TCP's data plane."""
+"""How many of the driver's descriptors one actor process takes: 6 for its pipes, connections and progress, 2 more for
+TCP's data plane."""
 
 
 class Crew:

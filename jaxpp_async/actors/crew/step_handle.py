@@ -149,7 +149,7 @@ class StepHandle:
         self._end(error)
 
     def end_without_actors(self) -> None:
-        """It has finished, since no actor has a part in it."""
+        """End it as finished, since no actor has a part in it."""
         self._end(None)
 
     def _end(self, error: Exception | None) -> None:

@@ -1,5 +1,5 @@
-"""special_values: what `jax_debug_nans` and `jax_debug_infs` promise, for tasks. In: a task's results, and what it says
-of its operations. Out: an error or nothing.
+"""special_values: keeps for tasks the promise of `jax_debug_nans` and `jax_debug_infs`: an error for a result that has
+one, with what the task says of its operations.
 
 JAX itself looks only at the first call of a compiled executable: later ones take a path that checks nothing.
 """

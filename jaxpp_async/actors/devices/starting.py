@@ -14,8 +14,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -26,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpp_async import jax_config
 from jaxpp_async.actors.devices.cluster import join
 from jaxpp_async.actors.messages import Configure, Hardware
-from jaxpp_async.compilation_cache import make_cache
+from jaxpp_async.compilation_cache import SHARED_CACHE, make_cache
 from jaxpp_async.errors import InstallError, LaunchError, MeshError
 from jaxpp_async.explicit import AXIS_TYPES
 from jaxpp_async.extras import cuda_error, cuda_install
@@ -42,47 +41,6 @@ _PACKAGES = ("jaxpp-async", "jax", "jaxlib", "numpy", "ml_dtypes")
 INLINE_DEVICES = threading.Lock()
 """Held while an inline actor executes over several devices: XLA's CPU collectives of two executables at once can
 occupy each other's threads for ever, and a process has one set of devices however many actors share it."""
-
-
-class SharedCache:
-    """Gives this process's JAX a compilation cache for as long as somebody uses it, and then its own settings back.
-
-    The first of several that are used at once stays in its place.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._users = threading.Lock(), 0
-        self._given: dict[str, Any] = {}
-        self._before: dict[str, Any] = {}
-
-    @property
-    def is_users_own(self) -> bool:
-        """Whether JAX has a compilation cache that nobody here gave it."""
-        return not self._users and bool(jax.config.jax_compilation_cache_dir)
-
-    @contextmanager
-    def use(self, folder: str) -> Iterator[None]:
-        """Keep in `folder` what is compiled meanwhile."""
-        with self._lock:
-            if not self._users:
-                self._given = jax_config.cache_settings(folder)
-                self._before = {name: getattr(jax.config, name) for name in self._given}
-                jax_config.set_cache(self._given)
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    # A setting that the user has changed meanwhile stays.
-                    ours = [name for name in self._given if getattr(jax.config, name) == self._given[name]]
-                    jax_config.set_cache({name: self._before[name] for name in ours})
-                    self._given, self._before = {}, {}
-
-
-SHARED_CACHE = SharedCache()
-"""JAX's settings are the process's, so this is too."""
 
 
 class Devices:

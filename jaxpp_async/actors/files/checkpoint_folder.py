@@ -39,7 +39,7 @@ LOCK_WAIT_S, LOCK_LOOK_S = 30.0, 0.02
 """How long the lock is waited for, which is held for a few file operations; and how often it is tried."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""What file systems without locks say."""
+"""The errors of file systems without locks."""
 
 _SAVE_ID = "[0-9a-f]{16}"
 _FILE = re.compile(rf"{_SAVE_ID}-(actor-\d+|controller)-\d+\.safetensors")
@@ -122,7 +122,7 @@ def files_of(manifest: bytes | None) -> tuple[str, ...]:
 
 
 def written_by_saves(names: Collection[str]) -> list[str]:
-    """Those of a folder's names that saves have given, but for the manifest's."""
+    """Pick those of a folder's names that saves have given, but for the manifest's."""
     return [name for name in names if _FILE.fullmatch(name) or _PARTIAL.fullmatch(name)]
 
 

@@ -1,5 +1,5 @@
-"""snapshots: an actor's part in saving and restoring. In: `Take`, `WriteFile`, `CheckFiles`, `Sweep`, `ReadFile`.
-Out: files, arrays.
+"""snapshots: an actor's part in saving and restoring: carries out `Take`, `WriteFile`, `CheckFiles`, `Sweep` and
+`ReadFile`.
 
 Arrays are taken hold of in order with the steps, and written by a thread while later steps run. Decides neither what
 goes where nor when a checkpoint is whole.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Sequence
 
 from jaxpp_async.errors import MeshError
+from jaxpp_async.transport.network import is_loopback
 
 ANY = "0.0.0.0"
 """As a control address: listen on every interface, and tell each host the address that reaches it."""
@@ -39,11 +39,11 @@ def addresses_of_hosts(ends: Sequence[tuple[str, str]]) -> list[str]:
     Args:
         ends: of the connection of each process with this one: its address, and ours.
     """
-    outside = [own for theirs, own in ends if not ipaddress.ip_address(theirs).is_loopback]
+    outside = [own for theirs, own in ends if not is_loopback(theirs)]
     if not outside:
         return [theirs for theirs, _ in ends]
     # Those on this machine may have come by its loopback, where the others would look for them on their own.
-    return [outside[0] if ipaddress.ip_address(theirs).is_loopback else theirs for theirs, _ in ends]
+    return [outside[0] if is_loopback(theirs) else theirs for theirs, _ in ends]
 
 
 def control_address(hosts: Sequence[str]) -> str:
@@ -56,10 +56,10 @@ def control_address(hosts: Sequence[str]) -> str:
         MeshError: they reach this machine by different addresses.
     """
     ways = {host: way for host in hosts if (way := _way_to(host)) is not None}
-    if ways and all(ours == theirs or ipaddress.ip_address(theirs).is_loopback for ours, theirs in ways.values()):
+    if ways and all(ours == theirs or is_loopback(theirs) for ours, theirs in ways.values()):
         return "127.0.0.1"
     found = {host: ours for host, (ours, _) in ways.items()}
-    outside = {a: host for host, a in found.items() if not ipaddress.ip_address(a).is_loopback}
+    outside = {a: host for host, a in found.items() if not is_loopback(a)}
     if len(outside) > 1:
         ways = ", ".join(f"{address} for {host}" for address, host in outside.items())
         raise MeshError(

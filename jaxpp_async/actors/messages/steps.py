@@ -49,7 +49,7 @@ def step_kind(step: StepId) -> RunKind:
 
 
 def step_text(step: StepId) -> str:
-    """What users are told of a run, such as `"step 7"` or `"a move for step 7"`."""
+    """Name a run for users, such as `"step 7"` or `"a move for step 7"`."""
     return _TEXTS[step_kind(step)].format(step_number(step))
 
 

@@ -39,7 +39,7 @@ EXIT_REASONS: dict[int, str] = {
 
 
 def last_words(lease_s: float) -> str:
-    """What a process prints before it ends itself with `ExitCode.LEASE_EXPIRED`."""
+    """Say, for a process that ends itself with `ExitCode.LEASE_EXPIRED`, why."""
     return (
         f"the driver was silent for {lease_s:g} s (lease_s={lease_s:g}): it was stopped, or a native call in it holds "
         "Python's GIL; a longer lease_s= of RemoteMesh waits for that"

@@ -21,7 +21,7 @@ from typing import NoReturn
 from jaxpp_async.actors.processes.exit_codes import ExitCode, last_words
 
 _LAST_WORDS_S = 1.0
-"""What printing the last words may take: a driver that is stopped does not read them."""
+"""How long printing the last words may take: a driver that is stopped does not read them."""
 
 _PR_SET_PDEATHSIG = 1
 

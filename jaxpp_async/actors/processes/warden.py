@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxpp_async.own_descriptors import keep_here
+from jaxpp_async.own_descriptors import keep_from_children
 
 TAIL_LINES = 50
 _LINE_CHARS = 4096  # a longer line is cut in pieces: a progress bar may never end its line
@@ -106,7 +106,7 @@ class Warden:
         self._descriptors: dict[Process, int] = {}  # pidfds, where the kernel has them
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        keep_here(self._wake_read, self._wake_write)
+        keep_from_children(self._wake_read, self._wake_write)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wake)
         self._closing = False
         self._finished: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -237,7 +237,7 @@ class Warden:
             bufsize=0,
         )
         assert popen.stdin is not None and popen.stdout is not None
-        keep_here(popen.stdin.fileno(), popen.stdout.fileno())
+        keep_from_children(popen.stdin.fileno(), popen.stdout.fileno())
         process = Process(popen, forward, noise)
         self._processes.add(process)
         os.set_blocking(popen.stdout.fileno(), False)

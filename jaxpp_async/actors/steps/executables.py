@@ -114,7 +114,7 @@ class Executables:
             self._compiled.pop(key, None)
 
 
-@jax_config.exactly
+@jax_config.with_exact_types
 def compile_blob(blob: bytes, donated: tuple[int, ...], devices: Devices) -> Executable:
     """Compile one serialized executable for these devices.
 
@@ -147,7 +147,7 @@ def compile_blob(blob: bytes, donated: tuple[int, ...], devices: Devices) -> Exe
 
 
 def _places(out_tree: Any) -> tuple[str, ...] | None:
-    """What an executable with a second result looked at: the compiler's `evaluate.checked_function` writes it there."""
+    """Read from an executable with a second result what it looked at, as `evaluate.checked_function` wrote it."""
     match jax.tree.unflatten(out_tree, range(out_tree.num_leaves)):
         case list(), {**seen}:
             (places,) = seen

@@ -146,7 +146,7 @@ def _bytes_of(memory: Memory) -> np.ndarray:
     return owner.array if isinstance(owner, SharedBlock) else owner
 
 
-@jax_config.exactly
+@jax_config.with_exact_types
 def _alias(layout: Layout, memory: tuple[np.ndarray, ...], layouts: Layouts) -> jax.Array | None:
     """An array whose shards lie in `memory`, replicas in the same; None if JAX made a copy of any."""
     devices = layout.devices
@@ -168,7 +168,7 @@ def _alias(layout: Layout, memory: tuple[np.ndarray, ...], layouts: Layouts) -> 
     return array
 
 
-@jax_config.exactly
+@jax_config.with_exact_types
 def _on_devices(layout: Layout) -> jax.Array:
     """An array of no particular contents, with memory of its own on every device."""
     shape = layout.shards[0].shape
@@ -190,7 +190,7 @@ def _replicas(array: jax.Array, layout: Layout) -> tuple[DeviceCopy, ...]:
     return tuple(copies)
 
 
-@jax_config.exactly
+@jax_config.with_exact_types
 def _copied(buffer: ReceiveBuffer) -> jax.Array:
     layout = buffer.layout
     if layout.is_whole:

@@ -93,7 +93,7 @@ class Layouts:
 
     def __init__(self, devices: Devices):
         self.devices = devices
-        self.of = lru_cache(maxsize=None)(jax_config.unguarded(self._layout))
+        self.of = lru_cache(maxsize=None)(jax_config.without_transfer_guard(self._layout))
 
     def same(self, one: Aval, other: Aval) -> bool:
         """Whether arrays of both lie alike, though their specs may be written differently."""
@@ -134,7 +134,7 @@ class Layouts:
             is_small=is_small,
             put=jax_compat.quick_put(aval.shape, dtype, sharding)
             if is_small
-            else jax_config.exactly(partial(jax.device_put, device=sharding)),
+            else jax_config.with_exact_types(partial(jax.device_put, device=sharding)),
         )
 
 
@@ -182,7 +182,7 @@ def host_bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-@jax_config.exactly
+@jax_config.with_exact_types
 def joined(parts: Sequence[np.ndarray], layout: Layout) -> jax.Array:
     """An array on the devices from its distinct shards on the host."""
     by_position = {
@@ -225,7 +225,7 @@ def join_pieces(pieces: Sequence[Any], layout: Layout) -> np.ndarray:
     return whole
 
 
-@jax_config.unguarded
+@jax_config.without_transfer_guard
 def place(host: np.ndarray, layout: Layout) -> jax.Array:
     """A (whole) host array on the devices. It shares no memory with `host`: it may be donated, and `host` reused."""
     if host.nbytes <= _SMALL_BYTES and _address(host) % ALIGNMENT == 0:
@@ -270,7 +270,7 @@ def is_ready(array: jax.Array) -> bool:
     return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@jax_config.exactly
+@jax_config.with_exact_types
 def duplicate(array: jax.Array) -> jax.Array:
     """A copy with the same sharding."""
     if array.is_fully_addressable:

@@ -24,7 +24,7 @@ from jaxpp_async.actors.processes.progress import Position
 from jaxpp_async.actors.protocol.wire import Identity, Wire
 from jaxpp_async.actors.watching.clocks import clock_name
 from jaxpp_async.errors import ProtocolError
-from jaxpp_async.own_descriptors import keep_here
+from jaxpp_async.own_descriptors import keep_from_children
 
 BEAT_S = 0.5
 """Between two signs of life."""
@@ -90,7 +90,7 @@ def _live(beating: Beating, read: Callable[[], Position | None], leave: Callable
 
 def _connect(beating: Beating) -> socket.socket:
     sock = socket.create_connection(beating.controller, timeout=beating.lost_s)
-    keep_here(sock.fileno())
+    keep_from_children(sock.fileno())
     sock.settimeout(None)  # a controller that is busy or stopped keeps its connections; the lease is about that
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):

@@ -1,4 +1,4 @@
-"""context: a network and the settings that we need in, a UCX context out. The only importer of ucxx.
+"""context: opens a UCX context with the settings that a network needs. The only importer of ucxx.
 
 It never overrides a setting that the user has made.
 """
@@ -98,7 +98,7 @@ def open_context(network: Network | None) -> Context:
 
 
 def _settings(network: Network | None) -> dict[str, str]:
-    """What this context is told beside the environment, under UCX's names without `UCX_`."""
+    """Find the settings that this context gets beside the environment, under UCX's names without `UCX_`."""
     found: dict[str, str] = {}
     if network is not None and network.addresses is not None and DEVICES not in os.environ:
         is_users = os.environ.get("UCX_TLS", _ENVIRONMENT["UCX_TLS"]) != _ENVIRONMENT["UCX_TLS"]
@@ -171,7 +171,7 @@ def _names(*kinds: str) -> bool:
 
 
 def describe_limits() -> str:
-    """What this process may have of what UCX takes, for errors whose cause UCX does not tell."""
+    """Describe what this process may have of what UCX takes, for errors whose cause UCX does not tell."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     folder, why = shared_memory_folder()
     return f"{num_descriptors()} of {most} descriptors in use; shared memory: {why or folder}"

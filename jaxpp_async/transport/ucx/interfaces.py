@@ -1,4 +1,6 @@
-"""interfaces: IP addresses of this machine in, UCX's list of network devices out; and back. Starts no UCX."""
+"""interfaces: finds the network devices, in UCX's words, that have some IP addresses of this machine, and the other
+way round. Starts no UCX.
+"""
 
 from __future__ import annotations
 

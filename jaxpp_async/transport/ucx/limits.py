@@ -1,5 +1,5 @@
-"""limits: what this process may have of what UCX needs: descriptors, and room for shared memory. Asked before UCX is,
-which only says "Input/output error".
+"""limits: checks that this process may have what UCX needs, descriptors and room for shared memory, before UCX is
+asked, which only says "Input/output error".
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ LEAST_ROOM_BYTES: Final = 16 << 20
 """With less room than that UCX does without shared memory."""
 
 START_DESCRIPTORS: Final = 24
-"""What a UCX context and its worker take at once: 16 with shared memory alone, 2 more for each network device."""
+"""Descriptors that a UCX context and its worker take at once: 16 with shared memory alone, 2 more for each network
+device."""
 
 
 def check_descriptors(needed: int, what: str) -> None:

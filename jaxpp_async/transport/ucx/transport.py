@@ -22,7 +22,7 @@ from time import monotonic
 from typing import Any
 
 from jaxpp_async.errors import MeshError, TransferError
-from jaxpp_async.own_descriptors import keep_accepted, keeping_new_ones
+from jaxpp_async.own_descriptors import keep_accepted_from_children, keeping_new_from_children
 from jaxpp_async.transport.addresses import hosts_of, seal, unseal
 from jaxpp_async.transport.base import (
     EPOCH_SHIFT,
@@ -35,7 +35,7 @@ from jaxpp_async.transport.base import (
     post_future,
 )
 from jaxpp_async.transport.buffers import Memory, memory_of
-from jaxpp_async.transport.listening import Door, ListeningSocket, listening_sockets
+from jaxpp_async.transport.listening import AddressFilter, ListeningSocket, listening_sockets
 from jaxpp_async.transport.network import Network
 from jaxpp_async.transport.ucx.context import Context, describe_limits, open_context, resources, shares_memory
 from jaxpp_async.transport.ucx.direct import Direct
@@ -78,8 +78,8 @@ class UCXTransport:
         self.peer_id, self.epoch = peer_id, 0
         self._loop = asyncio.get_running_loop()
         self._context: Context | None
-        with keeping_new_ones():
-            self._context, self._listening, self._door = _open(network)
+        with keeping_new_from_children():
+            self._context, self._listening, self._filter = _open(network)
         self._ucxx = self._context.ucxx
         self._worker: Any = self._context.worker
         self._port = TagPort(self._worker.handle)
@@ -120,10 +120,10 @@ class UCXTransport:
         return resources(self._context.ucp.info) if self._context is not None else []
 
     def admit(self, addresses: Iterable[bytes]) -> None:
-        if self._door is not None:
+        if self._filter is not None:
             own = {one.address for one in self._listening}
             try:
-                self._door.admit(own.union(*map(hosts_of, addresses)))
+                self._filter.admit(own.union(*map(hosts_of, addresses)))
             except OSError as error:
                 raise TransferError(f"peer {self.peer_id} cannot let its peers in: {error}") from error
 
@@ -139,7 +139,7 @@ class UCXTransport:
         if peer in self._past_epochs:
             self._discard_unexpected(sender_bits_of(peer), self._past_epochs.pop(peer))
         try:
-            with keeping_new_ones():
+            with keeping_new_from_children():
                 endpoint = self._worker.create_endpoint_from_worker_address(
                     self._ucxx.UCXAddress.create_from_buffer(target), self._error_handling
                 )
@@ -326,7 +326,7 @@ class UCXTransport:
         """Something has come from a peer: whatever connection it comes by, UCX has accepted it by now."""
         if not link.was_heard:
             link.was_heard = True
-            keep_accepted()
+            keep_accepted_from_children()
 
     def _miss(self, transfer: Transfer, cause: str) -> None:
         """Something that the peer waits for will never come, or not be numbered as it counts: so nothing more may."""
@@ -462,8 +462,9 @@ class UCXTransport:
         self._closing.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
-def _open(network: Network | None) -> tuple[Context, tuple[ListeningSocket, ...], Door | None]:
-    """A UCX context, the sockets on which it listens, and their door, which is shut; None: everybody may connect.
+def _open(network: Network | None) -> tuple[Context, tuple[ListeningSocket, ...], AddressFilter | None]:
+    """A UCX context, the sockets on which it listens, and their filter, which lets nobody in yet; None: everybody may
+    connect.
 
     Raises:
         As `open_context`.
@@ -472,8 +473,8 @@ def _open(network: Network | None) -> tuple[Context, tuple[ListeningSocket, ...]
         before = listening_sockets()
         context = open_context(network)
         sockets = tuple(sorted(listening_sockets() - before))
-        door = Door.of(sockets) if network is not None else None
-        if door is None or not door.has_strangers():
-            return context, sockets, door
+        own = AddressFilter.for_reached(sockets) if network is not None else None
+        if own is None or not own.has_connections():
+            return context, sockets, own
         del context
     raise MeshError("strangers connect to the data plane of this process as soon as it listens; use another network")
