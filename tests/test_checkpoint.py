@@ -521,6 +521,21 @@ async def test_names_that_no_file_can_have(mesh, tmp_path, name):
 # ---------------------------------------------------------------- restoring without a compiled step
 
 
+@pytest.mark.parametrize("path", ["", b""])
+async def test_an_empty_path_is_no_folder(mesh, tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    said = r"^the path of a checkpoint is empty; name a folder \('.' is the working directory\)$"
+    with pytest.raises(CheckpointError, match=said):
+        await mesh.save(path, {"x": 1})
+    with pytest.raises(CheckpointError, match=said):
+        await mesh.restore(path, {"x": 1})
+    with pytest.raises(CheckpointError, match=said):
+        jpp.Checkpoints(mesh, path)
+    assert not os.listdir(tmp_path)
+    await mesh.save(".", {"x": 1})
+    assert await mesh.restore(tmp_path, {"x": 0}) == {"x": 1}
+
+
 async def test_an_abstract_state_stands_in_for_a_compiled_step(mesh, remote_mesh, tmp_path):
     step = mesh.distributed(train_step)
     state, _ = await mesh.run(step, new_state(), batch(0))

@@ -67,6 +67,8 @@ def absolute(folder: Path) -> str:
         name = os.fsencode(folder)
     except UnicodeEncodeError as error:
         raise CheckpointError(f"{shown(folder)}: no folder can have this name: it cannot be encoded") from error
+    if not name:
+        raise CheckpointError("the path of a checkpoint is empty; name a folder ('.' is the working directory)")
     if b"\0" in name:
         raise CheckpointError(f"{shown(folder)}: no folder can have this name: there is a NUL byte in it")
     return os.path.abspath(os.fsdecode(name))
