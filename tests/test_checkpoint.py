@@ -521,6 +521,16 @@ async def test_names_that_no_file_can_have(mesh, tmp_path, name):
 # ---------------------------------------------------------------- restoring without a compiled step
 
 
+@pytest.mark.parametrize("name", ["file/x", "x" * 300, "file"])
+async def test_a_save_that_could_not_begin_has_nothing_to_remove(mesh, tmp_path, name, caplog):
+    (tmp_path / "file").write_text("in the way")
+    array = await mesh.run(mesh.distributed(lambda x: x + 1), np.zeros(3, np.float32))
+    with pytest.raises(CheckpointError, match=r"Not a directory|File name too long|File exists"):
+        await mesh.save(tmp_path / name, {"on an actor": array, "here": np.arange(3)})
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "in the way"
+
+
 @pytest.mark.parametrize("path", ["", b""])
 async def test_an_empty_path_is_no_folder(mesh, tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
