@@ -435,7 +435,8 @@ SAVED = {"w": np.zeros((2, 3), np.float32), "n": 5, "key": jax.random.key(0), "s
         ({"new": 1}, "`like` has a Python int at 'new', where the checkpoint has nothing; leave out of `like`"),
         ({"w": {"v": 1}}, r"`like` has a Python int at 'w/v', .* nothing; only the checkpoint has 'w'; leave out"),
         ({"w": None}, r"the checkpoint has float32\[2, 3\] at 'w', where `like` has nothing; add it .* and drop"),
-        ({"w": object()}, "w of `like` is a object; give"),
+        ({"w": object()}, r"`like\['w'\]` is a object; give"),
+        ({"w": [1, {2}]}, r"`like\['w'\]\[1\]` is a set; give"),
     ],
 )
 async def test_a_like_that_does_not_match(mesh, tmp_path, change, said):
@@ -444,6 +445,25 @@ async def test_a_like_that_does_not_match(mesh, tmp_path, change, said):
         await mesh.restore(tmp_path, {**SAVED, **change})
     restored = await mesh.restore(tmp_path, {**SAVED, "n": struct((), "int32")})
     assert await restored["n"] == 5
+
+
+async def test_a_like_without_keys(mesh, tmp_path):
+    step = mesh.distributed(lambda a, b, c: (b, a))
+    await step.compile(np.zeros(2, np.float32), np.zeros(3, np.float32), None)
+    await mesh.save(tmp_path, np.zeros(2, np.float32))
+    cases = {
+        r"^`like` itself is a step; write `\(step, 0\)`, a tuple": step,
+        r"^`like\[0\]` is a step; write `\(step, 0\)`, a tuple": [step, 0],
+        r"^`like` itself is a object; give \(step, argnum\)": object(),
+        r"`like` has \(step, 2\), .* no argument 2 with arrays in it; arguments 0, 1 have$": (step, 2),
+        r"no argument 5 with arrays in it; arguments 0, 1 have$": (step, 5),
+        r"the root is float32\[2\] in the checkpoint, but float32\[3\] in `like`": (step, 1),
+        r"`like` has a Python int at 'x', .* nothing; only the checkpoint has the root": {"x": 1},
+    }
+    for said, like in cases.items():
+        with pytest.raises(CheckpointError, match=said):
+            await mesh.restore(tmp_path, like)
+    equal(await mesh.fetch(await mesh.restore(tmp_path, (step, 0))), np.zeros(2, np.float32))
 
 
 @pytest.mark.parametrize(
