@@ -435,7 +435,8 @@ SAVED = {"w": np.zeros((2, 3), np.float32), "n": 5, "key": jax.random.key(0), "s
         ({"new": 1}, "`like` has a Python int at 'new', where the checkpoint has nothing; leave out of `like`"),
         ({"w": {"v": 1}}, r"`like` has a Python int at 'w/v', .* nothing; only the checkpoint has 'w'; leave out"),
         ({"w": None}, r"the checkpoint has float32\[2, 3\] at 'w', where `like` has nothing; add it .* and drop"),
-        ({"w": object()}, "w of `like` is a object; give"),
+        ({"w": object()}, r"`like\['w'\]` is a object; give"),
+        ({"w": [1, {2}]}, r"`like\['w'\]\[1\]` is a set; give"),
     ],
 )
 async def test_a_like_that_does_not_match(mesh, tmp_path, change, said):
@@ -444,6 +445,25 @@ async def test_a_like_that_does_not_match(mesh, tmp_path, change, said):
         await mesh.restore(tmp_path, {**SAVED, **change})
     restored = await mesh.restore(tmp_path, {**SAVED, "n": struct((), "int32")})
     assert await restored["n"] == 5
+
+
+async def test_a_like_without_keys(mesh, tmp_path):
+    step = mesh.distributed(lambda a, b, c: (b, a))
+    await step.compile(np.zeros(2, np.float32), np.zeros(3, np.float32), None)
+    await mesh.save(tmp_path, np.zeros(2, np.float32))
+    cases = {
+        r"^`like` itself is a step; write `\(step, 0\)`, a tuple": step,
+        r"^`like\[0\]` is a step; write `\(step, 0\)`, a tuple": [step, 0],
+        r"^`like` itself is a object; give \(step, argnum\)": object(),
+        r"`like` has \(step, 2\), .* no argument 2 with arrays in it; arguments 0, 1 have$": (step, 2),
+        r"no argument 5 with arrays in it; arguments 0, 1 have$": (step, 5),
+        r"the root is float32\[2\] in the checkpoint, but float32\[3\] in `like`": (step, 1),
+        r"`like` has a Python int at 'x', .* nothing; only the checkpoint has the root": {"x": 1},
+    }
+    for said, like in cases.items():
+        with pytest.raises(CheckpointError, match=said):
+            await mesh.restore(tmp_path, like)
+    equal(await mesh.fetch(await mesh.restore(tmp_path, (step, 0))), np.zeros(2, np.float32))
 
 
 @pytest.mark.parametrize(
@@ -529,6 +549,31 @@ async def test_names_that_no_file_can_have(mesh, tmp_path, name):
 
 
 # ---------------------------------------------------------------- restoring without a compiled step
+
+
+@pytest.mark.parametrize("name", ["file/x", "x" * 300, "file"])
+async def test_a_save_that_could_not_begin_has_nothing_to_remove(mesh, tmp_path, name, caplog):
+    (tmp_path / "file").write_text("in the way")
+    array = await mesh.run(mesh.distributed(lambda x: x + 1), np.zeros(3, np.float32))
+    with pytest.raises(CheckpointError, match=r"Not a directory|File name too long|File exists"):
+        await mesh.save(tmp_path / name, {"on an actor": array, "here": np.arange(3)})
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "in the way"
+
+
+@pytest.mark.parametrize("path", ["", b""])
+async def test_an_empty_path_is_no_folder(mesh, tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    said = r"^the path of a checkpoint is empty; name a folder \('.' is the working directory\)$"
+    with pytest.raises(CheckpointError, match=said):
+        await mesh.save(path, {"x": 1})
+    with pytest.raises(CheckpointError, match=said):
+        await mesh.restore(path, {"x": 1})
+    with pytest.raises(CheckpointError, match=said):
+        jpp.Checkpoints(mesh, path)
+    assert not os.listdir(tmp_path)
+    await mesh.save(".", {"x": 1})
+    assert await mesh.restore(tmp_path, {"x": 0}) == {"x": 1}
 
 
 async def test_an_abstract_state_stands_in_for_a_compiled_step(mesh, remote_mesh, tmp_path):

@@ -10,8 +10,10 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,8 @@ NO_RC = replace(GPU_HOST, ucx=Ucx("1.21.0", WHEEL, TCP + CUDA))
 SHARED = replace(GPU_HOST, gpus=GPU_HOST.gpus[:1])
 EXCLUSIVE = replace(SHARED, gpus=(replace(SHARED.gpus[0], mode="exclusive"),))
 
+OPEN_CACHE = JaxStart("cpu", 1, "cpu", "the compilation cache /c may hold code of others: x; `chmod go-w /c` if")
+
 WELL = [
     ("CPUs, one machine", on_one(CPU, CPU_HOST)),
     ("CPUs, two hosts", on_two(CPU, CPU_HOST, CPU_HOST)),
@@ -177,6 +181,8 @@ WRONG = [
      "error", "packages", "n1", "jax is not installed", "/venv/bin/python -m pip install 'jaxpp-async[cpu]'"),
     ("JAX does not start", on_one(CPU, replace(CPU_HOST, jax=None, jax_error="RuntimeError: no")),
      "error", "jax", "n1", "does not start on cpu: RuntimeError: no", "JAX_PLATFORMS=cpu /venv/bin/python -c"),
+    ("a compilation cache that others can write", on_one(CPU, replace(CPU_HOST, jax=OPEN_CACHE)),
+     "error", "jax", "n1", "the compilation cache /c may hold code of others", "`chmod go-w /c` if"),
     ("an old Python", on_one(CPU, replace(CPU_HOST, python="3.10.1")),
      "error", "python", "n1", "3.10.1 is too old", "python="),
     ("a small /dev/shm", on_one(CPU, replace(CPU_HOST, shm_bytes=1 << 24)),
@@ -436,6 +442,21 @@ def test_this_machine_would_run_actors_on_its_cpus():
     assert [line for line in done.stdout.splitlines() if line in SECTIONS.values()] == local
     assert "A run on cpu over ucx, on this machine, would work." in done.stdout
     assert "GB/s over ucx, host memory, between two processes" in done.stdout
+
+
+def test_a_default_cache_that_an_actor_would_refuse_is_found(monkeypatch):
+    for name in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with tempfile.TemporaryDirectory() as folder:  # not below pytest's own, which nobody else gets into anyway
+        os.chmod(folder, 0o755)
+        (cache := Path(folder, "home", ".cache")).mkdir(parents=True)
+        cache.chmod(0o777)
+        monkeypatch.setenv("HOME", str(cache.parent))
+        done = doctor("--no-transfers")
+        assert done.returncode == 1 and re.search(rf"(?m)^ERROR .*compilation cache {cache}.*others", done.stdout)
+        assert f"-> `chmod go-w {cache}`" in done.stdout and "would not work: 1 error" in done.stdout
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache / "named"))
+        assert doctor("--no-transfers").returncode == 0
 
 
 def test_where_no_terminal_is_a_finding_is_a_line_however_long(capsys):

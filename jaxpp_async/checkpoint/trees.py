@@ -150,7 +150,9 @@ def targets(like: Any) -> tuple[dict[str, Target], Any]:
     """
     tree = jax.tree.map(_expanded, like, is_leaf=_is_argument)
     named = named_leaves(tree)
-    return {path: _target(path, leaf) for path, leaf in named.items()}, jax.tree.structure(tree)
+    keys = [jax.tree_util.keystr(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    wanted = {path: _target(key, leaf) for (path, leaf), key in zip(named.items(), keys, strict=True)}
+    return wanted, jax.tree.structure(tree)
 
 
 def _is_argument(node: Any) -> bool:
@@ -178,10 +180,16 @@ def _expanded(node: Any) -> Any:
     for argument, number in zip(slots, numbers, strict=True):
         if argnum in jax.tree.leaves(number)[:1]:
             return argument
-    raise CheckpointError(f"step {step.__name__!r} has no argument {argnum} with arrays in it")
+    there = [str(found[0]) for number in numbers if (found := jax.tree.leaves(number))]
+    have = f"argument{'s' * (len(there) > 1)} {', '.join(there)} ha{'ve' if len(there) > 1 else 's'}"
+    raise CheckpointError(
+        f"`like` has (step, {argnum!r}), but step {step.__name__!r} has no argument {argnum!r} with arrays in it; "
+        f"{have if there else 'nor has any other'}"
+    )
 
 
-def _target(path: str, leaf: Any) -> Target:
+def _target(key: str, leaf: Any) -> Target:
+    """Args: key: where in `like` the leaf is, as Python indexes it; empty: it is `like`."""
     if isinstance(leaf, Slot):
         return Target(leaf.type, leaf.home)
     if is_remote(leaf):
@@ -193,8 +201,13 @@ def _target(path: str, leaf: Any) -> Target:
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         like = leaf if isinstance(leaf, jax.Array) else None
         return Target(travelling_type(leaf), like=like)
+    where = f"`like{key}`" if key else "`like` itself"
+    if isinstance(leaf, DistributedStep):
+        raise CheckpointError(
+            f"{where} is a step; write `(step, 0)`, a tuple, to restore its argument 0 to where it keeps that"
+        )
     raise CheckpointError(
-        f"{path} of `like` is a {type(leaf).__name__}; give (step, argnum), RemoteArrays, ShapeDtypeStructs, or host "
+        f"{where} is a {type(leaf).__name__}; give (step, argnum), RemoteArrays, ShapeDtypeStructs, or host "
         "values of the kind that is to come back"
     )
 
@@ -207,21 +220,20 @@ def check_matches(wanted: dict[str, Target], manifest: Manifest) -> None:
     if missing:
         there = sorted(set(manifest.paths) - set(wanted))
         raise CheckpointError(
-            f"`like` has {_type_text(wanted[missing[0]])} at {missing[0]!r}, where the checkpoint has nothing"
+            f"`like` has {_type_text(wanted[missing[0]])} at {_named(missing[0])}, where the checkpoint has nothing"
             f"{_others(missing[1:])}{'; only the checkpoint has ' + _listed(there) if there else ''}; "
             "leave out of `like` what the checkpoint lacks, and take it from elsewhere (what `step.init` makes can be "
             "a `like`, too)"
         )
     if extra := [path for path in manifest.paths if path not in wanted]:
         raise CheckpointError(
-            f"the checkpoint has {_stored_text(manifest, extra[0])} at {extra[0]!r}, where `like` has nothing"
+            f"the checkpoint has {_stored_text(manifest, extra[0])} at {_named(extra[0])}, where `like` has nothing"
             f"{_others(extra[1:])}; add it to `like`, as a jax.ShapeDtypeStruct for one, and drop what comes back"
         )
     for path, target in wanted.items():
         if not _fits(target, manifest, path):
-            raise CheckpointError(
-                f"{path!r} is {_stored_text(manifest, path)} in the checkpoint, but {_type_text(target)} in `like`"
-            )
+            stored, asked = _stored_text(manifest, path), _type_text(target)
+            raise CheckpointError(f"{_named(path)} is {stored} in the checkpoint, but {asked} in `like`")
 
 
 def _fits(target: Target, manifest: Manifest, path: str) -> bool:
@@ -288,4 +300,9 @@ def _others(paths: Sequence[str]) -> str:
 
 def _listed(paths: Sequence[str], most: int = 3) -> str:
     rest = f" and {len(paths) - most} more" if len(paths) > most else ""
-    return ", ".join(repr(path) for path in paths[:most]) + rest
+    return ", ".join(map(_named, paths[:most])) + rest
+
+
+def _named(path: str) -> str:
+    """A leaf's path, for an error."""
+    return "the root" if path == ROOT else repr(path)

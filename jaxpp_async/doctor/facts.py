@@ -116,11 +116,16 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class JaxStart:
-    """What JAX found when it was started on the asked platform."""
+    """What JAX found when it was started on the asked platform.
+
+    Args:
+        cache_error: why actors there do not take the compilation cache that they have by default; empty if they do.
+    """
 
     platform: str
     num_devices: int
     device_kind: str
+    cache_error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

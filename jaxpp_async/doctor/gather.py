@@ -1,4 +1,5 @@
-"""gather: this machine in, `HostFacts` out. Reads files, asks the driver, starts short children; changes nothing.
+"""gather: this machine in, `HostFacts` out. Reads files, asks the driver, starts short children; changes nothing,
+except that the folder of the compilation cache is made.
 
 UCX and JAX are started in processes of their own: they may end the process, and neither is to be up here yet.
 """

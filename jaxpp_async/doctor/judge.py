@@ -55,6 +55,7 @@ def judge_host(report: HostReport, asked: Asked) -> Iterator[Finding]:
     yield ok("hosts", name, f"{facts.hostname}, {facts.system}, {facts.num_cpus} CPUs, {_gib(facts.memory_bytes)}")
     yield from _python(name, facts)
     yield from _packages(name, facts, asked)
+    yield from _cache(name, facts)
     yield from judge_gpu.judge(report, facts, asked)
     yield from judge_network.judge_ucx(name, facts, asked)
     yield from judge_network.judge_infiniband(name, facts, asked)
@@ -90,6 +91,13 @@ _SHOWN = ("jaxpp-async", "jax", "jaxlib", "numpy")
 
 def _try_jax(facts: HostFacts, asked: Asked) -> str:
     return f"this has to work: JAX_PLATFORMS={asked.platform} {facts.executable} -c 'import jax; print(jax.devices())'"
+
+
+def _cache(name: str, facts: HostFacts) -> Iterator[Finding]:
+    if facts.jax is None or not facts.jax.cache_error:
+        return
+    what, _, remedy = facts.jax.cache_error.partition("; ")  # an actor's own words
+    yield error("jax", name, what, f"{remedy}; or set JAX_COMPILATION_CACHE_DIR there, which the doctor sees")
 
 
 def _memory(name: str, facts: HostFacts) -> Iterator[Finding]:

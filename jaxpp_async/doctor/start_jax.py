@@ -1,10 +1,15 @@
-"""The program `python -m jaxpp_async.doctor.start_jax PLATFORM`: starts JAX and prints what it found as JSON."""
+"""The program `python -m jaxpp_async.doctor.start_jax PLATFORM`: starts JAX and prints what it found as JSON.
+
+It also makes the folder of the compilation cache, as an actor would: what is wrong with it is part of what is found.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+
+from jaxpp_async.errors import MeshError
 
 
 def main() -> None:
@@ -15,13 +20,21 @@ def main() -> None:
     try:
         import jax
 
+        from jaxpp_async.compilation_cache import DEFAULT, make_cache  # it needs JAX, which may be missing
+
         devices = jax.devices(platform)
     except (ImportError, RuntimeError) as error:
         lines = str(error).strip().splitlines()
         print(json.dumps(f"{type(error).__name__}: {lines[0] if lines else 'it said nothing'}"))
         return
-    kind = devices[0].device_kind
-    print(json.dumps({"platform": devices[0].platform, "num_devices": len(devices), "device_kind": kind}))
+    cache_error = ""
+    try:
+        make_cache(DEFAULT)
+    except MeshError as error:
+        cache_error = str(error)
+    kind, platform = devices[0].device_kind, devices[0].platform
+    found = {"platform": platform, "num_devices": len(devices), "device_kind": kind, "cache_error": cache_error}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,9 @@ LOCK_WAIT_S, LOCK_LOOK_S = 30.0, 0.02
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """The errors of file systems without locks."""
 
+_NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+"""What is said of a file that is not there, nor can be."""
+
 _SAVE_ID = "[0-9a-f]{16}"
 _FILE = re.compile(rf"{_SAVE_ID}-(actor-\d+|controller)-\d+\.safetensors")
 _PARTIAL = re.compile(rf"({_FILE.pattern}|{re.escape(MANIFEST)}\.{_SAVE_ID}){re.escape(PARTIAL)}")
@@ -67,6 +70,8 @@ def absolute(folder: Path) -> str:
         name = os.fsencode(folder)
     except UnicodeEncodeError as error:
         raise CheckpointError(f"{shown(folder)}: no folder can have this name: it cannot be encoded") from error
+    if not name:
+        raise CheckpointError("the path of a checkpoint is empty; name a folder ('.' is the working directory)")
     if b"\0" in name:
         raise CheckpointError(f"{shown(folder)}: no folder can have this name: there is a NUL byte in it")
     return os.path.abspath(os.fsdecode(name))
@@ -239,8 +244,11 @@ def remove_files(folder: str, names: Collection[str]) -> None:
     for name in names:
         if _FILE.fullmatch(name):  # a name may have come from a manifest
             for found in (name, name + PARTIAL):
-                with contextlib.suppress(FileNotFoundError):  # actors on one file system remove the same files
+                try:
                     os.unlink(os.path.join(folder, found))
+                except OSError as error:  # actors on one file system remove the same files
+                    if error.errno not in _NOTHING_THERE:
+                        raise
 
 
 def remove(folder: str) -> tuple[str, ...]:
