@@ -892,6 +892,16 @@ async def test_the_newest_few_stay_and_what_crashes_left_goes_when_it_is_asked_f
         jpp.Checkpoints(mesh, tmp_path, keep=0)
 
 
+async def test_leftovers_beside_a_single_checkpoint_go_when_it_is_asked_for(mesh, tmp_path):
+    await mesh.save(tmp_path, {"x": np.ones(3)})
+    whole = set(os.listdir(tmp_path))
+    (crashed := tmp_path / "0123456789abcdef-actor-0-0.safetensors.partial").write_bytes(b"crashed")
+    await mesh.save(tmp_path / "other", {"x": 1})
+    assert crashed.exists()
+    assert await jpp.Checkpoints(mesh, tmp_path).remove_leftovers() == [str(crashed)]
+    assert set(os.listdir(tmp_path)) == whole | {"other"}
+
+
 async def test_a_background_save_that_fails_is_raised_once_and_nothing_is_pruned(mesh, tmp_path, monkeypatch):
     async with jpp.Checkpoints(mesh, tmp_path, keep=1) as checkpoints:
         await checkpoints.save(1, {"x": np.zeros(3)}, wait=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -145,8 +146,9 @@ class Checkpoints:
         return os.path.join(self.directory, f"{step_number:0{_DIGITS}d}")
 
     async def remove_leftovers(self) -> list[str]:
-        """Remove what saves have left whose process died: files that no manifest names. Nothing else removes them, for
-        nobody can tell them from those of a save under way: call this while no run saves here, also no other one.
+        """Remove what saves have left whose process died: files that no manifest names, in `directory` itself too, where
+        `mesh.save` may have put one checkpoint. Nothing else removes them, for nobody can tell them from those of a
+        save under way: call this while no run saves here, also no other one.
 
         Returns:
             The files removed, as paths.
@@ -159,7 +161,11 @@ class Checkpoints:
 
     def _remove_leftovers(self) -> list[str]:
         removed: list[str] = []
-        for folder in [os.path.join(self.directory, name) for name in sorted(self._folders())]:
+        folders = [os.path.join(self.directory, name) for name in sorted(self._folders())]
+        with contextlib.suppress(FileNotFoundError):
+            if checkpoint_folder.written_by_saves(os.listdir(self.directory)):
+                folders.append(self.directory)
+        for folder in folders:
             try:
                 removed += [os.path.join(folder, name) for name in checkpoint_folder.remove_leftovers(folder)]
             except OSError as error:

@@ -48,7 +48,8 @@ RELEASE_TIMEOUT_S = 5.0
 """How long `abort` waits for UCX to let go of the buffers; force-closing has taken under 1 ms."""
 
 _LOOK_AGAIN_S = 1.0
-"""How often a transport that could not close looks whether UCX has let go since."""
+"""How often a transport that could not close looks whether UCX has let go since, and when a new link's second
+connection is looked for."""
 
 _TRIES = 3
 """Of a worker to whose sockets strangers connected before they were shut."""
@@ -323,10 +324,12 @@ class UCXTransport:
             self._loop.call_exception_handler({"message": f"{done} failed", "exception": failure})
 
     def _hear(self, link: Link) -> None:
-        """Something has come from a peer: whatever connection it comes by, UCX has accepted it by now."""
+        """Something has come from a peer: the connection that it came by, UCX has accepted. Where both peers called
+        each other at once, there is another, which UCX may accept a moment later."""
         if not link.was_heard:
             link.was_heard = True
             keep_accepted_from_children()
+            self._loop.call_later(_LOOK_AGAIN_S, keep_accepted_from_children)
 
     def _miss(self, transfer: Transfer, cause: str) -> None:
         """Something that the peer waits for will never come, or not be numbered as it counts: so nothing more may."""
