@@ -39,6 +39,7 @@ from jaxpp_async.actors.messages import Done
 from jaxpp_async.actors.options import ActorConfig
 from jaxpp_async.actors.protocol.wire import HANDSHAKE_TIMEOUT_S, Identity, Wire
 from jaxpp_async.errors import HandshakeError, LaunchError, ProtocolError
+from jaxpp_async.transport.ucx.limits import num_descriptors
 
 HERE = str(Path(__file__).parent)
 sys.path.append(str(Path(__file__).parent / "protocol_fuzz"))
@@ -432,6 +433,24 @@ async def test_the_gate_never_takes_all_descriptors(monkeypatch):
     for _, writer in silent:
         writer.close()
     await gate.aclose()
+
+
+async def test_a_flood_that_comes_at_once_takes_no_more_descriptors(monkeypatch):
+    """The event loop accepted a hundred, whatever was left, before the gate heard of the first."""
+    monkeypatch.setattr(gate_module, "free_descriptors", lambda: 40)
+    gate, used = Gate(bytes(32), version=VERSION, max_frame_bytes=1 << 20), list[int]()
+    make = gate._make_connection
+    monkeypatch.setattr(gate, "_make_connection", lambda: (used.append(num_descriptors()), make())[1])
+    address = await gate.listen("127.0.0.1")
+    with contextlib.ExitStack() as stack:
+        for silent in [stack.enter_context(socket.socket()) for _ in range(60)]:
+            silent.setblocking(False)
+            silent.connect_ex(address)
+        before = num_descriptors()
+        await until(lambda: len(gate._unproven) == 10)
+        await asyncio.sleep(0.1)
+        await gate.aclose()
+    assert 0 < max(used) - before <= 30
 
 
 async def test_an_actor_gets_in_during_a_flood():

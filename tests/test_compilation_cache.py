@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import socket
 import stat
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import faults
 import jax
@@ -19,7 +22,7 @@ from jax._src.lru_cache import LRUCache
 from models import grads_step, mlp
 
 import jaxpp_async as jpp
-from jaxpp_async import jax_config
+from jaxpp_async import jax_config, private_folder
 from jaxpp_async.actors.launch import LocalLauncher
 from jaxpp_async.compilation_cache import DEFAULT, default_folder, make_cache
 from jaxpp_async.errors import MeshError
@@ -145,7 +148,7 @@ def behind_a_link(home: Path, mode: int) -> None:
 REFUSED = {
     "the folder": lambda home: open_to_others(Path(default_folder())),
     "one above it": lambda home: open_to_others(home / ".cache" / "jaxpp_async"),
-    "the home": lambda home: home.chmod(0o775),
+    "the home": lambda home: home.chmod(0o757),
     "where a link leads": lambda home: behind_a_link(home, 0o777),
     "itself, though sticky": lambda home: (open_to_others(p := Path(default_folder())), p.chmod(0o1777)),
 }
@@ -182,6 +185,57 @@ def test_the_default_is_refused_where_another_user_owns_it(home, what):
         os.chown(home / ".cache", 12345, -1, follow_symlinks=False)
     with pytest.raises(MeshError, match=r"belongs to the user 12345"):
         make_cache(DEFAULT)
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "others", "is_taken"),
+    [
+        ("me", [], [], True),
+        ("me", ["me"], [], True),
+        ("me", ["you"], [], False),
+        ("me", [], ["you"], False),
+        ("users", [], [], False),
+    ],
+)
+def test_a_group_of_the_users_own_may_write(home, monkeypatch, name, members, others, is_taken):
+    """Where each user has one, folders are made so (umask 002): those of an older version were, in every home."""
+    gid = os.getegid() or 12345
+    os.chown(home, -1, gid)
+    home.chmod(0o775)
+    users = [SimpleNamespace(pw_name=user, pw_gid=gid) for user in ("me", *others)]
+    monkeypatch.setattr(pwd, "getpwall", lambda: users)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: users[0])
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: SimpleNamespace(gr_name=name, gr_mem=members))
+    if is_taken:
+        assert make_cache(DEFAULT) == default_folder()
+    else:
+        with pytest.raises(MeshError, match="other users can write"):
+            make_cache(DEFAULT)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to root's group: needs root")
+def test_roots_group_may_write_and_one_without_a_name_may_not(home, monkeypatch):
+    """Homes in containers that run under any number are root's, for root's group to write."""
+    home.chmod(0o775)
+    assert make_cache(DEFAULT) == default_folder()
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: SimpleNamespace(gr_name="root", gr_mem=["root", "you"]))
+    with pytest.raises(MeshError, match="other users can write"):
+        make_cache(DEFAULT)
+    monkeypatch.undo()
+    monkeypatch.setenv("HOME", str(home))
+    os.chown(home, -1, 12345)
+    with pytest.raises(MeshError, match="other users can write"):
+        make_cache(DEFAULT)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives folders to other users: needs root")
+def test_root_may_have_another_number(home, monkeypatch):
+    """In a container without rights, nobody seems to own the root folder and /home."""
+    os.chown(home.parent, 65534, -1)
+    with pytest.raises(MeshError, match=f"{home.parent} belongs to the user 65534"):
+        make_cache(DEFAULT)
+    monkeypatch.setattr(private_folder, "_roots_number", lambda: 65534)
+    assert make_cache(DEFAULT) == default_folder()
 
 
 async def test_an_actor_says_that_its_cache_is_refused(home):

@@ -154,18 +154,19 @@ async def hanging_step(controller: Controller) -> Any:
     return controller.start_step(program, {}, {})
 
 
-def keepers() -> set[int]:
-    """Keepers and actors on this machine that are no children of this process."""
-    found = set()
-    for process in psutil.process_iter(["cmdline"]):
-        if "jaxpp_async.actors" in " ".join(process.info["cmdline"] or ()) and is_running(process):
+def keepers(sshd: Sshd) -> set[int]:
+    """Keepers and actors that were started by way of an sshd: by its home, as others run tests on this machine too."""
+    found, home = set(), str(sshd.folder / "home")
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        is_its = (process.info["environ"] or {}).get("HOME") == home
+        if is_its and "jaxpp_async.actors" in " ".join(process.info["cmdline"] or ()) and is_running(process):
             found.add(process.pid)
     return found
 
 
-async def none_left(before: set[int], timeout_s: float = 5.0) -> None:
+async def none_left(sshd: Sshd, before: set[int], timeout_s: float = 5.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while left := keepers() - before:
+    while left := keepers(sshd) - before:
         assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in left]
         await asyncio.sleep(0.05)
 
@@ -187,7 +188,7 @@ async def test_two_hosts_equal_plain_jax(sshd, tmp_path, caplog):
 
     params = [np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8), np.ones((8, 4), np.float32)]
     batch = np.linspace(-2, 2, 4 * 3 * 8, dtype=np.float32).reshape(4, 3, 8)
-    before = keepers()
+    before = keepers(sshd)
     async with (
         nothing_left(caplog),
         jpp.RemoteMesh(2, hosts=tmp_path / "hosts", ssh_options=sshd.options, compilation_cache=CACHE) as mesh,
@@ -197,7 +198,7 @@ async def test_two_hosts_equal_plain_jax(sshd, tmp_path, caplog):
         actual = await mesh.fetch((new, losses))
         assert [info.state for info in mesh.actors] == ["ready", "ready"]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), actual, jax.jit(train_step)(params, batch))
-    await none_left(before)
+    await none_left(sshd, before)
 
 
 @needs_sshd
@@ -208,7 +209,7 @@ async def test_restarts_reach_the_host_again(sshd, tmp_path, caplog):
     def step(w, x):
         return jpp.accumulate_grads(lambda mb: jnp.sin(jpp.pipeline_yield(jnp.tanh(mb @ w)) @ w), jpp.GPipe(2))(x)
 
-    before = keepers()
+    before = keepers(sshd)
     async with (
         nothing_left(caplog),
         jpp.RemoteMesh(
@@ -231,7 +232,7 @@ async def test_restarts_reach_the_host_again(sshd, tmp_path, caplog):
             async with asyncio.timeout(30):
                 np.testing.assert_allclose(await (await mesh.run(distributed, *args)), expected, rtol=1e-5)
         assert [info.state for info in mesh.actors] == ["ready", "ready"]
-    await none_left(before)
+    await none_left(sshd, before)
 
 
 def script(path: Path, text: str) -> str:
@@ -277,12 +278,12 @@ BAD_PYTHONS = [
 async def test_what_a_host_lacks(sshd, tmp_path, caplog, which, error, says):
     """And the host that had started is stopped."""
     python = pythons(tmp_path)[which].replace(" ", "\\ ")
-    before, began = keepers(), time.monotonic()
+    before, began = keepers(sshd), time.monotonic()
     async with nothing_left(caplog):
         with pytest.raises(error, match=f"host localhost:{sshd.port}: .*{says}") as raised:
             await start(launcher(sshd, ["127.0.0.1 port={port}", f"localhost port={{port}} python={python}"]))
     assert time.monotonic() - began < 15 and raised.value.host == "localhost"
-    await none_left(before)
+    await none_left(sshd, before)
 
 
 async def refused(sshd: Sshd, says: str, hosts: list[str] | None = None, **options: Any) -> str:
@@ -395,7 +396,7 @@ async def test_the_end_of_an_actor_is_told_as_here(sshd, caplog):
 
 @needs_sshd
 async def test_a_lost_connection_is_told_as_such(sshd, caplog):
-    before = keepers()
+    before = keepers(sshd)
     async with nothing_left(caplog):
         controller = await start(launcher(sshd))
         (ssh,) = [p for p in psutil.Process().children() if p.name() == "ssh"]
@@ -406,7 +407,7 @@ async def test_a_lost_connection_is_told_as_such(sshd, caplog):
                 await step
         assert "Hello" not in str(raised.value)  # what a keeper says is for us
         await controller.aclose()
-    await none_left(before)
+    await none_left(sshd, before)
 
 
 # ---------------------------------------------------------------- no orphans (cases 15, 16)

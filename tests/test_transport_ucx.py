@@ -7,8 +7,10 @@ import contextlib
 import ctypes
 import gc
 import importlib.util
+import itertools
 import os
 import random
+import socket
 import stat
 import sys
 import time
@@ -26,6 +28,7 @@ from jaxpp_async.transport import shared
 from jaxpp_async.transport.addresses import seal, unseal
 from jaxpp_async.transport.buffers import memory_of
 from jaxpp_async.transport.lookout import SHORTEST_S, Lookout
+from jaxpp_async.transport.network import Network
 from jaxpp_async.transport.shared import SharedBlock
 from jaxpp_async.transport.ucx import direct_words
 from jaxpp_async.transport.ucx import transport as ucx_transport
@@ -152,6 +155,31 @@ async def test_an_error_in_progress_fails_the_futures_and_not_the_loop(make_tran
         with pytest.raises(TransferError, match="no progress any more: injected"):
             await within(future)
     await within(a.aclose())
+
+
+def own_abstract_sockets() -> set[str]:
+    """Names of this process's sockets that every user of this machine can send to."""
+    found = psutil.Process().net_connections("unix")
+    return {one.laddr for one in found if isinstance(one.laddr, str) and one.laddr.startswith("@")}
+
+
+@pytest.mark.skipif(not shares_memory(), reason="needs shared memory")
+async def test_strangers_datagrams_to_the_socket_that_wakes_a_worker_end_nothing():
+    """An empty one, from any user of this machine, ended driver and actors: UCX takes it for an end of file."""
+    before = own_abstract_sockets()
+    a, b = UCXTransport(0, network=Network(())), UCXTransport(1, network=Network(()))
+    await join(a, b)
+    names = own_abstract_sockets() - before
+    assert len(names) == 2
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        stranger.setblocking(False)
+        for i in range(20):
+            for name, words in itertools.product(names, (b"", b"x", bytes(5000))):
+                with contextlib.suppress(BlockingIOError):
+                    stranger.sendto(words, name.replace("@", "\0"))
+            await asyncio.sleep(0)
+            await transfer(a, b, LARGE if i % 5 == 0 else 8, i)
+    await within(a.aclose(), b.aclose())
 
 
 LONGEST_S = 200e-6

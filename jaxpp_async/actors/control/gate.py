@@ -32,6 +32,10 @@ MAX_UNPROVEN = 256
 the oldest from the address that has most of them is closed: it had the most time, and silent peers could keep everybody
 out for the whole of theirs otherwise."""
 
+BACKLOG = 100
+"""How many connections may wait to be accepted. asyncio accepts so many at once, before it tells of any: they all have
+descriptors before the first is closed for being one too many."""
+
 Arrival: TypeAlias = "asyncio.Future[Connection]"
 
 
@@ -63,7 +67,12 @@ class Gate:
         self._most_unproven = max(1, min(MAX_UNPROVEN, free_descriptors() // 4))  # never all that this process has
         # Not serving yet: asyncio would lose the listening socket if this were cancelled at its last wait.
         self._server = await loop.create_server(
-            self._make_connection, host, 0, family=socket.AF_INET, start_serving=False
+            self._make_connection,
+            host,
+            0,
+            family=socket.AF_INET,
+            backlog=min(BACKLOG, self._most_unproven),
+            start_serving=False,
         )
         keep_from_children(*(sock.fileno() for sock in self._server.sockets))
         await self._server.start_serving()

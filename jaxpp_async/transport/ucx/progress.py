@@ -37,6 +37,8 @@ class Progress:
     Args:
         worker: UCX's, in blocking progress mode.
         failures: what its calls raise when it is broken.
+        disturbed: which of these `arm` raises after an empty datagram came to the socket by which peers wake the worker
+            through shared memory. UCX takes it for an end of file, but every user of this machine can send one.
         completed: what has ended since it was told last; UCX's callbacks fill it.
         deliver: tells what has ended, and says whether anything has.
         looks: whether it is worth while to look for messages before sleeping.
@@ -50,6 +52,7 @@ class Progress:
         self,
         worker: Any,
         failures: type[Exception],
+        disturbed: type[Exception],
         completed: Sized,
         *,
         deliver: Callable[[], bool],
@@ -57,6 +60,7 @@ class Progress:
         broken: Callable[[str], None],
     ):
         self._worker, self._failures, self._completed = worker, failures, completed
+        self._disturbed = disturbed
         self._deliver, self._looks, self._broken = deliver, looks, broken
         self._loop = asyncio.get_running_loop()
         self._kicked = self._running = self._stalled = False
@@ -119,9 +123,15 @@ class Progress:
                     self._poll(worker)
                     # Others' turn: what has come is told to futures, which run in the loop's next pass.
                     return False, False
-                if worker.arm():
+                if self._arm(worker):
                     return True, was_idle
         return False, was_idle
+
+    def _arm(self, worker: Any) -> bool:
+        try:
+            return worker.arm()
+        except self._disturbed:  # that datagram is read by now, like any other signal
+            return False
 
     def _poll(self, worker: Any) -> None:
         """Look for messages for a little while, and tell what came."""

@@ -97,6 +97,7 @@ class UCXTransport:
         self._progress = Progress(
             self._worker,
             self._ucxx.UCXError,
+            self._ucxx.UCXConnectionResetError,
             self._port.completed,
             deliver=self._deliver,
             looks=self._looks,
