@@ -212,6 +212,8 @@ class RemoteArray:
     __mod__ = __rmod__ = _not_here("`%`")
     __pow__ = __rpow__ = _not_here("`**`")
     __neg__, __pos__, __abs__, __round__ = map(_not_here, ("`-`", "`+`", "abs()", "round()"))
+    # A second handle of the same buffers: the first of the two that went would free them.
+    __copy__, __deepcopy__, __reduce_ex__ = map(_not_here, ("copy.copy()", "copy.deepcopy()", "pickling"))
 
     def __eq__(self, other: object) -> bool:
         """Whether it is the same handle; values are not here to be compared."""

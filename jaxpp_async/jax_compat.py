@@ -8,8 +8,9 @@ Tested with JAX 0.10 and 0.12.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -172,10 +173,23 @@ _TAKES_VALUES = frozenset(("typeof", "_arraylike"))
 
 def takes_a_value(frame: FrameType) -> bool:
     """Whether it is one of JAX's functions that look at what they are to compute with: `jnp.mean`, `jax.jit(f)` and all
-    others come by these. Others ask for `__jax_array__` too: `jax.eval_shape`, to which a shape is enough, and C++,
-    which prints what a property raises.
+    others come by these. Others ask for `__jax_array__` too: `jax.eval_shape`, to which a shape is enough, C++, which
+    prints what a property raises, and `jnp.size`, by the same way as those that take a value.
     """
-    return frame.f_code.co_name in _TAKES_VALUES and frame.f_globals.get("__name__", "").startswith("jax.")
+    if frame.f_code.co_name not in _TAKES_VALUES or not frame.f_globals.get("__name__", "").startswith("jax."):
+        return False
+    return not any(f.f_code is jnp.size.__code__ for f in itertools.islice(_callers(frame), _FRAMES_TO_SIZE))
+
+
+_FRAMES_TO_SIZE = 3
+"""A generator and a check lie between `jnp.size` and what it has in common with others."""
+
+
+def _callers(frame: FrameType) -> Iterator[FrameType]:
+    caller = frame.f_back
+    while caller is not None:
+        yield caller
+        caller = caller.f_back
 
 
 # ---------------------------------------------------------------- memory and devices

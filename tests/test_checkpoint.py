@@ -503,6 +503,16 @@ async def test_any_name_that_a_file_system_allows(mesh, tmp_path, name, caplog, 
     assert caplog.text.encode() and "UnicodeEncodeError" not in capfd.readouterr().err
 
 
+async def test_a_save_that_could_not_begin_says_only_that(mesh, tmp_path, caplog):
+    """It has written nothing that could be left over."""
+    (tmp_path / "file").touch()
+    for name in ("file", "file/in it", "x" * 300):
+        with pytest.raises(CheckpointError, match="could not be saved: "):
+            await mesh.save(tmp_path / name, [await mesh.put(np.ones(3, np.float32))])
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert os.listdir(tmp_path) == ["file"]
+
+
 @pytest.mark.parametrize("name", ["with\0nul", b"with\0nul", "half \ud800"], ids=ascii)
 async def test_names_that_no_file_can_have(mesh, tmp_path, name):
     path = os.path.join(tmp_path if isinstance(name, str) else os.fsencode(tmp_path), name)

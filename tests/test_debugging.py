@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import logging
 import operator
+import pickle
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -327,6 +330,9 @@ MISUSES = {
     "`==`": lambda a: a == 3,
     "the format '.3f'": lambda a: f"{a:.3f}",
     "conversion to numpy (of arithmetic)": lambda a: np.ones(3) + a,
+    "copy.copy()": copy.copy,
+    "copy.deepcopy()": copy.deepcopy,
+    "pickling": pickle.dumps,
 }
 
 
@@ -364,6 +370,9 @@ async def test_its_type_is_there_for_whoever_asks_for_no_value(mesh, capfd):
     """Nor does C++, which asks for the same attribute, print anything."""
     array = await mesh.put(X)
     assert jax.eval_shape(jnp.mean, array).shape == () and jnp.shape(array) == X.shape
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of JAX: it is no array
+        assert (jnp.size(array), jnp.size(array, 0)) == (X.size, X.shape[0])  # counts of parameters
     assert jax.make_jaxpr(jnp.sin)(array).in_avals[0].shape == X.shape
     assert not hasattr(array, "__jax_array__")
     for fn in (jax.device_put, jax.lax.sin):
@@ -441,6 +450,10 @@ DONATIONS = {
         lambda state: (1.0, {"new": shrinking(state, W)[0]}), (STATE,), ["state['w'] f", "result[1]['new']['w']"], []
     ),
     "as it was": (lambda state, x: (x.sum(), state), (STATE, X), [], []),
+    "handed back elsewhere": (
+        lambda state: {"w": state["n"], "n": state["w"]}, ({"w": W, "n": W[0]},), [], []
+    ),
+    "a batch in whose place the loss stands": (lambda batch, w: (batch.sum(), w + 1), (X, W), [], []),
     "no result continues it": (lambda w, state: ({"loss": w.sum()}, state), (W, STATE), [], []),
 }  # fmt: skip
 

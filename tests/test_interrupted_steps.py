@@ -286,10 +286,23 @@ PAIR = {"w": F, "b": F}
 CONTINUED = {
     "a state": (lambda s, x: (s, x.sum()), (PAIR, F), "s['b']=result[0]['b'] s['w']=result[0]['w']"),
     "somewhere inside": (lambda s: {"loss": 1.0, "new": (s,)}, (F,), "s=result['new'][0]"),
-    "each by its own, in order": (lambda p, m: (1, m + 1, p + 1), (F, F), "p=result[1] m=result[2]"),
-    "each handed back as it came": (lambda p, m: (1, m, p), (F, F), "p=result[2] m=result[1]"),
+    "each by its own, in order": (lambda p, m: (1, p * m, m * p), (F, F), "p=result[1] m=result[2]"),
+    "each by itself, handed back": (lambda p, m: (1, m, p), (F, F), "p=result[2] m=result[1]"),
+    "each by its own, in another order": (
+        lambda m, p: (p - 0.1 * (new := 0.9 * m + jnp.sum(p * p)), new),
+        (F, F),
+        "m=result[1] p=result[0]",
+    ),
+    "not by one that is made of others": (lambda x, y: (x.sum(), y + 1), (F, F), "y=result[1]"),
+    "not by what is computed of it as well": (lambda x: (jnp.tanh(x * 2) + 1, x + 1), (F,), "x=result[1]"),
+    "anew": (lambda p, last, i: (p + 1, jnp.full(3, i * 2.0)), (F, F, INT), "p=result[0] last=result[1]"),
+    "of gradients and parameters the parameters": (
+        lambda g, p: jax.tree.map(lambda p, g: p - 0.1 * (g * 0.9), p, g),
+        (PAIR, PAIR),
+        "p['b']=result['b'] p['w']=result['w']",
+    ),
     "trees before leaves": (
-        lambda x, s: (s["w"] + 1, s),
+        lambda x, s: (s["w"] + x, s),
         (F, PAIR),
         "x=result[0] s['b']=result[1]['b'] s['w']=result[1]['w']",
     ),

@@ -88,6 +88,21 @@ async def test_setup_that_cannot_be_sent_is_told_before_anything_runs():
             pass
 
 
+async def test_what_a_step_that_cannot_be_sent_was_given_stays(remote_mesh, monkeypatch):
+    """Also what the step would have freed, since it does not use it, and what it would have handed back."""
+    mesh = await remote_mesh(2, launcher="inline")
+    step = mesh.distributed(lambda gone, back, used, more: (back, used + more.sum()), donate_argnums=(0, 1, 2))
+    xs = await mesh.run(mesh.distributed(lambda: tuple(np.arange(3.0, dtype="f4") + k for k in range(3))))
+    more = np.ones(1000, np.float32)
+    await step.compile(*xs, more)
+    with monkeypatch.context() as patch:
+        patch.setattr(mesh._running().outbox, "_encoder", codec.Encoder(500))
+        with pytest.raises(MeshError, match="Step takes"):
+            await mesh.run(step, *xs, more)
+    await mesh._running().inspect()  # whatever is to be freed is freed
+    assert [float((await x)[0]) for x in xs] == [0.0, 1.0, 2.0]
+
+
 # ---------------------------------------------------------------- the other way
 
 

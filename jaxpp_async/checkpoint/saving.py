@@ -210,7 +210,7 @@ class _Job:
         self._manifest = b""
         self._files: dict[str, m.File] = {}
         self._arrays: dict[str, m.Array] = {}
-        self._stopped, self._committed = threading.Event(), False
+        self._stopped, self._began, self._committed = threading.Event(), False, False
 
     async def run(self) -> None:
         """Settles the `Saving`, whatever happens."""
@@ -246,6 +246,7 @@ class _Job:
 
     async def _write_all(self) -> None:
         await in_thread(self._begin)
+        self._began = True
         writers = {process: self._write_on(process, files) for process, files in self._plan.files.items()}
         if self._leaves.host:
             writers[CONTROLLER] = self._write_here()
@@ -369,7 +370,8 @@ class _Job:
                 checkpoint_folder.remove_empty(folder)
 
         try:
-            names = () if await in_thread(self._is_in_place) else self._own_files()
+            if self._began and not await in_thread(self._is_in_place):
+                names = self._own_files()
             await self._sweeps.run(self._folder, names, remove_folder=bool(self._made))
             await in_thread(remove)
         except (OSError, CheckpointError) as error:
