@@ -32,7 +32,8 @@ async def main():
     await asyncio.gather(first.send(x, 1, tag), second.recv(y, 0, tag))
     await asyncio.gather(second.send(x, 0, tag), first.recv(y, 1, tag))
     for _ in range(100):  # a second connection may be accepted behind the first message
-        inherited = subprocess.run(LIST, close_fds=False, capture_output=True, text=True, check=True).stdout.split("\\n")
+        listed = subprocess.run(LIST, close_fds=False, capture_output=True, text=True, check=True)
+        inherited = listed.stdout.split("\\n")
         if not any(line.startswith("socket:") for line in inherited):
             break
         await asyncio.sleep(0.05)

@@ -257,6 +257,15 @@ def test_a_keeper_leaves_nothing_behind(how, tmp_path):
         keeper.stdout.close()
 
 
+async def test_signs_of_life_over_a_command_of_ones_own_keep_a_short_lease():
+    controller = await start(elsewhere(["a"], lease_s=1.0), 1)
+    try:
+        await asyncio.sleep(2.5)
+        assert controller.cause is None
+    finally:
+        await controller.aclose()
+
+
 # ---------------------------------------------------------------- what all of them share
 
 

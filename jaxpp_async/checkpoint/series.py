@@ -146,9 +146,9 @@ class Checkpoints:
         return os.path.join(self.directory, f"{step_number:0{_DIGITS}d}")
 
     async def remove_leftovers(self) -> list[str]:
-        """Remove what saves have left whose process died: files that no manifest names, in `directory` itself too, where
-        `mesh.save` may have put one checkpoint. Nothing else removes them, for nobody can tell them from those of a
-        save under way: call this while no run saves here, also no other one.
+        """Remove what saves have left whose process died: files that no manifest names, in `directory` itself too,
+        where `mesh.save` may have put one checkpoint. Nothing else removes them, for nobody can tell them from those of
+        a save under way: call this while no run saves here, also no other one.
 
         Returns:
             The files removed, as paths.

@@ -72,9 +72,10 @@ class RayReach:
 
     keeper_each = True
     login_mark: str | None = None
+    lease_s = LEASE_S
 
-    def __init__(self, bundle: Mapping[str, float], *, own_python: bool, lease_s: float = LEASE_S):
-        self._bundle, self._own_python, self._beat_s = dict(bundle), own_python, beat_s_of(lease_s)
+    def __init__(self, bundle: Mapping[str, float], *, own_python: bool):
+        self._bundle, self._own_python = dict(bundle), own_python
         self._ray: Any = None
         self._is_ours = False
         self._group: Any = None
@@ -135,7 +136,7 @@ class RayReach:
             concurrency_groups={"read": 1, "write": 1},  # one thread each: reading waits, and writes keep their order
             max_restarts=0,
         )(KeeperRunner)
-        return _RayStream(self._ray, runner.remote(list(command)), on_line, self._beat_s)
+        return _RayStream(self._ray, runner.remote(list(command)), on_line, beat_s_of(self.lease_s))
 
     def explain(self, host: Host, error: NotUpError) -> Explanation | None:
         """See `Reach`."""
@@ -236,11 +237,8 @@ class RayLauncher(RemoteLauncher):
 
     def __init__(self, num_processes: int, *, bundle: Mapping[str, float] | None = None, **options: Any):
         settings = options.get("settings")
-        reach = RayReach(
-            bundle or {"CPU": 1},
-            own_python=settings is not None and settings.python is not None,
-            lease_s=options.get("lease_s", LEASE_S),
-        )
+        own_python = settings is not None and settings.python is not None
+        reach = RayReach(bundle or {"CPU": 1}, own_python=own_python)
         super().__init__(reach, (), **options)
         self._num_processes, self._ray_reach = num_processes, reach
 

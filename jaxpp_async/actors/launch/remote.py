@@ -68,6 +68,9 @@ class Reach(Protocol):
     login_mark: str | None
     """A line that tells that the host let us in, before Python starts; None if there is none."""
 
+    lease_s: float
+    """How long what it runs waits for a sign of life; its launcher sets it."""
+
     async def resolve(self, hosts: Sequence[Host]) -> list[str]:
         """Names or addresses by which to find the route to the hosts."""
         ...
@@ -103,7 +106,7 @@ class RemoteLauncher:
             hosts (loopback, if all are this machine).
         actor: `module:name` of the actor class, for tests of the control plane.
         forward: called with each line that an actor or a host prints, prefixed; default: to `sys.stderr`.
-        lease_s: see `LocalLauncher`; that of `reach` is its own. timeouts: of hosts.
+        lease_s: see `LocalLauncher`; `reach` gets it too. timeouts: of hosts.
 
     Attributes:
         slots_each: how many slots of one host a process takes; to be set before the first is started.
@@ -129,7 +132,8 @@ class RemoteLauncher:
         self.slots_are_processes = reach.keeper_each
         self._control_address = control_address
         self._forward = forward or print_to_stderr
-        self._lease_s, self._timeouts = lease_s, timeouts or Timeouts()
+        self._lease_s = reach.lease_s = lease_s
+        self._timeouts = timeouts or Timeouts()
         self._handshakes = asyncio.Semaphore(MAX_HANDSHAKES)
         self._links: dict[Hashable, asyncio.Task[KeeperLink]] = {}
         self._lines = HostLines()
@@ -276,14 +280,14 @@ class CommandReach:
 
     Args:
         command: (placement, argument vector of the keeper) to the argument vector of a process here.
-        lease_s: as of the launcher.
     """
 
     keeper_each = False
     login_mark: str | None = None
+    lease_s = LEASE_S
 
-    def __init__(self, command: Callable[[Placement, Sequence[str]], Sequence[str]], *, lease_s: float = LEASE_S):
-        self._command, self._lease_s = command, lease_s
+    def __init__(self, command: Callable[[Placement, Sequence[str]], Sequence[str]]):
+        self._command = command
         self._warden: Warden | None = None
 
     async def resolve(self, hosts: Sequence[Host]) -> list[str]:
@@ -293,7 +297,7 @@ class CommandReach:
     async def open(self, placement: Placement, keeper: Sequence[str], on_line: Callable[[str], None]) -> Stream:
         """See `Reach`."""
         if self._warden is None:
-            self._warden = Warden(beat_s_of(self._lease_s))
+            self._warden = Warden(beat_s_of(self.lease_s))
         command = self._command(placement, keeper)
         if shutil.which(command[0]) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])

@@ -16,7 +16,6 @@ from jaxpp_async.actors.launch.explain import Explanation
 from jaxpp_async.actors.launch.host_program import NotUpError
 from jaxpp_async.actors.launch.hosts import Host, Placement
 from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
-from jaxpp_async.actors.processes.exit_codes import LEASE_S
 from jaxpp_async.errors import MeshError
 
 _TOOL_S = 10.0
@@ -47,8 +46,8 @@ class SlurmReach(CommandReach):
 
     keeper_each = True
 
-    def __init__(self, version: tuple[int, ...], *, lease_s: float = LEASE_S):
-        super().__init__(lambda placement, keeper: srun_command(placement, keeper, version), lease_s=lease_s)
+    def __init__(self, version: tuple[int, ...]):
+        super().__init__(lambda placement, keeper: srun_command(placement, keeper, version))
 
     def explain(self, host: Host, error: NotUpError) -> Explanation | None:
         """See `Reach`."""
@@ -88,20 +87,18 @@ def slurm_launcher(env: Mapping[str, str] | None = None, **options: Any) -> Remo
     Raises:
         MeshError: not inside an allocation, or without Slurm's commands.
     """
-    hosts, reach = slurm_reach(env, lease_s=options.get("lease_s", LEASE_S))
+    hosts, reach = slurm_reach(env)
     return RemoteLauncher(reach, hosts, **options)
 
 
-def slurm_reach(
-    env: Mapping[str, str] | None = None, *, lease_s: float = LEASE_S
-) -> tuple[tuple[Host, ...], SlurmReach]:
+def slurm_reach(env: Mapping[str, str] | None = None) -> tuple[tuple[Host, ...], SlurmReach]:
     """The hosts of the allocation, and the way to them.
 
     Raises:
         MeshError: not inside an allocation, or without Slurm's commands.
     """
     hosts = allocation(os.environ if env is None else env)
-    return hosts, SlurmReach(parse_version(_output("srun", "--version")), lease_s=lease_s)
+    return hosts, SlurmReach(parse_version(_output("srun", "--version")))
 
 
 def allocation(env: Mapping[str, str]) -> tuple[Host, ...]:

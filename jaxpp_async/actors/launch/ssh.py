@@ -19,7 +19,6 @@ from jaxpp_async.actors.launch.explain import Explanation, explain_ssh
 from jaxpp_async.actors.launch.host_program import NotUpError
 from jaxpp_async.actors.launch.hosts import Host
 from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
-from jaxpp_async.actors.processes.exit_codes import LEASE_S
 from jaxpp_async.errors import MeshError
 
 LOGIN_MARK = "jaxpp-async-login"
@@ -68,8 +67,8 @@ class SSHReach(CommandReach):
 
     login_mark: str | None = LOGIN_MARK
 
-    def __init__(self, ssh_options: Sequence[str] = (), *, program: str = "ssh", lease_s: float = LEASE_S):
-        super().__init__(lambda p, keeper: ssh_command(p.host, keeper, ssh_options, program), lease_s=lease_s)
+    def __init__(self, ssh_options: Sequence[str] = (), *, program: str = "ssh"):
+        super().__init__(lambda p, keeper: ssh_command(p.host, keeper, ssh_options, program))
         self._ssh_options, self._program = tuple(ssh_options), program
 
     async def resolve(self, hosts: Sequence[Host]) -> list[str]:
@@ -106,10 +105,10 @@ def ssh_launcher(hosts: Sequence[Host], *, ssh_options: Sequence[str] = (), **op
     Raises:
         MeshError: there is no ssh here.
     """
-    return RemoteLauncher(ssh_reach(ssh_options, lease_s=options.get("lease_s", LEASE_S)), hosts, **options)
+    return RemoteLauncher(ssh_reach(ssh_options), hosts, **options)
 
 
-def ssh_reach(ssh_options: Sequence[str] = (), *, lease_s: float = LEASE_S) -> SSHReach:
+def ssh_reach(ssh_options: Sequence[str] = ()) -> SSHReach:
     """The way over ssh.
 
     Raises:
@@ -117,4 +116,4 @@ def ssh_reach(ssh_options: Sequence[str] = (), *, lease_s: float = LEASE_S) -> S
     """
     if shutil.which("ssh") is None:
         raise MeshError("hosts are reached with ssh, which is not installed here; Debian: apt install openssh-client")
-    return SSHReach(ssh_options, lease_s=lease_s)
+    return SSHReach(ssh_options)
