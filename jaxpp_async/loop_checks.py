@@ -6,7 +6,7 @@ Each error begins with the line of the `accumulate_grads` call. Nothing is run.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +34,24 @@ def check_option(wanted: Any) -> int | None:
     if count < 1:
         raise deliberate(ValueError(f"num_microbatches is {wanted!r}; give a number of at least 1, or None"))
     return count
+
+
+def check_no_batch(schedule: Any, line: str) -> None:
+    """What stands in a schedule's place is no batch; a schedule that is wrong in itself is found where it is used.
+
+    Raises:
+        TypeError: it is a mapping, or has arrays in it.
+    """
+    if hasattr(schedule, "tasks"):
+        return
+    if isinstance(schedule, Mapping) or any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(schedule)):
+        raise deliberate(
+            TypeError(
+                f"{line}: argument 2 of accumulate_grads is a {type(schedule).__name__}, not a schedule; write "
+                "`accumulate_grads(fn, Std1F1B(num_stages=2))(batch)`, with the schedule that you want: what "
+                "accumulate_grads returns takes the batch"
+            )
+        )
 
 
 def microbatch_count(names: Sequence[str], shapes: Sequence[tuple[int, ...]], wanted: int | None, line: str) -> int:

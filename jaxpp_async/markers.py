@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax import lax
 from jaxpp_async import explicit, jax_compat, jax_config, jax_origins, loop_checks, nonfinite, tracebacks
 from jaxpp_async.errors import StageError
 from jaxpp_async.reductions import Reduction
-from jaxpp_async.tracebacks import HiddenFrames
+from jaxpp_async.tracebacks import HiddenFrames, deliberate
 
 # ---------------------------------------------------------------- pipeline_yield
 #
@@ -296,19 +296,39 @@ def accumulate_grads(
     Raises:
         StageError: `batch` has no leaves, or they do not share a leading microbatch axis, or not one of
             `num_microbatches`.
-        TypeError: `reduce` does not fit `fn`'s result, or is not given where `fn` returns `(loss, grads)`.
+        TypeError: `schedule` is a batch; `reduce` does not fit `fn`'s result, or is not given where `fn` returns
+            `(loss, grads)`.
 
     Source: the JaxPP paper, section "Gradient Accumulation Loop".
     """
     line = jax_origins.caller_line()
     with HiddenFrames():
+        loop_checks.check_no_batch(schedule, line)
         wanted = loop_checks.check_option(num_microbatches)
+    return UncalledLoop(lambda batch: _run_loop(fn, batch, schedule, reduce, pass_index, wanted, line), line)
 
-    def run(batch: Any) -> Any:
+
+class UncalledLoop:
+    """A function of the batch that says to be called where somebody takes it for its results."""
+
+    def __init__(self, run: Callable[[Any], Any], line: str):
+        self._run, self._line, self.__name__ = run, line, "run"
+
+    def __call__(self, batch: Any) -> Any:
         with HiddenFrames():
-            return _run_loop(fn, batch, schedule, reduce, pass_index, wanted, line)
+            return self._run(batch)
 
-    return run
+    def __getitem__(self, key: object) -> NoReturn:
+        """Unpacking comes here too, since there is no `__iter__`."""
+        with HiddenFrames():
+            raise deliberate(TypeError(self.advice()))
+
+    def advice(self) -> str:
+        """What to write instead."""
+        return (
+            f"{self._line}: accumulate_grads returns a function, and this one has no results yet: call it with the "
+            "batch, `accumulate_grads(fn, schedule)(batch)`"
+        )
 
 
 def _run_loop(

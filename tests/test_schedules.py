@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import time
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -546,3 +547,22 @@ def test_long_cycle_is_cut():
         resolve(rows, num_stages=60, num_microbatches=30, num_actors=30)
     assert "and so on over" in str(caught.value)
     assert len(str(caught.value).splitlines()) <= 24
+
+
+BUILT_IN = [GPipe, Std1F1B, Eager1F1B, Interleaved1F1B, LoopedBFS, ZeroBubbleH1, ZeroBubbleH2, ZeroBubbleV, DualPipeV]
+
+
+@pytest.mark.parametrize("kind", BUILT_IN)
+def test_counts_that_a_schedule_is_not_given_are_told_where_they_go(kind):
+    name = kind.__name__
+    with pytest.raises(TypeError, match=rf"^{name} has no option num_microbatches=; .* leading axis of the batch .*"):
+        kind(num_stages=2, num_microbatches=4)
+    with pytest.raises(TypeError, match=rf"^{name} has no option num_actors=; the mesh says .*: RemoteMesh\("):
+        kind(2, num_actors=2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'stages'"):
+        kind(stages=2)
+    made = kind(num_stages=2)
+    assert str(inspect.signature(kind)) == "(num_stages: 'int') -> None" and repr(made) == f"{name}(num_stages=2)"
+    assert made == kind(2) == pickle.loads(pickle.dumps(made)) and hash(made) == hash(kind(2))
+    with pytest.raises(FrozenInstanceError):
+        made.num_stages = 3

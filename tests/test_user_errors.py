@@ -698,6 +698,33 @@ async def test_a_call_without_await_says_so_where_its_result_is_used(name, meshe
         await unawaited
 
 
+async def test_a_loop_that_is_not_called_says_so_where_its_results_are_used(meshes):
+    loop = jpp.accumulate_grads(jnp.sum, jpp.GPipe(1))
+    says = r"^.*test_user_errors.py:\d+: accumulate_grads returns a function, and .*: call it with the batch, `accumul"
+    with pytest.raises(TypeError, match=says) as unpacked:
+        _, _ = loop  # type: ignore[misc]
+    with pytest.raises(TypeError, match=says) as indexed:
+        loop[0]  # type: ignore[index]
+    mesh = meshes["plain"]
+    with pytest.raises(TypeError, match=says) as returned:
+        await mesh.run(mesh.distributed(lambda x: (x, loop)), X)
+    for caught in (unpacked, indexed, returned):
+        assert caught.traceback[-1].path == Path(__file__), "no frame of the package behind the user's"
+    with pytest.raises(TypeError, match="UncalledLoop"):
+        jax.jit(lambda x: x - loop)(X)
+    for call in (jax.jit(loop), functools.partial(loop), jax.checkpoint(loop), jax.jit(jax.value_and_grad(loop))):
+        assert jax.tree.leaves(call(X))[0] == X.sum()  # it is a function to everyone
+    assert loop.__name__ == "run" and list(inspect.signature(loop).parameters) == ["batch"]
+
+
+@pytest.mark.parametrize("batch", [{"x": X}, (X, X), X, [jnp.ones(3)]], ids=["dict", "tuple", "array", "list"])
+def test_a_batch_in_the_schedules_place(batch):
+    says = rf"^.*py:\d+: argument 2 of accumulate_grads is a {type(batch).__name__}, not a schedule; write `accum"
+    with pytest.raises(TypeError, match=says) as caught:
+        jpp.accumulate_grads(jnp.sum, batch)
+    assert caught.traceback[-1].path == Path(__file__)
+
+
 async def test_what_a_call_returns_is_a_coroutine_to_everyone(meshes):
     mesh = meshes["plain"]
     step = mesh.distributed(GOOD)

@@ -56,7 +56,11 @@ def trace(
         full = list(args)
         for position, value in zip(dynamic, dynamic_args, strict=True):
             full[position] = value
-        return _with_no_tangents(fn(*full))
+        results = fn(*full)
+        for leaf in jax.tree.leaves(results):
+            if isinstance(leaf, markers.UncalledLoop):  # else JAX says that it is no array
+                raise tracebacks.deliberate(TypeError(leaf.advice()))
+        return _with_no_tangents(results)
 
     dynamic_args = jax.tree.map(explicit.replicated_unless_given, tuple(args[i] for i in dynamic))
     closed, out_shapes = _traced(flat_fn, dynamic_args)

@@ -4,13 +4,16 @@ Pure order: never looks at a program, never validates a schedule.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, dataclass_transform, runtime_checkable
 
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program import Task, TaskType
+
+_T = TypeVar("_T")
 
 
 @runtime_checkable
@@ -30,7 +33,32 @@ class Schedule(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+_ELSEWHERE = {
+    "num_microbatches": "how many there are says the leading axis of the batch that the loop is called with; "
+    "accumulate_grads(..., num_microbatches=) checks it",
+    "num_actors": "the mesh says how many there are: RemoteMesh(num_actors)",
+}
+"""What no built-in schedule takes, though schedules elsewhere do."""
+
+
+@dataclass_transform(frozen_default=True)
+def frozen_schedule(cls: type[_T]) -> type[_T]:
+    """A frozen dataclass that says where to give what a schedule does not take."""
+    made = dataclass(frozen=True)(cls)
+    init = made.__init__
+
+    @functools.wraps(init)
+    def checked(self: _T, *args: Any, **options: Any) -> None:
+        for name in options:
+            if name in _ELSEWHERE:
+                raise TypeError(f"{type(self).__name__} has no option {name}=; {_ELSEWHERE[name]}")
+        init(self, *args, **options)
+
+    made.__init__ = checked
+    return made
+
+
+@frozen_schedule
 class BuiltIn:
     """Args: num_stages: stages of the loop body, one more than its `pipeline_yield`s.
 

@@ -14,16 +14,15 @@ Activations are counted in (stage, microbatch) pairs whose forward is done and w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from jaxpp_async.program import Task, TaskType
-from jaxpp_async.schedules.base import BuiltIn, flat, neighbouring_stages, through
+from jaxpp_async.schedules.base import BuiltIn, flat, frozen_schedule, neighbouring_stages, through
 
 # ---------------------------------------------------------------- neighbouring stages on one actor
 
 
-@dataclass(frozen=True)
+@frozen_schedule
 class GPipe(BuiltIn):
     """All forwards, then all backwards. Stage s is on actor s*A//S.
 
@@ -43,7 +42,7 @@ class GPipe(BuiltIn):
         ]
 
 
-@dataclass(frozen=True)
+@frozen_schedule
 class Std1F1B(BuiltIn):
     """One forward, one backward (PipeDream-Flush). Stage s is on actor s*A//S; several on one actor run as one longer
     stage (see `GPipe`).
@@ -60,7 +59,7 @@ class Std1F1B(BuiltIn):
         return _one_forward_one_backward(self.num_stages, num_microbatches, num_actors, warmup_per_hop=1)
 
 
-@dataclass(frozen=True)
+@frozen_schedule
 class Eager1F1B(BuiltIn):
     """1F1B that runs forwards further ahead: two warm-up forwards for each actor behind, where `Std1F1B` has one. An
     activation then arrives one slot before it is needed, which hides the transfer. Placed as `Std1F1B`.
@@ -92,7 +91,7 @@ def _one_forward_one_backward(
 # ---------------------------------------------------------------- stages dealt round
 
 
-@dataclass(frozen=True)
+@frozen_schedule
 class Interleaved1F1B(BuiltIn):
     """1F1B in which each actor holds v = S/A stages that lie A apart: stage s is on actor s % A. A microbatch passes
     every actor v times, and the bubble shrinks by v at the price of v times the transfers.
@@ -149,7 +148,7 @@ def _groups(num_microbatches: int, num_actors: int) -> tuple[int, list[range]]:
     return len(groups[0]), groups
 
 
-@dataclass(frozen=True)
+@frozen_schedule
 class LoopedBFS(BuiltIn):
     """Breadth-first: an actor runs all microbatches through one of its stages before the next stage. Stage s is on
     actor s % A. Each stage's weights are used, and its gradient is finished, in one go.

@@ -20,11 +20,10 @@ backward two. Activations are counted in (part, microbatch) pairs, each half as 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from jaxpp_async.program import Task, TaskType
-from jaxpp_async.schedules.base import BuiltIn, neighbouring_stages, through
+from jaxpp_async.schedules.base import BuiltIn, frozen_schedule, neighbouring_stages, through
 from jaxpp_async.schedules.zero_bubble import one_forward_two_halves
 
 Phases: TypeAlias = list[tuple[str, int]]
@@ -33,7 +32,7 @@ Phases: TypeAlias = list[tuple[str, int]]
 LETTERS: dict[str, TaskType] = {"f": "fwd", "b": "bwd", "i": "bwd_input", "w": "bwd_weight"}
 
 
-@dataclass(frozen=True)
+@frozen_schedule
 class _VShaped(BuiltIn):
     """Parts and letters; a subclass gives the phases."""
 
@@ -50,7 +49,7 @@ class _VShaped(BuiltIn):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@frozen_schedule
 class ZeroBubbleV(_VShaped):
     """No idle actor between its first and its last task, with the activations of 1F1B's first actor: each microbatch
     takes the same time on every actor, down and up. Placed in a V (see the module's first lines).
@@ -79,7 +78,7 @@ class ZeroBubbleV(_VShaped):
         ]
 
 
-@dataclass(frozen=True)
+@frozen_schedule
 class DualPipeV(_VShaped):
     """DeepSeek's DualPipe cut in half: in the steady state a forward of one direction and a whole backward of the other
     stand side by side, so that what one communicates can overlap what the other computes. Placed in a V (see the

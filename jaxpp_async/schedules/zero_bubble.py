@@ -10,13 +10,11 @@ are counted in (stage, microbatch) pairs whose forward is done and whose `bwd_we
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from jaxpp_async.program import Task
-from jaxpp_async.schedules.base import BuiltIn, neighbouring_stages, through
+from jaxpp_async.schedules.base import BuiltIn, frozen_schedule, neighbouring_stages, through
 
 
-@dataclass(frozen=True)
+@frozen_schedule
 class ZeroBubbleH1(BuiltIn):
     """1F1B with each weight gradient put off by one microbatch for each actor ahead. Input gradients reach the first
     actor sooner, and weight gradients fill the end. Also called ZB1P. Stage s is on actor s*A//S; several on one actor
@@ -32,7 +30,7 @@ class ZeroBubbleH1(BuiltIn):
         return one_forward_two_halves(self.num_stages, num_microbatches, num_actors, per_hop=1)
 
 
-@dataclass(frozen=True)
+@frozen_schedule
 class ZeroBubbleH2(BuiltIn):
     """`ZeroBubbleH1` with twice the warm-up forwards and twice the delay of weight gradients: from M = 2A-1 on no actor
     idles between its first and its last task. Also called ZB2P. Placed as `ZeroBubbleH1`.
