@@ -59,7 +59,12 @@ def says_to_await(method: Callable[_P, CoroutineType[Any, Any, _T]]) -> Callable
 
     @functools.wraps(method)
     def call(*args: _P.args, **options: _P.kwargs) -> CoroutineType[Any, Any, _T]:
-        return UnawaitedCoroutine(method(*args, **options))  # pyright: ignore[reportReturnType]  # as `__class__` says
+        with HiddenFrames():
+            try:
+                coroutine = method(*args, **options)
+            except TypeError as error:  # nothing of it has run: it cannot be called with these arguments
+                raise deliberate(error) from None
+            return UnawaitedCoroutine(coroutine)  # pyright: ignore[reportReturnType]  # as `__class__` says
 
     mark = getattr(inspect, "markcoroutinefunction", None)  # Python 3.12
     return mark(call) if mark is not None else call

@@ -335,6 +335,7 @@ class RemoteMesh:
 
     # ---------------------------------------------------------------- values
 
+    @mesh_options.only_known
     @says_to_await
     async def put(self, tree: Any, like: Any = None) -> Any:
         """Host values to actors.
@@ -354,6 +355,7 @@ class RemoteMesh:
         with HiddenFrames():
             return await self._values.put(tree, like)
 
+    @mesh_options.only_known
     @says_to_await
     async def fetch(self, tree: Any) -> Any:
         """Bring arrays here.
@@ -378,6 +380,7 @@ class RemoteMesh:
         """Its saves (for `Checkpoints`)."""
         return self._saver
 
+    @mesh_options.only_known
     @says_to_await
     async def save(
         self, path: checkpoint_folder.Path, tree: Any, *, wait: bool = True, on_progress: OnProgress | None = None
@@ -405,6 +408,7 @@ class RemoteMesh:
         with HiddenFrames():
             return await self._saver.save(path, tree, wait=wait, on_progress=on_progress)
 
+    @mesh_options.only_known
     @says_to_await
     async def restore(self, path: checkpoint_folder.Path, like: Any) -> Any:
         """Bring back what `save` saved, from however many actors and with whatever schedule.

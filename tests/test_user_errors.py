@@ -874,6 +874,21 @@ async def test_steps_and_functions_of_elsewhere(meshes, monkeypatch):
             await mesh.run(GOOD, [W, W], X)
 
 
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda mesh: mesh.save("a", W, on_progres=print), "RemoteMesh.save .* on_progres=; did you mean on_progress="),
+        (lambda mesh: mesh.restore("a", lik=W), "RemoteMesh.restore has no option lik=; did you mean like="),
+        (lambda mesh: mesh.put(W, device=0), "RemoteMesh.put has no option device=; it has tree, like"),
+        (lambda mesh: mesh.save(tree=W), r"RemoteMesh.save\(\) missing 1 required positional argument: 'path'"),
+    ],
+)
+def test_a_method_of_the_mesh_called_wrongly(call, says):
+    with pytest.raises(TypeError, match=f"^{says}"):
+        call(jpp.RemoteMesh(1, launcher="inline"))
+    assert all(inspect.iscoroutinefunction(getattr(jpp.RemoteMesh, name)) for name in ("save", "restore", "put", "run"))
+
+
 def test_argument_numbers_are_checked_where_the_signature_tells():
     mesh = jpp.RemoteMesh(1, launcher="inline")
     for option in ("donate_argnums", "static_argnums"):
