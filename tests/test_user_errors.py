@@ -9,6 +9,7 @@ import asyncio
 import functools
 import inspect
 import re
+import sys
 import traceback
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
@@ -886,6 +887,10 @@ async def test_steps_and_functions_of_elsewhere(meshes, monkeypatch):
 def test_a_method_of_the_mesh_called_wrongly(call, says):
     with pytest.raises(TypeError, match=f"^{says}"):
         call(jpp.RemoteMesh(1, launcher="inline"))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="inspect has no mark for such functions before Python 3.12")
+def test_methods_of_the_mesh_are_coroutine_functions_to_inspect():
     assert all(inspect.iscoroutinefunction(getattr(jpp.RemoteMesh, name)) for name in ("save", "restore", "put", "run"))
 
 
