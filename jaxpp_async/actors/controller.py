@@ -300,7 +300,7 @@ class Controller:
                 inputs.get(actor) or {},
                 outputs.get(actor) or {},
                 small,
-                (*frees.pop(actor, ()), *frees_before.get(actor, ())),
+                (*frees.pop(actor, ()), *frees_before.get(actor, ())) if frees_before else frees.pop(actor, ()),
                 tuple(frees_after.get(actor, ())) if frees_after else (),
             )
             for process in processes:
@@ -318,8 +318,9 @@ class Controller:
         handle.when_done(partial(self._under_way.pop, step, None))
         if frees:
             self._frees.give_back(frees)  # of actors without a part in this step
-        for actor in frees_before.keys() - dict(places):
-            self._frees.give_back({actor: tuple(frees_before[actor])})
+        if frees_before:
+            running = dict(places)
+            self._frees.give_back({a: tuple(ids) for a, ids in frees_before.items() if a not in running})
         if self._backups is not None:
             self._backups.note_step()
         if self._vigil is not None:
