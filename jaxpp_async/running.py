@@ -333,7 +333,7 @@ class StepRunner:
                 frees_after=arguments.frees_after,
                 kind=kind,
             )
-        except BaseException:
+        except BaseException:  # also an interrupt: whatever ended it, the step was not sent
             for array in taken_over:  # the argument's handle keeps what lies there
                 array.retire(DELETED, "its step was not sent")
             raise

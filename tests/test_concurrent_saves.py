@@ -61,7 +61,7 @@ class Turns:
                 with contextlib.suppress(Killed):
                     turn.wait()
                     work()
-            except Exception as error:
+            except Exception as error:  # on a thread: the test raises it
                 errors.append(error)
             turn.ended = True
             turn.parked.release()

@@ -1,7 +1,7 @@
-"""gather: this machine in, `HostFacts` out. Reads files, asks the driver, starts short children; changes nothing,
-except that the folder of the compilation cache is made.
+"""Gather the facts about this host that the doctor judges: files, devices, and what short child programs say.
 
-UCX and JAX are started in processes of their own: they may end the process, and neither is to be up here yet.
+The folder of the compilation cache is made, as an actor would make it; nothing else is changed. UCX and JAX are started
+in processes of their own: they may end the process, and neither is to be up here yet.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ _TCP_MD5SIG_EXT: Final = 32
 _PREFIX: Final = 1  # TCP_MD5SIG_FLAG_PREFIX
 _KEY_BYTES: Final = 80
 _COARSER: Final = {4: (32, 28, 24, 20, 16, 12, 8, 0), 6: (128, 96, 64, 48, 32, 0)}
-"""Prefixes of what is let in: the next where the kernel has no room for the ranges that are left."""
+"""Lengths of the prefixes that are let in, by IP version; the next shorter one is tried where the ranges that then
+remain to be shut are more than the kernel keeps for a socket."""
 
 
 _MOST_RANGES: Final = 256
@@ -70,8 +71,8 @@ class AddressFilter:
         sockets: which.
 
     Attributes:
-        admitted: the networks whose addresses may connect; wider than was asked for where the kernel has no room for
-            more ranges.
+        admitted: the networks whose addresses may connect; wider than was asked for where the kernel keeps no
+            more ranges for a socket.
 
     Raises:
         OSError: the kernel cannot shut them (built without TCP's MD5 option).

@@ -67,7 +67,7 @@ def named(message: object) -> tuple[Any, ...]:
 
 
 class Encoder:
-    """Encodes messages as `encode` does, again and again, without making room each time. For one thread.
+    """Encode messages as `encode` does, into one buffer that is kept from message to message. For one thread.
 
     Args:
         max_bytes: the longest that a message may be.
