@@ -131,7 +131,9 @@ def medians(figures: dict[str, Any]) -> Table:
             found.add_row(part, escape(name + note), f"{taken[name]:.4g} {unit}", apart, shown)
         for name, why in failed.items():
             if name not in taken.get("spread", {}):
-                found.add_row(part, escape(f"{name}: not available: {_shortly(why)}"), "", "", "", style="yellow")
+                found.add_row(
+                    part, escape(f"{name}: not available: {_shortly(why)}"), "", "", "", style="yellow"
+                )
     return found
 
 
@@ -189,9 +191,13 @@ def _tell_what_is_old(figures: dict[str, Any], measured: Sequence[str], console:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
-    parser.add_argument("--peers", action="store_true", help="beside the peers (make bench-peers sets them up)")
+    parser.add_argument(
+        "--peers", action="store_true", help="beside the peers (make bench-peers sets them up)"
+    )
     parser.add_argument("--show", action="store_true", help="print the last results; measure nothing")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):

@@ -11,8 +11,9 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from jaxpp_async.program import ActorId, ActorProgram, ExecutableId, Recv, Run
-from jaxpp_async.timeline import bill
+from jaxpp_async.program.actor_program import ActorProgram
+from jaxpp_async.program.instructions import ActorId, ExecutableId, Recv, Run
+from jaxpp_async.timeline import breakdown
 from jaxpp_async.timeline.events import ActorTimeline, pair, read_events
 
 Kind = tuple[ActorId, ExecutableId]
@@ -30,7 +31,9 @@ def run_seconds(program: ActorProgram, stamps: bytes) -> list[float]:
     return [end - start for instruction, (start, end) in pairs if isinstance(instruction, Run)]
 
 
-def task_times(programs: Sequence[ActorProgram], steps: Iterable[Sequence[Sequence[float]]]) -> dict[Kind, float]:
+def task_times(
+    programs: Sequence[ActorProgram], steps: Iterable[Sequence[Sequence[float]]]
+) -> dict[Kind, float]:
     """How long a task of each kind takes: its median over all microbatches and steps, in seconds.
 
     Args:
@@ -70,10 +73,12 @@ def critical_path_s(
         ActorTimeline(program.actor, read_events(program, list(_stamps(program, own, transfer_s)), 0.0, {}))
         for program, own in zip(programs, seconds, strict=True)
     ]
-    return bill.critical_path_s(actors, pair(actors), moves=True)
+    return breakdown.critical_path_s(actors, pair(actors), moves=True)
 
 
-def _stamps(program: ActorProgram, seconds: Sequence[float], transfer_s: float) -> Iterator[tuple[float, float]]:
+def _stamps(
+    program: ActorProgram, seconds: Sequence[float], transfer_s: float
+) -> Iterator[tuple[float, float]]:
     """Begin and end of each instruction, of which only the distance counts."""
     runs = iter(seconds)
     for instruction in program.instructions:

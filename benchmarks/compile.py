@@ -20,10 +20,9 @@ import jax
 import transformer
 
 import jaxpp_async as jpp
-from jaxpp_async import mesh_options
-from jaxpp_async.compiler.garbage import uncollected
-from jaxpp_async.compiler.passes import StepRequest, compile_step, plan
-from jaxpp_async.step import DistributedStep, StepOptions
+from jaxpp_async.compiler.pipeline import StepRequest, compile_step, plan, uncollected
+from jaxpp_async.session import mesh_options
+from jaxpp_async.session.step import DistributedStep, StepOptions
 
 NUM_ACTORS = 8
 STAGES = (12, 24, 48, 96)
@@ -97,7 +96,15 @@ def all_cases(args: argparse.Namespace) -> None:
     cases = []
     for stages in STAGES:
         for microbatches in MICROBATCHES:
-            command = [sys.executable, __file__, "--runs", str(args.runs), "case", str(stages), str(microbatches)]
+            command = [
+                sys.executable,
+                __file__,
+                "--runs",
+                str(args.runs),
+                "case",
+                str(stages),
+                str(microbatches),
+            ]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             cases.append(json.loads(done.stdout))
             print(_line(cases[-1]), flush=True)
@@ -132,7 +139,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5, help="runs a figure is the median of")
     parser.add_argument("--emit", action="store_true", help="up to the serialized executables")
-    parser.add_argument("--note", help="what a reader of the results should know, such as who else used the machine")
+    parser.add_argument(
+        "--note", help="what a reader of the results should know, such as who else used the machine"
+    )
     parser.add_argument("--data", type=int, default=1, help="devices of an actor, on one axis")
     parser.add_argument("--sort", default="tottime", help="order of a profile: tottime or cumtime")
     parser.add_argument("what", nargs="?", choices=("all", "case", "profile"), default="all")

@@ -35,10 +35,10 @@ import harness
 from gpu_table import ERRORS_HANDLED, ERRORS_NOT_HANDLED
 from rich.console import Console
 
-from jaxpp_async.actors.devices.gpus import MEMORY_FRACTION, VISIBLE, host_gpus
+from jaxpp_async.base.gpu_inventory import MEMORY_FRACTION, VISIBLE, host_gpus
 from jaxpp_async.doctor import gather
 from jaxpp_async.doctor.facts import Gpu
-from jaxpp_async.transport.nccl.plan import ENVIRONMENT as NCCL_ENVIRONMENT
+from jaxpp_async.transport.nccl.order import ENVIRONMENT as NCCL_ENVIRONMENT
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -139,7 +139,11 @@ class Bench:
 
     def run(self, program: Program) -> Ran:
         """Run it to its end, or to that of its time."""
-        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()])} | dict(program.env or {})
+        env = (
+            os.environ
+            | {"PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()])}
+            | dict(program.env or {})
+        )
         if self.gpu:
             env[VISIBLE] = self.gpu  # on a host with several, actors would have one each
         child = subprocess.Popen(
@@ -248,7 +252,15 @@ def step_sizes(small: bool, gpu_bytes: int) -> dict[str, int]:
     large as fit. The first of two actors has half the state and gradients, and activations of its layers for as many
     microbatches as there are stages; the second has those of one, so it, and the GPU, are less full."""
     if small:
-        return {"layers": 2, "dim": 32, "head-dim": 16, "seq-len": 32, "microbatches": 4, "steps": 3, "warm": 1}
+        return {
+            "layers": 2,
+            "dim": 32,
+            "head-dim": 16,
+            "seq-len": 32,
+            "microbatches": 4,
+            "steps": 3,
+            "warm": 1,
+        }
     gpu_bytes = gpu_bytes or UNKNOWN_BYTES
     sizes = {"layers": 16, "dim": 2048, "head-dim": 128, "seq-len": 1024, "microbatches": 8}
     if gpu_bytes < 60 << 30:
@@ -325,7 +337,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     named, there = (host_gpus(os.environ), gather.gpus()[1]) if options.platform == "cuda" else ((), ())
     name, gpu = the_one(named, there)
     memory_bytes = gpu.memory_bytes if gpu is not None else 0
-    bench = Bench(options.platform, options.small, console.print, name, memory_bytes, the_one(named[1:], there)[0])
+    bench = Bench(
+        options.platform, options.small, console.print, name, memory_bytes, the_one(named[1:], there)[0]
+    )
     found: dict[str, Any] = {"about": about(options.platform, options.small, gpu)}
     begin = time.monotonic()
     for name in options.parts or PARTS:
@@ -333,7 +347,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found[name] = PARTS[name](bench)
     found["took_s"] = round(time.monotonic() - begin, 1)
     print(gpu_table.markdown(found)) if options.markdown else console.print(gpu_table.table(found))
-    name = "gpu" if options.platform == "cuda" else "gpu-on-cpu"  # the figures of a stand-in are nobody's results
+    # the figures of a stand-in are nobody's results
+    name = "gpu" if options.platform == "cuda" else "gpu-on-cpu"
     console.print(f"written to {harness.write(name, found)}, after {found['took_s']:.0f} s")
     failed = gpu_table.failures(found)
     for text in failed:

@@ -34,8 +34,15 @@ def table(found: Mapping[str, Any]) -> Table:
 
 def markdown(found: Mapping[str, Any]) -> str:
     """All figures, as docs/gpu.md has them."""
-    lines = [f"{title(found['about'])}; {versions(found['about'])}.", "", "| what | figure | beside |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows(found))])
+    lines = [
+        f"{title(found['about'])}; {versions(found['about'])}.",
+        "",
+        "| what | figure | beside |",
+        "|---|---|---|",
+    ]
+    return "\n".join(
+        [*lines, *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows(found))]
+    )
 
 
 def title(about: Mapping[str, Any]) -> str:
@@ -45,7 +52,9 @@ def title(about: Mapping[str, Any]) -> str:
 
 def versions(about: Mapping[str, Any]) -> str:
     """Of everything that a figure may depend on."""
-    return ", ".join(f"{name} {version}" for name, version in about["versions"].items() if name.startswith(_SHOWN))
+    return ", ".join(
+        f"{name} {version}" for name, version in about["versions"].items() if name.startswith(_SHOWN)
+    )
 
 
 def rows(found: Mapping[str, Any]) -> list[Row]:
@@ -83,20 +92,28 @@ def choice(found: Mapping[str, Any]) -> Row:
     ratios = {size: on["gb_s"][size] / off["gb_s"][size] for size in large}
     size = min(ratios, key=lambda size: ratios[size])
     latency = on["half_rtt_us"] / off["half_rtt_us"]
-    cost = f"{ratios[size]:.2f}x the bandwidth without ({_size(int(size))}), {latency:.2f}x the half round trip"
+    cost = (
+        f"{ratios[size]:.2f}x the bandwidth without ({_size(int(size))}), {latency:.2f}x the half round trip"
+    )
     if "ms" not in on["abort"]:
         return name, "look again", f"{cost}, and yet an abort does not end transfers: {on['abort']['failed']}"
     cost = f"{cost}; an abort takes {on['abort']['ms']:.1f} ms"
     return (name, "keep on", cost) if ratios[size] >= WORTH else (name, "look again", f"{cost}; {_WITHOUT}")
 
 
-_WITHOUT = "without it (JAXPP_UCX_ERROR_HANDLING=n) nothing ends a transfer, and an abort has to end processes"
+_WITHOUT = (
+    "without it (JAXPP_UCX_ERROR_HANDLING=n) nothing ends a transfer, and an abort has to end processes"
+)
 
 
 def _test_rows(found: Mapping[str, Any]) -> Iterator[Row]:
     for file, ran in found.items():
         counts = ", ".join(f"{n} {kind}" for kind, n in ran["counts"].items()) or "none ran"
-        yield file.rpartition("/")[2], counts, "; ".join([*filter(None, [ran.get("failed")]), *ran["why_skipped"]])
+        yield (
+            file.rpartition("/")[2],
+            counts,
+            "; ".join([*filter(None, [ran.get("failed")]), *ran["why_skipped"]]),
+        )
 
 
 def _transfer_rows(found: Mapping[str, Any]) -> Iterator[Row]:
@@ -104,7 +121,11 @@ def _transfer_rows(found: Mapping[str, Any]) -> Iterator[Row]:
         if "failed" in figures:
             yield name, "-", figures["failed"]
             continue
-        yield f"{name}: half round trip, 8 B", f"{figures['half_rtt_us']:.1f} us", ", ".join(figures["routes"])
+        yield (
+            f"{name}: half round trip, 8 B",
+            f"{figures['half_rtt_us']:.1f} us",
+            ", ".join(figures["routes"]),
+        )
         for size, rate in figures["gb_s"].items():
             beside = f"a copy on the device: {figures['copy_gb_s'][size]:.1f} GB/s"
             yield f"{name}: {_size(int(size))}", f"{rate:.2f} GB/s", beside
@@ -147,7 +168,11 @@ def _step_rows(found: Mapping[str, Any]) -> Iterator[Row]:
 
 def _gap_rows(gaps: Mapping[str, Any]) -> Iterator[Row]:
     between = gaps["between_us"]
-    yield "between tasks of an actor", f"{between['median']:.0f} us", f"p90 {between['p90']:.0f} us (timeline)"
+    yield (
+        "between tasks of an actor",
+        f"{between['median']:.0f} us",
+        f"p90 {between['p90']:.0f} us (timeline)",
+    )
     bill = ", ".join(f"{name} {ms:.1f}" for name, ms in gaps["bill_ms"].items())
     yield "where a step's time goes", f"{gaps['efficiency']:.0%}", f"of the schedule's bound; ms: {bill}"
 

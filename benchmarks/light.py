@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.control.connection import connect_tcp
-from jaxpp_async.actors.control.serve import serve
-from jaxpp_async.actors.launch import LaunchSpec
-from jaxpp_async.actors.processes.warden import Death
-from jaxpp_async.actors.protocol.wire import Identity
+from jaxpp_async.actors.server import serve
+from jaxpp_async.launch import LaunchSpec
+from jaxpp_async.launch.process_supervisor import Death
+from jaxpp_async.protocol import messages as m
+from jaxpp_async.protocol.connection import connect_tcp
+from jaxpp_async.protocol.frames import Identity
 
 _STATS = m.StepStats(0.0, 0.0, 0.0, 0, 0)
 
@@ -47,7 +47,9 @@ class LightActor:
             case m.Step():
                 self._send(m.StepDone(message.request, message.step, _STATS))
             case m.Configure():
-                self._send(m.Ready(message.request, NoTransport.address, ("light:0",), {}, m.Hardware("light", 1)))
+                self._send(
+                    m.Ready(message.request, NoTransport.address, ("light:0",), {}, m.Hardware("light", 1))
+                )
             case m.Connect():
                 self._send(m.Connected(message.request, {}))
             case m.Load():
@@ -99,7 +101,9 @@ class LightLauncher:
             self._starting = asyncio.get_running_loop().create_task(command, name="start the light actors")
         process = await asyncio.shield(self._starting)
         assert process.stdin is not None
-        process.stdin.write(json.dumps({**spec.config(), "num_processes": spec.num_processes}).encode() + b"\n")
+        process.stdin.write(
+            json.dumps({**spec.config(), "num_processes": spec.num_processes}).encode() + b"\n"
+        )
         return _Handle(process)
 
     async def aclose(self) -> None:
@@ -114,7 +118,9 @@ class LightLauncher:
 async def _serve_all() -> None:
     """Each line of stdin is one actor. Ends with the last of them, or with stdin."""
     reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
     serving: list[asyncio.Task[Any]] = []
     while line := await reader.readline():
         config = json.loads(line)

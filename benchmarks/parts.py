@@ -85,7 +85,9 @@ async def big_step(context: Context) -> Figures:
         ours("ours_interleaved", "ours/step.py", "big", "--schedule", "Interleaved1F1B", "--blocks", "2"),
     ]
     for key, (schedule, blocks) in ZERO_BUBBLE.items():
-        mine.append(ours(f"ours_zero_bubble_{key}", "ours/step.py", "big", "--schedule", schedule, "--blocks", blocks))
+        mine.append(
+            ours(f"ours_zero_bubble_{key}", "ours/step.py", "big", "--schedule", schedule, "--blocks", blocks)
+        )
     taken = await context.take([*mine, *context.others("big_step")], STEPS["big_step"])
     _keep_best_zero_bubble(taken)
     figures = _medians(taken) | _first_losses(taken, context.tell)
@@ -136,7 +138,9 @@ async def overlap(context: Context) -> Figures:
 def _hidden(taken: Mapping[str, Taken]) -> Figures:
     """From figures of the same round, as all ratios."""
     no_slack = statistics.median(e["bound_slow_ms"] - e["usual_bound_ms"] for e in taken["together"].extras)
-    times = [map(statistics.median, taken[name].rounds) for name in ("compute_only", "transfer_only", "together")]
+    times = [
+        map(statistics.median, taken[name].rounds) for name in ("compute_only", "transfer_only", "together")
+    ]
     hidden = statistics.median(hidden_percent(*of_round, no_slack) for of_round in zip(*times, strict=True))
     return {"no_slack": no_slack, "hidden_percent": hidden}
 
@@ -154,7 +158,9 @@ async def compile_s(context: Context) -> Figures:
             for name, found in starts.items():
                 context.progress(f"round {number} of 3: {name}")
                 found.append(await once(ours("start", "ours/start.py", cache)))
-    figures: Figures = {name: statistics.median(s["total_s"] for s in found) for name, found in starts.items()}
+    figures: Figures = {
+        name: statistics.median(s["total_s"] for s in found) for name, found in starts.items()
+    }
     for name, found in starts.items():
         figures[f"{name}_parts"] = {key: statistics.median(s[key] for s in found) for key in found[0]}
     return figures
@@ -246,7 +252,9 @@ def _first_losses(taken: Mapping[str, Taken], tell: Tell) -> Figures:
     apart = {name: abs(loss - middle) / abs(middle) for name, loss in losses.items()}
     for name, distance in apart.items():
         if not distance <= SAME_LOSS:  # also one that is no number
-            tell(f"{name}: its first loss is {losses[name]:.6g}, the others' {middle:.6g}: it computes something else")
+            tell(
+                f"{name}: its first loss is {losses[name]:.6g}, the others' {middle:.6g}: it computes something else"
+            )
     return {"first_losses_apart": max(apart.values())}
 
 
@@ -281,7 +289,9 @@ def _usual_efficiency(taken: Taken) -> float | None:
     """The bound of a step with usual task times over the usual step, within rounds. What makes a task longer now and
     then, the machine or our loop on its core, makes the step longer and the bound not."""
     pairs = zip(taken.extras, taken.rounds, strict=True)
-    found = [extra["usual_bound_ms"] / statistics.median(ms) for extra, ms in pairs if "usual_bound_ms" in extra]
+    found = [
+        extra["usual_bound_ms"] / statistics.median(ms) for extra, ms in pairs if "usual_bound_ms" in extra
+    ]
     return statistics.median(found) if found else None
 
 

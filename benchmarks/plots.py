@@ -97,7 +97,9 @@ def draw(title: str, unit: str, rows: Sequence[Bar], mark: tuple[str, float] | N
     """
     figure, axes = plt.subplots(figsize=(WIDTH_INCHES, BAR_INCHES * len(rows) + 1.3), layout="constrained")
     places = range(len(rows))
-    axes.barh(places, [r.value for r in rows], color=[OURS if r.is_ours else THEIRS for r in rows], height=0.68)
+    axes.barh(
+        places, [r.value for r in rows], color=[OURS if r.is_ours else THEIRS for r in rows], height=0.68
+    )
     for place, row in zip(places, rows, strict=True):
         half = row.spread / 2
         if half:
@@ -134,7 +136,9 @@ def big_step(figures: Figures) -> Any:
     rows = bars(part)
     mark = ("bound of 1F1B", bound) if bound else None
     return (
-        draw("Big training step: two stages of 512-2048-512, 8 microbatches", "ms a step", rows, mark) if rows else None
+        draw("Big training step: two stages of 512-2048-512, 8 microbatches", "ms a step", rows, mark)
+        if rows
+        else None
     )
 
 
@@ -169,7 +173,9 @@ PICTURES: tuple[Callable[[Figures], Any], ...] = (tiny_step, big_step, rpc, tran
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("results", nargs="?", type=Path, default=harness.RESULTS / "latest.json")
     args = parser.parse_args()
     if not args.results.exists():

@@ -201,7 +201,9 @@ class _Line:
         try:
             line = await asyncio.wait_for(self.process.stdout.readline(), within_s)
         except TimeoutError:
-            raise ContenderError(f"{self._name} said nothing within {within_s:.3g} s. {self._last_words()}") from None
+            raise ContenderError(
+                f"{self._name} said nothing within {within_s:.3g} s. {self._last_words()}"
+            ) from None
         if not line:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), 2)

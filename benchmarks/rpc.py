@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import uvloop
 from contender import Channel, timed, timed_async
 
-from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.program import ActorProgram
+from jaxpp_async.controller.controller import Controller
+from jaxpp_async.launch import LocalLauncher
+from jaxpp_async.program.actor_program import ActorProgram
 
 CALLS, WARM_UP = 1000, 200
 
@@ -142,10 +142,16 @@ def _echo(end: socket.socket, core: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--calls", type=int, default=CALLS, help="calls measured, behind 200 that warm up")
-    parser.add_argument("--asyncio", action="store_true", help="the controller on asyncio's own loop, not on uvloop")
-    parser.add_argument("--profile", action="store_true", help="print where the controller's time goes, by function")
+    parser.add_argument(
+        "--asyncio", action="store_true", help="the controller on asyncio's own loop, not on uvloop"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="print where the controller's time goes, by function"
+    )
     parser.add_argument("--serve", choices=("ours", "bare_sockets"), help="be a contender")
     given = parser.parse_args()
     if given.serve == "ours":

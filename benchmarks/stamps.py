@@ -23,9 +23,9 @@ from ours.steps import training
 from shapes import TINY
 
 import jaxpp_async as jpp
-from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.protocol import codec
-from jaxpp_async.actors.protocol.wire import TO_CONTROLLER
+from jaxpp_async.protocol import codec
+from jaxpp_async.protocol import messages as m
+from jaxpp_async.protocol.frames import TO_CONTROLLER
 from jaxpp_async.timeline.events import read_stamps
 
 STEPS, CALLS = 200, 20_000

@@ -127,7 +127,9 @@ def per_memcpy(size: int) -> Callable[[Figures], float]:
 
 
 TARGETS = (
-    Target("tiny step against torch.distributed.pipelining", ratio_of("tiny_step", "ours", "torch"), 0.40, 0.20),
+    Target(
+        "tiny step against torch.distributed.pipelining", ratio_of("tiny_step", "ours", "torch"), 0.40, 0.20
+    ),
     Target("tiny step against Ray tasks", ratio_of("tiny_step", "ours", "ray"), 0.10, 0.06),
     Target(
         "tiny step",
@@ -138,7 +140,13 @@ TARGETS = (
         # Taken in the same rounds: a part's contenders are measured together, and replaced together.
         scale=Scale("torch", lambda f: f["tiny_step"]["torch"], 8.0, "ms"),
     ),
-    Target("big step, efficiency against its bound", lambda f: f["big_step"]["efficiency"], 0.95, 0.98, at_least=True),
+    Target(
+        "big step, efficiency against its bound",
+        lambda f: f["big_step"]["efficiency"],
+        0.95,
+        0.98,
+        at_least=True,
+    ),
     # The stricter reading: what the machine does to single tasks counts as well.
     Target(
         "the same, tasks taking their usual time",
@@ -155,7 +163,14 @@ TARGETS = (
     Target("transport, 1 MiB, against memcpy", per_memcpy(1 << 20), 0.90, 1.1, at_least=True),
     Target("transport, 16 MiB, against memcpy", per_memcpy(1 << 24), 0.90, 1.1, at_least=True),
     Target("transport, half round trip of 8 bytes", lambda f: f["transport"]["half_rtt_us"], 40, 25, "us"),
-    Target("transfers hidden behind computation", lambda f: f["overlap"]["hidden_percent"], 90, 98, "%", at_least=True),
+    Target(
+        "transfers hidden behind computation",
+        lambda f: f["overlap"]["hidden_percent"],
+        90,
+        98,
+        "%",
+        at_least=True,
+    ),
     Target(
         "peak bytes, 1F1B, 32 against 8 microbatches",
         lambda f: f["peak_bytes"]["std1f1b"]["32"] / f["peak_bytes"]["std1f1b"]["8"],
@@ -168,14 +183,18 @@ TARGETS = (
         1.5,
         1.0,
     ),
-    Target("two steps in flight against one", ratio_of("tiny_step", "submit", "ours"), 1.0, 0.7, strictly=True),
+    Target(
+        "two steps in flight against one", ratio_of("tiny_step", "submit", "ours"), 1.0, 0.7, strictly=True
+    ),
     Target(
         "second start of a program against the first",
         lambda f: f["compile_s"]["second_start"] / f["compile_s"]["first"],
         0.5,
         0.2,
     ),
-    Target("time stamps, share of the tiny step", lambda f: f["stamps"]["percent_of_tiny_step"], 2.0, None, "%"),
+    Target(
+        "time stamps, share of the tiny step", lambda f: f["stamps"]["percent_of_tiny_step"], 2.0, None, "%"
+    ),
 )
 
 
@@ -199,5 +218,6 @@ def _row(target: Target, figures: Figures) -> Row:
 def _found(measured: Callable[[Figures], float | None], figures: Figures) -> float | None:
     try:
         return measured(figures)
-    except (KeyError, TypeError, ZeroDivisionError):  # a part was not measured, or some of its contenders were not
+    except (KeyError, TypeError, ZeroDivisionError):
+        # a part was not measured, or some of its contenders were not
         return None

@@ -74,10 +74,10 @@ class OurLink:
         return self.transport.recv(buffer, self.other, tag)
 
     def buffer_to_receive(self, size: int) -> Any:
-        from jaxpp_async.transport.shared import SharedBlock
-        from jaxpp_async.transport.ucx.direct_words import DIRECT_BYTES
+        from jaxpp_async.transport.shared_memory import SharedBlock
+        from jaxpp_async.transport.ucx.one_copy import DIRECT_BYTES
 
-        block = SharedBlock.make(size) if size >= DIRECT_BYTES else None  # as actors/values/receive_pool.py does
+        block = SharedBlock.make(size) if size >= DIRECT_BYTES else None  # as actors/receive_buffers.py does
         return np.ones(size, np.uint8) if block is None else block
 
 
@@ -142,7 +142,7 @@ async def awaited(link: Link, serves: bool, buffers: list[Any], count: int) -> N
 
 async def posted(link: OurLink, serves: bool, buffers: list[Any], count: int) -> None:
     """So many messages through `post_send` and `post_recv`, each posted where the one before it in its buffer ended."""
-    from jaxpp_async.transport.buffers import memory_of
+    from jaxpp_async.transport.base import memory_of
 
     post = link.transport.post_recv if serves else link.transport.post_send
     finished, open_lanes = asyncio.get_running_loop().create_future(), len(buffers)
@@ -204,7 +204,7 @@ def copy_rate() -> float:
 
 async def ping_posted(link: OurLink, serves: bool, times: int) -> list[float]:
     """Round trips of 8 bytes through `post_send` and `post_recv`, each posted where the one before ended."""
-    from jaxpp_async.transport.buffers import memory_of
+    from jaxpp_async.transport.base import memory_of
 
     transport, other = link.transport, link.other
     out, back = (memory_of(np.zeros(8, np.uint8), writable=True) for _ in range(2))
@@ -260,7 +260,9 @@ async def side(kind: str, number: int) -> dict[str, Any]:
     figures["half_rtt_us"] = half_us(await ping(link, serves, PINGS))
     figures["cpu_us"] = round((time.process_time() - cpu_s) / PINGS * 1e6, 1)
     copies: list[float] = []
-    moves: dict[str, Move] = {"gb_s": posted, "awaited_gb_s": awaited} if kind == "ours" else {"gb_s": awaited}
+    moves: dict[str, Move] = (
+        {"gb_s": posted, "awaited_gb_s": awaited} if kind == "ours" else {"gb_s": awaited}
+    )
     rates: dict[str, dict[str, float]] = {name: {} for name in moves}
     for size in SIZES:
         if not serves:
@@ -285,7 +287,7 @@ def be_side(kind: str, number: int) -> None:
 def pair(kind: str) -> dict[str, Any]:
     """The figures of `"ours"` or `"ucxx"`, from two processes of their own."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from jaxpp_async.actors.launch.hosts import DEFAULTS
+    from jaxpp_async.launch.hosts import DEFAULTS
 
     path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
     sides = [

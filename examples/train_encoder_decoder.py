@@ -55,7 +55,9 @@ def norm(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-def attention(weights: jax.Array, x: jax.Array, source: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+def attention(
+    weights: jax.Array, x: jax.Array, source: jax.Array, mask: jax.Array | None = None
+) -> jax.Array:
     """One head from `x` (batch, to, dim) to `source` (batch, from, dim)."""
     query, key, value, out = weights
     scores = jnp.einsum("btd,bsd->bts", norm(x) @ query, norm(source) @ key) * x.shape[-1] ** -0.5

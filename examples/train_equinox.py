@@ -70,7 +70,9 @@ class Model(eqx.Module):
         self.norm = eqx.nn.LayerNorm(dim)
         self.cuts = last_layers(num_layers, num_stages)
 
-    def __call__(self, tokens: jax.Array, state: eqx.nn.State, key: jax.Array) -> tuple[jax.Array, eqx.nn.State]:
+    def __call__(
+        self, tokens: jax.Array, state: eqx.nn.State, key: jax.Array
+    ) -> tuple[jax.Array, eqx.nn.State]:
         x = jax.vmap(self.embed)(tokens) + self.position[: len(tokens)]
         for index, block in enumerate(self.blocks):
             x, state = eqx.filter_checkpoint(block)(x, state, jax.random.fold_in(key, index))
@@ -79,7 +81,9 @@ class Model(eqx.Module):
         return jax.vmap(self.norm)(x) @ self.embed.weight.T, state
 
 
-def loss_fn(model: Model, state: eqx.nn.State, microbatch: Any, key: jax.Array) -> tuple[jax.Array, eqx.nn.State]:
+def loss_fn(
+    model: Model, state: eqx.nn.State, microbatch: Any, key: jax.Array
+) -> tuple[jax.Array, eqx.nn.State]:
     """Mean cross-entropy in nats a byte, and the statistics to go on with."""
     keys = jax.random.split(key, microbatch["tokens"].shape[0])
     batched = jax.vmap(model, in_axes=(0, None, 0), out_axes=(0, None), axis_name="batch")
@@ -120,7 +124,12 @@ def make_program(
         statistics = jax.tree.map(lambda leaf: leaf[-1], stacked)
         updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
         params = eqx.apply_updates(state["params"], updates)
-        return {"params": params, "optimizer": optimizer_state, "statistics": statistics, "key": next_key}, loss
+        return {
+            "params": params,
+            "optimizer": optimizer_state,
+            "statistics": statistics,
+            "key": next_key,
+        }, loss
 
     return Program(init, train_step)
 

@@ -66,7 +66,8 @@ def run(
 ) -> None:
     """Train on the mesh; then, with the actors gone and the cores free, compare, sample and sum up."""
     if options.launcher == "inline":
-        jax.config.update("jax_num_cpu_devices", options.dp * options.tp)  # Inline actors share this process's devices.
+        # Inline actors share this process's devices.
+        jax.config.update("jax_num_cpu_devices", options.dp * options.tp)
     pipeline = Pipeline(options, reporter)
     try:
         uvloop.run(pipeline.run(batches, validation))
@@ -168,7 +169,9 @@ class Pipeline:
             dump_passes(compiled, self.options.dump_passes)
             self.reporter.line(f"compiler passes are in {self.options.dump_passes}")
         num_parameters = sum(leaf.size for leaf in jax.tree.leaves(self.state_shapes["params"]))
-        self.reporter.line(f"{num_parameters:,} parameters, {self.options.tokens_per_step:,} bytes of text a step")
+        self.reporter.line(
+            f"{num_parameters:,} parameters, {self.options.tokens_per_step:,} bytes of text a step"
+        )
         return step
 
     async def _init(self, step: Any) -> steps.State:
@@ -200,7 +203,9 @@ class Pipeline:
 
     # -------------------------------------------------------- training
 
-    async def _train(self, mesh: Any, step: Any, state: steps.State, batches: data.TrainBatches) -> steps.State:
+    async def _train(
+        self, mesh: Any, step: Any, state: steps.State, batches: data.TrainBatches
+    ) -> steps.State:
         o = self.options
         with self.reporter.training(o.steps, o.tokens_per_step, self.first_step) as progress:
             if o.verify:
@@ -248,7 +253,9 @@ class Pipeline:
     def _is_due(self, number: int) -> bool:
         """Whether the run is saved after this step."""
         every = self.options.save_every
-        return self.checkpoints is not None and (number == self.options.steps or bool(every and number % every == 0))
+        return self.checkpoints is not None and (
+            number == self.options.steps or bool(every and number % every == 0)
+        )
 
     async def _finish(self, mesh: Any, future: Any, loss: Any, progress: report.TrainingProgress) -> None:
         await future
@@ -260,7 +267,9 @@ class Pipeline:
 
     async def _evaluate(self, mesh: Any, params: Any, validation: list[data.Batch]) -> None:
         """The loss of each validation batch, where the parameters are; then the parameters, fetched."""
-        step = mesh.distributed(self.eval_step, in_shardings=(state_specs(params), PartitionSpec(None, "data")))
+        step = mesh.distributed(
+            self.eval_step, in_shardings=(state_specs(params), PartitionSpec(None, "data"))
+        )
         losses = [await (await mesh.run(step, params, batch)) for batch in validation]
         self.validation_loss = float(np.mean(losses))
         self.params = await mesh.fetch(params)
@@ -271,7 +280,9 @@ class Pipeline:
             return
         write_trace(path, self.timelines)
         self.reporter.lines(["", *str(self.timelines[-1]).splitlines(), ""])
-        self.reporter.line(f"trace of {len(self.timelines)} steps: {path}; open it at https://ui.perfetto.dev")
+        self.reporter.line(
+            f"trace of {len(self.timelines)} steps: {path}; open it at https://ui.perfetto.dev"
+        )
 
     @property
     def tokens_per_s(self) -> float:

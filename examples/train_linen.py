@@ -79,7 +79,9 @@ def make_program(
 
     def init(key: jax.Array) -> TrainState:
         init_key, dropout_key = jax.random.split(key)
-        variables = model.init({"params": init_key, "dropout": dropout_key}, jnp.zeros((1, SEQ_LEN), jnp.int32))
+        variables = model.init(
+            {"params": init_key, "dropout": dropout_key}, jnp.zeros((1, SEQ_LEN), jnp.int32)
+        )
         return TrainState.create(
             apply_fn=model.apply,
             params=variables["params"],

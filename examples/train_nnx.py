@@ -26,7 +26,9 @@ class Block(nnx.Module):
     def __init__(self, dim: int, *, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(dim, rngs=rngs)
         # The gradient of a key's bias is zero but for rounding, which Adam would blow up.
-        self.attention = nnx.MultiHeadAttention(2, dim, use_bias=False, decode=False, deterministic=False, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            2, dim, use_bias=False, decode=False, deterministic=False, rngs=rngs
+        )
         self.up = nnx.Linear(dim, 2 * dim, use_bias=False, rngs=rngs)
         self.batch_norm = nnx.BatchNorm(2 * dim, momentum=0.9, rngs=rngs)
         self.down = nnx.Linear(2 * dim, dim, rngs=rngs)

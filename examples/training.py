@@ -73,13 +73,22 @@ def main(make_program: Callable[[Any], Program]) -> None:
         steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 200,
         schedule: Annotated[ScheduleName, typer.Option(case_sensitive=False)] = ScheduleName.std1f1b,
         actors: Annotated[
-            int, typer.Option(min=1, max=4, help=f"actors; {', '.join(sorted(TWO_STAGES))} have two stages on each")
+            int,
+            typer.Option(
+                min=1, max=4, help=f"actors; {', '.join(sorted(TWO_STAGES))} have two stages on each"
+            ),
         ] = 2,
-        launcher: Annotated[LauncherName, typer.Option(help="local: a process an actor")] = LauncherName.local,
+        launcher: Annotated[
+            LauncherName, typer.Option(help="local: a process an actor")
+        ] = LauncherName.local,
         microbatches: Annotated[int, typer.Option(min=1, help="microbatches a step")] = 4,
         seed: Annotated[int, typer.Option(min=0, help="of parameters, dropout and batches")] = 0,
-        data: Annotated[Path | None, typer.Option(help="text; default: the sources of Python's library")] = None,
-        verify: Annotated[int, typer.Option(min=0, help="compare the first VERIFY steps with plain jax.jit")] = 0,
+        data: Annotated[
+            Path | None, typer.Option(help="text; default: the sources of Python's library")
+        ] = None,
+        verify: Annotated[
+            int, typer.Option(min=0, help="compare the first VERIFY steps with plain jax.jit")
+        ] = 0,
     ) -> None:
         if verify > steps:
             raise typer.BadParameter(f"--verify {verify} is more than --steps {steps}")
@@ -156,4 +165,7 @@ def print_difference(
 def _numbers(state: Any) -> list[np.ndarray]:
     """The state's leaves; of a PRNG key, its data."""
     leaves = jax.tree.leaves(state)
-    return [np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in leaves]
+    return [
+        np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+        for x in leaves
+    ]

@@ -9,16 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
-    "pipeline_yield": "markers",
-    "accumulate_grads": "markers",
-    "Sum": "reductions",
-    "Max": "reductions",
-    "Min": "reductions",
-    "Mean": "reductions",
-    "Stack": "reductions",
-    "Concat": "reductions",
-    "shard": "sharding",
-    "Task": "program",
+    "pipeline_yield": "markers.markers",
+    "accumulate_grads": "markers.markers",
+    "Sum": "markers.reductions",
+    "Max": "markers.reductions",
+    "Min": "markers.reductions",
+    "Mean": "markers.reductions",
+    "Stack": "markers.reductions",
+    "Concat": "markers.reductions",
+    "shard": "markers.logical_axes",
+    "Task": "program.instructions",
     "GPipe": "schedules",
     "Std1F1B": "schedules",
     "Eager1F1B": "schedules",
@@ -31,15 +31,15 @@ _HOMES = {
     "schedule_from_csv": "schedules",
     "schedule_to_csv": "schedules",
     "RemoteMesh": "mesh",
-    "Checkpoints": "checkpoint.series",
-    "CompiledStep": "step",
-    "RemoteArray": "arrays",
-    "Event": "events",
-    "ActorInfo": "actors.processes.actor_info",
-    "StepFuture": "step_future",
+    "Checkpoints": "checkpoint.retention",
+    "CompiledStep": "session.step",
+    "RemoteArray": "session.remote_array",
+    "Event": "base.events",
+    "ActorInfo": "protocol.actor_info",
+    "StepFuture": "session.step_future",
     "Timeline": "timeline",
-    "Saving": "checkpoint.saving",
-    "Launcher": "actors.launch",
+    "Saving": "checkpoint.save",
+    "Launcher": "launch",
 }
 
 __all__ = (
@@ -80,22 +80,22 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from jaxpp_async import errors as errors
-    from jaxpp_async.actors.launch import Launcher as Launcher
-    from jaxpp_async.actors.processes.actor_info import ActorInfo as ActorInfo
-    from jaxpp_async.arrays import RemoteArray as RemoteArray
-    from jaxpp_async.checkpoint.saving import Saving as Saving
-    from jaxpp_async.checkpoint.series import Checkpoints as Checkpoints
-    from jaxpp_async.events import Event as Event
-    from jaxpp_async.markers import accumulate_grads as accumulate_grads
-    from jaxpp_async.markers import pipeline_yield as pipeline_yield
+    from jaxpp_async.base.events import Event as Event
+    from jaxpp_async.checkpoint.retention import Checkpoints as Checkpoints
+    from jaxpp_async.checkpoint.save import Saving as Saving
+    from jaxpp_async.launch import Launcher as Launcher
+    from jaxpp_async.markers.logical_axes import shard as shard
+    from jaxpp_async.markers.markers import accumulate_grads as accumulate_grads
+    from jaxpp_async.markers.markers import pipeline_yield as pipeline_yield
+    from jaxpp_async.markers.reductions import Concat as Concat
+    from jaxpp_async.markers.reductions import Max as Max
+    from jaxpp_async.markers.reductions import Mean as Mean
+    from jaxpp_async.markers.reductions import Min as Min
+    from jaxpp_async.markers.reductions import Stack as Stack
+    from jaxpp_async.markers.reductions import Sum as Sum
     from jaxpp_async.mesh import RemoteMesh as RemoteMesh
-    from jaxpp_async.program import Task as Task
-    from jaxpp_async.reductions import Concat as Concat
-    from jaxpp_async.reductions import Max as Max
-    from jaxpp_async.reductions import Mean as Mean
-    from jaxpp_async.reductions import Min as Min
-    from jaxpp_async.reductions import Stack as Stack
-    from jaxpp_async.reductions import Sum as Sum
+    from jaxpp_async.program.instructions import Task as Task
+    from jaxpp_async.protocol.actor_info import ActorInfo as ActorInfo
     from jaxpp_async.schedules import DualPipeV as DualPipeV
     from jaxpp_async.schedules import Eager1F1B as Eager1F1B
     from jaxpp_async.schedules import GPipe as GPipe
@@ -107,9 +107,9 @@ if TYPE_CHECKING:
     from jaxpp_async.schedules import ZeroBubbleV as ZeroBubbleV
     from jaxpp_async.schedules import schedule_from_csv as schedule_from_csv
     from jaxpp_async.schedules import schedule_to_csv as schedule_to_csv
-    from jaxpp_async.sharding import shard as shard
-    from jaxpp_async.step import CompiledStep as CompiledStep
-    from jaxpp_async.step_future import StepFuture as StepFuture
+    from jaxpp_async.session.remote_array import RemoteArray as RemoteArray
+    from jaxpp_async.session.step import CompiledStep as CompiledStep
+    from jaxpp_async.session.step_future import StepFuture as StepFuture
     from jaxpp_async.timeline import Timeline as Timeline
 
 

@@ -13,13 +13,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from jaxpp_async.actors.launch.choosing import Launching
 from jaxpp_async.doctor.examine import Plan, examine
 from jaxpp_async.doctor.facts import Asked, HostFacts
 from jaxpp_async.doctor.gather import gather
 from jaxpp_async.doctor.judge import judge, would_work
 from jaxpp_async.doctor.show import as_flags, as_json, print_findings
 from jaxpp_async.errors import MeshError
+from jaxpp_async.launch.choose import Launching
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -46,21 +46,39 @@ def top() -> None:
 @app.command()
 def doctor(
     hosts: Annotated[Path | None, typer.Option(help="A hostfile: look at every host of it, too.")] = None,
-    slurm: Annotated[bool, typer.Option(help="Look at the hosts of the Slurm allocation around this process.")] = False,
+    slurm: Annotated[
+        bool, typer.Option(help="Look at the hosts of the Slurm allocation around this process.")
+    ] = False,
     platform: Annotated[PlatformChoice, typer.Option(help="Of the actors.")] = PlatformChoice.cpu,
-    transport: Annotated[TransportChoice, typer.Option(help="tcp: UCX over TCP alone.")] = TransportChoice.ucx,
-    actors: Annotated[int | None, typer.Option(min=1, help="How many; default: as there is room for.")] = None,
+    transport: Annotated[
+        TransportChoice, typer.Option(help="tcp: UCX over TCP alone.")
+    ] = TransportChoice.ucx,
+    actors: Annotated[
+        int | None, typer.Option(min=1, help="How many; default: as there is room for.")
+    ] = None,
     devices_per_actor: Annotated[int, typer.Option(min=1, help="The product of spmd_mesh's sizes.")] = 1,
-    processes_per_actor: Annotated[int | None, typer.Option(min=1, help="Default: as few as hosts allow.")] = None,
+    processes_per_actor: Annotated[
+        int | None, typer.Option(min=1, help="Default: as few as hosts allow.")
+    ] = None,
     ssh_options: Annotated[str, typer.Option(help="Words for ssh, such as '-o ProxyJump=gate'.")] = "",
-    python: Annotated[str | None, typer.Option(help="The interpreter on the hosts; default: this one's path.")] = None,
+    python: Annotated[
+        str | None, typer.Option(help="The interpreter on the hosts; default: this one's path.")
+    ] = None,
     interface: Annotated[str | None, typer.Option(help="Network device of the data plane.")] = None,
     ports: Annotated[str | None, typer.Option(help="Its TCP ports, such as 47000-47100.")] = None,
-    devices: Annotated[str | None, typer.Option(help="CUDA_VISIBLE_DEVICES of a host's actors together.")] = None,
-    control_address: Annotated[str | None, typer.Option(help="Where this machine listens for actors.")] = None,
+    devices: Annotated[
+        str | None, typer.Option(help="CUDA_VISIBLE_DEVICES of a host's actors together.")
+    ] = None,
+    control_address: Annotated[
+        str | None, typer.Option(help="Where this machine listens for actors.")
+    ] = None,
     transfers: Annotated[bool, typer.Option(help="Measure latency and bandwidth between hosts.")] = True,
-    as_json_: Annotated[bool, typer.Option("--json", help="Print JSON: findings, and all that was found.")] = False,
-    facts: Annotated[bool, typer.Option(help="Print the facts of this machine as JSON, and judge nothing.")] = False,
+    as_json_: Annotated[
+        bool, typer.Option("--json", help="Print JSON: findings, and all that was found.")
+    ] = False,
+    facts: Annotated[
+        bool, typer.Option(help="Print the facts of this machine as JSON, and judge nothing.")
+    ] = False,
 ) -> None:
     """Say whether a run would work here, or on these hosts; and what to do where not.
 
@@ -83,7 +101,9 @@ def doctor(
         said = f"doctor: {as_flags(str(error))}"
         Console(stderr=True).print(said, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(WRONG_USE) from None
-    findings = [dataclasses.replace(f, what=as_flags(f.what), remedy=as_flags(f.remedy)) for f in judge(found)]
+    findings = [
+        dataclasses.replace(f, what=as_flags(f.what), remedy=as_flags(f.remedy)) for f in judge(found)
+    ]
     if as_json_:
         typer.echo(json.dumps(as_json(found, findings), indent=1))
     else:

@@ -9,26 +9,26 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from jaxpp_async import mesh_options
-from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.failures.stuck import PROGRESS_S
-from jaxpp_async.actors.files import checkpoint_folder
-from jaxpp_async.actors.messages import StepStats
-from jaxpp_async.actors.options import BACKUP_EVERY, LAUNCH_TIMEOUT_S, ControllerOptions, Patience
-from jaxpp_async.actors.processes.actor_info import ActorInfo
-from jaxpp_async.actors.processes.exit_codes import LEASE_S
-from jaxpp_async.awaiting import says_to_await
-from jaxpp_async.checkpoint.restoring import restore
-from jaxpp_async.checkpoint.saving import OnProgress, Saver, Saving
-from jaxpp_async.compilation_cache import DEFAULT as DEFAULT_CACHE
+from jaxpp_async.base.events import EventLog, Events
+from jaxpp_async.checkpoint.restore import restore
+from jaxpp_async.checkpoint.save import OnProgress, Saver, Saving
+from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.options import BACKUP_EVERY, LAUNCH_TIMEOUT_S, ControllerOptions, Patience
+from jaxpp_async.controller.stall_detector import PROGRESS_S
 from jaxpp_async.errors import MeshError
-from jaxpp_async.events import EventLog, Events
-from jaxpp_async.running import StepRunner
-from jaxpp_async.step import DistributedStep, StepOptions
-from jaxpp_async.step_future import StepFuture
+from jaxpp_async.jax_bridge.compilation_cache import DEFAULT as DEFAULT_CACHE
+from jaxpp_async.jax_bridge.tracebacks import HiddenFrames, deliberate
+from jaxpp_async.protocol.actor_info import ActorInfo
+from jaxpp_async.protocol.messages import StepStats
+from jaxpp_async.protocol.parent_watch import LEASE_S
+from jaxpp_async.session import mesh_options
+from jaxpp_async.session.awaiting import says_to_await
+from jaxpp_async.session.host_transfers import RemoteValues
+from jaxpp_async.session.step import DistributedStep, StepOptions
+from jaxpp_async.session.step_future import StepFuture
+from jaxpp_async.session.step_runner import StepRunner
+from jaxpp_async.storage import checkpoint_folder
 from jaxpp_async.timeline import Timeline
-from jaxpp_async.tracebacks import HiddenFrames, deliberate
-from jaxpp_async.values import RemoteValues
 
 
 class RemoteMesh:
@@ -193,7 +193,9 @@ class RemoteMesh:
 
     def __enter__(self) -> NoReturn:
         with HiddenFrames():
-            raise MeshError("a mesh starts and ends asynchronously; write `async with RemoteMesh(...) as mesh:`")
+            raise MeshError(
+                "a mesh starts and ends asynchronously; write `async with RemoteMesh(...) as mesh:`"
+            )
 
     def __exit__(self, *exc: object) -> None:
         """Never reached."""
@@ -323,7 +325,9 @@ class RemoteMesh:
             MeshError: no step has finished yet.
         """
         if self._runner.last is None:
-            raise MeshError("no step has finished on this mesh; a timeline is there after the first `mesh.run`")
+            raise MeshError(
+                "no step has finished on this mesh; a timeline is there after the first `mesh.run`"
+            )
         return self._runner.last.timeline()
 
     def _checked(self, step: DistributedStep) -> DistributedStep:
@@ -383,7 +387,12 @@ class RemoteMesh:
     @mesh_options.only_known
     @says_to_await
     async def save(
-        self, path: checkpoint_folder.Path, tree: Any, *, wait: bool = True, on_progress: OnProgress | None = None
+        self,
+        path: checkpoint_folder.Path,
+        tree: Any,
+        *,
+        wait: bool = True,
+        on_progress: OnProgress | None = None,
     ) -> Saving:
         """Save a tree as it is now: after the steps submitted before, whatever is submitted behind.
 
@@ -439,7 +448,9 @@ def _argnums(name: str, value: int | Sequence[int], fn: Callable) -> tuple[int, 
     if most is not None and found and max(found) >= most:
         takes = f"takes {most} argument{'s' * (most != 1)}"
         raise deliberate(
-            ValueError(f"step {getattr(fn, '__name__', 'step')!r} {takes}, but {name} names argument {max(found)}")
+            ValueError(
+                f"step {getattr(fn, '__name__', 'step')!r} {takes}, but {name} names argument {max(found)}"
+            )
         )
     return found
 

@@ -14,7 +14,7 @@ ENV = {"PYTHONPATH": os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).r
 
 def install() -> None:
     """Runs in the actor."""
-    from jaxpp_async.actors.files import tensor_files
+    from jaxpp_async.storage import tensor_files
 
     original = tensor_files.write
 

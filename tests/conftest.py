@@ -8,7 +8,7 @@ import socket
 
 import jax
 
-from jaxpp_async import jax_config
+from jaxpp_async.jax_bridge import jax_config
 
 ON_GPU = os.environ.get("JAXPP_TEST_GPU") == "cuda"  # make test-gpu
 if ON_GPU:
@@ -16,7 +16,8 @@ if ON_GPU:
 
     os.environ.update(first_gpu(os.environ))  # before anything starts CUDA
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # actors share the GPU with this process
-    jax.config.update("jax_default_matmul_precision", "highest")  # else float32 is multiplied as TensorFloat-32
+    # else float32 is multiplied as TensorFloat-32
+    jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_platforms", "cuda,cpu" if ON_GPU else "cpu")
 
 # Compiling is what the suite costs when nothing is cached, and XLA's optimizations are more than half of that. Actors
@@ -44,7 +45,9 @@ jax_config.write_cache_whole()  # files of tests run side by side
 
 
 def pytest_addoption(parser):
-    parser.addoption("--golden", action="store_true", help="rewrite golden files instead of comparing with them")
+    parser.addoption(
+        "--golden", action="store_true", help="rewrite golden files instead of comparing with them"
+    )
 
 
 # What costs most, first: `make test` gives files to two workers in this order, and none is left with a long one at the

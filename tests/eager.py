@@ -19,8 +19,9 @@ from jax._src.ad_checkpoint import remat_p
 from jax._src.lax.control_flow.conditionals import cond_p
 from jax._src.lax.control_flow.loops import scan_p, while_p
 
-from jaxpp_async import jax_compat, markers
-from jaxpp_async.reductions import Concat, Max, Mean, Min, Stack
+from jaxpp_async.jax_bridge import private_api
+from jaxpp_async.markers import markers
+from jaxpp_async.markers.reductions import Concat, Max, Mean, Min, Stack
 
 
 def run_eagerly(fn: Callable, *args: Any) -> Any:
@@ -36,7 +37,7 @@ class Once:
         self._tree = jax.tree.structure(shapes)
 
     def __call__(self, *args: Any) -> Any:
-        return jax.tree.unflatten(self._tree, jax_compat.closed_call(self._closed, jax.tree.leaves(args)))
+        return jax.tree.unflatten(self._tree, private_api.closed_call(self._closed, jax.tree.leaves(args)))
 
     def run(self, *args: Any) -> Any:
         """The same, eagerly."""
@@ -64,13 +65,15 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[An
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, jax_compat.Literal) else env[atom]
+        return atom.val if isinstance(atom, private_api.Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
         operands = [read(a) for a in eqn.invars]
-        inner = jax_compat.inner_jaxpr(eqn) if eqn.primitive.name in _CALLS else None
+        inner = private_api.inner_jaxpr(eqn) if eqn.primitive.name in _CALLS else None
         results = (
-            _evaluate(inner.jaxpr, inner.consts, operands) if inner is not None else jax_compat.bind_eqn(eqn, operands)
+            _evaluate(inner.jaxpr, inner.consts, operands)
+            if inner is not None
+            else private_api.bind_eqn(eqn, operands)
         )
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(a) for a in jaxpr.outvars]
@@ -113,7 +116,7 @@ def _while(*args, cond_nconsts, cond_jaxpr, body_nconsts, body_jaxpr, **_):
 
 
 def _scan(*args, **params):
-    parts = jax_compat.scan_parts(SimpleNamespace(params=params, invars=args))
+    parts = private_api.scan_parts(SimpleNamespace(params=params, invars=args))
     num_consts, num_carry, length = parts.num_consts, parts.num_carry, parts.length
     consts, carry = args[:num_consts], list(args[num_consts : parts.first_x])
     rows: list[list[Any]] = [[]] * length
@@ -129,7 +132,7 @@ def _split(values: list[Any], at: int) -> tuple[list[Any], list[Any]]:
 
 
 def _at(x: Any, i: int) -> Any:
-    if jax_compat.is_key_dtype(x.dtype):
+    if private_api.is_key_dtype(x.dtype):
         return x[i]
     return jnp.asarray(np.asarray(x)[i])  # an index that is part of the program would be compiled once each
 
@@ -137,7 +140,8 @@ def _at(x: Any, i: int) -> Any:
 def _loop(*operands, spec):
     consts, batch = operands[: spec.num_consts], operands[spec.num_consts :]
     rows = [
-        _closed(spec.body, [*consts, *[_at(x, i) for x in batch], jnp.int32(i)]) for i in range(spec.num_microbatches)
+        _closed(spec.body, [*consts, *[_at(x, i) for x in batch], jnp.int32(i)])
+        for i in range(spec.num_microbatches)
     ]
     return [
         _reduced(r, [jnp.asarray(x) for x in column])

@@ -12,11 +12,11 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.devices.gpus import memory_fraction
+from jaxpp_async.base.gpu_inventory import memory_fraction
+from jaxpp_async.protocol import messages as m
 
 if TYPE_CHECKING:
-    from jaxpp_async.actors.controller import Controller
+    from jaxpp_async.controller.controller import Controller
 
 GPUS = "JAXPP_TEST_GPUS"
 """Names of the GPUs that an actor of this environment says it has."""
@@ -50,20 +50,32 @@ class NullTransport:
 
 
 async def start_fakes(
-    num_actors: int, launcher: Any, config: Any = None, *, events: Any = None, on_progress: Any = None, **options: Any
+    num_actors: int,
+    launcher: Any,
+    config: Any = None,
+    *,
+    events: Any = None,
+    on_progress: Any = None,
+    **options: Any,
 ) -> Controller:
     """A controller of actors that `launcher` starts, without a data plane; `options` as of `ControllerOptions`."""
-    from jaxpp_async.actors.controller import Controller  # here: actors import this module, and need no controller
-    from jaxpp_async.actors.options import ActorConfig, ControllerOptions
+    from jaxpp_async.controller.controller import (
+        Controller,  # here: actors import this module, and need no controller
+    )
+    from jaxpp_async.controller.options import ActorConfig, ControllerOptions
 
-    chosen = ControllerOptions(config or ActorConfig(), make_transport=lambda kind: NullTransport(), **options)
+    chosen = ControllerOptions(
+        config or ActorConfig(), make_transport=lambda kind: NullTransport(), **options
+    )
     return await Controller.start(num_actors, launcher, chosen, events=events, on_progress=on_progress)
 
 
 class FakeActor:
     current_step: int | None = None
 
-    def __init__(self, actor_id: int, *, make_transport: Callable[..., Any], send: Callable[[Any], None], **_: Any):
+    def __init__(
+        self, actor_id: int, *, make_transport: Callable[..., Any], send: Callable[[Any], None], **_: Any
+    ):
         self._id, self._send = actor_id, send
         self._programs: dict[int, str] = {}
         self._blobs: dict[str, bytes] = {}
@@ -78,7 +90,9 @@ class FakeActor:
             step = message.step if isinstance(message, m.Step) else None
             text = traceback.format_exc()
             self._send(
-                m.Failed(message.request, type(error).__name__, str(error), text, step, "run fwd(stage 1, mb 3)")
+                m.Failed(
+                    message.request, type(error).__name__, str(error), text, step, "run fwd(stage 1, mb 3)"
+                )
             )
 
     async def aclose(self) -> None:
@@ -118,7 +132,9 @@ class FakeActor:
         self._keep(message.puts, message.frees)
         self._steps.append(message)
         what = self._programs[message.program_id]
-        mine = what if ":" not in what else dict(p.split(":") for p in what.split()).get(str(self._id), "done")
+        mine = (
+            what if ":" not in what else dict(p.split(":") for p in what.split()).get(str(self._id), "done")
+        )
         if mine == "raise":
             raise ValueError("boom")
         if mine == "transfer":

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 
 from jaxpp_async.actors.actor import Actor
-from jaxpp_async.actors.devices.cuda import DeviceCopy
-from jaxpp_async.actors.messages import Hardware
+from jaxpp_async.actors.cuda import DeviceCopy
+from jaxpp_async.protocol.messages import Hardware
 
 LONGEST_S = 0.002
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxpp_async.transport.buffers import Memory, memory_of
+from jaxpp_async.transport.base import Memory, memory_of
 from jaxpp_async.transport.nccl.library import NcclFailure
 
 
@@ -126,7 +126,9 @@ class _Communicator:
                 return  # each waits for the other to do the opposite
             sent, got = (ours, theirs) if ours.sends else (theirs, ours)
             if sent.memory.size_bytes != got.memory.size_bytes:
-                self.network.violate(f"a send of {sent.memory.size_bytes} bytes meets {got.memory.size_bytes}")
+                self.network.violate(
+                    f"a send of {sent.memory.size_bytes} bytes meets {got.memory.size_bytes}"
+                )
                 return
             ctypes.memmove(got.memory.address, sent.memory.address, got.memory.size_bytes)
             self.network.num_messages += 1

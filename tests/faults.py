@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Any
 
-from jaxpp_async.actors.messages import step_number
+from jaxpp_async.protocol.messages import step_number
 
 HERE = os.path.dirname(__file__)
 
@@ -28,7 +28,7 @@ def at(step: int, label: str, what: str) -> dict[str, str]:
 
 def install() -> None:
     """Runs in the actor."""
-    from jaxpp_async.actors.steps.step_run import StepRun
+    from jaxpp_async.actors.step_run import StepRun
 
     step, label, what = json.loads(os.environ["JAXPP_TEST_FAULT"])
     original = StepRun._call

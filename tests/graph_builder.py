@@ -6,9 +6,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpp_async.program import (
+from jaxpp_async.program.actor_program import ActorProgram
+from jaxpp_async.program.instructions import (
     ActorId,
-    ActorProgram,
     Aval,
     Delete,
     GraphInput,
@@ -105,7 +105,9 @@ def _topological(orders: list[list[Task]]) -> list[Task]:
                 if task.ty == "fwd":
                     ready = task.stage == 0 or Task(task.i, "fwd", task.stage - 1) in done
                 else:
-                    ready = Task(task.i, "bwd" if task.stage < last else "fwd", min(task.stage + 1, last)) in done
+                    ready = (
+                        Task(task.i, "bwd" if task.stage < last else "fwd", min(task.stage + 1, last)) in done
+                    )
                 if not ready:
                     break
                 done.add(task)
@@ -141,7 +143,14 @@ class _Pipeline:
             (self.forward if task.ty == "fwd" else self.backward)(task)
         for s in stages:
             new = g.value(f"new w{s}", "temp", WEIGHT)
-            g.node(f"update({s})", s, (self.weights[s], self.grads[s]), [new], executable=4 * s + 3, donatable=(0, 1))
+            g.node(
+                f"update({s})",
+                s,
+                (self.weights[s], self.grads[s]),
+                [new],
+                executable=4 * s + 3,
+                donatable=(0, 1),
+            )
             g.output(new, s)
         g.output(self.losses, self.last)
         return g.graph()

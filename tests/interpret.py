@@ -32,9 +32,10 @@ from eager import control_flow
 from planning import plan_step
 
 from jaxpp_async.compiler.evaluate import recipe_function
-from jaxpp_async.compiler.passes import Plan
-from jaxpp_async.leaves import host_array
-from jaxpp_async.program import ActorProgram, BufferId, Delete, Input, Output, Recv, Run, Send
+from jaxpp_async.compiler.pipeline import Plan
+from jaxpp_async.program.actor_program import ActorProgram
+from jaxpp_async.program.instructions import BufferId, Delete, Input, Output, Recv, Run, Send
+from jaxpp_async.session.argument_binding import host_array
 from jaxpp_async.testing import assert_close
 
 RunOne = Callable[[int], Callable[..., Sequence[Any]]]
@@ -206,7 +207,9 @@ class _Actor:
     def _arrived(self) -> bool:
         """Take what has arrived of what the next instruction reads; whether that is all of it."""
         i = self.program.instructions[self.at]
-        reads = i.inputs if isinstance(i, Run) else (i.buffer,) if isinstance(i, Send | Delete | Output) else ()
+        reads = (
+            i.inputs if isinstance(i, Run) else (i.buffer,) if isinstance(i, Send | Delete | Output) else ()
+        )
         for b in reads:
             if self.posted.get(b) in self.sent:
                 self.slots[b] = self.sent.pop(self.posted.pop(b))

@@ -50,7 +50,9 @@ async def interrupted(operation: Callable[[], Awaitable[Any]], point: Point) -> 
     return wait.reached
 
 
-async def points(operation: Callable[[], Awaitable[Any]], turns: tuple[int, ...] = (0, 1, 3)) -> AsyncIterator[Point]:
+async def points(
+    operation: Callable[[], Awaitable[Any]], turns: tuple[int, ...] = (0, 1, 3)
+) -> AsyncIterator[Point]:
     """Interrupts `operation` at each of its waits, and gives each point once it has been."""
     ways, wait, more = list(WAYS), 0, True
     while more:

@@ -164,10 +164,14 @@ def uneven() -> Model:
         x = jnp.stack([mb["signal"][:, i : i + 6] for i in range(3)], axis=-1)  # (batch, 6, 2, 3)
         x = jnp.tanh(jnp.einsum("bncw,wcd->bnd", x, params["conv"]))
         # Values that bfloat16 holds exactly: rounding must not depend on what XLA fuses.
-        gate = (jnp.einsum("bnc,c->bn", mb["signal"][:, :6], jnp.array([1.0, -1.0])) > -1.0).astype(jnp.bfloat16)
+        gate = (jnp.einsum("bnc,c->bn", mb["signal"][:, :6], jnp.array([1.0, -1.0])) > -1.0).astype(
+            jnp.bfloat16
+        )
         sent = {"x": x, "gate": gate, "length": mb["length"], "used": jnp.arange(6) < mb["length"][:, None]}
         got = jpp.pipeline_yield(sent)
-        pooled = jnp.sum(got["x"] * got["gate"].astype(jnp.float32)[..., None] * got["used"][..., None], axis=1)
+        pooled = jnp.sum(
+            got["x"] * got["gate"].astype(jnp.float32)[..., None] * got["used"][..., None], axis=1
+        )
         pooled = pooled / got["length"][:, None] * params["gain"]
         first, second = jnp.sin(pooled @ params["mix"][0]), jnp.cos(pooled @ params["mix"][0])
         wave, length = jpp.pipeline_yield((jax.lax.complex(first, second), got["length"]))

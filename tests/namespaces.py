@@ -50,7 +50,9 @@ def skip_reason(target: str = "make test-net") -> str | None:
         return f"only root can make network namespaces: run `{target}` as root"
     for name in ("ip", "tc", "ss", "nft", "ssh"):
         if shutil.which(name) is None:
-            return f"there is no {name} here: `{target}` installs iproute2, nftables and openssh-server (Debian)"
+            return (
+                f"there is no {name} here: `{target}` installs iproute2, nftables and openssh-server (Debian)"
+            )
     if SSHD is None:
         return f"there is no sshd here: `{target}` installs openssh-server (Debian)"
     if os.environ["JAXPP_TEST_NET"] != "inside":
@@ -89,7 +91,9 @@ class Host:
 
     def __init__(self, index: int, folder: Path):
         self.index, self.name = index, f"jaxpp-{os.getpid()}-{index}"
-        self.address: dict[Link, str] = {link: f"{network}.{10 + index}" for link, network in NETWORKS.items()}
+        self.address: dict[Link, str] = {
+            link: f"{network}.{10 + index}" for link, network in NETWORKS.items()
+        }
         (folder / "home").mkdir(parents=True)
         self._folder = folder
         self.sshd: Sshd | None = None
@@ -186,7 +190,16 @@ class Network:
     def cut_between(self, one: Host, other: Host, link: Link) -> None:
         """These two lose each other, and nobody else."""
         for here, there in ((one, other), (other, one)):
-            words = ("replace", there.address[link], "lladdr", _NOBODY, "dev", INTERFACE[link], "nud", "permanent")
+            words = (
+                "replace",
+                there.address[link],
+                "lladdr",
+                _NOBODY,
+                "dev",
+                INTERFACE[link],
+                "nud",
+                "permanent",
+            )
             run("ip", "-n", here.name, "neigh", *words)
 
     def restore_between(self, one: Host, other: Host, link: Link) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from fake_device import DeviceActor
 
-from jaxpp_async.transport.buffers import Memory, memory_of
+from jaxpp_async.transport.base import Memory, memory_of
 from jaxpp_async.transport.nccl.library import NcclFailure
 from jaxpp_async.transport.nccl.transport import NcclTransport
 
@@ -104,7 +104,8 @@ class SocketChannel:
         def run() -> None:
             try:
                 operation()
-            except (OSError, EOFError):  # a peer that is gone: NCCL looks for its data until it is told not to
+            except (OSError, EOFError):
+                # a peer that is gone: NCCL looks for its data until it is told not to
                 self._aborted.wait()
             done.set()
 
@@ -119,7 +120,9 @@ class SocketChannel:
         raise StopIteration
 
     def _send(self, memory: Memory) -> None:
-        self._socket.sendall(_SIZE.pack(memory.size_bytes) + ctypes.string_at(memory.address, memory.size_bytes))
+        self._socket.sendall(
+            _SIZE.pack(memory.size_bytes) + ctypes.string_at(memory.address, memory.size_bytes)
+        )
         self._exactly(1)  # that it was received: rendezvous
 
     def _receive(self, memory: Memory) -> None:

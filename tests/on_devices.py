@@ -19,12 +19,12 @@ import numpy as np
 from interpret import _one_of, _run_programs
 from planning import plan_step
 
-from jaxpp_async import mesh_options
-from jaxpp_async.actors.devices.starting import Devices
-from jaxpp_async.actors.steps.executables import Executable, check_signature, compile_blob
-from jaxpp_async.actors.values.shards import Layouts
-from jaxpp_async.compiler.emit import emit
-from jaxpp_async.compiler.passes import Plan
+from jaxpp_async.actors.executables import Executable, check_signature, compile_blob
+from jaxpp_async.actors.jax_runtime import Devices
+from jaxpp_async.actors.shards import Layouts
+from jaxpp_async.compiler.export import emit
+from jaxpp_async.compiler.pipeline import Plan
+from jaxpp_async.session import mesh_options
 
 _COLLECTIVE = re.compile(
     r"= (\S+|\([^)]*\)) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
@@ -67,15 +67,28 @@ def run_on_devices(
     schedule: Any = None,
 ) -> Ran:
     """Plan a step, compile its tasks for devices here and run every actor's program on them."""
-    options = {"axis_types": axis_types, "axis_rules": axis_rules, "in_shardings": in_shardings, "schedule": schedule}
+    options = {
+        "axis_types": axis_types,
+        "axis_rules": axis_rules,
+        "in_shardings": in_shardings,
+        "schedule": schedule,
+    }
     done = plan_step(fn, *args, spmd_mesh=axes, **options)
-    target = mesh_options.target(axes, mesh_options.axis_types(axis_types or {}, axes), axis_rules or {}, "cpu")
+    target = mesh_options.target(
+        axes, mesh_options.axis_types(axis_types or {}, axes), axis_rules or {}, "cpu"
+    )
     devices = Devices(mesh_of(axes, axis_types))
     recipes = done.placed.recipes
-    compiled = [compile_blob(emit(r, done.traced.types, done.specs, target).blob, (), devices) for r in recipes]
+    compiled = [
+        compile_blob(emit(r, done.traced.types, done.specs, target).blob, (), devices) for r in recipes
+    ]
     _check_signatures(done, compiled, devices)
     graph = done.placed.graph
-    hosts = [*jax.tree.leaves(args), *(c.value for c in done.traced.captured), *range(done.placed.num_indices)]
+    hosts = [
+        *jax.tree.leaves(args),
+        *(c.value for c in done.traced.captured),
+        *range(done.placed.num_indices),
+    ]
     inputs: list[Any] = [None] * len(hosts)
     for i in graph.inputs:
         aval = graph.values[i.value].aval

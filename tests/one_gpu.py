@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from jaxpp_async.actors.devices.gpus import GpuShare, gpu_environment, host_gpus
+from jaxpp_async.base.gpu_inventory import GpuShare, gpu_environment, host_gpus
 from jaxpp_async.errors import JaxppAsyncError
-from jaxpp_async.transport.nccl.plan import ONE_GPU
+from jaxpp_async.transport.nccl.order import ONE_GPU
 
 
 def first_gpu(environ: Mapping[str, str]) -> dict[str, str]:

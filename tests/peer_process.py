@@ -26,7 +26,7 @@ import numpy as np
 import uvloop
 from transport_conformance import data, tag
 
-from jaxpp_async.transport.shared import SharedBlock
+from jaxpp_async.transport.shared_memory import SharedBlock
 from jaxpp_async.transport.ucx.transport import UCXTransport
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
-from jaxpp_async import mesh_options
 from jaxpp_async.compiler.ir import Loop
 from jaxpp_async.compiler.partition import StagedLoop, TaskKey, partition
-from jaxpp_async.compiler.passes import Plan, plan
-from jaxpp_async.program import Send
-from jaxpp_async.step import DistributedStep, StepOptions
+from jaxpp_async.compiler.pipeline import Plan, plan
+from jaxpp_async.program.instructions import Send
+from jaxpp_async.session import mesh_options
+from jaxpp_async.session.step import DistributedStep, StepOptions
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -43,7 +43,7 @@ def plan_step(
 
 def staged(fn: Any, *args: Any) -> StagedLoop:
     """The one loop of a step, cut."""
-    from jaxpp_async.compiler.tracing import trace
+    from jaxpp_async.compiler.trace import trace
 
     traced = trace(fn, args)
     (loop,) = [op for op in traced.flat.ops if isinstance(op, Loop)]
@@ -78,7 +78,9 @@ def heavy(cut: StagedLoop) -> dict[str, list[str]]:
         "scatter-add",
         "sort",
     )
-    return {f"{ty}{stage}": [op.name for op in t.ops if op.name in costly] for (ty, stage), t in cut.tasks.items()}
+    return {
+        f"{ty}{stage}": [op.name for op in t.ops if op.name in costly] for (ty, stage), t in cut.tasks.items()
+    }
 
 
 def taken(cut: StagedLoop, types: Any = None) -> dict[str, set[str]]:

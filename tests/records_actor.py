@@ -12,7 +12,7 @@ from typing import Any
 
 from fake_actor import FakeActor
 
-from jaxpp_async.actors import messages as m
+from jaxpp_async.protocol import messages as m
 
 STORM_PER_S, STORM_S = 10_000, 1.0
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.values.shards import memory_held
+from jaxpp_async.actors.shards import memory_held
 
 
 def held() -> dict[str, Any]:
@@ -42,7 +42,8 @@ async def everything(mesh: jpp.RemoteMesh) -> dict[str, Any]:
     """What a mesh and this process hold: counts that may not grow, of the driver and of each actor."""
     controller = mesh._running()
     gc.collect()
-    for _ in range(10):  # it carries the frees of what was collected, which are tasks on the actors for a moment
+    for _ in range(10):
+        # it carries the frees of what was collected, which are tasks on the actors for a moment
         actors = await controller.inspect()
         if not any(numbers["tasks"] for numbers in actors.values()):
             break

@@ -17,7 +17,11 @@ def skip_reason() -> str | None:
     """Why the tests that need an sshd cannot run here; None if they can."""
     if not os.environ.get("JAXPP_TEST_SSH"):
         return "needs an sshd: run `make test-ssh`"
-    return None if SSHD and shutil.which("ssh") else "no sshd or ssh here: `make test-ssh` installs openssh-server"
+    return (
+        None
+        if SSHD and shutil.which("ssh")
+        else "no sshd or ssh here: `make test-ssh` installs openssh-server"
+    )
 
 
 def free_port() -> int:
@@ -99,7 +103,10 @@ class Sshd:
         for _ in range(100):
             if self.process.poll() is not None:
                 raise RuntimeError(f"sshd ended: {(self.folder / 'sshd.log').read_text()}")
-            with contextlib.suppress(OSError), socket.create_connection((self._reached_by[0], self.port), 0.2) as probe:
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection((self._reached_by[0], self.port), 0.2) as probe,
+            ):
                 if probe.recv(4) == b"SSH-":
                     return
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -16,9 +16,10 @@ import pytest
 from jax import export
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxpp_async.actors import messages as m
 from jaxpp_async.actors.actor import Actor
-from jaxpp_async.program import CONTROLLER, ActorProgram, Aval, Delete, Input, Output, Recv, Run, Send
+from jaxpp_async.program.actor_program import ActorProgram, format_program
+from jaxpp_async.program.instructions import CONTROLLER, Aval, Delete, Input, Output, Recv, Run, Send
+from jaxpp_async.protocol import messages as m
 from jaxpp_async.transport.base import HOST_CHANNEL, make_tag
 from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
 
@@ -91,7 +92,7 @@ class Harness:
             actor,
             m.Load,
             program_id=program_id,
-            program=str(program),
+            program=format_program(program),
             executables={k: f"key{k}" for k in range(len(blobs))},
             blobs={f"key{k}": blob for k, blob in enumerate(blobs)},
         )
@@ -126,7 +127,14 @@ class Harness:
     async def step(self, actor, number, inputs, outputs, program_id=0, fails=False, **fields):
         fields = {"epoch": self.epoch} | fields
         return await self.ask(
-            actor, m.Step, fails=fails, step=number, program_id=program_id, inputs=inputs, outputs=outputs, **fields
+            actor,
+            m.Step,
+            fails=fails,
+            step=number,
+            program_id=program_id,
+            inputs=inputs,
+            outputs=outputs,
+            **fields,
         )
 
     async def numbers(self, actor):
@@ -173,7 +181,9 @@ def add(x, y):
 @pytest.mark.parametrize("dtype", ["float32", "bool", "int8", "bfloat16", "float8_e4m3fn", "int4", "uint32"])
 @pytest.mark.parametrize("shape", [(), (0, 3), (5, 7), (300, 301)], ids=str)
 async def test_put_and_fetch(dtype, shape):
-    value = np.asarray(np.random.default_rng(0).integers(0, 2, shape)).astype(getattr(ml_dtypes, dtype, dtype))
+    value = np.asarray(np.random.default_rng(0).integers(0, 2, shape)).astype(
+        getattr(ml_dtypes, dtype, dtype)
+    )
     async with harness() as h:
         await h.put(0, 5, value)
         (found,) = await h.fetch(0, 5)
@@ -207,7 +217,12 @@ async def two_stage_pipeline(h, num_microbatches=3, aval=V):
     """Actor 0 doubles each microbatch and sends it; actor 1 adds it to an accumulator in place."""
     first, second, n = [], [], num_microbatches
     for k in range(n):
-        first += [Input(k, k, aval), Run(f"fwd(stage 0, mb {k})", 0, (k,), (n + k,)), Send(n + k, 1, k), Delete(n + k)]
+        first += [
+            Input(k, k, aval),
+            Run(f"fwd(stage 0, mb {k})", 0, (k,), (n + k,)),
+            Send(n + k, 1, k),
+            Delete(n + k),
+        ]
     second.append(Input(0, 0, aval, True))
     for k in range(n):
         second += [Recv(n + k, 0, k, aval), Run(f"acc(mb {k})", 0, (k, n + k), (k + 1,), (0,)), Delete(n + k)]
@@ -231,7 +246,9 @@ def _shift(instruction, start, by):
     return instruction
 
 
-@pytest.mark.parametrize("aval", [V, Aval((64, 64), "float32"), Aval((6,), "bfloat16")], ids=["small", "large", "bf16"])
+@pytest.mark.parametrize(
+    "aval", [V, Aval((64, 64), "float32"), Aval((6,), "bfloat16")], ids=["small", "large", "bf16"]
+)
 async def test_two_actors_in_a_pipeline(aval):
     async with harness(2) as h:
         n = await two_stage_pipeline(h, aval=aval)
@@ -241,9 +258,17 @@ async def test_two_actors_in_a_pipeline(aval):
         await h.put(1, 100, np.zeros(aval.shape, dtype))
         for number in range(4):
             both = [
-                await h.start(0, m.Step, epoch=1, step=number, program_id=0, inputs={0: 0, 1: 1, 2: 2}, outputs={}),
                 await h.start(
-                    1, m.Step, epoch=1, step=number, program_id=0, inputs={0: 100 + number}, outputs={0: 101 + number}
+                    0, m.Step, epoch=1, step=number, program_id=0, inputs={0: 0, 1: 1, 2: 2}, outputs={}
+                ),
+                await h.start(
+                    1,
+                    m.Step,
+                    epoch=1,
+                    step=number,
+                    program_id=0,
+                    inputs={0: 100 + number},
+                    outputs={0: 101 + number},
                 ),
             ]
             done = await asyncio.wait_for(asyncio.gather(*both), TIMEOUT_S)
@@ -266,7 +291,10 @@ async def test_donated_state_is_updated_in_place_and_leaves_the_store():
     big = Aval((1024,), "float32")
     async with harness() as h:
         await h.load(
-            0, [Input(0, 0, big, True), Run("f", 0, (0,), (1,), (0,)), Output(1, 0)], [big, big], [blob(double, big)]
+            0,
+            [Input(0, 0, big, True), Run("f", 0, (0,), (1,), (0,)), Output(1, 0)],
+            [big, big],
+            [blob(double, big)],
         )
         await h.put(0, 1, np.ones(1024, np.float32))
         address = store_array(h, 1).unsafe_buffer_pointer()
@@ -287,7 +315,10 @@ async def test_a_fetch_sees_the_array_that_a_later_step_consumes():
     big = Aval((512, 1024), "float32")
     async with harness() as h:
         await h.load(
-            0, [Input(0, 0, big, True), Run("f", 0, (0,), (1,), (0,)), Output(1, 0)], [big, big], [blob(double, big)]
+            0,
+            [Input(0, 0, big, True), Run("f", 0, (0,), (1,), (0,)), Output(1, 0)],
+            [big, big],
+            [blob(double, big)],
         )
         await h.put(0, 1, np.ones(big.shape, np.float32))
         fields = {"epoch": 1, "program_id": 0}
@@ -326,9 +357,13 @@ async def test_two_steps_in_flight_with_puts_and_frees():
 async def test_a_late_host_argument_is_waited_for():
     big = Aval((100, 100), "float32")
     async with harness() as h:
-        await h.load(0, [Input(0, 0, big), Run("f", 0, (0,), (1,)), Output(1, 0)], [big, big], [blob(double, big)])
+        await h.load(
+            0, [Input(0, 0, big), Run("f", 0, (0,), (1,)), Output(1, 0)], [big, big], [blob(double, big)]
+        )
         put = m.Put(1, big, None, 33)
-        step = await h.start(0, m.Step, epoch=1, step=0, program_id=0, inputs={0: 1}, outputs={0: 2}, puts=(put,))
+        step = await h.start(
+            0, m.Step, epoch=1, step=0, program_id=0, inputs={0: 1}, outputs={0: 2}, puts=(put,)
+        )
         assert not step.done()
         value = np.ones(big.shape, np.float32)
         await h.transport.send(value.reshape(-1).view(np.uint8), 0, make_tag(1, HOST_CHANNEL, 33))
@@ -364,7 +399,9 @@ async def test_received_results_do_not_share_receive_memory():
         await h.load(1, [Recv(0, 0, 0, V), Output(0, 0)], [V], [])
         for number in range(3):
             await h.put(0, 10 + number, np.full(8, number, np.float32))
-            sent = await h.start(0, m.Step, epoch=1, step=number, program_id=0, inputs={0: 10 + number}, outputs={})
+            sent = await h.start(
+                0, m.Step, epoch=1, step=number, program_id=0, inputs={0: 10 + number}, outputs={}
+            )
             await h.step(1, number, {}, {0: 20 + number})
             await asyncio.wait_for(sent, TIMEOUT_S)
         values = await h.fetch(1, 20, 21, 22)
@@ -409,7 +446,9 @@ async def test_many_steps_leave_nothing_behind():
 
 async def test_a_step_sent_twice_runs_once():
     async with harness() as h:
-        await h.load(0, [Input(0, 0, V, True), Run("f", 0, (0,), (1,), (0,)), Output(1, 0)], [V, V], [blob(double, V)])
+        await h.load(
+            0, [Input(0, 0, V, True), Run("f", 0, (0,), (1,), (0,)), Output(1, 0)], [V, V], [blob(double, V)]
+        )
         await h.put(0, 1, np.ones(8, np.float32))
         fields = {"epoch": 1, "step": 0, "program_id": 0, "inputs": {0: 1}, "outputs": {0: 2}}
         one, two = await h.start(0, m.Step, **fields), await h.start(0, m.Step, **fields)
@@ -462,7 +501,9 @@ async def test_programs_that_do_not_fit_their_executables():
 
 async def test_too_few_devices():
     h = Harness(1, MemoryNetwork())
-    with pytest.raises(AssertionError, match=r"spmd_mesh \{'data': 64\} needs 64 devices.*jax_num_cpu_devices"):
+    with pytest.raises(
+        AssertionError, match=r"spmd_mesh \{'data': 64\} needs 64 devices.*jax_num_cpu_devices"
+    ):
         await h.configure(spmd_mesh=(("data", 64),), axis_types=("auto",))
     await h.actors[0].aclose()
 
@@ -492,7 +533,10 @@ async def test_setup_hooks_that_cannot_run(setup, message):
 async def test_an_executable_that_raises():
     async with harness() as h:
         await h.load(
-            0, [Input(0, 0, V), Run("fwd(stage 0, mb 0)", 0, (0,), (1,)), Output(1, 0)], [V, V], [blob(double, V)]
+            0,
+            [Input(0, 0, V), Run("fwd(stage 0, mb 0)", 0, (0,), (1,)), Output(1, 0)],
+            [V, V],
+            [blob(double, V)],
         )
         await h.put(0, 1, np.ones(8, np.float32))
 
@@ -527,7 +571,9 @@ async def test_abort_ends_waiting_steps_and_the_actors_go_on():
         for k in range(2):
             await h.ask(k, m.Abort, epoch=2, cause="actor 5 died")
         reply = await asyncio.wait_for(waiting, TIMEOUT_S)
-        assert reply.exception_type == "jaxpp_async.errors.StepAbortedError" and "actor 5 died" in reply.message
+        assert (
+            reply.exception_type == "jaxpp_async.errors.StepAbortedError" and "actor 5 died" in reply.message
+        )
         assert "acc(mb 0)" in reply.instruction and "waiting for 1 buffers" in reply.instruction
         assert isinstance(await asyncio.wait_for(late_put, TIMEOUT_S), m.Failed)
         await h.connect()
@@ -568,7 +614,9 @@ AXES = (("data", 2), ("model", 2))
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
-@pytest.mark.parametrize("spec", [("data", "model"), ("data",), (None, "model"), (), (("data", "model"),)], ids=str)
+@pytest.mark.parametrize(
+    "spec", [("data", "model"), ("data",), (None, "model"), (), (("data", "model"),)], ids=str
+)
 async def test_sharded_arrays_travel(spec, kind):
     aval = Aval((8, 4), "float32", spec)
     types = (AxisType.Auto if kind == "auto" else AxisType.Explicit,) * 2
@@ -590,7 +638,9 @@ async def test_sharded_arrays_travel(spec, kind):
         for number in range(3):
             value = np.random.default_rng(number).normal(size=(8, 4)).astype(np.float32)
             await h.put(0, 10 + number, value, spec)
-            other = await h.start(0, m.Step, epoch=1, step=number, program_id=0, inputs={0: 10 + number}, outputs={})
+            other = await h.start(
+                0, m.Step, epoch=1, step=number, program_id=0, inputs={0: 10 + number}, outputs={}
+            )
             reply = await h.step(1, number, {}, {0: 20 + number})
             await other
             (found,) = await h.fetch(1, 20 + number)
@@ -613,7 +663,14 @@ async def test_sharded_pipeline_with_collectives_under_random_delays():
         a, b = 1 + 2 * k, 2 + 2 * k
         first += [Run("f", 0, (0,), (a, b)), Send(a, 1, k), Send(b, 2, n + k), Delete(a), Delete(b)]
         a, b, c = 3 * k, 3 * k + 1, 3 * k + 2
-        second += [Recv(a, 0, k, aval), Run("f", 0, (a,), (b, c)), Send(b, 2, k), Delete(a), Delete(b), Delete(c)]
+        second += [
+            Recv(a, 0, k, aval),
+            Run("f", 0, (a,), (b, c)),
+            Send(b, 2, k),
+            Delete(a),
+            Delete(b),
+            Delete(c),
+        ]
         a, b, c, d = range(4 * k, 4 * k + 4)
         third += [Recv(a, 1, k, aval), Recv(b, 0, n + k, whole), Run("f", 0, (a,), (c, d)), Delete(a)]
         third += [Output(b, 3 * k), Output(c, 3 * k + 1), Output(d, 3 * k + 2)]
@@ -665,7 +722,9 @@ async def test_the_loop_lives_while_a_task_computes():
         return (x,)
 
     async with harness() as h:
-        await h.load(0, [Input(0, 0, big), Run("f", 0, (0,), (1,)), Output(1, 0)], [big, big], [blob(heavy, big)])
+        await h.load(
+            0, [Input(0, 0, big), Run("f", 0, (0,), (1,)), Output(1, 0)], [big, big], [blob(heavy, big)]
+        )
         await h.put(0, 1, np.ones(big.shape, np.float32))
         step = await h.start(0, m.Step, epoch=1, step=0, program_id=0, inputs={0: 1}, outputs={0: 2})
         turns = 0

@@ -16,17 +16,16 @@ import fake_actor
 import pytest
 
 import jaxpp_async as jpp
-from jaxpp_async import extras
-from jaxpp_async.actors.crew.agreement import Member, check_agreement
-from jaxpp_async.actors.crew.bringup import unready_error
-from jaxpp_async.actors.crew.crew import Crew
-from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.actors.messages import Hardware
-from jaxpp_async.actors.options import ActorConfig
-from jaxpp_async.actors.processes.actor_info import ActorInfo
+from jaxpp_async.base import install_hints
+from jaxpp_async.base.install_hints import cuda_error, extra_of, pip_install
+from jaxpp_async.controller.actor_group import Crew
+from jaxpp_async.controller.options import ActorConfig
+from jaxpp_async.controller.startup import Member, check_agreement, unready_error
 from jaxpp_async.errors import InstallError, LaunchError, MeshError, RemoteError
-from jaxpp_async.extras import cuda_error, extra_of, pip_install
-from jaxpp_async.transport.nccl.plan import MULTI_RANK, ranks_may_share
+from jaxpp_async.launch import LocalLauncher
+from jaxpp_async.protocol.actor_info import ActorInfo
+from jaxpp_async.protocol.messages import Hardware
+from jaxpp_async.transport.nccl.order import MULTI_RANK, ranks_may_share
 
 ROOT = Path(jpp.__file__).parents[1]
 
@@ -40,7 +39,9 @@ def gpu(name: str, uuid: str = "", *, host: str = "n1", fraction: float = 0.75, 
     return Member(name, ord(name[0]), host, cuda, (uuid or f"GPU-{name}",), fraction)
 
 
-def nccl(name: str, uuid: str = "", version: str = "2.32.3", *, shares: bool = False, fraction: float = 0.4) -> Member:
+def nccl(
+    name: str, uuid: str = "", version: str = "2.32.3", *, shares: bool = False, fraction: float = 0.4
+) -> Member:
     return replace(gpu(name, uuid, fraction=fraction), nccl=version, nccl_shares=shares)
 
 
@@ -62,7 +63,8 @@ AGREED = [
     [gpu(name, f"GPU-{name[1]}", fraction=0.45) for name in ("a0", "a1", "b0", "b1")],
     [nccl("a"), nccl("b")],
     [nccl(name, "GPU-0", shares=True) for name in "ab"],
-    [nccl("a", "GPU-0"), nccl("b", "GPU-1"), nccl("c", "GPU-0"), nccl("d", "GPU-1")],  # no neighbours share one
+    # no neighbours share one
+    [nccl("a", "GPU-0"), nccl("b", "GPU-1"), nccl("c", "GPU-0"), nccl("d", "GPU-1")],
 ]
 
 
@@ -93,13 +95,22 @@ REFUSED = [
         ([gpu("a", uuid), gpu("b", uuid, host="n1.cluster")], f"a, b share GPU {uuid}, and set aside")
         for uuid in ("GPU-0", "MIG-0")
     ),
-    ([gpu("a0", "GPU-0"), gpu("a1", "GPU-0", host="n1.cluster")], "a0, a1 have GPU GPU-0, but actor 97 wants"),
+    (
+        [gpu("a0", "GPU-0"), gpu("a1", "GPU-0", host="n1.cluster")],
+        "a0, a1 have GPU GPU-0, but actor 97 wants",
+    ),
     ([nccl("a"), nccl("b", version="2.30.1")], r"NCCL 2.32.3: a; NCCL 2.30.1: b\); install the same version"),
     *(
-        ([nccl("a", "GPU-0", shares=one), nccl("b", "GPU-0", shares=other)], "a, b share GPU GPU-0, and both ends are")
+        (
+            [nccl("a", "GPU-0", shares=one), nccl("b", "GPU-0", shares=other)],
+            "a, b share GPU GPU-0, and both ends are",
+        )
         for one, other in ((False, False), (True, False))
     ),
-    ([nccl("a0", "GPU-0"), nccl("c0", "GPU-0"), nccl("b0", "GPU-0")], "^a0, b0 share.*'NCCL_MULTI_RANK_GPU_ENABLE'"),
+    (
+        [nccl("a0", "GPU-0"), nccl("c0", "GPU-0"), nccl("b0", "GPU-0")],
+        "^a0, b0 share.*'NCCL_MULTI_RANK_GPU_ENABLE'",
+    ),
 ]
 
 
@@ -111,7 +122,11 @@ def test_what_cannot_work_together_is_refused_with_a_remedy(members, says):
 
 def test_processes_of_one_actor_are_known_as_such():
     info = ActorInfo(1, "n1", 7, (), "ready", 1, 2)
-    hardware = {3: Hardware("g", 1, cuda="13.0", gpus=("GPU-0",), memory_fraction=0.4, nccl="2.32.3", nccl_shares=True)}
+    hardware = {
+        3: Hardware(
+            "g", 1, cuda="13.0", gpus=("GPU-0",), memory_fraction=0.4, nccl="2.32.3", nccl_shares=True
+        )
+    }
     crew: Any = SimpleNamespace(links={3: SimpleNamespace(info=info)}, hardware=hardware)
     assert Crew._member(crew, 3) == Member(str(info), 1, "n1", "13.0", ("GPU-0",), 0.4, "2.32.3", True)
 
@@ -130,7 +145,9 @@ async def test_a_mesh_compares_what_its_actors_tell_before_anything_is_loaded():
     path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     config = ActorConfig(env={"PYTHONPATH": path, fake_actor.GPUS: "GPU-0"})
     launcher = LocalLauncher(actor="fake_actor:FakeActor")
-    said = r"^actor 0 \(host .*\), actor 1 \(host .*\) share GPU GPU-0, and set aside 0.75, 0.75 of its memory"
+    said = (
+        r"^actor 0 \(host .*\), actor 1 \(host .*\) share GPU GPU-0, and set aside 0.75, 0.75 of its memory"
+    )
     with pytest.raises(MeshError, match=said):
         await fake_actor.start_fakes(2, launcher, config)
 
@@ -138,7 +155,9 @@ async def test_a_mesh_compares_what_its_actors_tell_before_anything_is_loaded():
 async def test_who_replaces_another_is_compared_as_well():
     """A GPU of which two actors have a part each; the successor of one sets aside more than is left."""
     path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    config = ActorConfig(env={"PYTHONPATH": path, fake_actor.GPUS: "GPU-0", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"})
+    config = ActorConfig(
+        env={"PYTHONPATH": path, fake_actor.GPUS: "GPU-0", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"}
+    )
     launcher = LocalLauncher(actor="fake_actor:FakeActor", forward=lambda line: None)
     controller = await fake_actor.start_fakes(2, launcher, config, max_restarts=3)
     try:
@@ -146,7 +165,9 @@ async def test_who_replaces_another_is_compared_as_well():
         texts: Any = {0: "hang", 1: "exit"}
         await controller.load(0, texts, {}, {})
         async with asyncio.timeout(30):
-            with pytest.raises(LaunchError, match=r"be replaced: actor 0.*, actor 1.* set aside 0.4, 0.75 of"):
+            with pytest.raises(
+                LaunchError, match=r"be replaced: actor 0.*, actor 1.* set aside 0.4, 0.75 of"
+            ):
                 await controller.start_step(0, {}, {})
     finally:
         await controller.aclose()
@@ -199,7 +220,9 @@ def test_a_jax_without_cuda_is_told_with_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     missing = cuda_error("platform='cuda'")
-    assert missing is not None and "pip install '/a b/clone[cuda13]'" in str(missing) and "580" in str(missing)
+    assert (
+        missing is not None and "pip install '/a b/clone[cuda13]'" in str(missing) and "580" in str(missing)
+    )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "jax_cuda12_plugin" or None)
     assert cuda_error("platform='cuda'") is None
 
@@ -222,8 +245,14 @@ GIT = '{"url": "https://host/a/clone", "vcs_info": {"vcs": "git", "commit_id": "
             """pip install '/a'"'"'b[cpu]'  (there is no source of this package at /a'b any""",
         ),
         (GIT, "pip install 'jaxpp-async[cpu] @ git+https://host/a/clone@ab12'"),
-        (GIT[:-1] + ', "subdirectory": "x"}', "'jaxpp-async[cpu] @ git+https://host/a/clone@ab12#subdirectory=x'"),
-        ('{"url": "https://host/a.whl", "archive_info": {}}', "pip install 'jaxpp-async[cpu] @ https://host/a.whl'"),
+        (
+            GIT[:-1] + ', "subdirectory": "x"}',
+            "'jaxpp-async[cpu] @ git+https://host/a/clone@ab12#subdirectory=x'",
+        ),
+        (
+            '{"url": "https://host/a.whl", "archive_info": {}}',
+            "pip install 'jaxpp-async[cpu] @ https://host/a.whl'",
+        ),
         (None, f"pip install -e '{ROOT}[cpu]'"),  # a clone on the path
         ("[]", f"pip install -e '{ROOT}[cpu]'"),
         ('{"url": null}', f"pip install -e '{ROOT}[cpu]'"),
@@ -254,7 +283,7 @@ def test_the_name_alone_is_suggested_only_where_pip_had_it_by_name(direct_url, s
         return SimpleNamespace(read_text=lambda name: direct_url)
 
     monkeypatch.setattr(importlib.metadata, "distribution", distribution)
-    monkeypatch.setattr(extras, "__file__", "/site/jaxpp_async/extras.py")
+    monkeypatch.setattr(install_hints, "__file__", "/site/jaxpp_async/base/install_hints.py")
     assert pip_install("cpu").startswith(says)
 
 

@@ -157,7 +157,9 @@ async def test_init_makes_each_leaf_where_it_lives(remote_mesh):
 
     def init(key, scale):
         leaves, tree = jax.tree.flatten(model.init(0))
-        made = [jnp.sin(jnp.arange(x.size) * 0.1 * (i + 1)).reshape(x.shape) * scale for i, x in enumerate(leaves)]
+        made = [
+            jnp.sin(jnp.arange(x.size) * 0.1 * (i + 1)).reshape(x.shape) * scale for i, x in enumerate(leaves)
+        ]
         params = jax.tree.unflatten(tree, made)
         return {**params, "embed": jax.random.normal(key, params["embed"].shape) * scale}
 
@@ -172,7 +174,9 @@ async def test_init_makes_each_leaf_where_it_lives(remote_mesh):
     assert_close(await mesh.fetch(state), want, rtol=1e-6)
     # The tied weight is one value: both actors hold the same bits, also after steps.
     for _ in range(2):
-        on_each = [await mesh._controller.fetch([(a, state["embed"]._id, state["embed"]._type.aval)]) for a in (0, 1)]
+        on_each = [
+            await mesh._controller.fetch([(a, state["embed"]._id, state["embed"]._type.aval)]) for a in (0, 1)
+        ]
         assert on_each[0][0].tobytes() == on_each[1][0].tobytes()
         state, _, _ = await mesh.run(step, state, model.batch(0, 2))
 
@@ -183,7 +187,9 @@ async def test_init_of_something_else_says_which_leaf(remote_mesh):
     with pytest.raises(MeshError, match="compile it first"):
         await step.init(0, lambda: params)
     await step.compile(params, batch)
-    with pytest.raises(ArrayError, match=r"result\['head'\] is .*float16.* but params\['head'\] is .*float32"):
+    with pytest.raises(
+        ArrayError, match=r"result\['head'\] is .*float16.* but params\['head'\] is .*float32"
+    ):
         await step.init(0, lambda: {**params, "head": params["head"].astype(jnp.float16)})
 
 
@@ -258,7 +264,12 @@ async def test_host_values_of_any_kind_are_arguments(remote_mesh):
 
     def fn(x, i, f, b, wide, key, old_key):
         noise = jax.random.normal(key, (3,)) + jax.random.uniform(old_key, (3,))
-        return {"x": x * f + i, "b": jnp.where(b, noise, 0), "wide": wide, "half": jnp.ones(2, jnp.bfloat16) * f}
+        return {
+            "x": x * f + i,
+            "b": jnp.where(b, noise, 0),
+            "wide": wide,
+            "half": jnp.ones(2, jnp.bfloat16) * f,
+        }
 
     args = (
         jnp.arange(3.0),
@@ -294,7 +305,9 @@ async def test_what_a_compiled_step_says(remote_mesh):
     mesh = await inline(remote_mesh)
     compiled = await mesh.distributed(sgd()).compile(*problem())
     text = compiled.as_text()
-    labels = [f"{task}, mb {i})" for task in ("fwd(stage 0", "fwd_bwd(stage 1", "bwd(stage 0") for i in range(4)]
+    labels = [
+        f"{task}, mb {i})" for task in ("fwd(stage 0", "fwd_bwd(stage 1", "bwd(stage 0") for i in range(4)
+    ]
     assert all(label in text for label in labels)
     assert list(compiled.passes)[:3] == ["trace", "partition", "schedule"]
     assert all(isinstance(t, str) and t for t in compiled.passes.values())
@@ -308,7 +321,11 @@ async def test_what_a_compiled_step_says(remote_mesh):
         (0, 1): (activation, 4),
         (1, 0): (activation, 4),
     }
-    assert [a.sent_bytes for a in report.actors] == [4 * activation] * 2 == [a.received_bytes for a in report.actors]
+    assert (
+        [a.sent_bytes for a in report.actors]
+        == [4 * activation] * 2
+        == [a.received_bytes for a in report.actors]
+    )
     assert all(a.peak_bytes > 0 for a in report.actors)
     places = {p.name: p.actors for p in (*report.inputs, *report.outputs)}
     assert places["params['blocks'][0]['w']"] == places["result[0]['blocks'][0]['w']"] == (0,)
@@ -330,7 +347,11 @@ async def test_another_schedule_compiles_no_task_again(remote_mesh):
     assert await compiled_by(jpp.Eager1F1B(2)) == 0
     # Here the last stage's forward and backward do not follow each other: they were one executable and become two.
     assert await compiled_by(jpp.GPipe(2)) == 2
-    assert [await compiled_by(s) for s in (jpp.GPipe(2).tasks(4, 2), jpp.LoopedBFS(2), jpp.Std1F1B(2))] == [0, 0, 0]
+    assert [await compiled_by(s) for s in (jpp.GPipe(2).tasks(4, 2), jpp.LoopedBFS(2), jpp.Std1F1B(2))] == [
+        0,
+        0,
+        0,
+    ]
 
 
 async def test_a_state_that_loses_its_weak_types_compiles_once(remote_mesh):
@@ -341,7 +362,11 @@ async def test_a_state_that_loses_its_weak_types_compiles_once(remote_mesh):
 
     def train_step(state, batch):
         params, losses = sgd()(state["params"], batch)
-        return {"params": params, "step": state["step"] + 1, "scale": state["scale"] * jnp.float32(0.5)}, losses
+        return {
+            "params": params,
+            "step": state["step"] + 1,
+            "scale": state["scale"] * jnp.float32(0.5),
+        }, losses
 
     step = mesh.distributed(train_step)
     state = plain = {"params": params, "step": 0, "scale": 1.0}
@@ -443,7 +468,8 @@ async def test_donation(remote_mesh):
     # An array that is not donated can be used again.
     for _ in range(2):
         assert_close(
-            await mesh.fetch((await mesh.run(mesh.distributed(fn), second, batch))[0]), jax.jit(fn)(want, batch)[0]
+            await mesh.fetch((await mesh.run(mesh.distributed(fn), second, batch))[0]),
+            jax.jit(fn)(want, batch)[0],
         )
 
 
@@ -602,7 +628,11 @@ async def test_all_reductions_with_the_index(remote_mesh):
 
     batch = np.random.default_rng(1).normal(size=(3, 2, 4)).astype(np.float32)
     out = await same_as_jit(mesh, fn, jnp.eye(4) - 0.5, batch)
-    assert (out["rows"].shape, out["columns"].shape, out["stack"]["half"].shape) == ((6, 4), (1, 2, 12), (3, 2, 4))
+    assert (out["rows"].shape, out["columns"].shape, out["stack"]["half"].shape) == (
+        (6, 4),
+        (1, 2, 12),
+        (3, 2, 4),
+    )
 
 
 async def test_an_evaluation_loop_has_no_backward(remote_mesh):
@@ -610,7 +640,9 @@ async def test_an_evaluation_loop_has_no_backward(remote_mesh):
     params, batch = problem()
 
     def evaluate(params, batch):
-        loss = jpp.accumulate_grads(lambda mb: MODEL.loss(params, mb), jpp.Std1F1B(2), reduce=jpp.Mean())(batch)
+        loss = jpp.accumulate_grads(lambda mb: MODEL.loss(params, mb), jpp.Std1F1B(2), reduce=jpp.Mean())(
+            batch
+        )
         return {"loss": loss, "perplexity": jnp.exp(loss)}
 
     await same_as_jit(mesh, evaluate, params, batch)
@@ -633,7 +665,9 @@ async def test_two_loops_in_one_step(remote_mesh):
 
     def fn(params, batch, held_out):
         params, losses = sgd()(params, batch)
-        after = jpp.accumulate_grads(lambda mb: MODEL.loss(params, mb), jpp.GPipe(2), reduce=jpp.Mean())(held_out)
+        after = jpp.accumulate_grads(lambda mb: MODEL.loss(params, mb), jpp.GPipe(2), reduce=jpp.Mean())(
+            held_out
+        )
         return params, losses, after
 
     await same_as_jit(mesh, fn, params, batch, MODEL.batch(5, 2))
@@ -650,7 +684,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("num_stages, num_actors, num_microbatches", [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+@pytest.mark.parametrize(
+    "num_stages, num_actors, num_microbatches", [c[1:] for c in CASES], ids=[c[0] for c in CASES]
+)
 @pytest.mark.parametrize("kind", [jpp.Std1F1B, jpp.Interleaved1F1B])
 async def test_counts_that_do_not_match(remote_mesh, kind, num_stages, num_actors, num_microbatches):
     mesh = await inline(remote_mesh, num_actors)

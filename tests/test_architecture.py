@@ -35,7 +35,9 @@ def test_the_map_names_every_module():
         for path in MODULES
         if path.stem not in named or (stems[path.stem] > 1 and not _is_named_with_its_package(path))
     ]
-    assert not missing, "say in docs/architecture.md where these are on the way of a value, a failure or a restart"
+    assert not missing, (
+        "say in docs/architecture.md where these are on the way of a value, a failure or a restart"
+    )
 
 
 def test_the_map_names_every_package():
@@ -45,7 +47,9 @@ def test_the_map_names_every_package():
 
 def test_a_room_that_says_what_lies_in_it_leaves_nothing_out():
     rooms = [path.parent for path in MODULES if path.name == "__init__.py" and len(path.parts) > 2]
-    said = {room: ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text())) or "" for room in rooms}
+    said = {
+        room: ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text())) or "" for room in rooms
+    }
     assert len(said) > 20
     left_out = {str(room): _names_in(room) - set(re.findall(r"\w+", text)) for room, text in said.items()}
     assert {room: names for room, names in left_out.items() if names} == {}
@@ -53,13 +57,17 @@ def test_a_room_that_says_what_lies_in_it_leaves_nothing_out():
 
 def _names_in(room: Path) -> set[str]:
     """Modules and packages that lie in a package."""
-    names = {path.relative_to(room).parts[0].removesuffix(".py") for path in MODULES if path.is_relative_to(room)}
+    names = {
+        path.relative_to(room).parts[0].removesuffix(".py") for path in MODULES if path.is_relative_to(room)
+    }
     return names - {"__init__"}
 
 
 def _sides_in_the_contract() -> dict[str, str]:
     """Rooms of `actors/`, each with the sections that the comments between the layers name."""
-    layers = CONTRACTS.split('containers = ["jaxpp_async.actors"]')[1].split("layers = [\n")[1].split("\n]")[0]
+    layers = (
+        CONTRACTS.split('containers = ["jaxpp_async.actors"]')[1].split("layers = [\n")[1].split("\n]")[0]
+    )
     sides: dict[str, str] = {}
     section = ""
     for line in map(str.strip, layers.splitlines()):
@@ -74,7 +82,11 @@ def _sides_on_the_map() -> list[tuple[str, str]]:
     """Rooms and the first word of the row that each stands in; what lies in a package's brackets is part of it."""
     table = MAP.split("## The rooms of `actors/`")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (\w+): [^|]*\| (.*) \|$", table, flags=re.MULTILINE)
-    return [(room, side) for side, rooms in rows for room in re.findall(r"`(\w+)/?`", re.sub(r"\([^)]*\)", "", rooms))]
+    return [
+        (room, side)
+        for side, rooms in rows
+        for room in re.findall(r"`(\w+)/?`", re.sub(r"\([^)]*\)", "", rooms))
+    ]
 
 
 def test_every_room_of_the_actors_is_on_one_side_and_on_the_same_in_table_and_contract():
@@ -87,7 +99,9 @@ def test_every_room_of_the_actors_is_on_one_side_and_on_the_same_in_table_and_co
 def test_one_module_numbers_the_processes():
     """`process = actor * per_actor + rank`, and back, is said in `seats.py`; the others ask it."""
     counting = re.compile(r"\b(actor|process|id|rank)\w* (\*|//|%)=? [\w.]*(per_actor|size)\b")
-    found = {path.stem for path in MODULES if "actors" in path.parts and counting.search((ROOT / path).read_text())}
+    found = {
+        path.stem for path in MODULES if "actors" in path.parts and counting.search((ROOT / path).read_text())
+    }
     assert found == {"seats"}
 
 

@@ -26,19 +26,17 @@ from fake_actor import start_fakes
 from waiting import until
 
 import jaxpp_async
-from jaxpp_async.actors.control import connection as connection_module
-from jaxpp_async.actors.control import gate as gate_module
-from jaxpp_async.actors.control.gate import Gate
-from jaxpp_async.actors.control.refusals import MOST, WINDOW_S, Refusals
-from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.launch import LaunchSpec, LocalLauncher
-from jaxpp_async.actors.launch.hostfile import parse_hosts
-from jaxpp_async.actors.launch.hosts import Settings
-from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
-from jaxpp_async.actors.messages import Done
-from jaxpp_async.actors.options import ActorConfig
-from jaxpp_async.actors.protocol.wire import HANDSHAKE_TIMEOUT_S, Identity, Wire
+from jaxpp_async.controller import listener as gate_module
+from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.listener import MOST, WINDOW_S, Gate, Refusals
+from jaxpp_async.controller.options import ActorConfig
 from jaxpp_async.errors import HandshakeError, LaunchError, ProtocolError
+from jaxpp_async.launch import LaunchSpec, LocalLauncher
+from jaxpp_async.launch.hosts import Settings, parse_hosts
+from jaxpp_async.launch.remote import CommandReach, RemoteLauncher
+from jaxpp_async.protocol import connection as connection_module
+from jaxpp_async.protocol.frames import HANDSHAKE_TIMEOUT_S, Identity, Wire
+from jaxpp_async.protocol.messages import Done
 from jaxpp_async.transport.ucx.limits import num_descriptors
 
 HERE = str(Path(__file__).parent)
@@ -162,7 +160,11 @@ async def is_refused(job: Job, *pieces: bytes, eof: bool = False) -> bytes:
 
 
 def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "jaxpp_async.control" and "refused" in r.getMessage()]
+    return [
+        r.getMessage()
+        for r in caplog.records
+        if r.name == "jaxpp_async.control" and "refused" in r.getMessage()
+    ]
 
 
 async def logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
@@ -177,7 +179,11 @@ def forms_of(secret: bytes) -> list[bytes]:
     """Ways in which a secret could be written down."""
     encoded = [base64.b64encode(secret), base64.urlsafe_b64encode(secret), base64.b32encode(secret)]
     encoded += [secret.hex().encode(), secret.hex().upper().encode(), secret.hex(":").encode()]
-    written = [repr(secret)[2:-1].encode(), repr(list(secret))[1:-1].encode(), str(int.from_bytes(secret)).encode()]
+    written = [
+        repr(secret)[2:-1].encode(),
+        repr(list(secret))[1:-1].encode(),
+        str(int.from_bytes(secret)).encode(),
+    ]
     # A part of it would do for a leak, too.
     return [secret[:12], *(text.rstrip(b"=")[:20] for text in encoded), *(text[:40] for text in written)]
 
@@ -191,7 +197,13 @@ def no_secret_in(secret: bytes, texts: Iterator[str | bytes] | list[Any], where:
 
 def test_the_search_would_find_it():
     secret = bytes(range(7, 39))
-    for text in (secret, secret.hex(), repr(secret), f"x{base64.b64encode(secret).decode()}y", str(list(secret))):
+    for text in (
+        secret,
+        secret.hex(),
+        repr(secret),
+        f"x{base64.b64encode(secret).decode()}y",
+        str(list(secret)),
+    ):
         with pytest.raises(AssertionError, match="the secret is in a text"):
             no_secret_in(secret, [text], "text")
 
@@ -203,11 +215,21 @@ def told_to_the_system(pid: int) -> list[bytes]:
 
 async def test_the_secret_is_in_no_argv_environment_or_output(job):
     here = psutil.Process()
-    pids = {here.pid, *(p.pid for p in here.children(recursive=True)), *(a.pid for a in job.controller.actors)}
+    pids = {
+        here.pid,
+        *(p.pid for p in here.children(recursive=True)),
+        *(a.pid for a in job.controller.actors),
+    }
     assert len(pids) >= 3
     no_secret_in(job.secret, [text for pid in pids for text in told_to_the_system(pid)], "process")
     no_secret_in(job.secret, job.printed, "line of output")
-    things = [job.gate, job.gate._let_in, job.controller, next(iter(job.gate._let_in.values())).wire, os.environ]
+    things = [
+        job.gate,
+        job.gate._let_in,
+        job.controller,
+        next(iter(job.gate._let_in.values())).wire,
+        os.environ,
+    ]
     no_secret_in(job.secret, [repr(thing) for thing in things], "repr")
 
 
@@ -221,7 +243,7 @@ async def test_the_secret_is_in_no_argv_environment_or_output_of_a_keeper():
     try:
         secret = gates[0]._secret
         actor = psutil.Process(controller.actors[0].pid)
-        assert "keeper" in " ".join(actor.parent().cmdline())  # type: ignore[union-attr]
+        assert "host_agent" in " ".join(actor.parent().cmdline())  # type: ignore[union-attr]
         seen = told_to_the_system(actor.pid) + told_to_the_system(actor.ppid())
         no_secret_in(secret, seen + printed, "process of a host")  # type: ignore[arg-type]
     finally:
@@ -459,7 +481,9 @@ async def test_an_actor_gets_in_during_a_flood():
     arrival = gate.expect(Identity(0, 0))
     silent = [await asyncio.open_connection(host, port) for _ in range(gate_module.MAX_UNPROVEN + 50)]
     try:
-        connection = connection_module.Connection(Wire("actor", b"s" * 32, version="1", identity=Identity(0, 0)))
+        connection = connection_module.Connection(
+            Wire("actor", b"s" * 32, version="1", identity=Identity(0, 0))
+        )
         async with asyncio.timeout(1):
             await connection_module.connect_tcp(connection, host, port)
             assert (await arrival).is_open

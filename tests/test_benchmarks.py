@@ -20,7 +20,8 @@ import targets
 from contender import timed
 from rich.console import Console
 
-from jaxpp_async.program import ActorProgram, Aval, Recv, Run, Send
+from jaxpp_async.program.actor_program import ActorProgram
+from jaxpp_async.program.instructions import Aval, Recv, Run, Send
 
 AVAL = Aval((2,), "float32")
 
@@ -126,7 +127,9 @@ def test_efficiency_is_taken_within_steps():
 
 def test_usual_efficiency_is_taken_within_rounds():
     # The machine is twice as slow in the second round, and its tasks with it; the third did not say.
-    taken = rounds.Taken([[9, 10, 11], [20, 22], [10]], extras=[{"usual_bound_ms": 9}, {"usual_bound_ms": 18.9}, {}])
+    taken = rounds.Taken(
+        [[9, 10, 11], [20, 22], [10]], extras=[{"usual_bound_ms": 9}, {"usual_bound_ms": 18.9}, {}]
+    )
     assert parts._usual_efficiency(taken) == pytest.approx(0.9)
     assert parts._usual_efficiency(rounds.Taken()) is None
 
@@ -137,7 +140,8 @@ def test_hidden_transfers_are_taken_within_rounds():
         "compute_only": rounds.Taken([[100, 101, 99], [200], [400]]),
         "transfer_only": rounds.Taken([[60], [110], [210]]),
         "together": rounds.Taken(
-            [[135], [260], [510]], extras=[{"usual_bound_ms": b, "bound_slow_ms": b + 10} for b in (90, 180, 360)]
+            [[135], [260], [510]],
+            extras=[{"usual_bound_ms": b, "bound_slow_ms": b + 10} for b in (90, 180, 360)],
         ),
     }
     assert parts._hidden(taken) == {"no_slack": 10, "hidden_percent": 50}
@@ -188,7 +192,9 @@ async def test_a_part_that_fails_costs_the_others_nothing(monkeypatch):
     kept = {}
     said = io.StringIO()
     console = Console(width=200, file=said, color_system=None)
-    failed = await bench.measure(["bad", "good"], False, console, lambda name, figures, _: kept.update({name: figures}))
+    failed = await bench.measure(
+        ["bad", "good"], False, console, lambda name, figures, _: kept.update({name: figures})
+    )
     assert (failed, kept) == (["bad"], {"good": {"figure": 1}})
     assert "good: Says so. (may take no time)" in said.getvalue()
     assert "failed: KeyError: 'no such key'" in said.getvalue()
@@ -221,14 +227,19 @@ def test_every_part_says_what_it_measures_and_for_how_long():
     ],
 )
 def test_a_limit_in_ms_is_that_of_a_machine_of_known_speed(theirs, limit, state):
-    (row,) = [row for row in targets.rows({"tiny_step": {"ours": 4.0, **theirs}}) if row.target.what == "tiny step"]
+    (row,) = [
+        row for row in targets.rows({"tiny_step": {"ours": 4.0, **theirs}}) if row.target.what == "tiny step"
+    ]
     assert (row.limit, row.state) == (limit, state)
     assert ("was not measured" in row.note) == (not theirs)
 
 
 FIGURES = {
     "tiny_step": {"ours": 2.0, "ratio": {"ours/torch": 0.4, "ours/ray": 0.11, "submit/ours": 1.0}},
-    "big_step": {"efficiency": 0.97, "ratio": {"ours/jit_two_cores": 1.2, "ours_zero_bubble/jit_two_cores": 0.96}},
+    "big_step": {
+        "efficiency": 0.97,
+        "ratio": {"ours/jit_two_cores": 1.2, "ours_zero_bubble/jit_two_cores": 0.96},
+    },
     "overlap": {"hidden_percent": 98.0},
     "peak_bytes": {"std1f1b": {"8": 64, "32": 65}},
 }
@@ -314,7 +325,9 @@ async def test_a_program_that_is_missing_is_reported():
 async def test_the_driver_says_what_it_does():
     code = CONTENDER.format(benchmarks=str(rounds.HERE), setup="")
     said: list[str] = []
-    await rounds.take([rounds.Contender("good", (sys.executable, "-c", code))], rounds.Plan(2, 1, 0), said.append)
+    await rounds.take(
+        [rounds.Contender("good", (sys.executable, "-c", code))], rounds.Plan(2, 1, 0), said.append
+    )
     assert said == ["setting up good", "round 1 of 2: good", "round 2 of 2: good"]
 
 

@@ -14,11 +14,11 @@ import pytest
 from docs_code import doc_code
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.crew.step_handle import StepHandle
-from jaxpp_async.actors.messages import step_id
-from jaxpp_async.actors.store import Entry, wait_all
+from jaxpp_async.actors.array_store import Entry, wait_all
+from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.errors import ActorError, ArrayError, MeshError
-from jaxpp_async.program import Aval
+from jaxpp_async.program.instructions import Aval
+from jaxpp_async.protocol.messages import step_id
 
 
 def scaled(params, batch, by=1):
@@ -85,7 +85,8 @@ async def test_a_call_that_waits_for_the_compiler_is_what_its_arguments_were(rem
     np.testing.assert_allclose(await (await again), expected, rtol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:Setting the (shape|dtype) on a NumPy array:DeprecationWarning")  # users may still
+# users may still
+@pytest.mark.filterwarnings("ignore:Setting the (shape|dtype) on a NumPy array:DeprecationWarning")
 @pytest.mark.parametrize("change", ["shape", "dtype"])
 async def test_a_host_array_that_was_made_another_is_refused(remote_mesh, change):
     """Of as many bytes as before; it would be read as something else."""
@@ -101,13 +102,17 @@ async def test_a_host_array_that_was_made_another_is_refused(remote_mesh, change
     ):
         await running
     params, batch = problem()
-    np.testing.assert_allclose(await (await mesh.run(step, params, batch)), jax.jit(scaled)(params, batch), rtol=1e-5)
+    np.testing.assert_allclose(
+        await (await mesh.run(step, params, batch)), jax.jit(scaled)(params, batch), rtol=1e-5
+    )
 
 
 # ---------------------------------------------------------------- static arguments, unreadable ones
 
 
-@pytest.mark.parametrize("by", [np.array([1, 2]), np.array([2]), [2], {2: 2}], ids=["array", "one", "list", "dict"])
+@pytest.mark.parametrize(
+    "by", [np.array([1, 2]), np.array([2]), [2], {2: 2}], ids=["array", "one", "list", "dict"]
+)
 async def test_a_static_argument_without_a_hash_is_named_in_later_calls_too(remote_mesh, by):
     mesh = await remote_mesh(2, launcher="inline")
     step = mesh.distributed(scaled, static_argnums=2)
@@ -196,7 +201,8 @@ async def test_a_future_says_which_step_it_is_and_how_it_is(remote_mesh):
 async def test_the_page_shows_the_timeline_of_a_certain_step():
     async with jpp.RemoteMesh(2, launcher="inline") as mesh:
         timelines = [
-            await doc_code("timeline.md")["of_this_step"](mesh, mesh.distributed(scaled), *problem()) for _ in range(2)
+            await doc_code("timeline.md")["of_this_step"](mesh, mesh.distributed(scaled), *problem())
+            for _ in range(2)
         ]
     assert [timeline.step for timeline in timelines] == [0, 1]
 

@@ -22,14 +22,14 @@ from models import grads_step, mlp
 from resources import complaints, differences, everything, nothing_left
 
 import jaxpp_async as jpp
-from jaxpp_async import left_behind
-from jaxpp_async.actors.crew.step_handle import StepHandle
-from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.actors.launch.hostfile import parse_hosts
-from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
-from jaxpp_async.actors.options import ActorConfig
+from jaxpp_async.controller.options import ActorConfig
+from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.errors import ArrayError, MeshClosedError
-from jaxpp_async.program import ProcessId
+from jaxpp_async.launch import LocalLauncher
+from jaxpp_async.launch.hosts import parse_hosts
+from jaxpp_async.launch.remote import CommandReach, RemoteLauncher
+from jaxpp_async.program.instructions import ProcessId
+from jaxpp_async.session import step_recording
 from jaxpp_async.testing import assert_close
 
 MODEL = mlp(2)
@@ -281,12 +281,16 @@ async def test_operations_are_cancelled_while_actors_die_and_are_replaced(tmp_pa
                 await whole_or_absent(bench)
                 await copied(mesh)
             except BaseException as error:
-                error.add_note(f"{names[number % len(names)]} {cut}, actor {actor} killed after {turns} turns")
+                error.add_note(
+                    f"{names[number % len(names)]} {cut}, actor {actor} killed after {turns} turns"
+                )
                 raise
         await mesh.save(tmp_path / "end", {})
         await copied_anew(mesh)
         changed = differences(before, await everything(mesh))
-        kept = {name: n for name, n in changed.items() if "store_arrays" in name or not name.startswith("actor ")}
+        kept = {
+            name: n for name, n in changed.items() if "store_arrays" in name or not name.startswith("actor ")
+        }
         live, now = kept.pop("driver's arrays", ((0, 0), (0, 0)))
         assert kept == {} and complaints(caplog) == []
         assert now[0] - live[0] < 10  # each dead actor had more than that
@@ -331,7 +335,7 @@ async def entered(launcher: Any) -> Any:
 
 
 async def test_who_waits_behind_a_step_that_was_cancelled_is_told_once(inline, monkeypatch, caplog):
-    monkeypatch.setattr(left_behind, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(step_recording, "PATIENCE_S", 0.0)
     long = inline.distributed(lambda x: jax.lax.fori_loop(0, 30, lambda _, y: y @ x, x), name="long")
     x = await inline.run(long, np.eye(400, dtype=np.float32))  # compiled, and its argument lies there
     events = inline.events(history=False)
@@ -342,7 +346,11 @@ async def test_who_waits_behind_a_step_that_was_cancelled_is_told_once(inline, m
     future = await inline.submit(long, x)
     await inline.run(long, x)
     async for event in events:
-        assert (event.kind, event.step, event.details["name"]) == ("waiting", future.timeline().step - 1, "long")
+        assert (event.kind, event.step, event.details["name"]) == (
+            "waiting",
+            future.timeline().step - 1,
+            "long",
+        )
         break
     assert len([r for r in caplog.records if "cancelled by its caller" in r.message]) == 1
     await inline.run(long, x)
@@ -351,9 +359,9 @@ async def test_who_waits_behind_a_step_that_was_cancelled_is_told_once(inline, m
 
 async def cancelled(call: Coroutine[Any, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancel a call that has just sent its step."""
-    is_sent, sent = asyncio.Event(), left_behind.Turn.sent
+    is_sent, sent = asyncio.Event(), step_recording.Turn.sent
     with monkeypatch.context() as patch:
-        patch.setattr(left_behind.Turn, "sent", lambda turn, handle: (sent(turn, handle), is_sent.set()))
+        patch.setattr(step_recording.Turn, "sent", lambda turn, handle: (sent(turn, handle), is_sent.set()))
         task = asyncio.create_task(call)
         await is_sent.wait()
     task.cancel()
@@ -363,7 +371,7 @@ async def cancelled(call: Coroutine[Any, Any, Any], monkeypatch: pytest.MonkeyPa
 
 async def test_a_step_that_is_refused_has_not_waited(inline, monkeypatch):
     told: list[str] = []
-    monkeypatch.setattr(left_behind, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(step_recording, "PATIENCE_S", 0.0)
     monkeypatch.setattr(inline._runner._left_behind, "_tell", lambda handle, name: told.append(name))
     long = inline.distributed(lambda x: jax.lax.fori_loop(0, 30, lambda _, y: y @ x, x), name="long")
     short = inline.distributed(lambda x: x + 1, name="short")
@@ -381,7 +389,7 @@ async def test_a_step_that_is_refused_has_not_waited(inline, monkeypatch):
 
 async def test_who_waits_behind_an_init_that_was_cancelled_is_told(inline, monkeypatch):
     told: list[str] = []
-    monkeypatch.setattr(left_behind, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(step_recording, "PATIENCE_S", 0.0)
     monkeypatch.setattr(inline._runner._left_behind, "_tell", lambda handle, name: told.append(name))
     step = inline.distributed(lambda x: x + 1, name="after")
     x = await inline.run(step, np.eye(400, dtype=np.float32))
@@ -395,7 +403,9 @@ class Line:
 
     def __init__(self, names: str):
         self.told: list[str] = []
-        self.left_behind = left_behind.LeftBehind(lambda handle, name: self.told.append(f"{name} behind {handle.step}"))
+        self.left_behind = step_recording.LeftBehind(
+            lambda handle, name: self.told.append(f"{name} behind {handle.step}")
+        )
         self.turns = {name: self.left_behind.begin(name) for name in names}
 
     def act(self, action: str) -> None:
@@ -427,7 +437,7 @@ LINES = [
 
 @pytest.mark.parametrize(("actions", "told"), LINES)
 async def test_whose_wait_is_told(actions, told, monkeypatch):
-    monkeypatch.setattr(left_behind, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(step_recording, "PATIENCE_S", 0.0)
     line = Line("abc")
     for action in actions.split():
         line.act(action)

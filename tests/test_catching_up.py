@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 from test_actor import harness
 
-from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.devices.compute import ComputeThread
-from jaxpp_async.actors.steps import catching_up
-from jaxpp_async.actors.steps.catching_up import Dropped, Tally, catch_up
+from jaxpp_async.actors import process_group
+from jaxpp_async.actors.process_group import Dropped, Tally, catch_up
+from jaxpp_async.actors.setup import ComputeThread
 from jaxpp_async.errors import MeshError
+from jaxpp_async.protocol import messages as m
 
 
 @pytest.mark.parametrize(
     ("longest_s", "said"), [(60.0, None), (0.001, "used to take 0.001 s"), (0.0, "none has ended")]
 )
 async def test_a_task_that_used_to_take_long_is_no_dead_one(monkeypatch, longest_s, said):
-    monkeypatch.setattr(catching_up, "END_S", 0.02)
-    monkeypatch.setattr(catching_up, "agree", lambda name, mine, *_: mine)
+    monkeypatch.setattr(process_group, "END_S", 0.02)
+    monkeypatch.setattr(process_group, "agree", lambda name, mine, *_: mine)
     program: Any = SimpleNamespace(longest_s=longest_s, plan=SimpleNamespace(commands=()))
     compute, over = ComputeThread("test-compute", asyncio.get_running_loop()), threading.Event()
 
@@ -61,7 +61,7 @@ async def test_transfers_end_and_processes_catch_up_at_the_same_time(monkeypatch
         caught_up.wait(60)
         return lambda: None
 
-    monkeypatch.setattr(catching_up, "agree", agree)
+    monkeypatch.setattr(process_group, "agree", agree)
     async with harness() as h:
         compute = h.actors[0]._equipment.machine.compute
 

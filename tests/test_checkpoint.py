@@ -35,12 +35,13 @@ from train_gpt import Pipeline
 import jaxpp_async as jpp
 from gpt import data, report
 from gpt.options import parse_options
-from jaxpp_async.actors.files import checkpoint_folder, snapshots, tensor_files
-from jaxpp_async.actors.files.snapshots import Snapshots
+from jaxpp_async.actors import checkpoint_requests
+from jaxpp_async.actors.checkpoint_requests import Snapshots
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint import trees
-from jaxpp_async.checkpoint.restoring import load_manifest
+from jaxpp_async.checkpoint.restore import load_manifest
 from jaxpp_async.errors import ActorDiedError, ArrayError, CheckpointError, MeshError
+from jaxpp_async.storage import checkpoint_folder, tensor_files
 from jaxpp_async.testing import assert_close
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -66,7 +67,9 @@ def batch(number: int) -> Any:
 def equal(actual: Any, expected: Any) -> None:
     """Bit for bit, also in structure."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    assert [bits(leaf) for leaf in jax.tree.leaves(actual)] == [bits(leaf) for leaf in jax.tree.leaves(expected)]
+    assert [bits(leaf) for leaf in jax.tree.leaves(actual)] == [
+        bits(leaf) for leaf in jax.tree.leaves(expected)
+    ]
 
 
 def bits(x: Any) -> Any:
@@ -94,12 +97,25 @@ async def mesh(remote_mesh) -> jpp.RemoteMesh:
 INTEGERS = [f"{kind}{bits}" for bits in (8, 16, 32, 64) for kind in ("int", "uint")]
 FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "float8_e4m3fn", "float8_e5m2"]
 NATIVE = ["bool", *INTEGERS, *FLOATS]
-AS_BYTES = ["complex128", "int2", "uint2", "int4", "uint4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fnuz"]
+AS_BYTES = [
+    "complex128",
+    "int2",
+    "uint2",
+    "int4",
+    "uint4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fnuz",
+]
 
 
 def example(dtype: str, shape: tuple[int, ...] = (3, 2)) -> np.ndarray:
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    numbers = np.arange(int(np.prod(shape))).reshape(shape) % 2 if dtype == "bool" else np.arange(int(np.prod(shape)))
+    numbers = (
+        np.arange(int(np.prod(shape))).reshape(shape) % 2
+        if dtype == "bool"
+        else np.arange(int(np.prod(shape)))
+    )
     return np.asarray(numbers % 2 if "2" in dtype[-2:] else numbers).reshape(shape).astype(kind)
 
 
@@ -129,7 +145,10 @@ def test_what_the_library_writes_is_read(tmp_path):
     array = example("float32")
     save_file({"a": array}, tmp_path / "file")
     digest = tensor_files.write(str(tmp_path / "ours"), {"a": array}, {}, never)[1]["a"]
-    equal(tensor_files.read(str(tmp_path / "file"), [tensor_files.Wanted("a", "float32", (3, 2), digest)]), [array])
+    equal(
+        tensor_files.read(str(tmp_path / "file"), [tensor_files.Wanted("a", "float32", (3, 2), digest)]),
+        [array],
+    )
 
 
 def test_a_file_is_there_whole_or_not_at_all(tmp_path):
@@ -333,7 +352,9 @@ async def test_leaves_of_every_kind_come_back_as_like_says(mesh, tmp_path):
 async def test_plain_jax_reads_it_without_this_package(mesh, tmp_path):
     expected = await saved_zoo(mesh, tmp_path / "checkpoint")
     docs = (pathlib.Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
-    reader = next(b for b in re.findall(r"^```python\n(.*?)^```", docs, re.DOTALL | re.MULTILINE) if "def load" in b)
+    reader = next(
+        b for b in re.findall(r"^```python\n(.*?)^```", docs, re.DOTALL | re.MULTILINE) if "def load" in b
+    )
     main = f"""
 import sys
 sys.modules["jaxpp_async"] = None  # an import of it fails
@@ -346,7 +367,9 @@ print(repr({{path: bits(leaf) for path, leaf in load(sys.argv[1]).items()}}))
     (tmp_path / "main.py").write_text(main.replace("(x: Any) -> Any", "(x)"))
     command = [sys.executable, str(tmp_path / "main.py"), str(tmp_path / "checkpoint")]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, env=environment)
+    done = await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, timeout=60, env=environment
+    )
     assert done.returncode == 0, done.stderr
     found = eval(done.stdout, {"inf": float("inf")})
     assert found == {path: bits(leaf) for path, leaf in trees.named_leaves(expected).items()}
@@ -366,7 +389,9 @@ async def test_an_array_on_two_actors_is_written_once(mesh, tmp_path):
     assert sum(f.stat().st_size for f in tmp_path.glob("*.safetensors")) == 2 * size + headers
     restored = await mesh.restore(tmp_path, {"again": (step, 0), "params": params})
     equal(await mesh.fetch(restored["again"]), await mesh.fetch(params))
-    assert [a.actors for a in jax.tree.leaves(restored["again"])] == [a.actors for a in jax.tree.leaves(params)]
+    assert [a.actors for a in jax.tree.leaves(restored["again"])] == [
+        a.actors for a in jax.tree.leaves(params)
+    ]
 
 
 @pytest.fixture
@@ -390,10 +415,11 @@ async def test_another_number_of_actors_schedule_and_sharding(mesh, remote_mesh,
     expected = await mesh.fetch(state)
     again = await mesh.restore(tmp_path, (step, 0))
     homes = [path for path, a in trees.named_leaves(again).items() for _ in a.actors]
-    assert len(reads) == 2 and sorted(itertools.chain(*reads.values())) == sorted(
-        homes
-    )  # nobody reads what it does not hold
-    assert not set.intersection(*({*names} for names in reads.values())) - {p for p in homes if homes.count(p) == 2}
+    # nobody reads what it does not hold
+    assert len(reads) == 2 and sorted(itertools.chain(*reads.values())) == sorted(homes)
+    assert not set.intersection(*({*names} for names in reads.values())) - {
+        p for p in homes if homes.count(p) == 2
+    }
     _, losses = await mesh.run(step, again, batch(1))
 
     other = await remote_mesh(1, launcher="inline", spmd_mesh={"data": 2, "model": 2})
@@ -421,7 +447,10 @@ SAVED = {"w": np.zeros((2, 3), np.float32), "n": 5, "key": jax.random.key(0), "s
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"w": struct((3, 2), "float32")}, r"'w' is float32\[2, 3\] in the checkpoint, but float32\[3, 2\] in `like`"),
+        (
+            {"w": struct((3, 2), "float32")},
+            r"'w' is float32\[2, 3\] in the checkpoint, but float32\[3, 2\] in `like`",
+        ),
         ({"w": struct((2, 3), "bfloat16")}, r"'w' is float32\[2, 3\] .* but bfloat16\[2, 3\] in `like`"),
         ({"w": 1.0}, r"'w' is float32\[2, 3\] .* but a Python float"),
         ({"n": 5.0}, "'n' is a Python int in the checkpoint, but a Python float"),
@@ -431,10 +460,22 @@ SAVED = {"w": np.zeros((2, 3), np.float32), "n": 5, "key": jax.random.key(0), "s
             {"key": jax.random.key(0, impl="rbg")},
             r"'key' is uint32\[2\] \(data of threefry2x32 keys\) .* \(data of rbg keys\)",
         ),
-        ({"key": jax.random.PRNGKey(0)}, r"'key' is uint32\[2\] \(data of threefry2x32 keys\) .* but uint32\[2\] in"),
-        ({"new": 1}, "`like` has a Python int at 'new', where the checkpoint has nothing; leave out of `like`"),
-        ({"w": {"v": 1}}, r"`like` has a Python int at 'w/v', .* nothing; only the checkpoint has 'w'; leave out"),
-        ({"w": None}, r"the checkpoint has float32\[2, 3\] at 'w', where `like` has nothing; add it .* and drop"),
+        (
+            {"key": jax.random.PRNGKey(0)},
+            r"'key' is uint32\[2\] \(data of threefry2x32 keys\) .* but uint32\[2\] in",
+        ),
+        (
+            {"new": 1},
+            "`like` has a Python int at 'new', where the checkpoint has nothing; leave out of `like`",
+        ),
+        (
+            {"w": {"v": 1}},
+            r"`like` has a Python int at 'w/v', .* nothing; only the checkpoint has 'w'; leave out",
+        ),
+        (
+            {"w": None},
+            r"the checkpoint has float32\[2, 3\] at 'w', where `like` has nothing; add it .* and drop",
+        ),
         ({"w": object()}, r"`like\['w'\]` is a object; give"),
         ({"w": [1, {2}]}, r"`like\['w'\]\[1\]` is a set; give"),
     ],
@@ -497,7 +538,14 @@ async def test_arrays_that_are_gone_or_elsewhere(mesh, remote_mesh, tmp_path):
 
 # ---------------------------------------------------------------- paths
 
-ODD = [b"with space", b"new\nline", b"not-utf8-\xff\xfe", "\N{SNOWMAN}".encode(), b"-rf %s {x} \\", b"\x1b[31m"]
+ODD = [
+    b"with space",
+    b"new\nline",
+    b"not-utf8-\xff\xfe",
+    "\N{SNOWMAN}".encode(),
+    b"-rf %s {x} \\",
+    b"\x1b[31m",
+]
 
 
 @pytest.mark.parametrize("name", ODD, ids=ascii)
@@ -583,7 +631,9 @@ async def test_an_abstract_state_stands_in_for_a_compiled_step(mesh, remote_mesh
     expected = await mesh.run(step, state, batch(1))
     fresh = await remote_mesh(2, launcher="inline", max_restarts=1)
     uncompiled = fresh.distributed(train_step)
-    with pytest.raises(CheckpointError, match=r"step 'train_step' has not been compiled.*jax.eval_shape.*step.compile"):
+    with pytest.raises(
+        CheckpointError, match=r"step 'train_step' has not been compiled.*jax.eval_shape.*step.compile"
+    ):
         await fresh.restore(tmp_path, {"state": (uncompiled, 0), "key": jax.random.key(0), "step": 0})
     like = {"state": jax.eval_shape(new_state), "key": jax.eval_shape(lambda: jax.random.key(0)), "step": 0}
     restored = await fresh.restore(tmp_path, like)
@@ -658,7 +708,10 @@ async def test_broken_checkpoints_name_file_and_cause(mesh, tmp_path):
             with pytest.raises(CheckpointError, match=said) as caught:
                 await mesh.restore(tmp_path / "new", (step, 0))
         assert str(path) in str(caught.value)
-    for content, said in [("{", "manifest.json: is no JSON"), ('{"format": 1}', "manifest.json: is not the manifest")]:
+    for content, said in [
+        ("{", "manifest.json: is no JSON"),
+        ('{"format": 1}', "manifest.json: is not the manifest"),
+    ]:
         (tmp_path / "new" / "manifest.json").write_text(content)
         with pytest.raises(CheckpointError, match=said):
             await mesh.restore(tmp_path / "new", (step, 0))
@@ -671,7 +724,12 @@ async def test_broken_checkpoints_name_file_and_cause(mesh, tmp_path):
 async def held(mesh: jpp.RemoteMesh) -> dict[str, Any]:
     gc.collect()  # what earlier tests left
     numbers = await mesh._running().inspect()
-    return {f"{actor} {name}": n for actor, ns in numbers.items() for name, n in ns.items() if name == "store_arrays"}
+    return {
+        f"{actor} {name}": n
+        for actor, ns in numbers.items()
+        for name, n in ns.items()
+        if name == "store_arrays"
+    }
 
 
 async def test_a_failed_restore_leaves_no_arrays(mesh, tmp_path):
@@ -752,7 +810,9 @@ async def test_a_cancelled_save_leaves_nothing(mesh, tmp_path, gate, how):
         equal(await mesh.fetch(await mesh.restore(tmp_path / "a" / "b", tree)), await mesh.fetch(tree))
 
 
-def held_back(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> tuple[asyncio.Event, threading.Event]:
+def held_back(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str
+) -> tuple[asyncio.Event, threading.Event]:
     """Holds threads that come to a function.
 
     Returns:
@@ -771,7 +831,9 @@ def held_back(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> tuple[
 
 
 @pytest.mark.parametrize("series", [False, True])
-async def test_what_is_replaced_while_it_is_restored_is_restored_as_it_is_then(mesh, tmp_path, monkeypatch, series):
+async def test_what_is_replaced_while_it_is_restored_is_restored_as_it_is_then(
+    mesh, tmp_path, monkeypatch, series
+):
     """A save removes the files of the checkpoint before it: whoever reads that begins anew."""
     step = mesh.distributed(train_step)
     old, _ = await mesh.run(step, new_state(), batch(0))
@@ -789,7 +851,9 @@ async def test_what_is_replaced_while_it_is_restored_is_restored_as_it_is_then(m
         equal(await mesh.fetch(await found), await mesh.fetch(new))
 
 
-async def test_a_save_that_is_cancelled_twice_while_it_commits_is_whole_or_absent(mesh, tmp_path, monkeypatch):
+async def test_a_save_that_is_cancelled_twice_while_it_commits_is_whole_or_absent(
+    mesh, tmp_path, monkeypatch
+):
     state, _ = await mesh.run(mesh.distributed(train_step), new_state(), batch(0))
     reached, go_on = held_back(monkeypatch, checkpoint_folder, "commit")
     (tmp_path / "a").mkdir()
@@ -811,7 +875,7 @@ async def test_a_save_begins_when_the_sweep_of_a_cancelled_one_is_over(mesh, tmp
     step = mesh.distributed(train_step)
     old, _ = await mesh.run(step, new_state(), batch(0))
     new, _ = await mesh.run(step, old, batch(1))
-    reached, go_on = held_back(monkeypatch, snapshots, "_sweep")
+    reached, go_on = held_back(monkeypatch, checkpoint_requests, "_sweep")
     async with asyncio.timeout(20):
         first = await mesh.save(tmp_path / "a", old, wait=False)
         await reached.wait()
@@ -829,7 +893,9 @@ async def test_training_goes_on_and_the_next_save_waits(mesh, tmp_path, gate):
     state, _ = await mesh.run(step, new_state(), batch(0))
     expected = await mesh.fetch(state)
     told: list[float] = []
-    first = await mesh.save(tmp_path / "1", state, wait=False, on_progress=lambda s: told.append(s.written_bytes))
+    first = await mesh.save(
+        tmp_path / "1", state, wait=False, on_progress=lambda s: told.append(s.written_bytes)
+    )
     await gate.reached.wait()
     for number in range(1, 4):  # donates what is being saved, and the one after
         state, _ = await mesh.run(step, state, batch(number))
@@ -972,8 +1038,10 @@ async def test_after_a_full_disk_and_a_death_another_mesh_goes_on_bit_for_bit(re
 def tiny(tmp_path) -> Iterator[tuple[Any, Any]]:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog; " * 80)
-    words = f"--launcher inline --steps 4 --save-every 2 --layers 2 --dim 8 --heads 2 --seq-len 8 --microbatches 2 \
+    words = (
+        f"--launcher inline --steps 4 --save-every 2 --layers 2 --dim 8 --heads 2 --seq-len 8 --microbatches 2 \
         --batch-size 4 --data {text} --checkpoint-dir {tmp_path / 'run'} --trace {tmp_path / 'trace.json'}"
+    )
     options = parse_options(words.split())
     yield options, dataclasses.replace(options, resume=True)
 
@@ -1009,8 +1077,11 @@ async def test_train_gpt_resumes_bit_for_bit(tiny, tmp_path, capsys):
     equal(resumed.params, whole.params)
     said = capsys.readouterr().out
     assert "going on after step 2" in said
-    assert "trace of 3 steps: " in said and "trace of 2 steps: " in said  # the last three; two of them were resumed
-    traced = [e["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    # the last three; two of them were resumed
+    assert "trace of 3 steps: " in said and "trace of 2 steps: " in said
+    traced = [
+        e["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"
+    ]
     assert "fwd(stage 0, mb 1)" in traced
     shutil.rmtree(tmp_path / "run")
     await _train_gpt_is_interrupted_and_resumes(tiny[1], whole)

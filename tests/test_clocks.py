@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.protocol.wire import Identity
-from jaxpp_async.actors.watching import clock_watch
-from jaxpp_async.actors.watching.clock_watch import FORGET_S, ClockWatch
-from jaxpp_async.actors.watching.clocks import DRIFT, NUM_READINGS, Clocks, Offset, clock_name
+from jaxpp_async.controller import clock_sync
+from jaxpp_async.controller.clock_sync import FORGET_S, ClockWatch
 from jaxpp_async.errors import MeshClosedError
+from jaxpp_async.protocol import messages as m
+from jaxpp_async.protocol.clocks import DRIFT, NUM_READINGS, Clocks, Offset, clock_name
+from jaxpp_async.protocol.frames import Identity
 
 # ---------------------------------------------------------------- readings
 
 
 def test_processes_of_one_host_share_a_clock():
-    code = "from jaxpp_async.actors.watching.clocks import clock_name; print(clock_name())"
+    code = "from jaxpp_async.protocol.clocks import clock_name; print(clock_name())"
     assert clock_name() != ""
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == clock_name()
 
@@ -48,7 +48,8 @@ def test_the_answer_that_came_back_soonest_says_most():
     clocks.note(1, 30.0, 89.0, 40.0)
     offset = clocks.of(1).offset(31.0)
     assert offset is not None and offset.offset_s == 49.75
-    assert offset.error_s == pytest.approx(0.5 + 10 * DRIFT)  # it is ten seconds old: the clocks have parted since
+    # it is ten seconds old: the clocks have parted since
+    assert offset.error_s == pytest.approx(0.5 + 10 * DRIFT)
 
 
 def test_errors_bound_what_is_wrong_whatever_the_way_takes():
@@ -158,7 +159,7 @@ async def test_answers_that_say_nothing():
 
 async def test_a_question_that_was_lost_is_asked_again(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(clock_watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(clock_sync, "time", SimpleNamespace(monotonic=lambda: now[0]))
     actors = Actors()
     for _ in range(2):
         actors.beat(1, "theirs")

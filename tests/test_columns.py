@@ -5,11 +5,10 @@ import dataclasses
 import pytest
 from graph_builder import F4, pipeline_graph
 
-from jaxpp_async.compiler.columns import ValueTable, avals_of, kinds_of
+from jaxpp_async.base.frozen import kept
 from jaxpp_async.compiler.lowering import lower
 from jaxpp_async.compiler.verify import verify_graph
-from jaxpp_async.frozen import kept
-from jaxpp_async.program import Aval, Delete, Output, Send, Value
+from jaxpp_async.program.instructions import Aval, Delete, Output, Send, Value, ValueTable, avals_of, kinds_of
 
 VALUES = (Value(F4, "x", "input"), Value(Aval((2,), "int32"), "y"), Value(F4, "z", "accumulator"))
 

@@ -22,10 +22,11 @@ from jax._src.lru_cache import LRUCache
 from models import grads_step, mlp
 
 import jaxpp_async as jpp
-from jaxpp_async import jax_config, private_folder
-from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.compilation_cache import DEFAULT, default_folder, make_cache
+from jaxpp_async.base import private_folder
 from jaxpp_async.errors import MeshError
+from jaxpp_async.jax_bridge import jax_config
+from jaxpp_async.jax_bridge.compilation_cache import DEFAULT, default_folder, make_cache
+from jaxpp_async.launch import LocalLauncher
 
 MODEL = mlp(2)
 
@@ -68,12 +69,16 @@ async def test_inline_actors_use_it_until_their_mesh_closes(tmp_path, monkeypatc
     own = {name: getattr(jax.config, name) for name in names}
     loaded, get = list[str](), LRUCache.get
     monkeypatch.setattr(
-        LRUCache, "get", lambda self, key: (found := get(self, key)) and (loaded.append(str(self.path)), found)[1]
+        LRUCache,
+        "get",
+        lambda self, key: (found := get(self, key)) and (loaded.append(str(self.path)), found)[1],
     )
 
     async def compile_a_step() -> None:
         async with jpp.RemoteMesh(2, launcher="inline", compilation_cache=str(tmp_path / "mesh")) as mesh:
-            await mesh.distributed(grads_step(MODEL, jpp.Std1F1B(2))).compile(MODEL.init(0), MODEL.batch(0, 4))
+            await mesh.distributed(grads_step(MODEL, jpp.Std1F1B(2))).compile(
+                MODEL.init(0), MODEL.batch(0, 4)
+            )
 
     def files() -> list[str]:
         return sorted(path.name for path in (tmp_path / "mesh").glob("*-cache"))
@@ -92,7 +97,9 @@ async def test_inline_actors_use_it_until_their_mesh_closes(tmp_path, monkeypatc
         jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
         compilation_cache.reset_cache()
         await compile_a_step()
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own") and list((tmp_path / "own").iterdir())
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own") and list(
+            (tmp_path / "own").iterdir()
+        )
         assert files() == kept
     finally:
         for name, value in own.items():
@@ -114,7 +121,10 @@ def home(monkeypatch) -> Iterator[Path]:
 
 def test_the_default_is_a_folder_of_this_host_in_the_users_cache_and_nobody_elses(home, monkeypatch):
     folder = Path(make_cache(DEFAULT))
-    assert home / ".cache" / "jaxpp_async" / socket.gethostname() == folder.parent and jax.__version__ in folder.name
+    assert (
+        home / ".cache" / "jaxpp_async" / socket.gethostname() == folder.parent
+        and jax.__version__ in folder.name
+    )
     made = (folder, *folder.parents[:3])
     assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700] * 4
     assert make_cache(DEFAULT) == str(folder)
@@ -157,7 +167,9 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_the_default_is_refused_where_others_can_write(home, what):
     REFUSED[what](home)
-    with pytest.raises(MeshError, match=r"the compilation cache .* can write (.*); `chmod go-w \1` .* may be shared"):
+    with pytest.raises(
+        MeshError, match=r"the compilation cache .* can write (.*); `chmod go-w \1` .* may be shared"
+    ):
         make_cache(DEFAULT)
 
 

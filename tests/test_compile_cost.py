@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 from planning import f32, plan_step
 
 import jaxpp_async as jpp
-from jaxpp_async import mesh_options
-from jaxpp_async.compiler.emit import emit
-from jaxpp_async.compiler.passes import Plan
-from jaxpp_async.compiler.sharing import Exports
+from jaxpp_async.compiler.export import emit
+from jaxpp_async.compiler.export_cache import Exports
+from jaxpp_async.compiler.pipeline import Plan
+from jaxpp_async.session import mesh_options
 
 # ---------------------------------------------------------------- steps
 
@@ -144,7 +144,9 @@ async def compilations(mesh: Any) -> int:
 
 def test_texts_are_made_when_they_are_read():
     done = train(same, 1)
-    made = dataclasses.replace(done, passes=done.passes.with_text("last", lambda: pytest.fail("nobody asked")))
+    made = dataclasses.replace(
+        done, passes=done.passes.with_text("last", lambda: pytest.fail("nobody asked"))
+    )
     assert list(made.passes)[-1] == "last" and len(made.passes) == 9
     assert made.passes["schedule"] == made.passes["schedule"] != ""
 
@@ -201,7 +203,11 @@ STAGES: list[tuple[str, Any, bool]] = [
     ("other tables", lambda i, w, x: x @ w + (TABLE, OTHER, TABLE)[i], False),
     ("another literal", lambda i, w, x: x @ w * (2.0, 3.0, 2.0)[i], False),
     ("zeros of both signs", lambda i, w, x: x @ w + jnp.float32((0.0, -0.0, 0.0)[i]), False),
-    ("another type", lambda i, w, x: (x @ w).astype(("float16", "bfloat16", "float16")[i]).astype("float32"), False),
+    (
+        "another type",
+        lambda i, w, x: (x @ w).astype(("float16", "bfloat16", "float16")[i]).astype("float32"),
+        False,
+    ),
     ("another parameter", lambda i, w, x: jnp.cumsum(x @ w, axis=(0, 1, 0)[i]), False),
     ("another body", lambda i, w, x: lax.fori_loop(0, 2, lambda _, y: y @ w + (1.0, 2.0, 1.0)[i], x), False),
     (

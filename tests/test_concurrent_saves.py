@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.files import checkpoint_folder, tensor_files
 from jaxpp_async.errors import CheckpointError
+from jaxpp_async.storage import checkpoint_folder, tensor_files
 
 INTERLEAVINGS = int(os.environ.get("JAXPP_INTERLEAVINGS", "60"))
 """Of each test; some thousands have been run."""
@@ -253,7 +253,8 @@ def test_who_removes_or_cleans_takes_nothing_that_is_in_place(tmp_path, stepped)
 
 
 async def test_two_meshes_save_into_one_folder(remote_mesh, tmp_path):
-    meshes = [await remote_mesh(1, launcher="inline", max_restarts=n) for n in range(2)]  # two, not one shared
+    # two, not one shared
+    meshes = [await remote_mesh(1, launcher="inline", max_restarts=n) for n in range(2)]
     makers = [mesh.distributed(lambda x: {"a": x, "b": x + 1}) for mesh in meshes]
     like = {"a": np.zeros(99, "f4"), "b": np.zeros(99, "f4"), "by": 0}
     told: list[int] = []
@@ -287,7 +288,10 @@ async def test_a_file_that_is_gone_before_the_commit_is_told(remote_mesh, tmp_pa
 
         return write
 
-    for breaks, said in ((lambda path: os.truncate(path, 10), "has 10 bytes, but had"), (os.unlink, "somebody has")):
+    for breaks, said in (
+        (lambda path: os.truncate(path, 10), "has 10 bytes, but had"),
+        (os.unlink, "somebody has"),
+    ):
         monkeypatch.setattr(tensor_files, "write", breaking(breaks))
         with pytest.raises(CheckpointError, match=said):
             await mesh.save(tmp_path / "one", {"x": array})

@@ -19,18 +19,12 @@ import psutil
 import pytest
 from fake_actor import NullTransport, start_fakes
 
-from jaxpp_async.actors.control.connection import Connection
-from jaxpp_async.actors.control.gate import Gate
-from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.crew import crew
-from jaxpp_async.actors.crew.host_data import HostValue
-from jaxpp_async.actors.crew.step_handle import StepHandle
-from jaxpp_async.actors.launch import LaunchSpec, LocalLauncher
-from jaxpp_async.actors.launch.inline import InlineLauncher
-from jaxpp_async.actors.options import ActorConfig, ControllerOptions
-from jaxpp_async.actors.owned_tasks import retrieve
-from jaxpp_async.actors.processes.commands import command_here
-from jaxpp_async.actors.protocol.wire import DEFAULT_MAX_FRAME_BYTES, Identity, Wire
+from jaxpp_async.controller import actor_group
+from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.host_values import HostValue
+from jaxpp_async.controller.listener import Gate
+from jaxpp_async.controller.options import ActorConfig, ControllerOptions
+from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.errors import (
     ActorDiedError,
     HandshakeError,
@@ -40,7 +34,13 @@ from jaxpp_async.errors import (
     StepAbortedError,
     TransferError,
 )
-from jaxpp_async.program import Aval
+from jaxpp_async.launch import LaunchSpec, LocalLauncher
+from jaxpp_async.launch.commands import command_here
+from jaxpp_async.launch.inline import InlineLauncher
+from jaxpp_async.program.instructions import Aval
+from jaxpp_async.protocol.connection import Connection
+from jaxpp_async.protocol.frames import DEFAULT_MAX_FRAME_BYTES, Identity, Wire
+from jaxpp_async.protocol.task_group import retrieve
 
 HERE = os.path.dirname(__file__)
 FAKE = "fake_actor:FakeActor"
@@ -121,7 +121,11 @@ async def test_steps_are_numbered_and_may_overlap(any_mesh):
 
 
 async def test_host_values_there_and_back(any_mesh):
-    arrays = [np.arange(6, dtype=np.float32).reshape(2, 3), np.array(7, np.int32), np.zeros((0, 4), np.float32)]
+    arrays = [
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.array(7, np.int32),
+        np.zeros((0, 4), np.float32),
+    ]
     avals = [Aval(a.shape, str(a.dtype)) for a in arrays]
     ids = [any_mesh.new_array_id() for _ in arrays]
     values = [HostValue(i, aval, array) for i, aval, array in zip(ids, avals, arrays, strict=True)]
@@ -216,7 +220,9 @@ async def test_sigkill_during_a_step(caplog):
         first, second = start(controller, program), start(controller, program)
         began = time.monotonic()
         os.kill(controller.actors[1].pid, signal.SIGKILL)
-        with pytest.raises(ActorDiedError, match=r"actor 1 \(host .*, pid \d+\) was killed by SIGKILL") as error:
+        with pytest.raises(
+            ActorDiedError, match=r"actor 1 \(host .*, pid \d+\) was killed by SIGKILL"
+        ) as error:
             await first
         assert time.monotonic() - began < 3
         assert (error.value.actor, error.value.step, error.value.pid) == (1, 0, controller.actors[1].pid)
@@ -243,8 +249,16 @@ async def test_sigkill_of_an_idle_actor_is_raised_by_the_next_call():
 @pytest.mark.parametrize(
     ("text", "error", "said"),
     [
-        ("1:exit 0:hang", ActorDiedError, r"actor 1 .* exited with code 3 during step 0\n.*output:\n  .*last words"),
-        ("1:raise 0:hang", RemoteError, r"actor 1 .*, step 0, run fwd\(stage 1, mb 3\): ValueError: boom\n\nTraceback"),
+        (
+            "1:exit 0:hang",
+            ActorDiedError,
+            r"actor 1 .* exited with code 3 during step 0\n.*output:\n  .*last words",
+        ),
+        (
+            "1:raise 0:hang",
+            RemoteError,
+            r"actor 1 .*, step 0, run fwd\(stage 1, mb 3\): ValueError: boom\n\nTraceback",
+        ),
     ],
 )
 async def test_failures_name_actor_step_and_reason(text, error, said):
@@ -358,7 +372,7 @@ async def test_death_while_compiling_ends_load():
 
 async def test_stubborn_and_stopped_actors_are_killed(monkeypatch):
     for name in ("SHUTDOWN_S", "TERMINATE_S"):
-        monkeypatch.setattr(crew, name, 0.2)
+        monkeypatch.setattr(actor_group, name, 0.2)
     async with mesh() as controller:
         await load(controller, "stubborn")
         pids = [info.pid for info in controller.actors]
@@ -374,7 +388,11 @@ async def test_stubborn_and_stopped_actors_are_killed(monkeypatch):
 @pytest.mark.parametrize(
     ("setup", "error", "said"),
     [
-        ("raise", LaunchError, "could not start JAX and the transport on actor .* RuntimeError: no such setup"),
+        (
+            "raise",
+            LaunchError,
+            "could not start JAX and the transport on actor .* RuntimeError: no such setup",
+        ),
         ("exit", LaunchError, r"exited with code 7 before it was ready\n.*output:\n  about to leave"),
         ("silent", LaunchError, "within 1 s"),
         ("old jax", HandshakeError, r"runs jax 0.0.1, the controller \d.*install the same version"),
@@ -475,7 +493,7 @@ async def test_the_gate_refuses_strangers_and_goes_on(caplog):
 
 
 async def test_a_silent_peer_is_dropped(monkeypatch):
-    monkeypatch.setattr("jaxpp_async.actors.control.connection.HANDSHAKE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("jaxpp_async.protocol.connection.HANDSHAKE_TIMEOUT_S", 0.1)
     gate = Gate(b"s" * 32, version="1", max_frame_bytes=1 << 20)
     host, port = await gate.listen("127.0.0.1")
     reader, writer = await asyncio.open_connection(host, port)
@@ -520,7 +538,5 @@ def test_the_controller_imports_no_jax():
     import subprocess
     import sys
 
-    code = (
-        "import jaxpp_async.actors.controller, jaxpp_async.actors.launch.inline, sys; assert 'jax' not in sys.modules"
-    )
+    code = "import jaxpp_async.controller.controller, jaxpp_async.launch.inline, sys; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

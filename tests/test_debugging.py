@@ -18,12 +18,12 @@ import pytest
 from planning import f32, plan_step
 
 import jaxpp_async as jpp
-from jaxpp_async import pages
-from jaxpp_async.actors.failures.failure import ActorInfo, died_error, launch_error, remote_error
-from jaxpp_async.actors.messages import Failed, step_id
-from jaxpp_async.actors.processes.seats import Seat
-from jaxpp_async.actors.processes.warden import Death
+from jaxpp_async.base import install_hints
+from jaxpp_async.controller.error_messages import ActorInfo, died_error, launch_error, remote_error
 from jaxpp_async.errors import ArrayError, MeshClosedError, ProtocolError, RemoteError, TransferError
+from jaxpp_async.launch.process_supervisor import Death
+from jaxpp_async.protocol.actor_info import Seat
+from jaxpp_async.protocol.messages import Failed, step_id
 from jaxpp_async.testing import assert_close
 
 W = np.eye(4, dtype=np.float32)
@@ -40,7 +40,9 @@ def train(ws, batch, count=0, *, schedule=jpp.Std1F1B(2)):  # noqa: B008  # a fr
         value, grads = jax.value_and_grad(loss_fn)(ws, x)
         return grads, value, value
 
-    grads, losses, worst = jpp.accumulate_grads(of_one, schedule, reduce=(jpp.Mean(), jpp.Stack(), jpp.Max()))(batch)
+    grads, losses, worst = jpp.accumulate_grads(
+        of_one, schedule, reduce=(jpp.Mean(), jpp.Stack(), jpp.Max())
+    )(batch)
     return jax.tree.map(lambda w, g: w - 0.001 * g, ws, grads), losses, worst, count + 1
 
 
@@ -83,7 +85,11 @@ async def test_debug_nans_names_actor_microbatch_and_step(remote_mesh, config):
     with pytest.raises(RemoteError) as error:
         await mesh.run(step, state, poisoned)
     first, second, *_ = str(error.value).splitlines()
-    assert first.startswith("actor 1 (") and ", step 1, fwd" in first and "(stage 1, mb 2): FloatingPointError" in first
+    assert (
+        first.startswith("actor 1 (")
+        and ", step 1, fwd" in first
+        and "(stage 1, mb 2): FloatingPointError" in first
+    )
     assert first.endswith(
         f"{line_of(loss_fn, 'jnp.log')}: invalid value (nan) encountered in log; jax_debug_nans is on"
     )
@@ -103,7 +109,9 @@ POISONED = np.concatenate([X[:2], -X[2:]])  # the logarithm of the last microbat
 def test_plain_jax_names_the_operation_and_the_microbatch_of_a_nan(run, config):
     config("jax_debug_nans", True)
     line = loss_fn.__code__.co_firstlineno + 2
-    with pytest.raises(FloatingPointError, match=rf"test_debugging.py:{line}: .*\(nan\).* in log, microbatch 2"):
+    with pytest.raises(
+        FloatingPointError, match=rf"test_debugging.py:{line}: .*\(nan\).* in log, microbatch 2"
+    ):
         run([W, W], POISONED)
 
 
@@ -150,7 +158,9 @@ def in_stage_0(w, x):
 
 
 def after_the_loop(w, batch):
-    losses = jpp.accumulate_grads(lambda x: jnp.sum(jpp.pipeline_yield(x @ w)), jpp.GPipe(2), reduce=jpp.Stack())(batch)
+    losses = jpp.accumulate_grads(
+        lambda x: jnp.sum(jpp.pipeline_yield(x @ w)), jpp.GPipe(2), reduce=jpp.Stack()
+    )(batch)
     total = losses.min()
     return jnp.sqrt(total), losses
 
@@ -162,7 +172,14 @@ NANS = {
     "in a scan": (of_values(in_a_scan), SIGNS, in_a_scan, "jnp.sqrt", "sqrt", "(stage 1, mb 2)"),
     "in a checkpoint": (of_values(in_a_checkpoint), SIGNS, block, "jnp.log", "log", "(stage 1, mb 2)"),
     "in a backward": (of_values(backward_alone), SIGNS, backward_alone, "jnp.sqrt", "mul", "(stage 1, mb 2)"),
-    "in the first stage": (of_values(in_stage_0), SIGNS, in_stage_0, "jnp.arccosh", "acosh", "(stage 0, mb 2)"),
+    "in the first stage": (
+        of_values(in_stage_0),
+        SIGNS,
+        in_stage_0,
+        "jnp.arccosh",
+        "acosh",
+        "(stage 0, mb 2)",
+    ),
     "after the loop": (after_the_loop, SIGNS, after_the_loop, "jnp.sqrt", "sqrt", "outer("),
 }
 
@@ -198,9 +215,13 @@ def test_a_nan_of_the_batch_is_of_its_microbatch_in_plain_jax(wrap, put, config)
     batch = {"x": put(batch), "y": put(X)}
     config("jax_debug_nans", True)
     step = of_values(lambda w, mb: jpp.pipeline_yield(mb["x"] @ w) + mb["y"])
-    with pytest.raises(FloatingPointError, match=r"in dot_general, microbatch 2; batch\['x'\] had one already"):
+    with pytest.raises(
+        FloatingPointError, match=r"in dot_general, microbatch 2; batch\['x'\] had one already"
+    ):
         wrap(step)(W, batch)
-    with pytest.raises(FloatingPointError, match=r"microbatch 0; a value that the loop's function closes over had"):
+    with pytest.raises(
+        FloatingPointError, match=r"microbatch 0; a value that the loop's function closes over had"
+    ):
         wrap(step)(W * np.nan, {"x": X, "y": X})
 
 
@@ -222,7 +243,9 @@ async def test_a_nan_that_comes_with_an_argument_is_said_to(options, remote_mesh
         await mesh.run(mesh.distributed(step), {"a": W, "b": W}, batch)
     first = str(error.value).splitlines()[0]
     assert "fwd(stage 0, mb 1)" in first
-    assert f"{line_of(value, 'h = mb')}: invalid value (nan) encountered in dot_general; batch['x'] had" in first
+    assert (
+        f"{line_of(value, 'h = mb')}: invalid value (nan) encountered in dot_general; batch['x'] had" in first
+    )
 
 
 async def test_an_infinity_is_named_with_operation_and_line(remote_mesh, config):
@@ -250,7 +273,9 @@ async def test_processes_name_the_operation_of_a_nan_too(remote_mesh, config):
     with pytest.raises(RemoteError) as error:
         await mesh.run(mesh.distributed(train, donate_argnums=0), [W, W], POISONED)
     first = str(error.value).splitlines()[0]
-    assert f"{line_of(loss_fn, 'jnp.log')}: invalid value (nan) encountered in log" in first and "mb 2)" in first
+    assert (
+        f"{line_of(loss_fn, 'jnp.log')}: invalid value (nan) encountered in log" in first and "mb 2)" in first
+    )
 
 
 def test_without_jit_jax_stops_at_a_nan():
@@ -284,7 +309,10 @@ def test_without_jit_the_loop_has_values_and_the_same_results(config):
     with jax.disable_jit():
         got = step(W, batch)
     assert [float(x[0, 0]) for x in seen] == [float(x[0, 0]) for x in X]
-    data = lambda tree: jax.tree.map(lambda x: jax.random.key_data(x) if x.dtype == batch["key"].dtype else x, tree)  # noqa: E731
+
+    def data(tree):
+        return jax.tree.map(lambda x: jax.random.key_data(x) if x.dtype == batch["key"].dtype else x, tree)
+
     assert_close(data(got), jax.device_get(data(want)))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), got) == jax.tree.map(lambda x: (x.shape, x.dtype), want)
 
@@ -344,7 +372,9 @@ async def test_a_value_that_is_not_here(what, mesh):
     array = await mesh.put(X)
     with pytest.raises(TypeError) as error:
         MISUSES[what](array)
-    assert str(error.value).startswith(what.partition(" (")[0] + " needs the value of RemoteArray(float32[3, 2, 4]")
+    assert str(error.value).startswith(
+        what.partition(" (")[0] + " needs the value of RemoteArray(float32[3, 2, 4]"
+    )
     assert "`await` the array first" in str(error.value) and "inside a step" in str(error.value)
     assert f"{array}" == str(array) == repr(array)
 
@@ -365,7 +395,9 @@ OF_JAX = {
 @pytest.mark.parametrize("name", OF_JAX)
 async def test_functions_of_jax_say_that_its_value_is_not_here(name, mesh):
     array = await mesh.put(X)
-    with pytest.raises(ArrayError, match=r"function of JAX needs the value of RemoteArray\(.*`await` the array first"):
+    with pytest.raises(
+        ArrayError, match=r"function of JAX needs the value of RemoteArray\(.*`await` the array first"
+    ):
         OF_JAX[name]({"a": array} if name == "jit" else array)
 
 
@@ -389,7 +421,9 @@ async def test_an_attribute_of_arrays_that_are_here(name, mesh):
     array = await mesh.put(X)
     with pytest.raises(AttributeError, match=f"no attribute '{name}': .* `await` the array first"):
         getattr(array, name)
-    assert not hasattr(array, "grad") and array.size == X.size and array == array and array != await mesh.put(X)
+    assert (
+        not hasattr(array, "grad") and array.size == X.size and array == array and array != await mesh.put(X)
+    )
 
 
 # ---------------------------------------------------------------- what is said without an error
@@ -479,7 +513,11 @@ async def test_a_donated_argument_that_comes_back_as_another_warns(name, mesh, r
 
 
 ACTOR = ActorInfo(1, "node", 77, ("cpu:0",), "ready")
-LAST_WORDS = ("Traceback (most recent call last):", '  File "x.py", line 1', "ModuleNotFoundError: No module named 'x'")
+LAST_WORDS = (
+    "Traceback (most recent call last):",
+    '  File "x.py", line 1',
+    "ModuleNotFoundError: No module named 'x'",
+)
 NO_MODULE = "ModuleNotFoundError: No module named 'x'"
 RUN = '#12 run    "fwd(stage 1, mb 2)" exe 2 (b10) -> (b14)'
 FIRST_LINES = [
@@ -512,7 +550,9 @@ def test_what_fails_a_step_without_being_anyones_code_keeps_its_class():
     ],
 )
 def test_an_actor_without_memory_is_told_in_plain_words(kind, message, said):
-    assert ("the actor ran out of memory; `" in str(remote_error(ACTOR, Failed(0, kind, message, "")))) == said
+    assert (
+        "the actor ran out of memory; `" in str(remote_error(ACTOR, Failed(0, kind, message, "")))
+    ) == said
 
 
 @pytest.mark.parametrize(("error", "first"), FIRST_LINES)
@@ -548,7 +588,9 @@ async def test_what_is_traced_again(mesh):
 
     def step(ws, batch, scale):
         traced.append((batch.shape, str(batch.dtype), scale))
-        losses = jpp.accumulate_grads(lambda x: scale * jpp.pipeline_yield(x @ ws[0]).sum(), jpp.GPipe(2))(batch)
+        losses = jpp.accumulate_grads(lambda x: scale * jpp.pipeline_yield(x @ ws[0]).sum(), jpp.GPipe(2))(
+            batch
+        )
         return losses
 
     d = mesh.distributed(step, static_argnums=2)
@@ -591,8 +633,8 @@ def test_messages_name_a_page_where_it_lies(monkeypatch, tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "restarts.md").touch()
     for source in (str(tmp_path), f"-e {tmp_path}"):
-        monkeypatch.setattr(pages, "source_here", lambda source=source: source)
-        assert pages.page("restarts.md") == f"{tmp_path}/docs/restarts.md"
+        monkeypatch.setattr(install_hints, "source_here", lambda source=source: source)
+        assert install_hints.page("restarts.md") == f"{tmp_path}/docs/restarts.md"
     for source in ("jaxpp-async", f"gone: {tmp_path}", "jaxpp-async @ git+https://example.com/x@1"):
-        monkeypatch.setattr(pages, "source_here", lambda source=source: source)
-        assert pages.page("restarts.md") == "docs/restarts.md in jaxpp-async's repository"
+        monkeypatch.setattr(install_hints, "source_here", lambda source=source: source)
+        assert install_hints.page("restarts.md") == "docs/restarts.md in jaxpp-async's repository"

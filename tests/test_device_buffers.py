@@ -47,12 +47,12 @@ from test_numerics import check_five_steps
 from waiting import until
 
 import jaxpp_async as jpp
-from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.actors.launch.inline import InlineLauncher
-from jaxpp_async.actors.watching.routes import staged
+from jaxpp_async.controller.mesh_events import staged
 from jaxpp_async.errors import RemoteError
-from jaxpp_async.program import Aval, Delete, Input, Output, Recv, Run, Send
+from jaxpp_async.launch import LocalLauncher
+from jaxpp_async.launch.inline import InlineLauncher
+from jaxpp_async.program.instructions import Aval, Delete, Input, Output, Recv, Run, Send
+from jaxpp_async.protocol import messages as m
 from jaxpp_async.transport.memory import MemoryNetwork
 
 
@@ -117,13 +117,23 @@ async def test_a_send_starts_when_the_device_has_computed(gate, doors):
     """And the next run is given to the device meanwhile, though it has not computed the first."""
     sent = []
     network = MemoryNetwork(delay=lambda sender, peer, tag, size: sent.append(tag & 0xFFFF) or 0.0)
-    first = [Input(0, 0, V), Run("a", 0, (0,), (1,)), Send(1, 1, 0), Delete(1), Run("b", 0, (0,), (2,)), Send(2, 1, 1)]
+    first = [
+        Input(0, 0, V),
+        Run("a", 0, (0,), (1,)),
+        Send(1, 1, 0),
+        Delete(1),
+        Run("b", 0, (0,), (2,)),
+        Send(2, 1, 1),
+    ]
     second = [Recv(0, 0, 0, V), Recv(1, 0, 1, V), Output(0, 0), Output(1, 1)]
     async with harness(2, network=network) as h:
         await h.load(0, [*first, Delete(2)], [V] * 3, [blob(double, V)])
         await h.load(1, second, [V] * 2, [])
         await h.put(0, 1, np.ones(8, np.float32))
-        steps = [await h.start(0, m.Step, **step(0, {0: 1}, {})), await h.start(1, m.Step, **step(0, {}, {0: 5, 1: 6}))]
+        steps = [
+            await h.start(0, m.Step, **step(0, {0: 1}, {})),
+            await h.start(1, m.Step, **step(0, {}, {0: 5, 1: 6})),
+        ]
         await until(lambda: doors[0].marked == [1, 1])  # both runs are with the device
         await settle()
         assert sent == []
@@ -151,11 +161,17 @@ async def test_an_argument_that_is_not_there_yet_is_sent_when_it_is(doors, monke
         await h.load(0, [Input(0, 0, V), Send(0, 1, 0), Delete(0)], [V], [], uncounted=[0])
         await h.load(1, [Recv(0, 0, 0, V), Output(0, 0)], [V], [])
         await h.put(0, 1, np.full(8, 3, np.float32))
-        steps = [await h.start(0, m.Step, **step(0, {0: 1}, {})), await h.start(1, m.Step, **step(0, {}, {0: 5}))]
+        steps = [
+            await h.start(0, m.Step, **step(0, {0: 1}, {})),
+            await h.start(1, m.Step, **step(0, {}, {0: 5})),
+        ]
         await asyncio.wait_for(asyncio.gather(*steps), TIMEOUT_S)
         assert doors[0].marked == [1]
         ready.append(True)
-        steps = [await h.start(0, m.Step, **step(1, {0: 1}, {})), await h.start(1, m.Step, **step(1, {}, {0: 6}))]
+        steps = [
+            await h.start(0, m.Step, **step(1, {0: 1}, {})),
+            await h.start(1, m.Step, **step(1, {}, {0: 6})),
+        ]
         await asyncio.wait_for(asyncio.gather(*steps), TIMEOUT_S)
         assert doors[0].marked == [1], "what is there needs no mark"
         for value in await h.fetch(1, 5, 6):
@@ -185,7 +201,10 @@ async def test_receive_buffers_are_the_arrays_memory_and_are_used_again():
         pool = h.actors[1]._equipment.machine.pool
         free = pool.bin(V).free
         addresses = {buffer.array.unsafe_buffer_pointer() for buffer in free}
-        assert addresses == {buffer.pieces[0].address for buffer in free} and len(addresses) == pool.free_buffers > 0
+        assert (
+            addresses == {buffer.pieces[0].address for buffer in free}
+            and len(addresses) == pool.free_buffers > 0
+        )
         for number in range(3):
             inputs = {k: k for k in range(n)}
             steps = [
@@ -230,7 +249,10 @@ async def test_what_outlives_its_receive_buffer_is_copied_before_that_is_given_b
         await h.put(0, 1, np.full(8, 7, np.float32))
         place = h.actors[1]._programs[0].bins[0]
         free = len(place.free)
-        steps = [await h.start(0, m.Step, **step(0, {0: 1}, {})), await h.start(1, m.Step, **step(0, {}, {0: 5}))]
+        steps = [
+            await h.start(0, m.Step, **step(0, {0: 1}, {})),
+            await h.start(1, m.Step, **step(0, {}, {0: 5})),
+        ]
         await until(lambda: doors[1].marked == [1])
         await settle()
         assert len(place.free) == free - 1 and not steps[1].done()
@@ -261,7 +283,8 @@ async def test_replicas_are_sent_once_and_spread_on_the_devices(doors):
             ]
             await asyncio.wait_for(asyncio.gather(*steps), TIMEOUT_S)
         assert sizes == [64] * 4, "two distinct shards, once each"
-        assert doors[1].marked == [-2, 1] * 2  # two copies between devices, then the array that outlives the buffer
+        # two copies between devices, then the array that outlives the buffer
+        assert doors[1].marked == [-2, 1] * 2
         for shard in store_array(h, 6, actor=1).addressable_shards:
             assert np.array_equal(np.asarray(shard.data), value[shard.index])
 
@@ -306,7 +329,9 @@ SPLIT = Aval((8, 4), "float32", ("a",))
 
 @pytest.mark.parametrize("late", [False, True], ids=["as it is asked for", "later"])
 @pytest.mark.parametrize("what", ["spreading", "a late argument"])
-async def test_a_device_that_refuses_a_copy_ends_the_step_and_frees_nothing_early(gate, doors, monkeypatch, what, late):
+async def test_a_device_that_refuses_a_copy_ends_the_step_and_frees_nothing_early(
+    gate, doors, monkeypatch, what, late
+):
     """A copy between devices, or waiting for an argument that is to be sent: the step fails with the device's words,
     once, its buffers stay in use, and the actors go on in the next epoch."""
     culprit, instruction = (1, "recv") if what == "spreading" else (0, "send")
@@ -340,7 +365,9 @@ async def test_a_device_that_refuses_a_copy_ends_the_step_and_frees_nothing_earl
         await h.put(0, 1, value, ("a",))
         again = [step(1, {0: 1}, {}) | {"epoch": 2}, step(1, {}, {0: 6}) | {"epoch": 2}]
         replies = [await h.start(k, m.Step, **fields) for k, fields in enumerate(again)]
-        assert all(isinstance(r, m.StepDone) for r in await asyncio.wait_for(asyncio.gather(*replies), TIMEOUT_S))
+        assert all(
+            isinstance(r, m.StepDone) for r in await asyncio.wait_for(asyncio.gather(*replies), TIMEOUT_S)
+        )
         (found,) = await h.fetch(1, 6)
         assert np.array_equal(found, value)
 

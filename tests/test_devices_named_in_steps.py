@@ -28,9 +28,9 @@ def over(size, axis="data", **options):
 def in_loop(layer):
     def step(weights, batch):
         def one(x):
-            value, grads = jax.value_and_grad(lambda ws: jnp.mean(jpp.pipeline_yield(layer(x @ ws[0])) @ ws[1]))(
-                weights
-            )
+            value, grads = jax.value_and_grad(
+                lambda ws: jnp.mean(jpp.pipeline_yield(layer(x @ ws[0])) @ ws[1])
+            )(weights)
             return grads, value
 
         return jpp.accumulate_grads(one, jpp.GPipe(2))(batch)
@@ -74,13 +74,18 @@ async def test_a_mesh_that_actors_do_not_have(remote_mesh, where, name, spmd):
     with pytest.raises(ShardingError) as error:
         await mesh.run(mesh.distributed(fn), WEIGHTS, BATCH)
     assert re.match(r".*test_devices_named_in_steps.py:\d+: ", str(error.value))
-    assert "give RemoteMesh spmd_mesh={'q': 2}, or" in str(error.value) or "without `mesh=`" in str(error.value)
+    assert "give RemoteMesh spmd_mesh={'q': 2}, or" in str(error.value) or "without `mesh=`" in str(
+        error.value
+    )
     assert not mesh.is_closed
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES_A_MESH if name != "shard_map"])
 async def test_a_mesh_like_the_actors_own(remote_mesh, name):
-    mesh, fn = await remote_mesh(2, launcher="inline", spmd_mesh={"data": 2}), in_loop(NAMES_A_MESH[name](over(2)))
+    mesh, fn = (
+        await remote_mesh(2, launcher="inline", spmd_mesh={"data": 2}),
+        in_loop(NAMES_A_MESH[name](over(2))),
+    )
     got = await mesh.fetch(await mesh.run(mesh.distributed(fn), WEIGHTS, BATCH))
     assert_close(got, jax.device_get(jax.jit(fn)(WEIGHTS, BATCH)))
 
@@ -103,8 +108,16 @@ async def test_shard_map_takes_the_actors_mesh(remote_mesh):
     ("sharding", "spmd", "message"),
     [
         (over(2), {}, r"names the axis 'data', but the mesh has no axes; give spmd_mesh that axis"),
-        (over(4), {"data": 2}, r"is over a mesh {'data': 4} of this process's devices, but each actor has {'data': 2}"),
-        (over(2, memory_kind="pinned_host"), {"data": 2}, r"'pinned_host' is memory in which actors keep no arrays"),
+        (
+            over(4),
+            {"data": 2},
+            r"is over a mesh {'data': 4} of this process's devices, but each actor has {'data': 2}",
+        ),
+        (
+            over(2, memory_kind="pinned_host"),
+            {"data": 2},
+            r"'pinned_host' is memory in which actors keep no arrays",
+        ),
     ],
     ids=["no mesh", "another mesh", "host memory"],
 )
@@ -128,7 +141,10 @@ def offloading(policy):
 POLICIES = jax.checkpoint_policies
 OFFLOADS = {
     "names": POLICIES.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=["h"], offload_src="device", offload_dst="pinned_host"
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["h"],
+        offload_src="device",
+        offload_dst="pinned_host",
     ),
     "products": POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host"),
 }
@@ -160,7 +176,9 @@ async def test_arrays_in_host_memory_that_outlive_their_task(remote_mesh, name, 
 
 async def test_arrays_in_host_memory_within_a_task(remote_mesh):
     mesh = await remote_mesh(2, launcher="inline")
-    fn = outside(lambda x: jax.device_put(jax.device_put(x, jax.memory.Space.Host), jax.memory.Space.Device) + 1)
+    fn = outside(
+        lambda x: jax.device_put(jax.device_put(x, jax.memory.Space.Host), jax.memory.Space.Device) + 1
+    )
     got = await (await mesh.run(mesh.distributed(fn), WEIGHTS, BATCH))
     assert_close(got, jax.device_get(jax.jit(fn)(WEIGHTS, BATCH)))
 
@@ -173,5 +191,6 @@ async def test_arguments_in_host_memory(remote_mesh):
         with pytest.raises(TypeError, match=r"state\['m'\] lies in host memory"):
             await step.compile({"m": leaf})
     assert_close(
-        await (await mesh.run(step, {"m": jax.device_put(array, jax.memory.Space.Device)}))["m"], WEIGHTS[0] + 1
+        await (await mesh.run(step, {"m": jax.device_put(array, jax.memory.Space.Device)}))["m"],
+        WEIGHTS[0] + 1,
     )

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jaxpp_async.actors.launch.explain import Explanation
-from jaxpp_async.doctor import gather, start_ucx, talk
+from jaxpp_async.doctor import gather, protocol
 from jaxpp_async.doctor.examine import host_command
 from jaxpp_async.doctor.facts import (
+    SECTIONS,
     UNLIMITED,
     Asked,
     Clock,
@@ -38,10 +38,12 @@ from jaxpp_async.doctor.facts import (
     LinkReport,
     Ucx,
     UcxResource,
+    error,
 )
-from jaxpp_async.doctor.finding import SECTIONS, error
 from jaxpp_async.doctor.judge import judge, would_work
 from jaxpp_async.doctor.show import as_flags, print_findings
+from jaxpp_async.launch.login_errors import Explanation
+from jaxpp_async.transport.ucx.context import resources
 
 GIB = 1 << 30
 
@@ -91,25 +93,37 @@ def on_one(asked: Asked, facts: HostFacts, **report: Any) -> Examination:
 
 
 def on_two(
-    asked: Asked, first: HostFacts | None, second: HostFacts | None, link: LinkReport | None = None, **report: Any
+    asked: Asked,
+    first: HostFacts | None,
+    second: HostFacts | None,
+    link: LinkReport | None = None,
+    **report: Any,
 ) -> Examination:
     """`report`: of the second host."""
     here = HostReport("this machine", facts=CPU_HOST, clock=Clock(0.0, 0.0))
     one = HostReport("n1", 2, first, clock=Clock(0.1, 0.01), calls_back="")
-    two = HostReport("n2", facts=second, **{"slots": 2, "clock": Clock(0.0, 0.01), "calls_back": "", **report})
+    two = HostReport(
+        "n2", facts=second, **{"slots": 2, "clock": Clock(0.0, 0.01), "calls_back": "", **report}
+    )
     return Examination(asked, here, (one, two), (link or LinkReport("n1", "n2", "ucx", 5e-6, 40e9),))
 
 
-def on_slots(actors: int | None, devices: int, slots: tuple[int, ...], *, names: str = "", **asked: Any) -> Examination:
+def on_slots(
+    actors: int | None, devices: int, slots: tuple[int, ...], *, names: str = "", **asked: Any
+) -> Examination:
     """Hosts of that many slots, with a GPU for each; of tasks, with as many as an actor has devices."""
     here = HostReport("this machine", facts=CPU_HOST, clock=Clock(0.0, 0.0))
     wanted = replace(GPU, num_actors=actors, devices_per_actor=devices, **asked)
     reports: list[HostReport] = []
     for index, slot in enumerate(slots):
         gpus = range(devices if wanted.slots_are_processes else slot)
-        facts = replace(GPU_HOST, gpus=tuple(replace(GPU_HOST.gpus[0], index=i, uuid=f"GPU-{i}") for i in gpus))
+        facts = replace(
+            GPU_HOST, gpus=tuple(replace(GPU_HOST.gpus[0], index=i, uuid=f"GPU-{i}") for i in gpus)
+        )
         facts = seeing(facts, names) if names else facts
-        report = HostReport(f"n{index}", slot, facts, clock=Clock(0.0, 0.01), calls_back="", names_gpus=bool(names))
+        report = HostReport(
+            f"n{index}", slot, facts, clock=Clock(0.0, 0.01), calls_back="", names_gpus=bool(names)
+        )
         reports.append(report)
     links = tuple(LinkReport(a.name, b.name, "ucx", 5e-6, 4e10) for a, b in itertools.pairwise(reports))
     return Examination(wanted, here, tuple(reports), links)
@@ -128,7 +142,9 @@ def having(facts: HostFacts, **packages: str) -> HostFacts:
 
 
 OLD_DRIVER = replace(GPU_HOST, driver=Driver("550.54", (12, 4), has_peer_memory=True))
-NO_GPU = replace(GPU_HOST, gpus=(), driver=None, gpu_error="NVML Shared Library Not Found", jax=None, jax_error="x")
+NO_GPU = replace(
+    GPU_HOST, gpus=(), driver=None, gpu_error="NVML Shared Library Not Found", jax=None, jax_error="x"
+)
 OLD_NCCL = having(GPU_HOST, nvidia_nccl_cu13="2.31.1")
 SYSTEM = {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}
 DOWN = replace(PORT, state="DOWN")
@@ -137,7 +153,9 @@ NO_RC = replace(GPU_HOST, ucx=Ucx("1.21.0", WHEEL, TCP + CUDA))
 SHARED = replace(GPU_HOST, gpus=GPU_HOST.gpus[:1])
 EXCLUSIVE = replace(SHARED, gpus=(replace(SHARED.gpus[0], mode="exclusive"),))
 
-OPEN_CACHE = JaxStart("cpu", 1, "cpu", "the compilation cache /c may hold code of others: x; `chmod go-w /c` if")
+OPEN_CACHE = JaxStart(
+    "cpu", 1, "cpu", "the compilation cache /c may hold code of others: x; `chmod go-w /c` if"
+)
 
 WELL = [
     ("CPUs, one machine", on_one(CPU, CPU_HOST)),
@@ -335,7 +353,9 @@ def test_several_things_are_wrong_at_once():
                    cupy_cuda12x="14", ucxx_cu12="0.52")  # fmt: skip
     assert errors(on_two(GPU, GPU_HOST, other)) == {("versions", "all hosts")}
     assert errors(on_two(GPU, GPU_HOST, CPU_HOST)) == {("gpu", "all hosts"), ("gpu", "n2"), ("jax", "n2")}
-    mixed = next(f for f in judge(on_two(GPU, GPU_HOST, CPU_HOST)) if f.host == "all hosts" and f.level == "error")
+    mixed = next(
+        f for f in judge(on_two(GPU, GPU_HOST, CPU_HOST)) if f.host == "all hosts" and f.level == "error"
+    )
     assert mixed.what.startswith("n1 has GPUs, n2 none") and mixed.remedy.startswith("leave n2 out")
 
 
@@ -347,14 +367,17 @@ def errors(found: Examination) -> set[tuple[str, str]]:
 
 
 def test_facts_travel_whole_and_nothing_else_passes_for_them():
-    record = talk.Facts(GPU_HOST)
-    line = talk.write_record(record).decode()
-    assert talk.read_record(line) == record and talk.read_record("Welcome!\n") is None
-    order = talk.Measure(1, "YQ==", True)
-    assert talk.read_order(b"..." + talk.write_order(order)) == order and talk.read_order(b"...\n") is None
+    record = protocol.Facts(GPU_HOST)
+    line = protocol.write_record(record).decode()
+    assert protocol.read_record(line) == record and protocol.read_record("Welcome!\n") is None
+    order = protocol.Measure(1, "YQ==", True)
+    assert (
+        protocol.read_order(b"..." + protocol.write_order(order)) == order
+        and protocol.read_order(b"...\n") is None
+    )
     for broken in ('["Facts", [1]]', '["Nobody", []]', '["ClockIs", ["noon"]]', "[", '{"ClockIs": 1}'):
         with pytest.raises(ValueError, match="no message of the doctor"):
-            talk.read_record(f"\x1e{broken}")
+            protocol.read_record(f"\x1e{broken}")
 
 
 def test_ports_and_interfaces_are_read_from_the_kernels_files(tmp_path):
@@ -382,7 +405,7 @@ def test_transports_are_read_from_ucxs_words():
         "#      resource 0  :  md 0  dev 0  flags -- self/memory\n"
         "#      resource 12 :  md 4  dev 3  flags -- rc_mlx5/mlx5_0:1\n"
     )
-    assert start_ucx.resources(text) == [("self", "memory"), ("rc_mlx5", "mlx5_0:1")]
+    assert resources(text) == [("self", "memory"), ("rc_mlx5", "mlx5_0:1")]
 
 
 class FakeNvml:
@@ -447,13 +470,16 @@ def test_this_machine_would_run_actors_on_its_cpus():
 def test_a_default_cache_that_an_actor_would_refuse_is_found(monkeypatch):
     for name in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    with tempfile.TemporaryDirectory() as folder:  # not below pytest's own, which nobody else gets into anyway
+    with tempfile.TemporaryDirectory() as folder:
+        # not below pytest's own, which nobody else gets into anyway
         os.chmod(folder, 0o755)
         (cache := Path(folder, "home", ".cache")).mkdir(parents=True)
         cache.chmod(0o777)
         monkeypatch.setenv("HOME", str(cache.parent))
         done = doctor("--no-transfers")
-        assert done.returncode == 1 and re.search(rf"(?m)^ERROR .*compilation cache {cache}.*others", done.stdout)
+        assert done.returncode == 1 and re.search(
+            rf"(?m)^ERROR .*compilation cache {cache}.*others", done.stdout
+        )
         assert f"-> `chmod go-w {cache}`" in done.stdout and "would not work: 1 error" in done.stdout
         monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache / "named"))
         assert doctor("--no-transfers").returncode == 0
@@ -472,7 +498,10 @@ def test_where_no_terminal_is_a_finding_is_a_line_however_long(capsys):
     [
         ("correct interface= (or UCX_NET_DEVICES)", "correct --interface (or UCX_NET_DEVICES)"),
         ("python='/x' is none, give control_address=", "--python '/x' is none, give --control-address"),
-        ("name them with devices= (MIG-<UUID>), user= too", "name them with --devices (MIG-<UUID>), user= too"),
+        (
+            "name them with devices= (MIG-<UUID>), user= too",
+            "name them with --devices (MIG-<UUID>), user= too",
+        ),
         ("hosts= has no effect with launcher='slurm', which", "--hosts has no effect with --slurm, which"),
         (
             "device of an actor (spmd_mesh); give spmd_mesh a product that is a multiple of 2, for example {'data': 2}",
@@ -529,7 +558,9 @@ def test_a_host_that_is_not_there_is_named_with_a_remedy_as_json_too(tmp_path):
         ("hosts", "nowhere", "its name cannot be looked up")
     ]
     assert "hostfile" in wrong[0]["remedy"] and told["would_work"] is False
-    assert told["here"]["facts"]["packages"]["jax"] and told["hosts"][0]["facts"] is None and told["links"] == []
+    assert (
+        told["here"]["facts"]["packages"]["jax"] and told["hosts"][0]["facts"] is None and told["links"] == []
+    )
 
 
 WRONG_USES = [

@@ -25,7 +25,7 @@ REAL = """
 import asyncio, threading
 import numpy as np
 import jaxpp_async as jpp
-from jaxpp_async.actors.files import tensor_files
+from jaxpp_async.storage import tensor_files
 
 def say(*words):
     print(*words, flush=True)
@@ -55,8 +55,8 @@ if __name__ == "__main__":
 FAKE = """
 import asyncio
 from fake_actor import start_fakes
-from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.actors.options import ActorConfig
+from jaxpp_async.launch import LocalLauncher
+from jaxpp_async.controller.options import ActorConfig
 
 async def main():
     launcher = LocalLauncher(actor="fake_actor:FakeActor", forward=lambda line: None)
@@ -167,7 +167,9 @@ def test_ctrl_c(moment, tmp_path):
         process.popen.send_signal(signal.SIGINT)
         _, errors, seconds = process.communicate()
         assert seconds < 10
-        assert process.popen.returncode == -signal.SIGINT and errors.rstrip().endswith("KeyboardInterrupt"), errors
+        assert process.popen.returncode == -signal.SIGINT and errors.rstrip().endswith("KeyboardInterrupt"), (
+            errors
+        )
         assert [complaint for complaint in COMPLAINTS if complaint in errors] == [], errors
     assert not os.path.exists(tmp_path / "saved")
 
@@ -221,7 +223,10 @@ async def test_a_driver_saves_on_sigterm_what_it_was_computing(number, tmp_path,
         process.popen.send_signal(number)
         _, errors, seconds = process.communicate()
         assert seconds < 20
-        assert "step 4 ('train_step') runs on, though its `run` ended by CancelledError: state stands for" in errors
+        assert (
+            "step 4 ('train_step') runs on, though its `run` ended by CancelledError: state stands for"
+            in errors
+        )
         assert [complaint for complaint in COMPLAINTS if complaint in errors] == [], errors
     mesh = await remote_mesh(1, launcher="inline")
     like = {name: jax.ShapeDtypeStruct((), dtype) for name, dtype in (("w", "float32"), ("count", "int32"))}

@@ -17,13 +17,13 @@ import pytest
 from fake_actor import start_fakes
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.failures.failure import ActorInfo
-from jaxpp_async.actors.failures.monitor import Recovered, Suspect
-from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.actors.options import ActorConfig, Patience
-from jaxpp_async.actors.watching.telling import Telling
+from jaxpp_async.base.events import Event, EventLog, Events
+from jaxpp_async.controller.error_messages import ActorInfo
+from jaxpp_async.controller.failure_detector import Recovered, Suspect
+from jaxpp_async.controller.mesh_events import Telling
+from jaxpp_async.controller.options import ActorConfig, Patience
 from jaxpp_async.errors import ActorDiedError, LaunchError, RemoteError
-from jaxpp_async.events import Event, EventLog, Events
+from jaxpp_async.launch import LocalLauncher
 
 
 async def kinds(events: Events) -> list[str]:
@@ -198,7 +198,12 @@ async def test_a_death_is_told():
         started, died = await anext(events), await anext(events)
         await controller.aclose()
         [closed] = await everything(events)
-    assert (started.kind, died.kind, died.actor, died.details["error"]) == ("started", "died", 0, "ActorDiedError")
+    assert (started.kind, died.kind, died.actor, died.details["error"]) == (
+        "started",
+        "died",
+        0,
+        "ActorDiedError",
+    )
     assert died.details["pid"] == started.details["pid"] == controller.actors[0].pid
     assert closed.details["error"] == "ActorDiedError" and "SIGKILL" in closed.text
 
@@ -208,7 +213,9 @@ async def test_an_actor_that_is_given_up_dies_once():
     launcher, log = LocalLauncher(actor="fake_actor:FakeActor"), EventLog()
     config = ActorConfig(env={"PYTHONPATH": os.path.dirname(__file__)})
     options: Any = {"events": log, "max_restarts": 2}
-    controller = await start_fakes(1, launcher, config, patience=Patience(suspect_s=0.8, dead_s=1.6), **options)
+    controller = await start_fakes(
+        1, launcher, config, patience=Patience(suspect_s=0.8, dead_s=1.6), **options
+    )
     try:
         os.kill(controller.actors[0].pid, signal.SIGSTOP)
         events = log.subscribe()

@@ -43,7 +43,13 @@ def test_one_file_is_split_at_its_end(tmp_path: Path):
 
 
 def test_folder_is_read_without_hidden_binary_and_empty_files(tmp_path: Path):
-    for name, content in {"b.txt": b"bb", "a/a.md": b"a" * 18, ".git/x": b"x", "z.bin": b"\0z", "e": b""}.items():
+    for name, content in {
+        "b.txt": b"bb",
+        "a/a.md": b"a" * 18,
+        ".git/x": b"x",
+        "z.bin": b"\0z",
+        "e": b"",
+    }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     corpus = data.load_corpus(tmp_path)
@@ -92,7 +98,9 @@ def test_seed_decides_the_batches():
     assert not np.array_equal(tokens(0), tokens(1))
 
 
-@pytest.mark.parametrize(("size", "max_batches", "expected"), [(49, 4, 1), (96, 4, 1), (97, 4, 2), (10_000, 4, 4)])
+@pytest.mark.parametrize(
+    ("size", "max_batches", "expected"), [(49, 4, 1), (96, 4, 1), (97, 4, 2), (10_000, 4, 4)]
+)
 def test_validation_predicts_no_byte_twice(size: int, max_batches: int, expected: int):
     places = np.arange(size, dtype=np.int64)  # Positions instead of bytes: `_windows` only indexes.
     batches = data.validation_batches(places, SHAPE, max_batches)

@@ -20,7 +20,9 @@ TEXT = np.frombuffer(b"the quick brown fox jumps over the lazy dog; " * 40, np.u
 
 
 def config(**changes: Any) -> ModelConfig:
-    return ModelConfig(**{"num_layers": 2, "dim": 16, "num_heads": 2, "seq_len": 16, "num_stages": 2} | changes)
+    return ModelConfig(
+        **{"num_layers": 2, "dim": 16, "num_heads": 2, "seq_len": 16, "num_stages": 2} | changes
+    )
 
 
 def train(config: ModelConfig, num_steps: int) -> tuple[Any, list[float]]:
@@ -129,7 +131,10 @@ def test_last_lines_have_their_exact_form():
 
 
 def test_sample_cannot_command_the_terminal():
-    assert report.printable(b"a\x1b[2Jb\n\xffc\td") == "a\N{REPLACEMENT CHARACTER}[2Jb\n\N{REPLACEMENT CHARACTER}c    d"
+    assert (
+        report.printable(b"a\x1b[2Jb\n\xffc\td")
+        == "a\N{REPLACEMENT CHARACTER}[2Jb\n\N{REPLACEMENT CHARACTER}c    d"
+    )
 
 
 def test_actor_table_shares_out_the_wall_time():
@@ -142,5 +147,9 @@ def test_without_a_terminal_progress_is_plain_lines(capsys: pytest.CaptureFixtur
         for step in range(40):
             progress.advance(loss=float(step))
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 21 and lines[0].startswith("step  1/40  loss 0.000") and lines[-1].startswith("step 40/40")
+    assert (
+        len(lines) == 21
+        and lines[0].startswith("step  1/40  loss 0.000")
+        and lines[-1].startswith("step 40/40")
+    )
     assert not any("\x1b" in line for line in lines)

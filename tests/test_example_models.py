@@ -45,7 +45,8 @@ def drawn(shapes):
         if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
             return jax.random.key(5)
         if jnp.issubdtype(shape.dtype, np.floating):
-            return np.abs(rng.normal(size=shape.shape) * 0.3).astype(shape.dtype)  # a variance is not negative
+            # a variance is not negative
+            return np.abs(rng.normal(size=shape.shape) * 0.3).astype(shape.dtype)
         return np.zeros(shape.shape, shape.dtype)
 
     return jax.tree.map(leaf, shapes)

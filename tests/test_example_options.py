@@ -47,7 +47,12 @@ def test_paths_and_switches():
 
 @pytest.mark.parametrize(
     ("line", "traced"),
-    [("", []), ("--trace x.json", [6, 7, 8]), ("--trace x.json --trace-step 1", [1]), ("--trace x --steps 2", [1, 2])],
+    [
+        ("", []),
+        ("--trace x.json", [6, 7, 8]),
+        ("--trace x.json --trace-step 1", [1]),
+        ("--trace x --steps 2", [1, 2]),
+    ],
 )
 def test_the_steps_that_are_traced(line: str, traced: list[int]):
     options = parse_options(["--steps", "8", *line.split()])

@@ -9,16 +9,30 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxpp_async.actors.execution_plan import (
+    BindInput,
+    Drop,
+    Execute,
+    Finish,
+    KeepOutput,
+    PostRecv,
+    StartSend,
+    make_plan,
+)
 from jaxpp_async.actors.executor import Executor
-from jaxpp_async.actors.plan import BindInput, Drop, Execute, Finish, KeepOutput, PostRecv, StartSend, make_plan
-from jaxpp_async.program import ActorProgram, Aval, Delete, Input, Output, Recv, Run, Send
+from jaxpp_async.program.actor_program import ActorProgram
+from jaxpp_async.program.instructions import Aval, Delete, Input, Output, Recv, Run, Send
 
 A = Aval((4,), "float32")  # 16 bytes
 BIG = Aval((25,), "float32")  # 100 bytes
 
 
 def program(*instructions, avals=None, uncounted=()):
-    slots = {slot for i in instructions for slot in ((*i.inputs, *i.outputs) if isinstance(i, Run) else (i.buffer,))}
+    slots = {
+        slot
+        for i in instructions
+        for slot in ((*i.inputs, *i.outputs) if isinstance(i, Run) else (i.buffer,))
+    }
     return ActorProgram(0, tuple(instructions), tuple(avals or [A] * (max(slots) + 1)), frozenset(uncounted))
 
 
@@ -116,7 +130,9 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "program", "events", "expected", "peak"), SCENARIOS, ids=[s[0] for s in SCENARIOS])
+@pytest.mark.parametrize(
+    ("name", "program", "events", "expected", "peak"), SCENARIOS, ids=[s[0] for s in SCENARIOS]
+)
 def test_scenarios(name, program, events, expected, peak):
     plan = make_plan(program)
     executor = Executor(plan)
@@ -137,7 +153,9 @@ def test_scenarios(name, program, events, expected, peak):
 
 
 def test_inputs_that_are_bound_are_not_asked_for():
-    plan = make_plan(program(Input(0, 0, BIG), Input(1, 1, A), run([0], [2]), run([1], [3]), Delete(2), Delete(3)))
+    plan = make_plan(
+        program(Input(0, 0, BIG), Input(1, 1, A), run([0], [2]), run([1], [3]), Delete(2), Delete(3))
+    )
     executor = Executor(plan)
     assert short(executor.start(here=[0])) == "bind1 run2"
     assert executor.table_bytes == 32
@@ -151,7 +169,9 @@ def test_a_run_that_is_alone_holds_the_next_one_back():
 
 
 def test_deleted_buffers_under_send_are_pending_and_not_in_the_table():
-    executor = Executor(make_plan(program(Input(0, 0, A), run([0], [1]), Send(1, 1, 0), Delete(1), Delete(0))))
+    executor = Executor(
+        make_plan(program(Input(0, 0, A), run([0], [1]), Send(1, 1, 0), Delete(1), Delete(0)))
+    )
     executor.start()
     executor.arrived(0)
     executor.ran(1)
@@ -162,7 +182,9 @@ def test_deleted_buffers_under_send_are_pending_and_not_in_the_table():
 
 
 def test_position_names_the_instruction_and_what_it_waits_for():
-    executor = Executor(make_plan(program(Recv(0, 1, 0, A), run([0], [1], label="fwd(stage 1, mb 0)"), Output(1, 0))))
+    executor = Executor(
+        make_plan(program(Recv(0, 1, 0, A), run([0], [1], label="fwd(stage 1, mb 0)"), Output(1, 0)))
+    )
     executor.start()
     assert executor.starved
     assert executor.position().startswith("#1 run ") and "fwd(stage 1, mb 0)" in executor.position()
@@ -185,7 +207,14 @@ def test_malformed_programs_are_refused(instructions, message):
 
 def test_receives_that_are_kept_or_donated_are_private():
     plan = make_plan(
-        program(Recv(0, 1, 0, A), Recv(1, 1, 1, A), Recv(2, 1, 2, A), run([0, 1], [3], [0]), Output(2, 0), Delete(1))
+        program(
+            Recv(0, 1, 0, A),
+            Recv(1, 1, 1, A),
+            Recv(2, 1, 2, A),
+            run([0, 1], [3], [0]),
+            Output(2, 0),
+            Delete(1),
+        )
     )
     assert [c.private for c in plan.commands if isinstance(c, PostRecv)] == [True, False, True]
     assert plan.max_receives == {A: 3}
@@ -304,7 +333,7 @@ def test_any_program_finishes_in_any_order_of_completion(seed, ahead):
 
 
 def test_peak_bytes_are_those_that_the_compiler_plans():
-    from jaxpp_async.compiler.memory import peak_plan
+    from jaxpp_async.compiler.lowering import peak_plan
 
     for seed in range(200):
         rng = random.Random(seed)

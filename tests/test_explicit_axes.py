@@ -14,12 +14,12 @@ from on_devices import mesh_of, run_on_devices
 from planning import f32, plan_step
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.devices.starting import Devices
-from jaxpp_async.actors.values.receive_pool import ReceivePool
-from jaxpp_async.actors.values.shards import Layouts, send_views
+from jaxpp_async.actors.jax_runtime import Devices
+from jaxpp_async.actors.receive_buffers import ReceivePool
+from jaxpp_async.actors.shards import Layouts, send_views
 from jaxpp_async.errors import RemoteError, ShardingError
-from jaxpp_async.program import Aval
-from jaxpp_async.program_text import format_aval, parse_aval
+from jaxpp_async.program.actor_program import format_aval, parse_aval
+from jaxpp_async.program.instructions import Aval
 from jaxpp_async.testing import assert_close
 
 BOTH = {"data": 2, "model": 2}
@@ -46,7 +46,10 @@ def typed(axes):
 # ---------------------------------------------------------------- kinds of parallelism
 
 W, HEAD, ACT = "8x16", "4x8", "4x6x8"
-ONCE = {"outer1_actor0": [f"all-reduce {W}"] * 2, "outer1_actor1": [f"all-reduce {HEAD}", *[f"all-reduce {W}"] * 2]}
+ONCE = {
+    "outer1_actor0": [f"all-reduce {W}"] * 2,
+    "outer1_actor1": [f"all-reduce {HEAD}", *[f"all-reduce {W}"] * 2],
+}
 once = model.make_step(docs["unreduced_grads"](model.make_loss()), docs["like_params"])
 # step; axes, types, in_shardings; collectives; specs of values between tasks
 PARALLEL = {
@@ -179,13 +182,16 @@ async def test_values_to_be_added_over_devices_are_not_looked_at_for_nans(remote
     before = jax.config.jax_debug_nans
     jax.config.update("jax_debug_nans", True)
     try:
-        options = {"spmd_mesh": BOTH, "axis_types": EXPLICIT, "max_inflight": 1}  # one of its own: the failure ends it
+        # one of its own: the failure ends it
+        options = {"spmd_mesh": BOTH, "axis_types": EXPLICIT, "max_inflight": 1}
         mesh = await remote_mesh(2, launcher="inline", **options)
         w, batch = model.make_params()["blocks"][0]["up"][:, :8], model.make_batch()["x"][:, :, 0]
         step = mesh.distributed(tied_step(jpp.GPipe(2)), in_shardings=(P(), P(None, "data")))
         assert_close(await (await step(w, batch)), jax.jit(tied_step(jpp.GPipe(2)))(w, batch))
         batch[-1, 0] = np.nan
-        with pytest.raises(RemoteError, match=r"mb 3\): .*explicit_axes.py:\d+: invalid value \(nan\) encountered"):
+        with pytest.raises(
+            RemoteError, match=r"mb 3\): .*explicit_axes.py:\d+: invalid value \(nan\) encountered"
+        ):
             await step(w, batch)
     finally:
         jax.config.update("jax_debug_nans", before)
@@ -227,7 +233,12 @@ async def test_keys_integers_scalars_and_every_reduction(remote_mesh):
     out = await step(*args)
     assert_close(await mesh.fetch(out), jax.jit(fn)(*args))
     *_, largest, mean, joined, stacked = out[0]
-    assert [a.spec for a in (largest, mean, joined, stacked)] == [("data",), ("data",), ("data",), (None, "data")]
+    assert [a.spec for a in (largest, mean, joined, stacked)] == [
+        ("data",),
+        ("data",),
+        ("data",),
+        (None, "data"),
+    ]
     with jax.sharding.set_mesh(mesh_of(BOTH, EXPLICIT)):
         split = jax.device_put(args[2], NamedSharding(jax.sharding.get_mesh(), P(None, "data")))
         plain = jax.jit(lambda batch: fn(args[0], 3, batch)[0][3:])(split)
@@ -286,7 +297,11 @@ TYPES = {
     "vmap over a split dimension": (jax.vmap(jax.grad(total)), [X], [X]),
     "vmap over another one": (jax.vmap(jpp.pipeline_yield, in_axes=1, out_axes=1), [X], [X]),
     "checkpoint": (jax.grad(jax.checkpoint(total)), [X], [X]),
-    "a reduced value's gradient": (jax.grad(product), [P(reduced={"data"})], [P(None, None, unreduced={"data"})]),
+    "a reduced value's gradient": (
+        jax.grad(product),
+        [P(reduced={"data"})],
+        [P(None, None, unreduced={"data"})],
+    ),
     "sum and stack of a loop": (
         jpp.accumulate_grads(lambda row: (row, row), jpp.GPipe(1)),
         [P(None, "model")],
@@ -320,11 +335,17 @@ def test_shard_reshards_and_leaves_what_vmap_adds():
 REFUSED = {
     "an ambiguous product": (lambda x: x.T @ x, P("data"), r"test_explicit_axes.py:\d+: .*ambiguous"),
     "a result that is not added up": (
-        lambda x: jax.grad(lambda w: jnp.sum(x @ w))(jax.sharding.reshard(jnp.ones((6, 2)), P(reduced={"data"}))),
+        lambda x: jax.grad(lambda w: jnp.sum(x @ w))(
+            jax.sharding.reshard(jnp.ones((6, 2)), P(reduced={"data"}))
+        ),
         P("data"),
         r"result is unreduced over data: .*jax.sharding.reshard",
     ),
-    "an argument that is not added up": (lambda x: x, P(unreduced={"data"}), r"reduced or unreduced over an axis"),
+    "an argument that is not added up": (
+        lambda x: x,
+        P(unreduced={"data"}),
+        r"reduced or unreduced over an axis",
+    ),
 }
 
 
@@ -359,8 +380,12 @@ def test_what_a_split_backward_keeps_is_split_as_on_automatic_axes(block):
         params, batch = [f32(2, 8, 8)] * 2, {"x": f32(4, 4, 8), "y": f32(4, 4, 8)}
         shardings = (None, P(None, "data"))
         done = plan_step(step, params, batch, spmd_mesh=DATA, axis_types=axis_types, in_shardings=shardings)
-        values = {v for n in done.placed.graph.nodes if n.label.startswith("fwd_bwd_input") for v in n.outputs}
-        return sorted((done.placed.graph.values[v].aval.shape, done.placed.graph.values[v].aval.spec) for v in values)
+        values = {
+            v for n in done.placed.graph.nodes if n.label.startswith("fwd_bwd_input") for v in n.outputs
+        }
+        return sorted(
+            (done.placed.graph.values[v].aval.shape, done.placed.graph.values[v].aval.spec) for v in values
+        )
 
     assert kept(typed(DATA)) == kept({})
     assert {spec for _, spec in kept(typed(DATA))} <= {("data",), (None, "data")}

@@ -22,9 +22,16 @@ from memory_limit import memory_limit
 from test_failures import Said
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.actors.steps import step_run
-from jaxpp_async.errors import ActorDiedError, ActorError, MeshClosedError, ProtocolError, RemoteError, ScheduleError
+from jaxpp_async.actors import step_run
+from jaxpp_async.errors import (
+    ActorDiedError,
+    ActorError,
+    MeshClosedError,
+    ProtocolError,
+    RemoteError,
+    ScheduleError,
+)
+from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.testing import assert_close
 
 MIB = 1 << 20
@@ -109,7 +116,9 @@ async def test_xla_finds_no_memory():
             await mesh.run(step, X)
         assert time.monotonic() - began < 3
         first, *rest = str(error.value).splitlines()
-        assert re.match(r"actor 0 .*, step 1, .*RESOURCE_EXHAUSTED: Out of memory allocating 1073741824 bytes", first)
+        assert re.match(
+            r"actor 0 .*, step 1, .*RESOURCE_EXHAUSTED: Out of memory allocating 1073741824 bytes", first
+        )
         assert any("the actor ran out of memory" in line for line in rest)
         await check_over(mesh, step, [X], error.value)
 
@@ -122,7 +131,9 @@ async def test_the_kernel_ends_an_actor_at_its_memory_limit():
             with pytest.raises(ActorDiedError) as error:
                 await mesh.run(step, X)
             assert time.monotonic() - began < 3
-        assert "was killed by SIGKILL (possibly out of memory) during step 1" in str(error.value).splitlines()[0]
+        assert (
+            "was killed by SIGKILL (possibly out of memory) during step 1" in str(error.value).splitlines()[0]
+        )
         await check_over(mesh, step, [X], error.value)
 
 
@@ -133,7 +144,9 @@ async def test_a_transfer_of_the_wrong_size(monkeypatch):
     """Case 13. Between processes, over UCX: `test_transport_ucx.py::test_wrong_size_from_another_process`."""
     memories = step_run.send_memories
     monkeypatch.setattr(
-        step_run, "send_memories", lambda *args: [m._replace(size_bytes=m.size_bytes // 2) for m in memories(*args)]
+        step_run,
+        "send_memories",
+        lambda *args: [m._replace(size_bytes=m.size_bytes // 2) for m in memories(*args)],
     )
     async with jpp.RemoteMesh(2, launcher="inline") as mesh:
         step, args = mesh.distributed(wide(jpp.GPipe(2), train=False)), wide_arguments(1)
@@ -175,7 +188,9 @@ async def test_a_schedule_that_deadlocks_stops_before_anything_runs(remote_mesh)
     before = await mesh._running().inspect()
     F, B = (lambda i, s: jpp.Task(i, "fwd", s)), (lambda i, s: jpp.Task(i, "bwd", s))
     crossed = [[F(0, 0), B(0, 0), F(1, 0), B(1, 0)], [F(1, 1), B(1, 1), F(0, 1), B(0, 1)]]
-    with pytest.raises(ScheduleError, match=r"(?s)deadlocks: 2 actors wait for one another.*actor 0.*actor 1"):
+    with pytest.raises(
+        ScheduleError, match=r"(?s)deadlocks: 2 actors wait for one another.*actor 0.*actor 1"
+    ):
         await mesh.run(mesh.distributed(wide(crossed, train=True)), *wide_arguments(2))
     after = await mesh._running().inspect()
     assert [n["compilations"] for n in after.values()] == [n["compilations"] for n in before.values()]

@@ -23,8 +23,6 @@ from models import grads_step, mlp
 from resources import nothing_left
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.actors.launch.inline import InlineLauncher
 from jaxpp_async.errors import (
     ActorDiedError,
     ActorError,
@@ -35,7 +33,9 @@ from jaxpp_async.errors import (
     StepAbortedError,
     TransferError,
 )
-from jaxpp_async.program import CONTROLLER
+from jaxpp_async.launch import LocalLauncher
+from jaxpp_async.launch.inline import InlineLauncher
+from jaxpp_async.program.instructions import CONTROLLER
 from jaxpp_async.testing import assert_close
 from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
 
@@ -122,7 +122,9 @@ async def test_an_idle_actor_is_killed_and_another_mesh_works():
             while True:
                 await mesh.run(step, *arguments())
         assert time.monotonic() - began < IDLE_DEATH_S
-        where = f"actor 1 (host {victim.host}, pid {victim.pid}) was killed by SIGKILL (possibly out of memory)"
+        where = (
+            f"actor 1 (host {victim.host}, pid {victim.pid}) was killed by SIGKILL (possibly out of memory)"
+        )
         assert str(error.value).startswith(where)
         assert (error.value.actor, error.value.host, error.value.pid) == (1, victim.host, victim.pid)
         assert [a.state for a in mesh.actors] == ["closed", "failed"]
@@ -166,7 +168,10 @@ async def test_an_actor_is_killed_while_it_sends_64_mib():
 
         return jpp.accumulate_grads(forward, jpp.GPipe(2))(batch)
 
-    params, batch = [np.ones((2, 4096), np.float32), np.ones((4096, 1), np.float32)], np.ones((1, 4096, 2), np.float32)
+    params, batch = (
+        [np.ones((2, 4096), np.float32), np.ones((4096, 1), np.float32)],
+        np.ones((1, 4096, 2), np.float32),
+    )
     async with faulty_mesh(0, "", "die while sending") as (mesh, _):
         step = mesh.distributed(large)
         report = (await step.compile(params, batch)).report()
@@ -218,7 +223,9 @@ async def test_an_executable_fails_on_an_actor():
 
 async def test_launches_that_fail(tmp_path):
     env = {"PYTHONPATH": faults.HERE}
-    with pytest.raises(LaunchError, match=r"(?s)actor \d .*RuntimeError: this hook refuses.*in refuse") as error:
+    with pytest.raises(
+        LaunchError, match=r"(?s)actor \d .*RuntimeError: this hook refuses.*in refuse"
+    ) as error:
         async with jpp.RemoteMesh(2, setup="faults:refuse", env=env):
             pass
     assert error.value.actor in (0, 1) and error.value.pid

@@ -17,7 +17,9 @@ def exists(name: str) -> bool:
     """Whether a file of tests, or a test in it, is there."""
     file, _, test = name.partition("::")
     path = TESTS / file
-    return path.exists() and (not test or re.search(rf"def {re.escape(test)}\(", path.read_text()) is not None)
+    return path.exists() and (
+        not test or re.search(rf"def {re.escape(test)}\(", path.read_text()) is not None
+    )
 
 
 def test_every_case_has_a_test_that_exists():
@@ -29,5 +31,9 @@ def test_every_case_has_a_test_that_exists():
 
 
 def test_every_error_that_is_named_exists():
-    named = set(re.findall(r"`(\w+(?:Error|Exceeded))`", PAGE)) - {"ValueError", "TimeoutError", "MemoryError"}
+    named = set(re.findall(r"`(\w+(?:Error|Exceeded))`", PAGE)) - {
+        "ValueError",
+        "TimeoutError",
+        "MemoryError",
+    }
     assert [name for name in sorted(named) if not hasattr(errors, name)] == []

@@ -54,7 +54,9 @@ def test_where_a_gpu_is_wanted_an_nccl_that_is_missing_fails_and_does_not_skip(t
 
 def test_two_processes_send_each_other_memory():
     command = [sys.executable, "benchmarks/ours/device_peer.py", "cpu", "--small", "--sizes", "4096,1048576"]
-    done = subprocess.run([*command, "--pings", "5"], cwd=ROOT, check=True, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [*command, "--pings", "5"], cwd=ROOT, check=True, capture_output=True, text=True, timeout=100
+    )
     found = json.loads(done.stdout)
     assert set(found["gb_s"]) == set(found["copy_gb_s"]) == {"4096", "1048576"} and found["half_rtt_us"] > 0
     assert found["abort"]["ms"] > 0 and found["routes"]
@@ -102,12 +104,16 @@ async def test_actors_and_jit_take_the_same_step(monkeypatch):
     arguments = [str(part) for name, value in sizes.items() for part in (f"--{name}", value)]
     train_step, init, batch = device_step.work(device_step.read_options(["jit", "cpu", *arguments]))
     state = jax.eval_shape(init, jax.random.key(0))
-    assert jax.eval_shape(train_step, state, batch)[1].shape == () and "bfloat16" in str(jax.tree.leaves(state))
+    assert jax.eval_shape(train_step, state, batch)[1].shape == () and "bfloat16" in str(
+        jax.tree.leaves(state)
+    )
     monkeypatch.setattr(device_step, "work", tiny_work)
     found = {
         "sizes": sizes,
         "jit": device_step.plain(device_step.read_options(["jit", "cpu", *arguments])),
-        "ours": await device_step.ours(device_step.read_options(["ours", "cpu", *arguments]), launcher="inline"),
+        "ours": await device_step.ours(
+            device_step.read_options(["ours", "cpu", *arguments]), launcher="inline"
+        ),
     }
     assert found["ours"]["losses"] == pytest.approx(found["jit"]["losses"], rel=1e-5)
     assert found["ours"]["gaps"]["tasks"] >= 2 * (1 + 2) and found["ours"]["staged"] == []
@@ -177,7 +183,9 @@ def test_all_programs_get_the_one_gpu_that_the_figures_are_said_to_be_of(monkeyp
     assert gpu.main([]) == 0
     assert {bench.gpu for bench in programs.benches} == {"GPU-8a22"}
     (between,) = [p.command for p in programs.asked if "nccl_peer" in p.command[0]]
-    assert nccl_peer.read_options(between[1:]).other == "GPU-8f11", "what takes two gets the next one beside it"
+    assert nccl_peer.read_options(between[1:]).other == "GPU-8f11", (
+        "what takes two gets the next one beside it"
+    )
     assert json.loads((tmp_path / "gpu.json").read_text())["about"]["device"] == "H100"
 
 
@@ -214,7 +222,10 @@ class Programs:
         self.asked.append(program)
         self.benches.append(bench)
         what = program.command[2 if program.command[0] == "-m" else 0]
-        said = {"tests": "tests/test_a.py::test_b PASSED [100%]\n", "device_peer": json.dumps(self._peer(program))}
+        said = {
+            "tests": "tests/test_a.py::test_b PASSED [100%]\n",
+            "device_peer": json.dumps(self._peer(program)),
+        }
         said["nccl_peer"] = json.dumps({"gb_s": {"1048576": 30.0}, "nccl": "2.32.3"})
         said["device_step"] = json.dumps(STEP)
         name = "tests" if program.command[0] == "-m" else Path(what).stem
@@ -233,7 +244,9 @@ def programs(monkeypatch, tmp_path):
 def test_all_of_it_runs_tests_first_within_ten_minutes(programs, capsys, small):
     assert gpu.main(["--markdown", *small]) == 0
     commands = [program.command for program in programs.asked]
-    assert [command[:1] for command in commands[:2]] == [("-m",)] * 2, "figures of what is wrong are worth nothing"
+    assert [command[:1] for command in commands[:2]] == [("-m",)] * 2, (
+        "figures of what is wrong are worth nothing"
+    )
     assert sum(program.limit_s for program in programs.asked) <= gpu.BUDGET_S < 600
     options = []
     for script, *arguments in commands[2:]:
@@ -241,7 +254,11 @@ def test_all_of_it_runs_tests_first_within_ten_minutes(programs, capsys, small):
         options.append(read(arguments))
     assert [getattr(o, "contender", "peer") for o in options] == ["peer"] * 3 + ["jit", "ours"]
     printed = capsys.readouterr().out
-    for row in ("| UCX's error handling | keep on |", "| test_on_gpu.py | 1 passed |", "| step, ours to jit | 1.00x |"):
+    for row in (
+        "| UCX's error handling | keep on |",
+        "| test_on_gpu.py | 1 passed |",
+        "| step, ours to jit | 1.00x |",
+    ):
         assert row in printed
     assert ("jax 0." in printed and "cpu" not in printed.partition("|")[0].partition(",")[0]) or small
 

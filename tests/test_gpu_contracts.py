@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpp_async.actors.devices import cuda
-from jaxpp_async.transport.buffers import Memory
+from jaxpp_async.actors import cuda
+from jaxpp_async.transport.base import Memory
 from jaxpp_async.transport.nccl import library
 
 if "JAXPP_TEST_CONTRACTS" not in os.environ:
@@ -80,12 +80,16 @@ CALLS = {
     "free": lambda: RUNTIME.free(0),
     "copy": lambda: RUNTIME.memcpyPeerAsync(8, 0, 8, 0, 8, 0),
     "communicator": lambda: core.Communicator.init(
-        2, 0, core.UniqueId.from_bytes(core.get_unique_id().as_bytes), core.NCCLConfig(blocking=False, max_ctas=1)
+        2,
+        0,
+        core.UniqueId.from_bytes(core.get_unique_id().as_bytes),
+        core.NCCLConfig(blocking=False, max_ctas=1),
     ),
 }
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # CuPy's half-made `Stream` in __del__
+# CuPy's half-made `Stream` in __del__
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_is_understood_and_refused_for_want_of_a_gpu(name):
     with pytest.raises(WANTS_GPU):
@@ -137,5 +141,7 @@ def test_transfers_have_the_signature_of_the_public_header(real):
     channel = library._Channel(cupy, real._calls, nobody, SimpleNamespace(ptr=0), 1, 0)
     channel._device = contextlib.nullcontext()
     for transfer in (channel.send, channel.recv):
-        with pytest.raises(library.NcclFailure, match=f"returned {int(Result.InvalidArgument)}: no communicator"):
+        with pytest.raises(
+            library.NcclFailure, match=f"returned {int(Result.InvalidArgument)}: no communicator"
+        ):
             transfer(memory)

@@ -21,10 +21,9 @@ from jax.sharding import PartitionSpec as P
 from planning import plan_step
 
 import jaxpp_async as jpp
-from jaxpp_async import jax_compat, mesh_options
-from jaxpp_async.actors import configuring
-from jaxpp_async.actors.devices import cuda, device_work, gpus
-from jaxpp_async.actors.devices.gpus import (
+from jaxpp_async.actors import cuda, setup
+from jaxpp_async.base import gpu_inventory
+from jaxpp_async.base.gpu_inventory import (
     GpuShare,
     Visible,
     gpu_environment,
@@ -33,13 +32,15 @@ from jaxpp_async.actors.devices.gpus import (
     read_visible,
     share,
 )
-from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.actors.launch.base import LaunchSpec
-from jaxpp_async.actors.launch.hosts import KEEP_MEMORY, Settings, defaults
-from jaxpp_async.actors.processes.actor_info import ActorInfo, of_actor
-from jaxpp_async.actors.processes.actor_request import ActorRequest
-from jaxpp_async.compiler.emit import emit
+from jaxpp_async.compiler.export import emit
 from jaxpp_async.errors import ActorError, LaunchError, MeshError, UnsupportedError
+from jaxpp_async.jax_bridge import private_api
+from jaxpp_async.launch import LocalLauncher
+from jaxpp_async.launch.hosts import KEEP_MEMORY, Settings, defaults
+from jaxpp_async.launch.launcher import LaunchSpec
+from jaxpp_async.launch.spawn import ActorRequest
+from jaxpp_async.protocol.actor_info import ActorInfo, of_actor
+from jaxpp_async.session import mesh_options
 from jaxpp_async.transport.nccl import library as nccl_library
 from jaxpp_async.transport.ucx import context as ucx_context
 
@@ -70,13 +71,18 @@ def test_a_process_gets_one_instance_of_a_gpu_and_no_more():
     parts = ("MIG-a", "mig-b", "MIG-c", "MIG-d")
     assert [share(parts, index, 2, 1).devices for index in range(2)] == [("MIG-a",), ("MIG-c",)]
     assert gpu_environment(share(parts, 1, 4, 1), {})["CUDA_VISIBLE_DEVICES"] == "mig-b"
-    for given in (share(parts, 0, 2, 2), GpuShare(("mig-a", "mig-b"), 1)):  # of a host's; of its own, from a cluster
-        with pytest.raises(MeshError, match=r"needs 2 GPUs .* \(MIG\) for them, .*; CUDA .*make spmd_mesh smaller"):
+    for given in (share(parts, 0, 2, 2), GpuShare(("mig-a", "mig-b"), 1)):
+        # of a host's; of its own, from a cluster
+        with pytest.raises(
+            MeshError, match=r"needs 2 GPUs .* \(MIG\) for them, .*; CUDA .*make spmd_mesh smaller"
+        ):
             gpu_environment(given, {})
 
 
 def test_more_gpus_than_there_are():
-    with pytest.raises(MeshError, match=r"needs 4 GPUs and this host has 2 GPUs \(0, 1\) for it; make spmd_mesh"):
+    with pytest.raises(
+        MeshError, match=r"needs 4 GPUs and this host has 2 GPUs \(0, 1\) for it; make spmd_mesh"
+    ):
         share(("0", "1"), 0, 1, 4)
     with pytest.raises(MeshError, match=r"needs 1 GPU and this host has 0 GPUs for it; .* platform='cpu'"):
         share((), 0, 2, 1)
@@ -91,11 +97,23 @@ def test_more_gpus_than_there_are():
         (2, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"}, None),
         (2, {"XLA_CLIENT_MEM_FRACTION": "0.5"}, None),
         (2, {"XLA_CLIENT_MEM_FRACTION": "0.8", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, None),
-        (2, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.75"}, r"2 processes share GPU 0, .* take 0.75 .* at most 0.50"),
-        (3, {"XLA_CLIENT_MEM_FRACTION": "0.4"}, r"3 processes share GPU 0, .*\(XLA_CLIENT_MEM_FRACTION\); .* 0.33,"),
+        (
+            2,
+            {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.75"},
+            r"2 processes share GPU 0, .* take 0.75 .* at most 0.50",
+        ),
+        (
+            3,
+            {"XLA_CLIENT_MEM_FRACTION": "0.4"},
+            r"3 processes share GPU 0, .*\(XLA_CLIENT_MEM_FRACTION\); .* 0.33,",
+        ),
         (2, {"XLA_CLIENT_MEM_FRACTION": "0.9", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, None),
         *(
-            (sharers, {"XLA_PYTHON_CLIENT_MEM_FRACTION": text}, f"FRACTION='{text}' is no part of a GPU's memory")
+            (
+                sharers,
+                {"XLA_PYTHON_CLIENT_MEM_FRACTION": text},
+                f"FRACTION='{text}' is no part of a GPU's memory",
+            )
             for text in ("a lot", "nan", "inf", "-1", "0", "7")
             for sharers in (1, 2)
         ),
@@ -187,7 +205,7 @@ def test_what_is_there_is_asked_of_the_driver_else_of_the_kernel(monkeypatch):
     nvml = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     assert host_gpus({}) == ("0", "1") and nvml.open == 0
-    assert gpus.visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2"}) == Visible(("GPU-1",), "GPU-2")
+    assert gpu_inventory.visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2"}) == Visible(("GPU-1",), "GPU-2")
     monkeypatch.setattr(os, "listdir", lambda folder: ["nvidia0", "nvidia1", "nvidia2", "nvidiactl", "null"])
     for broken in (FakeNvml(fails=True), None):
         monkeypatch.setitem(sys.modules, "pynvml", broken)
@@ -219,7 +237,10 @@ def test_a_launcher_sends_the_defaults_along(monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     spec = LaunchSpec(0, 1, 0, b"", ("127.0.0.1", 1), platform="cuda", gpus=1)
     request = LocalLauncher(settings=Settings(devices=("1",)))._request(spec)
-    assert request.defaults == defaults(Settings(devices=("1",))) and request.defaults.items() >= KEEP_MEMORY.items()
+    assert (
+        request.defaults == defaults(Settings(devices=("1",)))
+        and request.defaults.items() >= KEEP_MEMORY.items()
+    )
     found = request.environment()
     assert (found["CUDA_VISIBLE_DEVICES"], found["CUDA_DEVICE_ORDER"]) == ("1", "PCI_BUS_ID")
 
@@ -241,7 +262,7 @@ def test_what_an_actors_process_gets(monkeypatch):
     assert host_gpus(os.environ) == ()
     with pytest.raises(MeshError, match="this host has 0 GPUs"):
         visible(0)
-    monkeypatch.setattr(gpus, "uuids", lambda: ("GPU-8f", "GPU-8a"))
+    monkeypatch.setattr(gpu_inventory, "uuids", lambda: ("GPU-8f", "GPU-8a"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert [visible(i)[0] for i in range(2)] == ["0", "1"], "how a host is set up: CUDA reads up to there"
     with pytest.raises(MeshError, match=r"devices= .* is '1,3', and this host has no GPU 3, .*nvidia-smi -L"):
@@ -274,7 +295,10 @@ def attention_step(implementation):
 
         return jpp.accumulate_grads(grads, jpp.Std1F1B(2))(batch)
 
-    shapes = {"in": jax.ShapeDtypeStruct((16, 64), "float32"), "out": jax.ShapeDtypeStruct((64, 16), "float32")}
+    shapes = {
+        "in": jax.ShapeDtypeStruct((16, 64), "float32"),
+        "out": jax.ShapeDtypeStruct((64, 16), "float32"),
+    }
     return step, shapes, {"x": jax.ShapeDtypeStruct((4, 2, 8, 16), "float32")}
 
 
@@ -295,11 +319,15 @@ def test_everything_is_lowered_for_the_actors_platform(spmd_mesh):
 
 
 def test_what_needs_a_gpu_here_is_an_error_that_names_the_line():
-    with pytest.raises(UnsupportedError, match=r"test_gpus.py:\d+: the step needs a GPU in this process .*'xla'"):
+    with pytest.raises(
+        UnsupportedError, match=r"test_gpus.py:\d+: the step needs a GPU in this process .*'xla'"
+    ):
         plan_step(*attention_step("cudnn"), platform="cuda")
 
 
-@pytest.mark.parametrize("says", ["No GPU budget given", "this model needs a GPU id", "Unknown backend 'gpu-tiles'"])
+@pytest.mark.parametrize(
+    "says", ["No GPU budget given", "this model needs a GPU id", "Unknown backend 'gpu-tiles'"]
+)
 def test_the_users_own_errors_may_speak_of_gpus(says):
     def step(params, batch):
         raise ValueError(says)
@@ -312,7 +340,7 @@ def test_the_users_own_errors_may_speak_of_gpus(says):
 def test_jaxs_error_of_a_backend_that_is_not_here_is_known(platform):
     with pytest.raises(RuntimeError) as raised:
         jax.devices(platform)
-    assert jax_compat.is_missing_gpu_error(raised.value)
+    assert private_api.is_missing_gpu_error(raised.value)
 
 
 # ---------------------------------------------------------------- this process's own JAX
@@ -339,14 +367,18 @@ print(json.dumps([*found, jax_config.spare_gpus(), os.environ.get("XLA_PYTHON_CL
     ],
 )
 def test_the_controller_leaves_the_actors_their_memory(env, says):
-    clean = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE")}
+    clean = {
+        k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE")
+    }
     command = [sys.executable, "-c", SPARING]
     done = subprocess.run(command, check=False, env=clean | env, capture_output=True, text=True, timeout=60)
     assert json.loads(done.stdout.splitlines()[-1]) == says, done.stderr
 
 
 def test_inline_actors_without_gpus():
-    with pytest.raises(MeshError, match="JAX in this process, which inline actors share, has no cuda devices"):
+    with pytest.raises(
+        MeshError, match="JAX in this process, which inline actors share, has no cuda devices"
+    ):
         jpp.RemoteMesh(1, launcher="inline", platform="cuda")
 
 
@@ -400,7 +432,11 @@ class FakeCuda:
 class FakeArray:
     def __init__(self, ordinal, calls, dtype="float32"):
         self.device = SimpleNamespace(local_hardware_id=ordinal)
-        self.sharding, self.dtype, self._calls = SimpleNamespace(device_set=[self.device]), jnp.dtype(dtype), calls
+        self.sharding, self.dtype, self._calls = (
+            SimpleNamespace(device_set=[self.device]),
+            jnp.dtype(dtype),
+            calls,
+        )
 
     def devices(self):
         return [self.device]
@@ -414,7 +450,9 @@ class FakeArray:
 
 def test_gpus_are_told_apart_as_nvidias_tools_do_and_parts_of_one_too(monkeypatch):
     properties = [{"uuid": bytes(range(16))}, {"uuid": b""}, {}]
-    runtime = SimpleNamespace(getDeviceProperties=properties.__getitem__, deviceGetPCIBusId="0000:1{}:00.0".format)
+    runtime = SimpleNamespace(
+        getDeviceProperties=properties.__getitem__, deviceGetPCIBusId="0000:1{}:00.0".format
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     named = [cuda._uuid(runtime, ordinal) for ordinal in range(3)]
     assert named == ["GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", "0000:11:00.0", "0000:12:00.0"]
@@ -450,7 +488,11 @@ def test_the_cuda_that_hosts_agree_on_is_the_one_that_jax_is_for(monkeypatch, sa
         (("tcp/eth0", "cuda_copy/cuda"), {}, None),
         ((), {}, None),  # in words that are not known
         (("tcp/eth0",), {"UCX_TLS": "rc,tcp"}, "UCX_TLS=rc,tcp leaves it out: add cuda"),
-        (("tcp/eth0",), {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}, "built with CUDA, or pip's: unset RAPIDS"),
+        (
+            ("tcp/eth0",),
+            {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"},
+            "built with CUDA, or pip's: unset RAPIDS",
+        ),
         (("tcp/eth0",), {}, "doctor --platform cuda"),
     ],
 )
@@ -469,35 +511,39 @@ def test_a_ucx_that_would_take_gpu_memory_for_the_hosts_is_an_error(monkeypatch,
 
 
 async def test_an_actor_on_gpus_does_not_start_with_such_a_ucx(monkeypatch):
-    monkeypatch.setattr(configuring, "UCXTransport", SimpleNamespace)
+    monkeypatch.setattr(setup, "UCXTransport", SimpleNamespace)
     plane = SimpleNamespace(resources=[("tcp", "eth0")])
-    monkeypatch.setattr(configuring, "start_devices", lambda *_, **__: SimpleNamespace(devices=(), is_cpu=False))
-    monkeypatch.setattr(configuring, "open_planes", lambda *_: SimpleNamespace(programs=plane))
+    monkeypatch.setattr(setup, "start_devices", lambda *_, **__: SimpleNamespace(devices=(), is_cpu=False))
+    monkeypatch.setattr(setup, "open_planes", lambda *_: SimpleNamespace(programs=plane))
     message = SimpleNamespace(transport="ucx", epoch=0, address=None)
     functions = dict.fromkeys(("spawn", "make_transport", "note_progress", "may_begin"))
     with (
         ThreadPoolExecutor(1) as workers,
         pytest.raises(MeshError, match="it has no cuda_copy"),
     ):
-        await configuring.equip(
+        await setup.equip(
             message, None, None, None, workers, make_door=lambda *_: None, inline=False, **functions
         )
 
 
 def test_a_run_is_waited_for_by_a_result_that_stops_no_thread():
-    wide, narrow, empty = (jnp.zeros(n, dtype) for n, dtype in ((2, "float32"), (2, "float8_e4m3fn"), (0, "float32")))
+    wide, narrow, empty = (
+        jnp.zeros(n, dtype) for n, dtype in ((2, "float32"), (2, "float8_e4m3fn"), (0, "float32"))
+    )
     for outputs, sign in (
         ([wide, narrow, empty], wide),
         ([narrow, empty], narrow),
         ([empty], empty),
         ([narrow, wide, wide], wide),
     ):
-        assert device_work._sign_of(outputs)[0] is sign
-    assert list(device_work._sign_of([])) == []
+        assert cuda._sign_of(outputs)[0] is sign
+    assert list(cuda._sign_of([])) == []
 
 
 def test_an_actor_tells_which_gpus_it_has():
-    processes = [ActorInfo(0, "n1", 7 + k, (f"cuda:{k}",), "ready", k, 2, gpus=(f"GPU-{k}",)) for k in range(2)]
+    processes = [
+        ActorInfo(0, "n1", 7 + k, (f"cuda:{k}",), "ready", k, 2, gpus=(f"GPU-{k}",)) for k in range(2)
+    ]
     assert of_actor(processes).gpus == ("GPU-0", "GPU-1")
     assert [process.gpus for process in of_actor(processes).processes] == [("GPU-0",), ("GPU-1",)]
 
@@ -513,7 +559,12 @@ def test_the_door_has_a_stream_wait_and_records_an_event_there(monkeypatch):
     assert fake.calls == ["use 2", "context"]
     fake.calls.clear()
     mark = lane.mark([FakeArray(2, fake.calls), FakeArray(3, fake.calls)])
-    assert fake.calls == ["stream 102 waits", "stream 103 waits", "record on 2, stream 102", "record on 3, stream 103"]
+    assert fake.calls == [
+        "stream 102 waits",
+        "stream 103 waits",
+        "record on 2, stream 102",
+        "record on 3, stream 103",
+    ]
     fake.calls.clear()
     mark.wait()
     assert fake.calls == ["wait on 2", "wait on 3"]
@@ -545,7 +596,7 @@ def test_the_door_has_a_stream_wait_and_records_an_event_there(monkeypatch):
     ],
 )
 def test_they_have_one_gpu_of_those_that_are_there(monkeypatch, environ, there, env):
-    monkeypatch.setattr(gpus, "uuids", lambda: tuple(there.split()))
+    monkeypatch.setattr(gpu_inventory, "uuids", lambda: tuple(there.split()))
     assert one_gpu.first_gpu(environ) == env
 
 
@@ -562,5 +613,7 @@ def test_only_nccls_refusal_of_ranks_on_one_gpu_skips_a_test(late):
         raise error(f"actor 1: {refusal}")
     with pytest.raises(error, match="no luck"), one_gpu.skipped_where_nccl_wants_a_gpu_each():
         raise error(
-            nccl_library._with_remedy("actor 1: no luck with NCCL: InvalidUsage: invalid usage of CommInitRank")
+            nccl_library._with_remedy(
+                "actor 1: no luck with NCCL: InvalidUsage: invalid usage of CommInitRank"
+            )
         )

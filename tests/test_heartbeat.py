@@ -15,19 +15,18 @@ import pytest
 from test_protocol import SECRET, frame, greet, pair
 
 import jaxpp_async
-from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.control.connection import Connection, connect_tcp
-from jaxpp_async.actors.control.gate import Gate
-from jaxpp_async.actors.crew.bringup import Bringup
-from jaxpp_async.actors.launch import LaunchSpec, LocalLauncher
-from jaxpp_async.actors.processes.lifeline import ExitCode
-from jaxpp_async.actors.processes.progress import Position, ProgressPage
-from jaxpp_async.actors.protocol.handshake import FrameKey
-from jaxpp_async.actors.protocol.wire import MAX_BEAT_BYTES, Identity, Wire
-from jaxpp_async.actors.watching import heartbeat
-from jaxpp_async.actors.watching.clocks import clock_name
-from jaxpp_async.actors.watching.heartbeat import Beating, start_beating
+from jaxpp_async.actors import heartbeat
+from jaxpp_async.actors.heartbeat import Beating, start_beating
+from jaxpp_async.controller.listener import Gate
+from jaxpp_async.controller.startup import Bringup
 from jaxpp_async.errors import HandshakeError, ProtocolError
+from jaxpp_async.launch import LaunchSpec, LocalLauncher
+from jaxpp_async.protocol import messages as m
+from jaxpp_async.protocol.actor_info import Position, ProgressPage
+from jaxpp_async.protocol.clocks import clock_name
+from jaxpp_async.protocol.connection import Connection, connect_tcp
+from jaxpp_async.protocol.frames import MAX_BEAT_BYTES, FrameKey, Identity, Wire
+from jaxpp_async.protocol.parent_watch import ExitCode
 
 ACTOR = Identity(3, 1)
 HEART = Identity(3, 1, "beats")

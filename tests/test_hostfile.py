@@ -8,15 +8,24 @@ from typing import Any
 import pytest
 
 import jaxpp_async as jpp
-from jaxpp_async import jax_config
-from jaxpp_async.actors.launch.choosing import Launching
-from jaxpp_async.actors.launch.hostfile import load_hostfile, parse_hostfile, parse_hosts
-from jaxpp_async.actors.launch.hosts import DEFAULTS, Host, Settings, environment, parse_cpus, place
-from jaxpp_async.actors.processes import actor_request
-from jaxpp_async.actors.processes.actor_request import ActorRequest
-from jaxpp_async.actors.processes.exit_codes import beat_s_of
-from jaxpp_async.actors.processes.keeper_protocol import Start, read_order, write_order
 from jaxpp_async.errors import MeshError
+from jaxpp_async.jax_bridge import jax_config
+from jaxpp_async.launch import spawn
+from jaxpp_async.launch.choose import Launching
+from jaxpp_async.launch.host_agent_protocol import Start, read_order, write_order
+from jaxpp_async.launch.hosts import (
+    DEFAULTS,
+    Host,
+    Settings,
+    environment,
+    load_hostfile,
+    parse_cpus,
+    parse_hostfile,
+    parse_hosts,
+    place,
+)
+from jaxpp_async.launch.spawn import ActorRequest
+from jaxpp_async.protocol.parent_watch import beat_s_of
 
 HOSTFILES = [
     ("a\nb\n", [Host("a"), Host("b")]),
@@ -25,7 +34,10 @@ HOSTFILES = [
     ("a:3\n", [Host("a", 3)]),
     ("me@10.0.0.7:2 port=2222", [Host("10.0.0.7", 2, "me", 2222)]),
     ("a port=1\na port=2\na", [Host("a", port=1), Host("a", port=2), Host("a")]),
-    ("a user=me python=/opt/py/bin/python", [Host("a", user="me", settings=Settings(python="/opt/py/bin/python"))]),
+    (
+        "a user=me python=/opt/py/bin/python",
+        [Host("a", user="me", settings=Settings(python="/opt/py/bin/python"))],
+    ),
     ("a env=A=1 env=B=x=y", [Host("a", settings=Settings(env={"A": "1", "B": "x=y"}))]),
     ("a 'env=A=two words'", [Host("a", settings=Settings(env={"A": "two words"}))]),
     ("a cpus=0-2,8", [Host("a", settings=Settings(cpus=(0, 1, 2, 8)))]),
@@ -106,19 +118,28 @@ def test_lists_of_hosts():
 
 def test_slots_are_filled_in_order():
     placed = place([Host("a", 2), Host("b", 3), Host("c")], 4)
-    assert [(p.host.name, p.index, p.count) for p in placed] == [("a", 0, 2), ("a", 1, 2), ("b", 0, 2), ("b", 1, 2)]
+    assert [(p.host.name, p.index, p.count) for p in placed] == [
+        ("a", 0, 2),
+        ("a", 1, 2),
+        ("b", 0, 2),
+        ("b", 1, 2),
+    ]
     with pytest.raises(MeshError, match=r"7 actors do not fit 6 slots on 3 hosts; .* at most 6 actors"):
         place([Host("a", 2), Host("b", 3), Host("c")], 7)
     with pytest.raises(
         MeshError, match=r"2 actors of 2 processes each do not fit 2 slots on 2 hosts; .* at most 1 actor$"
     ):
         Launching(num_devices=4, processes_per_actor=2, hosts=["a", "b"]).make(2)
-    with pytest.raises(MeshError, match=r"1 actor of 2 processes each does not fit 1 slot on 1 host; .* fewer proc"):
+    with pytest.raises(
+        MeshError, match=r"1 actor of 2 processes each does not fit 1 slot on 1 host; .* fewer proc"
+    ):
         place([Host("a")], 2, per_actor=2)
 
 
 def test_a_hosts_own_settings_win():
-    base = Settings(python="p", env={"A": "1", "B": "1"}, cpus=(0,), devices=("0",), interface="i", ports=(1, 2))
+    base = Settings(
+        python="p", env={"A": "1", "B": "1"}, cpus=(0,), devices=("0",), interface="i", ports=(1, 2)
+    )
     own = Settings(env={"B": "2"}, devices=("4", "5", "6"))
     joined = own.over(base)
     assert joined == Settings("p", {"A": "1", "B": "2"}, (0,), ("4", "5", "6"), "i", (1, 2))
@@ -139,7 +160,9 @@ def test_a_hosts_own_settings_win():
 def test_what_a_host_says_of_its_malloc_wins_over_our_defaults_and_env_over_both(monkeypatch, name):
     def found(env=None):
         on_controller = environment(Settings(env=env or {}), place([Host("a")], 1)[0], "cpu")
-        order = read_order(write_order(Start("0", ActorRequest("py", on_controller, {}, defaults=dict(DEFAULTS)), "/")))
+        order = read_order(
+            write_order(Start("0", ActorRequest("py", on_controller, {}, defaults=dict(DEFAULTS)), "/"))
+        )
         assert isinstance(order, Start)
         return order.request.environment()[name]
 
@@ -154,7 +177,10 @@ def test_our_defaults_are_not_taken_from_the_controllers_environment(monkeypatch
     before = environment(Settings(), place([Host("a")], 1)[0], "cpu")
     for name in DEFAULTS:
         monkeypatch.setenv(name, "the controller's")
-    assert environment(Settings(), place([Host("a")], 1)[0], "cpu") == before and not DEFAULTS.keys() & before.keys()
+    assert (
+        environment(Settings(), place([Host("a")], 1)[0], "cpu") == before
+        and not DEFAULTS.keys() & before.keys()
+    )
 
 
 def test_cpu_lists():
@@ -165,7 +191,10 @@ OPTIONS = [
     ({"launcher": "ssh"}, "launcher='ssh' needs hosts="),
     ({"launcher": "local", "hosts": ["a"]}, "hosts= has no effect with launcher='local'"),
     ({"launcher": "inline", "cpus": "0"}, "cpus= has no effect with launcher='inline'"),
-    ({"launcher": "slurm", "hosts": ["a"]}, "hosts= has no effect with launcher='slurm', which takes the hosts of"),
+    (
+        {"launcher": "slurm", "hosts": ["a"]},
+        "hosts= has no effect with launcher='slurm', which takes the hosts of",
+    ),
     ({"ssh_options": ["-v"]}, "ssh_options= has no effect with launcher='local'"),
     ({"control_address": "::"}, "control_address= has no effect with launcher='local'"),
     ({"launcher": "inline", "lease_s": 20.0}, "lease_s= has no effect with launcher='inline'"),
@@ -211,14 +240,14 @@ def test_an_interpreter_is_looked_up_where_its_actors_will_look(tmp_path, monkey
 
 def test_a_machine_may_leave_numbers_of_cpus_out(tmp_path, monkeypatch):
     (tmp_path / "online").write_text("0-3,8,10-11\n")
-    monkeypatch.setattr(actor_request, "_ONLINE", tmp_path / "online")
+    monkeypatch.setattr(spawn, "_ONLINE", tmp_path / "online")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(os, "cpu_count", lambda: 7)
-    actor_request.check_cpus([3, 8, 11])
+    spawn.check_cpus([3, 8, 11])
     with pytest.raises(MeshError, match=r"names CPU 4 and 1 more, .* its CPUs are 0-3,8,10-11$"):
-        actor_request.check_cpus([4, 8, 9])
+        spawn.check_cpus([4, 8, 9])
     (tmp_path / "online").unlink()
-    actor_request.check_cpus([6])
+    spawn.check_cpus([6])
 
 
 def test_another_host_says_itself_which_cpus_it_has_not():
@@ -228,7 +257,10 @@ def test_another_host_says_itself_which_cpus_it_has_not():
 
 @pytest.mark.parametrize(
     ("option", "says"),
-    [("spmd_mash", "RemoteMesh has no option spmd_mash=; did you mean spmd_mesh="), ("q", "q=; it has num_actors, ")],
+    [
+        ("spmd_mash", "RemoteMesh has no option spmd_mash=; did you mean spmd_mesh="),
+        ("q", "q=; it has num_actors, "),
+    ],
 )
 def test_an_option_that_there_is_not(option, says):
     with pytest.raises(TypeError, match=says):
@@ -261,11 +293,20 @@ def test_gpus_are_set_aside_for_every_device_of_an_actor_that_computes_on_them()
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"ports": "47000-47000"}, "ports= 47000-47000 has 1 and this machine gets 2 processes, .* least 47000-47001"),
-        ({"ports": (1, 2), "processes_per_actor": 2, "spmd_mesh": (2,)}, "has 2 and this machine gets 4 processes"),
+        (
+            {"ports": "47000-47000"},
+            "ports= 47000-47000 has 1 and this machine gets 2 processes, .* least 47000-47001",
+        ),
+        (
+            {"ports": (1, 2), "processes_per_actor": 2, "spmd_mesh": (2,)},
+            "has 2 and this machine gets 4 processes",
+        ),
         ({"ports": (1, 2), "hosts": ["a", "b slots=2 ports=5-5"]}, None),
         ({"ports": (1, 1), "hosts": ["a slots=2"]}, "ports= 1-1 has 1 and host a gets 2 processes"),
-        ({"ports": (1, 3), "max_restarts": 1}, "needs one, and another one after a restart .* give at least 1-4"),
+        (
+            {"ports": (1, 3), "max_restarts": 1},
+            "needs one, and another one after a restart .* give at least 1-4",
+        ),
         ({"ports": (1, 4), "max_restarts": 1}, None),
     ],
 )

@@ -24,12 +24,14 @@ from resources import differences, held
 from test_failures import Said
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.actors.watching import supervision
+from jaxpp_async.controller import failure_policy
 from jaxpp_async.errors import ActorUnresponsiveError, TransferError
+from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.testing import assert_close
 
-pytestmark = pytest.mark.skipif(not hasattr(supervision, "Watch"), reason="meshes do not watch their actors yet")
+pytestmark = pytest.mark.skipif(
+    not hasattr(failure_policy, "Watch"), reason="meshes do not watch their actors yet"
+)
 
 MODEL = mlp(2)
 STEP = grads_step(MODEL, jpp.Std1F1B(2))
@@ -97,9 +99,12 @@ async def stopped(records: Records) -> None:
         assert (error.actor, error.host, error.pid, error.step) == (1, actor.host, actor.pid, 1)
         where = f"actor 1 (host {actor.host}, pid {actor.pid})"
         assert str(error).startswith(f"{where} has not been heard of for 10.") and "SIGSTOP" in str(error)
-        assert error.instruction is not None and LABEL in error.instruction and "of step 1" in error.instruction
+        assert (
+            error.instruction is not None and LABEL in error.instruction and "of step 1" in error.instruction
+        )
         assert [a.state for a in mesh.actors] == ["closed", "failed"]
-        assert [text.partition(" ")[0] for text in records.about(actor.pid)] == ["WARNING", "ERROR"]  # suspect, died
+        # suspect, died
+        assert [text.partition(" ")[0] for text in records.about(actor.pid)] == ["WARNING", "ERROR"]
         began = time.monotonic()
     assert time.monotonic() - began < 5  # what is stopped does not hold up the end
 
@@ -115,7 +120,11 @@ async def holds_the_lock(records: Records) -> None:
             while len(records.about(pid)) < 2:
                 await records.more()
         suspect, recovered = records.about(pid)
-        assert "has not been heard of for 3." in suspect and LABEL in suspect and "given up after 10 s" in suspect
+        assert (
+            "has not been heard of for 3." in suspect
+            and LABEL in suspect
+            and "given up after 10 s" in suspect
+        )
         assert "is heard again, after" in recovered
         assert records.about(mesh.actors[0].pid) == []
         await mesh.run(step, *arguments())
@@ -137,7 +146,9 @@ async def loses_what_is_sent(records: Records) -> None:
             assert f"\n  actor {actor.id} (host {actor.host}, pid {actor.pid}): step 1, #" in text
 
 
-CASES: dict[str, Callable[[Records], Any]] = {f.__name__: f for f in (stopped, holds_the_lock, loses_what_is_sent)}
+CASES: dict[str, Callable[[Records], Any]] = {
+    f.__name__: f for f in (stopped, holds_the_lock, loses_what_is_sent)
+}
 
 
 @contextlib.contextmanager

@@ -65,7 +65,9 @@ def test_without_jit():
     assert_same(got, jax.jit(by_hand)(PARAMS, BATCH))
 
 
-@pytest.mark.parametrize("options", [{}, {"donate_argnums": 0, "out_shardings": None}], ids=["kept", "donated"])
+@pytest.mark.parametrize(
+    "options", [{}, {"donate_argnums": 0, "out_shardings": None}], ids=["kept", "donated"]
+)
 async def test_on_actors(remote_mesh, options):
     mesh = await remote_mesh(2, launcher="inline")
     step = mesh.distributed(train, **options)
@@ -86,9 +88,9 @@ async def test_with_shardings(remote_mesh):
 
 async def test_nothing_but_integer_gradients(remote_mesh):
     def step(n, batch):
-        return jpp.accumulate_grads(lambda x: jax.grad(lambda n: jnp.sum(x) * n, allow_int=True)(n), jpp.GPipe(1))(
-            batch
-        )
+        return jpp.accumulate_grads(
+            lambda x: jax.grad(lambda n: jnp.sum(x) * n, allow_int=True)(n), jpp.GPipe(1)
+        )(batch)
 
     mesh = await remote_mesh(1, launcher="inline")
     for got in (step(3, BATCH), jax.jit(step)(3, BATCH), await mesh.run(mesh.distributed(step), 3, BATCH)):

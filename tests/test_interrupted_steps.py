@@ -19,9 +19,9 @@ from interrupting import WAYS, Point, interrupted
 from models import mlp
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.steps.step_run import StepRun
-from jaxpp_async.compiler.continued import continued_arguments
-from jaxpp_async.compiler.tracing import trace
+from jaxpp_async.actors.step_run import StepRun
+from jaxpp_async.compiler.continued_arguments import continued_arguments
+from jaxpp_async.compiler.trace import trace
 from jaxpp_async.errors import ArrayError, RemoteError
 from jaxpp_async.testing import assert_close
 
@@ -86,7 +86,9 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("launcher", ["inline", "local"])
 @pytest.mark.parametrize("schedule", [jpp.Std1F1B(2), jpp.Eager1F1B(2)], ids=["Std1F1B", "Eager1F1B"])
-async def test_training_interrupted_at_many_moments_goes_on_bit_for_bit(remote_mesh, launcher, schedule, tmp_path):
+async def test_training_interrupted_at_many_moments_goes_on_bit_for_bit(
+    remote_mesh, launcher, schedule, tmp_path
+):
     mesh = await remote_mesh(2, launcher=launcher)
     step = mesh.distributed(train_step(schedule), donate_argnums=(0, 1, 2))
     batches = [MODEL.batch(seed, 4) for seed in range(NUM_STEPS)]
@@ -266,7 +268,9 @@ async def test_an_argument_that_no_result_continues_says_so(inline, caplog):
 
 
 async def test_host_values_stay_what_they_were(inline, caplog):
-    step = inline.distributed(lambda state: {"w": state["w"] + state["n"], "n": state["n"] + 1}, donate_argnums=0)
+    step = inline.distributed(
+        lambda state: {"w": state["w"] + state["n"], "n": state["n"] + 1}, donate_argnums=0
+    )
     state = {"w": X.copy(), "n": np.float32(1)}
     await step.compile(state)
     await cancelled(inline.run(step, state))
@@ -277,7 +281,9 @@ async def test_host_values_stay_what_they_were(inline, caplog):
     state["n"] = np.float32(5)
     await inline.run(inline.distributed(lambda s: s["n"]), state)
     await cancelled(inline.run(step, state))
-    assert "state stands for result; host values are what they were: state['n']; to give" in warnings(caplog)[-1]
+    assert (
+        "state stands for result; host values are what they were: state['n']; to give" in warnings(caplog)[-1]
+    )
     assert (await state["w"] == X + 1 + 5).all() and state["n"] == 5
 
 
@@ -320,7 +326,9 @@ CONTINUED = {
 def test_which_result_continues_which_argument(case):
     fn, args, expected = CONTINUED[case]
     traced = trace(fn, args, argument_names=tuple(inspect.signature(fn).parameters))
-    found = {traced.arg_names[arg]: traced.out_names[result] for result, arg in continued_arguments(traced).items()}
+    found = {
+        traced.arg_names[arg]: traced.out_names[result] for result, arg in continued_arguments(traced).items()
+    }
     assert found == dict(pair.split("=") for pair in expected.split())
 
 

@@ -15,12 +15,13 @@ from transport_conformance import data, tag
 from waiting import until
 
 from jaxpp_async.errors import TransferError
-from jaxpp_async.transport.shared import SharedBlock
-from jaxpp_async.transport.ucx import direct_send
-from jaxpp_async.transport.ucx.direct_words import DIRECT_BYTES, PIECE_BYTES
+from jaxpp_async.transport.shared_memory import SharedBlock
+from jaxpp_async.transport.ucx import one_copy
+from jaxpp_async.transport.ucx.one_copy import DIRECT_BYTES, PIECE_BYTES
 from jaxpp_async.transport.ucx.transport import UCXTransport
 
-if importlib.util.find_spec("ucxx") is None:  # importing it here would be before the transport sets UCX's environment
+if importlib.util.find_spec("ucxx") is None:
+    # importing it here would be before the transport sets UCX's environment
     pytest.skip("UCX tests need the package ucxx", allow_module_level=True)
 
 ANNOUNCED = 2 * PIECE_BYTES + DIRECT_BYTES
@@ -61,14 +62,15 @@ async def test_the_sender_is_killed(transport, size, written):
 
 
 @pytest.mark.parametrize(
-    ("size", "written"), [(DIRECT_BYTES, 0), (DIRECT_BYTES, DIRECT_BYTES // 2), (ANNOUNCED, DIRECT_BYTES // 2)]
+    ("size", "written"),
+    [(DIRECT_BYTES, 0), (DIRECT_BYTES, DIRECT_BYTES // 2), (ANNOUNCED, DIRECT_BYTES // 2)],
 )
 async def test_the_receiver_is_killed(transport, monkeypatch, size, written):
     before = num_blocks_mapped()
     async with peer_of(transport) as peer:
         peer.write(f"block 1 {size}")
         assert await peer.read() == "done"
-        monkeypatch.setattr(direct_send, "_SWEEP_S", 0.001)
+        monkeypatch.setattr(one_copy, "_SWEEP_S", 0.001)
         copied, move = [], ctypes.memmove
 
         def move_and_kill(to, of, size_bytes):

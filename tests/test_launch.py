@@ -21,21 +21,20 @@ from typing import Any
 import psutil
 import pytest
 
-from jaxpp_async.actors.failures.failure import describe_end
-from jaxpp_async.actors.launch import share_out
-from jaxpp_async.actors.processes.actor_process import spawn_actor
-from jaxpp_async.actors.processes.actor_request import ActorRequest
-from jaxpp_async.actors.processes.lifeline import ExitCode
-from jaxpp_async.actors.processes.warden import TAIL_LINES, Lines, Warden
+from jaxpp_async.controller.error_messages import describe_end
 from jaxpp_async.errors import MeshError
-from jaxpp_async.transport.joining import make_process_transport
+from jaxpp_async.launch import share_out
+from jaxpp_async.launch.process_supervisor import TAIL_LINES, Lines, Warden
+from jaxpp_async.launch.spawn import ActorRequest, spawn_actor
+from jaxpp_async.protocol.parent_watch import ExitCode
+from jaxpp_async.transport.registry import make_process_transport
 
 HERE = Path(__file__).parent
 
 DRIVER = """
 import asyncio, sys
 from fake_actor import start_fakes
-from jaxpp_async.actors.launch import LocalLauncher
+from jaxpp_async.launch import LocalLauncher
 
 async def main():
     launcher = LocalLauncher(actor="fake_actor:FakeActor", **{options})
@@ -89,7 +88,9 @@ class Driver:
         return False
 
     def end(self) -> None:
-        for process in [psutil.Process(self.popen.pid), *self.actors] if self.popen.poll() is None else self.actors:
+        for process in (
+            [psutil.Process(self.popen.pid), *self.actors] if self.popen.poll() is None else self.actors
+        ):
             if is_running(process):
                 process.kill()
         self.popen.communicate(timeout=10)
@@ -145,20 +146,27 @@ HOLD_THE_GIL = "__import__('ctypes').PyDLL(None).usleep(1_800_000); "
 def test_a_native_call_that_holds_the_gil_for_longer_than_the_lease_is_named():
     driver = Driver(then=HOLD_THE_GIL + "await step", lease_s=0.6)
     _, errors = driver.popen.communicate(timeout=20)
-    assert "exited with code 82 (the driver, this process, was silent for longer than lease_s: it, or" in errors
-    assert "the driver was silent for 0.6 s (lease_s=0.6): it was stopped, or a native call in it holds" in errors
+    assert (
+        "exited with code 82 (the driver, this process, was silent for longer than lease_s: it, or" in errors
+    )
+    assert (
+        "the driver was silent for 0.6 s (lease_s=0.6): it was stopped, or a native call in it holds"
+        in errors
+    )
     driver.end()
 
 
 def test_a_longer_lease_waits_for_a_native_call():
-    driver = Driver(then=HOLD_THE_GIL + "await asyncio.sleep(0.3); print('still', controller.cause)", lease_s=10)
+    driver = Driver(
+        then=HOLD_THE_GIL + "await asyncio.sleep(0.3); print('still', controller.cause)", lease_s=10
+    )
     assert driver.popen.communicate(timeout=20)[0] == "still None\n"
     driver.end()
 
 
 SPEECHLESS = """
 import os, sys, threading
-from jaxpp_async.actors.processes.lifeline import leave, watch_stdin
+from jaxpp_async.protocol.parent_watch import leave, watch_stdin
 
 threading.Thread(target=lambda: print("x" * 1_000_000), daemon=True).start()
 watch_stdin(0, 0.5, leave)
@@ -252,7 +260,11 @@ def test_the_kernel_ends_an_actor_whose_stdin_stays_open():
         "time.sleep(60)"
     )
     parent = subprocess.Popen(
-        [sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, text=True, pass_fds=[read_end]
+        [sys.executable, "-c", code],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=[read_end],
     )
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(10)
@@ -311,7 +323,9 @@ async def test_noise_is_no_output():
     code = "print('first'); print('[Gloo] hums a tune'); print('last')"
     spawned = warden.spawn([sys.executable, "-c", code], environment(), b"\n", lines.append, noise="hums a")
     death = await asyncio.wrap_future((await asyncio.wrap_future(spawned)).dead)
-    assert lines == ["first", "last"] == list(death.output_tail), "neither what is forwarded nor what an error has"
+    assert lines == ["first", "last"] == list(death.output_tail), (
+        "neither what is forwarded nor what an error has"
+    )
     await asyncio.wrap_future(warden.close())
 
 
@@ -420,7 +434,11 @@ def test_cores_are_shared_out(cores, num_actors, shares):
     ("returncode", "tail", "text"),
     [
         (-9, (), "was killed by SIGKILL (possibly out of memory)"),
-        (-6, ("terminate called after throwing", "std::bad_alloc"), "was killed by SIGABRT (possibly out of memory)"),
+        (
+            -6,
+            ("terminate called after throwing", "std::bad_alloc"),
+            "was killed by SIGABRT (possibly out of memory)",
+        ),
         (-11, ("Fatal Python error",), "was killed by SIGSEGV"),
         (3, (), "exited with code 3"),
         (3, ("MemoryError",), "exited with code 3 (possibly out of memory)"),
@@ -431,14 +449,16 @@ def test_ends_are_described(returncode, tail, text):
     assert describe_end(returncode, tail) == text
 
 
-@pytest.mark.parametrize(("kind", "said"), [("memory", "does not leave a process"), ("pigeon", "unknown transport")])
+@pytest.mark.parametrize(
+    ("kind", "said"), [("memory", "does not leave a process"), ("pigeon", "unknown transport")]
+)
 def test_transports_that_do_not_join_processes(kind, said):
     with pytest.raises(MeshError, match=said):
         make_process_transport(kind, 0)
 
 
 def test_specs_hide_their_secret():
-    from jaxpp_async.actors.launch import LaunchSpec
+    from jaxpp_async.launch import LaunchSpec
 
     spec = LaunchSpec(0, 1, 0, b"secret" * 5, ("127.0.0.1", 1))
     assert "secret" not in repr(spec)

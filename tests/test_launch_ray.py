@@ -14,11 +14,11 @@ from fake_actor import start_fakes
 from test_launch import HERE, is_running
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.launch import ray as ray_module
-from jaxpp_async.actors.launch.hosts import Settings
-from jaxpp_async.actors.launch.ray import RayLauncher
+from jaxpp_async.controller.controller import Controller
 from jaxpp_async.errors import ActorDiedError, InstallError, LaunchError, MeshError
+from jaxpp_async.launch import ray as ray_module
+from jaxpp_async.launch.hosts import Settings
+from jaxpp_async.launch.ray import RayLauncher
 
 
 async def test_without_ray(monkeypatch):
@@ -37,7 +37,9 @@ def ray():
 
 
 def launcher(num_actors: int = 2, **options) -> RayLauncher:
-    settings = Settings(python=options.pop("python", None), env={"PYTHONPATH": str(HERE), "TOKEN": "swordfish"})
+    settings = Settings(
+        python=options.pop("python", None), env={"PYTHONPATH": str(HERE), "TOKEN": "swordfish"}
+    )
     return RayLauncher(num_actors, actor="fake_actor:FakeActor", settings=settings, **options)
 
 

@@ -16,10 +16,11 @@ from resources import nothing_left
 from test_launch import HERE
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.launch.hosts import Host, Settings, place
-from jaxpp_async.actors.launch.remote import Timeouts
-from jaxpp_async.actors.launch.slurm import (
+from jaxpp_async.controller.controller import Controller
+from jaxpp_async.errors import LaunchError, MeshError
+from jaxpp_async.launch.hosts import Host, Settings, place
+from jaxpp_async.launch.remote import Timeouts
+from jaxpp_async.launch.slurm import (
     allocation,
     explain_srun,
     parse_tasks_per_node,
@@ -27,7 +28,6 @@ from jaxpp_async.actors.launch.slurm import (
     slurm_launcher,
     srun_command,
 )
-from jaxpp_async.errors import LaunchError, MeshError
 
 STAND_INS = HERE / "stand_ins"
 
@@ -45,7 +45,9 @@ def slurm(monkeypatch, tmp_path) -> Path:
 
 def launcher(**options):
     settings = Settings(python=options.pop("python", None), env={"PYTHONPATH": str(HERE)})
-    return slurm_launcher(actor="fake_actor:FakeActor", settings=settings, control_address="127.0.0.1", **options)
+    return slurm_launcher(
+        actor="fake_actor:FakeActor", settings=settings, control_address="127.0.0.1", **options
+    )
 
 
 async def start(made, num_actors=2) -> Controller:
@@ -68,7 +70,9 @@ def test_tasks_per_node_that_are_none(text):
 
 
 def test_outside_an_allocation():
-    with pytest.raises(MeshError, match=r"inside an allocation, and this process is in none .* salloc or sbatch"):
+    with pytest.raises(
+        MeshError, match=r"inside an allocation, and this process is in none .* salloc or sbatch"
+    ):
         allocation({"PATH": "/"})
 
 
@@ -86,10 +90,22 @@ def test_steps_overlap_since_they_can():
 
 
 SAID_BY_SRUN = [
-    ("srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)", "retrying .*busy"),
-    ("srun: error: Unable to create step for job 7: Job/step already completing or completed", "Unable to create"),
-    ("srun: error: Unable to confirm allocation for job 7: Invalid job id specified", "the allocation has ended"),
-    ("slurmstepd: error: execve(): /no/py: No such file or directory\nsrun: error: n1: task 0: Exited with ...", None),
+    (
+        "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)",
+        "retrying .*busy",
+    ),
+    (
+        "srun: error: Unable to create step for job 7: Job/step already completing or completed",
+        "Unable to create",
+    ),
+    (
+        "srun: error: Unable to confirm allocation for job 7: Invalid job id specified",
+        "the allocation has ended",
+    ),
+    (
+        "slurmstepd: error: execve(): /no/py: No such file or directory\nsrun: error: n1: task 0: Exited with ...",
+        None,
+    ),
     ("bash: hello", None),
 ]
 
@@ -137,16 +153,31 @@ def test_a_mesh_in_an_allocation(slurm):
     with pytest.raises(MeshError, match=r"hosts= has no effect with launcher='slurm'"):
         jpp.RemoteMesh(2, launcher="slurm", hosts=["a"])
     gpus = {"launcher": "slurm", "platform": "cuda", "spmd_mesh": {"model": 4}, "devices": "0-3"}
-    with pytest.raises(MeshError, match=r"takes 2 processes of 4 devices each, .* names 4; .*--ntasks-per-node=1"):
+    with pytest.raises(
+        MeshError, match=r"takes 2 processes of 4 devices each, .* names 4; .*--ntasks-per-node=1"
+    ):
         jpp.RemoteMesh(2, **gpus)
     jpp.RemoteMesh(2, **{**gpus, "devices": "0-7"})
 
 
 def test_the_doctor_looks_at_the_hosts_of_an_allocation(slurm, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "localhost")
-    command = [sys.executable, "-m", "jaxpp_async", "doctor", "--slurm", "--control-address", "127.0.0.1", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxpp_async",
+        "doctor",
+        "--slurm",
+        "--control-address",
+        "127.0.0.1",
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     told = json.loads(done.stdout)
     assert (done.returncode, [host["name"] for host in told["hosts"]]) == (0, ["localhost"])
-    assert told["hosts"][0]["slots"] == 2 and told["hosts"][0]["calls_back"] == "" and not told["links"][0]["error"]
+    assert (
+        told["hosts"][0]["slots"] == 2
+        and told["hosts"][0]["calls_back"] == ""
+        and not told["links"][0]["error"]
+    )
     assert len(slurm.read_text().splitlines()) == 2  # the second for measuring between two processes

@@ -30,13 +30,12 @@ from sshd import Sshd
 from test_launch import HERE, is_running
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.launch.explain import explain_python, explain_ssh
-from jaxpp_async.actors.launch.hostfile import parse_hosts
-from jaxpp_async.actors.launch.hosts import Host, Settings
-from jaxpp_async.actors.launch.remote import Timeouts
-from jaxpp_async.actors.launch.ssh import ssh_command, ssh_launcher
+from jaxpp_async.controller.controller import Controller
 from jaxpp_async.errors import ActorDiedError, HandshakeError, LaunchError
+from jaxpp_async.launch.hosts import Host, Settings, parse_hosts
+from jaxpp_async.launch.login_errors import explain_python, explain_ssh
+from jaxpp_async.launch.remote import Timeouts
+from jaxpp_async.launch.ssh import ssh_command, ssh_launcher
 
 CACHE = jax.config.jax_compilation_cache_dir
 REASON = sshd_of_tests.skip_reason()
@@ -48,8 +47,17 @@ needs_sshd = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_the_command_asks_nothing_and_forwards_nothing():
     command = ssh_command(Host("n1", user="me", port=22), ["/my py/python", "-m", "keeper"], ["-i", "key"])
     options = " ".join(command[: command.index("--")])
-    assert options.startswith("ssh -i key -T -o BatchMode=yes -o StrictHostKeyChecking=yes -o ConnectTimeout=")
-    for option in ("ForwardAgent=no", "ForwardX11=no", "ControlPath=none", "ServerAliveInterval=5", "-p 22", "-l me"):
+    assert options.startswith(
+        "ssh -i key -T -o BatchMode=yes -o StrictHostKeyChecking=yes -o ConnectTimeout="
+    )
+    for option in (
+        "ForwardAgent=no",
+        "ForwardX11=no",
+        "ControlPath=none",
+        "ServerAliveInterval=5",
+        "-p 22",
+        "-l me",
+    ):
         assert option in options
     assert command[-3:] == ["--", "n1", "echo jaxpp-async-login; exec '/my py/python' -m keeper"]
 
@@ -75,9 +83,21 @@ SAID_BY_SSH = [
         r"cannot be reached \(Connection timed out\)",
         "firewall",
     ),
-    ("ssh: connect to host n1 port 22: No route to host", r"cannot be reached \(No route to host\)", "leave it out"),
-    ("kex_exchange_identification: Connection closed by remote host", "closed the connection before", "MaxStartups"),
-    ("/home/me/.ssh/config: line 3: Bad configuration option: foo", "does not accept its configuration", "ssh_options"),
+    (
+        "ssh: connect to host n1 port 22: No route to host",
+        r"cannot be reached \(No route to host\)",
+        "leave it out",
+    ),
+    (
+        "kex_exchange_identification: Connection closed by remote host",
+        "closed the connection before",
+        "MaxStartups",
+    ),
+    (
+        "/home/me/.ssh/config: line 3: Bad configuration option: foo",
+        "does not accept its configuration",
+        "ssh_options",
+    ),
     ("something new", "ssh failed: something new", "ssh -p 2222 me@n1 true` *, with -v"),
     ("", "ssh failed: it said nothing", "-v"),
 ]
@@ -91,7 +111,11 @@ def test_what_ssh_says_is_explained(said, what, remedy):
 
 
 SAID_BY_PYTHON = [
-    ("bash: line 1: exec: /opt/py: cannot execute: No such file or directory", 127, "there is no Python at /opt/py"),
+    (
+        "bash: line 1: exec: /opt/py: cannot execute: No such file or directory",
+        127,
+        "there is no Python at /opt/py",
+    ),
     ("fish: Unknown command: /opt/py", 127, "there is no Python at /opt/py"),
     ("bash: /opt/py: Permission denied", 126, r"no Python at /opt/py \(bash: .*Permission denied\)"),
     (
@@ -99,7 +123,7 @@ SAID_BY_PYTHON = [
         1,
         "does not have the pack",
     ),
-    ("/opt/py: No module named jaxpp_async.actors.processes.keeper", 1, "has an older jaxpp-async"),
+    ("/opt/py: No module named jaxpp_async.launch.host_agent", 1, "has an older jaxpp-async"),
     ("ModuleNotFoundError: No module named 'msgpack'", 1, "without the package msgpack"),
     ("Unknown option: -P\nusage: /opt/py [option] ...", 2, "/opt/py there is older than Python 3.11"),
     ("Segmentation fault", -11, "ended with signal 11 before it was ready: Segmentation fault"),
@@ -191,13 +215,17 @@ async def test_two_hosts_equal_plain_jax(sshd, tmp_path, caplog):
     before = keepers(sshd)
     async with (
         nothing_left(caplog),
-        jpp.RemoteMesh(2, hosts=tmp_path / "hosts", ssh_options=sshd.options, compilation_cache=CACHE) as mesh,
+        jpp.RemoteMesh(
+            2, hosts=tmp_path / "hosts", ssh_options=sshd.options, compilation_cache=CACHE
+        ) as mesh,
     ):
         step = mesh.distributed(train_step)
         new, losses = await mesh.run(step, params, batch)
         actual = await mesh.fetch((new, losses))
         assert [info.state for info in mesh.actors] == ["ready", "ready"]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), actual, jax.jit(train_step)(params, batch))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), actual, jax.jit(train_step)(params, batch)
+    )
     await none_left(sshd, before)
 
 
@@ -207,7 +235,9 @@ async def test_restarts_reach_the_host_again(sshd, tmp_path, caplog):
     (tmp_path / "hosts").write_text(f"127.0.0.1 port={sshd.port}\nlocalhost port={sshd.port}\n")
 
     def step(w, x):
-        return jpp.accumulate_grads(lambda mb: jnp.sin(jpp.pipeline_yield(jnp.tanh(mb @ w)) @ w), jpp.GPipe(2))(x)
+        return jpp.accumulate_grads(
+            lambda mb: jnp.sin(jpp.pipeline_yield(jnp.tanh(mb @ w)) @ w), jpp.GPipe(2)
+        )(x)
 
     before = keepers(sshd)
     async with (
@@ -221,7 +251,10 @@ async def test_restarts_reach_the_host_again(sshd, tmp_path, caplog):
             backup_every=1,
         ) as mesh,
     ):
-        distributed, args = mesh.distributed(step), (np.eye(3, dtype=np.float32), np.ones((2, 2, 3), np.float32))
+        distributed, args = (
+            mesh.distributed(step),
+            (np.eye(3, dtype=np.float32), np.ones((2, 2, 3), np.float32)),
+        )
         expected = jax.jit(step)(*args)
         for kill in (
             lambda: None,
@@ -254,21 +287,33 @@ def pythons(folder: Path) -> dict[str, str]:
     return {
         "absent": str(folder / "absent"),
         "bare": script(folder / "bare", f'exec {sys.executable} -S "$@"'),
-        "old": python_with(folder, "old", {"jaxpp_async/__init__.py": "", "jaxpp_async/actors/__init__.py": ""}),
+        "old": python_with(
+            folder, "old", {"jaxpp_async/__init__.py": "", "jaxpp_async/actors/__init__.py": ""}
+        ),
         "other version": python_with(
             folder, "version", {"sitecustomize.py": "import jaxpp_async; jaxpp_async.__version__ = '9.9'"}
         ),
         "other jax": python_with(
-            folder, "jax", {"jax-0.0.1.dist-info/METADATA": "Metadata-Version: 2.1\nName: jax\nVersion: 0.0.1\n"}
+            folder,
+            "jax",
+            {"jax-0.0.1.dist-info/METADATA": "Metadata-Version: 2.1\nName: jax\nVersion: 0.0.1\n"},
         ),
     }
 
 
 BAD_PYTHONS = [
-    ("absent", LaunchError, "there is no Python at .*absent.*; install it there, or say where it is with python="),
+    (
+        "absent",
+        LaunchError,
+        "there is no Python at .*absent.*; install it there, or say where it is with python=",
+    ),
     ("bare", LaunchError, "does not have the package jaxpp-async; install it there: .*bare -m pip install"),
     ("old", LaunchError, "has an older jaxpp-async than this machine"),
-    ("other version", HandshakeError, "has jaxpp-async 9.9, this machine has jaxpp-async .* install the same version"),
+    (
+        "other version",
+        HandshakeError,
+        "has jaxpp-async 9.9, this machine has jaxpp-async .* install the same version",
+    ),
     ("other jax", HandshakeError, r"has jax 0.0.1, this machine has jax 0\.[\d.]+; .*pip install 'jax=="),
 ]
 
@@ -298,7 +343,9 @@ async def refused(sshd: Sshd, says: str, hosts: list[str] | None = None, **optio
 async def test_a_changed_host_key(sshd):
     sshd.know("other_key")
     try:
-        text = await refused(sshd, r"host 127.0.0.1:\d+: its host key has changed: .*ssh-keygen -R '\[127.0.0.1\]:")
+        text = await refused(
+            sshd, r"host 127.0.0.1:\d+: its host key has changed: .*ssh-keygen -R '\[127.0.0.1\]:"
+        )
         assert "Host key verification failed" in text
     finally:
         sshd.know("host_key")
@@ -306,7 +353,9 @@ async def test_a_changed_host_key(sshd):
 
 @needs_sshd
 async def test_an_unknown_host_key(sshd):
-    await refused(sshd, "its host key is not known here; run `ssh -p", ssh_options=["-oUserKnownHostsFile=/dev/null"])
+    await refused(
+        sshd, "its host key is not known here; run `ssh -p", ssh_options=["-oUserKnownHostsFile=/dev/null"]
+    )
 
 
 @needs_sshd
@@ -327,12 +376,16 @@ async def test_a_refused_port(sshd):
 
 @needs_sshd
 async def test_an_unreachable_host(sshd):
-    await refused(sshd, r"host 192.0.2.9: cannot be reached", ["192.0.2.9 slots=2"], ssh_options=["-oConnectTimeout=1"])
+    await refused(
+        sshd, r"host 192.0.2.9: cannot be reached", ["192.0.2.9 slots=2"], ssh_options=["-oConnectTimeout=1"]
+    )
 
 
 @needs_sshd
 async def test_a_name_that_nobody_has(sshd):
-    await refused(sshd, "host no-such-host.invalid: its name cannot be looked up", ["no-such-host.invalid slots=2"])
+    await refused(
+        sshd, "host no-such-host.invalid: its name cannot be looked up", ["no-such-host.invalid slots=2"]
+    )
 
 
 @needs_sshd
@@ -359,7 +412,10 @@ async def test_a_banner_is_shown_and_does_no_harm(sshd, rc):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("echo This account is closed; exit 3", "ended with code 3 before it ran our command, after it wrote a banner"),
+        (
+            "echo This account is closed; exit 3",
+            "ended with code 3 before it ran our command, after it wrote a banner",
+        ),
         ("echo Choose:; read -r choice", "did not finish the login in time; .* must not wait for input"),
     ],
 )
@@ -376,7 +432,7 @@ async def test_nothing_secret_is_in_argument_vectors(sshd):
     controller = await start(launcher(sshd, settings=settings))
     processes = [p.info["cmdline"] or () for p in psutil.process_iter(["cmdline"])]
     text = " ".join(word for words in processes for word in words)
-    assert "jaxpp_async.actors.processes.keeper" in text and "swordfish" not in text and '"secret"' not in text
+    assert "jaxpp_async.launch.host_agent" in text and "swordfish" not in text and '"secret"' not in text
     pid = controller.actors[0].pid
     assert psutil.Process(pid).environ()["TOKEN"] == "swordfish"
     await controller.aclose()
@@ -415,9 +471,9 @@ async def test_a_lost_connection_is_told_as_such(sshd, caplog):
 DRIVER = """
 import asyncio, sys
 from fake_actor import start_fakes
-from jaxpp_async.actors.launch.hostfile import parse_hosts
-from jaxpp_async.actors.launch.hosts import Settings
-from jaxpp_async.actors.launch.ssh import ssh_launcher
+from jaxpp_async.launch.hosts import parse_hosts
+from jaxpp_async.launch.hosts import Settings
+from jaxpp_async.launch.ssh import ssh_launcher
 
 async def main():
     launcher = ssh_launcher(parse_hosts({hosts}), ssh_options={options}, actor="orphans:ActorWithChildren",
@@ -484,11 +540,14 @@ def test_sigkill_of_the_driver_ends_everything_over_ssh(driver):
 
 
 @needs_sshd
-@pytest.mark.parametrize("driver", [{"before": "import os, time; os.fork() or time.sleep(60)"}], indirect=True)
+@pytest.mark.parametrize(
+    "driver", [{"before": "import os, time; os.fork() or time.sleep(60)"}], indirect=True
+)
 def test_a_forked_worker_that_outlives_the_driver_holds_nothing_up(driver):
     popen, processes = driver
     (ssh, *_), (worker, *_) = (
-        [p for p in psutil.Process(popen.pid).children() if (p.name() == "ssh") is is_ssh] for is_ssh in (True, False)
+        [p for p in psutil.Process(popen.pid).children() if (p.name() == "ssh") is is_ssh]
+        for is_ssh in (True, False)
     )
     popen.kill()
     try:
@@ -523,7 +582,9 @@ async def test_a_native_call_of_the_driver_is_named_over_ssh(sshd):
     controller = await start(launcher(sshd, lease_s=1.0))
     step = await hanging_step(controller)
     ctypes.PyDLL(None).usleep(2_500_000)
-    with pytest.raises(ActorDiedError, match=r"(?s)exited with code 82 \(the driver, .*silent for 1 s \(lease_s=1\)"):
+    with pytest.raises(
+        ActorDiedError, match=r"(?s)exited with code 82 \(the driver, .*silent for 1 s \(lease_s=1\)"
+    ):
         await step
     await controller.aclose()
 
@@ -541,7 +602,17 @@ def test_a_killed_keeper_takes_its_actors_along(driver):
 def doctor(sshd: Sshd, hosts: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """Exit status, and what it says of hosts."""
     options = " ".join(sshd.options)
-    command = [sys.executable, "-m", "jaxpp_async", "doctor", "--hosts", str(hosts), "--ssh-options", options, "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxpp_async",
+        "doctor",
+        "--hosts",
+        str(hosts),
+        "--ssh-options",
+        options,
+        "--json",
+    ]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=90, check=False)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
@@ -561,7 +632,10 @@ def test_the_doctor_looks_at_hosts_and_measures_between_them(sshd, tmp_path):
     first, second = told["hosts"]
     assert first["facts"]["packages"] == second["facts"]["packages"] == told["here"]["facts"]["packages"]
     assert (first["calls_back"], second["calls_back"]) == ("", "")
-    assert second["facts"]["settings"]["UCX_LOG_LEVEL"] == "warn" and "UCX_LOG_LEVEL" not in first["facts"]["settings"]
+    assert (
+        second["facts"]["settings"]["UCX_LOG_LEVEL"] == "warn"
+        and "UCX_LOG_LEVEL" not in first["facts"]["settings"]
+    )
     assert all(abs(host["clock"]["ahead_s"]) < 0.5 for host in told["hosts"])  # one machine has one clock
     (link,) = told["links"]
     assert (link["first"], link["error"]) == (f"127.0.0.1:{sshd.port}", "")

@@ -13,8 +13,8 @@ from ipaddress import ip_address, ip_network
 
 import pytest
 
-from jaxpp_async.transport import listening
-from jaxpp_async.transport.listening import AddressFilter, ListeningSocket, complement, listening_sockets
+from jaxpp_async.transport import network
+from jaxpp_async.transport.network import AddressFilter, ListeningSocket, complement, listening_sockets
 
 
 def try_to_connect(place: tuple[str, int], source: str) -> bool:
@@ -100,7 +100,9 @@ def test_ranges_hold_all_addresses_but_the_admitted(version):
     assert complement((), version) == {whole}
     for count in (1, 2, 7, 40):
         near = rng.getrandbits(bits - 9) << 9
-        places = [near + rng.randrange(512) if rng.random() < 0.7 else rng.getrandbits(bits) for _ in range(count)]
+        places = [
+            near + rng.randrange(512) if rng.random() < 0.7 else rng.getrandbits(bits) for _ in range(count)
+        ]
         nets = [ip_network((n >> k << k, bits - k)) for n in places for k in [rng.choice([0, 0, 3, 8])]]
         others = complement(nets, version)
         assert (
@@ -117,7 +119,7 @@ def whole_of(nets):
 
 def test_where_there_is_no_room_for_so_many_ranges_neighbours_are_let_in_too(monkeypatch):
     """A kernel has some 20 KiB for a socket's options, and each range takes a part of it."""
-    sign, present = listening._sign, set()
+    sign, present = network._sign, set()
 
     def small_kernel(sock, net, key):
         if key and len(present) >= 30:
@@ -125,7 +127,7 @@ def test_where_there_is_no_room_for_so_many_ranges_neighbours_are_let_in_too(mon
         sign(sock, net, key)
         (present.add if key else present.discard)(net)
 
-    monkeypatch.setattr(listening, "_sign", small_kernel)
+    monkeypatch.setattr(network, "_sign", small_kernel)
     hosts = [f"127.0.{10 * k}.{7 * k + 1}" for k in range(12)]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         own_filter = AddressFilter([own(listener)])
@@ -150,7 +152,7 @@ def test_it_needs_no_rights():
     """As nobody, without any capability. (A socket filter is refused to him by Linux since 2026.)"""
     program = (
         "import encodings.idna, os, socket\n"
-        "from jaxpp_async.transport.listening import AddressFilter, listening_sockets\n"
+        "from jaxpp_async.transport.network import AddressFilter, listening_sockets\n"
         "listener = socket.create_server(('127.0.0.1', 0))\n"
         "found = listening_sockets()\n"
         "os.setgroups([]); os.setresgid(*3 * [65534]); os.setresuid(*3 * [65534])\n"
@@ -160,5 +162,7 @@ def test_it_needs_no_rights():
         "try:\n    probe.connect(listener.getsockname())\n"
         "except TimeoutError:\n    print('held')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.stdout == "held\n", done.stderr

@@ -60,7 +60,9 @@ LOSS_FIRST = {
     "with more behind": lambda x: (*value_and_grad(PARAMS, x), x.mean()),
     "under jit": lambda x: jax.jit(value_and_grad)(PARAMS, x),
     "of a checkpoint": lambda x: jax.value_and_grad(jax.checkpoint(loss_fn))(PARAMS, x),
-    "by vjp": lambda x: (lambda value, pull: (value, pull(1.0)[0]))(*jax.vjp(lambda p: loss_fn(p, x), PARAMS)),
+    "by vjp": lambda x: (lambda value, pull: (value, pull(1.0)[0]))(
+        *jax.vjp(lambda p: loss_fn(p, x), PARAMS)
+    ),
     "clipped and cast": clipped,
     "summed by a scan": scanned,
     "of each row": for_each_row,
@@ -84,10 +86,14 @@ def test_with_reduce_it_is_what_the_user_says(name):
         got = jpp.accumulate_grads(LOSS_FIRST[name], jpp.GPipe(2), reduce=(*reduce, *[jpp.Stack()] * more))(X)
         each = [LOSS_FIRST[name](x) for x in X]
         joined = [
-            jax.tree.map(lambda *a, r=r: sum(a) if isinstance(r, jpp.Sum) else jnp.stack(a), *(e[k] for e in each))
+            jax.tree.map(
+                lambda *a, r=r: sum(a) if isinstance(r, jpp.Sum) else jnp.stack(a), *(e[k] for e in each)
+            )
             for k, r in enumerate(reduce)
         ]
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-3), list(got[:2]), joined)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-3), list(got[:2]), joined
+        )
 
 
 SCALARS = {"scale": jnp.float32(2), "shift": jnp.float32(1)}
@@ -106,7 +112,9 @@ ANY_ORDER = {
     "a loss and logits": lambda x: (loss_fn(PARAMS, x), {"logits": x @ W}),
     "a count and losses": lambda x: (jnp.sum(x > 0), jnp.sum(x, axis=1)),
     "scalars": lambda x: (loss_fn(PARAMS, x), {"norm": jnp.sum(jax.grad(loss_fn)(PARAMS, x)["a"] ** 2)}),
-    "gradients of scalars": lambda x: jax.value_and_grad(lambda s: jnp.sum(x * s["scale"] + s["shift"]))(SCALARS)[::-1],
+    "gradients of scalars": lambda x: jax.value_and_grad(lambda s: jnp.sum(x * s["scale"] + s["shift"]))(
+        SCALARS
+    )[::-1],
     "an adapted model": adapted,
     "a dict": lambda x: dict(zip(("loss", "grads"), value_and_grad(PARAMS, x), strict=True)),
     "nothing": lambda x: (),
@@ -118,7 +126,9 @@ def test_what_is_no_loss_before_gradients_is_joined_as_ever(name):
     jax.eval_shape(jpp.accumulate_grads(ANY_ORDER[name], jpp.GPipe(2)), X)
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f, jax.disable_jit()], ids=["jit", "eager", "disable_jit"])
+@pytest.mark.parametrize(
+    "wrap", [jax.jit, lambda f: f, jax.disable_jit()], ids=["jit", "eager", "disable_jit"]
+)
 def test_num_microbatches_is_checked_without_a_mesh(wrap):
     loop = jpp.accumulate_grads(lambda x: loss_fn(PARAMS, x), jpp.GPipe(2), num_microbatches=np.int64(3))
     assert wrap(loop)(X).shape == ()

@@ -17,11 +17,17 @@ from graph_builder import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpp_async.compiler.lowering import donate_buffers, insert_transfers, lower, plan_transfers
-from jaxpp_async.compiler.memory import PeakPlan, peak_plan
+from jaxpp_async.compiler.lowering import (
+    PeakPlan,
+    donate_buffers,
+    insert_transfers,
+    lower,
+    peak_plan,
+    plan_transfers,
+)
 from jaxpp_async.compiler.verify import verify_graph, verify_programs
-from jaxpp_async.program import ActorProgram, Aval, Delete, Input, Output, Recv, Run, Send, runs
-from jaxpp_async.program_text import parse_program
+from jaxpp_async.program.actor_program import ActorProgram, format_program, parse_program
+from jaxpp_async.program.instructions import Aval, Delete, Input, Output, Recv, Run, Send, runs
 
 # ---------------------------------------------------------------- small graphs
 
@@ -226,7 +232,8 @@ def test_small_graphs(make, text):
 def _stream(program: ActorProgram) -> str:
     """`r3` for a receive of tag 3, the label for a run."""
     words = (
-        f"r{i.tag}" if isinstance(i, Recv) else i.label if isinstance(i, Run) else "" for i in program.instructions
+        f"r{i.tag}" if isinstance(i, Recv) else i.label if isinstance(i, Run) else ""
+        for i in program.instructions
     )
     return " ".join(filter(None, words))
 
@@ -380,7 +387,7 @@ def test_pipelines_lower_to_valid_programs(order, num_stages):
     programs = lower(graph)
     verify_programs(programs)
     assert interpret(programs, 1) == evaluate(graph)
-    assert tuple(parse_program(str(p)) for p in programs) == programs
+    assert tuple(parse_program(format_program(p)) for p in programs) == programs
     for p in programs:
         accumulate = [run for run in runs(p.instructions) if run.label.startswith("bwd")]
         assert all(0 in run.donated for run in accumulate), "accumulators are updated in place"
@@ -399,7 +406,11 @@ def _peaks(order, num_stages: int, num_microbatches: int) -> list[int]:
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_peak_of_1f1b_does_not_depend_on_the_number_of_microbatches(num_stages):
-    assert _peaks(std_1f1b, num_stages, 8) == _peaks(std_1f1b, num_stages, 16) == _peaks(std_1f1b, num_stages, 32)
+    assert (
+        _peaks(std_1f1b, num_stages, 8)
+        == _peaks(std_1f1b, num_stages, 16)
+        == _peaks(std_1f1b, num_stages, 32)
+    )
 
 
 def test_peak_of_1f1b_follows_the_formula():
@@ -453,7 +464,10 @@ def graphs(draw):
     g = GraphBuilder(num_actors)
     actor = st.integers(0, num_actors - 1)
     some_actors = st.lists(actor, min_size=1, max_size=num_actors, unique=True)
-    values = [g.input(f"x{k}", *draw(some_actors), donated=draw(st.booleans())) for k in range(draw(st.integers(0, 4)))]
+    values = [
+        g.input(f"x{k}", *draw(some_actors), donated=draw(st.booleans()))
+        for k in range(draw(st.integers(0, 4)))
+    ]
     for k in range(draw(st.integers(0, 12))):
         operands = draw(st.lists(st.sampled_from(values), max_size=3)) if values else []
         num_results = draw(st.integers(0, 2))
@@ -483,4 +497,4 @@ def test_random_graphs_mean_what_they_meant(graph, ahead, seed):
 def test_lowering_is_deterministic_and_prints(graph):
     programs = lower(graph)
     assert lower(dataclasses.replace(graph)) == programs
-    assert tuple(parse_program(str(p)) for p in programs) == programs
+    assert tuple(parse_program(format_program(p)) for p in programs) == programs

@@ -35,10 +35,14 @@ TRANSFORMS = {
     "jacfwd": jax.jacfwd,
     "jacrev": jax.jacrev,
     "hessian": jax.hessian,
-    "Hessian-vector product": lambda f: lambda w, x: jax.jvp(lambda v: jax.grad(f)(v, x), (w,), (jnp.ones_like(w),))[1],
+    "Hessian-vector product": lambda f: (
+        lambda w, x: jax.jvp(lambda v: jax.grad(f)(v, x), (w,), (jnp.ones_like(w),))[1]
+    ),
     "grad of grad": lambda f: jax.grad(lambda w, x: jnp.sum(jax.grad(f)(w, x) ** 2)),
     "vmap": lambda f: lambda w, x: jax.vmap(f, in_axes=(None, 0))(w, jnp.stack([x, -x])),
-    "grad of vmap": lambda f: jax.grad(lambda w, x: jax.vmap(f, in_axes=(0, None))(jnp.stack([w, -w]), x).sum()),
+    "grad of vmap": lambda f: jax.grad(
+        lambda w, x: jax.vmap(f, in_axes=(0, None))(jnp.stack([w, -w]), x).sum()
+    ),
     "vmap of grad": lambda f: lambda w, x: jax.vmap(jax.grad(f), in_axes=(None, 0))(w, jnp.stack([x, -x])),
     "checkpoint": jax.checkpoint,
     "grad of checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
@@ -51,7 +55,10 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_is_the_identity_under(name):
     transform = TRANSFORMS[name]
-    actual, expected = jax.jit(transform(model(jpp.pipeline_yield)))(W, X), jax.jit(transform(model(lambda t: t)))(W, X)
+    actual, expected = (
+        jax.jit(transform(model(jpp.pipeline_yield)))(W, X),
+        jax.jit(transform(model(lambda t: t)))(W, X),
+    )
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
@@ -64,7 +71,13 @@ def test_is_the_identity_without_jit():
 
 
 def test_integers_and_keys_pass_unmarked_and_trees_keep_their_shape():
-    tree = {"x": jnp.ones(3), "n": 3, "key": jax.random.key(0), "none": None, "half": jnp.ones(2, jnp.bfloat16)}
+    tree = {
+        "x": jnp.ones(3),
+        "n": 3,
+        "key": jax.random.key(0),
+        "none": None,
+        "half": jnp.ones(2, jnp.bfloat16),
+    }
     out = jpp.pipeline_yield(tree, name="middle")
     assert jax.tree.structure(out) == jax.tree.structure(tree)
     assert out["n"] is tree["n"] and out["key"] is tree["key"]
@@ -73,7 +86,9 @@ def test_integers_and_keys_pass_unmarked_and_trees_keep_their_shape():
 
 @pytest.mark.parametrize("tree", [jnp.arange(3), {"key": jax.random.key(0)}, ()])
 def test_without_a_floating_value_it_names_the_line(tree):
-    with pytest.raises(StageError, match=r"test_markers.py:\d+: pipeline_yield got no floating value; pass the activ"):
+    with pytest.raises(
+        StageError, match=r"test_markers.py:\d+: pipeline_yield got no floating value; pass the activ"
+    ):
         jpp.pipeline_yield(tree)
 
 
@@ -102,7 +117,9 @@ def test_a_jitted_block_called_three_times_is_three_markers():
     assert cut.num_stages == 4
 
 
-@pytest.mark.parametrize("wrap", [jax.checkpoint, lambda f: jax.checkpoint(jax.checkpoint(f))], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "wrap", [jax.checkpoint, lambda f: jax.checkpoint(jax.checkpoint(f))], ids=["one", "two"]
+)
 def test_a_checkpoint_around_a_marker_saves_what_it_marks(wrap):
     """The backward computes again from the marker, so the marker is there once and the stage before it is not run
     again behind it."""
@@ -157,7 +174,9 @@ REDUCTIONS = [
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize(("name", "reduction", "batch", "by_hand"), REDUCTIONS, ids=[r[0] for r in REDUCTIONS])
+@pytest.mark.parametrize(
+    ("name", "reduction", "batch", "by_hand"), REDUCTIONS, ids=[r[0] for r in REDUCTIONS]
+)
 def test_reduction_equals_a_loop_by_hand(name, reduction, batch, by_hand, jit):
     run = jpp.accumulate_grads(lambda x: x, jpp.GPipe(1), reduce=reduction)
     actual = (jax.jit(run) if jit else run)(batch)
@@ -170,7 +189,9 @@ def test_keys_stack_and_nothing_else():
     keys = jax.random.split(jax.random.key(1), 3)
     stacked = jpp.accumulate_grads(lambda k: k, jpp.GPipe(1), reduce=jpp.Stack())(keys)
     np.testing.assert_array_equal(jax.random.key_data(stacked), jax.random.key_data(keys))
-    with pytest.raises(TypeError, match=r"test_markers.py:\d+: result: Sum cannot reduce PRNG keys; use Stack\(\)"):
+    with pytest.raises(
+        TypeError, match=r"test_markers.py:\d+: result: Sum cannot reduce PRNG keys; use Stack\(\)"
+    ):
         jpp.accumulate_grads(lambda k: k, jpp.GPipe(1))(keys)
 
 
@@ -226,5 +247,8 @@ def test_the_whole_loop_can_be_transformed():
 
     np.testing.assert_allclose(jax.grad(total)(W, batch), jax.grad(plain)(W), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(
-        jax.vmap(total, in_axes=(0, None))(jnp.stack([W, -W]), batch), [plain(W), plain(-W)], rtol=1e-5, atol=1e-6
+        jax.vmap(total, in_axes=(0, None))(jnp.stack([W, -W]), batch),
+        [plain(W), plain(-W)],
+        rtol=1e-5,
+        atol=1e-6,
     )

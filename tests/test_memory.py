@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import Model, grads_step, mlp
 
 import jaxpp_async as jpp
+from jaxpp_async.actors import step_run
 from jaxpp_async.actors.executor import Executor
-from jaxpp_async.actors.steps import step_run
-from jaxpp_async.actors.values.shards import buffer_addresses, memory_held
+from jaxpp_async.actors.shards import buffer_addresses, memory_held
 
 WIDTH, ROWS = 8, 4
 ACTIVATION = ROWS * WIDTH * 4
@@ -130,7 +130,9 @@ def held_in_table(run: step_run.StepRun) -> int:
     plan, executor = run._program.plan, run.executor
     bound = {command.buffer for command in plan.binds}
     arrays = [
-        a for key, a in enumerate(run._arrays) if a is not None and not plan.counted_bytes[key] and key not in bound
+        a
+        for key, a in enumerate(run._arrays)
+        if a is not None and not plan.counted_bytes[key] and key not in bound
     ]
     return executor.table_bytes + executor.pending_bytes + sum(a.nbytes for a in arrays)
 

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from jaxpp_async.actors.failures import monitor as monitor_module
-from jaxpp_async.actors.failures.awake import AwakeClock
-from jaxpp_async.actors.failures.monitor import Dead, Monitor, Recovered, Suspect, Verdict
-from jaxpp_async.actors.processes.progress import Position
+from jaxpp_async.controller import failure_detector as monitor_module
+from jaxpp_async.controller.failure_detector import Dead, Monitor, Recovered, Suspect, Verdict
+from jaxpp_async.protocol.actor_info import Position
+from jaxpp_async.protocol.clocks import AwakeClock
 
 AT = Position(7, 1, 12, False, True)
 
@@ -111,12 +111,23 @@ def test_an_awake_clock_counts_no_more_than_it_saw():
 
 def test_wall_clocks_are_not_read(monkeypatch):
     """Case 21: the modules that judge read no wall clock, so moving it does nothing."""
-    from jaxpp_async.actors.failures import autopsy, stuck
-    from jaxpp_async.actors.processes import lifeline, warden
-    from jaxpp_async.actors.watching import heartbeat, watch
+    from jaxpp_async.actors import heartbeat
+    from jaxpp_async.controller import health_monitor, stall_detector
+    from jaxpp_async.launch import process_supervisor
+    from jaxpp_async.protocol import parent_watch
 
-    for module in (monitor_module, stuck, autopsy, watch, heartbeat, lifeline, warden):
+    for module in (
+        monitor_module,
+        stall_detector,
+        stall_detector,
+        health_monitor,
+        heartbeat,
+        parent_watch,
+        process_supervisor,
+    ):
         source = inspect.getsource(module)
-        assert not any(name in source for name in ("time.time(", "datetime", "localtime", "loop.time(")), module
+        assert not any(name in source for name in ("time.time(", "datetime", "localtime", "loop.time(")), (
+            module
+        )
     monkeypatch.setattr(time, "time", lambda: pytest.fail("a wall clock was read"))
     assert run("0: 0-20\n1: 0-20") == []

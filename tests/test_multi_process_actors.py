@@ -21,22 +21,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.launch.addresses import addresses_of_hosts
-from jaxpp_async.actors.launch.hostfile import parse_hosts
-from jaxpp_async.actors.launch.hosts import place, spread
-from jaxpp_async.actors.messages import Fetch
-from jaxpp_async.actors.options import Patience
-from jaxpp_async.actors.processes.actor_info import ActorInfo, of_actor
-from jaxpp_async.actors.processes.progress import Position, hindmost
-from jaxpp_async.actors.processes.seats import Processes, Seat
-from jaxpp_async.actors.restarts.copies import holders
-from jaxpp_async.actors.values import crossings
-from jaxpp_async.actors.values.host_values import HostValues, Look
-from jaxpp_async.actors.values.parts import parts_of
-from jaxpp_async.actors.values.scattering import Gathering, Scattering
-from jaxpp_async.checkpoint.restoring import load_manifest
+from jaxpp_async.actors.host_values import HostValues, Look
+from jaxpp_async.checkpoint.restore import load_manifest
+from jaxpp_async.controller.options import Patience
 from jaxpp_async.errors import ActorDiedError, ActorUnresponsiveError, CheckpointError, MeshError
-from jaxpp_async.program import Aval
+from jaxpp_async.launch.hosts import addresses_of_hosts, parse_hosts, place, spread
+from jaxpp_async.layout import array_parts
+from jaxpp_async.layout.array_parts import Gathering, Scattering, parts_of
+from jaxpp_async.layout.state_replicas import holders
+from jaxpp_async.program.instructions import Aval
+from jaxpp_async.protocol.actor_info import ActorInfo, Position, Processes, Seat, hindmost, of_actor
+from jaxpp_async.protocol.messages import Fetch
 
 AXES = (("data", 2), ("model", 2))
 
@@ -48,21 +43,46 @@ def test_an_actors_processes_are_neighbours():
     assert [(processes.actor_of(p), processes.rank_of(p)) for p in processes.everyone] == [
         (actor, rank) for actor in range(3) for rank in range(2)
     ]
-    assert list(processes.of(1)) == [2, 3] == list(processes.mates_of(3)) and processes.of_all([2, 0]) == [0, 1, 4, 5]
+    assert list(processes.of(1)) == [2, 3] == list(processes.mates_of(3)) and processes.of_all([2, 0]) == [
+        0,
+        1,
+        4,
+        5,
+    ]
     assert processes.peers_of(3) == {2, 1, 5}
     seat = Seat(3, 2)
-    assert (seat.actor, seat.rank, seat.mate(0), seat.partner(2), str(seat)) == (1, 1, 2, 5, "actor 1 (process 1 of 2)")
+    assert (seat.actor, seat.rank, seat.mate(0), seat.partner(2), str(seat)) == (
+        1,
+        1,
+        2,
+        5,
+        "actor 1 (process 1 of 2)",
+    )
     assert Processes(4).peers_of(2) == {0, 1, 3} and str(Seat(3)) == "actor 3"
 
 
 def test_an_actor_is_as_its_worst_process():
-    infos = [ActorInfo(1, "a", 7, ("cpu:0",), "ready", 0, 2), ActorInfo(1, "b", 8, ("cpu:1",), "failed", 1, 2)]
+    infos = [
+        ActorInfo(1, "a", 7, ("cpu:0",), "ready", 0, 2),
+        ActorInfo(1, "b", 8, ("cpu:1",), "failed", 1, 2),
+    ]
     actor = of_actor(infos)
-    assert (actor.id, actor.host, actor.pid, actor.devices, actor.state) == (1, "a", 7, ("cpu:0", "cpu:1"), "failed")
+    assert (actor.id, actor.host, actor.pid, actor.devices, actor.state) == (
+        1,
+        "a",
+        7,
+        ("cpu:0", "cpu:1"),
+        "failed",
+    )
     assert [p.process for p in actor.processes] == [2, 3]
     assert str(infos[1]) == "actor 1 (process 1 of 2: host b, pid 8)"
-    assert repr(actor) == ("<actor 1: failed cpu:0 cpu:1; 2 processes: host a pid 7 ready, host b pid 8 failed>")
-    assert repr(of_actor([ActorInfo(0, "a", 7, ("cpu:0",), "ready")])) == "<actor 0 (host a, pid 7): ready cpu:0>"
+    assert repr(actor) == (
+        "<actor 1: failed cpu:0 cpu:1; 2 processes: host a pid 7 ready, host b pid 8 failed>"
+    )
+    assert (
+        repr(of_actor([ActorInfo(0, "a", 7, ("cpu:0",), "ready")]))
+        == "<actor 0 (host a, pid 7): ready cpu:0>"
+    )
 
 
 def test_where_an_actor_is_says_the_hindmost():
@@ -77,7 +97,10 @@ def test_copies_lie_on_other_hosts_rank_by_rank():
 
 def test_hosts_reach_each_other_from_outside():
     assert addresses_of_hosts([("127.0.0.1", "127.0.0.1")] * 2) == ["127.0.0.1"] * 2
-    assert addresses_of_hosts([("127.0.0.1", "127.0.0.1"), ("10.0.0.2", "10.0.0.1")]) == ["10.0.0.1", "10.0.0.2"]
+    assert addresses_of_hosts([("127.0.0.1", "127.0.0.1"), ("10.0.0.2", "10.0.0.1")]) == [
+        "10.0.0.1",
+        "10.0.0.2",
+    ]
 
 
 # ---------------------------------------------------------------- parts and their owners
@@ -124,12 +147,12 @@ def test_each_part_crosses_once_and_reaches_everyone(spec):
         for rank in range(k):
             held = [part for part in parts if rank in part.ranks]
             one, other = Seat(rank, k), Seat(k + rank, k)
-            out = crossings.sends(one, held, tag, 1, 4)
+            out = array_parts.sends(one, held, tag, 1, 4)
             assert all(leg.peer == k + rank for leg in out)
             sent += [(rank, leg.peer, leg.sequence) for leg in out]
-            for legs in crossings.relays(other, held, tag, 4).values():
+            for legs in array_parts.relays(other, held, tag, 4).values():
                 sent += [(other.process, leg.peer, leg.sequence) for leg in legs]
-            legs = crossings.receives(other, held, tag, 0, 4)
+            legs = array_parts.receives(other, held, tag, 0, 4)
             assert [leg.piece for leg in legs] == list(range(len(held)))
             received += [(leg.peer, other.process, leg.sequence) for leg in legs]
         assert sorted(sent) == sorted(received) and len(set(sent)) == len(sent)
@@ -200,11 +223,23 @@ def test_actors_take_as_many_processes_as_hosts_call_for(lines, actors, devices,
     ("options", "said"),
     [
         ({"processes_per_actor": 2}, "processes_per_actor=2 does not divide the 1 device of an actor"),
-        ({"processes_per_actor": 3, "spmd_mesh": {"data": 4}}, "=3 does not divide the 4 devices of an actor"),
+        (
+            {"processes_per_actor": 3, "spmd_mesh": {"data": 4}},
+            "=3 does not divide the 4 devices of an actor",
+        ),
         ({"processes_per_actor": 0}, "processes_per_actor is 0; give a whole number of at least 1"),
-        ({"processes_per_actor": 2, "spmd_mesh": {"x": 2}, "launcher": "inline"}, "not work with launcher='inline'"),
-        ({"hosts": ["a slots=2", "b slots=2"], "spmd_mesh": {"x": 6}}, "2 actors of 6 devices do not fit 4 slots on 2"),
-        ({"hosts": ["a slots=3"], "spmd_mesh": {"x": 2}, "processes_per_actor": 2}, "in 2 processes of 1 each do not"),
+        (
+            {"processes_per_actor": 2, "spmd_mesh": {"x": 2}, "launcher": "inline"},
+            "not work with launcher='inline'",
+        ),
+        (
+            {"hosts": ["a slots=2", "b slots=2"], "spmd_mesh": {"x": 6}},
+            "2 actors of 6 devices do not fit 4 slots on 2",
+        ),
+        (
+            {"hosts": ["a slots=3"], "spmd_mesh": {"x": 2}, "processes_per_actor": 2},
+            "in 2 processes of 1 each do not",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(options, said):
@@ -297,7 +332,9 @@ async def saved_and_restored(mesh: Any, state: Any, folder: Any) -> None:
     await mesh.save(folder, {"state": state, "step": 3})
     pieces = {path: len(array.pieces) for path, array in load_manifest(str(folder)).arrays.items()}
     assert pieces == {"state/w1": 4, "state/b": 2, "state/w2": 4}
-    written_by = {file.written_by.partition(" on host")[0] for file in load_manifest(str(folder)).files.values()}
+    written_by = {
+        file.written_by.partition(" on host")[0] for file in load_manifest(str(folder)).files.values()
+    }
     assert written_by == {f"actor {actor} (process {rank} of 2)" for actor in range(2) for rank in range(2)}
     plain = reader_of_the_docs()(folder)
     jax.tree.map(np.testing.assert_array_equal, {name: plain[f"state/{name}"] for name in before}, before)

@@ -15,17 +15,18 @@ from test_transport_nccl import waiters
 from waiting import until
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.crew.linking import Linking, links_of
-from jaxpp_async.actors.launch import LaunchSpec, LocalLauncher
-from jaxpp_async.actors.launch.inline import InlineLauncher
-from jaxpp_async.actors.messages import Done, LinksOffered
-from jaxpp_async.actors.values.scattering import Scattering
+from jaxpp_async.controller.deploy import Linking, links_of
 from jaxpp_async.errors import ActorDiedError, ActorError, MeshError, ProtocolError, TransferError
+from jaxpp_async.launch import LaunchSpec, LocalLauncher
+from jaxpp_async.launch.inline import InlineLauncher
+from jaxpp_async.layout.array_parts import Scattering
 from jaxpp_async.mesh import RemoteMesh
-from jaxpp_async.program import ActorProgram, Aval, Recv, Send
+from jaxpp_async.program.actor_program import ActorProgram
+from jaxpp_async.program.instructions import Aval, Recv, Send
+from jaxpp_async.protocol.messages import Done, LinksOffered
 from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
 from jaxpp_async.transport.nccl.library import NcclFailure
-from jaxpp_async.transport.nccl.plan import Link
+from jaxpp_async.transport.nccl.order import Link
 from jaxpp_async.transport.nccl.transport import NcclTransport
 
 
@@ -81,7 +82,9 @@ async def test_steps_are_those_of_plain_jax_under_every_schedule(launcher):
     expected = jax.jit(grads_step(MODEL, SCHEDULES[0]))(params, batch)
     async with RemoteMesh(2, launcher=launcher, transport="nccl") as mesh:
         told = mesh._running()._crew.hardware.values()
-        assert {each.nccl for each in told} == {launcher.library.version}, "to be compared before anything is compiled"
+        assert {each.nccl for each in told} == {launcher.library.version}, (
+            "to be compared before anything is compiled"
+        )
         step = mesh.distributed(grads_step(MODEL, SCHEDULES[0]))
         for schedule in SCHEDULES:
             scheduled = step.with_schedule(schedule)
@@ -152,7 +155,7 @@ async def test_restarts_make_every_link_anew(launcher):
 
 
 async def test_a_communicator_that_fails_is_a_failed_transfer(launcher, monkeypatch):
-    monkeypatch.setattr("jaxpp_async.transport.nccl.end._CHECK_S", 0.01)
+    monkeypatch.setattr("jaxpp_async.transport.nccl.link_end._CHECK_S", 0.01)
     async with RemoteMesh(2, launcher=launcher, transport="nccl") as mesh:
         step = mesh.distributed(grads_step(MODEL, jpp.Std1F1B(4)))
         params, batch = MODEL.init(0), MODEL.batch(1, 8)
@@ -175,7 +178,9 @@ async def _unlinked(launcher, said, caplog):
             named = rf"communicator from actor \d to actor \d, device 0 could not be made: {said}"
             with pytest.raises(TransferError, match=named):
                 await mesh.run(step, MODEL.init(0), MODEL.batch(1, 8))
-    assert not [record for record in caplog.records if record.levelname == "ERROR"], "what is raised is not logged"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"], (
+        "what is raised is not logged"
+    )
 
 
 @pytest.mark.parametrize("error", [NcclFailure, AttributeError], ids=["NCCL refuses", "a defect"])
@@ -278,7 +283,9 @@ async def test_a_death_while_links_are_made_is_mended(launcher):
 
 
 def test_actors_without_a_gpu_are_an_error_before_anything_starts():
-    with pytest.raises(MeshError, match=r"actors 0 to 2 have none: their platform is 'cpu'; .*platform='cuda'"):
+    with pytest.raises(
+        MeshError, match=r"actors 0 to 2 have none: their platform is 'cpu'; .*platform='cuda'"
+    ):
         RemoteMesh(3, transport="nccl")
     with pytest.raises(MeshError, match=r"'nccl' does not work inside one process"):
         RemoteMesh(2, transport="nccl", launcher="inline")

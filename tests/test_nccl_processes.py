@@ -23,14 +23,15 @@ from test_random_schedules import draw_schedule
 from test_random_schedules import train_step as random_step
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.crew.linking import links_of
-from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.actors.processes.seats import Seat
-from jaxpp_async.actors.values import turns
-from jaxpp_async.actors.values.scattering import Scattering
+from jaxpp_async.controller.deploy import links_of
 from jaxpp_async.errors import MeshError, RestartBudgetExceeded
-from jaxpp_async.program import ActorProgram, Aval, Input, Recv, Run, Send
-from jaxpp_async.transport.nccl.plan import Link, Turn, order_of
+from jaxpp_async.launch import LocalLauncher
+from jaxpp_async.layout import array_parts
+from jaxpp_async.layout.array_parts import Scattering
+from jaxpp_async.program.actor_program import ActorProgram
+from jaxpp_async.program.instructions import Aval, Input, Recv, Run, Send
+from jaxpp_async.protocol.actor_info import Seat
+from jaxpp_async.transport.nccl.order import Link, Turn, order_of
 
 # ---------------------------------------------------------------- links and turns
 
@@ -63,7 +64,10 @@ def test_what_is_passed_on_goes_from_where_it_lies_to_where_it_lies_there():
     """Of six devices in two processes the columns of `b` are on 0, 2, 4 and on 1, 3, 5: on devices of other positions
     here and there."""
     links = links_of(transfers(COLUMNS, COLUMNS), Scattering((("a", 3), ("b", 2)), 2))
-    assert {link[2:] for link in links if {link.sender, link.receiver} in ({0, 1}, {2, 3})} == {(0, 1), (1, 0)}
+    assert {link[2:] for link in links if {link.sender, link.receiver} in ({0, 1}, {2, 3})} == {
+        (0, 1),
+        (1, 0),
+    }
     assert {link[2:] for link in links if link.sender + 2 == link.receiver} == {(0, 0), (1, 1)}
 
 
@@ -97,17 +101,21 @@ class InTurn:
         self.here: dict[int, set[int]] = {process: set() for process in self.streams}
         self.posted: dict[tuple[Link, int], set[int]] = defaultdict(set)
         self.left: dict[Link, deque[int]] = defaultdict(deque)
-        self.ends: dict[tuple[int, int], tuple[int, int]] = {}  # a message's receive, by receiver and sequence
+        # a message's receive, by receiver and sequence
+        self.ends: dict[tuple[int, int], tuple[int, int]] = {}
         for process, stream in self.streams.items():
             for turn in itertools.chain.from_iterable(self.turns(process, i) for i in stream):
                 if turn.link.sender == process:
                     self.left[turn.link].append(turn.sequence)
 
     def turns(self, process: int, i: Any) -> list[Turn]:
-        seat, held = Seat(process, 2), [piece for piece in Scattering((("a", 2),), 2).parts(Aval((2,), "float32"))]
+        seat, held = (
+            Seat(process, 2),
+            [piece for piece in Scattering((("a", 2),), 2).parts(Aval((2,), "float32"))],
+        )
         if isinstance(i, Send):
-            return list(turns.sent(seat, held, i.tag, i.to_actor, 2))
-        return list(turns.received(seat, held, i.tag, i.from_actor, 2)) if isinstance(i, Recv) else []
+            return list(array_parts.sent(seat, held, i.tag, i.to_actor, 2))
+        return list(array_parts.received(seat, held, i.tag, i.from_actor, 2)) if isinstance(i, Recv) else []
 
     def post(self, process: int, found: list[Turn], *, sends: bool) -> None:
         for sequence, link in found:
@@ -174,9 +182,9 @@ def turns_of(part: ActorProgram, seat: Seat, scattering: Scattering) -> Any:
         if isinstance(i, Send | Recv):
             held = [piece for piece in scattering.parts(part.avals[i.buffer]) if seat.rank in piece.ranks]
             if isinstance(i, Send):
-                yield from turns.sent(seat, held, i.tag, i.to_actor, num_devices)
+                yield from array_parts.sent(seat, held, i.tag, i.to_actor, num_devices)
             else:
-                yield from turns.received(seat, held, i.tag, i.from_actor, num_devices)
+                yield from array_parts.received(seat, held, i.tag, i.from_actor, num_devices)
 
 
 # ---------------------------------------------------------------- a mesh
@@ -188,7 +196,8 @@ WHOLE_ON_ALL = ({name: jax.P() for name in ("w1", "b", "w2")}, jax.P())
 @pytest.fixture
 def options(monkeypatch, tmp_path):
     """Of a mesh of actors of two processes of two devices, on the library that stands in for NCCL."""
-    monkeypatch.setattr("jaxpp_async.mesh_options.transport", lambda *_, **__: "nccl")  # which would ask for GPUs
+    # which would ask for GPUs
+    monkeypatch.setattr("jaxpp_async.session.mesh_options.transport", lambda *_, **__: "nccl")
     violations = tmp_path / "violations"
     yield {
         "spmd_mesh": {"data": 2, "model": 2},
@@ -222,13 +231,17 @@ async def test_actors_of_several_processes_transfer_in_order_and_survive_the_dea
         assert linking._made == before and linking._epoch == 1, "the same links, made anew"
         victim = mesh.actors[0].processes[0]
         os.kill(victim.pid, signal.SIGKILL)
-        with pytest.raises(RestartBudgetExceeded, match=rf"actor 0 \(process 0 of 2: host .*, pid {victim.pid}\)"):
+        with pytest.raises(
+            RestartBudgetExceeded, match=rf"actor 0 \(process 0 of 2: host .*, pid {victim.pid}\)"
+        ):
             while True:
                 state, _ = await mesh.run(step, state, batch)
 
 
 async def test_different_versions_are_refused_before_anything_is_compiled(options):
     options["env"][nccl_over_sockets.VERSIONS] = "2.32.3 2.30.1"
-    with pytest.raises(MeshError, match=r"NCCL 2.32.3: actor 0.*; NCCL 2.30.1: actor 0.*install the same version"):
+    with pytest.raises(
+        MeshError, match=r"NCCL 2.32.3: actor 0.*; NCCL 2.30.1: actor 0.*install the same version"
+    ):
         async with jpp.RemoteMesh(1, **options):
             raise AssertionError("it has started")

@@ -30,10 +30,7 @@ from resources import nothing_left
 from test_launch import HERE
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.launch.hostfile import parse_hosts
-from jaxpp_async.actors.launch.hosts import Settings
-from jaxpp_async.actors.launch.ssh import ssh_launcher
+from jaxpp_async.controller.controller import Controller
 from jaxpp_async.errors import (
     ActorUnresponsiveError,
     LaunchError,
@@ -42,6 +39,8 @@ from jaxpp_async.errors import (
     RestartBudgetExceeded,
     TransferError,
 )
+from jaxpp_async.launch.hosts import Settings, parse_hosts
+from jaxpp_async.launch.ssh import ssh_launcher
 from jaxpp_async.testing import assert_close
 
 REASON = namespaces.skip_reason()
@@ -81,7 +80,9 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 
 
 @pytest.fixture(autouse=True)
-async def hosts_are_left_clean(net: Network, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> AsyncIterator[None]:
+async def hosts_are_left_clean(
+    net: Network, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> AsyncIterator[None]:
     """Whole links for each test; afterwards nothing is on the hosts that was not there before."""
     net.heal()
     monkeypatch.setenv("UCX_TLS", "tcp")  # all hosts share this machine's memory, which UCX would find out
@@ -202,7 +203,9 @@ async def test_actors_that_lie_on_two_hosts_each(net):
         for actor in mesh.actors:
             assert all(p.pid in host.pids() for p, host in zip(actor.processes, net.hosts[:2], strict=True))
         victim = mesh.actors[1].processes[1]
-        with pytest.raises(RestartBudgetExceeded, match=rf"actor 1 \(process 1 of 2: host .*pid {victim.pid}\)"):
+        with pytest.raises(
+            RestartBudgetExceeded, match=rf"actor 1 \(process 1 of 2: host .*pid {victim.pid}\)"
+        ):
             kill(net, 1, mesh)
             for _ in range(100):
                 await mesh.run(step, *arguments())
@@ -241,9 +244,12 @@ async def test_everything_listens_where_the_documentation_says(net, shared):
         address, _, port = listening.rpartition(":")
         assert address == host.address["data"] and PORTS[0] <= int(port) <= PORTS[1]
     here = {address.rpartition(":")[0] for address in namespaces.listening()[os.getpid()]}
-    assert here == {net.address("control"), net.address("data")}  # its gate, and its own end of the data plane
+    # its gate, and its own end of the data plane
+    assert here == {net.address("control"), net.address("data")}
     established = "\n".join(host.run("ss", "-Htn", "state", "established") for host in net.hosts)
-    from_to = {(local.rpartition(":")[0], remote.rpartition(":")[0]) for local, remote in _sockets(established)}
+    from_to = {
+        (local.rpartition(":")[0], remote.rpartition(":")[0]) for local, remote in _sockets(established)
+    }
     for a, b in from_to:
         assert a.rpartition(".")[0] == b.rpartition(".")[0], f"{a} talks to {b}"
 
@@ -254,7 +260,12 @@ async def a_plain_mesh(net: Network, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
     monkeypatch.delenv("UCX_NET_DEVICES")
     at = control_addresses(net.hosts[:2])
     async with jpp.RemoteMesh(
-        2, hosts=at, ssh_options=net.ssh_options, compilation_cache=CACHE, env={"UCX_TLS": "tcp"}, max_restarts=1
+        2,
+        hosts=at,
+        ssh_options=net.ssh_options,
+        compilation_cache=CACHE,
+        env={"UCX_TLS": "tcp"},
+        max_restarts=1,
     ) as mesh:
         yield mesh
 
@@ -267,7 +278,9 @@ def data_sockets(net: Network, mesh: jpp.RemoteMesh, earlier: set[str]) -> tuple
     """
     controller: Any = mesh._controller
     gate = ":".join(map(str, controller._crew._address))
-    found = {a for host, actor in zip(net.hosts, mesh.actors, strict=False) for a in host.listening()[actor.pid]}
+    found = {
+        a for host, actor in zip(net.hosts, mesh.actors, strict=False) for a in host.listening()[actor.pid]
+    }
     here = namespaces.listening()[os.getpid()] - earlier
     assert gate in here
     return found | here - {gate}, gate
@@ -361,7 +374,9 @@ async def test_a_host_that_is_down(net, caplog):
     net.cut(down, "control")
     began = time.monotonic()
     async with nothing_left(caplog):
-        with pytest.raises(LaunchError, match=f"host {down.address['control']}: cannot be reached .*leave it out"):
+        with pytest.raises(
+            LaunchError, match=f"host {down.address['control']}: cannot be reached .*leave it out"
+        ):
             await refused(net, control_addresses(net.hosts))
     assert time.monotonic() - began < 15
 
@@ -387,7 +402,9 @@ async def test_a_firewall_on_the_way_back(net, caplog, how):
 def test_the_doctor_finds_what_does_not_come_through(net, tmp_path):
     """A firewall on one host's way back, and a cut data link to it; what is well is said as well. The cut lasts longer
     than UCX keeps an idle connection alive, so it is none of the shared mesh's."""
-    (tmp_path / "hosts").write_text("".join(f"{address} env=UCX_TLS=tcp\n" for address in control_addresses(net.hosts)))
+    (tmp_path / "hosts").write_text(
+        "".join(f"{address} env=UCX_TLS=tcp\n" for address in control_addresses(net.hosts))
+    )
     names = control_addresses(net.hosts)
     command = [sys.executable, "-m", "jaxpp_async", "doctor", "--json", "--hosts", str(tmp_path / "hosts")]
     command += ["--interface", namespaces.INTERFACE["data"], "--ports", f"{PORTS[0]}-{PORTS[1]}"]
@@ -402,9 +419,14 @@ def test_the_doctor_finds_what_does_not_come_through(net, tmp_path):
         )
     told = json.loads(done.stdout)
     wrong = {(f["section"], f["host"]): f for f in told["findings"] if f["level"] == "error"}
-    assert done.returncode == 1 and set(wrong) == {("control", names[2]), ("transfer", f"{names[1]} to {names[2]}")}
+    assert done.returncode == 1 and set(wrong) == {
+        ("control", names[2]),
+        ("transfer", f"{names[1]} to {names[2]}"),
+    }
     assert net.address("control") in wrong["control", names[2]]["what"]
-    assert [link["error"] == "" for link in told["links"]] == [True, False] and told["links"][0]["bytes_per_s"] > 0
+    assert [link["error"] == "" for link in told["links"]] == [True, False] and told["links"][0][
+        "bytes_per_s"
+    ] > 0
 
 
 async def test_no_route_back(net, caplog):
@@ -427,7 +449,9 @@ async def test_a_data_network_that_lets_nobody_through(net, caplog, lost):
     net.cut_between(*net.hosts[1:], "data") if lost == "between the actors" else net.cut(net.hosts[2], "data")
     async with nothing_left(caplog), longest_pause() as pause, new_mesh(net, net.hosts[1:]) as mesh:
         began = time.monotonic()
-        with pytest.raises(TransferError, match=r"(?s)actor [01] .* (send +b\d+ to|recv +b\d+ from) [01] .*timeout"):
+        with pytest.raises(
+            TransferError, match=r"(?s)actor [01] .* (send +b\d+ to|recv +b\d+ from) [01] .*timeout"
+        ):
             await mesh.run(mesh.distributed(train_step), *arguments())
         assert time.monotonic() - began < 15
     assert pause() < 3
@@ -522,7 +546,9 @@ async def test_a_control_link_is_cut(net, caplog):
             step = await hanging_step(controller)
             net.cut(host, "control")
             began = time.monotonic()
-            with pytest.raises(ActorUnresponsiveError, match=r"actor 1 .*not been heard of for 1\d\.\d s") as raised:
+            with pytest.raises(
+                ActorUnresponsiveError, match=r"actor 1 .*not been heard of for 1\d\.\d s"
+            ) as raised:
                 async with asyncio.timeout(20):
                     await step
             assert time.monotonic() - began < 12

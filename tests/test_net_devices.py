@@ -10,11 +10,11 @@ import socket
 import pytest
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.processes.actor_request import ActorRequest
 from jaxpp_async.errors import MeshError
-from jaxpp_async.transport.ucx import net_devices, ports
+from jaxpp_async.launch.spawn import ActorRequest
+from jaxpp_async.transport.ucx import context, net_devices
+from jaxpp_async.transport.ucx.context import with_free_port
 from jaxpp_async.transport.ucx.net_devices import check_devices
-from jaxpp_async.transport.ucx.ports import with_free_port
 from jaxpp_async.transport.ucx.transport import UCXTransport
 
 
@@ -47,7 +47,10 @@ def test_devices_that_are_there(sysfs, names):
         ("*", r"there is no network device \* on host"),
         ("eth0, lo", "there is no network device  lo on host"),
         ("eth0,^lo", r"there is no network device \^lo on host"),
-        ("bonding_masters", "there is no network device bonding_masters on host .*; it has eth0, lo, mlx5_0, and"),
+        (
+            "bonding_masters",
+            "there is no network device bonding_masters on host .*; it has eth0, lo, mlx5_0, and",
+        ),
         ("all,eth0", "'all,eth0', but 'all' stands alone"),
         ("", r"UCX_NET_DEVICES \(interface=\) is empty, with which UCX uses no network"),
         (",", "is empty"),
@@ -139,8 +142,10 @@ async def test_a_range_without_a_free_port_is_an_error_at_once_and_ucx_prints_no
 
 
 def test_a_port_that_another_process_just_looks_at_is_looked_at_again(three_ports, monkeypatch):
-    looks, is_free = [], ports._is_free
-    monkeypatch.setattr(ports, "_is_free", lambda *port: looks.append(port) or (len(looks) == 7 or is_free(*port)))
+    looks, is_free = [], context._is_free
+    monkeypatch.setattr(
+        context, "_is_free", lambda *port: looks.append(port) or (len(looks) == 7 or is_free(*port))
+    )
     assert re.fullmatch(r"(\d+)-\1", given_to_ucx())
     assert len(looks) == 7
 

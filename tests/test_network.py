@@ -24,16 +24,14 @@ import pytest
 from transport_conformance import data, join, tag, transfer, within
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.devices import starting
+from jaxpp_async.actors import jax_runtime
 from jaxpp_async.errors import MeshError, TransferError
-from jaxpp_async.transport import listening
-from jaxpp_async.transport.addresses import hosts_of
-from jaxpp_async.transport.listening import listening_sockets
-from jaxpp_async.transport.network import Network, network_by
-from jaxpp_async.transport.ucx import interfaces, limits
-from jaxpp_async.transport.ucx.interfaces import addresses_of_devices, devices_with
+from jaxpp_async.transport import network as network_module
+from jaxpp_async.transport.base import hosts_of
+from jaxpp_async.transport.network import Network, listening_sockets, network_by
+from jaxpp_async.transport.ucx import limits, net_devices
 from jaxpp_async.transport.ucx.limits import check_descriptors, shared_memory_folder
-from jaxpp_async.transport.ucx.net_devices import is_used
+from jaxpp_async.transport.ucx.net_devices import addresses_of_devices, devices_with, is_used
 from jaxpp_async.transport.ucx.transport import UCXTransport
 
 if importlib.util.find_spec("ucxx") is None:
@@ -101,7 +99,7 @@ async def test_a_user_who_asks_for_tcp_or_an_interface_gets_it(monkeypatch):
 def test_nccl_meets_its_peers_on_the_same_interface(monkeypatch):
     def chosen(platform: str, address: str | None) -> str | None:
         configure: Any = SimpleNamespace(platform=platform, address=address)
-        starting._confine_nccl(configure)
+        jax_runtime._confine_nccl(configure)
         return os.environ.get("NCCL_SOCKET_IFNAME")
 
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
@@ -140,17 +138,27 @@ async def test_a_process_holds_planes_that_listen_beside_planes_that_do_not():
 
 
 def test_a_process_takes_the_interface_by_which_the_others_reach_it(monkeypatch):
-    pairs = [("lo", "127.0.0.1"), ("eth0", "10.0.0.1"), ("eth0", "10.0.0.2"), ("ib0", "10.1.0.1"), ("x", "169.254.0.1")]
-    monkeypatch.setattr(interfaces, "_interface_addresses", lambda: pairs)
-    monkeypatch.setattr(interfaces, "_with_ipv6", lambda: {"lo", "eth1"})
-    monkeypatch.setattr(interfaces, "_is_running", lambda name: name != "eth1")
+    pairs = [
+        ("lo", "127.0.0.1"),
+        ("eth0", "10.0.0.1"),
+        ("eth0", "10.0.0.2"),
+        ("ib0", "10.1.0.1"),
+        ("x", "169.254.0.1"),
+    ]
+    monkeypatch.setattr(net_devices, "_interface_addresses", lambda: pairs)
+    monkeypatch.setattr(net_devices, "_with_ipv6", lambda: {"lo", "eth1"})
+    monkeypatch.setattr(net_devices, "_is_running", lambda name: name != "eth1")
     assert devices_with(()) == ""
     assert devices_with(["10.0.0.2"]) == "^ib0,lo"
     assert devices_with(["10.0.0.1", "10.1.0.1"]) == "^lo"
     assert is_used(devices_with(["10.1.0.1"]), "mlx5_0:1"), "RDMA devices stay"
     assert devices_with(["10.0.0.9"]) is None, "an address behind which this machine is hidden"
     assert addresses_of_devices("^ib0,lo,x") == ["10.0.0.1", "10.0.0.2"]
-    assert [network_by(address).addresses for address in (None, "127.0.0.1", "10.0.0.1")] == [None, (), ("10.0.0.1",)]
+    assert [network_by(address).addresses for address in (None, "127.0.0.1", "10.0.0.1")] == [
+        None,
+        (),
+        ("10.0.0.1",),
+    ]
 
 
 def own_addresses() -> list[str]:
@@ -186,7 +194,7 @@ async def test_a_kernel_that_shuts_no_sockets_is_said(monkeypatch, caplog):
     def refuse(*_):
         raise OSError(92, "Protocol not available")
 
-    monkeypatch.setattr(listening, "_sign", refuse)
+    monkeypatch.setattr(network_module, "_sign", refuse)
     with caplog.at_level(logging.WARNING, "jaxpp_async"):
         plane = UCXTransport(0, network=Network((own_addresses()[0],)))
     assert "does not let this process refuse strangers' connections (" in caplog.text
@@ -199,12 +207,14 @@ async def test_a_kernel_that_shuts_no_sockets_is_said(monkeypatch, caplog):
 async def test_a_stranger_who_connects_before_the_filter_is_there_gets_nothing(monkeypatch):
     """The worker is thrown away with his connection before UCX has read a byte of it."""
     seen = []
-    monkeypatch.setattr(listening.AddressFilter, "has_connections", lambda self: seen.append(1) or len(seen) < 3)
+    monkeypatch.setattr(
+        network_module.AddressFilter, "has_connections", lambda self: seen.append(1) or len(seen) < 3
+    )
     plane = UCXTransport(0, network=Network((own_addresses()[0],)))
     assert len(seen) == 3
     await plane.aclose()
     seen.clear()
-    monkeypatch.setattr(listening.AddressFilter, "has_connections", lambda self: True)
+    monkeypatch.setattr(network_module.AddressFilter, "has_connections", lambda self: True)
     before = listening_sockets()
     with pytest.raises(MeshError, match="strangers connect to the data plane"):
         UCXTransport(0, network=Network((own_addresses()[0],)))
@@ -213,7 +223,9 @@ async def test_a_stranger_who_connects_before_the_filter_is_there_gets_nothing(m
 
 async def test_an_address_of_nobody_is_said_and_listens_everywhere(caplog):
     plane = UCXTransport(0, network=Network(("192.0.2.77",)))
-    assert "no network interface here has the address 192.0.2.77, by which the others reach this" in caplog.text
+    assert (
+        "no network interface here has the address 192.0.2.77, by which the others reach this" in caplog.text
+    )
     await plane.aclose()
 
 
@@ -242,14 +254,18 @@ def test_descriptors_are_counted(few_descriptors):
 
 async def test_a_driver_with_too_few_descriptors_starts_nothing(few_descriptors):
     few_descriptors(30)
-    with pytest.raises(MeshError, match="a mesh of 2 processes takes about 40 file descriptors, and this process on"):
+    with pytest.raises(
+        MeshError, match="a mesh of 2 processes takes about 40 file descriptors, and this process on"
+    ):
         await jpp.RemoteMesh(2, compilation_cache=CACHE).__aenter__()
 
 
 @pytest.mark.parametrize("left", [10, 14, 18])
 async def test_ucx_is_not_asked_where_there_are_too_few(few_descriptors, left, capfd):
     few_descriptors(left)
-    with pytest.raises(MeshError, match=r"the data plane \(UCX\) takes about 24 file descriptors, and this process"):
+    with pytest.raises(
+        MeshError, match=r"the data plane \(UCX\) takes about 24 file descriptors, and this process"
+    ):
         UCXTransport(0, network=Network(()))
     assert capfd.readouterr() == ("", "")
 
@@ -258,7 +274,9 @@ async def test_an_actor_with_too_few_descriptors_says_so(tmp_path):
     wrapper = tmp_path / "python"
     wrapper.write_text(f'#!/bin/sh\nulimit -n 30\nexec "{sys.executable}" "$@"\n')
     wrapper.chmod(0o755)
-    says = r"actor 0 .*: the data plane \(UCX\) takes about 24 file descriptors, .* it uses \d+ of 30; raise the"
+    says = (
+        r"actor 0 .*: the data plane \(UCX\) takes about 24 file descriptors, .* it uses \d+ of 30; raise the"
+    )
     with pytest.raises(MeshError, match=says):
         await jpp.RemoteMesh(1, python=str(wrapper), compilation_cache=CACHE).__aenter__()
 
@@ -272,7 +290,9 @@ async def test_what_ucx_itself_says_comes_with_the_limits(monkeypatch):
         raise a._ucxx.UCXError("Input/output error")
 
     monkeypatch.setattr(a, "_worker", type("Worker", (), {"create_endpoint_from_worker_address": refuse})())
-    with pytest.raises(TransferError, match=r"Input/output error \(\d+ of \d+ descriptors in use; shared memory: /"):
+    with pytest.raises(
+        TransferError, match=r"Input/output error \(\d+ of \d+ descriptors in use; shared memory: /"
+    ):
         await a.connect(1, b.address)
     monkeypatch.undo()
     await within(a.aclose(), b.aclose())

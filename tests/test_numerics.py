@@ -27,7 +27,9 @@ class Backwards:
         rows = [[] for _ in range(num_actors)]
         stages = range(self.num_stages)
         for i in reversed(range(NUM_MICROBATCHES)):
-            tasks = [jpp.Task(i, "fwd", s) for s in stages] + [jpp.Task(i, "bwd", s) for s in reversed(stages)]
+            tasks = [jpp.Task(i, "fwd", s) for s in stages] + [
+                jpp.Task(i, "bwd", s) for s in reversed(stages)
+            ]
             for task in tasks:
                 rows[(num_actors - 1 - task.stage) % num_actors].append(task)
         return rows
@@ -135,8 +137,16 @@ def adamw_step(model):
         grads, losses = jpp.accumulate_grads(microbatch_grads, jpp.Std1F1B(model.num_stages))(batch)
         grads = jax.tree.map(lambda g: g / NUM_MICROBATCHES, grads)
         updates, opt = optimizer.update(grads, state["opt"], state["params"])
-        state = {"params": optax.apply_updates(state["params"], updates), "opt": opt, "step": state["step"] + 1}
-        return state, {"losses": losses, "norm": optax.tree_utils.tree_norm(grads), "lr": schedule(state["step"])}
+        state = {
+            "params": optax.apply_updates(state["params"], updates),
+            "opt": opt,
+            "step": state["step"] + 1,
+        }
+        return state, {
+            "losses": losses,
+            "norm": optax.tree_utils.tree_norm(grads),
+            "lr": schedule(state["step"]),
+        }
 
     return init, step
 
@@ -177,7 +187,9 @@ async def test_a_gradient_that_no_stage_needs_stays_zero(remote_mesh):
 
     params = {"used": jnp.ones((3, 2)), "unused": jnp.ones((4,), jnp.bfloat16)}
     batch = jnp.arange(12.0).reshape(2, 2, 3)
-    assert_close(await mesh.fetch(await mesh.run(mesh.distributed(fn), params, batch)), jax.jit(fn)(params, batch))
+    assert_close(
+        await mesh.fetch(await mesh.run(mesh.distributed(fn), params, batch)), jax.jit(fn)(params, batch)
+    )
 
 
 # ---------------------------------------------------------------- what people write
@@ -280,7 +292,9 @@ PROGRAMS = {
     "checkpoint": (trained(jax.checkpoint(two_stages)),),
     "vmap": (trained(lambda w, x: jnp.sum(jax.vmap(lambda row: two_stages(w, row[None]))(x))),),
     "scan in a stage": (trained(scanned),),
-    "custom gradient": (trained(lambda w, x: jnp.sum(clipped(jpp.pipeline_yield(clipped(x @ w[0])) @ w[1]))),),
+    "custom gradient": (
+        trained(lambda w, x: jnp.sum(clipped(jpp.pipeline_yield(clipped(x @ w[0])) @ w[1]))),
+    ),
     "dropout": (dropout_step, lambda w: jax.random.key(4)),
     "dropout, old key": (dropout_step, lambda w: jax.random.PRNGKey(4)),
     "loss scaling": (trained(two_stages, after=unscaled), lambda w: np.float32(8)),

@@ -21,9 +21,9 @@ from test_numerics import check_five_steps
 from transport_conformance import TransportConformance
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.devices.cuda import open_door
-from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.transport.buffers import Memory
+from jaxpp_async.actors.cuda import open_door
+from jaxpp_async.launch import LocalLauncher
+from jaxpp_async.transport.base import Memory
 from jaxpp_async.transport.ucx.transport import UCXTransport
 
 PLATFORM = os.environ.get("JAXPP_TEST_GPU", "")
@@ -35,7 +35,9 @@ class OnDevice(UCXTransport):
     """UCX between arrays of JAX's own allocator: what the suite sends is copied there, what arrives back to it."""
 
     def post_send(self, memory, peer, tag, done):
-        return super().post_send(_on_device(ctypes.string_at(memory.address, memory.size_bytes)), peer, tag, done)
+        return super().post_send(
+            _on_device(ctypes.string_at(memory.address, memory.size_bytes)), peer, tag, done
+        )
 
     def post_recv(self, memory, peer, tag, done):
         here = _on_device(bytes(memory.size_bytes))
@@ -51,7 +53,9 @@ class OnDevice(UCXTransport):
 
 
 def _on_device(data: bytes) -> Memory:
-    array = jax.device_put(np.frombuffer(data, np.uint8), jax.local_devices(backend=PLATFORM)[0], may_alias=False)
+    array = jax.device_put(
+        np.frombuffer(data, np.uint8), jax.local_devices(backend=PLATFORM)[0], may_alias=False
+    )
     array.block_until_ready()
     return Memory(array.unsafe_buffer_pointer() if data else 0, len(data), array, on_device=True)
 
@@ -99,7 +103,12 @@ async def test_actors_that_share_a_gpu_compute_what_jit_does(num_actors, transpo
 
 async def _check_steps(num_actors, options):
     async with jpp.RemoteMesh(num_actors, **options) as mesh:
-        names = (("mlp", jpp.Std1F1B), ("mlp", jpp.Interleaved1F1B), ("gpt", jpp.GPipe), ("uneven", jpp.Std1F1B))
+        names = (
+            ("mlp", jpp.Std1F1B),
+            ("mlp", jpp.Interleaved1F1B),
+            ("gpt", jpp.GPipe),
+            ("uneven", jpp.Std1F1B),
+        )
         for name, kind in names if num_actors == 2 else names[:2]:
             await check_five_steps(mesh, name, kind)
         assert len({info.pid for info in mesh.actors}) == num_actors

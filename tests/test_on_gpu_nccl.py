@@ -18,7 +18,7 @@ from test_transport_nccl import InOrderOfPosts
 from transport_conformance import EAGER, LARGE, TransportConformance, join, transfer, within
 
 from jaxpp_async.errors import TransferError
-from jaxpp_async.transport.buffers import Memory
+from jaxpp_async.transport.base import Memory
 from jaxpp_async.transport.nccl import library as nccl_library
 
 if os.environ.get("JAXPP_TEST_GPU") != "cuda":
@@ -37,7 +37,9 @@ class OnDevice(InOrderOfPosts):
             await super().connect(peer, address)
 
     def post_send(self, memory, peer, tag, done):
-        return super().post_send(_on_device(ctypes.string_at(memory.address, memory.size_bytes)), peer, tag, done)
+        return super().post_send(
+            _on_device(ctypes.string_at(memory.address, memory.size_bytes)), peer, tag, done
+        )
 
     def post_recv(self, memory, peer, tag, done):
         here = _on_device(bytes(memory.size_bytes))

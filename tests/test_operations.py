@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import pytest
 from docs_code import doc_code
 
-from jaxpp_async.actors.control.records import log_remote
-from jaxpp_async.actors.failures.failure import ActorInfo
-from jaxpp_async.actors.messages import Log
-from jaxpp_async.events import EventLog, Events
+from jaxpp_async.base.events import EventLog, Events
+from jaxpp_async.controller.error_messages import ActorInfo
+from jaxpp_async.protocol.log_forwarding import log_remote
+from jaxpp_async.protocol.messages import Log
 
 docs = doc_code("operations.md")
 
@@ -66,7 +66,10 @@ def no_handlers() -> Iterator[None]:
 
 
 def log_something() -> None:
-    log_remote(ActorInfo(3, "n1", 4711, (), "ready"), Log(20, "user.setup", "hello", 7, {"traceback": "Traceback: x"}))
+    log_remote(
+        ActorInfo(3, "n1", 4711, (), "ready"),
+        Log(20, "user.setup", "hello", 7, {"traceback": "Traceback: x"}),
+    )
     logging.getLogger("jaxpp_async").info("ours")
     logging.getLogger("another.package").warning("theirs")
 

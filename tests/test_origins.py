@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jaxpp_async as jpp
-from jaxpp_async import jax_origins
 from jaxpp_async.errors import StageError
+from jaxpp_async.jax_bridge import tracebacks
 
 LIBRARY = sysconfig.get_path("purelib") + "/solver/search.py"
 SCRIPT = sysconfig.get_path("scripts") + "/train"
@@ -28,7 +28,7 @@ def test_an_equation_of_a_library_is_of_the_users_line():
     call = of_a_library("def call(f, x):\n    return jnp.sin(f(x))\n")
     closed = jax.make_jaxpr(lambda x: call(jnp.cos, x))(1.0)
     line = test_an_equation_of_a_library_is_of_the_users_line.__code__.co_firstlineno + 2
-    assert [jax_origins.source_line(eqn) for eqn in closed.eqns] == [f"{__file__}:{line}"] * 2
+    assert [tracebacks.source_line(eqn) for eqn in closed.eqns] == [f"{__file__}:{line}"] * 2
 
 
 def test_a_mistake_that_a_library_makes_for_the_user_is_of_the_users_line():
@@ -41,7 +41,7 @@ def test_an_error_is_of_the_users_innermost_line():
     call = of_a_library("def call(f):\n    f()\n    raise ValueError('no')\n")
     with pytest.raises(ValueError, match="no") as caught:
         call(lambda: None)
-    assert jax_origins.error_line(caught.value) == f"{__file__}:{caught.traceback[0].lineno + 1}"
+    assert tracebacks.error_line(caught.value) == f"{__file__}:{caught.traceback[0].lineno + 1}"
 
 
 @pytest.mark.parametrize(
@@ -56,4 +56,4 @@ def test_an_error_is_of_the_users_innermost_line():
     ids=["a library within", "all of it installed", "typed in", "a notebook", "nobody"],
 )
 def test_the_line_of_what_is_not_installed_wins(frames, found):
-    assert jax_origins._innermost((name, lambda k=k: k) for k, name in enumerate(frames)) == found
+    assert tracebacks._innermost((name, lambda k=k: k) for k, name in enumerate(frames)) == found

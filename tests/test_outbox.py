@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 
-from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.crew.outbox import Outbox, Post
-from jaxpp_async.actors.crew.rpc import Call
-from jaxpp_async.actors.crew.step_handle import StepHandle
-from jaxpp_async.actors.failures.failure import ActorInfo
+from jaxpp_async.controller.error_messages import ActorInfo
+from jaxpp_async.controller.requests import Call, Outbox, Post, StepHandle
 from jaxpp_async.errors import ActorDiedError, StepAbortedError
+from jaxpp_async.protocol import messages as m
 
 STATS = m.StepStats(0.0, 0.0, 0.0, 0, 0)
 

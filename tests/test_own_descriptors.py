@@ -13,7 +13,11 @@ import psutil
 import pytest
 from test_launch import Driver, environment
 
-from jaxpp_async.own_descriptors import keep_accepted_from_children, keep_from_children, keeping_new_from_children
+from jaxpp_async.base.own_descriptors import (
+    keep_accepted_from_children,
+    keep_from_children,
+    keeping_new_from_children,
+)
 
 # Two ends in one process over TCP; then what a program that is started, and what a forked worker, has of them.
 ENDS = """
@@ -134,7 +138,10 @@ def test_a_forked_worker_of_a_driver_holds_nothing_of_its_actors():
         (worker,) = wait_for(lambda: set(psutil.Process(driver.popen.pid).children()) - set(driver.actors))
         assert psutil.Process(driver.popen.pid).net_connections("inet")
         wait_for(lambda: not worker.net_connections("inet"))  # a fork is seen before what it does first
-        pipes = [{link for link in links(process) if link.startswith("pipe:")} for process in (worker, *driver.actors)]
+        pipes = [
+            {link for link in links(process) if link.startswith("pipe:")}
+            for process in (worker, *driver.actors)
+        ]
         assert all(pipes) and not pipes[0] & set.union(*pipes[1:])
         driver.popen.kill()
         assert driver.actors_gone_within(2) and worker.is_running()

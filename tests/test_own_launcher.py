@@ -24,21 +24,19 @@ from resources import nothing_left
 from rich.console import Console
 from test_launch import HERE, environment, is_running
 
-from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.crew.bringup import all_of
-from jaxpp_async.actors.launch import LaunchSpec
-from jaxpp_async.actors.launch import addresses as addresses_module
-from jaxpp_async.actors.launch.choosing import Launching
-from jaxpp_async.actors.launch.display import HostLines
-from jaxpp_async.actors.launch.hostfile import parse_hosts
-from jaxpp_async.actors.launch.hosts import Settings, place
-from jaxpp_async.actors.launch.remote import MAX_HANDSHAKES, CommandReach, RemoteLauncher
-from jaxpp_async.actors.processes import keeper_protocol as kp
-from jaxpp_async.actors.processes.actor_request import ActorRequest
-from jaxpp_async.actors.processes.warden import Death
-from jaxpp_async.actors.protocol.handshake import version_mismatch
-from jaxpp_async.actors.protocol.line_protocol import RECORD
+from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.startup import all_of
 from jaxpp_async.errors import ActorDiedError, LaunchError, MeshError
+from jaxpp_async.launch import LaunchSpec
+from jaxpp_async.launch import host_agent_protocol as kp
+from jaxpp_async.launch import hosts as addresses_module
+from jaxpp_async.launch.choose import Launching
+from jaxpp_async.launch.hosts import Settings, parse_hosts, place
+from jaxpp_async.launch.process_supervisor import Death
+from jaxpp_async.launch.remote import MAX_HANDSHAKES, CommandReach, HostLines, RemoteLauncher
+from jaxpp_async.launch.spawn import ActorRequest
+from jaxpp_async.protocol.frames import version_mismatch
+from jaxpp_async.protocol.line_protocol import RECORD
 
 # ---------------------------------------------------------------- the interface, by hand (docs/launching.md shows it)
 
@@ -198,8 +196,12 @@ async def test_actors_through_a_command(caplog):
 
 async def test_a_command_that_fails(caplog):
     async with nothing_left(caplog):
-        with pytest.raises(LaunchError, match=r"host a: .* ended with code 4 before it was ready: no such pod"):
-            await start(elsewhere(["a"], CommandReach(lambda p, keeper: ["sh", "-c", "echo no such pod; exit 4"])), 1)
+        with pytest.raises(
+            LaunchError, match=r"host a: .* ended with code 4 before it was ready: no such pod"
+        ):
+            await start(
+                elsewhere(["a"], CommandReach(lambda p, keeper: ["sh", "-c", "echo no such pod; exit 4"])), 1
+            )
         with pytest.raises(LaunchError, match=r"host a: could not be reached: .*/no/command"):
             await start(elsewhere(["a"], CommandReach(lambda p, keeper: ["/no/command"])), 1)
 
@@ -218,7 +220,7 @@ def test_a_keeper_leaves_nothing_behind(how, tmp_path):
         "print('child', subprocess.Popen(['sleep', '62'], start_new_session=True).pid, flush=True); time.sleep(62)"
     )
     actor = f'#!/bin/sh\nexec {sys.executable} -c "{code}"\n'
-    command = [sys.executable, "-m", "jaxpp_async.actors.processes.keeper", "1.0" if how == "lease" else "15"]
+    command = [sys.executable, "-m", "jaxpp_async.launch.host_agent", "1.0" if how == "lease" else "15"]
     keeper = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert keeper.stdin is not None and keeper.stdout is not None
     path = tmp_path / "actor"
@@ -321,7 +323,9 @@ def test_the_address_that_reaches_the_hosts(monkeypatch, ways, address):
     if address is not None:
         assert addresses_module.control_address(list(ways)) == address
     else:
-        with pytest.raises(MeshError, match=r"10.0.0.1 for a, 10.1.0.1 for b\); choose one with control_address="):
+        with pytest.raises(
+            MeshError, match=r"10.0.0.1 for a, 10.1.0.1 for b\); choose one with control_address="
+        ):
             addresses_module.control_address(list(ways))
 
 
@@ -354,7 +358,10 @@ def test_host_lines_without_a_terminal(caplog):
     ("theirs", "says"),
     [
         ({"jax": "1", "jaxlib": "1"}, None),
-        ({"jax": "2", "jaxlib": "1"}, "/py has jax 2, this machine has jax 1; .* /py -m pip install 'jax==1'"),
+        (
+            {"jax": "2", "jaxlib": "1"},
+            "/py has jax 2, this machine has jax 1; .* /py -m pip install 'jax==1'",
+        ),
         ({"jax": "1", "jaxlib": None}, "/py has no jaxlib, this machine has jaxlib 1"),
         ({}, "/py has no jax, "),
     ],

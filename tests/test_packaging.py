@@ -44,6 +44,8 @@ def test_the_interpreter_is_the_newest_one_that_runs(commands, wanted, found, tm
     for tool in ("sed", "sort"):
         (tmp_path / "bin" / tool).symlink_to(str(shutil.which(tool)))
     env = {"PATH": str(tmp_path / "bin"), "PYENV_ROOT": str(tmp_path / "pyenv")}
-    done = subprocess.run([".ci/find-python", wanted], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [".ci/find-python", wanted], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
     assert done.stdout == (f"{tmp_path / found}\n" if found else "")
     assert done.returncode == (0 if found else 1)

@@ -7,7 +7,7 @@ import pytest
 from planning import cross_task_values, f32, heavy, plan_step, sent, staged, taken
 
 import jaxpp_async as jpp
-from jaxpp_async.compiler.avals import value_type
+from jaxpp_async.compiler.evaluate import value_type
 from jaxpp_async.errors import StageError
 
 D = 4
@@ -87,18 +87,25 @@ def test_no_marker_is_one_stage():
     def loss(ws, x):
         return square(jnp.tanh(x @ ws[0]) @ ws[1])
 
-    assert heavy(staged(step_of(loss, 1), [W, W], X)) == {"fwd0": [DOT, TANH, DOT, SUM], "bwd0": [DOT, DOT, DOT]}
+    assert heavy(staged(step_of(loss, 1), [W, W], X)) == {
+        "fwd0": [DOT, TANH, DOT, SUM],
+        "bwd0": [DOT, DOT, DOT],
+    }
 
 
 def test_no_gradient_is_forward_alone():
     def step(ws, batch):
-        return jpp.accumulate_grads(lambda x: square(jpp.pipeline_yield(x @ ws[0]) @ ws[1]), jpp.GPipe(2))(batch)
+        return jpp.accumulate_grads(lambda x: square(jpp.pipeline_yield(x @ ws[0]) @ ws[1]), jpp.GPipe(2))(
+            batch
+        )
 
     assert heavy(staged(step, [W, W], X)) == {"fwd0": [DOT], "fwd1": [DOT, SUM]}
 
 
 def test_two_markers_in_a_row_leave_an_empty_stage():
-    cut = staged(step_of(lambda ws, x: square(jpp.pipeline_yield(jpp.pipeline_yield(x @ ws[0])) @ ws[1]), 3), [W, W], X)
+    cut = staged(
+        step_of(lambda ws, x: square(jpp.pipeline_yield(jpp.pipeline_yield(x @ ws[0])) @ ws[1]), 3), [W, W], X
+    )
     assert cut.num_stages == 3
     assert set(heavy(cut)) == {"fwd0", "fwd2", "bwd2", "bwd0"}
 
@@ -213,7 +220,9 @@ def test_a_tied_weight_is_summed_in_each_stage_and_joined_once(loss, stages, par
         uses = [n for n in done.placed.graph.nodes if value in n.inputs]
         homes = {n.actor for n in done.placed.graph.nodes if value in n.outputs}
         crosses = any(n.actor not in homes for n in uses)
-        assert not (crosses and done.placed.graph.values[value].aval.shape == (D, D)), "a weight crosses in the loop"
+        assert not (crosses and done.placed.graph.values[value].aval.shape == (D, D)), (
+            "a weight crosses in the loop"
+        )
     # After it: every partial sum but one to where the update runs, and the new weight back to the others.
     assert len(weights_sent(done)) == sum(2 * (n - 1) for n in parts)
 
@@ -236,7 +245,9 @@ def test_a_frozen_first_stage_has_no_backward():
 def test_a_frozen_argument():
     def step(frozen, w, batch):
         def of_one(x):
-            value, grad = jax.value_and_grad(lambda w: square(jpp.pipeline_yield(jnp.tanh(x @ frozen)) @ w))(w)
+            value, grad = jax.value_and_grad(lambda w: square(jpp.pipeline_yield(jnp.tanh(x @ frozen)) @ w))(
+                w
+            )
             return grad, value
 
         return jpp.accumulate_grads(of_one, jpp.GPipe(2))(batch)
@@ -408,7 +419,9 @@ def test_a_later_stages_value_in_an_earlier_one_is_an_error():
         g = jax.grad(lambda w: square(jpp.pipeline_yield(jnp.tanh(x @ w)) @ ws[1]))(ws[0])
         return square(jpp.pipeline_yield(x @ g) @ ws[1])
 
-    with pytest.raises(StageError, match=r"test_partition.py:\d+: stage 1 needs .* depends on the backward pass"):
+    with pytest.raises(
+        StageError, match=r"test_partition.py:\d+: stage 1 needs .* depends on the backward pass"
+    ):
         tasks_of(loss)
 
 

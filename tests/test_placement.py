@@ -12,7 +12,7 @@ from planning import f32, plan_step, sent
 import jaxpp_async as jpp
 from jaxpp_async.compiler import ir
 from jaxpp_async.compiler.placement import OuterStep, place
-from jaxpp_async.program import Aval, Input, Output, Run
+from jaxpp_async.program.instructions import Aval, Input, Output, Run
 
 D, MB = 4, 3
 X = f32(MB, 2, D)
@@ -60,7 +60,9 @@ def outer_nodes(done):
 def sent_after_the_loop(done):
     """(from, to, shape) of what nodes behind the loop take from other actors."""
     graph = done.placed.graph
-    holders = {i.value: set(i.actors) for i in graph.inputs} | {v: {n.actor} for n in graph.nodes for v in n.outputs}
+    holders = {i.value: set(i.actors) for i in graph.inputs} | {
+        v: {n.actor} for n in graph.nodes for v in n.outputs
+    }
     found = set()
     for n in outer_nodes(done):
         for v in n.inputs:
@@ -194,7 +196,9 @@ def test_a_tied_weight_is_updated_once_and_sent():
     crossing = sent_after_the_loop(done)
     assert sorted((a, b) for a, b, _ in crossing) == [(0, 1), (1, 0)]
     assert {shape for *_, shape in crossing} == {(D, D)}
-    updates = [n for n in outer_nodes(done) for v in n.outputs if done.placed.graph.values[v].aval.shape == (D, D)]
+    updates = [
+        n for n in outer_nodes(done) for v in n.outputs if done.placed.graph.values[v].aval.shape == (D, D)
+    ]
     assert len(updates) >= 3
 
 
@@ -218,7 +222,11 @@ def test_what_continues_an_argument_lives_on_all_its_homes():
     def step(state, batch):
         grads, losses = gradients(loss_fn, state["w"], batch, jpp.Std1F1B(2))
         both = jnp.concatenate([state["w"][0], state["w"][1]])
-        return {"w": jax.tree.map(jnp.subtract, state["w"], grads), "both": both * state["both"]}, losses, both
+        return (
+            {"w": jax.tree.map(jnp.subtract, state["w"], grads), "both": both * state["both"]},
+            losses,
+            both,
+        )
 
     done = plan_step(step, {"w": [f32(D * 8, D * 8)] * 2, "both": f32(2 * D * 8, D * 8)}, f32(MB, 2, D * 8))
     for name, actors in homes(done).items():
@@ -249,7 +257,12 @@ def test_donated_state_and_accumulators_are_reused_in_place():
     for actor in (0, 1):
         donated = donated_labels(done, actor)
         update = donated[next(label for label in reversed(list(donated)) if label.startswith("outer"))]
-        expected = [f"state[0][{actor}]", "state[1][0].count", f"state[1][0].mu[{actor}]", f"state[1][0].nu[{actor}]"]
+        expected = [
+            f"state[0][{actor}]",
+            "state[1][0].count",
+            f"state[1][0].mu[{actor}]",
+            f"state[1][0].nu[{actor}]",
+        ]
         assert sorted(name for name in update if name.startswith("state")) == expected
         for label, names in donated.items():
             if label.startswith("bwd"):
@@ -262,7 +275,9 @@ def test_what_is_not_donated_is_kept():
     done = plan_step(adam_step(optax.adamw(1e-3), 2), *_state_and_batch(), actors=2)
     for actor in (0, 1):
         assert not any(
-            name.startswith(("state", "batch")) for names in donated_labels(done, actor).values() for name in names
+            name.startswith(("state", "batch"))
+            for names in donated_labels(done, actor).values()
+            for name in names
         )
         assert not any(i.donated for i in done.programs[actor].instructions if isinstance(i, Input))
 
@@ -275,14 +290,20 @@ def _state_and_batch():
 def test_a_result_that_is_an_argument_is_passed_on():
     def step(state, batch):
         grads, losses = gradients(loss_fn, state["w"], batch, jpp.Std1F1B(2))
-        return {"w": jax.tree.map(jnp.subtract, state["w"], grads), "fixed": state["fixed"]}, losses, state["fixed"]
+        return (
+            {"w": jax.tree.map(jnp.subtract, state["w"], grads), "fixed": state["fixed"]},
+            losses,
+            state["fixed"],
+        )
 
     for donate in ((), (0,)):
         done = plan_step(step, {"w": [f32(D, D)] * 2, "fixed": f32(7)}, X, donate=donate)
         (actor,) = homes(done)["state['fixed']"]
         instructions = done.programs[actor].instructions
         (buffer,) = [
-            i.buffer for i in instructions if isinstance(i, Input) and homes_by_arg(done)[i.arg] == "state['fixed']"
+            i.buffer
+            for i in instructions
+            if isinstance(i, Input) and homes_by_arg(done)[i.arg] == "state['fixed']"
         ]
         assert sum(isinstance(i, Output) and i.buffer == buffer for i in instructions) == 2
         assert (7,) not in [shape for *_, shape in sent(done)]
@@ -333,7 +354,10 @@ def test_random_keys_and_constants_as_results():
     def step(key, weights, batch):
         key, used = jax.random.split(key)
         grads, losses = gradients(
-            lambda ws, x: loss_fn(ws, x * jax.random.bernoulli(used, 0.5, x.shape)), weights, batch, jpp.GPipe(2)
+            lambda ws, x: loss_fn(ws, x * jax.random.bernoulli(used, 0.5, x.shape)),
+            weights,
+            batch,
+            jpp.GPipe(2),
         )
         return key, grads, losses, 3
 
@@ -407,5 +431,7 @@ def test_sums_over_many_leaves_meet_once_an_actor():
         if isinstance(item, ir.Op) and item.name == "add"
     ]
     assert len(sums) == 999
-    assert Counter(actors for _, actors in sums) == {frozenset({a}): 124 + (7 if a == 0 else 0) for a in range(8)}
+    assert Counter(actors for _, actors in sums) == {
+        frozenset({a}): 124 + (7 if a == 0 else 0) for a in range(8)
+    }
     assert placement.num_levels == 4  # before the loop, squares, their sum, the update

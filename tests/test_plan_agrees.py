@@ -5,10 +5,9 @@ import random
 import pytest
 from graph_builder import gpipe, pipeline_graph, std_1f1b
 
+from jaxpp_async.actors.execution_plan import BindInput, Execute, PostRecv, StartSend, make_plan
 from jaxpp_async.actors.executor import Executor
-from jaxpp_async.actors.plan import BindInput, Execute, PostRecv, StartSend, make_plan
-from jaxpp_async.compiler.lowering import lower
-from jaxpp_async.compiler.memory import peak_plan
+from jaxpp_async.compiler.lowering import lower, peak_plan
 
 
 class Step:

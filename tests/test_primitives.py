@@ -6,20 +6,45 @@ import jax
 import pytest
 from jax._src.interpreters import batching
 
-from jaxpp_async import markers, nonfinite, sharding
 from jaxpp_async.compiler import primitives
 from jaxpp_async.compiler.primitives import inlines
+from jaxpp_async.markers import logical_axes, markers
 
 # The primitives of `markers` and `sharding` are among those that exist; these name operations that no jaxpr has.
 OURS = {primitives.STACK, primitives.INDEX}
 
 # Names that other versions of JAX have or had.
-OF_OTHER_VERSIONS = {"checkpoint", "closed_call", "core_call", "custom_vjp_call_jaxpr", "pjit", "remat", "remat2"}
+OF_OTHER_VERSIONS = {
+    "checkpoint",
+    "closed_call",
+    "core_call",
+    "custom_vjp_call_jaxpr",
+    "pjit",
+    "remat",
+    "remat2",
+}
 OF_OTHER_VERSIONS |= {"log2", "one_minus_square", "polynomial"}  # from JAX 0.12 on
 
 # Elementwise, and not to be run again: random bits, series and iterations, and what is no computation on an array.
-NOT_AGAIN = {"bessel_i0e", "bessel_i1e", "digamma", "igamma", "igamma_grad_a", "igammac", "lgamma", "polygamma", "zeta"}
-NOT_AGAIN |= {"regularized_incomplete_beta", "philox2x32", "philox4x32", "random_bits", "threefry2x32", "threefry4x32"}
+NOT_AGAIN = {
+    "bessel_i0e",
+    "bessel_i1e",
+    "digamma",
+    "igamma",
+    "igamma_grad_a",
+    "igammac",
+    "lgamma",
+    "polygamma",
+    "zeta",
+}
+NOT_AGAIN |= {
+    "regularized_incomplete_beta",
+    "philox2x32",
+    "philox4x32",
+    "random_bits",
+    "threefry2x32",
+    "threefry4x32",
+}
 NOT_AGAIN |= {"global_array_to_host_local_array"}  # there once `multihost_utils` is imported
 NOT_AGAIN |= {"from_edtype", "random_clone", "stage", "tie", "to_edtype", "with_memory_space_constraint"}
 
@@ -30,7 +55,7 @@ LISTS = {name: value for name, value in vars(primitives).items() if isinstance(v
 def existing() -> set[str]:
     """Names of all primitives that JAX and we have made in this process."""
     kind = type(jax.lax.add_p)
-    assert isinstance(markers.marker_p, kind) and isinstance(sharding.shard_p, kind)
+    assert isinstance(markers.marker_p, kind) and isinstance(logical_axes.shard_p, kind)
     gc.unfreeze()  # conftest.py hides what was loaded from the collector, and so from this list
     found = {x.name for x in gc.get_objects() if isinstance(x, kind)}
     gc.freeze()
@@ -44,7 +69,8 @@ def test_every_name_exists(name, existing):
 
 def test_every_elementwise_primitive_is_known():
     """One that no table knows is kept for the backward where it could be made again: 0.12's tanh cost gelu that."""
-    alike = (batching.vectorized_batcher, batching.broadcast_batcher)  # of a batch they are what they are of one
+    # of a batch they are what they are of one
+    alike = (batching.vectorized_batcher, batching.broadcast_batcher)
     rules = batching.fancy_primitive_batchers.items()
     elementwise = {p.name for p, rule in rules if getattr(rule, "func", None) in alike}
     assert {"tanh", "add"} <= elementwise
@@ -62,7 +88,7 @@ def test_markers_have_the_names_that_the_compiler_looks_for():
 
 
 def test_the_search_for_nans_enters_what_means_what_is_inside():
-    assert nonfinite.CALLS == primitives.CALLS | primitives.CHECKPOINTS | primitives.CUSTOM_RULES
+    assert markers.CALLS == primitives.CALLS | primitives.CHECKPOINTS | primitives.CUSTOM_RULES
 
 
 # ("m" markers inside, "p" prints inside, "s" shardings of its own, "l" in a loop) -> inlined

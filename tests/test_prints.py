@@ -176,7 +176,9 @@ async def test_on_actors_of_two_devices_the_whole_value_is_printed_once(remote_m
 
         return jpp.accumulate_grads(of_one, jpp.GPipe(2))(batch)
 
-    await mesh.run(mesh.distributed(step, in_shardings=(None, jax.sharding.PartitionSpec(None, "data"))), [W, W], X)
+    await mesh.run(
+        mesh.distributed(step, in_shardings=(None, jax.sharding.PartitionSpec(None, "data"))), [W, W], X
+    )
     assert captured(capsys).splitlines() == [str(x[:, 0]) for x in X @ W]
 
 

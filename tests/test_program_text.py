@@ -8,8 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpp_async.errors import ProtocolError
-from jaxpp_async.program import ActorProgram, Aval, Delete, Input, Output, Recv, Run, Send
-from jaxpp_async.program_text import format_aval, format_instruction, format_program, parse_aval, parse_program
+from jaxpp_async.program.actor_program import (
+    ActorProgram,
+    format_aval,
+    format_instruction,
+    format_program,
+    parse_aval,
+    parse_program,
+)
+from jaxpp_async.program.instructions import Aval, Delete, Input, Output, Recv, Run, Send
 
 F32 = Aval((8, 16), "float32", ("data", None))
 SCALAR = Aval((), "float32")
@@ -64,7 +71,10 @@ def test_one_instruction_alone():
         (Aval((2,), "float8_e4m3fn", ()), "float8_e4m3fn[2]"),
         (Aval((2,), "uint32", (None,)), "u32[2]{}"),
         (Aval((2, 2), "int64", (None, "data")), "i64[2,2]{,data}"),
-        (Aval((2, 2, 2), "float32", (("data", "model"), ("data",), ())), "f32[2,2,2]{(data+model),(data),()}"),
+        (
+            Aval((2, 2, 2), "float32", (("data", "model"), ("data",), ())),
+            "f32[2,2,2]{(data+model),(data),()}",
+        ),
         (Aval((2,), "float32", ('a "b", {c}+(d)',)), 'f32[2]{"a \\"b\\", {c}+(d)"}'),
     ],
 )
@@ -161,7 +171,9 @@ def test_a_changed_character_parses_or_is_refused(position, character):
 def test_parsing_is_fast():
     run = [Run(f"bwd(stage 3, mb {i})", 5, tuple(range(8)), (2 * i, 2 * i + 1), (1,)) for i in range(1000)]
     rest = [(Send(2 * i, 1, i), Recv(2 * i + 1, 1, i, F32), Delete(2 * i), Output(3, i)) for i in range(1000)]
-    program = ActorProgram(0, tuple(x for r, more in zip(run, rest, strict=True) for x in (r, *more)), (F32,) * 2000)
+    program = ActorProgram(
+        0, tuple(x for r, more in zip(run, rest, strict=True) for x in (r, *more)), (F32,) * 2000
+    )
     text = format_program(program)
     best = min(_seconds(parse_program, text) for _ in range(3))
     # 30 ms where it was written; the bound leaves room for a loaded machine.

@@ -13,12 +13,19 @@ from typing import Any, Literal
 import msgpack
 import pytest
 
-from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.protocol import codec
-from jaxpp_async.actors.protocol.handshake import FrameKey
-from jaxpp_async.actors.protocol.wire import MAX_HANDSHAKE_BYTES, SHORT_BYTES, TO_ACTOR, TO_CONTROLLER, Identity, Wire
 from jaxpp_async.errors import HandshakeError, MeshError, ProtocolError
-from jaxpp_async.program import Aval
+from jaxpp_async.program.instructions import Aval
+from jaxpp_async.protocol import codec
+from jaxpp_async.protocol import messages as m
+from jaxpp_async.protocol.frames import (
+    MAX_HANDSHAKE_BYTES,
+    SHORT_BYTES,
+    TO_ACTOR,
+    TO_CONTROLLER,
+    FrameKey,
+    Identity,
+    Wire,
+)
 
 SECRET = bytes(range(32))
 AVAL = Aval((4, 2), "bfloat16", ("data", None, ("data", "model")))
@@ -71,7 +78,13 @@ REQUESTS = [
 ]
 REPLIES = [
     m.Done(0),
-    m.Ready(1, b"address", ("cpu:0", "cpu:1"), {"jax": "0.10"}, m.Hardware("NVIDIA H100", 2, 80 << 30, "13.0", "13.1")),
+    m.Ready(
+        1,
+        b"address",
+        ("cpu:0", "cpu:1"),
+        {"jax": "0.10"},
+        m.Hardware("NVIDIA H100", 2, 80 << 30, "13.0", "13.1"),
+    ),
     m.Connected(1, {0: ("cuda_ipc", "posix"), 7: ()}),
     m.LinksOffered(1, b"address", (b"id", b"")),
     m.Loaded(2, 1.5, {0: 100}),
@@ -278,7 +291,10 @@ def test_version_mismatch_is_said_to_both_in_plain_words():
         (b"j", None),
         (b"jx", "does not speak"),
         (b"jppx", "does not speak"),
-        (b"jpp1\x00\x00", "speaks format 1 of .* of jaxpp-async 1, format 2: .* install the same one on every host"),
+        (
+            b"jpp1\x00\x00",
+            "speaks format 1 of .* of jaxpp-async 1, format 2: .* install the same one on every host",
+        ),
         (b"jpp2\xff\xff", f"at most {MAX_HANDSHAKE_BYTES}"),
         (b"jpp2\x00\x01\xc0", "bad greeting"),
         (b"jpp2\x00\x00", "bad greeting"),
@@ -360,11 +376,16 @@ def test_replayed_and_reflected_and_reordered_frames_are_refused():
 @pytest.mark.parametrize("first", [0, 1, 40])
 def test_what_was_verified_before_a_broken_frame_is_handed_over(broken, first):
     actor, controller = greet(*pair())
-    failed, log = m.Failed(None, "ValueError", "the cause", "Traceback", None, "run x"), m.Log(20, "a", "b", 3, {})
+    failed, log = (
+        m.Failed(None, "ValueError", "the cause", "Traceback", None, "run x"),
+        m.Log(20, "a", "b", 3, {}),
+    )
     data = frame(actor, failed) + frame(actor, log) + broken
     received = controller.feed(data[:first])  # in one piece, and in two
     assert received + controller.feed(data[first:]) == [failed, log]
-    assert controller.state == "failed" and str(controller.error).startswith(("frame 2: ", "expected frame 2"))
+    assert controller.state == "failed" and str(controller.error).startswith(
+        ("frame 2: ", "expected frame 2")
+    )
     with pytest.raises(ProtocolError, match="already failed"):
         controller.feed(b"")
 

@@ -17,9 +17,9 @@ from test_plan_agrees import Step
 from test_schedule_properties import schedules
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.launch.inline import InlineLauncher
-from jaxpp_async.compiler.memory import peak_plan
-from jaxpp_async.program import Task
+from jaxpp_async.compiler.lowering import peak_plan
+from jaxpp_async.launch.inline import InlineLauncher
+from jaxpp_async.program.instructions import Task
 from jaxpp_async.schedules import dependencies
 from jaxpp_async.testing import assert_close
 from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
@@ -56,7 +56,9 @@ def test_programs_of_random_schedules_end_in_any_order_of_events(drawn, seed):
     assert Step(planned.programs, seed).measure() == [peak_plan(p).peak_bytes for p in planned.programs]
 
 
-def draw_schedule(num_stages: int, num_microbatches: int, num_actors: int, rng: random.Random) -> list[list[Task]]:
+def draw_schedule(
+    num_stages: int, num_microbatches: int, num_actors: int, rng: random.Random
+) -> list[list[Task]]:
     """A random order of all tasks along their dependencies, each stage on a random actor; some backwards are split."""
     places = [rng.randrange(num_actors) for _ in range(num_stages)]
     pairs = [(s, i) for s in range(num_stages) for i in range(num_microbatches)]
@@ -86,7 +88,10 @@ async def test_random_schedules_with_random_delays_equal_jit(seed):
     rng = random.Random(seed)
     keys = jax.random.split(jax.random.key(seed), 6)
     weights = [jax.random.normal(k, (WIDTH, WIDTH)) for k in keys[:4]]
-    batch = {"x": jax.random.normal(keys[4], (3, ROWS, WIDTH)), "y": jax.random.normal(keys[5], (3, ROWS, WIDTH))}
+    batch = {
+        "x": jax.random.normal(keys[4], (3, ROWS, WIDTH)),
+        "y": jax.random.normal(keys[5], (3, ROWS, WIDTH)),
+    }
     expected = jax.jit(train_step)(weights, batch)
     async with jpp.RemoteMesh(3, launcher=SlowLauncher(rng)) as mesh:
         step = mesh.distributed(train_step)

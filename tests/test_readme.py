@@ -20,7 +20,9 @@ README = CLONE / "README.md"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A user's folder with both examples in it."""
-    examples = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    examples = re.findall(
+        r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     train, test = examples
     assert len(train.splitlines()) <= 40
     (tmp_path / "train.py").write_text(train, encoding="utf-8")
@@ -50,8 +52,13 @@ def test_what_is_installed_after_a_pull_has_nothing_that_the_pull_removed(tmp_pa
     clone.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(CLONE / name, clone)
-    shutil.copytree(CLONE / "jaxpp_async", clone / "jaxpp_async", ignore=shutil.ignore_patterns("__pycache__"))
-    assert tomllib.loads((clone / "pyproject.toml").read_text())["build-system"]["build-backend"] == buildapi.__name__
+    shutil.copytree(
+        CLONE / "jaxpp_async", clone / "jaxpp_async", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    assert (
+        tomllib.loads((clone / "pyproject.toml").read_text())["build-system"]["build-backend"]
+        == buildapi.__name__
+    )
     (clone / "jaxpp_async" / "gone.py").touch()
     monkeypatch.chdir(clone)
     before = sorted(clone.rglob("*"))
@@ -59,7 +66,7 @@ def test_what_is_installed_after_a_pull_has_nothing_that_the_pull_removed(tmp_pa
     assert sorted(clone.rglob("*")) == before
     (clone / "jaxpp_async" / "gone.py").unlink()
     after = packed(tmp_path, "second")
-    assert "jaxpp_async/gone.py" not in after and "jaxpp_async/actors/controller.py" in after
+    assert "jaxpp_async/gone.py" not in after and "jaxpp_async/controller/controller.py" in after
 
 
 def packed(tmp_path: Path, name: str) -> list[str]:

@@ -19,8 +19,13 @@ from test_control_plane import load, mesh, start
 from waiting import until
 
 import jaxpp_async
-from jaxpp_async.actors.control import records
-from jaxpp_async.actors.control.records import (
+from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.error_messages import ActorInfo
+from jaxpp_async.launch import LocalLauncher
+from jaxpp_async.launch.hosts import parse_hosts
+from jaxpp_async.launch.remote import CommandReach, RemoteLauncher
+from jaxpp_async.protocol import log_forwarding
+from jaxpp_async.protocol.log_forwarding import (
     BURST,
     PER_TURN,
     RECORDS_PER_S,
@@ -29,18 +34,15 @@ from jaxpp_async.actors.control.records import (
     as_message,
     log_remote,
 )
-from jaxpp_async.actors.controller import Controller
-from jaxpp_async.actors.failures.failure import ActorInfo
-from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.actors.launch.hostfile import parse_hosts
-from jaxpp_async.actors.launch.remote import CommandReach, RemoteLauncher
-from jaxpp_async.actors.messages import Log, step_number
+from jaxpp_async.protocol.messages import Log, step_number
 
 INFO = ActorInfo(1, "n1", 4711, (), "ready")
 
 
 def record(message: str = "hello", *args: object, name: str = "user", **fields: object) -> logging.LogRecord:
-    return logging.getLogger(name).makeRecord(name, logging.INFO, "user.py", 12, message, args, None, extra=None)
+    return logging.getLogger(name).makeRecord(
+        name, logging.INFO, "user.py", 12, message, args, None, extra=None
+    )
 
 
 # ---------------------------------------------------------------- pure parts
@@ -65,7 +67,7 @@ def test_a_record_travels_as_text():
         failed = record()
         failed.exc_info = sys.exc_info()
     traceback = as_message(failed, 0).fields["traceback"]
-    assert traceback.endswith("yyy") and len(traceback) <= records.MAX_TRACEBACK_CHARS
+    assert traceback.endswith("yyy") and len(traceback) <= log_forwarding.MAX_TRACEBACK_CHARS
 
 
 # ---------------------------------------------------------------- in the actor
@@ -81,7 +83,9 @@ async def test_records_of_all_threads_are_sent_in_order_and_a_few_a_turn(logger)
     sender = RecordSender(sent.append)
     sender.step = lambda: 5
     logger.addHandler(sender)
-    thread = threading.Thread(target=lambda: [logger.info("%d", k) for k in range(3 * PER_TURN)], name="worker")
+    thread = threading.Thread(
+        target=lambda: [logger.info("%d", k) for k in range(3 * PER_TURN)], name="worker"
+    )
     thread.start()
     thread.join()
     assert sent == []
@@ -94,7 +98,7 @@ async def test_records_of_all_threads_are_sent_in_order_and_a_few_a_turn(logger)
 
 
 async def test_a_storm_is_counted_and_dropped(logger, monkeypatch):
-    monkeypatch.setattr(records, "TELL_AFTER_S", 0.01)
+    monkeypatch.setattr(log_forwarding, "TELL_AFTER_S", 0.01)
     now_s, sent = 0.0, []
     sender = RecordSender(sent.append, clock=lambda: now_s)
     logger.addHandler(sender)
@@ -103,7 +107,10 @@ async def test_a_storm_is_counted_and_dropped(logger, monkeypatch):
     assert len(sender._waiting) == BURST
     await until(lambda: len(sent) > BURST)
     assert sent[-1].level == logging.WARNING
-    assert sent[-1].message == f"{10_000 - BURST} log records were dropped: this actor logs more than 200 a second"
+    assert (
+        sent[-1].message
+        == f"{10_000 - BURST} log records were dropped: this actor logs more than 200 a second"
+    )
     now_s = 1.0
     logger.info("afterwards")
     sender.close()
@@ -174,7 +181,11 @@ def test_levels_are_those_of_the_logger_or_of_the_package(caplog, package, own, 
 
 def test_every_record_of_the_package_has_the_attributes(caplog):
     sources = pathlib.Path(jaxpp_async.__file__).parent.rglob("*.py")
-    names = {name for path in sources for name in re.findall(r'getLogger\("(jaxpp_async[^"]*)"\)', path.read_text())}
+    names = {
+        name
+        for path in sources
+        for name in re.findall(r'getLogger\("(jaxpp_async[^"]*)"\)', path.read_text())
+    }
     assert len(names) >= 3
     for name in names:
         logging.getLogger(name).warning("hello")
@@ -183,7 +194,7 @@ def test_every_record_of_the_package_has_the_attributes(caplog):
 
 
 def test_an_inline_actors_records_name_it(caplog):
-    records.name_actor(3).run(logging.getLogger("jaxpp_async").warning, "hello")
+    log_forwarding.name_actor(3).run(logging.getLogger("jaxpp_async").warning, "hello")
     assert [seen.actor for seen in caplog.records] == [3]  # type: ignore[attr-defined]
 
 
@@ -227,7 +238,9 @@ async def test_what_a_process_elsewhere_prints_and_logs(caplog):
     lines: list[str] = []
     caplog.set_level(logging.INFO, "jaxpp_async")
     reach = CommandReach(lambda placement, keeper: ["sh", "-c", 'exec "$@"', "sh", *keeper])
-    launcher = RemoteLauncher(reach, parse_hosts(["a"]), actor="records_actor:RecordsActor", forward=lines.append)
+    launcher = RemoteLauncher(
+        reach, parse_hosts(["a"]), actor="records_actor:RecordsActor", forward=lines.append
+    )
     async with mesh(1, launcher=launcher) as controller:
         await start(controller, await load(controller, "log"))
         await until(lambda: len(by_logger(caplog, "user.code")) == 3 and len(lines) >= 2)

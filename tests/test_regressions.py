@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jaxpp_async as jpp
-from jaxpp_async.arrays import RemoteArray
 from jaxpp_async.errors import ArrayError, StageError
+from jaxpp_async.session.remote_array import RemoteArray
 from jaxpp_async.testing import assert_close
 
 NUM_MICROBATCHES = 3

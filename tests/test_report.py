@@ -13,7 +13,7 @@ import pytest
 from planning import f32, plan_step
 
 import jaxpp_async as jpp
-from jaxpp_async import report
+from jaxpp_async.session import report
 from jaxpp_async.testing import assert_close
 
 D, MB = 8, 4
@@ -86,7 +86,9 @@ def test_what_is_sent_in_the_loop(made):
         (2, 1, "float32[2, 8] of fwd_bwd(stage 2)", "for bwd(stage 1)"),
         (1, 0, "float32[2, 8] of bwd(stage 1)", "for bwd(stage 0)"),
     }
-    assert {(t.count, t.per_microbatch, t.size_bytes, t.total_bytes) for t in inside} == {(MB, 1, 64, MB * 64)}
+    assert {(t.count, t.per_microbatch, t.size_bytes, t.total_bytes) for t in inside} == {
+        (MB, 1, 64, MB * 64)
+    }
 
 
 def test_what_is_sent_outside_the_loop(made):
@@ -97,7 +99,9 @@ def test_what_is_sent_outside_the_loop(made):
         (0, 2, "as result[0]['params']['table'], which lives there"),
         (2, 0, next(t.why for t in outside if t.from_actor == 2)),
     ]
-    assert all(re.search(r" at \S+\.py:\d+$", t.what) for t in outside if t.size_bytes <= 64), "the user's line"
+    assert all(re.search(r" at \S+\.py:\d+$", t.what) for t in outside if t.size_bytes <= 64), (
+        "the user's line"
+    )
 
 
 def test_actors(made):

@@ -15,8 +15,8 @@ from planning import f32, plan_step
 import jaxpp_async as jpp
 from jaxpp_async.compiler.ir import Loop
 from jaxpp_async.compiler.partition import partition
-from jaxpp_async.compiler.residuals import _repeated, keep_less
-from jaxpp_async.compiler.tracing import trace
+from jaxpp_async.compiler.rematerialization import _repeated, keep_less
+from jaxpp_async.compiler.trace import trace
 
 D, ROWS, MICROBATCHES = 8, 4, 4
 RNG = np.random.default_rng(0)
@@ -45,7 +45,9 @@ def test_no_other_choice_costs_less(seed):
     keep = tuple(int(c) for c in rng.integers(0, 20, count) * rng.choice([1, 10**9]))
     edges = tuple((u, v) for v in range(count) for u in range(v + 1, count) if rng.random() < 0.4)
     readers = {v for _, v in edges}
-    making = tuple(int(rng.integers(0, 5)) if k in readers or rng.random() < 0.3 else -1 for k in range(count))
+    making = tuple(
+        int(rng.integers(0, 5)) if k in readers or rng.random() < 0.3 else -1 for k in range(count)
+    )
     num_taken = int(rng.integers(1, count + 1))
     found = _repeated(keep, making, edges, num_taken)
     everything = frozenset(range(count))
@@ -77,7 +79,9 @@ def blocks(activation, stages=3):
 
 
 def arguments(stages=3, dtype=np.float32):
-    weights = [tuple(RNG.normal(size=s).astype(dtype) * 0.3 for s in ((D, 4 * D), (4 * D, D))) for _ in range(stages)]
+    weights = [
+        tuple(RNG.normal(size=s).astype(dtype) * 0.3 for s in ((D, 4 * D), (4 * D, D))) for _ in range(stages)
+    ]
     return weights, RNG.normal(size=(MICROBATCHES, ROWS, D)).astype(dtype)
 
 
@@ -108,7 +112,9 @@ ACTIVATIONS = {
 def test_of_an_activation_only_its_operand_is_kept(name):
     hidden = ROWS * 4 * D * (2 if name == "in bfloat16" else 4)
     stream = ROWS * D * 4
-    before, after = kept_bytes(blocks(ACTIVATIONS[name]), [(f32(D, 4 * D), f32(4 * D, D))] * 3, f32(4, ROWS, D))
+    before, after = kept_bytes(
+        blocks(ACTIVATIONS[name]), [(f32(D, 4 * D), f32(4 * D, D))] * 3, f32(4, ROWS, D)
+    )
     assert max(after) <= hidden + 2 * stream < min(before)
 
 
@@ -141,7 +147,15 @@ def test_nothing_costly_is_run_again():
     (loop,) = [op for op in traced.flat.ops if isinstance(op, Loop)]
     before = partition(loop, traced.types)
     after = keep_less(before, traced.types)
-    costly = {"dot_general", "reduce_sum", "reduce_max", "random_bits", "threefry2x32", "shift_right_logical", "jit"}
+    costly = {
+        "dot_general",
+        "reduce_sum",
+        "reduce_max",
+        "random_bits",
+        "threefry2x32",
+        "shift_right_logical",
+        "jit",
+    }
     for key, task in after.tasks.items():
         names = [op.name for op in task.ops]
         for name in costly:

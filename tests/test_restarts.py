@@ -26,17 +26,11 @@ from resources import everything, nothing_left
 from waiting import until
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.crew.rpc import ActorLink, Call
-from jaxpp_async.actors.failures.deadlines import awake_timeout
-from jaxpp_async.actors.files import tensor_files
-from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.actors.launch.inline import InlineLauncher
-from jaxpp_async.actors.messages import Hold, Kept, Lend, Step
-from jaxpp_async.actors.restarts import recovery, rollback
-from jaxpp_async.actors.restarts.copies import holders
-from jaxpp_async.actors.restarts.recovery import Budget
-from jaxpp_async.actors.values.shards import hold_pieces
-from jaxpp_async.actors.watching import supervision
+from jaxpp_async.actors import rollback
+from jaxpp_async.actors.shards import hold_pieces
+from jaxpp_async.controller import failure_policy, recovery
+from jaxpp_async.controller.recovery import Budget
+from jaxpp_async.controller.requests import ActorLink, Call
 from jaxpp_async.errors import (
     ActorDiedError,
     MeshClosedError,
@@ -46,6 +40,12 @@ from jaxpp_async.errors import (
     StateLostError,
     TransferError,
 )
+from jaxpp_async.launch import LocalLauncher
+from jaxpp_async.launch.inline import InlineLauncher
+from jaxpp_async.layout.state_replicas import holders
+from jaxpp_async.protocol.messages import Hold, Kept, Lend, Step
+from jaxpp_async.protocol.task_group import awake_timeout
+from jaxpp_async.storage import tensor_files
 from jaxpp_async.transport.base import COPY_CHANNEL, SEQUENCE_BITS
 from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
 
@@ -89,7 +89,10 @@ async def undisturbed(remote_mesh) -> list[Any]:
 
 
 async def train(
-    mesh: jpp.RemoteMesh, step: Any, before: Callable[[int], Awaitable[None]] | None = None, model: Any = MODEL
+    mesh: jpp.RemoteMesh,
+    step: Any,
+    before: Callable[[int], Awaitable[None]] | None = None,
+    model: Any = MODEL,
 ) -> list[Any]:
     state, losses = (model.init(0), np.int32(0)), []
     for i, batch in enumerate([model.batch(seed, 4) for seed in range(len(BATCHES))]):
@@ -128,7 +131,8 @@ async def killing_one_of_all(mesh: jpp.RemoteMesh, actor: int, turns: int, work:
     result = await killing(mesh, actor, turns, work)
     async with asyncio.timeout(RESTART_S):
         await until(
-            lambda: controller._crew.handles[actor] is not before and not controller._recovery.is_under_way, every_s=0
+            lambda: controller._crew.handles[actor] is not before and not controller._recovery.is_under_way,
+            every_s=0,
         )
     return result
 
@@ -152,7 +156,8 @@ async def test_killed_between_steps_that_were_submitted_ahead(mesh, undisturbed)
     for i, batch in enumerate(BATCHES):
         futures.append(await mesh.submit(step, state, batch))
         state, loss = futures[-1].outputs
-        fetches.append(asyncio.ensure_future(mesh.fetch([state[1], loss])))  # before the next step is given it
+        # before the next step is given it
+        fetches.append(asyncio.ensure_future(mesh.fetch([state[1], loss])))
         await asyncio.sleep(0)
         if i in (1, 4):
             kill(mesh, i % 2)
@@ -177,7 +182,9 @@ async def test_every_other_operation_goes_on(mesh, undisturbed, tmp_path):
         made = await killing(mesh, actor, turns, step.init(0, lambda: jax.tree.map(jnp.asarray, start())))
         assert_same(await mesh.fetch(made), start())
         other = mesh.distributed(lambda x, scale=float(turns + actor): x * scale)
-        np.testing.assert_array_equal(await (await killing(mesh, actor, turns, other(large))), large * (turns + actor))
+        np.testing.assert_array_equal(
+            await (await killing(mesh, actor, turns, other(large))), large * (turns + actor)
+        )
 
 
 async def test_a_copy_asks_for_nothing_more_once_a_restart_begins(undisturbed, monkeypatch, caplog):
@@ -260,7 +267,11 @@ async def settled(mesh: jpp.RemoteMesh) -> dict[str, Any]:
     gc.collect()
     found = await everything(mesh)
     # Inline actors share one process: JAX's own count has what the test itself and the copies hold.
-    return {k: v for k, v in found.items() if "live_" not in k and k != "driver's arrays" and "compilations" not in k}
+    return {
+        k: v
+        for k, v in found.items()
+        if "live_" not in k and k != "driver's arrays" and "compilations" not in k
+    }
 
 
 async def _killed_at(mesh: jpp.RemoteMesh, i: int, when: int) -> None:
@@ -284,9 +295,8 @@ async def test_a_second_death_while_the_first_is_mended(undisturbed):
                     await asyncio.sleep(0)
                 await until(lambda: mesh._running()._is_recovering, every_s=0)
                 epoch = mesh._running()._crew.epoch
-                await until(
-                    lambda epoch=epoch: mesh._running()._crew.epoch > epoch, every_s=0
-                )  # its successor is being started
+                # its successor is being started
+                await until(lambda epoch=epoch: mesh._running()._crew.epoch > epoch, every_s=0)
                 kill(mesh, 0)
             state, losses = await run
             assert_same(await losses, undisturbed[i])
@@ -308,7 +318,8 @@ async def test_neighbours_die_one_after_the_other(undisturbed):
 
 async def test_a_death_before_all_are_connected_ends_the_launch(caplog):
     class Dying(InlineLauncher):
-        def make_transport(self, kind, network):  # the controller's own: its actors are up, and not yet connected
+        # the controller's own: its actors are up, and not yet connected
+        def make_transport(self, kind, network):
             self._handles[1].kill()
             return super().make_transport(kind, network)
 
@@ -328,10 +339,12 @@ async def test_a_link_that_stays_broken_counts(monkeypatch):
 
         monkeypatch.setattr(MemoryTransport, "connect", connect)
         monkeypatch.setattr(recovery, "GRACE_S", 0.01)
-        monkeypatch.setattr(supervision, "GRACE_S", 0.01)
+        monkeypatch.setattr(failure_policy, "GRACE_S", 0.01)
         kill(mesh, 1)
         async with asyncio.timeout(20):
-            with pytest.raises(RestartBudgetExceeded, match=r"more than 3 restarts.*no route to host.*checkpoint"):
+            with pytest.raises(
+                RestartBudgetExceeded, match=r"more than 3 restarts.*no route to host.*checkpoint"
+            ):
                 await mesh.run(step, state, BATCHES[1])
 
 
@@ -521,7 +534,14 @@ def test_options(options):
 
 def test_the_budget_counts_what_is_recent():
     budget = Budget(2, window_s=600.0)
-    assert [budget.take(now) for now in (0.0, 1.0, 2.0, 600.5, 601.5, 602.0)] == [True, True, False, True, True, False]
+    assert [budget.take(now) for now in (0.0, 1.0, 2.0, 600.5, 601.5, 602.0)] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
     assert not Budget(0).take(0.0)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import jaxpp_async as jpp
 from jaxpp_async.errors import ScheduleError
-from jaxpp_async.program import Task
+from jaxpp_async.program.instructions import Task
 from jaxpp_async.schedules import resolve
 
 BUILT_IN = [
@@ -73,17 +73,29 @@ def test_what_is_read(text, tasks, read):
 
 # Text, what the error holds.
 WRONG = [
-    ("0F0,0B0\n1F0,,F0", "s.csv, row 2, column 3, cell 'F0': this is not a task; write stage, kind and microbatch"),
+    (
+        "0F0,0B0\n1F0,,F0",
+        "s.csv, row 2, column 3, cell 'F0': this is not a task; write stage, kind and microbatch",
+    ),
     ("0F0x", "row 1, column 1, cell '0F0x': this is not a task"),
     ("0F", "row 1, column 1, cell '0F': this is not a task"),
     ("0f0", "cell '0f0': this is not a task"),
     ("-1F0", "cell '-1F0': this is not a task"),
-    ("0F0;0B0", "cell '0F0;0B0': this is not a task; write stage, kind and microbatch, such as 0F0, with kind F"),
+    (
+        "0F0;0B0",
+        "cell '0F0;0B0': this is not a task; write stage, kind and microbatch, such as 0F0, with kind F",
+    ),
     ("0F0,(0F1;0Q0)OVERLAP_F_B", "column 2, cell '(0F1;0Q0)OVERLAP_F_B': this is not a task"),
     ("0F99999999999999999999", "this is not a task"),
-    ("0F0,0SEND_F0", "column 2, cell '0SEND_F0': this is not computation; write the file with format=\"compute_only\""),
+    (
+        "0F0,0SEND_F0",
+        "column 2, cell '0SEND_F0': this is not computation; write the file with format=\"compute_only\"",
+    ),
     ("0UNSHARD", "this is not computation"),
-    ("0F0,0B0\n0F0", "row 2, column 1, cell '0F0': fwd(stage 0, mb 0) is in row 1, column 1 too; run every task once"),
+    (
+        "0F0,0B0\n0F0",
+        "row 2, column 1, cell '0F0': fwd(stage 0, mb 0) is in row 1, column 1 too; run every task once",
+    ),
     ("0F0,0BW0,0I0", "column 2, cell '0BW0': BW and I are of different versions of PyTorch"),
     ("", "s.csv: there is no task in it; write a line an actor, with cells such as 0F0"),
     ("\n,,\n", "there is no task in it"),

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxpp_async.errors import ScheduleError
-from jaxpp_async.program import Task
+from jaxpp_async.program.instructions import Task
 from jaxpp_async.schedules import (
     DualPipeV,
     Eager1F1B,
@@ -48,7 +48,9 @@ def schedules(draw, *, min_actors=1):
     split = {pair for pair in pairs if draw(st.booleans())} if draw(st.booleans()) else set()
     left = [Task(i, "fwd", stage) for stage, i in pairs]
     for stage, i in pairs:
-        left += [Task(i, ty, stage) for ty in (("bwd_input", "bwd_weight") if (stage, i) in split else ("bwd",))]
+        left += [
+            Task(i, ty, stage) for ty in (("bwd_input", "bwd_weight") if (stage, i) in split else ("bwd",))
+        ]
     random = draw(st.randoms(use_true_random=False))
     rows: list[list[Task]] = [[] for _ in range(num_actors)]
     done: set[Task] = set()
@@ -72,9 +74,15 @@ def test_valid_schedules_run_under_any_durations(drawn, data):
     durations = {task: random.choice([0.0, 0.1, 1.0, 7.0]) for row in rows for task in row}
     timeline = simulate(resolved, durations.__getitem__)
     starts = {
-        task: t for row, times in zip(rows, timeline.starts, strict=True) for task, t in zip(row, times, strict=True)
+        task: t
+        for row, times in zip(rows, timeline.starts, strict=True)
+        for task, t in zip(row, times, strict=True)
     }
-    ends = {task: t for row, times in zip(rows, timeline.ends, strict=True) for task, t in zip(row, times, strict=True)}
+    ends = {
+        task: t
+        for row, times in zip(rows, timeline.ends, strict=True)
+        for task, t in zip(row, times, strict=True)
+    }
     assert len(starts) == sum(map(len, rows))
     for row in rows:
         for before, after in pairwise(row):
@@ -151,7 +159,9 @@ def _break(rows, sizes, kind, random):
     elif kind == "microbatch":
         row[step] = Task(random.choice([-1, sizes["num_microbatches"], task.i + 1]), task.ty, task.stage)
     elif kind == "type":
-        row[step] = Task(task.i, random.choice(["bwd" if task.ty == "fwd" else "fwd", "Fwd", "", None]), task.stage)
+        row[step] = Task(
+            task.i, random.choice(["bwd" if task.ty == "fwd" else "fwd", "Fwd", "", None]), task.stage
+        )
     elif kind == "both":
         if task.ty == "fwd":
             return None
@@ -162,7 +172,9 @@ def _break(rows, sizes, kind, random):
     return rows
 
 
-@pytest.mark.parametrize("kind", ["drop", "twice", "swap", "move", "stage", "microbatch", "type", "both", "list"])
+@pytest.mark.parametrize(
+    "kind", ["drop", "twice", "swap", "move", "stage", "microbatch", "type", "both", "list"]
+)
 @settings(max_examples=40, deadline=None)
 @given(drawn=schedules(), random=st.randoms(use_true_random=False))
 def test_broken_schedules_raise(kind, drawn, random):

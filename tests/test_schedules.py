@@ -14,7 +14,7 @@ import pytest
 
 import jaxpp_async
 from jaxpp_async.errors import ScheduleError
-from jaxpp_async.program import Task
+from jaxpp_async.program.instructions import Task
 from jaxpp_async.schedules import (
     DualPipeV,
     Eager1F1B,
@@ -50,7 +50,9 @@ UNEVEN = [(s, m, a) for s in (1, 2, 3, 5, 8, 12) for m in (1, 2, 3, 5, 8, 9) for
 
 
 def _resolved(schedule, num_microbatches, num_actors):
-    return resolve(schedule, num_stages=schedule.num_stages, num_microbatches=num_microbatches, num_actors=num_actors)
+    return resolve(
+        schedule, num_stages=schedule.num_stages, num_microbatches=num_microbatches, num_actors=num_actors
+    )
 
 
 def _parse(text: str) -> list[list[Task]]:
@@ -102,7 +104,9 @@ def test_bubble_of_neighbouring_stages(cls, per_actor, m, a):
 
 @pytest.mark.parametrize("cls", DEALT)
 @pytest.mark.parametrize("v", [2, 3, 6])
-@pytest.mark.parametrize(("m", "a"), [(4, 4), (5, 4), (7, 4), (8, 4), (9, 4), (11, 4), (32, 4), (5, 2), (11, 3)])
+@pytest.mark.parametrize(
+    ("m", "a"), [(4, 4), (5, 4), (7, 4), (8, 4), (9, 4), (11, 4), (32, 4), (5, 2), (11, 3)]
+)
 def test_bubble_of_stages_dealt_round(cls, v, m, a):
     rows = _resolved(cls(v * a), m, a)
     assert bubble_fraction(rows) == pytest.approx((a - 1) / (v * m + a - 1))
@@ -137,7 +141,10 @@ def test_bubble_of_zero_bubble_is_a_third_of_1f1b():
 def test_few_microbatches(a):
     """Where the published schedules are not defined, ours stay sensible."""
     for m in range(1, 2 * a):
-        times = {cls: simulate(_resolved(cls(2 * a), m, a), HALVES).makespan for cls in (*IN_LINE, *FOLDED, Std1F1B)}
+        times = {
+            cls: simulate(_resolved(cls(2 * a), m, a), HALVES).makespan
+            for cls in (*IN_LINE, *FOLDED, Std1F1B)
+        }
         assert times[ZeroBubbleV] <= times[ZeroBubbleH1] <= times[Std1F1B]
         assert DualPipeV(2 * a).tasks(m, a) == ZeroBubbleV(2 * a).tasks(m, a)
         idle = idle_times(_resolved(ZeroBubbleH2(a), m, a))
@@ -159,7 +166,9 @@ def test_without_a_second_stage_on_any_actor_nothing_folds(cls):
 def test_dualpipev_pairs_a_forward_with_a_whole_backward_of_the_other_part(m, a):
     for actor, row in enumerate(DualPipeV(2 * a).tasks(m, a)):
         pairs = [
-            (one, two) for one, two in pairwise(row) if (one.ty, two.ty) == ("fwd", "bwd") and one.stage != two.stage
+            (one, two)
+            for one, two in pairwise(row)
+            if (one.ty, two.ty) == ("fwd", "bwd") and one.stage != two.stage
         ]
         assert len(pairs) == 2 * (m - 2 * a + actor + 1) + (a - 1 - actor)
 
@@ -191,7 +200,16 @@ def test_activations_held_in_a_v(m, k):
 
 @pytest.mark.parametrize(
     ("v", "m", "a", "group"),
-    [(2, 8, 4, 4), (3, 8, 4, 4), (6, 64, 8, 8), (2, 4, 4, 4), (2, 9, 4, 5), (3, 11, 4, 6), (3, 7, 4, 7), (2, 3, 4, 3)],
+    [
+        (2, 8, 4, 4),
+        (3, 8, 4, 4),
+        (6, 64, 8, 8),
+        (2, 4, 4, 4),
+        (2, 9, 4, 5),
+        (3, 11, 4, 6),
+        (3, 7, 4, 7),
+        (2, 3, 4, 3),
+    ],
 )
 def test_activations_held_when_interleaved(v, m, a, group):
     expected = tuple(min(v * m, (v - 1) * group + 2 * (a - 1 - actor) + 1) for actor in range(a))
@@ -234,7 +252,9 @@ def test_the_table_in_the_docs(cls):
 
 def test_the_examples_in_the_docs():
     code, error = (
-        block for block in DOCS.read_text().split("```") if "class OneAtATime" in block or "\ntrain.py" in block
+        block
+        for block in DOCS.read_text().split("```")
+        if "class OneAtATime" in block or "\ntrain.py" in block
     )
     names = {"dataclass": dataclass, "jpp": jaxpp_async}
     exec(code.removeprefix("python"), names)
@@ -549,20 +569,37 @@ def test_long_cycle_is_cut():
     assert len(str(caught.value).splitlines()) <= 24
 
 
-BUILT_IN = [GPipe, Std1F1B, Eager1F1B, Interleaved1F1B, LoopedBFS, ZeroBubbleH1, ZeroBubbleH2, ZeroBubbleV, DualPipeV]
+BUILT_IN = [
+    GPipe,
+    Std1F1B,
+    Eager1F1B,
+    Interleaved1F1B,
+    LoopedBFS,
+    ZeroBubbleH1,
+    ZeroBubbleH2,
+    ZeroBubbleV,
+    DualPipeV,
+]
 
 
 @pytest.mark.parametrize("kind", BUILT_IN)
 def test_counts_that_a_schedule_is_not_given_are_told_where_they_go(kind):
     name = kind.__name__
-    with pytest.raises(TypeError, match=rf"^{name} has no option num_microbatches=; .* leading axis of the batch .*"):
+    with pytest.raises(
+        TypeError, match=rf"^{name} has no option num_microbatches=; .* leading axis of the batch .*"
+    ):
         kind(num_stages=2, num_microbatches=4)
-    with pytest.raises(TypeError, match=rf"^{name} has no option num_actors=; the mesh says .*: RemoteMesh\("):
+    with pytest.raises(
+        TypeError, match=rf"^{name} has no option num_actors=; the mesh says .*: RemoteMesh\("
+    ):
         kind(2, num_actors=2)
     with pytest.raises(TypeError, match="unexpected keyword argument 'stages'"):
         kind(stages=2)
     made = kind(num_stages=2)
-    assert str(inspect.signature(kind)) == "(num_stages: 'int') -> None" and repr(made) == f"{name}(num_stages=2)"
+    assert (
+        str(inspect.signature(kind)) == "(num_stages: 'int') -> None"
+        and repr(made) == f"{name}(num_stages=2)"
+    )
     assert made == kind(2) == pickle.loads(pickle.dumps(made)) and hash(made) == hash(kind(2))
     with pytest.raises(FrozenInstanceError):
         made.num_stages = 3

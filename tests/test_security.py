@@ -16,18 +16,16 @@ import pytest
 
 import jaxpp_async
 from jaxpp_async.actors import __main__ as actor_main
-from jaxpp_async.actors.launch import LaunchSpec
-from jaxpp_async.actors.launch.hostfile import parse_hostfile
-from jaxpp_async.actors.launch.hosts import Host, Placement, Settings
-from jaxpp_async.actors.launch.slurm import srun_command
-from jaxpp_async.actors.launch.ssh import ssh_command
-from jaxpp_async.actors.processes import keeper_protocol as kp
-from jaxpp_async.actors.processes.actor_request import ActorRequest
-from jaxpp_async.actors.protocol.handshake import derive_keys
-from jaxpp_async.actors.protocol.line_protocol import RECORD
-from jaxpp_async.actors.protocol.wire import Identity, Wire
-from jaxpp_async.actors.watching.heartbeat import Beating
+from jaxpp_async.actors.heartbeat import Beating
 from jaxpp_async.errors import MeshError
+from jaxpp_async.launch import LaunchSpec
+from jaxpp_async.launch import host_agent_protocol as kp
+from jaxpp_async.launch.hosts import Host, Placement, Settings, parse_hostfile
+from jaxpp_async.launch.slurm import srun_command
+from jaxpp_async.launch.spawn import ActorRequest
+from jaxpp_async.launch.ssh import ssh_command
+from jaxpp_async.protocol.frames import Identity, Wire, derive_keys
+from jaxpp_async.protocol.line_protocol import RECORD
 
 PACKAGE = Path(jaxpp_async.__file__).parent
 
@@ -98,7 +96,9 @@ def test_signals_that_are_none(signum):
 def test_mutated_lines_are_read_or_refused():
     rng, ends = random.Random(0), {"read": 0, "refused": 0}
     lines = [(kp.read_order, kp.write_order(order)) for order in ORDERS]
-    lines += [(lambda line: kp.read_record(line.decode(errors="replace")), kp.write_record(r)) for r in RECORDS]
+    lines += [
+        (lambda line: kp.read_record(line.decode(errors="replace")), kp.write_record(r)) for r in RECORDS
+    ]
     for _ in range(3000):
         read, line = rng.choice(lines)
         data: Any = _mutated_json(line, rng) if rng.random() < 0.5 else bytearray(line.rstrip(b"\n"))
@@ -254,7 +254,18 @@ def test_nothing_that_holds_the_secret_shows_it():
 
 # ---------------------------------------------------------------- code in data
 
-BANNED_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml", "xmlrpc", "code"}
+BANNED_MODULES = {
+    "pickle",
+    "cPickle",
+    "cloudpickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "joblib",
+    "yaml",
+    "xmlrpc",
+    "code",
+}
 BANNED_CALLS = {"eval", "exec", "__import__"}
 BANNED_ATTRIBUTES = {("os", "system"), ("os", "popen"), ("np", "load"), ("numpy", "load"), ("torch", "load")}
 
@@ -275,7 +286,8 @@ def _violations(tree: ast.AST) -> Iterator[str]:
 
 def test_nothing_in_the_package_makes_code_of_data():
     found = {
-        str(path.relative_to(PACKAGE)): list(_violations(ast.parse(path.read_text()))) for path in PACKAGE.rglob("*.py")
+        str(path.relative_to(PACKAGE)): list(_violations(ast.parse(path.read_text())))
+        for path in PACKAGE.rglob("*.py")
     }
     assert len(found) > 80 and {path: bad for path, bad in found.items() if bad} == {}
 

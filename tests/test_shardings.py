@@ -17,8 +17,8 @@ from on_devices import run_on_devices
 from planning import plan_step
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.devices.starting import Devices
-from jaxpp_async.actors.steps.executables import compile_blob
+from jaxpp_async.actors.executables import compile_blob
+from jaxpp_async.actors.jax_runtime import Devices
 from jaxpp_async.testing import assert_close
 
 DIM, HIDDEN, OUT, ROWS = 8, 12, 4, 6
@@ -88,7 +88,10 @@ def in_shardings(kind, axes):
         mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
         return NamedSharding(mesh, found) if kind == "NamedSharding" else found
 
-    return ({"blocks": {"up": spec(None, "model"), "down": spec("model", None)}, "head": spec()}, spec(None, "data"))
+    return (
+        {"blocks": {"up": spec(None, "model"), "down": spec("model", None)}, "head": spec()},
+        spec(None, "data"),
+    )
 
 
 def spread(shardings):
@@ -193,7 +196,10 @@ PARALLEL = {
     "data, gradients added once": (
         parallel_model.make_step(docs["grads_by_device"](plain_loss), docs["added_over_devices"]),
         (DATA, {"batch": "data"}, (P(), P(None, "data"))),
-        {"outer1_actor0": [f"all-reduce {W}"] * 2, "outer1_actor1": [f"all-reduce {HEAD}", *[f"all-reduce {W}"] * 2]},
+        {
+            "outer1_actor0": [f"all-reduce {W}"] * 2,
+            "outer1_actor1": [f"all-reduce {HEAD}", *[f"all-reduce {W}"] * 2],
+        },
         {"shards of act": ("data",), "shards of up": ("data",), "up": (), "down": ()},
     ),
     "tensor": (
@@ -216,7 +222,9 @@ PARALLEL = {
         {"act": ("data",), "hidden": ("data",), "up": ("data",), "down": ("data",)},
     ),
     "fully sharded, gradients added once": (
-        parallel_model.make_step(docs["grads_by_device"](docs["gathered"](plain_loss)), docs["added_over_devices"]),
+        parallel_model.make_step(
+            docs["grads_by_device"](docs["gathered"](plain_loss)), docs["added_over_devices"]
+        ),
         (DATA, {"batch": "data"}, (P("data"), P(None, "data"))),
         {
             "fwd0": [f"all-gather {W}"] * 2,
@@ -233,7 +241,11 @@ PARALLEL = {
                 parallel_model.make_loss(shard_names(act=(None, "sequence"), hidden=(None, None, "mlp")))
             )
         ),
-        (MODEL, {"sequence": "model", "mlp": "model"}, (parallel_model.TENSOR_PARALLEL, P(None, None, "model"))),
+        (
+            MODEL,
+            {"sequence": "model", "mlp": "model"},
+            (parallel_model.TENSOR_PARALLEL, P(None, None, "model")),
+        ),
         {
             "fwd0": [f"all-gather {ACT}", f"all-reduce {ACT}"],
             "fwd_bwd1": [*[f"all-gather {ACT}"] * 2, f"all-reduce {HEAD}", *[f"all-reduce {ACT}"] * 2],
@@ -251,8 +263,12 @@ def test_parallelism_inside_actors(kind):
     args = parallel_model.make_params(), parallel_model.make_batch()
     ran = run_on_devices(step, *args, axes=axes, axis_rules=rules, in_shardings=shardings)
     assert ran.collectives == {task: sorted(found) for task, found in collectives.items()}
-    assert {what: ran.split[parallel_model.SHAPES[what]] for what in split} == {k: {v} for k, v in split.items()}
-    assert_close(ran.results, jax.jit(parallel_model.make_step(parallel_model.plain_grads(plain_loss)))(*args))
+    assert {what: ran.split[parallel_model.SHAPES[what]] for what in split} == {
+        k: {v} for k, v in split.items()
+    }
+    assert_close(
+        ran.results, jax.jit(parallel_model.make_step(parallel_model.plain_grads(plain_loss)))(*args)
+    )
 
 
 @pytest.mark.parametrize("schedule", [jpp.GPipe(2), jpp.ZeroBubbleH1(2)], ids=["GPipe", "ZeroBubbleH1"])
@@ -261,8 +277,12 @@ def test_parallelism_under_other_schedules(schedule):
     step, (axes, rules, shardings), _, split = PARALLEL["sequence"]
     args = parallel_model.make_params(), parallel_model.make_batch()
     ran = run_on_devices(step, *args, axes=axes, axis_rules=rules, in_shardings=shardings, schedule=schedule)
-    assert {what: ran.split[parallel_model.SHAPES[what]] for what in split} == {k: {v} for k, v in split.items()}
-    assert_close(ran.results, jax.jit(parallel_model.make_step(parallel_model.plain_grads(plain_loss)))(*args))
+    assert {what: ran.split[parallel_model.SHAPES[what]] for what in split} == {
+        k: {v} for k, v in split.items()
+    }
+    assert_close(
+        ran.results, jax.jit(parallel_model.make_step(parallel_model.plain_grads(plain_loss)))(*args)
+    )
 
 
 async def test_every_boundary_value_is_pinned_split(remote_mesh):
@@ -322,7 +342,9 @@ async def test_one_value_asked_for_in_several_shardings(remote_mesh):
         y = x * 2
         return x, y, y, x + 1
 
-    step = mesh.distributed(fn, in_shardings=P("data"), out_shardings=(P("model"), P("data"), P(None, "model"), None))
+    step = mesh.distributed(
+        fn, in_shardings=P("data"), out_shardings=(P("model"), P("data"), P(None, "model"), None)
+    )
     x = np.arange(32, dtype=np.float32).reshape(8, 4)
     out = await step(x)
     assert_close(await mesh.fetch(out), jax.jit(fn)(x))
@@ -351,7 +373,9 @@ async def test_put_like_a_split_argument(remote_mesh):
     step, params = mesh.distributed(fn, in_shardings=shardings), make_params()
     await step.compile(params, make_batch())
     placed = await mesh.put(params, like=(step, 0))
-    assert placed["blocks"][0]["up"].spec == (None, "model") and placed["blocks"][1]["down"].spec == ("model",)
+    assert placed["blocks"][0]["up"].spec == (None, "model") and placed["blocks"][1]["down"].spec == (
+        "model",
+    )
     assert_close(await mesh.fetch(placed), params)
     got = await step(placed, make_batch())
     assert_close(await mesh.fetch(got), jax.jit(make_step())(params, make_batch()))

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxpp_async.actors.devices.starting import Devices
-from jaxpp_async.actors.values.shards import ALIGNMENT, Layouts, buffer_addresses, place
-from jaxpp_async.program import Aval
+from jaxpp_async.actors.jax_runtime import Devices
+from jaxpp_async.actors.shards import ALIGNMENT, Layouts, buffer_addresses, place
+from jaxpp_async.program.instructions import Aval
 
 LAYOUTS = Layouts(Devices(Mesh(np.array(jax.devices()[:1]), ("device",))))
 
@@ -40,7 +40,9 @@ def test_a_placed_array_is_its_own_memory_wherever_the_host_array_lies(shape, dt
         if size_bytes:
             assert not any(begin <= at < begin + memory.nbytes for at in buffer_addresses(array))
         memory += 1  # the host may use it again at once
-        assert array.dtype == layout.dtype and np.array_equal(np.asarray(array), wanted, equal_nan=dtype != "bool")
+        assert array.dtype == layout.dtype and np.array_equal(
+            np.asarray(array), wanted, equal_nan=dtype != "bool"
+        )
 
 
 def test_a_host_array_need_not_be_contiguous():

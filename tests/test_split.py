@@ -12,8 +12,8 @@ from interpret import check_step
 from planning import sent
 
 import jaxpp_async as jpp
-from jaxpp_async import jax_compat
 from jaxpp_async.compiler.evaluate import recipe_function
+from jaxpp_async.jax_bridge import private_api
 
 D, ROWS, MICROBATCHES = 4, 3, 4
 RNG = np.random.default_rng(0)
@@ -119,7 +119,9 @@ def mixed(num_stages, num_actors):
             rows[s % num_actors].append(jpp.Task(i, "fwd", s))
         for s in reversed(range(num_stages)):
             rows[s % num_actors] += (
-                [jpp.Task(i, "bwd", s)] if i % 2 else [jpp.Task(i, "bwd_input", s), jpp.Task(i, "bwd_weight", s)]
+                [jpp.Task(i, "bwd", s)]
+                if i % 2
+                else [jpp.Task(i, "bwd_input", s), jpp.Task(i, "bwd_weight", s)]
             )
     return rows
 
@@ -136,7 +138,7 @@ def count(jaxpr, times=1):
     total = 0
     for eqn in jaxpr.eqns:
         total += times * (eqn.primitive.name == "dot_general")
-        for inner in jax_compat.sub_jaxprs(eqn):
+        for inner in private_api.sub_jaxprs(eqn):
             total += count(inner, times * eqn.params.get("length", 1))
     return total
 
@@ -179,7 +181,9 @@ def test_first_stage_and_frozen_stages_have_one_part():
         x = jpp.pipeline_yield(layer(frozen, x))
         return jnp.sum(layer(params[2], x))
 
-    (done,) = check_step(sgd(loss), [weights() for _ in range(3)], X, actors=3, schedules=(jpp.ZeroBubbleH1(3),))
+    (done,) = check_step(
+        sgd(loss), [weights() for _ in range(3)], X, actors=3, schedules=(jpp.ZeroBubbleH1(3),)
+    )
     labels = Counter(n.label.partition(",")[0] for n in done.placed.graph.nodes)
     assert labels["bwd(stage 0"] == labels["bwd(stage 1"] == MICROBATCHES
     assert "bwd_weight(stage 1" not in labels and "bwd_input(stage 0" not in labels
@@ -223,12 +227,16 @@ def scan_of_scans(params, x):
 
 
 def scan_of_checkpoints(params, x):
-    x, _ = jax.lax.scan(jax.checkpoint(lambda x, w: (jpp.pipeline_yield(layer(w, x)), None)), x, params["layers"])
+    x, _ = jax.lax.scan(
+        jax.checkpoint(lambda x, w: (jpp.pipeline_yield(layer(w, x)), None)), x, params["layers"]
+    )
     return jnp.sum((x @ params["head"]) ** 2)
 
 
 def scan_backwards(params, x):
-    x, _ = jax.lax.scan(lambda x, w: (jpp.pipeline_yield(layer(w, x)), None), x, params["layers"], reverse=True)
+    x, _ = jax.lax.scan(
+        lambda x, w: (jpp.pipeline_yield(layer(w, x)), None), x, params["layers"], reverse=True
+    )
     return jnp.sum((x @ params["head"]) ** 2)
 
 
@@ -296,7 +304,11 @@ TIED = {
 def test_no_weight_travels_inside_the_loop(use):
     params = {"tied": weights(), "own": weights()}
     for done in check_step(
-        sgd(tied(TIED[use])), params, X, actors=3, schedules=(jpp.GPipe(3), jpp.Std1F1B(3), jpp.ZeroBubbleH1(3))
+        sgd(tied(TIED[use])),
+        params,
+        X,
+        actors=3,
+        schedules=(jpp.GPipe(3), jpp.Std1F1B(3), jpp.ZeroBubbleH1(3)),
     ):
         assert Counter(shape for *_, shape in sent(done) if shape != (ROWS, D)) in (
             Counter({(D, D): 2}),  # a partial gradient one way, the new weight the other
@@ -314,8 +326,12 @@ def test_casts_stay_inside_the_stages():
         return jnp.sum(layer(w.T, x).astype(jnp.float32))
 
     params = {"tied": weights(), "own": weights()}
-    for done in check_step(sgd(loss), params, X, actors=3, schedules=(jpp.GPipe(3), jpp.Std1F1B(3)), rtol=2e-2):
-        weight_sized = [v for v in done.placed.graph.values if v.kind == "accumulator" and v.aval.shape == (D, D)]
+    for done in check_step(
+        sgd(loss), params, X, actors=3, schedules=(jpp.GPipe(3), jpp.Std1F1B(3)), rtol=2e-2
+    ):
+        weight_sized = [
+            v for v in done.placed.graph.values if v.kind == "accumulator" and v.aval.shape == (D, D)
+        ]
         assert weight_sized and {v.aval.dtype for v in weight_sized} == {"float32"}
         assert Counter(shape for *_, shape in sent(done))[(D, D)] == 2
 
@@ -353,7 +369,9 @@ def of_two_stages(join):
 NOT_LINEAR = {
     "whole numbers divided": lambda a, b: (a.astype(jnp.uint32) + b.astype(jnp.uint32)) // 2,
     "signed ones": lambda a, b: jax.lax.div(a.astype(jnp.int32) + b.astype(jnp.int32), jnp.int32(2)),
-    "a sum that fits where its terms do not": lambda a, b: (1e6 * a + (a - 1e6 * a)).astype(jnp.float16) + 0 * b,
+    "a sum that fits where its terms do not": lambda a, b: (
+        (1e6 * a + (a - 1e6 * a)).astype(jnp.float16) + 0 * b
+    ),
     "in a narrow type": lambda a, b: ((a + 1e5) + -(b + 1e5)).astype(jnp.float16),
     "terms that cancel": lambda a, b: (a + 1e5) + -(b + 1e5),
 }
@@ -363,5 +381,9 @@ NOT_LINEAR = {
 def test_only_what_is_linear_is_accumulated_apart(join):
     batch = np.arange(20, dtype=np.float32).reshape(4, 5) / 8
     check_step(
-        of_two_stages(NOT_LINEAR[join]), np.float32(1.5), batch, schedules=(jpp.GPipe(2), jpp.Std1F1B(2)), rtol=1e-5
+        of_two_stages(NOT_LINEAR[join]),
+        np.float32(1.5),
+        batch,
+        schedules=(jpp.GPipe(2), jpp.Std1F1B(2)),
+        rtol=1e-5,
     )

@@ -16,14 +16,13 @@ import numpy as np
 import pytest
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.control.vigil import Vigil
-from jaxpp_async.actors.devices.compute import ComputeThread
+from jaxpp_async.actors import host_values, loaded_program, receive_buffers, shards
 from jaxpp_async.actors.executor import Executor
-from jaxpp_async.actors.protocol.handshake import FrameKey
-from jaxpp_async.actors.steps import loaded_program
-from jaxpp_async.actors.steps.loaded_program import LoadedTask
-from jaxpp_async.actors.values import host_values, receive_pool, shards
-from jaxpp_async.program import ActorProgram
+from jaxpp_async.actors.loaded_program import LoadedTask
+from jaxpp_async.actors.setup import ComputeThread
+from jaxpp_async.program.actor_program import ActorProgram
+from jaxpp_async.protocol.frames import FrameKey
+from jaxpp_async.protocol.loop_spin import Vigil
 from jaxpp_async.transport.memory import MemoryTransport
 
 
@@ -105,7 +104,9 @@ async def test_controller_sends_one_message_an_actor_for_each_large_host_argumen
     sent: list[tuple[int, int]] = []
     real = transport.send
     monkeypatch.setattr(
-        transport, "send", lambda data, peer, tag: (sent.append((peer, data.nbytes)), real(data, peer, tag))[1]
+        transport,
+        "send",
+        lambda data, peer, tag: (sent.append((peer, data.nbytes)), real(data, peer, tag))[1],
     )
     for rows, expected in ((3, []), (64, [(0, 4 * 64 * 64 * 4), (1, 4 * 64 * 64 * 4)])):
         once = await steady(mesh, problem(rows)[1])
@@ -158,7 +159,9 @@ async def test_an_empty_step_takes_few_macs_and_calls(remote_mesh, monkeypatch):
 async def test_controller_looks_up_a_steady_call_without_its_signature(remote_mesh, monkeypatch):
     mesh = await remote_mesh(2, launcher="local")
     once = await steady(mesh, problem()[1])
-    monkeypatch.setattr("jaxpp_async.step.leaf_type", lambda leaf: (_ for _ in ()).throw(AssertionError(leaf)))
+    monkeypatch.setattr(
+        "jaxpp_async.session.step.leaf_type", lambda leaf: (_ for _ in ()).throw(AssertionError(leaf))
+    )
     await once()
 
 
@@ -182,7 +185,9 @@ async def test_controller_tells_calls_apart_that_look_alike(remote_mesh):
 class Tally(Counter[str]):
     """Counts calls of what costs an actor something. Inline actors: both of them."""
 
-    def watch(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, size: Callable[..., int] | None = None):
+    def watch(
+        self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, size: Callable[..., int] | None = None
+    ):
         real = getattr(owner, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -211,8 +216,8 @@ async def test_actors_do_no_more_than_their_programs_say(remote_mesh, monkeypatc
     tally.watch(monkeypatch, host_values, "place", lambda host, layout: host.nbytes)
     tally.watch(monkeypatch, shards, "duplicate")
     tally.watch(monkeypatch, shards, "host_bytes")
-    tally.watch(monkeypatch, receive_pool, "_copied")
-    tally.watch(monkeypatch, receive_pool, "aligned_bytes")
+    tally.watch(monkeypatch, receive_buffers, "_copied")
+    tally.watch(monkeypatch, receive_buffers, "aligned_bytes")
     tally.watch(monkeypatch, jax, "device_put")
     steps, passes, loop_passes = 5, [], count_passes(monkeypatch)
     for _ in range(steps):
@@ -220,7 +225,8 @@ async def test_actors_do_no_more_than_their_programs_say(remote_mesh, monkeypatc
         await once()
         passes.append(loop_passes() - before)
     instructions = [i for p in mesh.last_step_timeline().actors for i in p.events]
-    runs, transfers = 4 * 2 + 4 + 3 + 2, 2 * 4  # forwards, backwards, the fused; accumulators; updates. And sends
+    # forwards, backwards, the fused; accumulators; updates. And sends
+    runs, transfers = (4 * 2 + 4 + 3 + 2, 2 * 4)
     expected = {
         "run": runs,
         "ran": runs,

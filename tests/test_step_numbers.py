@@ -8,9 +8,9 @@ import pytest
 from models import grads_step, mlp
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.messages import step_id, step_kind, step_number, step_text
-from jaxpp_async.actors.steps.step_run import StepRun
+from jaxpp_async.actors.step_run import StepRun
 from jaxpp_async.errors import RemoteError
+from jaxpp_async.protocol.messages import step_id, step_kind, step_number, step_text
 
 MODEL = mlp(2)
 BATCH = MODEL.batch(0, 2)
@@ -29,11 +29,25 @@ def swapped(params: Any) -> Any:
 
 
 def test_ids_have_the_order_in_which_they_are_given_out():
-    ids = [step_id(0, "init"), step_id(0, "move", 1), step_id(0, "step", 2), step_id(1), step_id(2, "move"), step_id(2)]
+    ids = [
+        step_id(0, "init"),
+        step_id(0, "move", 1),
+        step_id(0, "step", 2),
+        step_id(1),
+        step_id(2, "move"),
+        step_id(2),
+    ]
     assert ids == sorted(ids) and len(set(ids)) == len(ids) and max(ids) < 1 << 63
     assert [step_number(i) for i in ids] == [0, 0, 0, 1, 2, 2]
     assert [step_kind(i) for i in ids] == ["init", "move", "step", "step", "move", "step"]
-    texts = ["an init ahead of step 0", "a move for step 0", "step 0", "step 1", "a move for step 2", "step 2"]
+    texts = [
+        "an init ahead of step 0",
+        "a move for step 0",
+        "step 0",
+        "step 1",
+        "a move for step 2",
+        "step 2",
+    ]
     assert [step_text(i) for i in ids] == texts
     assert step_number(step_id(1 << 30, "step", 1 << 29)) == 1 << 30
 
@@ -76,7 +90,9 @@ async def test_a_move_that_fails_says_of_which_argument_and_for_which_step(monke
         step, params = await started(mesh)
         await mesh.run(step, params, BATCH)
         monkeypatch.setattr(StepRun, "start", start)
-        with pytest.raises(RemoteError, match=r"^actor \d \(.*\), a move for step 1, .*: ValueError: lost") as raised:
+        with pytest.raises(
+            RemoteError, match=r"^actor \d \(.*\), a move for step 1, .*: ValueError: lost"
+        ) as raised:
             await mesh.run(step, swapped(params), BATCH)
     assert raised.value.step == 1
     said = "params['blocks'][0]['b'] (32 bytes) was being moved from actor 1 to actors [0] for step 1 ('train'), which"

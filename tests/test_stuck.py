@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.failures.autopsy import place
-from jaxpp_async.actors.failures.failure import ActorInfo, silent_error, stuck_error
-from jaxpp_async.actors.failures.stuck import StuckSteps
-from jaxpp_async.actors.processes.progress import Position
+from jaxpp_async.controller.error_messages import ActorInfo, silent_error, stuck_error
+from jaxpp_async.controller.stall_detector import StuckSteps, place
 from jaxpp_async.errors import ActorUnresponsiveError, TransferError
-from jaxpp_async.program import CONTROLLER, ActorProgram, Aval, Input, Output, Recv, Run, Send
+from jaxpp_async.program.actor_program import ActorProgram
+from jaxpp_async.program.instructions import CONTROLLER, Aval, Input, Output, Recv, Run, Send
+from jaxpp_async.protocol import messages as m
+from jaxpp_async.protocol.actor_info import Position
 
 AVAL = Aval((1024,), "float32")
 SIZE = 4096
@@ -55,7 +55,9 @@ def at(instruction: int, *, step: int = STEP, waiting: bool = True, computing: b
 
 
 def receive(buffer: int, peer: int, tag: int, **options) -> m.OpenTransfer:
-    return m.OpenTransfer(**{"kind": "receive", "buffer": buffer, "peer": peer, "tag": tag, **OPEN, **options})
+    return m.OpenTransfer(
+        **{"kind": "receive", "buffer": buffer, "peer": peer, "tag": tag, **OPEN, **options}
+    )
 
 
 def send(buffer: int, peer: int, tag: int, **options) -> m.OpenTransfer:
@@ -66,13 +68,23 @@ OPEN = {"size_bytes": SIZE, "posted": True, "needed": True}
 
 
 def reported(
-    instruction: int, *transfers: m.OpenTransfer, step: int | None = STEP, running: bool = False, done: int = 0
+    instruction: int,
+    *transfers: m.OpenTransfer,
+    step: int | None = STEP,
+    running: bool = False,
+    done: int = 0,
 ):
     return m.Reported(0, step, 5, instruction, f"#{instruction} run", running, done, transfers)
 
 
 def stuck_after(
-    stuck: StuckSteps, positions, unfinished=None, *, silent=(), start: float = 0.0, until: float | None = None
+    stuck: StuckSteps,
+    positions,
+    unfinished=None,
+    *,
+    silent=(),
+    start: float = 0.0,
+    until: float | None = None,
 ):
     """The time at which a stall is found while nothing changes, and the stall."""
     now = start
@@ -107,7 +119,9 @@ def test_a_step_is_stuck_when_nobody_in_the_chain_moves(positions, when, actors)
     if when is None:
         assert found is None
     else:
-        assert found is not None and found[0] == when and found[1].actors == actors and found[1].still_s == when
+        assert (
+            found is not None and found[0] == when and found[1].actors == actors and found[1].still_s == when
+        )
 
 
 def test_who_computes_elsewhere_does_not_hold_up_the_clock():
@@ -238,7 +252,12 @@ def test_large_transfers_get_a_second_for_50_mb():
             1,
         ),
         ({**LOST, 1: None}, "deaf", "actor 1 lives but does not answer: its event loop is blocked", 1),
-        ({**LOST, 1: m.Reported(0, None)}, "idle", "actor 1 has not begun step 7, which it was told to run", 1),
+        (
+            {**LOST, 1: m.Reported(0, None)},
+            "idle",
+            "actor 1 has not begun step 7, which it was told to run",
+            1,
+        ),
         (  # 0 is a step ahead; what 1 lacks of the step before is what holds both up
             {0: reported(4, receive(2, 1, 3)), 1: reported(1, receive(0, 0, 0), step=6)},
             "lost",
@@ -274,7 +293,9 @@ def test_large_transfers_get_a_second_for_50_mb():
     ],
 )
 def test_the_first_culprit(reports, cause, culprit, waits):
-    positions = {a: at(r.instruction) if r is not None and r.step == STEP else None for a, r in reports.items()}
+    positions = {
+        a: at(r.instruction) if r is not None and r.step == STEP else None for a, r in reports.items()
+    }
     autopsy = conclude(reports, positions=positions)
     assert autopsy is not None and autopsy.cause == cause and autopsy.culprit.startswith(culprit)
     assert autopsy.waits == waits if isinstance(waits, tuple) else len(autopsy.waits) == waits
@@ -310,7 +331,9 @@ def test_the_errors_of_other_causes():
         ({**LOST, 1: None}, 1),
         ({0: reported(1, receive(0, CONTROLLER, -1, kind="argument"))}, None),
     ):
-        autopsy = conclude(reports, positions={**dict.fromkeys(reports), **WAITING} if 1 in reports else {0: at(1)})
+        autopsy = conclude(
+            reports, positions={**dict.fromkeys(reports), **WAITING} if 1 in reports else {0: at(1)}
+        )
         assert autopsy is not None
         error = stuck_error(autopsy, 12.0, INFOS)
         assert type(error) is ActorUnresponsiveError and error.actor == actor and error.step == 7
@@ -319,7 +342,9 @@ def test_the_errors_of_other_causes():
 def test_the_error_of_a_silent_actor():
     where = place(part, 1, at(1, waiting=False, computing=True))
     error = silent_error(INFOS[1], 10.24, STEP, where)
-    assert str(error).startswith("actor 1 (host node1, pid 101) has not been heard of for 10.2 s; it was last at ")
+    assert str(error).startswith(
+        "actor 1 (host node1, pid 101) has not been heard of for 10.2 s; it was last at "
+    )
     assert "last at run fwd(stage 1, mb 0) of step 7; it may be stopped (SIGSTOP)" in str(error)
     assert (error.actor, error.host, error.pid, error.step) == (1, "node1", 101, 7)
     assert "last at" not in str(silent_error(INFOS[1], 10.0, None, None))

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from test_actor import Harness, V, add, blob, double, harness
 
-from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.messages import OpenTransfer
-from jaxpp_async.actors.steps.stuck_report import report
-from jaxpp_async.program import CONTROLLER, Input, Output, Recv, Run, Send
+from jaxpp_async.actors.actor import report
+from jaxpp_async.program.instructions import CONTROLLER, Input, Output, Recv, Run, Send
+from jaxpp_async.protocol import messages as m
+from jaxpp_async.protocol.messages import OpenTransfer
 from jaxpp_async.transport.memory import MemoryNetwork
 
 AHEAD = (
@@ -50,7 +50,8 @@ async def test_what_a_run_waits_for_and_what_is_open_besides():
         step: dict[str, Any] = {"step": 7, "epoch": h.epoch, "program_id": 0}
         first = await h.start(0, m.Step, inputs={0: 10}, outputs={0: 11, 1: 12}, **step)
         found = await told(h, 0, at=5)
-        assert (found.step, found.program_id, found.instruction, found.transfers_done) == (7, 0, 5, 1)  # the send
+        # the send
+        assert (found.step, found.program_id, found.instruction, found.transfers_done) == (7, 0, 5, 1)
         assert found.at.startswith("#5 run") and found.at.endswith("waiting for 1 buffers")
         receive = lambda buffer, tag, needed: OpenTransfer("receive", buffer, 1, tag, 32, True, needed)  # noqa: E731
         assert found.transfers == (receive(2, 6, True), receive(3, 7, False))
@@ -78,7 +79,10 @@ async def test_at_the_end_everything_open_is_needed():
 async def test_arguments_that_have_not_come():
     async with harness() as h:
         await h.load(
-            0, (Input(0, 0, V), Send(0, 0, 9), Run("fwd", 0, (0,), (1,)), Output(1, 0)), [V, V], [blob(double, V)]
+            0,
+            (Input(0, 0, V), Send(0, 0, 9), Run("fwd", 0, (0,), (1,)), Output(1, 0)),
+            [V, V],
+            [blob(double, V)],
         )
         put = m.Put(10, V, None, 1)  # over the data plane, some day
         step: dict[str, Any] = {"step": 0, "epoch": h.epoch, "program_id": 0, "puts": (put,)}

@@ -96,7 +96,9 @@ async def test_a_transfer_guard_is_about_the_users_own_transfers(remote_mesh):
     for guard in ("disallow", "disallow_explicit"):
         shape = (3 + len(guard), 64)  # a form of its own
         with jax.transfer_guard(guard):
-            future = await mesh.submit(mesh.distributed(lambda x, n: x * n), np.ones(shape, "float32"), np.float32(2))
+            future = await mesh.submit(
+                mesh.distributed(lambda x, n: x * n), np.ones(shape, "float32"), np.float32(2)
+            )
             assert_close(await mesh.fetch(await future), np.full(shape, 2, "float32"))
 
 

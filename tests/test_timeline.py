@@ -20,12 +20,12 @@ from docs_code import doc_code
 from models import grads_step, mlp
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.watching.clocks import Clocks
 from jaxpp_async.errors import ActorDiedError, MeshClosedError, MeshError, StepAbortedError
-from jaxpp_async.program import ActorProgram, Recv, Run, Send
-from jaxpp_async.program_text import parse_program
+from jaxpp_async.program.actor_program import ActorProgram, format_program, parse_program
+from jaxpp_async.program.instructions import Recv, Run, Send
+from jaxpp_async.protocol.clocks import Clocks
 from jaxpp_async.timeline import Recorded, Timeline, chrome_trace, make_timeline, write_trace
-from jaxpp_async.timeline.aligning import align
+from jaxpp_async.timeline.clock_alignment import align
 from jaxpp_async.timeline.events import read_stamps, task_kind, transfer_labels
 
 NAN = math.nan
@@ -88,7 +88,10 @@ def made(
 def test_every_stamped_instruction_is_an_event_in_program_order():
     timeline = made()
     assert (timeline.step, timeline.name, timeline.duration_s) == (7, "train_step", 22.0)
-    said = [(e.instruction, e.kind, e.label, e.start_s, e.end_s, e.size_bytes, e.peer, e.tag) for e in a0(timeline)]
+    said = [
+        (e.instruction, e.kind, e.label, e.start_s, e.end_s, e.size_bytes, e.peer, e.tag)
+        for e in a0(timeline)
+    ]
     assert said == [
         (0, "input", "arg 0", 1, 1, 16, None, None),
         (1, "run", "fwd(stage 0, mb 0)", 2, 4, 0, None, None),
@@ -109,7 +112,9 @@ def a0(timeline: Timeline):
 
 
 def test_transfers_pair_a_send_with_its_receive():
-    found = [(t.send.actor, t.receive.actor, t.send.tag, t.send.start_s, t.receive.end_s) for t in made().transfers]
+    found = [
+        (t.send.actor, t.receive.actor, t.send.tag, t.send.start_s, t.receive.end_s) for t in made().transfers
+    ]
     assert found == [(0, 1, 0, 4, 5), (0, 1, 1, 7, 9), (1, 0, 2, 9, 16)]
     assert [t.duration_s for t in made().transfers] == [1, 2, 7]
 
@@ -122,7 +127,12 @@ def test_what_is_passed_on_is_called_after_what_made_it():
                       "send   b0 to 2 tag 0\nsend   b1 to 2 tag 1\n"),
         parse_program("actor 2: 2 slots\nrecv   b0 from 1 tag 0 f32[2]\nrecv   b1 from 1 tag 1 f32[2]\n"),
     ]  # fmt: skip
-    assert transfer_labels(programs) == {(0, 1, 0): "arg 5", (0, 1, 1): "f", (1, 2, 0): "arg 5", (1, 2, 1): "f"}
+    assert transfer_labels(programs) == {
+        (0, 1, 0): "arg 5",
+        (0, 1, 1): "f",
+        (1, 2, 0): "arg 5",
+        (1, 2, 1): "f",
+    }
 
 
 @pytest.mark.parametrize(
@@ -271,7 +281,10 @@ def test_transfers_bound_two_clocks_against_each_other(stamps, expected):
     for t in timeline.transfers:
         assert t.receive.end_s >= t.send.start_s - 1e-9
     if expected is not None:
-        assert apart == pytest.approx(expected[0], abs=expected[1]) and timeline.clock_error_s <= 2 * expected[1] + 1e-9
+        assert (
+            apart == pytest.approx(expected[0], abs=expected[1])
+            and timeline.clock_error_s <= 2 * expected[1] + 1e-9
+        )
     assert 0 < timeline.clock_error_s <= min(zero.clock_error_s + one.clock_error_s, 12.0)
     check_trace(timeline.to_chrome_trace())
 
@@ -330,7 +343,9 @@ def check_trace(trace: dict[str, Any]) -> None:
         assert all(type(e[k]) is int and e[k] > 0 for k in ("pid", "tid", "id") if k in e), e
         assert all(type(e[k]) in (int, float) and e[k] >= 0 for k in ("ts", "dur") if k in e), e
         assert all(type(e[k]) is str and e[k] for k in ("name", "cat") if k in e), e
-    _check_names([e for e in events if e["ph"] == "M"], {e["pid"] for e in events}, {e.get("tid") for e in events})
+    _check_names(
+        [e for e in events if e["ph"] == "M"], {e["pid"] for e in events}, {e.get("tid") for e in events}
+    )
     tracks: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     slices = {(e["pid"], e["tid"], e["ts"]): e for e in events if e["ph"] == "X"}
     ends: dict[int, dict[str, dict]] = defaultdict(dict)
@@ -346,11 +361,18 @@ def check_trace(trace: dict[str, Any]) -> None:
         assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(track))
     for arrow in ends.values():
         assert set(arrow) == {"s", "f"} and arrow["s"]["ts"] <= arrow["f"]["ts"] and arrow["f"]["bp"] == "e"
-        assert all(arrow["s"][k] == arrow["f"][k] for k in ("name", "cat")), "viewers pair by both, and the id"
+        assert all(arrow["s"][k] == arrow["f"][k] for k in ("name", "cat")), (
+            "viewers pair by both, and the id"
+        )
         send, receive = (_slice_around(arrow[end], tracks, slices) for end in "sf")
-        assert (send["cat"], receive["cat"]) == ("sends", "receives"), "from a track of the sender to the receiver's"
+        assert (send["cat"], receive["cat"]) == ("sends", "receives"), (
+            "from a track of the sender to the receiver's"
+        )
         assert send["args"]["tag"] == receive["args"]["tag"], arrow
-        assert (send["args"]["to_actor"], receive["args"]["from_actor"]) == (receive["pid"] - 2, send["pid"] - 2)
+        assert (send["args"]["to_actor"], receive["args"]["from_actor"]) == (
+            receive["pid"] - 2,
+            send["pid"] - 2,
+        )
 
 
 def _slice_around(end: dict, tracks: dict[tuple[int, int], list[tuple[float, float]]], slices: dict) -> dict:
@@ -375,10 +397,17 @@ def test_a_trace_has_a_track_an_actor_and_arrows_for_transfers():
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert processes == {1: "controller", 2: "actor 0", 3: "actor 1"}
     threads = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
-    assert threads == {(1, "steps"), *((pid, kind) for pid in (2, 3) for kind in ("tasks", "sends", "receives"))}
+    assert threads == {
+        (1, "steps"),
+        *((pid, kind) for pid in (2, 3) for kind in ("tasks", "sends", "receives")),
+    }
     slices = {(e["pid"], e["cat"], e["name"]): e for e in events if e["ph"] == "X"}
     run = slices[2, "tasks", "fwd(stage 0, mb 1)"]
-    assert (run["ts"], run["dur"], run["args"]) == (4e6, 2e6, {"step": 7, "instruction": 4, "text": a0(made())[3].text})
+    assert (run["ts"], run["dur"], run["args"]) == (
+        4e6,
+        2e6,
+        {"step": 7, "instruction": 4, "text": a0(made())[3].text},
+    )
     sent, received = slices[2, "sends", "fwd(stage 0, mb 1)"], slices[3, "receives", "fwd(stage 0, mb 1)"]
     assert (sent["ts"], sent["args"]["bytes"], sent["args"]["to_actor"]) == (7e6, 16, 1)
     assert (received["ts"], received["dur"], received["args"]["from_actor"]) == (7e6, 2e6, 0)
@@ -388,7 +417,7 @@ def test_a_trace_has_a_track_an_actor_and_arrows_for_transfers():
 
 def test_a_slice_shows_its_line_of_the_program():
     slices = [e for e in made().to_chrome_trace()["traceEvents"] if e["ph"] == "X" and e["cat"] != "steps"]
-    lines = {actor: str(program).splitlines()[1:] for actor, program in enumerate(PROGRAMS)}
+    lines = {actor: format_program(program).splitlines()[1:] for actor, program in enumerate(PROGRAMS)}
     for drawn in slices:
         args = drawn["args"]
         assert args["text"] == lines[drawn["pid"] - 2][args["instruction"]]
@@ -483,7 +512,8 @@ async def test_every_instruction_of_a_real_step_is_on_its_timeline(remote_mesh, 
     for timeline in (one, two):
         assert timeline.name == "step" and timeline.clock_error_s == 0
         check_real(timeline, programs)
-    assert two.step == one.step + 1 and two.origin_s < one.origin_s + one.duration_s  # they were under way together
+    # they were under way together
+    assert two.step == one.step + 1 and two.origin_s < one.origin_s + one.duration_s
     assert mesh.last_step_timeline() == two
     check_trace(chrome_trace([one, two]))
     await doc_code("timeline.md")["where_time_goes"](mesh, step, params, batch, tmp_path / "step.json")

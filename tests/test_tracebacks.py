@@ -16,7 +16,7 @@ import pytest
 
 import jaxpp_async as jpp
 from jaxpp_async.errors import ArrayError, MeshError, ScheduleError, StageError, UnsupportedError
-from jaxpp_async.tracebacks import HiddenFrames
+from jaxpp_async.jax_bridge.tracebacks import HiddenFrames
 
 W = np.eye(4, dtype=np.float32)
 X = np.ones((4, 2, 4), np.float32)
@@ -71,7 +71,9 @@ async def caught(kind: type[Exception], call: Callable) -> Exception:
     ],
     ids=["schedule", "marker in a cond", "batch", "nothing to mark"],
 )
-async def test_an_error_of_this_package_has_none_of_its_frames(remote_mesh, loss, schedule, batch, kind, inner):
+async def test_an_error_of_this_package_has_none_of_its_frames(
+    remote_mesh, loss, schedule, batch, kind, inner
+):
     mesh = await remote_mesh(2, launcher="inline")
     step = mesh.distributed(step_of(loss, schedule))
     calls = {
@@ -165,7 +167,7 @@ async def test_a_bug_of_this_package_is_shown_from_the_users_line_on(remote_mesh
     mesh = await remote_mesh(2, launcher="inline")
     monkeypatch.setattr(mesh._runner._values, "new_arrays", None)
     seen = places(await caught(TypeError, lambda: mesh.run(mesh.distributed(step_of()), [W, W], X)))
-    assert [file for file, _ in seen if file.startswith(PACKAGE)][-1] == f"{PACKAGE}running.py"
+    assert [file for file, _ in seen if file.startswith(PACKAGE)][-1] == f"{PACKAGE}session/step_runner.py"
 
 
 async def test_jax_s_switch_shows_everything(remote_mesh):
@@ -266,7 +268,9 @@ def _entries(error):
 @pytest.mark.parametrize("file", ["<stdin>", "<string>", "model.py", "/home/me/importlib-models/model.py"])
 def test_frames_of_the_users_stay_wherever_they_are(file, monkeypatch):
     monkeypatch.chdir(PACKAGE)  # names without a folder are of none
-    code = compile("def loss(ws, x):\n    raise ValueError('where am I')\n\ndef mark(x):\n    mark_it(x)", file, "exec")
+    code = compile(
+        "def loss(ws, x):\n    raise ValueError('where am I')\n\ndef mark(x):\n    mark_it(x)", file, "exec"
+    )
     names = {"mark_it": jpp.pipeline_yield}
     exec(code, names)
     with pytest.raises(ValueError) as info:

@@ -15,11 +15,10 @@ from fake_nccl import FakeNccl
 from transport_conformance import EAGER, TransportConformance, data, join, tag, transfer, within
 
 from jaxpp_async.errors import InstallError, ProtocolError, TransferError
-from jaxpp_async.transport.base import check_tag
-from jaxpp_async.transport.buffers import memory_of
-from jaxpp_async.transport.nccl import end as nccl_end
+from jaxpp_async.transport.base import check_tag, memory_of
+from jaxpp_async.transport.nccl import link_end as nccl_end
 from jaxpp_async.transport.nccl.library import NcclFailure, load_library
-from jaxpp_async.transport.nccl.plan import Line, Link, Queue, Turn, batches, order_of, rounds
+from jaxpp_async.transport.nccl.order import Line, Link, Queue, Turn, batches, order_of, rounds
 from jaxpp_async.transport.nccl.transport import _SEQUENCE_MASK, NcclTransport
 
 
@@ -313,7 +312,9 @@ async def test_a_link_is_ones_own_and_made_once(library):
 
 async def test_a_peer_that_does_not_come_is_given_up(library):
     a, b = await two(library)
-    with pytest.raises(TransferError, match=r"peer 1, device 0 could not be made: peer 1 did not come within 0.02 s"):
+    with pytest.raises(
+        TransferError, match=r"peer 1, device 0 could not be made: peer 1 did not come within 0.02 s"
+    ):
         await a.join(Link(0, 1), a.make_id(), timeout_s=0.02)
     assert library.num_aborted == 1
     await asyncio.gather(*(t.join(Link(0, 1), i) for i in [a.make_id()] for t in (a, b)))
@@ -325,9 +326,7 @@ async def test_a_peer_that_does_not_come_is_given_up(library):
 async def test_a_link_is_named_after_whose_processes_it_joins(library):
     a, b = await two(library)
     a.name = lambda process: f"actor {process + 6} (process 1 of 2)"
-    said = (
-        r"^communicator from actor 6 \(process 1 of 2\) to actor 7 .*, device 0 could not be made: actor 7 .* did not"
-    )
+    said = r"^communicator from actor 6 \(process 1 of 2\) to actor 7 .*, device 0 could not be made: actor 7 .* did not"
     with pytest.raises(TransferError, match=said):
         await a.join(Link(0, 1), a.make_id(), timeout_s=0.01)
     await a.aclose(), await b.aclose()
@@ -353,8 +352,15 @@ async def test_communicators_that_were_mixed_up_are_found_out(library):
     """Both links are made with the ids of each other: a word that passes says from whom it is."""
     a, b = await two(library)
     there, back = a.make_id(), a.make_id()
-    mixed = [(a, Link(0, 1), there), (b, Link(0, 1, 1, 1), there), (a, Link(0, 1, 1, 1), back), (b, Link(0, 1), back)]
-    ends = await asyncio.gather(*(t.join(link, i, timeout_s=5) for t, link, i in mixed), return_exceptions=True)
+    mixed = [
+        (a, Link(0, 1), there),
+        (b, Link(0, 1, 1, 1), there),
+        (a, Link(0, 1, 1, 1), back),
+        (b, Link(0, 1), back),
+    ]
+    ends = await asyncio.gather(
+        *(t.join(link, i, timeout_s=5) for t, link, i in mixed), return_exceptions=True
+    )
     assert [type(end) for end in ends] == [type(None), TransferError, type(None), TransferError]
     assert "mixed up" in str(ends[1])
     await a.aclose(), await b.aclose()
@@ -439,5 +445,7 @@ async def test_buffers_that_nccl_does_not_give_back_are_not_told_of(pair, librar
 def test_a_missing_package_names_the_extra(monkeypatch):
     for missing in ("cupy", "nccl"):
         monkeypatch.setitem(sys.modules, missing, None)
-        with pytest.raises(InstallError, match=r"needs the packages nccl4py and cupy.*pip install .*\[cuda13\]"):
+        with pytest.raises(
+            InstallError, match=r"needs the packages nccl4py and cupy.*pip install .*\[cuda13\]"
+        ):
             load_library()

@@ -13,15 +13,14 @@ from transport_conformance import data, join, tag, within
 from waiting import until
 
 from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.transport import shared
-from jaxpp_async.transport.base import COPY_CHANNEL, HOST_CHANNEL, SENDER_SHIFT, make_tag
-from jaxpp_async.transport.buffers import memory_of
-from jaxpp_async.transport.shared import RING_BYTES, BlockTicket, SharedBlock
-from jaxpp_async.transport.ucx import direct_send, direct_words, offers
-from jaxpp_async.transport.ucx.direct_words import ANSWER_BYTES, DIRECT_BYTES, HEADER_BYTES, PIECE_BYTES
+from jaxpp_async.transport import shared_memory
+from jaxpp_async.transport.base import COPY_CHANNEL, HOST_CHANNEL, SENDER_SHIFT, make_tag, memory_of
+from jaxpp_async.transport.shared_memory import RING_BYTES, BlockTicket, SharedBlock
+from jaxpp_async.transport.ucx import offers, one_copy
 from jaxpp_async.transport.ucx.offers import LinkOffers, OfferRing
+from jaxpp_async.transport.ucx.one_copy import ANSWER_BYTES, DIRECT_BYTES, HEADER_BYTES, PIECE_BYTES
+from jaxpp_async.transport.ucx.tag_api import STATUS_TRUNCATED
 from jaxpp_async.transport.ucx.transport import UCXTransport
-from jaxpp_async.transport.ucx.ucp import STATUS_TRUNCATED
 
 ME, OTHER = 1 << SENDER_SHIFT, 2 << SENDER_SHIFT
 STATUS_NO_MEMORY = -4
@@ -39,7 +38,9 @@ def test_offers_are_for_one_message_each():
     assert ring.put(7 | ME, 1, TICKET) == 1
     ring.put(7 | OTHER, 0, TICKET)
     ring.put(8 | ME, 0, TICKET)
-    assert link.take(7, 0) is None, "the offer is for the second message, and the first one's is another sender's"
+    assert link.take(7, 0) is None, (
+        "the offer is for the second message, and the first one's is another sender's"
+    )
     assert link.take(7, 1) == (1, TICKET)
     assert link.take(7, 1) is None
     ring.put(7 | ME, 3, TICKET)
@@ -113,7 +114,10 @@ async def test_offered_messages_need_no_answer(pair, pieces, monkeypatch, size):
 
 async def test_an_offer_that_comes_late_is_never_used(pair, pieces):
     a, b = pair
-    blocks, sent = [SharedBlock(DIRECT_BYTES) for _ in range(2)], [data(DIRECT_BYTES, seed) for seed in range(2)]
+    blocks, sent = (
+        [SharedBlock(DIRECT_BYTES) for _ in range(2)],
+        [data(DIRECT_BYTES, seed) for seed in range(2)],
+    )
     send = a.send(sent[0], 1, tag(1))
     await within(b.recv(blocks[0], 0, tag(1)), send)
     assert np.array_equal(blocks[0].array, sent[0])
@@ -156,12 +160,14 @@ async def test_what_was_offered_before_an_abort_reaches_nobody(pair, size):
     assert np.array_equal(block.array, sent)
 
 
-async def test_an_abort_allocates_nothing_and_blocks_are_shared_again_when_they_are_posted(pair, pieces, monkeypatch):
+async def test_an_abort_allocates_nothing_and_blocks_are_shared_again_when_they_are_posted(
+    pair, pieces, monkeypatch
+):
     a, b = pair
     blocks, sent = [SharedBlock(size) for size in (DIRECT_BYTES, 3 * PIECE_BYTES)], []
     receives = [b.recv(block, 0, tag(n)) for n, block in enumerate(blocks)]
-    made, make_file = [], shared._make_file
-    monkeypatch.setattr(shared, "_make_file", lambda size: made.append(size) or make_file(size))
+    made, make_file = [], shared_memory._make_file
+    monkeypatch.setattr(shared_memory, "_make_file", lambda size: made.append(size) or make_file(size))
     before = resident_bytes()
     await within(b.abort(0), asyncio.gather(*receives, return_exceptions=True))
     assert not made
@@ -186,7 +192,7 @@ async def test_a_retired_block_that_cannot_be_shared_receives_messages(pair, pie
         asked.append(size)
         raise OSError("no memory")
 
-    monkeypatch.setattr(shared, "_make_file", no_memory)
+    monkeypatch.setattr(shared_memory, "_make_file", no_memory)
     for _ in range(2):
         await within(b.recv(block, 0, tag(1)), a.send(sent, 1, tag(1)))
         assert np.array_equal(block.array, sent)
@@ -199,7 +205,9 @@ async def test_what_ucx_refuses_has_no_number(pair, pieces, monkeypatch, side):
     a, b = pair
     with monkeypatch.context() as patch:
         patch.setattr((a if side == "send" else b)._port, side, lambda *_: STATUS_TRUNCATED)
-        refused = a.send(data(8, 0), 1, tag(1)) if side == "send" else b.recv(np.zeros(8, np.uint8), 0, tag(1))
+        refused = (
+            a.send(data(8, 0), 1, tag(1)) if side == "send" else b.recv(np.zeros(8, np.uint8), 0, tag(1))
+        )
         with pytest.raises(TransferError, match="failed"):
             await within(refused)
     block, sent = SharedBlock(DIRECT_BYTES), data(DIRECT_BYTES, 1)
@@ -214,10 +222,10 @@ async def test_what_ucx_refuses_has_no_number(pair, pieces, monkeypatch, side):
         ("a", "send", DIRECT_BYTES, DIRECT_BYTES, "none"),  # held back in vain
         ("a", "send", DIRECT_BYTES, 0, "block"),  # that it is written
         ("a", "send", 2 * PIECE_BYTES, HEADER_BYTES, "block"),
-        ("a", "recv", 2 * PIECE_BYTES, direct_words.ANSWER.size, "block"),
-        ("b", "send", 2 * PIECE_BYTES, direct_words.ANSWER.size, "block"),
-        ("b", "recv", 2 * PIECE_BYTES, direct_words.END.size, "block"),
-        ("a", "send", 2 * PIECE_BYTES, direct_words.END.size, "block"),
+        ("a", "recv", 2 * PIECE_BYTES, one_copy.ANSWER.size, "block"),
+        ("b", "send", 2 * PIECE_BYTES, one_copy.ANSWER.size, "block"),
+        ("b", "recv", 2 * PIECE_BYTES, one_copy.END.size, "block"),
+        ("a", "send", 2 * PIECE_BYTES, one_copy.END.size, "block"),
         ("a", "send", 2 * PIECE_BYTES, 2 * PIECE_BYTES, "array"),
     ],
 )
@@ -227,7 +235,7 @@ async def test_what_ucx_refuses_after_it_was_counted_fails_its_link(
     """Nobody waits for ever, or takes one message for another."""
     a, b = pair
     a.hurry(True)
-    monkeypatch.setattr(direct_send, "_PATIENCE_S", 0)
+    monkeypatch.setattr(one_copy, "_PATIENCE_S", 0)
     one = a if refusing == "a" else b
     post = getattr(one._port, side)
     position = 2 if side == "send" else 1
@@ -235,7 +243,9 @@ async def test_what_ucx_refuses_after_it_was_counted_fails_its_link(
     monkeypatch.setattr(one._port, side, refuse)
     futures = []
     if receive != "none":
-        futures.append(b.recv(SharedBlock(size) if receive == "block" else np.zeros(size, np.uint8), 0, tag(1)))
+        futures.append(
+            b.recv(SharedBlock(size) if receive == "block" else np.zeros(size, np.uint8), 0, tag(1))
+        )
     futures.append(a.send(data(size, 1), 1, tag(1)))
     link = one._links[1 if one is a else 0]
     await until(lambda: link.failure is not None and any(future.done() for future in futures), every_s=0)
@@ -243,7 +253,9 @@ async def test_what_ucx_refuses_after_it_was_counted_fails_its_link(
         await within(one.send(data(8, 1), link.peer, tag(2)))
     await within(a.abort(), b.abort())
     assert all(future.done() for future in futures)
-    assert any(isinstance(future.exception(), TransferError) for future in futures), "whoever has failed says so"
+    assert any(isinstance(future.exception(), TransferError) for future in futures), (
+        "whoever has failed says so"
+    )
     monkeypatch.undo()
     await join(a, b)
     block, sent = SharedBlock(size), data(size, 2)
@@ -269,15 +281,19 @@ async def test_who_never_offers_is_not_waited_for_because_another_does(pair):
         await a.connect(2, c.address)
         await c.connect(0, a.address)
         a.hurry(True)
-        block, plain, sent = SharedBlock(DIRECT_BYTES), np.zeros(DIRECT_BYTES, np.uint8), data(DIRECT_BYTES, 1)
+        block, plain, sent = (
+            SharedBlock(DIRECT_BYTES),
+            np.zeros(DIRECT_BYTES, np.uint8),
+            data(DIRECT_BYTES, 1),
+        )
         held_back = 0
-        for _ in range(direct_send._MOST_IN_VAIN + 3):
+        for _ in range(one_copy._MOST_IN_VAIN + 3):
             receives = b.recv(block, 0, tag(1)), c.recv(plain, 0, tag(1))
             await within(a.send(sent, 1, tag(1)), receives[0])
             send = a.send(sent, 2, tag(1))
             held_back += a._direct.sender.holds_back
             await within(send, receives[1])
-        assert held_back == direct_send._MOST_IN_VAIN + 1
+        assert held_back == one_copy._MOST_IN_VAIN + 1
         assert np.array_equal(block.array, sent)
         assert np.array_equal(plain, sent)
     finally:
@@ -289,7 +305,9 @@ async def test_a_message_that_was_here_first_is_counted(pair, pieces):
     await within(a.send(data(8, 0), 1, tag(1)))
     for _ in range(100):
         b._worker.progress_once()
-    assert b.post_recv(memory_of(np.zeros(8, np.uint8), writable=True), 0, tag(1), print), "the message is here"
+    assert b.post_recv(memory_of(np.zeros(8, np.uint8), writable=True), 0, tag(1), print), (
+        "the message is here"
+    )
     block, sent = SharedBlock(DIRECT_BYTES), data(DIRECT_BYTES, 1)
     await within(b.recv(block, 0, tag(1)), a.send(sent, 1, tag(1)))
     assert pieces == [DIRECT_BYTES]
@@ -301,7 +319,7 @@ async def test_after_many_waits_in_vain_one_message_waits_again(pair):
     a.hurry(True)
     offers_of_link = a._links[1].offers
     held_back = []
-    for count in (direct_send._TRY_AGAIN - 1, direct_send._TRY_AGAIN):
+    for count in (one_copy._TRY_AGAIN - 1, one_copy._TRY_AGAIN):
         offers_of_link.in_vain = count
         send = a.send(data(DIRECT_BYTES, 1), 1, tag(1))
         held_back.append(a._direct.sender.holds_back)
@@ -312,7 +330,7 @@ async def test_after_many_waits_in_vain_one_message_waits_again(pair):
 async def test_what_waits_ends_when_its_link_fails(pair, monkeypatch):
     a, _ = pair
     a.hurry(True)
-    monkeypatch.setattr(direct_send, "_PATIENCE_S", 60)
+    monkeypatch.setattr(one_copy, "_PATIENCE_S", 60)
     send = a.send(data(DIRECT_BYTES, 1), 1, tag(1))
     assert a._direct.sender.holds_back
     a._fail_link(a._links[1], "lost")
@@ -333,7 +351,7 @@ async def test_an_offered_message_that_cannot_be_told_of_fails(pair, monkeypatch
 
 
 async def test_an_idle_sender_forgets_blocks_that_their_owners_let_go_of(pair, monkeypatch):
-    monkeypatch.setattr(direct_send, "_SWEEP_S", 0.001)
+    monkeypatch.setattr(one_copy, "_SWEEP_S", 0.001)
     a, b = pair
     block, neighbour = SharedBlock(DIRECT_BYTES), a._links[1].neighbour
     await within(b.recv(block, 0, tag(1)), a.send(data(DIRECT_BYTES, 1), 1, tag(1)))
@@ -360,7 +378,10 @@ async def test_one_pass_of_the_loop_writes_no_more_than_a_piece(pair, pieces, hu
     a, b = pair
     a.hurry(hurried)
     sizes = [DIRECT_BYTES] * 5 + [PIECE_BYTES] * 3 + [8, DIRECT_BYTES, DIRECT_BYTES]
-    blocks, sent = [SharedBlock(size) for size in sizes], [data(size, seed) for seed, size in enumerate(sizes)]
+    blocks, sent = (
+        [SharedBlock(size) for size in sizes],
+        [data(size, seed) for seed, size in enumerate(sizes)],
+    )
     receives = [b.recv(block, 0, tag(1 + n % 2)) for n, block in enumerate(blocks)]
     sends = [a.send(content, 1, tag(1 + n % 2)) for n, content in enumerate(sent)]
     assert sum(pieces) == 4 * DIRECT_BYTES, "the first of them are written at once"
@@ -378,17 +399,20 @@ async def test_one_pass_of_the_loop_writes_no_more_than_a_piece(pair, pieces, hu
 async def test_a_sender_in_a_hurry_waits_for_an_offer_and_not_for_long(pair, pieces, monkeypatch):
     a, b = pair
     a.hurry(True)
-    blocks, sent = [SharedBlock(DIRECT_BYTES) for _ in range(3)], [data(DIRECT_BYTES, seed) for seed in range(3)]
+    blocks, sent = (
+        [SharedBlock(DIRECT_BYTES) for _ in range(3)],
+        [data(DIRECT_BYTES, seed) for seed in range(3)],
+    )
     got, small = np.zeros(8, np.uint8), data(8, 9)
-    monkeypatch.setattr(direct_send, "_PATIENCE_S", 60)
+    monkeypatch.setattr(one_copy, "_PATIENCE_S", 60)
     sends = [a.send(content, 1, tag(1)) for content in (sent[0], small, sent[1])]
     await asyncio.sleep(0.002)
     await within(*[b.recv(buffer, 0, tag(1)) for buffer in (blocks[0], got, blocks[1])], *sends)
     assert len(pieces) == 2
-    monkeypatch.setattr(direct_send, "_PATIENCE_S", 0)
-    for number in range(direct_send._MOST_IN_VAIN + 3):  # the last of them do not wait any more
+    monkeypatch.setattr(one_copy, "_PATIENCE_S", 0)
+    for number in range(one_copy._MOST_IN_VAIN + 3):  # the last of them do not wait any more
         send = a.send(sent[2], 1, tag(1))
-        assert a._direct.sender.holds_back == (number <= direct_send._MOST_IN_VAIN)
+        assert a._direct.sender.holds_back == (number <= one_copy._MOST_IN_VAIN)
         await asyncio.sleep(0.002)
         await within(b.recv(blocks[2], 0, tag(1)), send)
     assert len(pieces) == 2
@@ -396,7 +420,7 @@ async def test_a_sender_in_a_hurry_waits_for_an_offer_and_not_for_long(pair, pie
     assert len(pieces) == 3
     assert np.array_equal(got, small)
     assert all(np.array_equal(block.array, content) for block, content in zip(blocks, sent, strict=True))
-    monkeypatch.setattr(direct_send, "_PATIENCE_S", 60)
+    monkeypatch.setattr(one_copy, "_PATIENCE_S", 60)
     send = a.send(sent[0], 1, tag(1))
     assert a._direct.sender.holds_back
     await within(a.abort())

@@ -24,20 +24,20 @@ from transport_conformance import LARGE, TransportConformance, data, join, tag, 
 from waiting import until
 
 from jaxpp_async.errors import InstallError, ProtocolError, TransferError
-from jaxpp_async.transport import shared
-from jaxpp_async.transport.addresses import seal, unseal
-from jaxpp_async.transport.buffers import memory_of
-from jaxpp_async.transport.lookout import SHORTEST_S, Lookout
+from jaxpp_async.transport import shared_memory
+from jaxpp_async.transport.adaptive_spin import SHORTEST_S, Lookout
+from jaxpp_async.transport.base import memory_of, seal, unseal
 from jaxpp_async.transport.network import Network
-from jaxpp_async.transport.shared import SharedBlock
-from jaxpp_async.transport.ucx import direct_words
+from jaxpp_async.transport.shared_memory import SharedBlock
+from jaxpp_async.transport.ucx import one_copy
 from jaxpp_async.transport.ucx import transport as ucx_transport
 from jaxpp_async.transport.ucx.context import shares_memory
-from jaxpp_async.transport.ucx.direct_words import DIRECT_BYTES
 from jaxpp_async.transport.ucx.links import SENDING, Transfer
+from jaxpp_async.transport.ucx.one_copy import DIRECT_BYTES
 from jaxpp_async.transport.ucx.transport import UCXTransport
 
-if importlib.util.find_spec("ucxx") is None:  # importing it here would be before the transport sets UCX's environment
+if importlib.util.find_spec("ucxx") is None:
+    # importing it here would be before the transport sets UCX's environment
     pytest.skip("UCX tests need the package ucxx", allow_module_level=True)
 
 
@@ -59,7 +59,7 @@ class TestUCXConformance(TransportConformance):
 
     @pytest.fixture(autouse=True)
     def apart(self, monkeypatch):
-        monkeypatch.setattr(shared.Neighbour, "of", lambda ticket: None)
+        monkeypatch.setattr(shared_memory.Neighbour, "of", lambda ticket: None)
 
 
 def num_descriptors() -> int:
@@ -288,7 +288,9 @@ def test_mutated_addresses_are_refused():
 
 def test_addresses_round_trip():
     for peer, epoch in ((-1, 0), (0, 65535), (65534, 1)):
-        assert unseal("ucx", memoryview(seal("ucx", WORKER_ADDRESS, peer, epoch)), peer, epoch) == WORKER_ADDRESS
+        assert (
+            unseal("ucx", memoryview(seal("ucx", WORKER_ADDRESS, peer, epoch)), peer, epoch) == WORKER_ADDRESS
+        )
 
 
 @pytest.mark.skipif("UCX_TLS" in os.environ and os.environ["UCX_TLS"] != "^sysv", reason="UCX_TLS is set")
@@ -298,7 +300,9 @@ async def test_shared_memory_is_the_users_own(make_transport):
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the listing's own
             descriptor = os.path.join("/proc/self/fd", name)
-            assert "ucx_shm" not in os.readlink(descriptor) or stat.S_IMODE(os.stat(descriptor).st_mode) == 0o600
+            assert (
+                "ucx_shm" not in os.readlink(descriptor) or stat.S_IMODE(os.stat(descriptor).st_mode) == 0o600
+            )
 
 
 @pytest.mark.parametrize("peer_id", [-2, 65535])
@@ -334,7 +338,9 @@ async def test_two_processes(make_transport, loop_name):
 async def test_wrong_size_from_another_process(make_transport):
     transport = await make_transport(0)
     async with peer_of(transport) as peer:
-        for number, (size, expected) in enumerate([(8, 16), (16, 8), (LARGE, 8), (8, LARGE), (LARGE, LARGE // 2)]):
+        for number, (size, expected) in enumerate(
+            [(8, 16), (16, 8), (LARGE, 8), (8, LARGE), (LARGE, LARGE // 2)]
+        ):
             receive = transport.recv(np.zeros(expected, np.uint8), 1, tag(number))
             peer.write(f"send {number} {size}")
             with pytest.raises(ProtocolError, match=f"expected {expected} bytes, got {size}"):
@@ -443,7 +449,7 @@ async def test_large_messages_are_written_by_their_sender(make_transport, monkey
         await within(b.recv(block, 0, tag(1)), a.send(sent, 1, tag(1)))
         assert np.array_equal(block.array, sent)
     assert sum(pieces) == (2 * size if size >= DIRECT_BYTES else 0)
-    assert max(pieces, default=0) <= direct_words.PIECE_BYTES
+    assert max(pieces, default=0) <= one_copy.PIECE_BYTES
 
 
 async def test_other_buffers_other_hosts_and_kept_apart_processes_get_messages(make_transport, monkeypatch):
@@ -453,7 +459,7 @@ async def test_other_buffers_other_hosts_and_kept_apart_processes_get_messages(m
         got = SharedBlock(LARGE)
         with monkeypatch.context() as patch:
             if case == "boot":
-                patch.setattr(shared, "_here", iter([(bytes(16), 1), (bytes(16), 2)]).__next__)
+                patch.setattr(shared_memory, "_here", iter([(bytes(16), 1), (bytes(16), 2)]).__next__)
             elif case == "key":
                 patch.setattr(b._direct._board, "ticket", b._direct._board.ticket[:-1] + b"?")
             elif case == "UCX_TLS":
@@ -466,14 +472,16 @@ async def test_other_buffers_other_hosts_and_kept_apart_processes_get_messages(m
             await join(a, b)
             if case == "full board":  # an offer needs no row of it
                 patch.setattr(b._direct.receiver, "_ring", None)
-            await within(b.recv(got.array if case == "buffer" else got, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1)))
+            await within(
+                b.recv(got.array if case == "buffer" else got, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))
+            )
             assert np.array_equal(got.array, data(LARGE, 1)), case
             assert not pieces, case
 
 
 async def test_what_is_written_after_an_abort_reaches_nobody(make_transport, monkeypatch):
     """The receiver gives up in the middle; the sender, who has not heard of it, writes on."""
-    monkeypatch.setattr(direct_words, "PIECE_BYTES", LARGE // 4)
+    monkeypatch.setattr(one_copy, "PIECE_BYTES", LARGE // 4)
     a, b = await make_transport(0), await make_transport(1)
     await join(a, b)
     block, sent = SharedBlock(LARGE), data(LARGE, 1)
@@ -498,7 +506,7 @@ async def test_what_is_written_after_an_abort_reaches_nobody(make_transport, mon
 
 async def test_a_block_stays_mapped_while_it_is_written(make_transport, monkeypatch):
     """Its owner lets go of it in the middle, and the sender, who has not heard of that, looks what was let go of."""
-    monkeypatch.setattr(direct_words, "PIECE_BYTES", LARGE // 4)
+    monkeypatch.setattr(one_copy, "PIECE_BYTES", LARGE // 4)
     a, b = await make_transport(0), await make_transport(1)
     await join(a, b)
     block = SharedBlock(LARGE)
@@ -519,10 +527,10 @@ async def test_a_block_stays_mapped_while_it_is_written(make_transport, monkeypa
 async def test_one_side_alone_sees_the_other(make_transport, monkeypatch, blind):
     """As where only one of two users, or only the side with descriptors left, may open the other's memory."""
     a, b = await make_transport(0), await make_transport(1)
-    of = shared.Neighbour.of
+    of = shared_memory.Neighbour.of
     with monkeypatch.context() as patch:
         unseen = (a, b)[1 - blind]._direct.ticket
-        patch.setattr(shared.Neighbour, "of", lambda ticket: None if ticket == unseen else of(ticket))
+        patch.setattr(shared_memory.Neighbour, "of", lambda ticket: None if ticket == unseen else of(ticket))
         await join(a, b)
     pieces = write_count(monkeypatch)
     for sender, receiver in ((a, b), (b, a)):
@@ -581,7 +589,9 @@ async def test_answers_without_a_sense_fail_the_send(make_transport, monkeypatch
     await join(a, b)
     monkeypatch.setattr(b._direct.receiver, "_ring", None)  # nothing is offered ahead
     pack = b._direct.receiver._answer
-    monkeypatch.setattr(b._direct.receiver, "_answer", lambda transfer, serial, _: pack(transfer, serial, answer))
+    monkeypatch.setattr(
+        b._direct.receiver, "_answer", lambda transfer, serial, _: pack(transfer, serial, answer)
+    )
     receive, send = b.recv(SharedBlock(LARGE), 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))
     with pytest.raises(ProtocolError, match="no valid answer"):
         await within(send)
@@ -611,7 +621,7 @@ async def test_ends_without_a_sense_fail_the_receive(make_transport, monkeypatch
 
 async def test_memory_that_cannot_be_replaced_ends_the_process(make_transport, monkeypatch):
     a, b = await make_transport(0), await make_transport(1)
-    monkeypatch.setattr(direct_words, "PIECE_BYTES", LARGE // 4)
+    monkeypatch.setattr(one_copy, "PIECE_BYTES", LARGE // 4)
     await join(a, b)
     block = SharedBlock(LARGE)
     receive, send = b.recv(block, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))
@@ -672,14 +682,14 @@ async def test_a_sender_keeps_no_memory_that_its_peer_let_go_of(make_transport):
 def test_half_of_the_descriptors_are_left_to_others(monkeypatch):
     lowest = os.dup(0)
     os.close(lowest)
-    monkeypatch.setattr(shared.resource, "getrlimit", lambda _: (2 * (lowest + 10), -1))
+    monkeypatch.setattr(shared_memory.resource, "getrlimit", lambda _: (2 * (lowest + 10), -1))
     blocks = [SharedBlock.make(1) for _ in range(100)]
     made = [block for block in blocks if block is not None]
     assert 0 < len(made) <= 10 and made == blocks[: len(made)]
     before = num_descriptors()
     made[-1].retire()
     assert num_descriptors() <= before
-    monkeypatch.setattr(shared.resource, "getrlimit", lambda _: (-1, -1))
+    monkeypatch.setattr(shared_memory.resource, "getrlimit", lambda _: (-1, -1))
     assert SharedBlock.make(1) is not None
 
 
@@ -703,8 +713,8 @@ async def test_a_sender_that_dies_while_it_writes(make_transport):
 def test_blocks_that_are_gone_are_forgotten():
     gc.collect()
     before = num_descriptors()
-    board = shared.Board()
-    neighbour = shared.Neighbour.of(board.ticket)
+    board = shared_memory.Board()
+    neighbour = shared_memory.Neighbour.of(board.ticket)
     assert neighbour is not None
     for _ in range(3):
         block = SharedBlock(10_000)
@@ -718,12 +728,19 @@ def test_blocks_that_are_gone_are_forgotten():
     board.close()
     board.close()
     assert num_descriptors() == before
-    assert shared.Neighbour.of(board.ticket) is None
+    assert shared_memory.Neighbour.of(board.ticket) is None
 
 
 @pytest.mark.parametrize(
     ("tls", "shares"),
-    [("^sysv", True), ("^sm", False), ("tcp,self", False), ("all", True), ("sm,self", True), ("^sysv,posix", False)],
+    [
+        ("^sysv", True),
+        ("^sm", False),
+        ("tcp,self", False),
+        ("all", True),
+        ("sm,self", True),
+        ("^sysv,posix", False),
+    ],
 )
 def test_ucx_tls_decides_about_sharing_memory(monkeypatch, tls, shares):
     monkeypatch.setenv("UCX_TLS", tls)

@@ -11,14 +11,13 @@ import pytest
 from test_outbox import Desk
 
 import jaxpp_async as jpp
-from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.control import serve
-from jaxpp_async.actors.control.failed_reply import failed
-from jaxpp_async.actors.control.records import as_message
-from jaxpp_async.actors.crew.outbox import Outbox, Post
-from jaxpp_async.actors.crew.rpc import Call
-from jaxpp_async.actors.protocol import codec
+from jaxpp_async.actors import server
+from jaxpp_async.actors.actor import failed
+from jaxpp_async.controller.requests import Call, Outbox, Post
 from jaxpp_async.errors import MeshError
+from jaxpp_async.protocol import codec
+from jaxpp_async.protocol import messages as m
+from jaxpp_async.protocol.log_forwarding import as_message
 
 LONE = "name-\udcff"
 """No text that UTF-8 can hold: a file's name with a byte 0xff, as Python has it."""
@@ -91,7 +90,9 @@ async def test_setup_that_cannot_be_sent_is_told_before_anything_runs():
 async def test_what_a_step_that_cannot_be_sent_was_given_stays(remote_mesh, monkeypatch):
     """Also what the step would have freed, since it does not use it, and what it would have handed back."""
     mesh = await remote_mesh(2, launcher="inline")
-    step = mesh.distributed(lambda gone, back, used, more: (back, used + more.sum()), donate_argnums=(0, 1, 2))
+    step = mesh.distributed(
+        lambda gone, back, used, more: (back, used + more.sum()), donate_argnums=(0, 1, 2)
+    )
     xs = await mesh.run(mesh.distributed(lambda: tuple(np.arange(3.0, dtype="f4") + k for k in range(3))))
     more = np.ones(1000, np.float32)
     await step.compile(*xs, more)
@@ -121,7 +122,7 @@ async def test_a_reply_that_cannot_be_sent_is_told_as_a_failure(caplog):
             codec.Encoder(1000).encode(message)
             sent.append(message)
 
-    desk = serve._Desk()
+    desk = server._Desk()
     desk.connection = Connection()  # type: ignore[assignment]
     desk.reply(m.Inspected(7, {LONE: 1}))
     desk.reply(m.Log(10**30, "", "", None))

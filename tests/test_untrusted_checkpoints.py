@@ -13,18 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpp_async.actors.files import checkpoint_folder, tensor_files
-from jaxpp_async.actors.files.tensor_files import Wanted
 from jaxpp_async.checkpoint import manifest as m
-from jaxpp_async.checkpoint.restoring import load_manifest
+from jaxpp_async.checkpoint.restore import load_manifest
 from jaxpp_async.errors import CheckpointError
+from jaxpp_async.storage import checkpoint_folder, tensor_files
+from jaxpp_async.storage.tensor_files import Wanted
 
 MIB = 1 << 20
 
 
 def content() -> dict[str, Any]:
     """A manifest's fields, as JSON has them."""
-    arrays = {"w": m.Array("a.safetensors", "float32", (4,), "00"), "k": m.Array("a.safetensors", "uint32", (2,), "01")}
+    arrays = {
+        "w": m.Array("a.safetensors", "float32", (4,), "00"),
+        "k": m.Array("a.safetensors", "uint32", (2,), "01"),
+    }
     text = m.to_text(m.Manifest({"a.safetensors": m.File(96, "actor 0")}, arrays, {"step": 3, "x": 0.5}))
     return json.loads(text)
 
@@ -119,7 +122,16 @@ def test_sizes_are_checked(value):
 
 @pytest.mark.parametrize(
     "text",
-    ["[" * 100_000, '{"a":' * 100_000, '{"format":' + "[" * 900 + "]" * 900 + "}", "1" * 5000, "NaN", '"', "[1]", ""],
+    [
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        '{"format":' + "[" * 900 + "]" * 900 + "}",
+        "1" * 5000,
+        "NaN",
+        '"',
+        "[1]",
+        "",
+    ],
     ids=lambda text: text[:8],
 )
 def test_texts_that_are_none(text):
@@ -129,7 +141,20 @@ def test_texts_that_are_none(text):
 
 def test_a_thousand_mutated_manifests():
     rng = random.Random(0)
-    hostile = [None, -1, 2**70, 1e308, "", "..", [], {}, [[[]]], True, {"type": []}, {"type": "complex", "value": "x"}]
+    hostile = [
+        None,
+        -1,
+        2**70,
+        1e308,
+        "",
+        "..",
+        [],
+        {},
+        [[[]]],
+        True,
+        {"type": []},
+        {"type": "complex", "value": "x"},
+    ]
     for _ in range(1000):
         fields: Any = content()
         here = fields

@@ -15,9 +15,9 @@ from planning import f32, plan_step
 from waiting import until
 
 import jaxpp_async as jpp
-from jaxpp_async import report
-from jaxpp_async.actors.controller import Controller
+from jaxpp_async.controller.controller import Controller
 from jaxpp_async.errors import ArrayError
+from jaxpp_async.session import report
 from jaxpp_async.testing import assert_close
 
 D, MB = 4, 4
@@ -61,7 +61,10 @@ def pipelined(schedule):
 
 
 def places(tree):
-    return {jax.tree_util.keystr(path): leaf.actors for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    return {
+        jax.tree_util.keystr(path): leaf.actors
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
 
 
 SCHEDULES = [jpp.GPipe(2), jpp.Std1F1B(2), jpp.ZeroBubbleH1(2)]
@@ -104,7 +107,9 @@ async def test_by_processes(remote_mesh):
     future = await mesh.submit(mesh.distributed(lambda s, x: (s["opt"], evaluate(s, x))), state, batch())
     opt, value = await future
     assert places(state["opt"]) == places(opt) == before
-    assert_close(await mesh.fetch((opt, value)), jax.device_get((want["opt"], jax.jit(evaluate)(want, batch()))))
+    assert_close(
+        await mesh.fetch((opt, value)), jax.device_get((want["opt"], jax.jit(evaluate)(want, batch())))
+    )
     assert [m.name for m in future.moves] == ["s['params'][1]"]
 
 
@@ -127,10 +132,13 @@ async def test_a_host_value_that_is_not_used_is_not_sent(remote_mesh, sent):
     mesh = await remote_mesh(2, launcher="inline")
     waiting = await mesh.put(np.ones(7, "float32"))
     shaped = np.ones((3, 5), "float32")
-    step = mesh.distributed(lambda used, unused, waiting, shaped: used * shaped.shape[0] + jnp.zeros_like(shaped)[0, 0])
+    step = mesh.distributed(
+        lambda used, unused, waiting, shaped: used * shaped.shape[0] + jnp.zeros_like(shaped)[0, 0]
+    )
     for unused in (np.ones(11, "float32"), jax.random.key(0), 3.5):
         assert_close(
-            await (await mesh.run(step, np.ones(2, "float32"), unused, waiting, shaped)), np.full(2, 3.0, "f4")
+            await (await mesh.run(step, np.ones(2, "float32"), unused, waiting, shaped)),
+            np.full(2, 3.0, "f4"),
         )
     assert waiting.actors == ()
     assert {shape for _, shape in sent} == {(2,)}
@@ -171,7 +179,9 @@ async def test_what_is_donated_and_handed_back_is_the_same_buffers(remote_mesh):
     assert_close(await mesh.fetch((same, total)), jax.device_get((want, jnp.sum(batch()))))
     next_state, _ = await mesh.run(mesh.distributed(train(SCHEDULES[1])), same, batch())
     assert_close(
-        await mesh.fetch(next_state), jax.device_get(jax.jit(train(SCHEDULES[1]))(want, batch())[0]), rtol=1e-4
+        await mesh.fetch(next_state),
+        jax.device_get(jax.jit(train(SCHEDULES[1]))(want, batch())[0]),
+        rtol=1e-4,
     )
 
 
@@ -192,12 +202,19 @@ async def test_what_is_donated_and_unused_is_freed_where_it_lies(remote_mesh):
     future = await mesh.submit(idle, state, batch())
     await future
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-    assert [stats.live_buffers for stats in future.stats] == [n - a for n, a in zip(full, arrays, strict=True)]
+    assert [stats.live_buffers for stats in future.stats] == [
+        n - a for n, a in zip(full, arrays, strict=True)
+    ]
 
 
 async def test_host_values_that_are_handed_back_wait_here(remote_mesh, sent, tmp_path):
     mesh = await remote_mesh(2, launcher="inline")
-    tree = {"a": np.arange(6, dtype="float64").reshape(2, 3), "k": jax.random.key(3), "s": 2.5, "w": await mesh.put(1)}
+    tree = {
+        "a": np.arange(6, dtype="float64").reshape(2, 3),
+        "k": jax.random.key(3),
+        "s": 2.5,
+        "w": await mesh.put(1),
+    }
     expected = {
         "a": np.arange(6, dtype="float32").reshape(2, 3),
         "k": tree["k"],
@@ -256,7 +273,11 @@ async def test_init_put_and_restore_for_a_step_that_does_not_use_all(remote_mesh
         grads = jpp.accumulate_grads(lambda x: jax.grad(loss)(state["w"], x), jpp.GPipe(2))(x)
         return {"w": state["w"], "grads": grads, "kept": state["kept"]}
 
-    first = {"w": start()["params"], "grads": [np.zeros((D, D), "float32")] * 2, "kept": np.ones(3, "float32")}
+    first = {
+        "w": start()["params"],
+        "grads": [np.zeros((D, D), "float32")] * 2,
+        "kept": np.ones(3, "float32"),
+    }
     stepped = mesh.distributed(step, donate_argnums=0)
     await stepped.compile(first, batch())
     put = await mesh.put(first, like=(stepped, 0))
@@ -278,7 +299,9 @@ async def test_shardings_of_what_is_not_used(remote_mesh):
     w = np.arange(16, dtype="float32").reshape(4, 4)
 
     def two(state, x):
-        return jpp.accumulate_grads(lambda x: jnp.sum(jpp.pipeline_yield(x @ state[0]) @ state[1]), jpp.GPipe(2))(x)
+        return jpp.accumulate_grads(
+            lambda x: jnp.sum(jpp.pipeline_yield(x @ state[0]) @ state[1]), jpp.GPipe(2)
+        )(x)
 
     lay = mesh.distributed(two, in_shardings=(P("data"), None))
     await lay.compile([w, w], batch())

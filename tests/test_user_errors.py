@@ -26,7 +26,14 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpp_async as jpp
 from jaxpp_async import Task
-from jaxpp_async.errors import ArrayError, MeshClosedError, MeshError, ScheduleError, ShardingError, StageError
+from jaxpp_async.errors import (
+    ArrayError,
+    MeshClosedError,
+    MeshError,
+    ScheduleError,
+    ShardingError,
+    StageError,
+)
 from jaxpp_async.errors import UnsupportedError as Unsupported
 
 W = np.eye(4, dtype=np.float32)
@@ -282,7 +289,8 @@ SCHEDULES = {
 
 
 def later_stage(ws, x):
-    grad = jax.grad(lambda w: jnp.sum(jpp.pipeline_yield(jnp.tanh(x @ w)) @ ws[1]))(ws[0])  # made by stage 1's backward
+    # made by stage 1's backward
+    grad = jax.grad(lambda w: jnp.sum(jpp.pipeline_yield(jnp.tanh(x @ w)) @ ws[1]))(ws[0])
     return jnp.sum(jpp.pipeline_yield(x @ grad) @ ws[1])
 
 
@@ -302,7 +310,9 @@ def yield_in_while(ws, x):
 
 def loop_in_scan(ws, batch):
     def outer(ws, _):
-        return jpp.accumulate_grads(lambda x: jax.tree.map(lambda w: w * x.sum(), ws), jpp.GPipe(1))(batch), None
+        return jpp.accumulate_grads(lambda x: jax.tree.map(lambda w: w * x.sum(), ws), jpp.GPipe(1))(
+            batch
+        ), None
 
     return jax.lax.scan(outer, ws, None, length=2)[0]
 
@@ -567,7 +577,9 @@ async def test_branching_on_a_value_names_the_users_function_and_argument(meshes
         return ws if batch[0, 0, 0] > 0 else batch
 
     async with Untouched(meshes["plain"], monkeypatch):
-        with pytest.raises(jax.errors.TracerBoolConversionError, match=r"(?s)branches at .*test_user_errors.*batch"):
+        with pytest.raises(
+            jax.errors.TracerBoolConversionError, match=r"(?s)branches at .*test_user_errors.*batch"
+        ):
             await run_case(meshes["plain"], Case(branches, TypeError, []))
 
 
@@ -599,7 +611,9 @@ async def test_branching_in_the_loss_names_the_users_function_and_argument(meshe
     for step, options, says in cases:
         async with Untouched(meshes["plain"], monkeypatch):
             with pytest.raises(jax.errors.TracerBoolConversionError, match=f"(?s){says}"):
-                await run_case(meshes["plain"], Case(step, TypeError, [], args=([W, W], {"x": X}), options=options))
+                await run_case(
+                    meshes["plain"], Case(step, TypeError, [], args=([W, W], {"x": X}), options=options)
+                )
 
 
 async def test_adversarial_inputs_made_in_a_loop_of_their_own_equal_jit(meshes):
@@ -615,7 +629,9 @@ async def test_adversarial_inputs_made_in_a_loop_of_their_own_equal_jit(meshes):
     mesh = meshes["plain"]
     args = [W, W + 0.5], X * np.arange(1, 5, dtype=np.float32).reshape(4, 1, 1)
     got = await mesh.fetch(await mesh.run(mesh.distributed(step), *args))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, jax.device_get(jax.jit(step)(*args)))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, jax.device_get(jax.jit(step)(*args))
+    )
 
 
 async def test_an_nnx_model_of_the_step_in_its_loop_gets_a_hint_that_works(meshes):
@@ -649,7 +665,9 @@ async def test_an_nnx_model_of_the_step_in_its_loop_gets_a_hint_that_works(meshe
         for call in (lambda f=wrong: jax.jit(f)(state, X), lambda f=wrong: f(state, X)):
             with pytest.raises(Exception, match="different trace level") as caught:
                 call()
-            assert sum("nnx.merge(graphdef, state, copy=True)" in note for note in caught.value.__notes__) == 1
+            assert (
+                sum("nnx.merge(graphdef, state, copy=True)" in note for note in caught.value.__notes__) == 1
+            )
         with pytest.raises(Exception, match="different trace level") as caught:
             await mesh.run(mesh.distributed(wrong), state, X)
         assert sum("nnx.merge(graphdef, state, copy=True)" in note for note in caught.value.__notes__) == 1
@@ -692,7 +710,9 @@ async def test_a_call_without_await_says_so_where_its_result_is_used(name, meshe
         unawaited[0]
     with pytest.raises(AttributeError, match=says + " to use its result's 'shape'"):
         _ = unawaited.shape
-    with pytest.raises(TypeError, match=r"batch is a coroutine or a step under way, and no array: `await` it first"):
+    with pytest.raises(
+        TypeError, match=r"batch is a coroutine or a step under way, and no array: `await` it first"
+    ):
         await mesh.run(step, [W, W], unawaited)
     await unawaited  # nothing of this has used it up
     with pytest.raises(RuntimeError, match="cannot reuse already awaited coroutine"):
@@ -713,12 +733,19 @@ async def test_a_loop_that_is_not_called_says_so_where_its_results_are_used(mesh
         assert caught.traceback[-1].path == Path(__file__), "no frame of the package behind the user's"
     with pytest.raises(TypeError, match="UncalledLoop"):
         jax.jit(lambda x: x - loop)(X)
-    for call in (jax.jit(loop), functools.partial(loop), jax.checkpoint(loop), jax.jit(jax.value_and_grad(loop))):
+    for call in (
+        jax.jit(loop),
+        functools.partial(loop),
+        jax.checkpoint(loop),
+        jax.jit(jax.value_and_grad(loop)),
+    ):
         assert jax.tree.leaves(call(X))[0] == X.sum()  # it is a function to everyone
     assert loop.__name__ == "run" and list(inspect.signature(loop).parameters) == ["batch"]
 
 
-@pytest.mark.parametrize("batch", [{"x": X}, (X, X), X, [jnp.ones(3)]], ids=["dict", "tuple", "array", "list"])
+@pytest.mark.parametrize(
+    "batch", [{"x": X}, (X, X), X, [jnp.ones(3)]], ids=["dict", "tuple", "array", "list"]
+)
 def test_a_batch_in_the_schedules_place(batch):
     says = rf"^.*py:\d+: argument 2 of accumulate_grads is a {type(batch).__name__}, not a schedule; write `accum"
     with pytest.raises(TypeError, match=says) as caught:
@@ -769,7 +796,11 @@ async def test_arrays_that_cannot_be_used(meshes, monkeypatch):
     assert state[0].is_deleted() and gone.is_deleted() and not fresh.is_deleted()
     cases = [
         (keeps, (foreign, X), [r"ws\[0\] is a RemoteArray of another mesh", "fetch it there"]),
-        (keeps, (state, X), [r"ws\[0\] cannot be used: it was donated to step 'step'", "use the step's result"]),
+        (
+            keeps,
+            (state, X),
+            [r"ws\[0\] cannot be used: it was donated to step 'step'", "use the step's result"],
+        ),
         (donates, (state, X), ["it was donated to step 'step'"]),
         (keeps, ([W, gone], X), [r"ws\[1\] cannot be used: it was deleted"]),
         (donates, ([fresh, fresh], X), [r"ws\[0\] is donated and passed twice", "pass a copy"]),
@@ -824,7 +855,11 @@ OPTIONS = [
     ({"num_actors": "2"}, MeshError, "got '2'"),
     ({"num_actors": (2, 2)}, MeshError, r"got \(2, 2\)"),
     ({"num_actors": True}, MeshError, "got True"),
-    ({"spmd_mesh": {"data": 0}}, MeshError, "spmd_mesh has 'data': 0; an axis is a name and a size of at least 1"),
+    (
+        {"spmd_mesh": {"data": 0}},
+        MeshError,
+        "spmd_mesh has 'data': 0; an axis is a name and a size of at least 1",
+    ),
     ({"spmd_mesh": (1, 2, 3)}, MeshError, "3 sizes without names; pass a mapping"),
     ({"spmd_mesh": 3}, MeshError, "spmd_mesh is 3; it is a mapping"),
     (
@@ -832,12 +867,24 @@ OPTIONS = [
         MeshError,
         r"needs 64 devices, but this process has \d+; .*jax_num_cpu_devices', 64\).* or use launcher='local'",
     ),
-    ({"launcher": "kubernetes"}, MeshError, "'kubernetes' is none of 'local', 'inline', 'ssh', 'slurm', 'ray', nor"),
+    (
+        {"launcher": "kubernetes"},
+        MeshError,
+        "'kubernetes' is none of 'local', 'inline', 'ssh', 'slurm', 'ray', nor",
+    ),
     ({"launcher": 3}, MeshError, "launcher 3 is none of .*, nor a Launcher: it has no listen_host, tra"),
     ({"transport": "tcp"}, MeshError, "'tcp' does not work between processes; .* 'ucx'"),
-    ({"transport": "ucx", "launcher": "inline"}, MeshError, "'ucx' does not work inside one process; .* 'memory'"),
+    (
+        {"transport": "ucx", "launcher": "inline"},
+        MeshError,
+        "'ucx' does not work inside one process; .* 'memory'",
+    ),
     ({"platform": "tpu"}, MeshError, "platform is 'tpu'; it is 'cpu' or, for GPUs, 'cuda'"),
-    ({"axis_rules": {"batch": "data"}}, ShardingError, r"axis_rules\['batch'\] names the axis 'data'.* no axes"),
+    (
+        {"axis_rules": {"batch": "data"}},
+        ShardingError,
+        r"axis_rules\['batch'\] names the axis 'data'.* no axes",
+    ),
     (
         {"axis_rules": {"batch": ("data", "model")}, "spmd_mesh": {"data": 1}},
         ShardingError,
@@ -853,7 +900,11 @@ OPTIONS = [
     ({"max_inflight": 0}, MeshError, "max_inflight is 0; give a whole number of at least 1"),
     ({"setup": "nocolon"}, MeshError, "setup is 'nocolon'; name a function as 'module:function'"),
     ({"env": {"A": 1}}, MeshError, "env has 'A': 1; environment variables are strings"),
-    ({"env": {"JAX_PLATFORMS": "cpu"}}, MeshError, "JAX_PLATFORMS='cpu', which the mesh sets; give platform="),
+    (
+        {"env": {"JAX_PLATFORMS": "cpu"}},
+        MeshError,
+        "JAX_PLATFORMS='cpu', which the mesh sets; give platform=",
+    ),
     ({"hosts": ["a"]}, MeshError, "2 actors do not fit 1 slot on 1 host; add hosts, raise slots="),
 ]
 
@@ -871,17 +922,25 @@ async def test_steps_and_functions_of_elsewhere(meshes, monkeypatch):
             MeshError, match=r"<DistributedStep 'step'> is a step of another mesh; make one with `mesh.d"
         ):
             await mesh.run(other.distributed(GOOD), [W, W], X)
-        with pytest.raises(MeshError, match=r"is no step of this mesh; make one with `mesh.distributed\(fn\)`"):
+        with pytest.raises(
+            MeshError, match=r"is no step of this mesh; make one with `mesh.distributed\(fn\)`"
+        ):
             await mesh.run(GOOD, [W, W], X)
 
 
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda mesh: mesh.save("a", W, on_progres=print), "RemoteMesh.save .* on_progres=; did you mean on_progress="),
+        (
+            lambda mesh: mesh.save("a", W, on_progres=print),
+            "RemoteMesh.save .* on_progres=; did you mean on_progress=",
+        ),
         (lambda mesh: mesh.restore("a", lik=W), "RemoteMesh.restore has no option lik=; did you mean like="),
         (lambda mesh: mesh.put(W, device=0), "RemoteMesh.put has no option device=; it has tree, like"),
-        (lambda mesh: mesh.save(tree=W), r"RemoteMesh.save\(\) missing 1 required positional argument: 'path'"),
+        (
+            lambda mesh: mesh.save(tree=W),
+            r"RemoteMesh.save\(\) missing 1 required positional argument: 'path'",
+        ),
     ],
 )
 def test_a_method_of_the_mesh_called_wrongly(call, says):
@@ -889,9 +948,14 @@ def test_a_method_of_the_mesh_called_wrongly(call, says):
         call(jpp.RemoteMesh(1, launcher="inline"))
 
 
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="inspect has no mark for such functions before Python 3.12")
+@pytest.mark.skipif(
+    sys.version_info < (3, 12), reason="inspect has no mark for such functions before Python 3.12"
+)
 def test_methods_of_the_mesh_are_coroutine_functions_to_inspect():
-    assert all(inspect.iscoroutinefunction(getattr(jpp.RemoteMesh, name)) for name in ("save", "restore", "put", "run"))
+    assert all(
+        inspect.iscoroutinefunction(getattr(jpp.RemoteMesh, name))
+        for name in ("save", "restore", "put", "run")
+    )
 
 
 def test_argument_numbers_are_checked_where_the_signature_tells():
@@ -905,12 +969,19 @@ def test_argument_numbers_are_checked_where_the_signature_tells():
 
 def test_help_has_every_option():
     text = inspect.getdoc(jpp.RemoteMesh) or ""
-    missing = [name for name in inspect.signature(jpp.RemoteMesh).parameters if not re.search(rf"\b{name}\b.*:", text)]
+    missing = [
+        name
+        for name in inspect.signature(jpp.RemoteMesh).parameters
+        if not re.search(rf"\b{name}\b.*:", text)
+    ]
     assert not missing
 
 
 def test_a_mesh_in_a_plain_with():
-    with pytest.raises(MeshError, match=r"write `async with RemoteMesh"), jpp.RemoteMesh(1, launcher="inline"):
+    with (
+        pytest.raises(MeshError, match=r"write `async with RemoteMesh"),
+        jpp.RemoteMesh(1, launcher="inline"),
+    ):
         pass
 
 

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpp_async.compiler.lowering import lower
-from jaxpp_async.compiler.simulate import check_deadlock, simulate
-from jaxpp_async.compiler.verify import InternalError, verify_graph, verify_programs
+from jaxpp_async.compiler.verify import InternalError, check_deadlock, simulate, verify_graph, verify_programs
 from jaxpp_async.errors import ScheduleError
-from jaxpp_async.program import (
-    ActorProgram,
+from jaxpp_async.program.actor_program import ActorProgram
+from jaxpp_async.program.instructions import (
     Aval,
     Delete,
     GraphInput,
@@ -61,7 +60,9 @@ def valid() -> list[list]:
 
 
 def programs_of(streams) -> list[ActorProgram]:
-    return [ActorProgram(a, tuple(s), (F4,) * (6 if a == 0 else 3), frozenset({0})) for a, s in enumerate(streams)]
+    return [
+        ActorProgram(a, tuple(s), (F4,) * (6 if a == 0 else 3), frozenset({0})) for a, s in enumerate(streams)
+    ]
 
 
 def test_the_unbroken_step_is_valid():
@@ -88,7 +89,11 @@ MUTATIONS = [
     # one program
     ("make a slot twice", add(1, 3, Run("g", 2, (0, 1), (2,))), "b2 is assigned twice"),
     ("make a freed slot again", add(0, 7, Run("x", 9, (), (2,))), "b2 is assigned twice"),
-    ("make a slot out of range", add(0, 7, Run("x", 9, (), (6,))), "b6 is out of range, the program has 6 slots"),
+    (
+        "make a slot out of range",
+        add(0, 7, Run("x", 9, (), (6,))),
+        "b6 is out of range, the program has 6 slots",
+    ),
     ("read before it is made", swap(0, 2, 3), "b2 is read before it is made"),
     ("read before it is received", swap(1, 1, 2), "b1 is read before it is made"),
     ("read after deletion", swap(0, 3, 5), "b2 was deleted before"),
@@ -103,21 +108,49 @@ MUTATIONS = [
     ("make a result twice", put(0, 11, Output(5, 0)), "result 0 is made twice"),
     ("bind an argument twice", put(0, 1, Input(1, 0, F4, True)), "argument 0 is bound twice"),
     ("bind another aval", put(0, 1, Input(1, 1, OTHER, True)), "b1 is declared"),
-    ("donate a kept argument", put(0, 2, Run("f", 0, (0,), (2, 3), (0,))), "b0 is donated, but is an argument that"),
-    ("donate a received buffer", put(0, 8, Run("h", 1, (1, 4), (5,), (0, 1))), "b4 is donated, but lies in the trans"),
-    ("donate a sent buffer", put(0, 5, Run("x", 9, (2,), (), (0,))), "b2 is donated, but may still be on its way"),
-    ("donate what is read twice", put(0, 8, Run("h", 1, (1, 1, 4), (5,), (0,))), "b1 is donated and read twice"),
+    (
+        "donate a kept argument",
+        put(0, 2, Run("f", 0, (0,), (2, 3), (0,))),
+        "b0 is donated, but is an argument that",
+    ),
+    (
+        "donate a received buffer",
+        put(0, 8, Run("h", 1, (1, 4), (5,), (0, 1))),
+        "b4 is donated, but lies in the trans",
+    ),
+    (
+        "donate a sent buffer",
+        put(0, 5, Run("x", 9, (2,), (), (0,))),
+        "b2 is donated, but may still be on its way",
+    ),
+    (
+        "donate what is read twice",
+        put(0, 8, Run("h", 1, (1, 1, 4), (5,), (0,))),
+        "b1 is donated and read twice",
+    ),
     ("donate out of range", put(0, 8, Run("h", 1, (1, 4), (5,), (2,))), "donated positions (2,) of 2 inputs"),
     ("donate a position twice", put(0, 8, Run("h", 1, (1, 4), (5,), (0, 0))), "donated positions (0, 0)"),
-    ("forward a received buffer", add(1, 3, Send(0, 0, 3)), "b0 was received; a value is sent by the actor that mak"),
+    (
+        "forward a received buffer",
+        add(1, 3, Send(0, 0, 3)),
+        "b0 was received; a value is sent by the actor that mak",
+    ),
     # programs together
     ("send a tag twice", add(0, 5, Send(3, 1, 0)), "tag 0: actor 0 sends it, and so does actor 0"),
     ("receive a tag twice", put(1, 1, Recv(1, 0, 0, F4)), "tag 0: actor 1 receives it, and so does actor 1"),
     ("drop a send", put(0, 4), "tag 1: actor 1 receives it, but actor 0 has no part in it"),
-    ("drop a receive", put(1, 1, Run("x", 9, (), (1,))), "tag 1: actor 0 sends it, but actor 1 has no part in it"),
+    (
+        "drop a receive",
+        put(1, 1, Run("x", 9, (), (1,))),
+        "tag 1: actor 0 sends it, but actor 1 has no part in it",
+    ),
     ("send to another actor", put(0, 4, Send(3, 7, 1)), "tag 1: sent 0 -> 7, received 0 -> 1"),
     ("send to oneself", add(1, 3, Send(2, 1, 3)), "tag 3: actor 1 sends it"),
-    ("post in another order", swap(1, 0, 1), "tag 0: actor 0 sends it to actor 1, which posts tag 1 in its place"),
+    (
+        "post in another order",
+        swap(1, 0, 1),
+        "tag 0: actor 0 sends it to actor 1, which posts tag 1 in its place",
+    ),
     ("call an executable otherwise", put(1, 2, Run("g", 0, (0, 1), (2,))), "'g' calls executable 0 with"),
 ]
 
@@ -141,7 +174,13 @@ def test_transfers_of_unequal_avals_are_caught():
 
 def test_runs_of_an_executable_donate_alike():
     run = Run("f", 0, (0,), (1,), (0,))
-    stream = (Run("make", 1, (), (0,)), run, replace(run, inputs=(1,), outputs=(2,), donated=()), Delete(1), Delete(2))
+    stream = (
+        Run("make", 1, (), (0,)),
+        run,
+        replace(run, inputs=(1,), outputs=(2,), donated=()),
+        Delete(1),
+        Delete(2),
+    )
     with pytest.raises(InternalError, match=r"executable 0 donated \(0,\) in an earlier run"):
         verify_programs([ActorProgram(0, stream, (F4,) * 3)])
 
@@ -319,19 +358,30 @@ def wide_graph(num_actors: int, num_stages: int, num_microbatches: int) -> TaskG
     """The dataflow of an interleaved pipeline, microbatch after microbatch, with six residuals a stage."""
     g = GraphBuilder(num_actors)
     weights = [g.input(f"w{s}", s % num_actors) for s in range(num_stages)]
-    grads = [g.node(f"zeros{s}", s % num_actors, [], ["grad"], executable=3 * s)[0] for s in range(num_stages)]
+    grads = [
+        g.node(f"zeros{s}", s % num_actors, [], ["grad"], executable=3 * s)[0] for s in range(num_stages)
+    ]
     x = g.input("x", 0)
     for i in range(num_microbatches):
         y, residuals = x, []
         for s in range(num_stages):
             y, *saved = g.node(
-                f"fwd(stage {s}, mb {i})", s % num_actors, [weights[s], y], ["y"] + 6 * ["r"], executable=3 * s + 1
+                f"fwd(stage {s}, mb {i})",
+                s % num_actors,
+                [weights[s], y],
+                ["y"] + 6 * ["r"],
+                executable=3 * s + 1,
             )
             residuals.append(saved)
         for s in reversed(range(num_stages)):
             inputs = [grads[s], y, *residuals[s]]
             grads[s], y = g.node(
-                f"bwd(stage {s}, mb {i})", s % num_actors, inputs, ["g", "dx"], executable=3 * s + 2, donatable=(0, 2)
+                f"bwd(stage {s}, mb {i})",
+                s % num_actors,
+                inputs,
+                ["g", "dx"],
+                executable=3 * s + 2,
+                donatable=(0, 2),
             )
     for s in range(num_stages):
         g.output(grads[s], s % num_actors)

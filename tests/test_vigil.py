@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxpp_async.actors.control.vigil import LONGEST_S, Vigil, has_spare_core
+from jaxpp_async.protocol.loop_spin import LONGEST_S, Vigil, has_spare_core
 
 
 class Loop:

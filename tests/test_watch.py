@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from test_stuck import INFOS, LOST, STEP, WAITING, at, part
 
-from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.crew.step_handle import StepHandle
-from jaxpp_async.actors.failures.monitor import Recovered, Suspect
-from jaxpp_async.actors.options import Patience
-from jaxpp_async.actors.processes.progress import Position
-from jaxpp_async.actors.protocol.wire import Identity
-from jaxpp_async.actors.watching import watch as watch_module
-from jaxpp_async.actors.watching.watch import Watch
+from jaxpp_async.controller import health_monitor as watch_module
+from jaxpp_async.controller.failure_detector import Recovered, Suspect
+from jaxpp_async.controller.health_monitor import Watch
+from jaxpp_async.controller.options import Patience
+from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.errors import ActorError, ActorUnresponsiveError, MeshClosedError, TransferError
+from jaxpp_async.protocol import messages as m
+from jaxpp_async.protocol.actor_info import Position
+from jaxpp_async.protocol.frames import Identity
 
 LONG_S = 60.0
 
@@ -104,7 +104,8 @@ async def test_the_silent_are_suspect_and_then_given_up(caplog):
         await mesh.beating(0.1, 0, 2)
     (warning,) = [r.getMessage() for r in caplog.records if "heard" in r.getMessage()]
     assert (
-        warning.startswith("actor 1 (host node1, pid 101) has not been heard of") and "given up after 0.4 s" in warning
+        warning.startswith("actor 1 (host node1, pid 101) has not been heard of")
+        and "given up after 0.4 s" in warning
     )
 
 
@@ -154,7 +155,11 @@ async def test_an_actor_that_does_not_answer_is_the_finding():
         mesh.reports = {**LOST, 1: None}
         await mesh.beating(5.0, 0, 1, 2)
         error = mesh.failed.result()
-        assert type(error) is ActorUnresponsiveError and error.actor == 1 and "event loop is blocked" in str(error)
+        assert (
+            type(error) is ActorUnresponsiveError
+            and error.actor == 1
+            and "event loop is blocked" in str(error)
+        )
 
 
 @pytest.mark.parametrize("why", ["moves", "computes", "busy", "paused", "reports otherwise", "closed"])

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpp_async.actors.processes.commands import command_here, command_there
 from jaxpp_async.errors import MeshError
+from jaxpp_async.launch.commands import command_here, command_there
 from jaxpp_async.transport.ucx.context import check_config_file
 
 MODULES = ("secrets", "json", "random", "socket", "numpy", "jax", "uvloop", "msgpack", "ucxx", "jaxpp_async")
@@ -43,7 +43,9 @@ def install():
 def folder(tmp_path) -> Path:
     """A folder whose modules leave a file behind when they are imported."""
     for name in MODULES:
-        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / name)!r} + '.ran', 'w')\nraise SystemExit(7)\n")
+        (tmp_path / f"{name}.py").write_text(
+            f"open({str(tmp_path / name)!r} + '.ran', 'w')\nraise SystemExit(7)\n"
+        )
     return tmp_path
 
 
@@ -72,16 +74,23 @@ def test_actors_do_not_import_from_it_and_their_hook_comes_from_the_scripts_fold
     "command",
     [
         command_here("jaxpp_async.actors"),
-        command_here("jaxpp_async.doctor.start_ucx"),
+        command_here("jaxpp_async.doctor.probe_programs", "ucx"),
         command_here("jaxpp_async.doctor.host"),
         command_there(sys.executable, "jaxpp_async.actors"),
-        command_there(sys.executable, "jaxpp_async.actors.processes.keeper"),
+        command_there(sys.executable, "jaxpp_async.launch.host_agent"),
     ],
     ids=lambda command: " ".join(map(os.path.basename, command[-2:])),
 )
 def test_no_program_imports_from_it(folder, command):
     done = subprocess.run(
-        command, cwd=folder, env=environment(), input="", capture_output=True, text=True, timeout=60, check=False
+        command,
+        cwd=folder,
+        env=environment(),
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert ran(folder) == [] and done.returncode in (0, 80, 81), done.stderr
 
@@ -89,7 +98,7 @@ def test_no_program_imports_from_it(folder, command):
 WHO_ASKS = """
 import subprocess, sys
 sys.path.insert(0, sys.argv[1])
-from jaxpp_async.actors.processes import commands
+from jaxpp_async.launch import commands
 subprocess.run(commands.command_here("probe", "word"), env=commands.inherited_environment(), check=True)
 print(commands.command_there("py", "m")[1:-2])
 """
@@ -105,11 +114,18 @@ def test_programs_here_run_the_package_of_whoever_starts_them(tmp_path, options,
     clone.mkdir()
     said.mkdir()
     (clone / "jaxpp_async").symlink_to(Path(__file__).parents[1] / "jaxpp_async")
-    probe = "import sys, os, jaxpp_async; print(jaxpp_async.__file__, sys.argv[1:], os.environ.get('PYTHONPATH'))"
+    probe = (
+        "import sys, os, jaxpp_async; print(jaxpp_async.__file__, sys.argv[1:], os.environ.get('PYTHONPATH'))"
+    )
     (said / "probe.py").write_text(probe)
     command = [sys.executable, "-P", *options, "-c", WHO_ASKS, str(clone)]
     done = subprocess.run(
-        command, env=environment(PYTHONPATH=str(said)), capture_output=True, text=True, timeout=60, check=False
+        command,
+        env=environment(PYTHONPATH=str(said)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     if path == "ignored":
         assert "No module named 'probe'" in done.stderr or "No module named probe" in done.stderr, done.stderr
@@ -118,7 +134,7 @@ def test_programs_here_run_the_package_of_whoever_starts_them(tmp_path, options,
 
 
 FOLDERS = """
-from jaxpp_async.actors.processes.commands import script_folder
+from jaxpp_async.launch.commands import script_folder
 print(script_folder())
 """
 
@@ -138,7 +154,12 @@ def test_the_scripts_folder(tmp_path, arguments, expected):
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "train.py").write_text(FOLDERS)
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+        [sys.executable, *arguments],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     folder = None if expected is None else os.fsencode((tmp_path / expected).resolve())
     assert done.stdout == f"{folder}\n", done.stderr
@@ -149,10 +170,16 @@ def test_ucx_settings_in_it_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check_config_file()
     (tmp_path / "ucx.conf").write_text("UCX_MODULE_DIR=/tmp/modules\n")
-    with pytest.raises(MeshError, match=rf"working directory {tmp_path} has a file ucx.conf.* set UCX_CONFIG_DIR"):
+    with pytest.raises(
+        MeshError, match=rf"working directory {tmp_path} has a file ucx.conf.* set UCX_CONFIG_DIR"
+    ):
         check_config_file()
     done = subprocess.run(
-        command_here("jaxpp_async.doctor.start_ucx"), env=environment(), capture_output=True, text=True, check=False
+        command_here("jaxpp_async.doctor.probe_programs", "ucx"),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert "has a file ucx.conf" in done.stdout, done.stdout + done.stderr
     monkeypatch.setenv("UCX_CONFIG_DIR", ".")

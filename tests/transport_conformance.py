@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.transport.base import PROGRAM_CHANNEL, make_tag
-from jaxpp_async.transport.buffers import memory_of
+from jaxpp_async.transport.base import PROGRAM_CHANNEL, make_tag, memory_of
 
 ODD_SIZES = (0, 1, 3, 8, 4095, 4096, 65537, 5 << 20)
 EAGER, LARGE = 64, 4 << 20
@@ -75,7 +74,10 @@ class Posted:
         self._posting = True
         try:
             at_once = post(
-                memory_of(buffer, writable=writable), peer, tag(sequence, epoch), lambda e: self._done(ends, e)
+                memory_of(buffer, writable=writable),
+                peer,
+                tag(sequence, epoch),
+                lambda e: self._done(ends, e),
             )
         finally:
             self._posting = False
@@ -202,7 +204,9 @@ class TransportConformance:
 
     # ------------------------------------------------------------ wrong use
 
-    @pytest.mark.parametrize(("sent", "expected"), [(8, 100), (100, 8), (0, 8), (8, 0), (1000, LARGE), (LARGE, 1000)])
+    @pytest.mark.parametrize(
+        ("sent", "expected"), [(8, 100), (100, 8), (0, 8), (8, 0), (1000, LARGE), (LARGE, 1000)]
+    )
     @pytest.mark.parametrize("receive_first", [True, False])
     async def test_wrong_size_is_a_protocol_error(self, pair, sent, expected, receive_first):
         self._needs("matches_by_tag")
@@ -471,7 +475,9 @@ class TransportConformance:
             frozen = [g.copy() for g in got]
             await join(a, b)
             await transfer(a, b, LARGE, 1, epoch + 10)
-            assert all(np.array_equal(f, g) for f, g in zip(frozen, got, strict=True)), "written after the abort"
+            assert all(np.array_equal(f, g) for f, g in zip(frozen, got, strict=True)), (
+                "written after the abort"
+            )
 
     async def test_abort_of_one_peer_leaves_the_others(self, make_transport):
         a, b, c = [await make_transport(i) for i in range(3)]

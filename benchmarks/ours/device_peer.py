@@ -27,10 +27,9 @@ import jax
 import numpy as np
 import uvloop
 
-from jaxpp_async.actors.devices.cuda import CupyDoor, DeviceCopy
-from jaxpp_async.transport.base import PROGRAM_CHANNEL, make_tag
-from jaxpp_async.transport.buffers import Memory, memory_of
-from jaxpp_async.transport.joining import ERROR_HANDLING, make_process_transport
+from jaxpp_async.actors.cuda import CupyDoor, DeviceCopy
+from jaxpp_async.transport.base import PROGRAM_CHANNEL, Memory, make_tag, memory_of
+from jaxpp_async.transport.registry import ERROR_HANDLING, make_process_transport
 
 WINDOW = 4
 BURST_BYTES, MOST_IN_BURST = 1 << 30, 200
@@ -118,7 +117,10 @@ class Side:
 async def measure(side: Side, sizes: list[int], pings: int, small: bool) -> dict[str, Any]:
     most = BURST_BYTES >> 6 if small else BURST_BYTES
     counts = {size: max(WINDOW, min(MOST_IN_BURST, most // size)) for size in sizes}
-    found: dict[str, Any] = {"routes": side.transport.routes(1 - side.number), "half_rtt_us": await side.ping(pings)}
+    found: dict[str, Any] = {
+        "routes": side.transport.routes(1 - side.number),
+        "half_rtt_us": await side.ping(pings),
+    }
     gb_s, copies = {}, {}
     for size, count in counts.items():
         rates = [await side.burst(size, count) for _ in range(3 if small else 5)]

@@ -56,7 +56,7 @@ def work(options: argparse.Namespace) -> tuple[Any, Any, Any]:
 
 def stand_in() -> dict[str, Any]:
     """Options of a mesh whose actors compute late on CPUs, from the tests."""
-    from jaxpp_async.actors.launch import LocalLauncher
+    from jaxpp_async.launch import LocalLauncher
 
     tests = str(Path(__file__).parents[2] / "tests")
     path = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
@@ -116,7 +116,9 @@ def gaps(timelines: list[Timeline]) -> dict[str, Any]:
     return {
         "tasks": sum(len(actor.runs) for actor in timelines[-1].actors),
         "between_us": {"median": statistics.median(between), "p90": sorted(between)[int(0.9 * len(between))]},
-        "bill_ms": {p.removesuffix("_s"): statistics.median(getattr(b, p) for b in bills) * 1e3 for p in parts},
+        "bill_ms": {
+            p.removesuffix("_s"): statistics.median(getattr(b, p) for b in bills) * 1e3 for p in parts
+        },
         "efficiency": statistics.median(b.efficiency for b in bills),
     }
 
@@ -145,7 +147,9 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("contender", choices=("ours", "jit"))
     parser.add_argument("platform", choices=("cuda", "cpu"))
-    parser.add_argument("--stand-in", action="store_true", help="actors whose CPU devices compute late, as a GPU does")
+    parser.add_argument(
+        "--stand-in", action="store_true", help="actors whose CPU devices compute late, as a GPU does"
+    )
     parser.add_argument("--schedule", default="Std1F1B")
     for name, default in (
         ("actors", 2),

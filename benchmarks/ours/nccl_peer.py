@@ -24,8 +24,8 @@ from typing import Any
 import uvloop
 from device_peer import BURST_BYTES, MOST_IN_BURST, TIMEOUT_S, WINDOW, Side
 
-from jaxpp_async.actors.devices.gpus import VISIBLE
-from jaxpp_async.transport.nccl.plan import Link, Turn, order_of
+from jaxpp_async.base.gpu_inventory import VISIBLE
+from jaxpp_async.transport.nccl.order import Link, Turn, order_of
 from jaxpp_async.transport.nccl.transport import NcclTransport
 
 TESTS = Path(__file__).parents[2] / "tests"
@@ -68,7 +68,9 @@ async def connect(side: NcclSide, child: subprocess.Popen[str] | None) -> None:
         ids = [bytes.fromhex(text) for text in texts]
         print(own, flush=True)
     await side.transport.connect(1 - side.number, bytes.fromhex(theirs))
-    await asyncio.gather(*(side.transport.join(link, unique) for link, unique in zip((THERE, BACK), ids, strict=True)))
+    await asyncio.gather(
+        *(side.transport.join(link, unique) for link, unique in zip((THERE, BACK), ids, strict=True))
+    )
 
 
 async def run(options: argparse.Namespace) -> None:

@@ -26,8 +26,8 @@ from contender import Channel
 from step import Trainer
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.launch import LocalLauncher
-from jaxpp_async.program import Run
+from jaxpp_async.launch import LocalLauncher
+from jaxpp_async.program.instructions import Run
 
 SHAPE = replace(shapes.BIG, name="overlap", num_blocks=2, num_microbatches=16)
 
@@ -38,10 +38,14 @@ class Overlapping(Trainer):
     delay_ms = 0.0
 
     def more_bounds(self, times: dict[bound.Kind, float]) -> dict[str, float]:
-        forwards = [i for i in self.programs[0].instructions if isinstance(i, Run) and i.label.startswith("fwd")]
+        forwards = [
+            i for i in self.programs[0].instructions if isinstance(i, Run) and i.label.startswith("fwd")
+        ]
         # Where stages compute next to nothing, the compiler leaves them none.
         forward_s = times[0, forwards[0].executable] if forwards else 0.0
-        slow = bound.critical_path_s(self.programs, bound.usual_seconds(self.programs, times), self.delay_ms / 1e3)
+        slow = bound.critical_path_s(
+            self.programs, bound.usual_seconds(self.programs, times), self.delay_ms / 1e3
+        )
         return {"forward_ms": forward_s * 1e3, "bound_slow_ms": slow * 1e3}
 
 
@@ -70,7 +74,13 @@ async def main(args: argparse.Namespace, channel: Channel) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--delay-ms", type=float, default=0.0, help="what a message takes on a link; 0: as it is")
-    parser.add_argument("--idle", action="store_true", help="send the same arrays, but compute next to nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--delay-ms", type=float, default=0.0, help="what a message takes on a link; 0: as it is"
+    )
+    parser.add_argument(
+        "--idle", action="store_true", help="send the same arrays, but compute next to nothing"
+    )
     uvloop.run(main(parser.parse_args(), Channel()))

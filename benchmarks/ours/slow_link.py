@@ -15,9 +15,8 @@ from typing import Any
 
 from jaxpp_async.actors.actor import Actor
 from jaxpp_async.errors import TransferError
-from jaxpp_async.program import CONTROLLER
-from jaxpp_async.transport.base import OnEnd, Transport, post_future
-from jaxpp_async.transport.buffers import memory_of
+from jaxpp_async.program.instructions import CONTROLLER
+from jaxpp_async.transport.base import OnEnd, Transport, memory_of, post_future
 
 
 class SlowActor(Actor):

@@ -31,7 +31,7 @@ import uvloop
 from contender import Answer, Channel
 
 import jaxpp_async as jpp
-from jaxpp_async.program import Run
+from jaxpp_async.program.instructions import Run
 
 WARM_UP = 5
 
@@ -65,7 +65,9 @@ class Trainer:
             await self._run()
             ms.append((time.perf_counter() - start) * 1e3)
             stats = self.mesh.last_step_stats()
-            seconds.append([bound.run_seconds(p, s.stamps) for p, s in zip(self.programs, stats, strict=True)])
+            seconds.append(
+                [bound.run_seconds(p, s.stamps) for p, s in zip(self.programs, stats, strict=True)]
+            )
         times = bound.task_times(self.programs, seconds)
         usual = bound.usual_seconds(self.programs, times)
         return {
@@ -103,7 +105,10 @@ class Trainer:
     def _actors(self) -> list[dict[str, Any]]:
         """CPUs and threads of each actor's process: two that share a core would hold each other up."""
         return [
-            {"cpus": sorted(os.sched_getaffinity(a.pid)), "threads": len(list(Path(f"/proc/{a.pid}/task").iterdir()))}
+            {
+                "cpus": sorted(os.sched_getaffinity(a.pid)),
+                "threads": len(list(Path(f"/proc/{a.pid}/task").iterdir())),
+            }
             for a in self.mesh.actors
         ]
 
@@ -114,7 +119,9 @@ def _named(programs: Any, times: dict[bound.Kind, float]) -> dict[str, float]:
     for program in programs:
         for run in (i for i in program.instructions if isinstance(i, Run)):
             label = run.label.partition(", mb ")[0]
-            name = f"{label}{')' if '(' in label and not label.endswith(')') else ''} on actor {program.actor}"
+            name = (
+                f"{label}{')' if '(' in label and not label.endswith(')') else ''} on actor {program.actor}"
+            )
             names.setdefault(name, times[program.actor, run.executable])
     return names
 
@@ -134,7 +141,9 @@ async def main(args: argparse.Namespace, channel: Channel) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", choices=shapes.SHAPES)
     parser.add_argument("--schedule", default="Std1F1B", help="a class of jaxpp_async (default: %(default)s)")
     parser.add_argument("--blocks", type=int, help="blocks a stage, of the big model (default: its four)")

@@ -63,7 +63,9 @@ def _blocks(per_stage: int) -> Callable[[Any, Any], Any]:
     return forward
 
 
-def sgd(forward: Callable[[Any, Any], Any], schedule: Any, shape: Shape) -> Callable[[Any, Any], tuple[Any, Any]]:
+def sgd(
+    forward: Callable[[Any, Any], Any], schedule: Any, shape: Shape
+) -> Callable[[Any, Any], tuple[Any, Any]]:
     """A training step: the mean squared error of `forward`, and plain SGD."""
 
     def loss_fn(state: Any, microbatch: Any) -> Any:

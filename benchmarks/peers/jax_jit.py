@@ -16,7 +16,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", choices=sorted(SHAPES))
     parser.add_argument("--cores", type=int, default=1, help="how many this process may use")
-    parser.add_argument("--whole", action="store_true", help="all rows at once, not one microbatch after the other")
+    parser.add_argument(
+        "--whole", action="store_true", help="all rows at once, not one microbatch after the other"
+    )
     args = parser.parse_args()
     channel = Channel()
     cores = sorted(os.sched_getaffinity(0))[: args.cores]

@@ -99,7 +99,9 @@ def spmd_step(shape: Shape, mesh: jax.sharding.Mesh) -> Step:
         return jax.lax.psum(jnp.where(index == NUM_STAGES - 1, loss, 0.0), "stage")
 
     by_stage, everywhere = jax.P("stage"), jax.P()
-    loss_of = jax.shard_map(loss_of, mesh=mesh, in_specs=(by_stage, everywhere, everywhere), out_specs=everywhere)
+    loss_of = jax.shard_map(
+        loss_of, mesh=mesh, in_specs=(by_stage, everywhere, everywhere), out_specs=everywhere
+    )
 
     def step(weights: Weights, x: jax.Array, target: jax.Array) -> tuple[Weights, jax.Array]:
         loss, grads = jax.value_and_grad(loss_of)(weights, x, target)

@@ -30,7 +30,9 @@ def main() -> None:
 
     for _ in range(200):
         call()
-    channel.serve(lambda num_steps: timed(call, num_steps), monarch=importlib.metadata.version("torchmonarch"))
+    channel.serve(
+        lambda num_steps: timed(call, num_steps), monarch=importlib.metadata.version("torchmonarch")
+    )
     processes.stop().get()
     shutdown_context().get()
 

@@ -112,7 +112,9 @@ def join(store: str, rank: int, core: int | None) -> None:
         torch.set_num_threads(1)
     # The ranks share a host: without a name of its own gloo looks for the interface of the host's name.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_STAGES, timeout=IDLE)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_STAGES, timeout=IDLE
+    )
 
 
 def follow(shape: Shape) -> None:

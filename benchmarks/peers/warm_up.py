@@ -24,5 +24,7 @@ def checked_losses(run: Callable[[int], Sequence[float]], shape: Shape) -> float
     """
     losses = run(STEPS[shape.name])
     if not losses[-1] < losses[0]:
-        raise SystemExit(f"the loss of {shape.name} went from {losses[0]} to {losses[-1]} in {len(losses)} steps")
+        raise SystemExit(
+            f"the loss of {shape.name} went from {losses[0]} to {losses[-1]} in {len(losses)} steps"
+        )
     return losses[0]

@@ -16,7 +16,9 @@ MIN_FILES_TO_SPLIT_BY_FILE = 20
 VALIDATION_SHARE = 10
 """One part in so many is held out for validation."""
 
-SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
+SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+)
 """Folders of the standard library that are not its own, or are tables and tests more than source."""
 
 Batch = dict[str, np.ndarray]
@@ -50,7 +52,9 @@ def load_corpus(path: Path | None) -> Corpus:
         names = (name for name in _sorted_files(folder) if name.suffix == ".py")
         files = read_texts(folder, (name for name in names if not SKIPPED_FOLDERS & set(name.parts)))
         if not files:
-            raise DataError(f"no standard library sources in {folder}; give text of your own with --data PATH")
+            raise DataError(
+                f"no standard library sources in {folder}; give text of your own with --data PATH"
+            )
         return split_corpus(files, f"{len(files)} source files of Python's standard library")
     if path.is_file():
         files = read_texts(path.parent, [Path(path.name)])
@@ -59,7 +63,9 @@ def load_corpus(path: Path | None) -> Corpus:
     else:
         raise DataError(f"--data {path}: no such file or folder")
     if not files:
-        raise DataError(f"--data {path}: no text in it (empty files and files with NUL bytes are passed over)")
+        raise DataError(
+            f"--data {path}: no text in it (empty files and files with NUL bytes are passed over)"
+        )
     return split_corpus(files, f"{path} ({len(files)} file{'s' if len(files) > 1 else ''})")
 
 
@@ -96,7 +102,10 @@ def split_corpus(files: dict[str, bytes], source: str) -> Corpus:
         train = b"".join(files[name] for name in order[num_held_out:])
     else:
         text = b"".join(files[name] for name in order)
-        train, validation = text[: -(len(text) // VALIDATION_SHARE) or None], text[-(len(text) // VALIDATION_SHARE) :]
+        train, validation = (
+            text[: -(len(text) // VALIDATION_SHARE) or None],
+            text[-(len(text) // VALIDATION_SHARE) :],
+        )
     return Corpus(_as_array(train), _as_array(validation), source)
 
 

@@ -61,7 +61,8 @@ def init_params(key: jax.Array, config: ModelConfig) -> dict[str, Any]:
 
 def _init_block(keys: Iterator[jax.Array], config: ModelConfig) -> dict[str, jax.Array]:
     dim, heads, head_dim = config.dim, config.num_heads, config.head_dim
-    residual = (2 * config.num_layers) ** -0.5  # GPT-2: keeps the residual stream's variance near one at any depth.
+    # GPT-2: keeps the residual stream's variance near one at any depth.
+    residual = (2 * config.num_layers) ** -0.5
     return {
         "norm_attention": jnp.ones(dim),
         "qkv": _normal(next(keys), (dim, 3, heads, head_dim), std=dim**-0.5),
@@ -147,7 +148,13 @@ def _spec(path: tuple[Any, ...]) -> PartitionSpec:
 
 
 def sample(
-    params: dict[str, Any], config: ModelConfig, prompt: bytes, num_bytes: int, *, seed: int, temperature: float = 0.7
+    params: dict[str, Any],
+    config: ModelConfig,
+    prompt: bytes,
+    num_bytes: int,
+    *,
+    seed: int,
+    temperature: float = 0.7,
 ) -> bytes:
     """Continue `prompt` by `num_bytes` bytes, with plain `jax.jit` on this process's device."""
 
@@ -161,6 +168,7 @@ def sample(
     text = list(prompt)
     for key in jax.random.split(jax.random.key(seed), num_bytes):
         context = text[-config.seq_len :]
-        window = jnp.asarray(context + [0] * (config.seq_len - len(context)))  # Later positions are masked out.
+        # Later positions are masked out.
+        window = jnp.asarray(context + [0] * (config.seq_len - len(context)))
         text.append(int(next_byte(window, len(context) - 1, key)))
     return bytes(text)

@@ -132,9 +132,13 @@ def _parser() -> argparse.ArgumentParser:
             shown = argparse.SUPPRESS if name in ("stages", "verify", "save_every", "trace_step") else default
             parser.add_argument(flag, type=_whole_number(least), default=shown, metavar="N", help=text)
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir, if there is one"
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in --checkpoint-dir, if there is one",
     )
-    parser.add_argument("--tie-embedding", action="store_true", help="use the embedding as output projection too")
+    parser.add_argument(
+        "--tie-embedding", action="store_true", help="use the embedding as output projection too"
+    )
     return parser
 
 
@@ -163,14 +167,20 @@ def check(options: Options) -> None:
     """
     o = options
     rules = [
-        (o.num_stages >= o.actors, f"--stages {o.num_stages} leaves some of {o.actors} --actors without a stage"),
+        (
+            o.num_stages >= o.actors,
+            f"--stages {o.num_stages} leaves some of {o.actors} --actors without a stage",
+        ),
         (o.layers >= o.num_stages, f"--layers {o.layers} cannot fill {o.num_stages} stages; raise --layers"),
         (
             o.batch_size % (o.microbatches * o.dp) == 0,
             f"--batch-size {o.batch_size} is not a multiple of --microbatches x --dp = {o.microbatches * o.dp}",
         ),
         (o.dim % o.heads == 0, f"--dim {o.dim} is not a multiple of --heads {o.heads}"),
-        (o.dim // o.heads % 2 == 0, f"--dim / --heads = {o.dim // o.heads} is odd; rotary positions need pairs"),
+        (
+            o.dim // o.heads % 2 == 0,
+            f"--dim / --heads = {o.dim // o.heads} is odd; rotary positions need pairs",
+        ),
         (o.heads % o.tp == 0, f"--heads {o.heads} is not a multiple of --tp {o.tp}"),
         (o.verify <= o.steps, f"--verify {o.verify} is more than --steps {o.steps}"),
         (
@@ -183,7 +193,10 @@ def check(options: Options) -> None:
         ),
         (o.trace is not None or not o.trace_step, f"--trace-step {o.trace_step} needs --trace FILE"),
         (o.trace_step <= o.steps, f"--trace-step {o.trace_step} is more than --steps {o.steps}"),
-        (o.checkpoint_dir is not None or not o.save_every, f"--save-every {o.save_every} needs --checkpoint-dir DIR"),
+        (
+            o.checkpoint_dir is not None or not o.save_every,
+            f"--save-every {o.save_every} needs --checkpoint-dir DIR",
+        ),
         (
             o.checkpoint_dir is not None or not o.resume,
             "--resume needs the --checkpoint-dir DIR of the run to go on with",

@@ -55,19 +55,28 @@ class Reporter:
         self.line(f"checkpoint {saving.path}: {share:.0%} of {saving.size_bytes / 2**20:,.1f} MiB written")
 
     @contextmanager
-    def training(self, num_steps: int, tokens_per_step: int, first_step: int = 0) -> Iterator[TrainingProgress]:
+    def training(
+        self, num_steps: int, tokens_per_step: int, first_step: int = 0
+    ) -> Iterator[TrainingProgress]:
         """Shows step, loss and tokens/s for as long as the context lasts."""
         if not self._console.is_terminal:
             yield TrainingProgress(num_steps, tokens_per_step, self._plain, first_step)
             return
-        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        columns = (
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+        )
         with Progress(*columns, TimeRemainingColumn(), console=self._console) as bar:
             task = bar.add_task("", total=num_steps, completed=first_step)
             yield TrainingProgress(
                 num_steps,
                 tokens_per_step,
                 lambda p: bar.update(
-                    task, completed=p.step, description=f"loss {p.loss:.3f}, {p.rate:,.0f} tokens/s on average"
+                    task,
+                    completed=p.step,
+                    description=f"loss {p.loss:.3f}, {p.rate:,.0f} tokens/s on average",
                 ),
                 first_step,
             )
@@ -121,7 +130,9 @@ class ActorTime:
     def add(self, stats: Any) -> ActorTime:
         """With one step's `StepStats` added."""
         return ActorTime(
-            self.compute_s + stats.compute_s, self.wait_s + stats.wait_s, max(self.peak_bytes, stats.peak_bytes)
+            self.compute_s + stats.compute_s,
+            self.wait_s + stats.wait_s,
+            max(self.peak_bytes, stats.peak_bytes),
         )
 
 
@@ -130,7 +141,9 @@ def actor_table(times: Sequence[ActorTime], wall_s: float) -> list[str]:
     lines = [f"{'':8}  {'computing':>9}  {'waiting for data':>16}  {'idle':>6}  {'peak buffers':>12}"]
     for actor, spent in enumerate(times):
         idle_s = max(0.0, wall_s - spent.compute_s - spent.wait_s)
-        compute, wait, idle = (seconds / max(wall_s, 1e-9) for seconds in (spent.compute_s, spent.wait_s, idle_s))
+        compute, wait, idle = (
+            seconds / max(wall_s, 1e-9) for seconds in (spent.compute_s, spent.wait_s, idle_s)
+        )
         peak = f"{spent.peak_bytes / 2**20:.1f} MiB"
         lines.append(f"actor {actor:<2}  {compute:9.0%}  {wait:16.0%}  {idle:6.0%}  {peak:>12}")
     return lines

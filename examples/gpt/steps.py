@@ -77,7 +77,9 @@ def make_eval_step(config: ModelConfig, schedule: Any) -> Callable[[Any, Any], j
     """`(params, batch) -> mean loss`: a loop without gradients, in which the schedule's backward tasks are empty."""
 
     def eval_step(params: Any, batch: Any) -> jax.Array:
-        return jpp.accumulate_grads(partial(loss_fn, params, config=config), schedule, reduce=jpp.Mean())(batch)
+        return jpp.accumulate_grads(partial(loss_fn, params, config=config), schedule, reduce=jpp.Mean())(
+            batch
+        )
 
     return eval_step
 

@@ -16,9 +16,8 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpp_async.actors.processes.exit_codes import LEASE_S, ExitCode
-from jaxpp_async.actors.processes.lifeline import die_with_parent, leave, watch_stdin
 from jaxpp_async.errors import HandshakeError
+from jaxpp_async.protocol.parent_watch import LEASE_S, ExitCode, die_with_parent, leave, watch_stdin
 
 _MAX_LINE_BYTES = 1 << 16
 
@@ -48,7 +47,8 @@ def main() -> None:
     except (ValueError, KeyError, TypeError) as error:
         # Never the line itself: it holds the secret.
         print(
-            f"python -m jaxpp_async.actors is started by a mesh, not by hand ({type(error).__name__})", file=sys.stderr
+            f"python -m jaxpp_async.actors is started by a mesh, not by hand ({type(error).__name__})",
+            file=sys.stderr,
         )
         leave(ExitCode.CONFIG)
         return
@@ -59,7 +59,10 @@ def main() -> None:
         try:
             os.sched_setaffinity(0, config.cores)
         except OSError as error:
-            print(f"cannot run on CPUs {list(config.cores)} of this host ({error}); correct cpus=", file=sys.stderr)
+            print(
+                f"cannot run on CPUs {list(config.cores)} of this host ({error}); correct cpus=",
+                file=sys.stderr,
+            )
             leave(ExitCode.CONFIG)
     leave(_run(config))
 
@@ -81,7 +84,8 @@ async def _serve_and_leave(config: _Config) -> ExitCode:
     except OSError as error:
         print(f"lost the controller at {config.controller}: {error}", file=sys.stderr)
         code = ExitCode.CONNECTION_LOST
-    except BaseException:  # the last frame of the process: whatever it is, it is printed and becomes the exit status
+    except BaseException:
+        # the last frame of the process: whatever it is, it is printed and becomes the exit status
         traceback.print_exc()
         code = ExitCode.CRASH
     leave(code)
@@ -89,13 +93,13 @@ async def _serve_and_leave(config: _Config) -> ExitCode:
 
 
 async def _serve(config: _Config) -> ExitCode:
-    from jaxpp_async.actors.control.connection import connect_tcp
-    from jaxpp_async.actors.control.records import send_records
-    from jaxpp_async.actors.control.serve import ActorLike, load_actor_class, serve
-    from jaxpp_async.actors.processes.progress import ProgressPage
-    from jaxpp_async.actors.protocol.wire import Identity
-    from jaxpp_async.actors.watching.heartbeat import Beating, start_beating
-    from jaxpp_async.transport.joining import make_process_transport
+    from jaxpp_async.actors.heartbeat import Beating, start_beating
+    from jaxpp_async.actors.server import ActorLike, load_actor_class, serve
+    from jaxpp_async.protocol.actor_info import ProgressPage
+    from jaxpp_async.protocol.connection import connect_tcp
+    from jaxpp_async.protocol.frames import Identity
+    from jaxpp_async.protocol.log_forwarding import send_records
+    from jaxpp_async.transport.registry import make_process_transport
 
     lost_s = max(LEASE_S, config.lease_s)
     identity, page = Identity(config.process_id, config.incarnation), ProgressPage(config.progress_page)

@@ -2,6 +2,13 @@
 
 Knows nothing of frames or sockets: whoever owns the control channel calls `handle` with each message, in order, and
 carries what `send` is given. A request's failure is a `Failed` reply, never an exception here.
+
+numbers: what an actor holds and has done, counted, for whoever asks (`Inspect`). Reads only.
+
+failed_reply: an exception in, the `Failed` reply that tells the controller of it out. No I/O.
+
+stuck_report: the step that an actor is at in, `Reported` out: where it is and which of its data is not there. Reads
+only; it is asked when a step does not go on.
 """
 
 from __future__ import annotations
@@ -10,37 +17,37 @@ import asyncio
 import contextlib
 import os
 import socket
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.configuring import Equipment, equip
-from jaxpp_async.actors.control.failed_reply import failed
-from jaxpp_async.actors.devices.cluster import reserve_port
-from jaxpp_async.actors.devices.cuda import DeviceDoor, open_door
-from jaxpp_async.actors.devices.starting import share_cache
-from jaxpp_async.actors.numbers import numbers
-from jaxpp_async.actors.owned_tasks import OwnedTasks
-from jaxpp_async.actors.plan import ExecutionPlan
-from jaxpp_async.actors.processes.progress import NoteProgress, no_progress
-from jaxpp_async.actors.processes.seats import Seat
-from jaxpp_async.actors.restarts.copies import Shelf
-from jaxpp_async.actors.steps.catching_up import Dropped, Tally, catch_up
-from jaxpp_async.actors.steps.device_step_run import DeviceStepRun
-from jaxpp_async.actors.steps.loaded_program import LoadedProgram
-from jaxpp_async.actors.steps.loading import load_program
-from jaxpp_async.actors.steps.step_run import StepFailure, StepRun
-from jaxpp_async.actors.steps.stuck_report import report
-from jaxpp_async.actors.store import Entry, Store, wait_all
+import jax
+
+from jaxpp_async.actors.array_store import Entry, Store, wait_all
+from jaxpp_async.actors.cuda import DeviceDoor, open_door
+from jaxpp_async.actors.execution_plan import BindInput, ExecutionPlan, PostRecv, StartSend
+from jaxpp_async.actors.executor import Executor
+from jaxpp_async.actors.jax_runtime import reserve_port, share_cache
+from jaxpp_async.actors.loaded_program import LoadedProgram, load_program
+from jaxpp_async.actors.process_group import Dropped, Tally, catch_up
+from jaxpp_async.actors.server import failed
+from jaxpp_async.actors.setup import Equipment, equip
+from jaxpp_async.actors.shards import memory_held
+from jaxpp_async.actors.step_run import DeviceStepRun, StepFailure, StepRun
 from jaxpp_async.errors import MeshError, ProtocolError, StepAbortedError
-from jaxpp_async.program import CONTROLLER, ActorId, ProcessId
+from jaxpp_async.layout.state_replicas import Shelf
+from jaxpp_async.program.instructions import CONTROLLER, ActorId, Input, ProcessId, Recv, Send
+from jaxpp_async.protocol import messages as m
+from jaxpp_async.protocol.actor_info import NoteProgress, Seat, no_progress
+from jaxpp_async.protocol.messages import OpenTransfer, Reported
+from jaxpp_async.protocol.task_group import OwnedTasks
 from jaxpp_async.transport.base import Transport
-from jaxpp_async.transport.nccl.plan import Link
+from jaxpp_async.transport.nccl.order import Link
 from jaxpp_async.transport.network import Network
-from jaxpp_async.transport.planes import open_planes
+from jaxpp_async.transport.registry import open_planes
 
 REPLIES_KEPT = 16
 """How many steps' replies are kept for requests that come twice."""
@@ -78,7 +85,9 @@ class Actor:
         self._port: socket.socket | None = None
         self._make_transport, self._send, self._inline = make_transport, send, inline
         self._note_progress, self._make_door = note_progress, make_door
-        self._workers = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix=f"jaxpp-actor-{process_id}")
+        self._workers = ThreadPoolExecutor(
+            max(2, os.cpu_count() or 1), thread_name_prefix=f"jaxpp-actor-{process_id}"
+        )
         self._equipment_or_none: Equipment | None = None
         self._store, self._shelf = Store(), Shelf()
         self._programs: dict[int, LoadedProgram] = {}
@@ -160,7 +169,9 @@ class Actor:
                 self._answer("store", message.request, self._stored(message.request, entries))
             case m.Fetch():
                 looks = self._equipment.host_values.look_at(message)
-                self._answer("fetch", message.request, self._equipment.host_values.fetch(message, looks, self._epoch))
+                self._answer(
+                    "fetch", message.request, self._equipment.host_values.fetch(message, looks, self._epoch)
+                )
             case m.Take():
                 self._answer("take", message.request, self._equipment.snapshots.take(message))
             case m.WriteFile():
@@ -176,7 +187,9 @@ class Actor:
             case m.Renew():
                 self._answer("renew", message.request, self._renew(message))
             case m.Keep():
-                self._answer("keep", message.request, self._equipment.rollbacks.keep(message, self._leaving()))
+                self._answer(
+                    "keep", message.request, self._equipment.rollbacks.keep(message, self._leaving())
+                )
             case m.Lend():
                 self._answer("lend", message.request, self._lend(message))
             case m.Hold():
@@ -246,8 +259,11 @@ class Actor:
         for peer, address in message.addresses.items():
             if not plane.is_connected(peer):
                 await plane.connect(peer, address)
-        for link in message.links:  # one by one, in the order of the message: everyone makes links in the same order
-            await plane.join(Link(link.sender, link.receiver, link.from_device, link.to_device), link.unique_id)
+        for link in message.links:
+            # one by one, in the order of the message: everyone makes links in the same order
+            await plane.join(
+                Link(link.sender, link.receiver, link.from_device, link.to_device), link.unique_id
+            )
         return m.Done(message.request)
 
     async def _load(self, message: m.Load) -> m.Loaded:
@@ -307,7 +323,9 @@ class Actor:
             equipment.host_values.take(message.puts, message.epoch)
         if program is None:
             number = m.step_number(message.step)
-            raise ProtocolError(f"program {message.program_id} is not loaded", actor=self.actor_id, step=number)
+            raise ProtocolError(
+                f"program {message.program_id} is not loaded", actor=self.actor_id, step=number
+            )
         bound, donated = self._bind(program.plan, message)
         for array_id in donated:
             self._store.remove(array_id)
@@ -330,7 +348,8 @@ class Actor:
             wanted = plan.avals[command.buffer]
             if entry.aval != wanted and not self._equipment.machine.layouts.same(entry.aval, wanted):
                 raise ProtocolError(
-                    f"step argument {command.arg} is {entry.aval}, the program takes {wanted}", actor=self.actor_id
+                    f"step argument {command.arg} is {entry.aval}, the program takes {wanted}",
+                    actor=self.actor_id,
                 )
             if command.donated:
                 donated.append(array_id)
@@ -456,7 +475,8 @@ class Actor:
 
     def _answer(self, name: str, request: int, work: Coroutine[Any, Any, m.Reply]) -> None:
         task = self._spawn(name, self._reply(request, work))
-        task.add_done_callback(lambda _: work.close())  # not begun if the actor closes at once: Python would warn
+        # not begun if the actor closes at once: Python would warn
+        task.add_done_callback(lambda _: work.close())
 
     async def _reply(self, request: int, work: Coroutine[Any, Any, m.Reply]) -> None:
         try:
@@ -466,3 +486,78 @@ class Actor:
                 return
             reply = failed(request, error)
         self._send(reply)
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def numbers(
+    equipment: Equipment, store: Store, shelf: Shelf, executor: Executor | None, *, num_tasks: int
+) -> dict[str, int]:
+    """Counts, and sizes in bytes, by name.
+
+    Args:
+        equipment, store, shelf: what the actor has. executor: of the step under way.
+        num_tasks: how many asyncio tasks the actor owns.
+    """
+    live_arrays, live_bytes = memory_held(jax.live_arrays())
+    return {
+        "live_arrays": live_arrays,
+        "live_bytes": live_bytes,
+        "store_arrays": len(store),
+        "store_bytes": store.size_bytes,
+        "table_bytes": executor.table_bytes if executor else 0,
+        "pending_bytes": executor.pending_bytes if executor else 0,
+        "copied_bytes": shelf.size_bytes,
+        "free_receive_buffers": equipment.machine.pool.free_buffers,
+        "free_receive_bytes": equipment.machine.pool.free_bytes,
+        "file_descriptors": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
+        "compilations": equipment.executables.compilations,
+        "tasks": num_tasks,
+    }
+
+
+# ---------------------------------------------------------------- stuck report
+
+
+def report(request: int, run: StepRun | None) -> Reported:
+    """The answer to `Report`.
+
+    Args:
+        run: the step under way, if there is one.
+    """
+    if run is None or run.ended:
+        return Reported(request, None, now_s=time.monotonic())
+    executor = run.executor
+    return Reported(
+        request=request,
+        step=run.message.step,
+        program_id=run.message.program_id,
+        instruction=executor.at,
+        at=executor.position(),
+        running=not executor.starved and not executor.draining,
+        transfers_done=run.transfers[1],
+        transfers=tuple(_open_transfers(run)),
+        now_s=time.monotonic(),
+    )
+
+
+def _open_transfers(run: StepRun) -> list[OpenTransfer]:
+    executor, plan, under_way = run.executor, run.plan, run.transfers[0]
+    unsent = {command.instruction for command in executor.unsent}
+    found: list[OpenTransfer] = []
+    for command in plan.commands[: executor.at]:
+        if isinstance(command, BindInput) and not executor.is_here(command.buffer):
+            kind, peer, tag, posted = "argument", CONTROLLER, -1, True
+        elif isinstance(command, PostRecv) and command.instruction in under_way:
+            kind, peer, tag, posted = "receive", command.from_actor, command.tag, True
+        elif isinstance(command, StartSend) and command.instruction in under_way | unsent:
+            kind, peer, tag, posted = "send", command.to_actor, command.tag, command.instruction not in unsent
+        else:
+            continue
+        instruction = plan.program.instructions[command.instruction]
+        assert isinstance(instruction, Input | Recv | Send)
+        needed = executor.draining or command.buffer in executor.awaited
+        size_bytes = plan.avals[command.buffer].size_bytes
+        found.append(OpenTransfer(kind, instruction.buffer, peer, tag, size_bytes, posted, needed))
+    return found

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 
-from jaxpp_async.actors.plan import (
+from jaxpp_async.actors.execution_plan import (
     BufferKey,
     Command,
     Drop,
@@ -92,7 +92,9 @@ class Executor:
     def ran(self, instruction: int) -> list[Command]:
         """The oldest issued run has run."""
         run = self._running
-        assert run is not None and run.instruction == instruction, "runs complete in the order they are issued"
+        assert run is not None and run.instruction == instruction, (
+            "runs complete in the order they are issued"
+        )
         held, sizes = self._held, self.plan.counted_bytes
         table = self.table_bytes
         for position in run.donated:
@@ -271,4 +273,8 @@ class Executor:
 
     def _consumed_while_sent(self, buffer: BufferKey) -> bool:
         run = self._candidate
-        return bool(self._sends[buffer]) and run is not None and any(run.inputs[p] == buffer for p in run.donated)
+        return (
+            bool(self._sends[buffer])
+            and run is not None
+            and any(run.inputs[p] == buffer for p in run.donated)
+        )

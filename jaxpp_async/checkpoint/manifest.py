@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
+from jaxpp_async.base.printable import printable
 from jaxpp_async.errors import CheckpointError
-from jaxpp_async.printable import printable
 
 FORMAT = "jaxpp-async checkpoint"
 VERSION = 1
@@ -38,7 +38,8 @@ _MAX_AXES, _MAX_ITEM_BYTES = 64, 32
 
 _OF_ML_DTYPES = [t for t in vars(ml_dtypes).values() if isinstance(t, type) and issubclass(t, np.generic)]
 _DTYPES = frozenset(
-    np.dtype(kind).name for kind in (*"?", *np.typecodes["AllInteger"], *np.typecodes["AllFloat"], *_OF_ML_DTYPES)
+    np.dtype(kind).name
+    for kind in (*"?", *np.typecodes["AllInteger"], *np.typecodes["AllFloat"], *_OF_ML_DTYPES)
 )
 """Types of numbers: bytes read as anything else may be pointers."""
 
@@ -120,11 +121,16 @@ def to_text(manifest: Manifest) -> str:
     content: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
-        "files": {n: {"size_bytes": f.size_bytes, "written_by": f.written_by} for n, f in manifest.files.items()},
+        "files": {
+            n: {"size_bytes": f.size_bytes, "written_by": f.written_by} for n, f in manifest.files.items()
+        },
         "arrays": {path: _array_fields(array) for path, array in manifest.arrays.items()},
         "values": {path: _value_fields(value) for path, value in manifest.values.items()},
     }
-    return json.dumps({**content, "sha256": _checksum(content)}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return (
+        json.dumps({**content, "sha256": _checksum(content)}, indent=1, ensure_ascii=False, allow_nan=False)
+        + "\n"
+    )
 
 
 def parse(text: str) -> Manifest:
@@ -138,7 +144,9 @@ def parse(text: str) -> Manifest:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"is not the manifest of a checkpoint: it does not say format: {FORMAT!r}")
     if content.get("version") != VERSION:
-        raise CheckpointError(f"is of version {_short(content.get('version'))}; this package reads version {VERSION}")
+        raise CheckpointError(
+            f"is of version {_short(content.get('version'))}; this package reads version {VERSION}"
+        )
     try:
         if content.pop("sha256", None) != _checksum(content):
             raise CheckpointError("is corrupt: its checksum is not the one that it states")
@@ -181,21 +189,29 @@ def _file(name: str, fields: Mapping[str, Any]) -> File:
 
 def _array(fields: Mapping[str, Any], files: Mapping[str, File]) -> Array:
     shape = fields["shape"]
-    if type(shape) is not list or len(shape) > _MAX_AXES or not all(type(n) is int and 0 <= n < _LIMIT for n in shape):
+    if (
+        type(shape) is not list
+        or len(shape) > _MAX_AXES
+        or not all(type(n) is int and 0 <= n < _LIMIT for n in shape)
+    ):
         raise ValueError(f"an array's shape is {_short(shape)}, or has an axis that is none")
     if math.prod(max(n, 1) for n in shape) > _LIMIT // _MAX_ITEM_BYTES:
         raise ValueError(f"no array can be as large as {shape!r:.80}")
     pieces = tuple(_piece(piece, shape, files) for piece in fields.get("pieces", ()))
     array = Array(**{**fields, "shape": tuple(shape), "pieces": pieces})
     if pieces and sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
-        raise ValueError(f"pieces of {sum(math.prod(p.shape) for p in pieces)} elements are no array {shape!r:.80}")
+        raise ValueError(
+            f"pieces of {sum(math.prod(p.shape) for p in pieces)} elements are no array {shape!r:.80}"
+        )
     if not _are_apart(pieces):  # as many elements as the array, none twice: together they are all of it
         raise ValueError(f"pieces of an array {shape!r:.80} overlap, or are no grid")
     if array.file not in files:
         raise ValueError(f"{_short(array.file)} is none of its files")
     has_impl = array.key_impl is None or _is_text(array.key_impl)
     if not _is_text(array.sha256) or not has_impl or array.dtype not in _DTYPES:
-        raise ValueError(f"an array of dtype {_short(array.dtype)} is none, or another of its fields is wrong")
+        raise ValueError(
+            f"an array of dtype {_short(array.dtype)} is none, or another of its fields is wrong"
+        )
     return array
 
 
@@ -214,9 +230,15 @@ def _are_apart(pieces: Sequence[Piece]) -> bool:
 def _piece(fields: Mapping[str, Any], whole: list[int], files: Mapping[str, File]) -> Piece:
     start, shape = fields["start"], fields["shape"]
     for numbers in (start, shape):
-        if type(numbers) is not list or len(numbers) != len(whole) or not all(type(n) is int for n in numbers):
+        if (
+            type(numbers) is not list
+            or len(numbers) != len(whole)
+            or not all(type(n) is int for n in numbers)
+        ):
             raise ValueError(f"{_short(numbers)} is no place in an array {whole!r:.80}")
-    if not all(0 <= first <= first + size <= most for first, size, most in zip(start, shape, whole, strict=True)):
+    if not all(
+        0 <= first <= first + size <= most for first, size, most in zip(start, shape, whole, strict=True)
+    ):
         raise ValueError(f"a piece {shape!r:.80} at {start!r:.80} lies outside of an array {whole!r:.80}")
     piece = Piece(**{**fields, "start": tuple(start), "shape": tuple(shape)})
     if piece.file not in files or not _is_text(piece.name) or not _is_text(piece.sha256):
@@ -238,7 +260,13 @@ def _array_fields(array: Array) -> dict[str, Any]:
     }
     if array.pieces:
         fields["pieces"] = [
-            {"file": p.file, "name": p.name, "start": list(p.start), "shape": list(p.shape), "sha256": p.sha256}
+            {
+                "file": p.file,
+                "name": p.name,
+                "start": list(p.start),
+                "shape": list(p.shape),
+                "sha256": p.sha256,
+            }
             for p in array.pieces
         ]
     return fields | ({"key_impl": array.key_impl} if array.key_impl is not None else {})

@@ -11,16 +11,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_async import jax_compat
-from jaxpp_async.actors.values.numpy_types import numpy_dtype
-from jaxpp_async.arrays import Owner, RemoteArray, is_remote
+from jaxpp_async.base.printable import printable
 from jaxpp_async.checkpoint.manifest import PLAIN_TYPES, ROOT, Array, Manifest, PlainValue
 from jaxpp_async.compiler.ir import ValueType
 from jaxpp_async.errors import CheckpointError, MeshError
-from jaxpp_async.leaves import as_user_sees, travelling_type
-from jaxpp_async.printable import printable
-from jaxpp_async.program import ActorId, Aval
-from jaxpp_async.step import DistributedStep, Slot
+from jaxpp_async.jax_bridge import private_api
+from jaxpp_async.layout.array_parts import numpy_dtype
+from jaxpp_async.program.instructions import ActorId, Aval
+from jaxpp_async.session.argument_binding import as_user_sees, travelling_type
+from jaxpp_async.session.remote_array import Owner, RemoteArray, is_remote
+from jaxpp_async.session.step import DistributedStep, Slot
 
 # ---------------------------------------------------------------- saving
 
@@ -82,7 +82,9 @@ def named_leaves(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
         if printable(path) != path:
             raise CheckpointError(f"{path!r}: this key of the tree is no text that UTF-8 can hold; rename it")
         if path == "__metadata__":
-            raise CheckpointError("a leaf of the tree is called '__metadata__', which safetensors keeps for itself")
+            raise CheckpointError(
+                "a leaf of the tree is called '__metadata__', which safetensors keeps for itself"
+            )
         named[path] = leaf
     return named
 
@@ -99,13 +101,15 @@ def _check_value(path: str, value: PlainValue) -> None:
             "np.frombuffer(os.fsencode(path), np.uint8)"
         )
     if isinstance(value, int) and abs(value) >= _TOO_LARGE:
-        raise CheckpointError(f"{path} is a whole number of more than {_MOST_DIGITS} digits; save it as a str")
+        raise CheckpointError(
+            f"{path} is a whole number of more than {_MOST_DIGITS} digits; save it as a str"
+        )
 
 
 def _host_copy(path: str, leaf: Any, key_impls: dict[str, str]) -> np.ndarray:
     if isinstance(leaf, jax.Array):
-        if jax_compat.is_key_dtype(leaf.dtype):
-            key_impls[path] = jax_compat.key_impl(leaf.dtype)
+        if private_api.is_key_dtype(leaf.dtype):
+            key_impls[path] = private_api.key_impl(leaf.dtype)
             leaf = jax.random.key_data(leaf)
         return np.array(leaf)
     if not isinstance(leaf, np.ndarray | np.generic):
@@ -120,7 +124,9 @@ def _host_copy(path: str, leaf: Any, key_impls: dict[str, str]) -> np.ndarray:
     except (TypeError, AttributeError):
         known = False
     if not known:
-        raise CheckpointError(f"{path} is a numpy array of dtype {array.dtype}, which a checkpoint cannot hold")
+        raise CheckpointError(
+            f"{path} is a numpy array of dtype {array.dtype}, which a checkpoint cannot hold"
+        )
     return array.astype(array.dtype.newbyteorder("<"), copy=False)
 
 
@@ -246,7 +252,11 @@ def _fits(target: Target, manifest: Manifest, path: str) -> bool:
     if target.value_type is None:
         return stored.shape == () and stored.key_impl is None and isinstance(target.like, _kind(stored.dtype))
     aval = target.value_type.aval
-    return (stored.shape, stored.dtype, stored.key_impl) == (aval.shape, aval.dtype, target.value_type.key_impl)
+    return (stored.shape, stored.dtype, stored.key_impl) == (
+        aval.shape,
+        aval.dtype,
+        target.value_type.key_impl,
+    )
 
 
 def _as_array_type(value: bool | int | float | complex) -> Aval | None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from jaxpp_async.frozen import frozen
-from jaxpp_async.program import Aval
+from jaxpp_async.base.frozen import frozen
+from jaxpp_async.program.instructions import Aval
 
 
 @frozen(eq=False)

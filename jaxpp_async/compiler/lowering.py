@@ -12,20 +12,21 @@ What a program looks like afterwards, in order of issue:
 
 Slots are assigned once and count from zero in order of definition. Tags count from zero over all programs of the step
 in the order of the graph, so between two actors they rise in both programs.
+
+memory: `ActorProgram` in, the most bytes its buffer table holds out. Never touches a device.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import compress
 
-from jaxpp_async.compiler.columns import avals_of, kinds_of
-from jaxpp_async.frozen import frozen
-from jaxpp_async.program import (
+from jaxpp_async.base.frozen import frozen
+from jaxpp_async.program.actor_program import ActorProgram
+from jaxpp_async.program.instructions import (
     ActorId,
-    ActorProgram,
     Aval,
     BufferId,
     Delete,
@@ -40,6 +41,8 @@ from jaxpp_async.program import (
     Tag,
     TaskGraph,
     ValueId,
+    avals_of,
+    kinds_of,
     runs,
 )
 
@@ -298,7 +301,8 @@ def _donations(nodes: Sequence[Node], program: ActorProgram) -> dict[ExecutableI
     Args:
         nodes: of this actor.
     """
-    taken = _never_donated(program.instructions)  # and, from the end of the program back, whatever is still read
+    # and, from the end of the program back, whatever is still read
+    taken = _never_donated(program.instructions)
     remaining = reversed(nodes)
     common: dict[ExecutableId, set[int]] = {}
     for run in reversed(program.instructions):
@@ -338,7 +342,9 @@ def donate_buffers(graph: TaskGraph, programs: Programs) -> Programs:
         donations = _donations(nodes[program.actor], program)
         instructions = tuple(
             # As `replace` would, which costs more than all the rest of this pass.
-            Run(i.label, i.executable, i.inputs, i.outputs, donations[i.executable]) if isinstance(i, Run) else i
+            Run(i.label, i.executable, i.inputs, i.outputs, donations[i.executable])
+            if isinstance(i, Run)
+            else i
             for i in program.instructions
         )
         return replace(program, instructions=instructions)
@@ -352,7 +358,9 @@ def donate_buffers(graph: TaskGraph, programs: Programs) -> Programs:
 def _not_deleted(program: ActorProgram) -> set[BufferId]:
     """Slots that the program does not free itself."""
     instructions = program.instructions
-    left = {i.buffer for i in instructions if isinstance(i, Output) or (isinstance(i, Input) and not i.donated)}
+    left = {
+        i.buffer for i in instructions if isinstance(i, Output) or (isinstance(i, Input) and not i.donated)
+    }
     return left.union([run.inputs[p] for run in runs(instructions) if run.donated for p in run.donated])
 
 
@@ -406,3 +414,63 @@ def delete_buffers(programs: Programs) -> Programs:
     # One `Delete` a slot serves all actors.
     deletes = list(map(Delete, range(max((len(p.avals) for p in programs), default=0))))
     return tuple(replace(p, instructions=_with_deletes(p, deletes)) for p in programs)
+
+
+# ---------------------------------------------------------------- memory
+
+
+@dataclass(frozen=True, slots=True)
+class PeakPlan:
+    """What an actor's buffer table holds at most during a step.
+
+    Args:
+        peak_bytes: bytes at the peak. A sharded array counts as one whole copy (`Aval.size_bytes`), however many
+            devices the actor has; XLA's temporaries inside a run and sends under way are not in it.
+        instruction: index of the first instruction that reaches it; 0 for a program that holds nothing.
+    """
+
+    peak_bytes: int
+    instruction: int
+
+
+def _gained(instruction: Instruction) -> tuple[BufferId, ...]:
+    if isinstance(instruction, Run):
+        return instruction.outputs
+    return (instruction.buffer,) if isinstance(instruction, Input | Recv) else ()
+
+
+def _lost(instruction: Instruction) -> tuple[BufferId, ...]:
+    if isinstance(instruction, Run):
+        return tuple(instruction.inputs[p] for p in instruction.donated)
+    return (instruction.buffer,) if isinstance(instruction, Delete | Output) else ()
+
+
+def peak_plan(program: ActorProgram) -> PeakPlan:
+    """Walk the stream and find the peak.
+
+    A receive counts from the moment it is posted. A run's results come and its donated inputs go at the same moment;
+    its other inputs stay until their `Delete`. An `Output` hands its buffer over and so ends its counting. Slots in
+    `ActorProgram.uncounted` never count.
+
+    Args:
+        program: valid in the sense of `verify.verify_program`.
+
+    Returns:
+        The peak and where it is reached. The executor measures the same number.
+    """
+    # By identity: hashing an aval costs more than this whole walk, and equal ones are mostly one object.
+    by_id = {id(a): a.size_bytes for a in {id(a): a for a in program.avals}.values()}
+    sizes = [by_id[id(a)] for a in program.avals]
+    held: dict[BufferId, int] = {}
+    now, peak, at = 0, 0, 0
+    for index, instruction in enumerate(program.instructions):
+        for b in _lost(instruction):
+            # A buffer may be two results: its second Output finds it gone.
+            now -= held.pop(b, 0)
+        for b in _gained(instruction):
+            if b not in program.uncounted:
+                held[b] = sizes[b]
+                now += held[b]
+        if now > peak:
+            peak, at = now, index
+    return PeakPlan(peak, at)

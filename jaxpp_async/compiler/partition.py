@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from jaxpp_async.compiler.cut import LightOps
+from jaxpp_async.base.frozen import kept
 from jaxpp_async.compiler.ir import Loop, Op, Types, renamed
+from jaxpp_async.compiler.ir_slicing import LightOps
+from jaxpp_async.compiler.loop_commuting import OutputPart, Results, Tail, results
 from jaxpp_async.compiler.primitives import MARKER, MARKER_SIDE
-from jaxpp_async.compiler.stages import LIGHTWEIGHT, Stages, TaskKey
-from jaxpp_async.compiler.tails import OutputPart, Results, Tail, results
-from jaxpp_async.frozen import kept
+from jaxpp_async.compiler.stage_assignment import LIGHTWEIGHT, Stages, TaskKey
 
 __all__ = ["OutputPart", "StageTask", "StagedLoop", "TaskKey", "partition"]
 
@@ -108,7 +108,9 @@ def partition(loop: Loop, types: Types) -> StagedLoop:
     """
     stages = Stages(loop, types)
     found = results(stages, types)
-    return StagedLoop(stages.num_stages, _tasks(stages, found), found.parts, found.tails, loop, stages.stage_names)
+    return StagedLoop(
+        stages.num_stages, _tasks(stages, found), found.parts, found.tails, loop, stages.stage_names
+    )
 
 
 def _tasks(stages: Stages, found: Results) -> dict[TaskKey, StageTask]:
@@ -135,7 +137,9 @@ def _tasks(stages: Stages, found: Results) -> dict[TaskKey, StageTask]:
                 shared.add(part)
             adds[part.task].append((k, j))
     light = LightOps({i: _rewritten(stages, i) for i, kind in enumerate(stages.kind) if kind == LIGHTWEIGHT})
-    return {key: _task(stages, found, key, members[key], adds[key], light) for key in sorted(members, key=_order)}
+    return {
+        key: _task(stages, found, key, members[key], adds[key], light) for key in sorted(members, key=_order)
+    }
 
 
 def _task(

@@ -3,22 +3,26 @@
 In: a traced step and the actors that each loop's values need. Out: for each outer operation its actors and level, for
 each input its home, for each result its homes. `docs/placement.md` has the rules and DESIGN 4 their reasons. A choice
 between equals always goes to the lowest actor.
+
+compiler.levels: in which task outside the loops each placed operation runs. In: operations with their actors. Out: a
+level for each, a level ending where data has to cross actors. No jax.
+
+One pass up and one down, linear in operations and their operands.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from jaxpp_async.compiler import conditions
-from jaxpp_async.compiler.conditions import SCALAR_BYTES, SMALL_BYTES
+from jaxpp_async.compiler import cond_split
+from jaxpp_async.compiler.cond_split import SCALAR_BYTES, SMALL_BYTES
 from jaxpp_async.compiler.ir import Loop, Op, Types, used_ids
-from jaxpp_async.compiler.levels import levels
-from jaxpp_async.compiler.outer import Actors, OuterStep, replaced, without_dead
+from jaxpp_async.compiler.outer_ops import Actors, OuterStep, giver, replaced, without_dead
 from jaxpp_async.compiler.primitives import CALLS, LAID_OUT
-from jaxpp_async.compiler.regroup import Seen, regroup
-from jaxpp_async.program import ActorId
+from jaxpp_async.compiler.reduction_grouping import Seen, regroup
+from jaxpp_async.program.instructions import ActorId
 
 __all__ = ["Actors", "OuterStep", "Placement", "place"]
 
@@ -54,7 +58,7 @@ def place(step: OuterStep, types: Types) -> Placement:
     draft = _placed(step, types)
     while draft.joining:
         # What joins actors is taken apart; it may have held further conds, so this ends with the deepest.
-        others = {i: conditions.opened(draft.op(i), types) for i in draft.joining}
+        others = {i: cond_split.opened(draft.op(i), types) for i in draft.joining}
         draft = _placed(_prepared(replaced(draft.step, others), types), types)
     regrouped = regroup(draft.seen())
     if regrouped is not None:
@@ -79,15 +83,16 @@ def place(step: OuterStep, types: Types) -> Placement:
 def _prepared(step: OuterStep, types: Types) -> OuterStep:
     """Conds as one for each group of results. In a step with a loop, a pinned `jit` becomes what is inside it."""
     while ops := {
-        i: conditions.opened(op, types)
+        i: cond_split.opened(op, types)
         for i, op in enumerate(step.items)
-        if isinstance(op, Op) and (conditions.is_decided(op) or (step.loop_needs and op.name in CALLS and op.expand))
+        if isinstance(op, Op)
+        and (cond_split.is_decided(op) or (step.loop_needs and op.name in CALLS and op.expand))
     }:
         step = replaced(step, ops)
     used = used_ids((i for i in step.items if isinstance(i, Op)), step.outputs)
     used.update(v for needs in step.loop_needs.values() for v in needs)
     parts = {
-        i: conditions.split(op, used, types)
+        i: cond_split.split(op, used, types)
         for i, op in enumerate(step.items)
         if isinstance(op, Op) and op.branches is not None
     }
@@ -102,7 +107,7 @@ def _met(draft: _Placer) -> OuterStep | None:
         if isinstance(op, Op) and op.branches is not None and op.branches.whole is not None:
             parts[id(op.branches.whole), actors[i]].append(i)
     groups = [group for group in parts.values() if len(group) > 1]
-    others = {group[0]: [conditions.merged([draft.op(i) for i in group])] for group in groups}
+    others = {group[0]: [cond_split.merged([draft.op(i) for i in group])] for group in groups}
     return replaced(draft.step, others, {i for group in groups for i in group[1:]}) if groups else None
 
 
@@ -130,7 +135,7 @@ class _Placer:
         for i, op in self.ops.items():
             for r in op.reads:
                 self.users[r].append(i)
-        self.can_open = {i for i, op in self.ops.items() if conditions.can_open(op)}
+        self.can_open = {i for i, op in self.ops.items() if cond_split.can_open(op)}
         self.large = {v for v in (*self.users, *self.producer) if self.size[v] > SMALL_BYTES}
         self.alone = {a: frozenset((a,)) for a in range(step.num_actors)}
         loop_home = {v: self.alone[a] for makes in step.loop_makes.values() for v, a in makes.items()}
@@ -336,7 +341,8 @@ class _Placer:
         continued = {k: self.step.inputs[arg] for k, arg in self.step.continues.items()}
         homes: list[set[ActorId]] = [set() for _ in results]
         untouched = self.step.untouched
-        for k in sorted(range(len(results)), key=untouched.__contains__):  # these last: others may use the input
+        for k in sorted(range(len(results)), key=untouched.__contains__):
+            # these last: others may use the input
             old = self.homes.get(continued[k], ()) if k in continued else ()
             asked = self.step.result_homes.get(k, ())
             if k in untouched and not (asked or old or untouched[k] in self.homes):
@@ -363,3 +369,116 @@ class _Placer:
         i = self.producer.get(ref)
         where = self._where(ref)
         return where if not where or i is None or self._run_on(i) else {min(where)}
+
+
+# ---------------------------------------------------------------- levels
+
+
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """Levels count from 0.
+
+    Args:
+        of_ops: (position, actor) to level.
+        of_loops: position to level.
+        depth: how many levels there are.
+    """
+
+    of_ops: dict[tuple[int, ActorId], int]
+    of_loops: dict[int, int]
+    depth: int
+
+
+def levels(
+    step: OuterStep, actors: Mapping[int, Actors], producer: Mapping[int, int], users: Mapping[int, list[int]]
+) -> Levels:
+    """Group operations by how many times data has to cross actors first.
+
+    Each runs as late as possible, since an early result is a buffer to keep.
+
+    Args:
+        actors: of each operation, by position.
+        producer: value id to the position of the operation that makes it.
+        users: value id to the positions of the operations that read it.
+    """
+    early, loops = _earliest(step, actors, producer)
+    last = max([*early.values(), *(n + 1 for n in loops.values())], default=0)
+    return Levels(_latest(step, actors, users, loops, last), loops, last + 1)
+
+
+def _earliest(
+    step: OuterStep, actors: Mapping[int, Actors], producer: Mapping[int, int]
+) -> tuple[dict[tuple[int, ActorId], int], dict[int, int]]:
+    early: dict[tuple[int, ActorId], int] = {}
+    loops: dict[int, int] = {}
+    made_in: dict[int, int] = {}
+    last_loop = -1
+
+    def available(value: int, actor: ActorId) -> int:
+        """The first level at which an operation on `actor` can read `value`."""
+        i = producer.get(value)
+        if i is None:
+            return made_in.get(value, -1) + 1
+        if actor in actors[i]:
+            return early[i, actor]
+        return early[i, giver(actors[i], actor)] + 1
+
+    for i, op in enumerate(step.items):
+        if isinstance(op, Op):
+            for a in actors[i]:
+                first = 0
+                for r in op.reads:
+                    if r in producer and (made := early.get((producer[r], a))) is not None:
+                        level = made
+                    else:
+                        level = available(r, a)
+                    if level > first:
+                        first = level
+                early[i, a] = first
+            continue
+        before = [
+            # An operation's result enters the loop one level after the operation, on any actor.
+            max((available(v, a) for a in needing), default=0) + (1 if v in producer else 0)
+            for v, needing in step.loop_needs[i].items()
+        ]
+        loops[i] = last_loop = max([last_loop + 1, *before])
+        for v in step.loop_makes[i]:
+            made_in[v] = last_loop
+    return early, loops
+
+
+def _latest(
+    step: OuterStep,
+    actors: Mapping[int, Actors],
+    users: Mapping[int, list[int]],
+    loops: Mapping[int, int],
+    last: int,
+) -> dict[tuple[int, ActorId], int]:
+    late: dict[tuple[int, ActorId], int] = {}
+    in_loops: dict[int, dict[ActorId, int]] = defaultdict(dict)  # the latest level for each actor of a loop
+    for i, needs in step.loop_needs.items():
+        for value, needing in needs.items():
+            for a in needing:
+                in_loops[value][a] = min(in_loops[value].get(a, last), loops[i] - 1)
+    for i in reversed(range(len(step.items))):
+        op = step.items[i]
+        if not isinstance(op, Op):
+            continue
+        here = actors[i]
+        limits = dict.fromkeys(here, last)
+        for o in op.outputs:
+            for u in users.get(o, ()):
+                for b in actors[u]:
+                    if b in here:
+                        a, limit = b, late[u, b]
+                    else:
+                        a, limit = giver(here, b), late[u, b] - 1
+                    if limit < limits[a]:
+                        limits[a] = limit
+            if o in in_loops:
+                for b, limit in in_loops[o].items():
+                    a = giver(here, b)
+                    limits[a] = min(limits[a], limit)
+        for a, limit in limits.items():
+            late[i, a] = limit
+    return late

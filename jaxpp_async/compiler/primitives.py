@@ -55,18 +55,76 @@ def inlines(name: str, *, marked: bool, prints: bool, pinned: bool, in_loop: boo
 
 TRANSCENDENTAL = frozenset().union(
     ("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "sin", "sinh", "tan", "tanh"),
-    ("cbrt", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "polynomial", "pow"),
+    (
+        "cbrt",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "log2",
+        "logistic",
+        "polynomial",
+        "pow",
+    ),
 )
 """Elementwise, and some twenty instructions an element where other light operations are one."""
 
 LIGHT = frozenset().union(
     # layout, casts, constants
-    ("bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice"),
-    ("iota", "name", "pad", "reduce_precision", "reshape", "reshard", "rev", "shard", "sharding_constraint", "slice"),
+    (
+        "bitcast_convert_type",
+        "broadcast_in_dim",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "dynamic_slice",
+    ),
+    (
+        "iota",
+        "name",
+        "pad",
+        "reduce_precision",
+        "reshape",
+        "reshard",
+        "rev",
+        "shard",
+        "sharding_constraint",
+        "slice",
+    ),
     ("split", "squeeze", "stack", "stop_gradient", "tile", "transpose", "unstack", STACK, INDEX),
     # arithmetic
-    ("abs", "add", "add_any", "ceil", "clamp", "complex", "conj", "cumsum", "div", "floor", "imag", "integer_pow"),
-    ("max", "min", "mul", "mulhi", "neg", "nextafter", "one_minus_square", "real", "rem", "round", "rsqrt", "sign"),
+    (
+        "abs",
+        "add",
+        "add_any",
+        "ceil",
+        "clamp",
+        "complex",
+        "conj",
+        "cumsum",
+        "div",
+        "floor",
+        "imag",
+        "integer_pow",
+    ),
+    (
+        "max",
+        "min",
+        "mul",
+        "mulhi",
+        "neg",
+        "nextafter",
+        "one_minus_square",
+        "real",
+        "rem",
+        "round",
+        "rsqrt",
+        "sign",
+    ),
     ("sqrt", "square", "sub"),
     TRANSCENDENTAL,
     # choices and bits
@@ -81,7 +139,18 @@ buffer."""
 
 REPEATED = (
     LIGHT
-    - {"concatenate", "cumsum", "pad", "reshard", "shard", "sharding_constraint", "stack", "unstack", STACK, INDEX}
+    - {
+        "concatenate",
+        "cumsum",
+        "pad",
+        "reshard",
+        "shard",
+        "sharding_constraint",
+        "stack",
+        "unstack",
+        STACK,
+        INDEX,
+    }
     - {"random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap"}
 )
 """Light ones that XLA fuses into what reads them, so that running them again moves no bytes; never one that may
@@ -97,7 +166,18 @@ ADDITIONS = frozenset(("add", "add_any"))
 """Of two values; what JAX adds gradients with is the second one."""
 
 MOVES_ONLY = frozenset().union(
-    ("broadcast_in_dim", "concatenate", "copy", "pad", "reshape", "rev", "slice", "squeeze", "transpose", STACK)
+    (
+        "broadcast_in_dim",
+        "concatenate",
+        "copy",
+        "pad",
+        "reshape",
+        "rev",
+        "slice",
+        "squeeze",
+        "transpose",
+        STACK,
+    )
 )
 """Exact whatever they are given, so they may run once, behind the loop, on a sum. A cast is not here: it rounds."""
 

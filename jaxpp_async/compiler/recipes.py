@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpp_async.compiler.ir import Lit, Op, Ref, ValueType
-from jaxpp_async.program import Aval
+from jaxpp_async.program.instructions import Aval
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,4 +76,6 @@ def outside_reads(ops: Sequence[Op], returned: Sequence[Ref]) -> list[int]:
 def literal_type(lit: Lit) -> ValueType:
     """The type of a constant."""
     value = lit.value
-    return ValueType(Aval(tuple(getattr(value, "shape", ())), str(getattr(value, "dtype", type(value).__name__))))
+    return ValueType(
+        Aval(tuple(getattr(value, "shape", ())), str(getattr(value, "dtype", type(value).__name__)))
+    )

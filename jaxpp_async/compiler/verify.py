@@ -3,23 +3,39 @@
 `verify_graph` before lowering; after each of its stages the rules that the stage could break (`verify_programs`: all of
 them). What they find is a bug of this package (`InternalError`), except a deadlock, which a schedule can ask for
 (`ScheduleError`). Everything is linear in the number of instructions.
+
+compiler.alone: checks of one program by itself, and what keeps count of what is assigned. Makes nothing.
+
+Nine tenths of a program are runs' operands and deletions, and mostly nothing is wrong with any: whole sets are looked
+at first, and what is wrong is looked for once something is.
+
+simulate: runs all programs of a step together, without data, to find deadlocks. Never touches a device or a clock.
+
+The rules are the executor's: each actor issues in order; `Recv` and `Send` never block; a `Run` blocks until its inputs
+have arrived. Links are taken at their strictest: a transfer completes only once its receive is posted (rendezvous) and
+every earlier one between the same two actors, in the same direction, has completed (NCCL). Programs that end so end
+under any transport.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from typing import NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import NoReturn, TypeAlias, TypeVar
 
-from jaxpp_async.compiler.alone import InternalError, Made, verify_program
-from jaxpp_async.compiler.simulate import check_deadlock
-from jaxpp_async.frozen import frozen
-from jaxpp_async.program import (
+from jaxpp_async.base.frozen import frozen
+from jaxpp_async.errors import ScheduleError
+from jaxpp_async.program.actor_program import ActorProgram, format_instruction
+from jaxpp_async.program.instructions import (
     ActorId,
-    ActorProgram,
     Aval,
+    BufferId,
     Delete,
     ExecutableId,
+    Input,
+    Instruction,
+    Output,
     Recv,
     Run,
     Send,
@@ -151,7 +167,9 @@ def verify_transfers(programs: Sequence[ActorProgram]) -> None:
     for (a, b), tags in sent_on.items():
         for sent, received in zip(tags, received_on[a, b], strict=True):
             if sent != received:
-                _fail_transfer(sent, f"actor {a} sends it to actor {b}, which posts tag {received} in its place")
+                _fail_transfer(
+                    sent, f"actor {a} sends it to actor {b}, which posts tag {received} in its place"
+                )
 
 
 def verify_signatures(programs: Sequence[ActorProgram]) -> None:
@@ -172,7 +190,9 @@ def verify_signatures(programs: Sequence[ActorProgram]) -> None:
             operands, results = tuple(map(aval, i.inputs)), tuple(map(aval, i.outputs))
             known = first.setdefault(i.executable, (i, operands, results))
             # Mostly these are the same objects, which is quickly seen.
-            if (known[1] != operands or known[2] != results) and _kinds(*known[1:]) != _kinds(operands, results):
+            if (known[1] != operands or known[2] != results) and _kinds(*known[1:]) != _kinds(
+                operands, results
+            ):
                 raise InternalError(
                     f"actor {p.actor}: {i.label!r} calls executable {i.executable} with {_kinds(operands, results)}, "
                     f"{known[0].label!r} with {_kinds(*known[1:])}; this is a bug in jaxpp_async.compiler.placement"
@@ -196,7 +216,9 @@ def verify_alone(programs: Sequence[ActorProgram], *, complete: bool = True) -> 
     """
     for actor, p in enumerate(programs):
         if p.actor != actor:
-            raise InternalError(f"program {actor} is actor {p.actor}'s; this is a bug in jaxpp_async.compiler.lowering")
+            raise InternalError(
+                f"program {actor} is actor {p.actor}'s; this is a bug in jaxpp_async.compiler.lowering"
+            )
         verify_program(p, complete=complete)
 
 
@@ -244,3 +266,377 @@ def verify_programs(programs: Sequence[ActorProgram], *, complete: bool = True) 
     """
     verify_alone(programs, complete=complete)
     verify_together(programs)
+
+
+# ---------------------------------------------------------------- alone
+
+
+class InternalError(AssertionError):
+    """A stage of the compiler broke a rule. A bug of this package, never of the user's step."""
+
+
+class Made:
+    """Numbers that were assigned, of `size`. Mostly they come in order: then one number says which they are.
+
+    Args:
+        size: numbers from 0 to below this are valid.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.upto = 0
+        self.beyond: set[int] = set()
+
+    def __contains__(self, number: int) -> bool:
+        return 0 <= number < self.upto or number in self.beyond
+
+    def has(self, numbers: Sequence[int]) -> bool:
+        """Whether all of them were assigned."""
+        in_order = not numbers or (max(numbers) < self.upto and min(numbers) >= 0)
+        return in_order or all(n in self for n in numbers)
+
+    def add(self, number: int) -> None:
+        """Assign a number that is valid and new."""
+        if number != self.upto:
+            self.beyond.add(number)
+            return
+        self.upto += 1
+        while self.beyond and self.upto in self.beyond:
+            self.beyond.remove(self.upto)
+            self.upto += 1
+
+    def extend(self, numbers: Sequence[int]) -> bool:
+        """Assign the next numbers. False, and nothing happens, where these are others or not valid."""
+        after = self.upto + len(numbers)
+        if self.beyond or after > self.size or tuple(numbers) != tuple(range(self.upto, after)):
+            return False
+        self.upto = after
+        return True
+
+
+class _Walk:
+    """One pass over a program: what is live, and what each slot has been through."""
+
+    def __init__(self, program: ActorProgram):
+        self.program = program
+        self.index = 0
+        self.instruction: Instruction | None = None
+        self.made = Made(len(program.avals))
+        self.live: set[BufferId] = set()
+        self.received: set[BufferId] = set()
+        self.kept: set[BufferId] = set()
+        self.sent: set[BufferId] = set()
+        self.given: set[BufferId] = set()
+        self.args: set[int] = set()
+        self.results: set[int] = set()
+        self.donations: dict[ExecutableId, tuple[int, ...]] = {}
+
+    def walk(self) -> None:
+        instructions, after = self.program.instructions, 0
+        for index in [k for k, i in enumerate(instructions) if not isinstance(i, Delete)]:
+            if after < index:
+                self.delete_all(range(after, index))
+            self.step(index)
+            after = index + 1
+        self.delete_all(range(after, len(instructions)))
+        self.instruction = None
+
+    def step(self, index: int) -> None:
+        self.index, self.instruction = index, self.program.instructions[index]
+        _STEPS[type(self.instruction)](self, self.instruction)
+
+    def delete_all(self, indices: range) -> None:
+        """The `Delete`s at these positions."""
+        deletes = self.program.instructions[indices.start : indices.stop]
+        buffers = [i.buffer for i in deletes if isinstance(i, Delete)]
+        held = len(self.live)
+        if self.live.issuperset(buffers) and self.kept.isdisjoint(buffers):
+            self.live.difference_update(buffers)
+            if len(self.live) == held - len(buffers):
+                return
+            self.live.update(buffers)
+        for index in indices:
+            self.step(index)
+
+    def fail(self, message: str) -> NoReturn:
+        text = f" {format_instruction(self.instruction)!r}" if self.instruction else ""
+        raise InternalError(
+            f"actor {self.program.actor}, instruction {self.index}{text}: {message}; "
+            "this is a bug in jaxpp_async.compiler.lowering"
+        )
+
+    def define(self, buffer: BufferId, aval: Aval | None = None) -> None:
+        if not 0 <= buffer < len(self.program.avals):
+            self.fail(f"b{buffer} is out of range, the program has {len(self.program.avals)} slots")
+        if buffer in self.made:
+            self.fail(f"b{buffer} is assigned twice")
+        if aval is not None and aval is not (known := self.program.avals[buffer]) and aval != known:
+            self.fail(f"b{buffer} is declared {known}")
+        self.made.add(buffer)
+        self.live.add(buffer)
+
+    def read(self, buffer: BufferId) -> None:
+        if buffer not in self.live:
+            self.fail(f"b{buffer} {self.fate(buffer)}")
+
+    def fate(self, buffer: BufferId) -> str:
+        """Why a buffer is not live."""
+        if buffer in self.given:
+            return "has left the program"
+        for i in self.program.instructions[: self.index + 1]:
+            if isinstance(i, Delete) and i.buffer == buffer:
+                return "was deleted before"
+            if isinstance(i, Run) and any(i.inputs[p] == buffer for p in i.donated if 0 <= p < len(i.inputs)):
+                return "was donated before"
+        return "is read before it is made"
+
+    def bind(self, i: Input) -> None:
+        self.define(i.buffer, i.aval)
+        if i.arg in self.args:
+            self.fail(f"argument {i.arg} is bound twice")
+        self.args.add(i.arg)
+        if not i.donated:
+            self.kept.add(i.buffer)
+
+    def receive(self, i: Recv) -> None:
+        self.define(i.buffer, i.aval)
+        self.received.add(i.buffer)
+
+    def send(self, i: Send) -> None:
+        self.read(i.buffer)
+        if i.buffer in self.received:
+            self.fail(f"b{i.buffer} was received; a value is sent by the actor that makes it")
+        self.sent.add(i.buffer)
+
+    def run(self, i: Run) -> None:
+        if not self.live.issuperset(i.inputs):
+            for b in i.inputs:
+                self.read(b)
+        if i.donated:
+            self.donate(i)
+        if not self.made.extend(i.outputs):
+            for b in i.outputs:
+                self.define(b)
+        self.live.update(i.outputs)
+        first = self.donations.setdefault(i.executable, i.donated)
+        if first != i.donated:
+            self.fail(f"executable {i.executable} donated {first} in an earlier run")
+
+    def donate(self, i: Run) -> None:
+        if len(set(i.donated)) != len(i.donated) or min(i.donated) < 0 or max(i.donated) >= len(i.inputs):
+            self.fail(f"donated positions {i.donated} of {len(i.inputs)} inputs")
+        buffers = [i.inputs[p] for p in i.donated]
+        for slots, why in (
+            (self.kept, "is an argument that the caller keeps"),
+            (self.received, "lies in the transport's memory"),
+            (self.sent, "may still be on its way to another actor"),
+        ):
+            if not slots.isdisjoint(buffers):
+                self.fail(f"b{next(b for b in buffers if b in slots)} is donated, but {why}")
+        if len(set(i.inputs)) != len(i.inputs):
+            times = Counter(i.inputs)
+            for b in buffers:
+                if times[b] > 1:
+                    self.fail(f"b{b} is donated and read twice by the same run")
+        self.live.difference_update(buffers)
+
+    def delete(self, i: Delete) -> None:
+        self.read(i.buffer)
+        if i.buffer in self.kept:
+            self.fail(f"b{i.buffer} is an argument that the caller keeps")
+        self.live.remove(i.buffer)
+
+    def give(self, i: Output) -> None:
+        if i.buffer not in self.given:
+            self.read(i.buffer)
+        if i.result in self.results:
+            self.fail(f"result {i.result} is made twice")
+        self.results.add(i.result)
+        self.live.discard(i.buffer)
+        self.given.add(i.buffer)
+
+
+_STEPS = {
+    Input: _Walk.bind,
+    Recv: _Walk.receive,
+    Send: _Walk.send,
+    Run: _Walk.run,
+    Delete: _Walk.delete,
+    Output: _Walk.give,
+}
+
+
+def verify_program(program: ActorProgram, *, complete: bool = True) -> None:
+    """Check one program alone.
+
+    Single assignment; every buffer read is live; nothing is used after it was deleted, donated or returned; only
+    buffers that are the program's own are donated or deleted; all runs of an executable donate the same positions.
+
+    Args:
+        program: one actor's program.
+        complete: whether every slot must be gone at the end, save outputs and arguments that the caller keeps. False
+            before `lowering.delete_buffers`.
+
+    Raises:
+        InternalError: a rule is broken; names the actor and the instruction.
+    """
+    walk = _Walk(program)
+    walk.walk()
+    if complete and (left := walk.live - walk.kept):
+        walk.fail(f"b{min(left)} is still held at the end")
+    if not all(0 <= b < len(program.avals) for b in program.uncounted):
+        walk.fail(f"uncounted slots {sorted(program.uncounted)} of {len(program.avals)}")
+
+
+# ---------------------------------------------------------------- simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """An actor that cannot go on.
+
+    Args:
+        actor: who waits.
+        at: text of the instruction it waits at, or "the end of the step".
+        tag: the transfer it waits for.
+        peer: the other actor of that transfer.
+        sends: whether the actor is the transfer's sender.
+    """
+
+    actor: ActorId
+    at: str
+    tag: Tag
+    peer: ActorId
+    sends: bool = False
+
+    def __str__(self) -> str:
+        what = (
+            f"actor {self.peer} to receive tag {self.tag}"
+            if self.sends
+            else f"tag {self.tag} from actor {self.peer}"
+        )
+        return f"actor {self.actor} waits at {self.at} for {what}"
+
+
+_Link: TypeAlias = tuple[ActorId, ActorId, Tag | None]
+
+
+class _Simulation:
+    """Program counters, links and what has not arrived yet."""
+
+    def __init__(self, programs: Sequence[ActorProgram], rendezvous: bool):
+        self.streams = {p.actor: p.instructions for p in programs}
+        self.rendezvous = rendezvous
+        self.counter = dict.fromkeys(self.streams, 0)
+        self.blocked: dict[ActorId, BufferId] = {}
+        self.pending: dict[ActorId, dict[BufferId, Recv]] = {a: {} for a in self.streams}
+        self.sent: dict[_Link, deque[Tag]] = defaultdict(deque)
+        self.posted: dict[_Link, deque[tuple[Tag, BufferId]]] = defaultdict(deque)
+        self.ready = deque(self.streams)
+
+    def run(self) -> None:
+        while self.ready:
+            self.advance(self.ready.popleft())
+
+    def advance(self, actor: ActorId) -> None:
+        """Issue until a run blocks or the program ends."""
+        stream, pending = self.streams[actor], self.pending[actor]
+        index = self.counter[actor]
+        while index < len(stream):
+            instruction = stream[index]
+            if isinstance(instruction, Run):
+                missing = next((b for b in instruction.inputs if b in pending), None) if pending else None
+                if missing is not None:
+                    self.blocked[actor] = missing
+                    break
+            elif isinstance(instruction, Send):
+                link = self.link(actor, instruction.to_actor, instruction.tag)
+                self.sent[link].append(instruction.tag)
+                if self.posted[link]:
+                    self.match(link)
+            elif isinstance(instruction, Recv):
+                pending[instruction.buffer] = instruction
+                link = self.link(instruction.from_actor, actor, instruction.tag)
+                self.posted[link].append((instruction.tag, instruction.buffer))
+                if self.sent[link]:
+                    self.match(link)
+            index += 1
+        self.counter[actor] = index
+
+    def link(self, sender: ActorId, receiver: ActorId, tag: Tag) -> _Link:
+        """The queue that a transfer stands in: one for the pair, or one for itself where nothing holds it up."""
+        return (sender, receiver, None if self.rendezvous else tag)
+
+    def match(self, link: _Link) -> None:
+        """Complete what both ends of the link have issued."""
+        sent, posted = self.sent[link], self.posted[link]
+        while sent and posted and sent[0] == posted[0][0]:
+            sent.popleft()
+            self.arrive(link[1], posted.popleft()[1])
+
+    def arrive(self, actor: ActorId, buffer: BufferId) -> None:
+        self.pending[actor].pop(buffer, None)
+        if self.blocked.get(actor) == buffer:
+            del self.blocked[actor]
+            self.ready.append(actor)
+
+    def waits(self) -> list[Wait]:
+        """What every unfinished actor waits for, in order of actors."""
+        found: dict[ActorId, Wait] = {}
+        for actor, buffer in self.blocked.items():
+            recv, at = self.pending[actor][buffer], self.streams[actor][self.counter[actor]]
+            found[actor] = Wait(actor, format_instruction(at), recv.tag, recv.from_actor)
+        end = "the end of the step"
+        for actor, pending in self.pending.items():
+            for recv in pending.values():
+                found.setdefault(actor, Wait(actor, end, recv.tag, recv.from_actor))
+        if self.rendezvous:
+            for (sender, receiver, _), tags in self.sent.items():
+                for tag in tags:
+                    found.setdefault(sender, Wait(sender, end, tag, receiver, sends=True))
+        return [found[a] for a in sorted(found)]
+
+
+def simulate(programs: Sequence[ActorProgram], *, rendezvous: bool = True) -> list[Wait]:
+    """Run the programs together until nothing moves any more.
+
+    Args:
+        programs: one an actor.
+        rendezvous: links as strict as the module says. False: a send completes by itself and transfers pair by tag.
+
+    Returns:
+        The actors that cannot go on; empty when all end.
+    """
+    simulation = _Simulation(programs, rendezvous)
+    simulation.run()
+    return simulation.waits()
+
+
+def _cycle(waits: list[Wait]) -> list[Wait]:
+    """The circle of waiting that the first actor's chain leads into; the chain itself where it ends elsewhere."""
+    by_actor = {w.actor: w for w in waits}
+    chain: list[Wait] = []
+    actor = waits[0].actor
+    while actor in by_actor and by_actor[actor] not in chain:
+        chain.append(by_actor[actor])
+        actor = chain[-1].peer
+    return chain[chain.index(by_actor[actor]) :] if actor in by_actor else chain
+
+
+def check_deadlock(programs: Sequence[ActorProgram]) -> None:
+    """Refuse programs that wait for each other for ever.
+
+    Args:
+        programs: one an actor.
+
+    Raises:
+        ScheduleError: they deadlock; the message says who waits for whom.
+    """
+    waits = simulate(programs)
+    if waits:
+        cycle = _cycle(waits)
+        lines = "".join(f"\n  {w}" for w in cycle)
+        raise ScheduleError(
+            f"the schedule deadlocks: {len(waits)} of {len(programs)} actors cannot go on. Who waits for whom:{lines}\n"
+            "Order the tasks of these actors so that each comes after what it needs from the others."
+        )

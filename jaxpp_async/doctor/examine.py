@@ -1,6 +1,10 @@
 """examine: hosts and a way to them in, an `Examination` out. Asks all hosts at once, with deadlines; judges nothing.
 
 Every host runs `doctor.host`, started as a mesh starts its keepers; a host that does not answer is a fact like others.
+
+host_link: the doctor's end of one host. A stream of bytes to `doctor.host` in, answers to orders out.
+
+It decides nothing about hosts, and knows no ssh: whatever carries bytes there and lines back will do.
 """
 
 from __future__ import annotations
@@ -13,19 +17,26 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from jaxpp_async.actors.devices.gpus import VISIBLE
-from jaxpp_async.actors.launch.addresses import ANY, address_towards, control_address
-from jaxpp_async.actors.launch.explain import Explanation, explain_python
-from jaxpp_async.actors.launch.host_program import NotUpError
-from jaxpp_async.actors.launch.hosts import Host, Placement, Settings, environment
-from jaxpp_async.actors.launch.remote import MAX_HANDSHAKES, CommandReach, Reach, Timeouts
-from jaxpp_async.actors.processes.commands import command_here, command_there
-from jaxpp_async.doctor import talk
+from jaxpp_async.base.gpu_inventory import VISIBLE
+from jaxpp_async.doctor import protocol
 from jaxpp_async.doctor.facts import Asked, Clock, Examination, HostReport, LinkReport
 from jaxpp_async.doctor.gather import CHILD_S
-from jaxpp_async.doctor.host_link import HostError, HostLink
 from jaxpp_async.errors import MeshError
+from jaxpp_async.launch.commands import command_here, command_there
+from jaxpp_async.launch.host_agent_client import HostProgram, NotUpError
+from jaxpp_async.launch.hosts import (
+    ANY,
+    Host,
+    Placement,
+    Settings,
+    address_towards,
+    control_address,
+    environment,
+)
+from jaxpp_async.launch.login_errors import Explanation, explain_python
+from jaxpp_async.launch.remote import MAX_HANDSHAKES, CommandReach, Reach, Timeouts
 
 HERE = "this machine"
 PROGRAM = "jaxpp_async.doctor.host"
@@ -97,7 +108,7 @@ class Callers:
         token, came = secrets.token_hex(16), asyncio.Event()
         self._expected[token.encode()] = came
         try:
-            await link.ask(talk.CallBack(address, port, token), talk.Done, ANSWER_S)
+            await link.ask(protocol.CallBack(address, port, token), protocol.Done, ANSWER_S)
             async with asyncio.timeout(ANSWER_S):
                 await came.wait()
         except HostError as error:
@@ -139,7 +150,9 @@ class _Examiner:
         mine = _End(host, HERE, self._here, Settings(), "cpu")
         ends = [_End(h, str(h), self._reach, plan.settings, plan.asked.platform) for h in plan.hosts]
         async with contextlib.AsyncExitStack() as stack:
-            links = await asyncio.gather(*(stack.enter_async_context(self._link(end)) for end in (mine, *ends)))
+            links = await asyncio.gather(
+                *(stack.enter_async_context(self._link(end)) for end in (mine, *ends))
+            )
             pairs = list(zip((mine, *ends), links, strict=True))
             here, *reports = await asyncio.gather(*(self._report(end, link) for end, link in pairs))
             reports, error = await self._call_back(reports, pairs[1:])
@@ -165,15 +178,19 @@ class _Examiner:
                 own = end.reach is self._here and settings.python is None
                 program = command_here(PROGRAM) if own else command_there(python, PROGRAM)
                 command = host_command(program, settings.env)
-                link.attach(await end.reach.open(Placement(end.host, 0, end.host.slots), command, link.on_line))
+                link.attach(
+                    await end.reach.open(Placement(end.host, 0, end.host.slots), command, link.on_line)
+                )
                 if end.reach.login_mark is not None:
                     await link.wait_login(timeouts.login_s)
             await link.wait_up(timeouts.python_s)
-            await link.ask(talk.Prepare(_environment(end, self._plan.asked)), talk.Done, ANSWER_S)
+            await link.ask(protocol.Prepare(_environment(end, self._plan.asked)), protocol.Done, ANSWER_S)
         except OSError as error:
             return Explanation(f"could not be reached: {error}", "")
         except NotUpError as error:
-            return end.reach.explain(end.host, error) or explain_python(end.host, python, error.said, error.ended)
+            return end.reach.explain(end.host, error) or explain_python(
+                end.host, python, error.said, error.ended
+            )
         except HostError as error:
             return _deaf(error)
         return link
@@ -186,7 +203,7 @@ class _Examiner:
             return replace(report, trouble=link)
         try:
             clock = await _ask_clock(link)
-            found = await link.ask(talk.AskFacts(end.platform), talk.Facts, FACTS_S)
+            found = await link.ask(protocol.AskFacts(end.platform), protocol.Facts, FACTS_S)
         except HostError as error:
             return replace(report, trouble=_deaf(error))
         return replace(report, facts=found.facts, clock=clock)
@@ -213,7 +230,9 @@ class _Examiner:
             async def one(report: HostReport, link: HostLink | Explanation, name: str) -> HostReport:
                 if isinstance(link, Explanation) or report.facts is None:
                     return report
-                towards = (await asyncio.to_thread(address_towards, name) if address == ANY else address) or HERE
+                towards = (
+                    await asyncio.to_thread(address_towards, name) if address == ANY else address
+                ) or HERE
                 return replace(report, calls_back=await callers.invite(link, towards, port))
 
             asked = zip(reports, (link for _, link in ends), names, strict=True)
@@ -221,7 +240,9 @@ class _Examiner:
 
     # ------------------------------------------------------------ between hosts
 
-    async def _measure_pairs(self, ends: Sequence[tuple[_End, HostLink | Explanation]]) -> tuple[LinkReport, ...]:
+    async def _measure_pairs(
+        self, ends: Sequence[tuple[_End, HostLink | Explanation]]
+    ) -> tuple[LinkReport, ...]:
         """Each host with the next one, in turn: neighbours in a pipeline are neighbours in a hostfile.
 
         One host alone is measured between two of its processes.
@@ -246,10 +267,13 @@ class _Examiner:
             return replace(report, error="one of the two is not there")
         self._say(f"measuring between {name} and {other_name}")
         try:
-            ends = [await each.ask(talk.OpenEnd(peer), talk.End, ANSWER_S) for peer, each in enumerate((link, other))]
+            ends = [
+                await each.ask(protocol.OpenEnd(peer), protocol.End, ANSWER_S)
+                for peer, each in enumerate((link, other))
+            ]
             measured, _ = await asyncio.gather(
-                link.ask(talk.Measure(1, ends[1].address, True), talk.Measured, MEASURED_S),
-                other.ask(talk.Measure(0, ends[0].address, False), talk.Measured, MEASURED_S),
+                link.ask(protocol.Measure(1, ends[1].address, True), protocol.Measured, MEASURED_S),
+                other.ask(protocol.Measure(0, ends[0].address, False), protocol.Measured, MEASURED_S),
             )
         except HostError as error:
             return replace(report, error=str(error))
@@ -269,7 +293,9 @@ def _environment(end: _End, asked: Asked) -> dict[str, str]:
     env = {"UCX_TLS": "tcp,self"} if asked.transport == "tcp" else {}
     if settings.devices is not None:
         env[VISIBLE] = ",".join(settings.devices)
-    return env | environment(replace(settings, devices=None), Placement(end.host, 0, end.host.slots), end.platform)
+    return env | environment(
+        replace(settings, devices=None), Placement(end.host, 0, end.host.slots), end.platform
+    )
 
 
 def _deaf(error: HostError) -> Explanation:
@@ -281,7 +307,7 @@ async def _ask_clock(link: HostLink) -> Clock:
     found: list[Clock] = []
     for _ in range(_CLOCK_QUESTIONS):
         began_s, wall_s = time.monotonic(), time.time()
-        answer = await link.ask(talk.AskClock(), talk.ClockIs, ANSWER_S)
+        answer = await link.ask(protocol.AskClock(), protocol.ClockIs, ANSWER_S)
         took_s = time.monotonic() - began_s
         found.append(Clock(answer.wall_s - (wall_s + took_s / 2), took_s / 2))
     return min(found, key=lambda clock: clock.error_s)
@@ -289,3 +315,69 @@ async def _ask_clock(link: HostLink) -> Clock:
 
 def _may_measure(report: HostReport) -> bool:
     return report.facts is not None and report.facts.ucx is not None
+
+
+# ---------------------------------------------------------------- host link
+
+T = TypeVar("T")
+
+
+class HostError(Exception):
+    """A host did not do what it was asked; the message says why, without naming it."""
+
+
+class HostLink(HostProgram[protocol.Record]):
+    """One host, or a second process on one.
+
+    Args:
+        name: of the host, for messages. login_mark: a line that tells that the host let us in.
+    """
+
+    def __init__(self, name: str, *, login_mark: str | None = None):
+        super().__init__(name, protocol.read_record, login_mark)
+        self._records: asyncio.Queue[protocol.Record] = asyncio.Queue()
+        self._silent = ""
+
+    async def wait_up(self, timeout_s: float) -> None:
+        """Wait until Python and the package answer.
+
+        Raises:
+            NotUpError: they do not.
+        """
+        await self._wait(self._records.get(), timeout_s)
+
+    async def ask(self, order: protocol.Order, expected: type[T], timeout_s: float) -> T:
+        """One order, and its answer. One at a time.
+
+        Raises:
+            HostError: it could not be done, or there is no answer.
+        """
+        assert self._stream is not None
+        if self._silent:  # its answer may still come, and would be taken for another's
+            raise HostError(self._silent)
+        self._stream.write(protocol.write_order(order))
+        try:
+            record = await self._wait(self._records.get(), timeout_s)
+        except NotUpError as error:
+            self._silent = _no_answer(error, timeout_s)
+            raise HostError(self._silent) from None
+        if isinstance(record, protocol.Failed):
+            raise HostError(record.error)
+        if not isinstance(record, expected):
+            raise HostError(f"it answered with {type(record).__name__} when asked for {expected.__name__}")
+        return record
+
+    async def aclose(self) -> None:
+        """End it. A second call does nothing."""
+        await self._end()
+
+    def _take_record(self, record: protocol.Record) -> None:
+        self._records.put_nowait(record)
+
+
+def _no_answer(error: NotUpError, timeout_s: float) -> str:
+    if error.ended is None:
+        return f"it did not answer within {timeout_s:g} s"
+    last = f": {error.said[-1].strip()}" if error.said else ""
+    how = f"code {error.ended}" if error.ended >= 0 else f"signal {-error.ended}"
+    return f"its program ended with {how}{last}"

@@ -1,13 +1,16 @@
-"""facts: what a host is and has, and how the ways between hosts are, as plain data. Asks nothing of any machine."""
+"""facts: what a host is and has, and how the ways between hosts are, as plain data. Asks nothing of any machine.
+
+finding: one thing that the doctor has to say. Plain data.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
-from jaxpp_async.actors.devices.gpus import VISIBLE, Visible, read_visible
-from jaxpp_async.actors.launch.explain import Explanation
-from jaxpp_async.extras import pip_install
+from jaxpp_async.base.gpu_inventory import VISIBLE, Visible, read_visible
+from jaxpp_async.base.install_hints import pip_install
+from jaxpp_async.launch.login_errors import Explanation
 
 Platform: TypeAlias = Literal["cpu", "cuda"]
 Plane: TypeAlias = Literal["ucx", "nccl", "tcp"]
@@ -243,3 +246,63 @@ class Examination:
     def is_local(self) -> bool:
         """No other host takes part."""
         return self.hosts == (self.here,)
+
+
+# ---------------------------------------------------------------- finding
+
+Level: TypeAlias = Literal["ok", "note", "warning", "error"]
+
+ALL: Final = "all hosts"
+
+SECTIONS: Final = {
+    "hosts": "Hosts",
+    "python": "Python",
+    "packages": "Packages",
+    "versions": "Versions",
+    "jax": "JAX",
+    "gpu": "GPUs",
+    "nccl": "NCCL",
+    "ucx": "UCX",
+    "infiniband": "InfiniBand",
+    "memory": "Memory and settings",
+    "clock": "Clocks",
+    "control": "Control connection",
+    "transfer": "Transfers",
+}
+"""Key and title, in the order in which they are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line.
+
+    Args:
+        section: of `SECTIONS`. host: its name, or whom it is about.
+        remedy: what to do; empty where there is nothing to do.
+    """
+
+    level: Level
+    section: str
+    host: str
+    what: str
+    remedy: str = ""
+
+
+def ok(section: str, host: str, what: str) -> Finding:
+    """It is well."""
+    return Finding("ok", section, host, what)
+
+
+def note(section: str, host: str, what: str, remedy: str) -> Finding:
+    """It is worth knowing."""
+    return Finding("note", section, host, what, remedy)
+
+
+def warning(section: str, host: str, what: str, remedy: str) -> Finding:
+    """A run works, but not as well as it could."""
+    return Finding("warning", section, host, what, remedy)
+
+
+def error(section: str, host: str, what: str, remedy: str) -> Finding:
+    """A run of the asked kind does not work."""
+    return Finding("error", section, host, what, remedy)

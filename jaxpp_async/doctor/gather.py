@@ -19,10 +19,20 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from jaxpp_async.actors.devices import nvml
-from jaxpp_async.actors.processes.commands import command_here, inherited_environment
-from jaxpp_async.doctor.facts import UNLIMITED, Driver, Gpu, HostFacts, IbPort, Interface, JaxStart, Ucx, UcxResource
-from jaxpp_async.extras import source_here
+from jaxpp_async.base import gpu_inventory
+from jaxpp_async.base.install_hints import source_here
+from jaxpp_async.doctor.facts import (
+    UNLIMITED,
+    Driver,
+    Gpu,
+    HostFacts,
+    IbPort,
+    Interface,
+    JaxStart,
+    Ucx,
+    UcxResource,
+)
+from jaxpp_async.launch.commands import command_here, inherited_environment
 
 PACKAGES = (
     "jaxpp-async", "jax", "jaxlib", "numpy", "ml_dtypes", "msgpack", "flatbuffers", "uvloop",
@@ -45,7 +55,8 @@ async def gather(platform: str) -> HostFacts:
         platform: what JAX is to start on.
     """
     ucx, jax = await asyncio.gather(
-        run_child("jaxpp_async.doctor.start_ucx"), run_child("jaxpp_async.doctor.start_jax", platform)
+        run_child("jaxpp_async.doctor.probe_programs", "ucx"),
+        run_child("jaxpp_async.doctor.probe_programs", "jax", platform),
     )
     driver, there, gpu_error = gpus()
     return HostFacts(
@@ -116,19 +127,22 @@ async def run_child(module: str, *arguments: str) -> dict[str, Any] | str:
 def gpus() -> tuple[Driver | None, tuple[Gpu, ...], str]:
     """The driver, its GPUs, and why there are none."""
     try:
-        with nvml.library() as asked:
+        with gpu_inventory.library() as asked:
             cuda: int = asked.nvmlSystemGetCudaDriverVersion_v2()  # 13000 is 13.0
             version = _text(asked.nvmlSystemGetDriverVersion())
             driver = Driver(version, (cuda // 1000, cuda % 1000 // 10), _peer_memory())
             return driver, tuple(_gpu(asked, i) for i in range(asked.nvmlDeviceGetCount())), ""
-    except nvml.NvmlFailure as error:
+    except gpu_inventory.NvmlFailure as error:
         return None, (), str(error)
 
 
 def _gpu(asked: Any, index: int) -> Gpu:
     handle = asked.nvmlDeviceGetHandleByIndex(index)
     memory = asked.nvmlDeviceGetMemoryInfo(handle)
-    modes = {asked.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive", asked.NVML_COMPUTEMODE_PROHIBITED: "prohibited"}
+    modes = {
+        asked.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive",
+        asked.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
+    }
     mig = False
     with contextlib.suppress(asked.NVMLError):  # most GPUs cannot be cut
         mig = bool(asked.nvmlDeviceGetMigMode(handle)[0])

@@ -7,12 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from jaxpp_async.base.install_hints import extra_of
 from jaxpp_async.doctor import judge_gpu, judge_network
-from jaxpp_async.doctor.facts import Asked, Examination, HostFacts, HostReport
-from jaxpp_async.doctor.finding import ALL, SECTIONS, Finding, error, note, ok, warning
-from jaxpp_async.doctor.room import find_room
+from jaxpp_async.doctor.facts import (
+    ALL,
+    SECTIONS,
+    Asked,
+    Examination,
+    Finding,
+    HostFacts,
+    HostReport,
+    error,
+    note,
+    ok,
+    warning,
+)
+from jaxpp_async.doctor.process_slots import find_room
 from jaxpp_async.errors import MeshError
-from jaxpp_async.extras import extra_of
 
 CLOCK_S = 1.0
 """Clocks that are further apart make logs and file times hard to read."""
@@ -52,7 +63,9 @@ def judge_host(report: HostReport, asked: Asked) -> Iterator[Finding]:
         what, remedy = (trouble.what, trouble.remedy) if trouble is not None else ("was not asked", "")
         yield error("hosts", name, what, remedy)
         return
-    yield ok("hosts", name, f"{facts.hostname}, {facts.system}, {facts.num_cpus} CPUs, {_gib(facts.memory_bytes)}")
+    yield ok(
+        "hosts", name, f"{facts.hostname}, {facts.system}, {facts.num_cpus} CPUs, {_gib(facts.memory_bytes)}"
+    )
     yield from _python(name, facts)
     yield from _packages(name, facts, asked)
     yield from _cache(name, facts)
@@ -67,7 +80,12 @@ def _python(name: str, facts: HostFacts) -> Iterator[Finding]:
     version = tuple(int(part) for part in facts.python.split(".")[:2])
     if version < _OLDEST_PYTHON:
         needed = ".".join(map(str, _OLDEST_PYTHON))
-        yield error("python", name, f"Python {facts.python} is too old", f"install {needed} or newer; name it: python=")
+        yield error(
+            "python",
+            name,
+            f"Python {facts.python} is too old",
+            f"install {needed} or newer; name it: python=",
+        )
     else:
         yield ok("python", name, f"Python {facts.python}, {facts.executable}")
 
@@ -83,7 +101,9 @@ def _packages(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
         what = f"starts on {facts.jax.platform}: {facts.jax.num_devices} x {facts.jax.device_kind}"
         yield ok("jax", name, what)
     elif "jax" in facts.packages and not judge_gpu.explains_jax(facts, asked):
-        yield error("jax", name, f"does not start on {asked.platform}: {facts.jax_error}", _try_jax(facts, asked))
+        yield error(
+            "jax", name, f"does not start on {asked.platform}: {facts.jax_error}", _try_jax(facts, asked)
+        )
 
 
 _SHOWN = ("jaxpp-async", "jax", "jaxlib", "numpy")
@@ -175,7 +195,9 @@ def _differing(found: Examination, names: Sequence[str]) -> dict[str, str]:
             if report.facts is not None and report.facts.ucx is not None and name == "ucx":
                 by_version.setdefault(report.facts.ucx.version, []).append(report.name)
         if len(by_version) > 1:
-            differing[name] = "; ".join(f"{version} on {', '.join(who)}" for version, who in by_version.items())
+            differing[name] = "; ".join(
+                f"{version} on {', '.join(who)}" for version, who in by_version.items()
+            )
     return differing
 
 

@@ -5,14 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from jaxpp_async.actors.crew.agreement import Member, check_agreement
-from jaxpp_async.actors.devices.gpus import VISIBLE, gpu_environment, memory_fraction, share
-from jaxpp_async.doctor.facts import Asked, Examination, Gpu, HostFacts, HostReport
-from jaxpp_async.doctor.finding import ALL, Finding, error, note, ok, warning
-from jaxpp_async.doctor.room import Room
+from jaxpp_async.base.gpu_inventory import VISIBLE, gpu_environment, memory_fraction, share
+from jaxpp_async.base.install_hints import extra_of
+from jaxpp_async.controller.startup import Member, check_agreement
+from jaxpp_async.doctor.facts import (
+    ALL,
+    Asked,
+    Examination,
+    Finding,
+    Gpu,
+    HostFacts,
+    HostReport,
+    error,
+    note,
+    ok,
+    warning,
+)
+from jaxpp_async.doctor.process_slots import Room
 from jaxpp_async.errors import MeshError
-from jaxpp_async.extras import extra_of
-from jaxpp_async.transport.nccl.plan import ranks_may_share
+from jaxpp_async.transport.nccl.order import ranks_may_share
 
 DRIVERS: Mapping[int, str] = {12: "525.60.13", 13: "580"}
 """Oldest driver for each CUDA, on Linux. Source: JAX's installation page; NVIDIA's CUDA compatibility guide."""
@@ -29,7 +40,11 @@ _GIB = 1 << 30
 def judge(report: HostReport, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
     """GPUs, and what is installed for them, on one host."""
     if asked.platform == "cpu":
-        what = f"{len(facts.gpus)}, which a run on CPUs leaves alone" if facts.gpus else "none, and none is asked for"
+        what = (
+            f"{len(facts.gpus)}, which a run on CPUs leaves alone"
+            if facts.gpus
+            else "none, and none is asked for"
+        )
         yield ok("gpu", report.name, what)
         if asked.transport != "nccl":
             yield ok("nccl", report.name, _nccl(facts) or "not installed, and not asked for")
@@ -62,10 +77,14 @@ def judge_together(found: Examination) -> Iterator[Finding]:
     if asked.platform != "cuda":
         return
     yield from _mixed(known)
-    majors = _by_value({name: _only(_majors(facts, r"jax-cuda(\d+)-plugin")) for name, facts in known.items()})
+    majors = _by_value(
+        {name: _only(_majors(facts, r"jax-cuda(\d+)-plugin")) for name, facts in known.items()}
+    )
     if len(majors) > 1:
         said = "; ".join(f"CUDA {major} on {', '.join(who)}" for major, who in majors.items())
-        yield error("versions", ALL, f"JAX is for different CUDAs: {said}", "install the same extra on all hosts")
+        yield error(
+            "versions", ALL, f"JAX is for different CUDAs: {said}", "install the same extra on all hosts"
+        )
     if asked.transport == "nccl":
         versions = _by_value({name: _nccl(facts) or None for name, facts in known.items()})
         if len(versions) > 1:
@@ -74,7 +93,9 @@ def judge_together(found: Examination) -> Iterator[Finding]:
     kinds = _by_value({name: _only({gpu.name for gpu in facts.gpus}) for name, facts in known.items()})
     if len(kinds) > 1:
         said = "; ".join(f"{kind} on {', '.join(who)}" for kind, who in kinds.items())
-        yield warning("gpu", ALL, f"they differ: {said}", "stages are as slow as the slowest; share work out by that")
+        yield warning(
+            "gpu", ALL, f"they differ: {said}", "stages are as slow as the slowest; share work out by that"
+        )
 
 
 def _mixed(known: Mapping[str, HostFacts]) -> Iterator[Finding]:
@@ -97,10 +118,14 @@ def _devices(report: HostReport, facts: HostFacts) -> Iterator[Finding]:
     name = report.name
     if facts.driver is None:
         why = f" ({facts.gpu_error})" if facts.gpu_error else ""
-        yield error("gpu", name, f"no NVIDIA driver answers{why}", "install the driver (in a container: --gpus all)")
+        yield error(
+            "gpu", name, f"no NVIDIA driver answers{why}", "install the driver (in a container: --gpus all)"
+        )
         return
     if not facts.gpus:
-        yield error("gpu", name, "the NVIDIA driver is there, but no GPU", "does the container or the job have any?")
+        yield error(
+            "gpu", name, "the NVIDIA driver is there, but no GPU", "does the container or the job have any?"
+        )
         return
     driver = f"driver {facts.driver.version} (CUDA {_dotted(facts.driver.cuda)})"
     for gpu in facts.gpus:
@@ -110,7 +135,9 @@ def _devices(report: HostReport, facts: HostFacts) -> Iterator[Finding]:
 def _gpu(name: str, gpu: Gpu, driver: str) -> Iterator[Finding]:
     what = f"{gpu.index}: {gpu.name}, {gpu.memory_bytes / _GIB:.1f} GiB, {driver}"
     if gpu.mode == "prohibited":
-        yield error("gpu", name, f"{what}: nobody may compute on it", f"sudo nvidia-smi -i {gpu.index} -c DEFAULT")
+        yield error(
+            "gpu", name, f"{what}: nobody may compute on it", f"sudo nvidia-smi -i {gpu.index} -c DEFAULT"
+        )
     elif gpu.used_bytes > MOST_USED * gpu.memory_bytes:
         used = f"{gpu.used_bytes / _GIB:.1f} GiB of it are in use"
         remedy = "see who with nvidia-smi; or say what actors may take: env XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -118,7 +145,9 @@ def _gpu(name: str, gpu: Gpu, driver: str) -> Iterator[Finding]:
     else:
         yield ok("gpu", name, what)
     if gpu.mig:
-        yield note("gpu", name, f"{gpu.index} is cut into instances (MIG)", "name them with devices= (MIG-<UUID>)")
+        yield note(
+            "gpu", name, f"{gpu.index} is cut into instances (MIG)", "name them with devices= (MIG-<UUID>)"
+        )
 
 
 def judge_room(found: Examination, room: Room) -> Iterator[Finding]:
@@ -126,7 +155,12 @@ def judge_room(found: Examination, room: Room) -> Iterator[Finding]:
     if found.asked.platform == "cpu":
         return
     for report, num_processes in zip(found.hosts, room.num_processes, strict=True):
-        if report.facts is not None and report.facts.driver is not None and report.facts.gpus and num_processes:
+        if (
+            report.facts is not None
+            and report.facts.driver is not None
+            and report.facts.gpus
+            and num_processes
+        ):
             yield from _room(report, report.facts, num_processes, room, found)
 
 
@@ -155,7 +189,9 @@ def _room(
             yield error("gpu", report.name, f"{what} of devices=, which the launcher refuses", remedy)
         elif found.asked.slots_are_processes and needed == there:
             # Each task takes what it sees for its own.
-            yield error("gpu", report.name, f"{what}, each with 0.9 of its memory, which the mesh refuses", remedy)
+            yield error(
+                "gpu", report.name, f"{what}, each with 0.9 of its memory, which the mesh refuses", remedy
+            )
         elif min(room.per_actor, num_processes) > there // needed:
             what = f"processes of one actor with {needed} GPU{'s' * (needed != 1)} each cannot share {have}"
             yield error("gpu", report.name, what, "make spmd_mesh smaller, or have fewer processes on a host")
@@ -167,7 +203,9 @@ def _room(
         yield refusal
 
 
-def _refusal(report: HostReport, facts: HostFacts, num_processes: int, room: Room, asked: Asked) -> Finding | None:
+def _refusal(
+    report: HostReport, facts: HostFacts, num_processes: int, room: Room, asked: Asked
+) -> Finding | None:
     """What the processes of one host are refused for when a mesh starts, by the same functions and in their words."""
     names, settings, members = facts.visible_gpus.names, facts.settings, list[Member]()
     nccl = _nccl_version(facts) if asked.transport == "nccl" else ""
@@ -189,10 +227,14 @@ def _refusal(report: HostReport, facts: HostFacts, num_processes: int, room: Roo
 def _stopped(report: HostReport, facts: HostFacts, name: str) -> Finding:
     """CUDA reads no further at such a name, and says nothing; the mesh refuses it where the run asks for it."""
     there = f"there {'is' if len(facts.gpus) == 1 else 'are'} {len(facts.gpus)}"
-    what = f"{VISIBLE}={facts.settings[VISIBLE]} names GPU {name}, which is none here ({there}), or not only one"
+    what = (
+        f"{VISIBLE}={facts.settings[VISIBLE]} names GPU {name}, which is none here ({there}), or not only one"
+    )
     if report.names_gpus:
         return error("gpu", report.name, what, "correct devices=, or env=: `nvidia-smi -L` lists them")
-    return warning("gpu", report.name, f"{what}: CUDA reads no further", "correct it: `nvidia-smi -L` lists them")
+    return warning(
+        "gpu", report.name, f"{what}: CUDA reads no further", "correct it: `nvidia-smi -L` lists them"
+    )
 
 
 def _fewer(fits: int, room: Room, found: Examination) -> str:
@@ -200,7 +242,9 @@ def _fewer(fits: int, room: Room, found: Examination) -> str:
     if found.is_local:
         most = max(1, fits // room.per_actor)
         return f"start at most {most} actor{'s' * (most != 1)}"
-    return f"--ntasks-per-node={fits}" if found.asked.slots_are_processes else f"slots={fits * room.slots_each}"
+    return (
+        f"--ntasks-per-node={fits}" if found.asked.slots_are_processes else f"slots={fits * room.slots_each}"
+    )
 
 
 # ---------------------------------------------------------------- packages
@@ -217,7 +261,9 @@ def _jax(name: str, facts: HostFacts) -> Iterator[Finding]:
     if len(plugins) > 1:
         fitting = extra_of("cuda", facts.cuda)
         drop = " ".join(package for package in plugins if fitting not in package)
-        yield error("jax", name, f"JAX has {' and '.join(plugins)}", f"{facts.executable} -m pip uninstall {drop}")
+        yield error(
+            "jax", name, f"JAX has {' and '.join(plugins)}", f"{facts.executable} -m pip uninstall {drop}"
+        )
         return
     ((plugin, version),), (major,) = plugins.items(), majors
     jaxlib = facts.packages.get("jaxlib", "")
@@ -240,7 +286,9 @@ def _jax(name: str, facts: HostFacts) -> Iterator[Finding]:
 
 
 def _cupy(name: str, facts: HostFacts) -> Iterator[Finding]:
-    cupy = {package: version for package, version in facts.packages.items() if package.startswith("cupy-cuda")}
+    cupy = {
+        package: version for package, version in facts.packages.items() if package.startswith("cupy-cuda")
+    }
     if not cupy:
         remedy = facts.install(extra_of("cuda", facts.cuda))
         yield error("gpu", name, "CuPy is not installed: it says when values are computed", remedy)
@@ -248,10 +296,14 @@ def _cupy(name: str, facts: HostFacts) -> Iterator[Finding]:
     package, version = next(iter(cupy.items()))
     majors = _majors(facts, r"jax-cuda(\d+)-plugin")
     if len(cupy) > 1:
-        yield error("gpu", name, f"CuPy is there twice: {', '.join(cupy)}", "uninstall them, and install one again")
+        yield error(
+            "gpu", name, f"CuPy is there twice: {', '.join(cupy)}", "uninstall them, and install one again"
+        )
     elif majors and not any(f"cuda{major}x" in package for major in majors):
         remedy = facts.install(f"cuda{max(majors)}")
-        yield warning("gpu", name, f"{package} {version} is for another CUDA than JAX (CUDA {max(majors)})", remedy)
+        yield warning(
+            "gpu", name, f"{package} {version} is for another CUDA than JAX (CUDA {max(majors)})", remedy
+        )
     else:
         yield ok("gpu", name, f"{package} {version}")
 
@@ -263,7 +315,9 @@ def _judge_nccl(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
     if asked.transport == "nccl" and missing:
         remedy = facts.install(extra_of("cuda", facts.cuda))
         yield error("nccl", name, f"{' and '.join(missing)} not installed", remedy)
-    elif (asked.transport == "nccl" or asked.devices_per_actor > 1) and (package := _old_nccl(facts)) is not None:
+    elif (asked.transport == "nccl" or asked.devices_per_actor > 1) and (
+        package := _old_nccl(facts)
+    ) is not None:
         least = ".".join(map(str, NCCL_FROM))
         what = f"{found}: before {least} NCCL's grouped transfers may hang (marin-community/marin#7024)"
         yield warning("nccl", name, what, f"{facts.executable} -m pip install '{package}>={least}'")
@@ -275,7 +329,9 @@ def _judge_nccl(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
 
 def _nccl(facts: HostFacts) -> str:
     found = (
-        f"{package} {v}" for package, v in facts.packages.items() if package.startswith(("nvidia-nccl-", "nccl4py"))
+        f"{package} {v}"
+        for package, v in facts.packages.items()
+        if package.startswith(("nvidia-nccl-", "nccl4py"))
     )
     return ", ".join(found)
 

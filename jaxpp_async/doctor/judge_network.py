@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxpp_async.doctor.facts import UNLIMITED, Asked, Examination, HostFacts, IbPort, LinkReport, Ucx
-from jaxpp_async.doctor.finding import Finding, error, note, ok, warning
-from jaxpp_async.extras import SYSTEM_UCX, extra_of
-from jaxpp_async.pages import page
+from jaxpp_async.base.install_hints import SYSTEM_UCX, extra_of, page
+from jaxpp_async.doctor.facts import (
+    UNLIMITED,
+    Asked,
+    Examination,
+    Finding,
+    HostFacts,
+    IbPort,
+    LinkReport,
+    Ucx,
+    error,
+    note,
+    ok,
+    warning,
+)
 
 MEMLOCK_BYTES = 1 << 30
 """RDMA pins the memory that it reads and writes."""
@@ -32,7 +43,9 @@ def judge_ucx(name: str, facts: HostFacts, asked: Asked) -> Iterator[Finding]:
     transports = {resource.transport for resource in facts.ucx.resources}
     has_rdma = any(transport.startswith(_RDMA) for transport in transports)
     if "tcp" not in transports and not has_rdma:
-        yield error("ucx", name, f"{_ucx(facts.ucx, package)}: no way to other processes' hosts", _restricted(facts))
+        yield error(
+            "ucx", name, f"{_ucx(facts.ucx, package)}: no way to other processes' hosts", _restricted(facts)
+        )
         return
     if _prefers_system(facts) and WHEEL in facts.ucx.library:
         what = f"{_ucx(facts.ucx, package)}: pip's, though {SYSTEM_UCX} is set; no other libucp.so was found"
@@ -80,7 +93,9 @@ def _cuda_transports(name: str, facts: HostFacts, transports: set[str]) -> Itera
 
 def _with_cuda(facts: HostFacts) -> str:
     if facts.ucx is not None and facts.ucx.library and WHEEL not in facts.ucx.library:
-        return f"{facts.ucx.library} is built without it: take one built with CUDA, or pip's: unset {SYSTEM_UCX}"
+        return (
+            f"{facts.ucx.library} is built without it: take one built with CUDA, or pip's: unset {SYSTEM_UCX}"
+        )
     return "install UCX with CUDA: " + facts.install(extra_of("cuda", facts.cuda))
 
 
@@ -111,10 +126,14 @@ def judge_infiniband(name: str, facts: HostFacts, asked: Asked) -> Iterator[Find
         yield warning("infiniband", name, *_without_rc(facts))
     if facts.memlock_bytes != UNLIMITED and facts.memlock_bytes < MEMLOCK_BYTES:
         what = f"processes may lock {facts.memlock_bytes >> 10} KiB only, and RDMA locks its buffers"
-        yield warning("infiniband", name, what, "ulimit -l unlimited (limits.conf; LimitMEMLOCK= of sshd or slurmd)")
+        yield warning(
+            "infiniband", name, what, "ulimit -l unlimited (limits.conf; LimitMEMLOCK= of sshd or slurmd)"
+        )
     if asked.platform == "cuda" and facts.driver is not None and not facts.driver.has_peer_memory:
         what = "RDMA devices cannot read GPU memory: it is copied through host memory"
-        yield warning("infiniband", name, what, "sudo modprobe nvidia_peermem, or NVIDIA's open modules (dma-buf)")
+        yield warning(
+            "infiniband", name, what, "sudo modprobe nvidia_peermem, or NVIDIA's open modules (dma-buf)"
+        )
 
 
 def _port(name: str, port: IbPort, *, is_named: bool) -> Finding:
@@ -122,7 +141,9 @@ def _port(name: str, port: IbPort, *, is_named: bool) -> Finding:
     if port.state == "ACTIVE":
         return ok("infiniband", name, what)
     if port.link_layer == "Ethernet":
-        remedy = f"ip link set up its interface (`rdma link` shows which), or leave {port} out of UCX_NET_DEVICES"
+        remedy = (
+            f"ip link set up its interface (`rdma link` shows which), or leave {port} out of UCX_NET_DEVICES"
+        )
     else:
         remedy = "see `ibstat`: is the cable in, and does a subnet manager run?"
     if is_named:

@@ -11,11 +11,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxpp_async.doctor.facts import Examination
-from jaxpp_async.doctor.finding import SECTIONS, Finding
+from jaxpp_async.doctor.facts import SECTIONS, Examination, Finding
 from jaxpp_async.doctor.judge import would_work
 
-_MARKS = {"ok": ("OK", "green"), "note": ("note", "cyan"), "warning": ("warning", "yellow"), "error": ("ERROR", "red")}
+_MARKS = {
+    "ok": ("OK", "green"),
+    "note": ("note", "cyan"),
+    "warning": ("warning", "yellow"),
+    "error": ("ERROR", "red"),
+}
 _MARK_WIDTH, _MOST_OF_A_NAME = 7, 32
 _OPTION: Final = re.compile(
     r"(?<![-/\w])(hosts|python|interface|ports|devices|control_address|ssh_options|processes_per_actor|platform)=(\S?)"
@@ -29,7 +33,10 @@ _WORDS: Final = (
     ),
     (r"\bspmd_mesh\b", "--devices-per-actor"),
     (r"launcher='slurm'", "--slurm"),
-    (r"with launcher='local', whose actors run on this machine", "on this machine alone (without --hosts and --slurm)"),
+    (
+        r"with launcher='local', whose actors run on this machine",
+        "on this machine alone (without --hosts and --slurm)",
+    ),
 )
 """What the doctor has another option for."""
 
@@ -95,7 +102,9 @@ def _print_tables(findings: Sequence[Finding], console: Console) -> None:
 
 def _sum(found: Examination, findings: Sequence[Finding]) -> Text:
     asked, counts = found.asked, {level: sum(f.level == level for f in findings) for level in _MARKS}
-    where = "on this machine" if found.is_local else f"on {len(found.hosts)} host{'s' * (len(found.hosts) != 1)}"
+    where = (
+        "on this machine" if found.is_local else f"on {len(found.hosts)} host{'s' * (len(found.hosts) != 1)}"
+    )
     kind = f"A run on {asked.platform} over {asked.transport}, {where},"
     warnings = f" ({counts['warning']} warning{'s' * (counts['warning'] != 1)})" if counts["warning"] else ""
     if would_work(findings):

@@ -9,13 +9,18 @@
     format_grid             the lists as text (`grid`)
 """
 
-from jaxpp_async.program import Task
+from jaxpp_async.program.instructions import Task
 from jaxpp_async.schedules.base import Schedule
-from jaxpp_async.schedules.builtin import Eager1F1B, GPipe, Interleaved1F1B, LoopedBFS, Std1F1B
-from jaxpp_async.schedules.check import resolve
-from jaxpp_async.schedules.csv_files import CsvSchedule, schedule_from_csv, schedule_to_csv
-from jaxpp_async.schedules.grid import format_grid, format_task
-from jaxpp_async.schedules.timing import (
+from jaxpp_async.schedules.linear import (
+    Eager1F1B,
+    GPipe,
+    Interleaved1F1B,
+    LoopedBFS,
+    Std1F1B,
+    ZeroBubbleH1,
+    ZeroBubbleH2,
+)
+from jaxpp_async.schedules.simulate import (
     UNIT,
     Timeline,
     bubble_fraction,
@@ -27,8 +32,9 @@ from jaxpp_async.schedules.timing import (
     split_backwards,
     stage_actors,
 )
+from jaxpp_async.schedules.torch_csv import CsvSchedule, schedule_from_csv, schedule_to_csv
 from jaxpp_async.schedules.v_shaped import DualPipeV, ZeroBubbleV
-from jaxpp_async.schedules.zero_bubble import ZeroBubbleH1, ZeroBubbleH2
+from jaxpp_async.schedules.validate import format_grid, format_task, resolve
 
 __all__ = [
     "UNIT",

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, Protocol, TypeVar, dataclass_transform, runtime_checkable
 
 from jaxpp_async.errors import ScheduleError
-from jaxpp_async.program import Task, TaskType
+from jaxpp_async.program.instructions import Task, TaskType
 
 _T = TypeVar("_T")
 

@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TypeAlias
 
-from jaxpp_async.program import Task, TaskType
+from jaxpp_async.program.instructions import Task, TaskType
 from jaxpp_async.schedules.base import BuiltIn, frozen_schedule, neighbouring_stages, through
-from jaxpp_async.schedules.zero_bubble import one_forward_two_halves
+from jaxpp_async.schedules.linear import one_forward_two_halves
 
 Phases: TypeAlias = list[tuple[str, int]]
 """(letters, how often)."""
@@ -41,7 +41,12 @@ class _VShaped(BuiltIn):
             return one_forward_two_halves(self.num_stages, num_microbatches, num_actors, per_hop=1)
         parts = neighbouring_stages(self.num_stages, 2 * num_actors)
         return [
-            _run(self._phases(actor, num_microbatches, num_actors), parts[actor], parts[-1 - actor], num_microbatches)
+            _run(
+                self._phases(actor, num_microbatches, num_actors),
+                parts[actor],
+                parts[-1 - actor],
+                num_microbatches,
+            )
             for actor in range(num_actors)
         ]
 

@@ -12,12 +12,9 @@ here is done for whoever asks, afterwards. `docs/timeline.md` says how to read i
     step     all of it, of one step: `Timeline`
 """
 
-from jaxpp_async.timeline.bill import Bill
-from jaxpp_async.timeline.events import ActorTimeline, Event, Transfer
-from jaxpp_async.timeline.recorded import Recorded
-from jaxpp_async.timeline.shares import Shares
-from jaxpp_async.timeline.step import Timeline, make_timeline
-from jaxpp_async.timeline.trace import chrome_trace, write_trace
+from jaxpp_async.timeline.breakdown import Bill, Shares
+from jaxpp_async.timeline.events import ActorTimeline, Event, Recorded, Transfer
+from jaxpp_async.timeline.timeline import Timeline, chrome_trace, make_timeline, write_trace
 
 __all__ = (
     "ActorTimeline",

@@ -1,6 +1,8 @@
 """events: one actor's program and the time stamps of its instructions in, what happened when out. Pure data.
 
 Nothing is measured here, and times keep the clock that they come with but for one number that is taken off.
+
+recorded: what is known of one actor's part in a step: its program, its stamps, its clock. Plain data.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from jaxpp_async.program import (
+from jaxpp_async.program.actor_program import ActorProgram, format_instructions
+from jaxpp_async.program.instructions import (
     ActorId,
-    ActorProgram,
     BufferId,
     Delete,
     Input,
@@ -25,7 +27,6 @@ from jaxpp_async.program import (
     Send,
     Tag,
 )
-from jaxpp_async.program_text import format_instructions
 
 Kind: TypeAlias = Literal["run", "send", "recv", "input", "output", "delete"]
 
@@ -139,7 +140,10 @@ def span(stamps: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
 
 
 def read_events(
-    program: ActorProgram, stamps: Sequence[tuple[float, float]], origin_s: float, labels: Mapping[TransferKey, str]
+    program: ActorProgram,
+    stamps: Sequence[tuple[float, float]],
+    origin_s: float,
+    labels: Mapping[TransferKey, str],
 ) -> tuple[Event, ...]:
     """The events of one actor.
 
@@ -171,7 +175,9 @@ def read_events(
                 label=_label(program.actor, instruction, labels),
                 start_s=known[0] - origin_s,
                 end_s=known[-1] - origin_s,
-                size_bytes=0 if isinstance(instruction, Run) else program.avals[instruction.buffer].size_bytes,
+                size_bytes=0
+                if isinstance(instruction, Run)
+                else program.avals[instruction.buffer].size_bytes,
                 peer=peer,
                 tag=tag,
                 needs=needs,
@@ -211,7 +217,9 @@ def pair(actors: Sequence[ActorTimeline]) -> tuple[Transfer, ...]:
         (e.actor, e.peer, e.tag): e for a in actors for e in a.events if e.kind == "recv"
     }
     sends = [e for a in actors for e in a.events if e.kind == "send"]
-    both = [Transfer(e, r) for e in sends for r in [receives.get((e.peer or 0, e.actor, e.tag))] if r is not None]
+    both = [
+        Transfer(e, r) for e in sends for r in [receives.get((e.peer or 0, e.actor, e.tag))] if r is not None
+    ]
     return tuple(sorted(both, key=lambda t: (t.send.start_s, t.send.actor, t.send.instruction)))
 
 
@@ -269,3 +277,27 @@ def _label(actor: ActorId, instruction: Instruction, labels: Mapping[TransferKey
             return f"result {result}"
         case Delete(buffer=buffer):
             return f"b{buffer}"
+
+
+# ---------------------------------------------------------------- recorded
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What is known of one actor's part in a step.
+
+    Args:
+        program: what it ran.
+        stamps: `StepStats.stamps`, in seconds of the actor's own clock.
+        heard_s: when the controller had its reply, by the controller's clock.
+        offset_s: what the actor's clock was ahead of the controller's.
+        error_s: by how much that may be wrong; None: nothing is known of its clock.
+    """
+
+    program: ActorProgram
+    stamps: bytes
+    heard_s: float
+    offset_s: float = 0.0
+    error_s: float | None = 0.0
+    host: str = ""
+    pid: int = 0

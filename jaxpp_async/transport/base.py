@@ -1,18 +1,37 @@
 """transport.base: the contract that every transport keeps, and the layout of tags. No jax, no I/O.
 
 A transport moves plain buffers between peers. It knows nothing of programs, steps or arrays.
+
+buffers: a user's buffer in, its `Memory` out, after checking. Never copies.
+
+Accepts numpy arrays of any dtype (bfloat16 and the like too) and device arrays with
+`__cuda_array_interface__`. What is not C-contiguous, or read-only where bytes will arrive, is refused: UCX would take
+it and write over other memory.
+
+addresses: a medium's raw address in, one that can be checked out, and back. Pure: no I/O.
+
+A raw address goes into code that trusts it: one garbage byte in a UCX worker address ends the process. So it travels
+with what it is, whose, of which epoch, and a SHA-256 of all of that. This finds damage, mix-ups and what is out of
+date; who made it is for the control channel to know, whose frames carry a MAC and are the one way that addresses come.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import hashlib
+import math
+import struct
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
-from jaxpp_async.errors import TransferError
+import numpy as np
+
+from jaxpp_async.errors import ProtocolError, TransferError
+from jaxpp_async.transport.shared_memory import SharedBlock
 
 if TYPE_CHECKING:
-    from jaxpp_async.transport.buffers import Memory
+    pass
 
 Peer: TypeAlias = int
 """A process's number in the mesh, or `program.CONTROLLER`."""
@@ -213,3 +232,174 @@ def post_future(
     except TransferError as error:
         done(error)
     return future
+
+
+# ---------------------------------------------------------------- buffers
+
+_Start = ctypes.c_char * 0
+"""A window of no bytes: enough to read where a buffer starts, whatever its size."""
+
+
+class Memory(NamedTuple):
+    """Bytes that a transport may read or, if they were checked for it, write. Made by `memory_of`.
+
+    Whoever sends or receives from the same buffer again and again keeps one: checking costs more than posting.
+
+    Args:
+        address: of the first byte, on the host or on a device.
+        size_bytes: how many.
+        owner: keeps the bytes alive; the transport holds it for as long as it holds the memory.
+        on_device: they are in a GPU's memory, which this process itself cannot read or write.
+    """
+
+    address: int
+    size_bytes: int
+    owner: Any
+    on_device: bool = False
+
+
+def memory_of(buffer: Any, *, writable: bool) -> Memory:
+    """The memory of a numpy or device array, or of a shared block, which owns it.
+
+    Args:
+        buffer: C-contiguous, of any dtype without references.
+        writable: it is to receive.
+
+    Raises:
+        ValueError: as `locate`.
+    """
+    if type(buffer) is SharedBlock:
+        return Memory(buffer.address, buffer.size_bytes, buffer)
+    address, size_bytes = locate(buffer, writable=writable)
+    return Memory(address, size_bytes, buffer, not isinstance(buffer, np.ndarray))
+
+
+def locate(buffer: Any, *, writable: bool) -> tuple[int, int]:
+    """Address and size in bytes of a numpy or device array.
+
+    Raises:
+        ValueError: neither of the two, not C-contiguous, or read-only though `writable` is asked.
+    """
+    if type(buffer) is np.ndarray and not buffer.dtype.hasobject:
+        try:
+            # A third of the cost of __array_interface__; takes only contiguous, writable arrays of plain dtypes.
+            return ctypes.addressof(_Start.from_buffer(buffer)), buffer.nbytes  # pyright: ignore[reportArgumentType]
+        except (TypeError, ValueError, BufferError):
+            pass
+    elif (interface := getattr(buffer, "__cuda_array_interface__", None)) is not None:
+        return _locate_on_device(interface, writable)
+    _check_array(buffer, writable)
+    return buffer.__array_interface__["data"][0], buffer.nbytes
+
+
+def _check_array(buffer: Any, writable: bool) -> None:
+    if not isinstance(buffer, np.ndarray):
+        raise ValueError(
+            f"a transfer takes numpy or device arrays, not {type(buffer).__name__}; use numpy.asarray"
+        )
+    if buffer.dtype.hasobject:
+        raise ValueError(f"an array of {buffer.dtype} holds references, which mean nothing to a peer")
+    if not buffer.flags.c_contiguous:
+        raise ValueError(f"{_describe(buffer)} is not C-contiguous; copy it with numpy.ascontiguousarray")
+    if writable and not buffer.flags.writeable:
+        raise ValueError(
+            f"{_describe(buffer)} is read-only and cannot receive; pass an array that owns its memory"
+        )
+
+
+def _describe(buffer: np.ndarray) -> str:
+    return f"array {buffer.dtype}{list(buffer.shape)}"
+
+
+def _locate_on_device(interface: dict[str, Any], writable: bool) -> tuple[int, int]:
+    address, read_only = interface["data"]
+    shape, itemsize = interface["shape"], np.dtype(interface["typestr"]).itemsize
+    strides = interface.get("strides")
+    if strides is not None and tuple(strides) != _c_strides(shape, itemsize):
+        raise ValueError(
+            f"device array {interface['typestr']}{list(shape)} is not C-contiguous; copy it first"
+        )
+    if writable and read_only:
+        raise ValueError(f"device array {interface['typestr']}{list(shape)} is read-only and cannot receive")
+    return address, math.prod(shape) * itemsize
+
+
+def _c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    strides = []
+    for length in reversed(shape):
+        strides.append(itemsize)
+        itemsize *= length
+    return tuple(reversed(strides))
+
+
+# ---------------------------------------------------------------- addresses
+
+MAX_RAW_BYTES: Final = 1 << 16
+_MAGIC: Final = b"JXA"
+_VERSION: Final = 2
+# magic, version, medium, peer, epoch, how long the list of hosts is
+_HEADER: Final = struct.Struct(">3sB8siIH")
+_DIGEST_BYTES: Final = hashlib.sha256().digest_size
+
+
+def seal(medium: str, raw: bytes, peer: Peer, epoch: int, hosts: Iterable[str] = ()) -> bytes:
+    """A raw address as it travels.
+
+    Args:
+        medium: `"ucx"`, at most 8 ASCII letters.
+        raw: what the medium itself gave.
+        peer: whose it is. epoch: of the mesh, in which it is good.
+        hosts: IP addresses on which its TCP sockets listen, and from which it connects to others.
+    """
+    listed = ",".join(sorted(set(hosts))).encode("ascii")
+    header = _HEADER.pack(_MAGIC, _VERSION, medium.encode("ascii"), peer, epoch, len(listed))
+    return header + _digest(header, listed + raw) + listed + raw
+
+
+def hosts_of(address: bytes) -> tuple[str, ...]:
+    """The IP addresses that a sealed address lists; none if it is no such address: `unseal` says why."""
+    start = _HEADER.size + _DIGEST_BYTES
+    if len(address) < start or address[:4] != _MAGIC + bytes([_VERSION]):
+        return ()
+    *_, length = _HEADER.unpack(address[: _HEADER.size])
+    listed = address[start : start + length].decode("ascii", "replace")
+    return tuple(listed.split(",")) if listed else ()
+
+
+def unseal(medium: str, address: bytes, peer: Peer, epoch: int) -> bytes:
+    """The raw address, if `address` is `peer`'s and of `epoch`.
+
+    Raises:
+        ProtocolError: it is damaged, of another kind, somebody else's, or out of date.
+    """
+    data = bytes(address)
+    start = _HEADER.size + _DIGEST_BYTES
+    if len(data) < start or not data.startswith(_MAGIC):
+        raise ProtocolError(
+            f"{len(data)} bytes are no address of peer {peer}; do both sides use transport {medium!r}?"
+        )
+    header, digest, raw = data[: _HEADER.size], data[_HEADER.size : start], data[start:]
+    _, version, kind, owner, made, num_listed = _HEADER.unpack(header)
+    if version != _VERSION:
+        raise ProtocolError(
+            f"peer {peer}'s address has layout {version}, here {_VERSION}: install the same version"
+        )
+    if digest != _digest(header, raw):
+        raise ProtocolError(f"peer {peer}'s {medium} address of {len(data)} bytes is damaged (checksum)")
+    if kind.rstrip(b"\0") != medium.encode("ascii"):
+        raise ProtocolError(
+            f"peer {peer}'s address is of transport {kind.rstrip(bytes(1))!r}, expected {medium!r}"
+        )
+    if owner != peer:
+        raise ProtocolError(f"expected the {medium} address of peer {peer}, got that of peer {owner}")
+    if made != epoch:
+        raise ProtocolError(
+            f"peer {peer}'s {medium} address is of epoch {made}, but this is epoch {epoch}: out of date"
+        )
+    if not 0 < len(raw) - num_listed <= MAX_RAW_BYTES:
+        raise ProtocolError(f"peer {peer}'s {medium} address has {len(raw)} bytes, which is not plausible")
+    return raw[num_listed:]
+
+
+def _digest(header: bytes, raw: bytes) -> bytes:
+    return hashlib.sha256(header + raw).digest()

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.transport.base import OnEnd, Peer, check_tag, post_future
-from jaxpp_async.transport.buffers import Memory, memory_of
+from jaxpp_async.transport.base import Memory, OnEnd, Peer, check_tag, memory_of, post_future
 
 Rule: TypeAlias = Callable[[Peer, Peer, int, int], float]
 """(from, to, tag, size in bytes) to a delay in seconds."""
@@ -34,7 +33,9 @@ class MemoryNetwork:
         drop: which messages vanish: an eager send completes, a larger one stays open. None: none.
     """
 
-    def __init__(self, *, eager_bytes: int | None = 8192, delay: Rule | None = None, drop: Choice | None = None):
+    def __init__(
+        self, *, eager_bytes: int | None = 8192, delay: Rule | None = None, drop: Choice | None = None
+    ):
         self.eager_bytes, self.delay, self.drop = eager_bytes, delay, drop
         self._transports: dict[bytes, MemoryTransport] = {}
         self._num_addresses = 0
@@ -144,7 +145,9 @@ class MemoryTransport:
         if remote is None:
             raise TransferError(f"peer {self.peer_id} cannot reach peer {peer}: nobody is at {place[:80]!r}")
         if remote._loop is not self._loop:
-            raise TransferError(f"peers {self.peer_id} and {peer} run on two event loops; use transport 'ucx'")
+            raise TransferError(
+                f"peers {self.peer_id} and {peer} run on two event loops; use transport 'ucx'"
+            )
         self._links[peer] = _Link(remote)
 
     def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
@@ -221,7 +224,9 @@ class MemoryTransport:
             try:
                 transfer.done(transfer.error)
             except Exception as failure:  # of the caller's code; the others have to be told all the same
-                self._loop.call_exception_handler({"message": f"{transfer.done} failed", "exception": failure})
+                self._loop.call_exception_handler(
+                    {"message": f"{transfer.done} failed", "exception": failure}
+                )
 
     # ------------------------------------------------------------ sending
 
@@ -272,9 +277,14 @@ class MemoryTransport:
 
     def _deliver(self, sender: Peer, message: _Message, receive: _Transfer) -> None:
         source = message.bytes
-        expected, got = receive.memory.size_bytes, source.size_bytes if isinstance(source, Memory) else len(source)
+        expected, got = (
+            receive.memory.size_bytes,
+            source.size_bytes if isinstance(source, Memory) else len(source),
+        )
         if expected == got:
-            ctypes.memmove(receive.memory.address, source.address if isinstance(source, Memory) else source, got)
+            ctypes.memmove(
+                receive.memory.address, source.address if isinstance(source, Memory) else source, got
+            )
             self._end(receive)
         else:
             self._end(receive, ProtocolError(f"{receive.what}: expected {expected} bytes, got {got}"))

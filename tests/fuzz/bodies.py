@@ -248,7 +248,9 @@ class BodyWriter:
             ends[at : at + 2] = ["scan"]  # of two layers, each ending a stage
         items = []
         for end in [*ends, None]:
-            items += [draw.pick(("layer", "layer", "layer", "save", "metric")) for _ in range(draw.count(0, 3))]
+            items += [
+                draw.pick(("layer", "layer", "layer", "save", "metric")) for _ in range(draw.count(0, 3))
+            ]
             items += [end] if end else []
         return items
 
@@ -265,11 +267,15 @@ class BodyWriter:
         lines = [line for item in items for line in self._line(item, inner, top=False)]
         # Assigned in the block, so local to it: the outer ones come in as arguments.
         local = [
-            n for n in ("ids", "key", *scope.saved) if n.isidentifier() and any(_assigns(line, n) for line in lines)
+            n
+            for n in ("ids", "key", *scope.saved)
+            if n.isidentifier() and any(_assigns(line, n) for line in lines)
         ]
         parameters = ", ".join(["x", *local])
         call = self.draw.pick(BLOCKS).format(f=name)
-        outer = ", ".join(["x", *("mb['ids']" if n == "ids" and "ids" not in scope.ids else n for n in local)])
+        outer = ", ".join(
+            ["x", *("mb['ids']" if n == "ids" and "ids" not in scope.ids else n for n in local)]
+        )
         return [
             f"def {name}({parameters}):",
             *[f"    {line}" for line in lines],
@@ -310,7 +316,9 @@ class BodyWriter:
             x="x",
             key="key",
             w=self.draw.pick(self.weights) if "{w}" in template else "",
-            saved=self.draw.pick(scope.saved[1:] if assigns else scope.saved) if "{saved}" in template else "",
+            saved=self.draw.pick(scope.saved[1:] if assigns else scope.saved)
+            if "{saved}" in template
+            else "",
             ids=self.draw.pick(scope.ids) if "{ids}" in template else "",
         )
 

@@ -11,7 +11,7 @@ from eager import Once
 from interpret import run_plan
 from planning import plan_step
 
-from jaxpp_async.compiler.passes import Plan
+from jaxpp_async.compiler.pipeline import Plan
 from jaxpp_async.testing import assert_close
 
 
@@ -57,4 +57,6 @@ def check_homes(done: Plan) -> None:
     for result, arg in done.continues.items():
         if starts[arg] and starts[arg] != ends[result]:  # what is only replaced lies anywhere
             name = done.traced.arg_names[arg]
-            raise AssertionError(f"{name} is on actors {starts[arg]} before and {ends[result]} after the step")
+            raise AssertionError(
+                f"{name} is on actors {starts[arg]} before and {ends[result]} after the step"
+            )

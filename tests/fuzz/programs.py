@@ -147,7 +147,10 @@ class _Writer:
         names = self.draw.pick(TRAINED)
         lines += self._training(main, names)
         second = self.draw.pick(("evaluate", "train again")) if other else None
-        lines += [f"old = {{k: state['p'][k] for k in {names!r}}}" if names else "old = state['p']", "new = old"]
+        lines += [
+            f"old = {{k: state['p'][k] for k in {names!r}}}" if names else "old = state['p']",
+            "new = old",
+        ]
         if other and second == "train again":
             lines += self._loss("loss2", other)
             lines += self._training(other, names, "2")
@@ -184,7 +187,10 @@ class _Writer:
         loss = f"loss{suffix}"
         if self.draw.chance(15):
             loss = self.draw.pick((f"jax.checkpoint({loss})", f"jax.jit({loss})"))
-        lines = [f"q = {q}", self.draw.pick(GRADIENTS if self.draw.chance(30) else GRADIENTS[:1]).format(loss=loss)]
+        lines = [
+            f"q = {q}",
+            self.draw.pick(GRADIENTS if self.draw.chance(30) else GRADIENTS[:1]).format(loss=loss),
+        ]
         lines += [self.draw.pick(self._allowed(TAILS)) for _ in range(self._few(2))]
         reductions = [
             self.draw.pick(("jpp.Sum()", "jpp.Mean()")),

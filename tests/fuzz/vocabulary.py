@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpp_async as jpp
-from jaxpp_async.program import Task
+from jaxpp_async.program.instructions import Task
 from jaxpp_async.schedules import dependencies
 
 ROWS, WIDTH, WORDS = 2, 4, 5
@@ -111,7 +111,9 @@ def finite(tree: Any) -> jax.Array:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(a)) for a in jax.tree.leaves(tree)]))
 
 
-def random_rows(stages: int, microbatches: int, actors: int, seed: int, *, backward: bool = True) -> list[list[Task]]:
+def random_rows(
+    stages: int, microbatches: int, actors: int, seed: int, *, backward: bool = True
+) -> list[list[Task]]:
     """A random order of all tasks along their dependencies, dealt to a random actor a stage; some backwards split."""
     rng = random.Random(seed)
     places = [rng.randrange(actors) for _ in range(stages)]

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for runs outside pytest
 from planning import f32, plan_step
 
 import jaxpp_async as jpp
-from jaxpp_async.compiler.passes import Plan
+from jaxpp_async.compiler.pipeline import Plan
 
 SCHEDULES = {
     "gpipe": jpp.GPipe(2),

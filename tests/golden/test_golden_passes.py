@@ -39,7 +39,9 @@ def test_the_same_in_another_process_with_another_hash_seed():
     )
     assert done.returncode == 0, done.stderr
     files = {names: hashlib.sha256(path_of(*names).read_bytes()).hexdigest() for names in steps.ALL_NAMES}
-    assert done.stdout.splitlines() == [f"{step} {schedule} {digest}" for (step, schedule), digest in files.items()]
+    assert done.stdout.splitlines() == [
+        f"{step} {schedule} {digest}" for (step, schedule), digest in files.items()
+    ]
 
 
 def test_texts_name_no_file_and_no_address():

@@ -23,7 +23,9 @@ _CHUNK = 10_000
 def main() -> None:
     """Run the fuzzer to its end, or until something breaks."""
     parser = argparse.ArgumentParser(description=__doc__, prog="make fuzz-protocol")
-    parser.add_argument("--frames", type=int, default=100_000, help="how many mutated frames (default: %(default)s)")
+    parser.add_argument(
+        "--frames", type=int, default=100_000, help="how many mutated frames (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32), help="default: a fresh one")
     parser.add_argument("--only", type=int, help="run this trial alone, with its traceback")
     options = parser.parse_args()

@@ -15,9 +15,9 @@ import msgpack
 from conversations import GREETINGS, Conversation, converse, draw, framed
 from mutations import bombs, mutate_bytes, mutate_pieces, mutate_value, split
 
-from jaxpp_async.actors.protocol import codec
-from jaxpp_async.actors.protocol.wire import MAX_HANDSHAKE_BYTES, TO_ACTOR, Wire
 from jaxpp_async.errors import HandshakeError, ProtocolError
+from jaxpp_async.protocol import codec
+from jaxpp_async.protocol.frames import MAX_HANDSHAKE_BYTES, TO_ACTOR, Wire
 
 _EACH = 50
 """Trials that share their conversations: making one costs more than a trial."""
@@ -154,7 +154,9 @@ def _feed(wire: Wire, data: bytes, rng: random.Random, got: list[Any]) -> Protoc
                 raise wire.error
         except ProtocolError as error:  # HandshakeError is one
             if wire.state != "failed" or wire._buffer or wire._send_key or wire._receive_key:
-                raise Broken(f"a refusal that keeps something: {wire.state}, {len(wire._buffer)} bytes") from error
+                raise Broken(
+                    f"a refusal that keeps something: {wire.state}, {len(wire._buffer)} bytes"
+                ) from error
             if not str(error) or len(str(error)) > 2000:
                 raise Broken(f"an error of {len(str(error))} characters") from error
             _check_failed(wire)

@@ -13,11 +13,37 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from jaxpp_async.actors.protocol.handshake import FrameKey
-from jaxpp_async.actors.protocol.wire import _HEADER, BEATS, SHORT_BYTES, TO_ACTOR, TO_CONTROLLER, Identity, Wire
+from jaxpp_async.protocol.frames import (
+    _HEADER,
+    BEATS,
+    SHORT_BYTES,
+    TO_ACTOR,
+    TO_CONTROLLER,
+    FrameKey,
+    Identity,
+    Wire,
+)
 
 VERSION = "1.2.3"
-INTEGERS = (0, 1, 2, 127, 128, 255, 256, 65535, 65536, 2**31, 2**32, 2**53, 2**63 - 1, 2**64 - 1, -1, -33, -(2**63))
+INTEGERS = (
+    0,
+    1,
+    2,
+    127,
+    128,
+    255,
+    256,
+    65535,
+    65536,
+    2**31,
+    2**32,
+    2**53,
+    2**63 - 1,
+    2**64 - 1,
+    -1,
+    -33,
+    -(2**63),
+)
 FLOATS = (0.0, -0.0, 0.5, 1e300, -1e-300, float("inf"), float("nan"))
 
 
@@ -64,7 +90,13 @@ class Conversation:
                 nonce=actor_nonce,
                 max_frame_bytes=max_frame_bytes,
             )
-        return Wire("controller", self.secret, version=VERSION, nonce=controller_nonce, max_frame_bytes=max_frame_bytes)
+        return Wire(
+            "controller",
+            self.secret,
+            version=VERSION,
+            nonce=controller_nonce,
+            max_frame_bytes=max_frame_bytes,
+        )
 
 
 KNOWN: dict[tuple[str, str], dict[str, type]] = {
@@ -130,7 +162,11 @@ def draw(hint: Any, rng: random.Random, depth: int = 0) -> Any:
     if origin is dict:
         return {draw(args[0], rng, depth + 1): draw(args[1], rng, depth + 1) for _ in range(few)}
     if hint is Any:
-        return draw(rng.choice((int, str, bytes, bool, float, type(None), tuple[Any, ...], dict[str, Any])), rng, depth)
+        return draw(
+            rng.choice((int, str, bytes, bool, float, type(None), tuple[Any, ...], dict[str, Any])),
+            rng,
+            depth,
+        )
     return _plain(hint, rng)
 
 
@@ -148,7 +184,9 @@ def _plain(hint: Any, rng: random.Random) -> Any:
     if hint is bool:
         return rng.random() < 0.5
     if hint is str:
-        return "".join(rng.choices("abcdefgh \n\0\N{GREEK SMALL LETTER PI}\N{ROCKET}", k=rng.choice((0, 1, 5, 40))))
+        return "".join(
+            rng.choices("abcdefgh \n\0\N{GREEK SMALL LETTER PI}\N{ROCKET}", k=rng.choice((0, 1, 5, 40)))
+        )
     if hint is bytes:
         return rng.randbytes(rng.choice((0, 1, 16, 300)))
     if hint is type(None):

@@ -122,7 +122,9 @@ _BYTE_CHANGES: tuple[Callable[[bytearray, random.Random], None], ...] = (
 # ---------------------------------------------------------------- conversations
 
 
-def mutate_pieces(pieces: list[bytes], role: str, elsewhere: Conversation, here: Conversation, rng: random.Random):
+def mutate_pieces(
+    pieces: list[bytes], role: str, elsewhere: Conversation, here: Conversation, rng: random.Random
+):
     """What comes to `role` instead of `pieces`.
 
     Args:

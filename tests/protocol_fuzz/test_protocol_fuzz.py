@@ -16,12 +16,12 @@ from campaign import Campaign
 from conversations import GREETINGS, KNOWN, Conversation, converse, draw, framed
 from mutations import bombs
 
-from jaxpp_async.actors import messages as m
-from jaxpp_async.actors.protocol import codec
-from jaxpp_async.actors.protocol.codec import MAX_DEPTH
-from jaxpp_async.actors.protocol.wire import _HEADER, MAX_HANDSHAKE_BYTES, TO_ACTOR, TO_CONTROLLER
 from jaxpp_async.errors import HandshakeError, ProtocolError
-from jaxpp_async.program import Aval
+from jaxpp_async.program.instructions import Aval
+from jaxpp_async.protocol import codec
+from jaxpp_async.protocol import messages as m
+from jaxpp_async.protocol.codec import MAX_DEPTH
+from jaxpp_async.protocol.frames import _HEADER, MAX_HANDSHAKE_BYTES, TO_ACTOR, TO_CONTROLLER
 
 NUM_FRAMES = 10_000
 MIB = 1 << 20
@@ -63,7 +63,9 @@ def test_every_message_type_is_among_the_frames(known):
 
 def control() -> Conversation:
     """A conversation of requests and replies."""
-    return next(c for seed in range(100) if (c := converse(random.Random(seed))).identity.channel == "control")
+    return next(
+        c for seed in range(100) if (c := converse(random.Random(seed))).identity.channel == "control"
+    )
 
 
 # ---------------------------------------------------------------- msgpack bombs
@@ -109,7 +111,9 @@ def test_plain_values_have_a_depth(header):
 
     assert codec.decode(log(MAX_DEPTH), TO_CONTROLLER).level == 1
     for depth in (MAX_DEPTH + 1, 200, 490, 510, 900, 1020):
-        with pytest.raises(ProtocolError, match=f"Log.fields: expected at most {MAX_DEPTH} levels|not msgpack"):
+        with pytest.raises(
+            ProtocolError, match=f"Log.fields: expected at most {MAX_DEPTH} levels|not msgpack"
+        ):
             codec.decode(log(depth), TO_CONTROLLER)
 
 
@@ -133,7 +137,9 @@ def test_a_long_array_that_is_wrong_is_refused_by_name():
 
 def test_lengths_up_to_2_to_the_64_are_refused_before_a_byte_is_kept():
     conversation = control()
-    for role, size in itertools.product(("actor", "controller"), (1 << 20 | 1, 2**31, 2**62, 2**63, 2**64 - 1)):
+    for role, size in itertools.product(
+        ("actor", "controller"), (1 << 20 | 1, 2**31, 2**62, 2**63, 2**64 - 1)
+    ):
         wire = conversation.wire(role)
         wire.take_outgoing()
         for piece in conversation.pieces(role)[: GREETINGS[role]]:

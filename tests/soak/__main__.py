@@ -81,13 +81,21 @@ class Listener(logging.Handler):
 def main() -> None:
     """Run one soak."""
     parser = argparse.ArgumentParser(description=__doc__, prog="make soak")
-    parser.add_argument("--minutes", type=float, default=20.0, help="how long faults go on (default: %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=20.0, help="how long faults go on (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32), help="default: a fresh one")
     parser.add_argument("--actors", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--without", action="append", default=[], choices=KINDS + LINKS, help="leave these faults out")
+    parser.add_argument(
+        "--without", action="append", default=[], choices=KINDS + LINKS, help="leave these faults out"
+    )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--net", action="store_true", help="actors on network namespaces as hosts, or not at all")
-    where.add_argument("--local", action="store_true", help="actors on this machine, whose links cannot be cut")
+    where.add_argument(
+        "--net", action="store_true", help="actors on network namespaces as hosts, or not at all"
+    )
+    where.add_argument(
+        "--local", action="store_true", help="actors on this machine, whose links cannot be cut"
+    )
     options = parser.parse_args()
     reason = None if options.local else skip_reason("make soak")
     if reason and options.net:
@@ -102,7 +110,9 @@ def main() -> None:
     warnings.simplefilter("default", ResourceWarning)
     try:
         with place(options.actors, with_links=options.net, tcp=options.seed % 2 == 1) as chosen:
-            CONSOLE.print(f"seed {options.seed}, {options.minutes:g} minutes, {options.actors} actors {chosen}")
+            CONSOLE.print(
+                f"seed {options.seed}, {options.minutes:g} minutes, {options.actors} actors {chosen}"
+            )
             steps, seconds = asyncio.run(soak(options, tally, chosen))
         log.check()
     except BaseException as error:  # whatever it is: a soak that ends early has failed, Ctrl-C too
@@ -117,7 +127,9 @@ def main() -> None:
         )
         sys.exit(1)
     CONSOLE.print(report(tally, options))
-    CONSOLE.print(f"{steps} steps in {seconds:.0f} s, all equal to the undisturbed run bit for bit; nothing is left")
+    CONSOLE.print(
+        f"{steps} steps in {seconds:.0f} s, all equal to the undisturbed run bit for bit; nothing is left"
+    )
 
 
 async def soak(options: argparse.Namespace, tally: Tally, chosen: Place) -> tuple[int, float]:

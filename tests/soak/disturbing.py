@@ -18,7 +18,7 @@ from lockstep import SoakFailure, Trainer
 from namespaces import Link, Network
 
 import jaxpp_async as jpp
-from jaxpp_async.events import Event
+from jaxpp_async.base.events import Event
 
 RESTART_LIMIT_S = 60.0
 """What it may take until an actor that is lost has been replaced."""
@@ -70,7 +70,9 @@ class Disturber:
         network: of the actors' hosts, in order; None: they all run on this machine.
     """
 
-    def __init__(self, mesh: jpp.RemoteMesh, trainer: Trainer, steps_between: int, network: Network | None = None):
+    def __init__(
+        self, mesh: jpp.RemoteMesh, trainer: Trainer, steps_between: int, network: Network | None = None
+    ):
         self._mesh, self._trainer, self._steps_between, self._network = mesh, trainer, steps_between, network
         self.tally = Tally()
         self._calm_from = 0
@@ -169,7 +171,9 @@ class Disturber:
                 raise SoakFailure(f"{fault} was not noticed within {SILENCE_LIMIT_S:g} s") from None
             await asyncio.sleep(fault.seconds)
         died = [event for event in self.tally.events[before:] if event.kind == "died"]
-        if [(event.actor, event.details["error"]) for event in died] != [(fault.actor, "ActorUnresponsiveError")]:
+        if [(event.actor, event.details["error"]) for event in died] != [
+            (fault.actor, "ActorUnresponsiveError")
+        ]:
             raise SoakFailure(f"{fault} was noticed as {[str(event) for event in died]}")
         return True
 
@@ -227,7 +231,8 @@ class Disturber:
                 await injecting.garbage(self._control_address, fault.number)
                 return True
             case "cut the data connections":
-                await self.calm()  # it may take a restart, and a death in the middle of that would be a second loss
+                # it may take a restart, and a death in the middle of that would be a second loss
+                await self.calm()
                 port = self._control_address[1]
                 cut = injecting.cut_connections(pid, lambda connection: connection.remote_port != port)
                 self._calm_from = self._trainer.num_run + self._steps_between

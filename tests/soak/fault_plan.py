@@ -78,7 +78,10 @@ def fault_plan(seed: int, seconds: float, num_actors: int, *, links: bool = Fals
     rng = random.Random(seed)
     faults: list[Fault] = []
     kinds = KINDS + LINKS if links else KINDS
-    at_s, round_of_kinds = 1.0, rng.sample(KINDS, len(KINDS)) + (rng.sample(LINKS, len(LINKS)) if links else [])
+    at_s, round_of_kinds = (
+        1.0,
+        rng.sample(KINDS, len(KINDS)) + (rng.sample(LINKS, len(LINKS)) if links else []),
+    )
     while True:
         if not round_of_kinds:
             round_of_kinds = rng.sample(kinds, len(kinds))
@@ -86,7 +89,9 @@ def fault_plan(seed: int, seconds: float, num_actors: int, *, links: bool = Fals
         at_s += rng.uniform(0, BREATHER_S if rng.random() < BREATHERS else PAUSE_S)
         if at_s > seconds:
             return faults
-        faults.append(Fault(at_s, kind, rng.randrange(num_actors), _seconds(kind, rng), rng.randrange(1 << 30)))
+        faults.append(
+            Fault(at_s, kind, rng.randrange(num_actors), _seconds(kind, rng), rng.randrange(1 << 30))
+        )
 
 
 def _seconds(kind: Kind, rng: random.Random) -> float:

@@ -118,10 +118,14 @@ class Trainer:
         """
         ours, theirs = await self._mesh.fetch(self._state), await self._reference.fetch(self._reference_state)
         for (path, a), (_, b) in zip(
-            jax.tree_util.tree_leaves_with_path(ours), jax.tree_util.tree_leaves_with_path(theirs), strict=True
+            jax.tree_util.tree_leaves_with_path(ours),
+            jax.tree_util.tree_leaves_with_path(theirs),
+            strict=True,
         ):
             if _bytes(a) != _bytes(b):
-                raise SoakFailure(f"after step {self.number - 1} the state differs at {jax.tree_util.keystr(path)}")
+                raise SoakFailure(
+                    f"after step {self.number - 1} the state differs at {jax.tree_util.keystr(path)}"
+                )
 
     # ------------------------------------------------------------ one step
 
@@ -253,7 +257,9 @@ class Trainer:
     async def run_reference(self) -> bytes:
         """One more step on the other mesh: its losses."""
         batch = self._batch(len(self._expected))
-        self._reference_state, losses = await self._reference.run(self._reference_step, self._reference_state, batch)
+        self._reference_state, losses = await self._reference.run(
+            self._reference_step, self._reference_state, batch
+        )
         return _bytes(await losses)
 
     def _initial_state(self) -> Any:

@@ -16,8 +16,11 @@ from injecting import Process, cut_connections
 
 def test_a_seed_gives_a_plan():
     plan = fault_plan(seed=1, seconds=120, num_actors=3)
-    assert plan == fault_plan(seed=1, seconds=120, num_actors=3) != fault_plan(seed=2, seconds=120, num_actors=3)
-    assert plan == fault_plan(seed=1, seconds=1200, num_actors=3)[: len(plan)]  # a longer soak begins the same
+    assert (
+        plan == fault_plan(seed=1, seconds=120, num_actors=3) != fault_plan(seed=2, seconds=120, num_actors=3)
+    )
+    # a longer soak begins the same
+    assert plan == fault_plan(seed=1, seconds=1200, num_actors=3)[: len(plan)]
     times = [fault.at_s for fault in plan]
     assert times == sorted(times) and times[0] >= 1 and times[-1] <= 120
     assert {fault.actor for fault in plan} == {0, 1, 2}

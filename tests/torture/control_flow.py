@@ -178,7 +178,9 @@ def switch_inside_a_stage(w, mb):
 @loss(stages=2)
 def while_inside_a_stage(w, mb):
     """A while has no reverse-mode derivative: what it makes is a constant to the gradient."""
-    scale = lax.while_loop(lambda s: jnp.sum(s) < 10, lambda s: s * 2 + 1, lax.stop_gradient(jnp.abs(mb["x"])))
+    scale = lax.while_loop(
+        lambda s: jnp.sum(s) < 10, lambda s: s * 2 + 1, lax.stop_gradient(jnp.abs(mb["x"]))
+    )
     x = cut(dense(mb["x"] / scale, w[0]))
     found = lax.while_loop(lambda s: jnp.max(s) > 0.1, lambda s: s / 2, jnp.abs(lax.stop_gradient(x)))
     return error(x @ w[1] + found, mb)

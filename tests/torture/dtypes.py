@@ -157,11 +157,16 @@ def weak_types_and_python_scalars(w, mb):
 
 @step(stages=2, make_args=lambda: (*usual(), 0.5, 3))
 def python_scalars_as_arguments(pipe, w, batches, rate, count):
-    grads = jpp.accumulate_grads(lambda mb: jax.grad(lambda w: error(chain(w, mb["x"]), mb))(w[:2]), pipe(2))(batches)
+    grads = jpp.accumulate_grads(lambda mb: jax.grad(lambda w: error(chain(w, mb["x"]), mb))(w[:2]), pipe(2))(
+        batches
+    )
     return descended(w[:2], grads, rate), count + 1, rate * 0.9
 
 
-@step(stages=2, make_args=lambda: (weights(2), {**batch(), "small": np.arange(12, dtype=np.uint8).reshape(4, 3)}))
+@step(
+    stages=2,
+    make_args=lambda: (weights(2), {**batch(), "small": np.arange(12, dtype=np.uint8).reshape(4, 3)}),
+)
 def small_integers_in_the_batch(pipe, w, batches):
     def fn(w, mb):
         x = cut(dense(mb["x"], w[0]))

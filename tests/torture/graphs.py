@@ -275,7 +275,9 @@ def batch_preprocessing_before_the_loop(pipe, w, batches):
 @step(stages=2, make_args=lambda: (weights(2), array(91, 12, 4), array(92, 12, 4)))
 def a_batch_split_into_microbatches_in_the_step(pipe, w, x, y):
     batches = {"x": x.reshape(4, 3, 4), "y": y.reshape(4, 3, 4)}
-    grads = jpp.accumulate_grads(lambda mb: jax.grad(lambda w: error(chain(w, mb["x"]), mb))(w), pipe(2))(batches)
+    grads = jpp.accumulate_grads(lambda mb: jax.grad(lambda w: error(chain(w, mb["x"]), mb))(w), pipe(2))(
+        batches
+    )
     return grads, x[:1]
 
 

@@ -52,7 +52,9 @@ def loops_over_different_numbers_of_microbatches(pipe, w, batches):
 
 @step(stages=2)
 def a_loop_over_the_results_of_a_loop(pipe, w, batches):
-    hidden = jpp.accumulate_grads(lambda mb: cut(dense(mb["x"], w[0])) @ w[1], pipe(2), reduce=jpp.Stack())(batches)
+    hidden = jpp.accumulate_grads(lambda mb: cut(dense(mb["x"], w[0])) @ w[1], pipe(2), reduce=jpp.Stack())(
+        batches
+    )
     return chain_grads(pipe, w[2:4], {"x": hidden, "y": batches["y"]})
 
 
@@ -289,5 +291,7 @@ def the_data_decides_the_branch(w, mb):
 @step(stages=3, make_args=lambda: (*usual(), np.int32(5)))
 def a_step_count_in_the_loop_and_after_it(pipe, w, batches, count):
     scale = 1 / (1 + count.astype(jnp.float32))
-    grads, losses = gradients_of(lambda w, mb: chain_loss([x * scale for x in w], mb), 3)(pipe, w[:3], batches)
+    grads, losses = gradients_of(lambda w, mb: chain_loss([x * scale for x in w], mb), 3)(
+        pipe, w[:3], batches
+    )
     return descended(w[:3], grads), losses, count + 1

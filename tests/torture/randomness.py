@@ -114,7 +114,9 @@ def keys_as_results(pipe, w, batches, key):
 def noise_made_before_the_loop(pipe, w, batches, key):
     noise = jax.random.normal(key, (4, 3, 4))
     batches = {**batches, "x": batches["x"] + noise}
-    return jpp.accumulate_grads(lambda mb: jax.grad(lambda w: error(chain(w, mb["x"]), mb))(w[:2]), pipe(2))(batches)
+    return jpp.accumulate_grads(lambda mb: jax.grad(lambda w: error(chain(w, mb["x"]), mb))(w[:2]), pipe(2))(
+        batches
+    )
 
 
 @step(stages=2, make_args=lambda: (*usual(), jax.random.key(7)))

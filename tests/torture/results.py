@@ -142,7 +142,9 @@ def the_same_value_under_two_operators(pipe, w, batches):
 
 @step(stages=2)
 def an_argument_returned_unchanged(pipe, w, batches):
-    grads = jpp.accumulate_grads(lambda mb: jax.grad(lambda w: error(chain(w, mb["x"]), mb))(w[:2]), pipe(2))(batches)
+    grads = jpp.accumulate_grads(lambda mb: jax.grad(lambda w: error(chain(w, mb["x"]), mb))(w[:2]), pipe(2))(
+        batches
+    )
     return w, grads, batches["tokens"], w[5], w[0]
 
 

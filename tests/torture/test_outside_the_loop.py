@@ -19,9 +19,9 @@ from interpret import run_plan
 from planning import f32, plan_step
 
 import jaxpp_async as jpp
-from jaxpp_async import report
-from jaxpp_async.compiler.emit import Target, emit
+from jaxpp_async.compiler.export import Target, emit
 from jaxpp_async.compiler.ir import Op
+from jaxpp_async.session import report
 from jaxpp_async.testing import assert_close
 
 WIDTH, MB, ROWS = 20, 3, 2  # a bias has 80 bytes: more than what counts as a scalar
@@ -136,11 +136,15 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "MultiSteps": lambda: optax.MultiSteps(adam(), 2),
     "MultiSteps that skips": lambda: optax.MultiSteps(adam(), 2, should_skip_update_fn=optax.skip_not_finite),
     "MultiSteps that skips large ones": lambda: optax.MultiSteps(
-        clipped_adam(), 2, should_skip_update_fn=functools.partial(optax.skip_large_updates, max_squared_norm=10.0)
+        clipped_adam(),
+        2,
+        should_skip_update_fn=functools.partial(optax.skip_large_updates, max_squared_norm=10.0),
     ),
     "apply_if_finite": lambda: optax.apply_if_finite(adam(), 2),
     "apply_if_finite, global norm": lambda: optax.apply_if_finite(clipped_adam(), 2),
-    "MultiSteps, apply_if_finite, global norm": lambda: optax.MultiSteps(optax.apply_if_finite(clipped_adam(), 2), 2),
+    "MultiSteps, apply_if_finite, global norm": lambda: optax.MultiSteps(
+        optax.apply_if_finite(clipped_adam(), 2), 2
+    ),
     "every second step": lambda: optax.conditionally_mask(adam(), lambda step: step % 2 == 0),
 }
 
@@ -187,7 +191,9 @@ def skipped(state, batch):
     def update(state):
         return {"params": sgd(state["params"], grads), "count": state["count"] + 1, "scale": state["scale"]}
 
-    return jax.lax.cond(finite(grads), update, lambda state: state | {"scale": state["scale"] / 2}, state), losses
+    return jax.lax.cond(
+        finite(grads), update, lambda state: state | {"scale": state["scale"] / 2}, state
+    ), losses
 
 
 def chosen(state, batch):
@@ -197,7 +203,10 @@ def chosen(state, batch):
     def clipped(params):
         norm = optax.global_norm(grads)
         return jax.lax.cond(
-            norm > 1, lambda p: sgd(p, jax.tree.map(lambda g: g / norm, grads)), lambda p: sgd(p, grads), params
+            norm > 1,
+            lambda p: sgd(p, jax.tree.map(lambda g: g / norm, grads)),
+            lambda p: sgd(p, grads),
+            params,
         )
 
     branches = [clipped, lambda params: sgd(params, grads), lambda params: params]
@@ -307,7 +316,9 @@ def test_a_branch_that_may_not_end_is_not_run_for_nothing():
         grads, losses = gradients(params, batch)
 
         def halved(g):
-            return jax.lax.while_loop(lambda g: optax.global_norm(g) > 1, lambda g: jax.tree.map(lambda x: x / 2, g), g)
+            return jax.lax.while_loop(
+                lambda g: optax.global_norm(g) > 1, lambda g: jax.tree.map(lambda x: x / 2, g), g
+            )
 
         return jax.lax.cond(finite(grads), halved, lambda g: g, grads), losses
 
@@ -357,7 +368,9 @@ def test_parameters_are_cast_once_a_step_where_they_live():
     plan = check(half_precision, parameters(2), 2, rtol=1e-2)
     values = plan.placed.graph.values
     before = [n for n in plan.placed.graph.nodes if n.label.startswith("outer(0,")]
-    assert [(n.actor, {values[v].aval.dtype for v in n.outputs}) for n in before] == [(a, {"bfloat16"}) for a in (0, 1)]
+    assert [(n.actor, {values[v].aval.dtype for v in n.outputs}) for n in before] == [
+        (a, {"bfloat16"}) for a in (0, 1)
+    ]
     (forward,) = [r for r in plan.placed.recipes if r.name == "fwd0"]
     assert "convert_element_type" not in {op.name for op in forward.ops}
 
@@ -408,7 +421,10 @@ def preprocessed(params, batch):
 
 def test_the_batch_is_prepared_where_it_is_used():
     rng = np.random.default_rng(0)
-    batch = {"x": rng.integers(0, 255, (MB * ROWS, WIDTH)).astype("uint8"), "y": rng.integers(0, WIDTH, MB * ROWS)}
+    batch = {
+        "x": rng.integers(0, 255, (MB * ROWS, WIDTH)).astype("uint8"),
+        "y": rng.integers(0, WIDTH, MB * ROWS),
+    }
     batch["y"] = batch["y"].astype("int32")
     params = parameters(2)
     plan = plan_step(preprocessed, params, batch)

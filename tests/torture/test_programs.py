@@ -13,7 +13,7 @@ from interpret import run_plan
 from planning import plan_step
 
 import jaxpp_async as jpp
-from jaxpp_async.compiler.passes import Plan
+from jaxpp_async.compiler.pipeline import Plan
 from jaxpp_async.testing import assert_close
 from torture import (  # noqa: F401  # importing them registers their cases
     checkpoints,
@@ -38,7 +38,9 @@ OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level"
 @functools.cache
 def plain(case: Case) -> Any:
     """What plain JAX computes. The schedule is nothing to it."""
-    return jax.device_get(jax.jit(functools.partial(case.step, jpp.GPipe), compiler_options=OPTIONS)(*case.make_args()))
+    return jax.device_get(
+        jax.jit(functools.partial(case.step, jpp.GPipe), compiler_options=OPTIONS)(*case.make_args())
+    )
 
 
 def runs(case: Case) -> list[tuple[Pipe, int]]:
@@ -52,7 +54,9 @@ def runs(case: Case) -> list[tuple[Pipe, int]]:
 def params(cases: Any) -> list[Any]:
     """A case each; those that are known to be broken have to fail."""
     return [
-        pytest.param(c, id=c.name, marks=[pytest.mark.xfail(strict=True, reason=c.broken)] if c.broken else [])
+        pytest.param(
+            c, id=c.name, marks=[pytest.mark.xfail(strict=True, reason=c.broken)] if c.broken else []
+        )
         for c in cases
     ]
 

@@ -67,7 +67,11 @@ def a_marker_on_integers_alone(w, mb):
 
 
 LOSSES = {
-    gradient_of_a_gradient_through_a_marker: (2, StageError, "take the inner gradient without a pipeline_yield"),
+    gradient_of_a_gradient_through_a_marker: (
+        2,
+        StageError,
+        "take the inner gradient without a pipeline_yield",
+    ),
     hessian_in_reverse_mode: (2, StageError, "take the inner gradient without a pipeline_yield"),
     a_stage_that_needs_the_backward_of_a_later_one: (
         3,
@@ -105,7 +109,9 @@ def a_loop_in_a_cond(w, batches):
 
 def a_loop_in_a_fori_loop(w, batches):
     def body(_, w):
-        return descended(w, jpp.accumulate_grads(lambda mb: jax.grad(chain_loss)(w, mb), jpp.GPipe(2))(batches))
+        return descended(
+            w, jpp.accumulate_grads(lambda mb: jax.grad(chain_loss)(w, mb), jpp.GPipe(2))(batches)
+        )
 
     return lax.fori_loop(0, 2, body, w)  # here
 
@@ -148,7 +154,9 @@ def a_vmap_of_the_whole_loop(w, batches):
     return jax.vmap(total)(jnp.array([1.0, 2.0]))
 
 
-@pytest.mark.parametrize("fn", [a_gradient_of_the_whole_loop, a_vmap_of_the_whole_loop], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    "fn", [a_gradient_of_the_whole_loop, a_vmap_of_the_whole_loop], ids=lambda fn: fn.__name__
+)
 def test_transforming_the_whole_loop_warns(fn):
     """The loop becomes a plain one, on one actor."""
     with pytest.warns(UserWarning, match="is not pipelined") as caught:

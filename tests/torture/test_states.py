@@ -17,7 +17,9 @@ OPTIMIZERS = {
     "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=4),
     "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.add_noise(0.1, 0.5, 0), optax.adam(0.1)),
     "masked": optax.masked(optax.adam(0.1), lambda params: [k % 2 == 0 for k in range(len(params))]),
-    "multi_transform": optax.multi_transform({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, ["a", "b", "a", "b"]),
+    "multi_transform": optax.multi_transform(
+        {"a": optax.adam(0.1), "b": optax.sgd(0.1)}, ["a", "b", "a", "b"]
+    ),
     "MultiSteps": optax.MultiSteps(optax.adam(0.1), 2),
     "apply_if_finite": optax.apply_if_finite(optax.adam(0.1), 2),
 }

@@ -10,8 +10,9 @@ import pytest
 from planning import heavy, plan_step
 
 import jaxpp_async as jpp
-from jaxpp_async import jax_compat, report
 from jaxpp_async.compiler.evaluate import recipe_function
+from jaxpp_async.jax_bridge import private_api
+from jaxpp_async.session import report
 from torture.registry import NUM_MICROBATCHES, WIDTH, Chosen
 from torture.test_programs import CASES, weights_that_cross
 
@@ -57,7 +58,9 @@ TIED = {
 def test_tied_weights_meet_once_after_the_loop(name):
     transfers = report.make(planned(name), {}, {}).transfers
     large = [t for t in transfers if t.size_bytes >= WEIGHT_BYTES]
-    assert all("float32[3, 4]" in t.what for t in large if t.per_microbatch), "only activations cross in the loop"
+    assert all("float32[3, 4]" in t.what for t in large if t.per_microbatch), (
+        "only activations cross in the loop"
+    )
     # Every part but one to where they meet, and the sum to where the weight lives, which the result continues.
     weights = [t for t in large if not t.per_microbatch]
     assert sum(t.count for t in weights) == sum(2 * (uses - 1) for uses in TIED[name])
@@ -69,12 +72,14 @@ def test_tied_weights_meet_once_after_the_loop(name):
 CHECKPOINTED = [
     name
     for name in CASES
-    if name.startswith(("checkpoint_", "jit_around_checkpoint")) and "dropout" not in name and "static" not in name
+    if name.startswith(("checkpoint_", "jit_around_checkpoint"))
+    and "dropout" not in name
+    and "static" not in name
 ]
 
 
 def count_of(jaxpr, primitive):
-    inner = sum(count_of(j, primitive) for eqn in jaxpr.eqns for j in jax_compat.sub_jaxprs(eqn))
+    inner = sum(count_of(j, primitive) for eqn in jaxpr.eqns for j in private_api.sub_jaxprs(eqn))
     return inner + sum(eqn.primitive.name == primitive for eqn in jaxpr.eqns)
 
 
@@ -84,7 +89,9 @@ def counts_of(done, primitive):
     for recipe in done.placed.recipes:
         types = done.traced.types
         inputs = [jax.ShapeDtypeStruct(types[v].aval.shape, types[v].aval.dtype) for v in recipe.inputs]
-        found[recipe.name] += count_of(jax.make_jaxpr(recipe_function(recipe, types))(*inputs).jaxpr, primitive)
+        found[recipe.name] += count_of(
+            jax.make_jaxpr(recipe_function(recipe, types))(*inputs).jaxpr, primitive
+        )
     return found
 
 
@@ -97,7 +104,8 @@ def test_a_checkpoint_runs_no_earlier_stage_again(name):
     for s in stages:
         # Again in the checkpoint, and once more of a saved product for who reads the result outside.
         assert tanhs[f"bwd{s}"] <= 2 * tanhs[f"fwd{s}"], f"stage {s}: {tanhs}"
-        assert dots[f"bwd{s}"] <= 3 * dots[f"fwd{s}"], f"stage {s}: {dots}"  # again, and two products a product
+        # again, and two products a product
+        assert dots[f"bwd{s}"] <= 3 * dots[f"fwd{s}"], f"stage {s}: {dots}"
 
 
 def test_policies_decide_what_a_stage_computes_again():
@@ -162,7 +170,8 @@ def crossings(name):
 @pytest.mark.parametrize(
     "name, most",
     [
-        case("rotary_tables_for_all_stages", 4),  # an activation and a cotangent a boundary; tables are made again
+        # an activation and a cotangent a boundary; tables are made again
+        case("rotary_tables_for_all_stages", 4),
         case("a_causal_mask_for_all_stages", 4),
         case("a_batch_leaf_used_by_several_stages", 4),
         case("captured_arrays_for_all_stages", 6),  # and what was looked up in the table
@@ -177,7 +186,9 @@ def test_only_activations_cross(name, most):
     assert sum(t.per_microbatch for t in values) <= most, values
 
 
-@pytest.mark.parametrize("name", [case("tied_parts_of_one_array"), case("index_selects_a_row_of_a_shared_table")])
+@pytest.mark.parametrize(
+    "name", [case("tied_parts_of_one_array"), case("index_selects_a_row_of_a_shared_table")]
+)
 def test_parts_of_a_shared_array_are_taken_again(name):
     assert not weights_that_cross(planned(name))
 

@@ -10,7 +10,11 @@ from torture.test_programs import CASES
 
 TESTS = pathlib.Path(__file__).parents[1]
 TABLE = (TESTS.parent / "docs" / "programs.md").read_text()
-ROWS = [line.strip("|").split(" | ") for line in TABLE.splitlines() if line.startswith("| ") and "what |" not in line]
+ROWS = [
+    line.strip("|").split(" | ")
+    for line in TABLE.splitlines()
+    if line.startswith("| ") and "what |" not in line
+]
 # A name alone is a case of this suite.
 NAMED = sorted({name for row in ROWS for name in re.findall(r"`([^`]+)`", row[-1])})
 
@@ -21,7 +25,9 @@ def exists(name: str) -> bool:
         return bool(fnmatch.filter(CASES, name))
     file, _, test = name.partition("::")
     path = TESTS / file
-    return path.exists() and (not test or re.search(rf"def {re.escape(test)}\(", path.read_text()) is not None)
+    return path.exists() and (
+        not test or re.search(rf"def {re.escape(test)}\(", path.read_text()) is not None
+    )
 
 
 def test_the_tests_of_the_table_exist():

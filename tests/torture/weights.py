@@ -77,7 +77,9 @@ def one_stacked_leaf_for_all_stages(w, mb):
 
 @loss(stages=3)
 def tied_weight_with_a_regularizer(w, mb):
-    return error(chain([w[0], w[1], w[0]], mb["x"]), mb) + 1e-2 * jnp.sum(w[0] ** 2) + 1e-3 * jnp.sum(w[1] ** 2)
+    return (
+        error(chain([w[0], w[1], w[0]], mb["x"]), mb) + 1e-2 * jnp.sum(w[0] ** 2) + 1e-3 * jnp.sum(w[1] ** 2)
+    )
 
 
 @loss(stages=3)
@@ -168,7 +170,11 @@ def straight_through_estimator(w, mb):
     return error(cut(x + jax.lax.stop_gradient(jnp.round(x) - x)) @ w[1], mb)
 
 
-@loss(stages=2, make_args=lambda: ({"used": weights(2), "unused": array(1, 7), "none": None}, batch()), on="inline")
+@loss(
+    stages=2,
+    make_args=lambda: ({"used": weights(2), "unused": array(1, 7), "none": None}, batch()),
+    on="inline",
+)
 def parameters_not_used(w, mb):
     return error(chain(w["used"], mb["x"]), mb)
 
@@ -185,7 +191,10 @@ def only_the_first_stage_has_weights(w, mb):
     return error(jnp.sin(cut(jnp.cos(x))), mb)
 
 
-@step(stages=2, make_args=lambda: (weights(2), [(array(20 + k, 4, 2), array(30 + k, 2, 4)) for k in range(2)], batch()))
+@step(
+    stages=2,
+    make_args=lambda: (weights(2), [(array(20 + k, 4, 2), array(30 + k, 2, 4)) for k in range(2)], batch()),
+)
 def low_rank_adapters(pipe, base, adapters, batches):
     """LoRA: the base is frozen, each stage trains two thin matrices."""
 

@@ -42,7 +42,10 @@ class Narrator:
         faulthandler.dump_traceback_later(_HUNG_S, exit=True)
         if now_s - self._told_s > _TELL_EVERY_S:
             self._told_s = now_s
-            print(f"{tally['rounds']} rounds, {tally['received']} messages, {now_s - self._began_s:.0f} s", flush=True)
+            print(
+                f"{tally['rounds']} rounds, {tally['received']} messages, {now_s - self._began_s:.0f} s",
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -73,7 +76,9 @@ def _fuzz(options: argparse.Namespace, narrator: Narrator) -> Counter[str]:
     perform(options.seed, range(1), narrator.tell)  # whatever a process takes once and keeps
     before, files, end_s = all_held(), shared_memory(), time.monotonic() + 60 * options.minutes
     numbers = itertools.count() if options.only is None else itertools.repeat(options.only)
-    tally = perform(options.seed, itertools.takewhile(lambda _: time.monotonic() < end_s, numbers), narrator.tell)
+    tally = perform(
+        options.seed, itertools.takewhile(lambda _: time.monotonic() < end_s, numbers), narrator.tell
+    )
     if left := differences(before, all_held()):
         raise Broken(f"left behind, as (before, after): {left}")
     if left := shared_memory() - files:

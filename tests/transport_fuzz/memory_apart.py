@@ -12,7 +12,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from jaxpp_async.transport.shared import SharedBlock
+from jaxpp_async.transport.shared_memory import SharedBlock
 
 _MOST_KEPT = 4
 """Buffers of one kind that wait for their next use. More are let go of, as actors let go of theirs."""

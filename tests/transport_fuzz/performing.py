@@ -42,11 +42,16 @@ def perform(seed: int, numbers: Iterable[int], tell: Callable[[int, Counter[str]
         Broken: what was wrong, and in which round.
     """
     loop_of = uvloop.new_event_loop if seed & 2 else asyncio.new_event_loop
-    with _few_offers() if seed & 1 else contextlib.nullcontext(), asyncio.Runner(loop_factory=loop_of) as runner:
+    with (
+        _few_offers() if seed & 1 else contextlib.nullcontext(),
+        asyncio.Runner(loop_factory=loop_of) as runner,
+    ):
         return runner.run(_perform(seed, numbers, tell))
 
 
-async def _perform(seed: int, numbers: Iterable[int], tell: Callable[[int, Counter[str]], object]) -> Counter[str]:
+async def _perform(
+    seed: int, numbers: Iterable[int], tell: Callable[[int, Counter[str]], object]
+) -> Counter[str]:
     trio = Trio(seed)
     try:
         for number in numbers:

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 
 from jaxpp_async.transport.base import Peer
-from jaxpp_async.transport.ucx.direct_words import ANSWER_BYTES, DIRECT_BYTES, HEADER_BYTES, PIECE_BYTES
+from jaxpp_async.transport.ucx.one_copy import ANSWER_BYTES, DIRECT_BYTES, HEADER_BYTES, PIECE_BYTES
 
 PEERS: tuple[Peer, ...] = (0, 1, 2)
 PAIRS = tuple(itertools.permutations(PEERS, 2))
@@ -138,7 +138,9 @@ def _draw_bout(rng: random.Random, all_direct: bool) -> tuple[Exchange, ...]:
     wrong = rng.choice((0.0, 0.0, 0.1))
     pairs = [pair for pair in PAIRS if rng.random() < 0.6]
     return tuple(
-        Exchange(sender, receiver, tuple(_draw_message(rng, wrong, all_direct) for _ in range(rng.randint(2, 10))))
+        Exchange(
+            sender, receiver, tuple(_draw_message(rng, wrong, all_direct) for _ in range(rng.randint(2, 10)))
+        )
         for sender, receiver in pairs
     )
 

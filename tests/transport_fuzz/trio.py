@@ -20,7 +20,7 @@ from memory_apart import Buffer, Pool, apart
 from traffic import PAIRS, PEERS, SOURCE_BYTES, Ending, Exchange, Message, Round, Turn
 
 from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.transport import shared
+from jaxpp_async.transport import shared_memory
 from jaxpp_async.transport.base import PROGRAM_CHANNEL, Peer, make_tag
 from jaxpp_async.transport.ucx.transport import UCXTransport
 
@@ -114,7 +114,7 @@ class Trio:
         addresses = {peer: transport.address for peer, transport in self._transports.items()}
         for who, whom in PAIRS:
             # As transports' own tests do it: whose memory cannot be opened is taken for a peer on another host.
-            blind = mock.patch.object(shared.Neighbour, "of", lambda ticket: None)
+            blind = mock.patch.object(shared_memory.Neighbour, "of", lambda ticket: None)
             with blind if (who, whom) in unseen else nullcontext():
                 await self._transports[who].connect(whom, addresses[whom])
 
@@ -167,7 +167,9 @@ class Trio:
         futures = [future for way in ways for future in way.sends] + [one.future for one in _receives(ways)]
         _, pending = await asyncio.wait(futures, timeout=STUCK_S) if futures else (None, ())
         if pending:
-            raise Broken(f"{len(pending)} of {len(futures)} transfers have not ended in {STUCK_S:.0f} s: {self}")
+            raise Broken(
+                f"{len(pending)} of {len(futures)} transfers have not ended in {STUCK_S:.0f} s: {self}"
+            )
         for way in ways:
             for future in way.sends:
                 if future.exception() is not None:
@@ -176,13 +178,16 @@ class Trio:
             self._check_outcome(receive)
 
     def _check_outcome(self, receive: Receive) -> None:
-        if receive.future.cancelled():  # the transport has its buffer until the message is in, which nobody is told
+        if receive.future.cancelled():
+            # the transport has its buffer until the message is in, which nobody is told
             self.tally["cancelled"] += 1
             return
         error, message = receive.future.exception(), receive.message
         fits = message.sent_bytes == message.expected_bytes
         if fits == isinstance(error, ProtocolError) or not isinstance(error, ProtocolError | None):
-            raise Broken(f"expected {message.expected_bytes} bytes of {message.sent_bytes}, and got: {error!r}")
+            raise Broken(
+                f"expected {message.expected_bytes} bytes of {message.sent_bytes}, and got: {error!r}"
+            )
         self._check_content(receive)
         self._pool.give(receive.buffer)
 
@@ -229,11 +234,15 @@ class Trio:
             raise Broken(f"all was aborted, and something is under way: {self}")
         for receive in _receives(ways):
             if not np.all(receive.buffer.array == _AFTERWARDS):
-                raise Broken(f"memory of a receive of {receive.buffer.array.size} bytes was written after an abort")
+                raise Broken(
+                    f"memory of a receive of {receive.buffer.array.size} bytes was written after an abort"
+                )
             self._pool.give(receive.buffer)
 
     def __repr__(self) -> str:
-        return ", ".join(f"{transport} ({_left(transport) or 'idle'})" for transport in self._transports.values())
+        return ", ".join(
+            f"{transport} ({_left(transport) or 'idle'})" for transport in self._transports.values()
+        )
 
 
 def _receives(ways: Sequence[UnderWay]) -> list[Receive]:

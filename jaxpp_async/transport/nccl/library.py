@@ -24,10 +24,10 @@ from typing import Any, Protocol
 
 import numpy
 
+from jaxpp_async.base.install_hints import cuda_install
 from jaxpp_async.errors import InstallError, JaxppAsyncError
-from jaxpp_async.extras import cuda_install
-from jaxpp_async.transport.buffers import Memory
-from jaxpp_async.transport.nccl.plan import MAX_CTAS, ONE_GPU
+from jaxpp_async.transport.base import Memory
+from jaxpp_async.transport.nccl.order import MAX_CTAS, ONE_GPU
 
 WORD_BYTES = 8
 
@@ -147,7 +147,9 @@ def load_library() -> NcclLibrary:
     try:
         num_devices = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise NcclFailure(f"transport 'nccl' moves GPU memory, and this process sees no GPU: {error}") from error
+        raise NcclFailure(
+            f"transport 'nccl' moves GPU memory, and this process sees no GPU: {error}"
+        ) from error
     if not num_devices:
         raise NcclFailure("transport 'nccl' moves GPU memory, and this process sees no GPU")
     return _Nccl(cupy, core, str(found.path), str(found.version))
@@ -158,8 +160,16 @@ class _Nccl:
 
     def __init__(self, cupy: Any, core: Any, path: str, version: str):
         self._cupy, self._core, self._version = cupy, core, version
-        library = ctypes.CDLL(path)  # the one that nccl4py and XLA have loaded: a library is there once a process
-        arguments = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+        # the one that nccl4py and XLA have loaded: a library is there once a process
+        library = ctypes.CDLL(path)
+        arguments = [
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+        ]
         library.ncclSend.argtypes = library.ncclRecv.argtypes = arguments
         self._calls = library
 
@@ -181,7 +191,8 @@ class _Nccl:
 
     def word(self, device: int, value: int) -> Memory:
         with _failures(), self._cupy.cuda.Device(device):
-            array = self._cupy.asarray(numpy.array([value], numpy.uint64))  # a copy: what is computed is compiled first
+            # a copy: what is computed is compiled first
+            array = self._cupy.asarray(numpy.array([value], numpy.uint64))
             self._cupy.cuda.get_current_stream().synchronize()
         return Memory(array.data.ptr, WORD_BYTES, array)
 
@@ -227,7 +238,8 @@ class _Channel:
 
     def mark(self) -> Mark:
         with _failures(), self._device:
-            event = self._cupy.cuda.Event(block=True, disable_timing=True)  # block: it sleeps, and keeps no core busy
+            # block: it sleeps, and keeps no core busy
+            event = self._cupy.cuda.Event(block=True, disable_timing=True)
             event.record(self._stream)
         return _Event(event)
 

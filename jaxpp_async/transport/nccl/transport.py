@@ -19,12 +19,20 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.transport.addresses import seal, unseal
-from jaxpp_async.transport.base import SEQUENCE_BITS, OnEnd, Peer, check_tag, post_future
-from jaxpp_async.transport.buffers import Memory, memory_of
-from jaxpp_async.transport.nccl.end import LinkEnd, Transfer
+from jaxpp_async.transport.base import (
+    SEQUENCE_BITS,
+    Memory,
+    OnEnd,
+    Peer,
+    check_tag,
+    memory_of,
+    post_future,
+    seal,
+    unseal,
+)
 from jaxpp_async.transport.nccl.library import NcclFailure, NcclLibrary
-from jaxpp_async.transport.nccl.plan import NO_LINE, Link, Order, Way
+from jaxpp_async.transport.nccl.link_end import LinkEnd, Transfer
+from jaxpp_async.transport.nccl.order import NO_LINE, Link, Order, Way
 
 MEDIUM = "nccl"
 """In its addresses."""
@@ -131,7 +139,9 @@ class NcclTransport:
             async with asyncio.timeout(timeout_s):
                 await end.open(self._library, unique_id, _greeting(link, self.epoch))
         except TimeoutError:
-            raise await self._given_up(end, f"{self.name(peer)} did not come within {timeout_s:g} s") from None
+            raise await self._given_up(
+                end, f"{self.name(peer)} did not come within {timeout_s:g} s"
+            ) from None
         except NcclFailure as error:
             raise await self._given_up(end, str(error)) from error
         except asyncio.CancelledError:  # a communicator that nobody waits for is not left behind
@@ -197,7 +207,9 @@ class NcclTransport:
         links = self._order.links.get(way)
         link = links.get(sequence) if links else None
         if link is None and any(self._way_of(joined) == way for joined in self._joined):
-            raise ProtocolError(f"a transfer with sequence {sequence} is not one of the program's here: it has no link")
+            raise ProtocolError(
+                f"a transfer with sequence {sequence} is not one of the program's here: it has no link"
+            )
         end = self._joined.get(link) if link else None
         if end is None or end.failure is not None:
             raise self._refusal(way.peer, end)
@@ -215,7 +227,9 @@ class NcclTransport:
             self._forget(end)
         self._peers = {other for other in self._peers if peer is not None and other != peer}
         outcomes = await asyncio.gather(*(end.end("aborted") for end in ends), return_exceptions=True)
-        failed = [(end.num_open, o) for end, o in zip(ends, outcomes, strict=True) if isinstance(o, BaseException)]
+        failed = [
+            (end.num_open, o) for end, o in zip(ends, outcomes, strict=True) if isinstance(o, BaseException)
+        ]
         if failed:
             raise max(failed, key=lambda pair: pair[0])[1]
 

@@ -1,24 +1,29 @@
 """context: opens a UCX context with the settings that a network needs. The only importer of ucxx.
 
 It never overrides a setting that the user has made.
+
+ports: a port for UCX to listen on, found before UCX looks for one. What makes a worker in, that worker out.
+
+Where every port of `UCX_TCP_PORT_RANGE` is taken, UCX draws one after the other for ever; where the range is one port,
+it prints lines of its own. Never listens itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import resource
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
+from jaxpp_async.base.install_hints import CUDA_MAJORS, SYSTEM_UCX, pip_install
 from jaxpp_async.errors import InstallError, MeshError, TransferError
-from jaxpp_async.extras import CUDA_MAJORS, SYSTEM_UCX, pip_install
 from jaxpp_async.transport.network import Network
-from jaxpp_async.transport.ucx.interfaces import devices_with
 from jaxpp_async.transport.ucx.limits import (
     FOLDER,
     LEAST_ROOM,
@@ -27,8 +32,7 @@ from jaxpp_async.transport.ucx.limits import (
     num_descriptors,
     shared_memory_folder,
 )
-from jaxpp_async.transport.ucx.net_devices import DEVICES, check_devices
-from jaxpp_async.transport.ucx.ports import with_free_port
+from jaxpp_async.transport.ucx.net_devices import DEVICES, addresses_of_devices, check_devices, devices_with
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -79,7 +83,9 @@ def open_context(network: Network | None) -> Context:
     """
     ucxx = _import_ucxx()
     if _started_in() != os.getpid():
-        raise TransferError("this process was forked after UCX started; start actors with spawn or exec instead")
+        raise TransferError(
+            "this process was forked after UCX started; start actors with spawn or exec instead"
+        )
     check_devices(os.environ.get(DEVICES))
     check_descriptors(START_DESCRIPTORS, "the data plane (UCX)")
     settings = _settings(network)
@@ -94,7 +100,9 @@ def open_context(network: Network | None) -> Context:
     try:
         return with_free_port(make, settings.get("NET_DEVICES", os.environ.get(DEVICES)))
     except (ucxx.UCXError, OSError) as error:
-        raise MeshError(f"UCX does not start on host {socket.gethostname()}: {error} ({describe_limits()})") from error
+        raise MeshError(
+            f"UCX does not start on host {socket.gethostname()}: {error} ({describe_limits()})"
+        ) from error
 
 
 def _settings(network: Network | None) -> dict[str, str]:
@@ -154,8 +162,12 @@ def check_takes_gpu_memory(found: Sequence[tuple[str, str]]) -> None:
     elif _wants_system_ucx():
         remedy = f"take a UCX that is built with CUDA, or pip's: unset {SYSTEM_UCX}"
     else:
-        remedy = "is it built with CUDA, and is the driver there (`python -m jaxpp_async doctor --platform cuda`)?"
-    raise MeshError(f"UCX on host {socket.gethostname()} cannot take GPU memory, it has no cuda_copy; {remedy}")
+        remedy = (
+            "is it built with CUDA, and is the driver there (`python -m jaxpp_async doctor --platform cuda`)?"
+        )
+    raise MeshError(
+        f"UCX on host {socket.gethostname()} cannot take GPU memory, it has no cuda_copy; {remedy}"
+    )
 
 
 def shares_memory() -> bool:
@@ -220,3 +232,87 @@ def _import_remedy() -> str:
     if _wants_system_ucx():
         return f"it looks for the system's UCX first ({SYSTEM_UCX}): have it find a newer one, or unset that"
     return f"install it with: {pip_install('cpu')}  (with GPUs: {' or '.join(f'[cuda{n}]' for n in CUDA_MAJORS)})"
+
+
+# ---------------------------------------------------------------- ports
+
+T = TypeVar("T")
+
+PORTS: Final = "UCX_TCP_PORT_RANGE"
+
+_LAST_PORT: Final = 65535
+_LOOKS: Final = 2000  # at ports, at least, before a range has none: some 20 ms
+_LEAST_ROUNDS: Final = 3
+
+
+def with_free_port(make: Callable[[str | None], T], devices: str | None) -> T:
+    """Call `make`, which has UCX listen, so that it takes a port of `UCX_TCP_PORT_RANGE` that is free.
+
+    Args:
+        make: is given the range of one port that UCX is to take; None: as the environment says.
+        devices: on which UCX listens, as `UCX_NET_DEVICES` has them.
+
+    Raises:
+        MeshError: there is none, or it is no range of ports.
+    """
+    given = os.environ.get(PORTS, "")
+    ports = _read_range(given)
+    if ports is None or devices == "":  # any port, or UCX's own error; or it listens nowhere
+        return make(None)
+    for port in _free(ports, addresses_of_devices(devices)):
+        try:
+            return make(f"{port}-{port}")
+        except Exception as error:  # which of UCX's it is says its name: it is not to be imported here
+            if type(error).__name__ != "UCXXBusyError":  # taken since: the next
+                raise
+    raise MeshError(
+        f"ports= {given} ({PORTS}) has no free port left on host {socket.gethostname()}; each process there needs one, "
+        "and one that was given back rests for a minute (TIME-WAIT): give a larger range, or one that no other program "
+        "uses (`ss -tanp` there lists who does, and ports at rest)"
+    )
+
+
+def _read_range(given: str) -> range | None:
+    """The ports of `"47000-47100"` or `"47000"`, read as UCX does: blanks in front of a number, anything behind it.
+
+    Returns:
+        None: any port (0), or nothing that UCX can read either.
+
+    Raises:
+        MeshError: these cannot be TCP ports. UCX would cut the numbers off, or look for ever.
+    """
+    first, dash, last = given.partition("-")
+    numbers = [re.match(r"\s*\+?(\d+)", part, re.ASCII) for part in (first, last if dash else first)]
+    begin, end = (int(number[1]) if number else -1 for number in numbers)
+    if begin <= 0 or end < 0:
+        return None
+    if not begin <= end <= _LAST_PORT:
+        raise MeshError(
+            f"{PORTS}={given} (ports=) is no range of TCP ports: give the first and the last, up to 65535"
+        )
+    return range(begin, end + 1)
+
+
+def _free(ports: range, addresses: list[str]) -> Iterator[int]:
+    """Those on which nobody listens now, several times over.
+
+    Processes that start together begin at different ones, and still may find a port taken for the moment in which
+    another one looks at it: a small range is gone through again, at others' turns.
+    """
+    begin = os.getpid() % len(ports)
+    for _ in range(max(_LEAST_ROUNDS, _LOOKS // len(ports))):
+        for port in (*ports[begin:], *ports[:begin]):
+            if _is_free(port, addresses):
+                yield port
+        os.sched_yield()
+
+
+def _is_free(port: int, addresses: list[str]) -> bool:
+    with contextlib.ExitStack() as sockets:
+        try:
+            for address in addresses:
+                # As UCX binds its own: without SO_REUSEADDR.
+                sockets.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)).bind((address, port))
+        except OSError:
+            return False
+    return True

@@ -83,7 +83,5 @@ def _unfit(folder: str) -> str:
     if not os.access(folder, os.W_OK | os.X_OK):
         return f"{folder} may not be written"
     if room.f_bsize * room.f_bavail < LEAST_ROOM_BYTES:
-        return (
-            f"{folder} has {room.f_bsize * room.f_bavail >> 10:,} KiB left, and UCX wants {LEAST_ROOM_BYTES >> 20} MiB"
-        )
+        return f"{folder} has {room.f_bsize * room.f_bavail >> 10:,} KiB left, and UCX wants {LEAST_ROOM_BYTES >> 20} MiB"
     return ""

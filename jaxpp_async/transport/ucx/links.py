@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.transport.base import SENDER_BITS, SENDER_SHIFT, OnEnd, Peer
-from jaxpp_async.transport.buffers import Memory
-from jaxpp_async.transport.shared import Neighbour
+from jaxpp_async.transport.base import SENDER_BITS, SENDER_SHIFT, Memory, OnEnd, Peer
+from jaxpp_async.transport.shared_memory import Neighbour
 from jaxpp_async.transport.ucx.offers import LinkOffers
-from jaxpp_async.transport.ucx.ucp import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED
+from jaxpp_async.transport.ucx.tag_api import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED
 
 SENDING = -1
 """In the place of the size that is expected."""
@@ -21,7 +20,17 @@ SENDING = -1
 class Link:
     """One connected peer: its endpoint, why it ended if it did, and its process if that is on this host."""
 
-    __slots__ = ("endpoint", "epoch", "failure", "handle", "neighbour", "offers", "peer", "sender_bits", "was_heard")
+    __slots__ = (
+        "endpoint",
+        "epoch",
+        "failure",
+        "handle",
+        "neighbour",
+        "offers",
+        "peer",
+        "sender_bits",
+        "was_heard",
+    )
 
     def __init__(self, peer: Peer, endpoint: Any, neighbour: Neighbour | None, own_bits: int):
         self.peer, self.endpoint = peer, endpoint
@@ -56,7 +65,13 @@ class Transfer:
     __slots__ = ("done", "link", "memory", "number", "offer", "request", "size_bytes", "tag", "then")
 
     def __init__(
-        self, link: Link, memory: Memory, size_bytes: int, tag: int, done: OnEnd | None, number: int | None = None
+        self,
+        link: Link,
+        memory: Memory,
+        size_bytes: int,
+        tag: int,
+        done: OnEnd | None,
+        number: int | None = None,
     ):
         self.link, self.memory, self.tag, self.done = link, memory, tag, done
         self.size_bytes, self.number = size_bytes, number
@@ -80,7 +95,9 @@ class Transfer:
             text_of: a status in UCX's words.
         """
         if status == STATUS_TRUNCATED and self.size_bytes == SENDING:
-            return ProtocolError(f"{self.describe(ours)}: the peer gave no valid answer to a large message's header")
+            return ProtocolError(
+                f"{self.describe(ours)}: the peer gave no valid answer to a large message's header"
+            )
         if status in (STATUS_OK, STATUS_TRUNCATED):
             return ProtocolError(f"{self.describe(ours)}: expected {self.size_bytes} bytes, got {length}")
         return self.failed(ours, status, text_of)

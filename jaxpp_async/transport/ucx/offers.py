@@ -25,7 +25,7 @@ from jaxpp_async.transport.base import (
     SENDER_SHIFT,
     SEQUENCE_BITS,
 )
-from jaxpp_async.transport.shared import RING_BYTES, BlockTicket
+from jaxpp_async.transport.shared_memory import RING_BYTES, BlockTicket
 
 MOST_HELD = 1024
 """Offers that a link remembers until their messages are sent. Any more, and the oldest are forgotten."""
@@ -136,7 +136,9 @@ class LinkOffers:
             found, tag, number, size_bytes, descriptor, key = _ROW.unpack_from(row)
             if found != serial or _CHECK.unpack_from(row, _ROW.size)[0] != zlib.crc32(row[: _ROW.size]):
                 continue
-            if tag & _SENDER_MASK != self._sender_bits or number < self._asked.get(tag := tag & ~_SENDER_MASK, 0):
+            if tag & _SENDER_MASK != self._sender_bits or number < self._asked.get(
+                tag := tag & ~_SENDER_MASK, 0
+            ):
                 continue
             self._held[tag, number] = Offer(serial, BlockTicket(descriptor, key, size_bytes))
             if len(self._held) > MOST_HELD:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sized
 from time import monotonic
 from typing import Any
 
-from jaxpp_async.transport.lookout import Lookout
+from jaxpp_async.transport.adaptive_spin import Lookout
 
 _STEPS_PER_ROUND, _ROUNDS_PER_CALLBACK = 256, 4
 """Bounds on one callback's progress, so that a flood of messages does not starve the loop's other work."""

@@ -21,28 +21,29 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any
 
+from jaxpp_async.base.own_descriptors import keep_accepted_from_children, keeping_new_from_children
 from jaxpp_async.errors import MeshError, TransferError
-from jaxpp_async.own_descriptors import keep_accepted_from_children, keeping_new_from_children
-from jaxpp_async.transport.addresses import hosts_of, seal, unseal
 from jaxpp_async.transport.base import (
     EPOCH_SHIFT,
     MISPLACED_TAG_BITS,
     SENDER_BITS,
     SENDER_SHIFT,
+    Memory,
     OnEnd,
     Peer,
     check_tag,
+    hosts_of,
+    memory_of,
     post_future,
+    seal,
+    unseal,
 )
-from jaxpp_async.transport.buffers import Memory, memory_of
-from jaxpp_async.transport.listening import AddressFilter, ListeningSocket, listening_sockets
-from jaxpp_async.transport.network import Network
+from jaxpp_async.transport.network import AddressFilter, ListeningSocket, Network, listening_sockets
 from jaxpp_async.transport.ucx.context import Context, describe_limits, open_context, resources, shares_memory
-from jaxpp_async.transport.ucx.direct import Direct
-from jaxpp_async.transport.ucx.direct_words import DIRECT_BYTES, HEADER_BYTES
 from jaxpp_async.transport.ucx.links import SENDING, Link, Transfer, sender_bits_of
+from jaxpp_async.transport.ucx.one_copy import DIRECT_BYTES, HEADER_BYTES, Direct
 from jaxpp_async.transport.ucx.progress import Progress
-from jaxpp_async.transport.ucx.ucp import STATUS_CANCELED, STATUS_OK, TagPort, is_error
+from jaxpp_async.transport.ucx.tag_api import STATUS_CANCELED, STATUS_OK, TagPort, is_error
 
 RELEASE_TIMEOUT_S = 5.0
 """How long `abort` waits for UCX to let go of the buffers; force-closing has taken under 1 ms."""
@@ -145,7 +146,11 @@ class UCXTransport:
                     self._ucxx.UCXAddress.create_from_buffer(target), self._error_handling
                 )
         except self._ucxx.UCXError as error:
-            alone = "" if self._listening else "; processes that share no memory (containers) need UCX_NET_DEVICES=lo"
+            alone = (
+                ""
+                if self._listening
+                else "; processes that share no memory (containers) need UCX_NET_DEVICES=lo"
+            )
             raise TransferError(
                 f"peer {self.peer_id} cannot reach peer {peer}: {error} ({describe_limits()}){alone}"
             ) from error
@@ -184,7 +189,9 @@ class UCXTransport:
         if link.failure is not None:  # UCX has just refused what was to be said of it
             raise self._refusal(peer, link)
         identity = next(self._identities)
-        result = self._port.send(link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity)
+        result = self._port.send(
+            link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity
+        )
         if result:
             self._track(Transfer(link, memory, SENDING, tag, done, number), identity, result)
         return result == 0  # a message that is on its way leaves UCX nothing to do
@@ -235,7 +242,9 @@ class UCXTransport:
         itself, until UCX has let go: nothing of it stays for longer than that."""
         if self._closing is None or (self._closing.done() and self._worker is not None):
             # A task of its own, so that a cancelled await still gives everything back.
-            self._closing = self._loop.create_task(self._close(), name=f"close UCX transport of peer {self.peer_id}")
+            self._closing = self._loop.create_task(
+                self._close(), name=f"close UCX transport of peer {self.peer_id}"
+            )
         await asyncio.shield(self._closing)
 
     # ------------------------------------------------------------ ends of transfers
@@ -270,7 +279,8 @@ class UCXTransport:
         # A transfer's `done` may post, and what then ends at once is appended while this goes on.
         for identity, status, length in completed:
             transfer = self._open.pop(identity, None)
-            if transfer is not None:  # None: discarded, or told before, in a round that an interrupt cut short
+            if transfer is not None:
+                # None: discarded, or told before, in a round that an interrupt cut short
                 if transfer.request:  # 0: refused
                     self._port.free(transfer.request)
                 self.finish(transfer, status, length)
@@ -320,7 +330,8 @@ class UCXTransport:
                 self._miss(transfer, str(error))
         try:
             done(error)
-        except Exception as failure:  # of the caller's code; the other transfers' ends have to be told all the same
+        except Exception as failure:
+            # of the caller's code; the other transfers' ends have to be told all the same
             self._loop.call_exception_handler({"message": f"{done} failed", "exception": failure})
 
     def _hear(self, link: Link) -> None:
@@ -349,7 +360,9 @@ class UCXTransport:
             result = STATUS_CANCELED
         else:
             identity = next(self._identities)
-            result = self._port.send(link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity)
+            result = self._port.send(
+                link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity
+            )
             self._kick()
             if result and not is_error(result):
                 own = transfer or Transfer(link, memory, SENDING, tag, None)
@@ -359,7 +372,9 @@ class UCXTransport:
             self.finish(transfer or Transfer(link, memory, SENDING, tag, None), result, 0)
         return not is_error(result)
 
-    def post_own_recv(self, link: Link, memory: Memory, tag: int, then: Callable[[int, int], None] | Transfer) -> None:
+    def post_own_recv(
+        self, link: Link, memory: Memory, tag: int, then: Callable[[int, int], None] | Transfer
+    ) -> None:
         """See `direct_words.Carrier`."""
         if isinstance(then, Transfer):
             own = then
@@ -436,7 +451,9 @@ class UCXTransport:
             return
         tag = epoch << EPOCH_SHIFT | sender_bits
         mask = ((1 << 64) - 1) >> EPOCH_SHIFT << EPOCH_SHIFT | ((1 << SENDER_BITS) - 1) << SENDER_SHIFT
-        while (result := self._port.discard_unexpected(tag, mask, identity := next(self._identities))) is not None:
+        while (
+            result := self._port.discard_unexpected(tag, mask, identity := next(self._identities))
+        ) is not None:
             if result and not is_error(result):
                 self._discarding[identity] = result
 
@@ -461,7 +478,9 @@ class UCXTransport:
         if self._open or self._direct.receiver.exposed:
             self._closing_late = self._loop.call_later(_LOOK_AGAIN_S, self._close_late)
             return
-        self._closing = self._loop.create_task(self._close(), name=f"close UCX transport of peer {self.peer_id} late")
+        self._closing = self._loop.create_task(
+            self._close(), name=f"close UCX transport of peer {self.peer_id} late"
+        )
         self._closing.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
@@ -480,4 +499,6 @@ def _open(network: Network | None) -> tuple[Context, tuple[ListeningSocket, ...]
         if own is None or not own.has_connections():
             return context, sockets, own
         del context
-    raise MeshError("strangers connect to the data plane of this process as soon as it listens; use another network")
+    raise MeshError(
+        "strangers connect to the data plane of this process as soon as it listens; use another network"
+    )

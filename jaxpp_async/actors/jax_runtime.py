@@ -1,0 +1,301 @@
+"""starting: a Configure in, JAX started and the actor's mesh of devices out. Never touches arrays.
+
+The mesh is the whole actor's; of an actor of several processes each has its own part of the devices.
+
+In an actor process JAX is this package's to configure. Inline, the process and its JAX belong to the user: nothing is
+set there, and the actors share its devices.
+
+cluster: joins the processes of one actor by `jax.distributed`. A `Cluster` in; a JAX that knows all its devices out.
+
+The first process opens the service where they find each other, on a port that it has held since it was asked for one.
+JAX ends a process whose fellows it takes for dead; here that is the controller's to decide, so JAX waits for days.
+Must run before JAX's first use. Reserving blocks nothing; joining does, for as long as the others take to come.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import math
+import os
+import socket
+import sys
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpp_async.base.install_hints import cuda_error, cuda_install
+from jaxpp_async.errors import InstallError, LaunchError, MeshError
+from jaxpp_async.jax_bridge import jax_config
+from jaxpp_async.jax_bridge.compilation_cache import SHARED_CACHE, make_cache
+from jaxpp_async.markers.logical_axes import AXIS_TYPES
+from jaxpp_async.program.instructions import Aval
+from jaxpp_async.protocol.messages import Cluster, Configure, Hardware
+from jaxpp_async.transport.network import listening_sockets, refuse_strangers
+from jaxpp_async.transport.ucx.net_devices import interface_with
+
+ONE_DEVICE_AXIS = "device"
+"""Axis name of the mesh of an actor with no `spmd_mesh`."""
+
+_PACKAGES = ("jaxpp-async", "jax", "jaxlib", "numpy", "ml_dtypes")
+
+INLINE_DEVICES = threading.Lock()
+"""Held while an inline actor executes over several devices: XLA's CPU collectives of two executables at once can
+occupy each other's threads for ever, and a process has one set of devices however many actors share it."""
+
+
+class Devices:
+    """The devices of one actor as a JAX mesh.
+
+    Args:
+        mesh: the actor's mesh, also for one device. Each process's devices are neighbours there.
+
+    Attributes:
+        size: how many the actor has.
+        devices: those of this process, in the mesh's order.
+        first: the place of the first of these in the mesh.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self.mesh, self.size = mesh, mesh.devices.size
+        everyone, own = list(mesh.devices.flat), mesh.devices.flat[0].client.process_index()
+        self.devices: tuple[Any, ...] = tuple(device for device in everyone if device.process_index == own)
+        self.first = everyone.index(self.devices[0])
+        self.sharding_of = lru_cache(maxsize=None)(self._sharding_of)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether arrays lie in host memory."""
+        return self.devices[0].platform == "cpu"
+
+    def _sharding_of(self, aval: Aval) -> NamedSharding:
+        """The sharding that `aval.spec` means on this mesh."""
+        return NamedSharding(self.mesh, PartitionSpec(*aval.spec, unreduced=frozenset(aval.unreduced)))
+
+
+def start_devices(configure: Configure, *, inline: bool) -> Devices:
+    """Configure and start JAX, and lay the actor's devices out as a mesh.
+
+    Args:
+        configure: what the controller asks for.
+        inline: the actor shares the controller's process, whose JAX is left as it is (but see `share_cache`).
+
+    Raises:
+        MeshError: the process has fewer devices than `spmd_mesh` needs.
+        InstallError: the setup hook's module is missing, or JAX for GPUs.
+        LaunchError: the setup hook raised.
+        ValueError: a setup hook that is not `"module:function"`, or an axis type that does not exist.
+    """
+    jax_config.write_cache_whole()  # inline as well: actors that share this process compile at once
+    if not inline:
+        if configure.platform == "cuda" and (missing := cuda_error("platform='cuda'")) is not None:
+            raise missing
+        _configure_jax(configure)
+        _confine_nccl(configure)
+    if configure.setup:
+        _run_setup(configure.setup, configure.setup_folder)
+    if configure.cluster is None:
+        return Devices(_make_mesh(configure))
+    before = listening_sockets()
+    join(configure.cluster, configure.platform)
+    devices = Devices(_make_mesh(configure))
+    # the coordinator's, and gloo's
+    refuse_strangers(listening_sockets() - before, configure.cluster.addresses)
+    return devices
+
+
+def _devices_each(configure: Configure) -> int:
+    """How many devices of the actor belong to this process."""
+    processes = configure.cluster.size if configure.cluster is not None else 1
+    return math.prod(size for _, size in configure.spmd_mesh) // processes
+
+
+def package_versions() -> dict[str, str]:
+    """Versions that controller and actors must agree on."""
+    found: dict[str, str] = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # run from a source tree
+            found[name] = ""
+    return found
+
+
+def plain_hardware(devices: Devices) -> Hardware:
+    """What devices are whose arrays pass through host memory."""
+    return Hardware(kind=devices.devices[0].device_kind, count=len(devices.devices))
+
+
+def _configure_jax(configure: Configure) -> None:
+    settings = {
+        # Executables run on a thread of the actor; handing over to XLA's own too costs as much as a small task.
+        "jax_cpu_enable_async_dispatch": False,
+        **configure.jax_config,
+    }
+    if configure.platform == "cpu":
+        settings["jax_num_cpu_devices"] = _devices_each(configure)
+        settings["jax_platforms"] = "cpu"
+    elif configure.platform:
+        settings["jax_platforms"] = f"{configure.platform},cpu"
+    if configure.cache_dir:
+        settings |= jax_config.cache_settings(make_cache(configure.cache_dir))
+    for name, value in settings.items():
+        jax.config.update(name, value)
+
+
+def _confine_nccl(configure: Configure) -> None:
+    """Have NCCL meet its peers on the interface that reaches them, and on no other, unless its user chose one."""
+    if configure.platform == "cuda" and configure.address is not None:
+        interface = interface_with(configure.address)
+        if interface is not None:
+            # "=": this name, not all that begin so
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def share_cache(configure: Configure) -> AbstractContextManager[None]:
+    """A context in which this process's JAX, which an inline actor shares, uses the mesh's compilation cache; or the
+    user's, if there is one.
+
+    Raises:
+        MeshError: the folder cannot be made.
+    """
+    if not configure.cache_dir or SHARED_CACHE.is_users_own:
+        return nullcontext()
+    return SHARED_CACHE.use(make_cache(configure.cache_dir))
+
+
+def _run_setup(setup: str, folder: bytes | None) -> None:
+    if folder is not None and os.fsdecode(folder) not in sys.path:
+        sys.path.append(os.fsdecode(folder))  # behind all else: no file in it stands for an installed module
+    module_name, separator, function_name = setup.partition(":")
+    if not separator or not module_name or not function_name:
+        raise ValueError(f"setup={setup!r} is not of the form 'module:function'")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise InstallError(
+            f"setup={setup!r}: the actor cannot import {error.name!r}; install it there or add its folder to PYTHONPATH"
+        ) from None
+    except Exception as error:  # of the user's module, which may raise anything
+        raise LaunchError(f"setup={setup!r}: importing it raised {type(error).__name__}: {error}") from error
+    if not callable(function := getattr(module, function_name, None)):
+        raise InstallError(f"setup={setup!r}: {module_name} has no function {function_name!r}")
+    try:
+        function()
+    except Exception as error:  # of the user's function
+        raise LaunchError(f"setup={setup!r} raised {type(error).__name__}: {error}") from error
+
+
+def _make_mesh(configure: Configure) -> Mesh:
+    axes = configure.spmd_mesh or ((ONE_DEVICE_AXIS, 1),)
+    kinds = configure.axis_types or ("auto",) * len(axes)
+    unknown = [kind for kind in kinds if kind not in AXIS_TYPES]
+    if unknown or len(kinds) != len(axes):
+        raise ValueError(f"axis_types {kinds} for the axes {axes}: give 'auto' or 'explicit' for each axis")
+    shape = tuple(size for _, size in axes)
+    needed = _devices_each(configure)
+    try:
+        devices = jax.local_devices(backend=configure.platform or None)
+    except RuntimeError as error:
+        if configure.platform != "cuda":
+            raise
+        raise MeshError(
+            f"JAX finds no GPU here ({error}); is the driver loaded, and JAX's CUDA plugin installed? If not: "
+            f"{cuda_install()}. `python -m jaxpp_async doctor --platform cuda` there says what is missing; without "
+            "GPUs, use platform='cpu'"
+        ) from error
+    if len(devices) < needed:
+        raise MeshError(
+            f"spmd_mesh {dict(axes)} needs {needed} devices in each process, this one has {len(devices)} of platform "
+            f"{devices[0].platform!r}; on CPU, call "
+            f"jax.config.update('jax_num_cpu_devices', {needed}) before JAX's first use"
+        )
+    if configure.cluster is not None:  # in order of rank, and so as the hosts are filled
+        devices = [
+            device
+            for rank in range(configure.cluster.size)
+            for device in jax.local_devices(process_index=rank, backend=configure.platform or None)[:needed]
+        ]
+    return Mesh(
+        np.array(devices[: math.prod(shape)]).reshape(shape),
+        tuple(name for name, _ in axes),
+        axis_types=tuple(AXIS_TYPES[kind] for kind in kinds),
+    )
+
+
+# ---------------------------------------------------------------- cluster
+
+JOIN_S = 60
+"""How long the others may take to come."""
+
+_NEVER_S = 10**6
+"""When JAX itself takes a silent process for dead."""
+
+
+def reserve_port() -> socket.socket:
+    """A socket that keeps a free TCP port from everyone but this user's processes that name it. It does not listen."""
+    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        # as the service has it, which then shares the port
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("0.0.0.0", 0))
+    except OSError:
+        held.close()
+        raise
+    return held
+
+
+def join(cluster: Cluster, platform: str) -> None:
+    """Join this process with the others of its actor.
+
+    Raises:
+        MeshError: they did not find each other.
+    """
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    if platform == "cpu":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax_config.let_gloo_listen_on(cluster.addresses[cluster.rank])
+    try:
+        jax.distributed.initialize(
+            cluster.coordinator,
+            cluster.size,
+            cluster.rank,
+            cluster_detection_method="deactivate",
+            initialization_timeout=JOIN_S,
+            heartbeat_timeout_seconds=_NEVER_S,
+            coordinator_bind_address=cluster.coordinator,
+        )
+    except RuntimeError as error:
+        raise MeshError(
+            f"process {cluster.rank} of {cluster.size} of this actor did not find the others at {cluster.coordinator} "
+            f"within {JOIN_S} s: {error}; can the hosts of one actor reach each other there, on any port?"
+        ) from error
+
+
+def agree(name: str, mine: int, cluster: Cluster, timeout_s: float) -> int:
+    """The greatest of the numbers that the actor's processes give.
+
+    Args:
+        name: of what they agree on; each is used once.
+        mine: this process's number.
+        timeout_s: how long the others may take.
+
+    Raises:
+        MeshError: one of them said nothing.
+    """
+    client = jax_config.distributed_client()
+    found = [mine]
+    try:
+        client.key_value_set(f"jaxpp-async/{name}/{cluster.rank}", str(mine))
+        for rank in range(cluster.size):
+            if rank != cluster.rank:
+                key = f"jaxpp-async/{name}/{rank}"
+                found.append(int(client.blocking_key_value_get(key, int(timeout_s * 1000))))
+    except RuntimeError as error:
+        raise MeshError(f"a process of this actor did not say how far it is: {error}") from error
+    return max(found)

@@ -1,0 +1,175 @@
+"""events: what happens to a mesh, as it happens: told by those who run it, read by any number of async iterators.
+
+Never waits for a reader, starts no task, and keeps a bounded number of events. No jax. Everything is called on the
+mesh's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Any, Literal, Protocol, TypeAlias
+
+Kind: TypeAlias = Literal[
+    "started",
+    "staged",
+    "compiled",
+    "waiting",
+    "suspect",
+    "recovered",
+    "died",
+    "restarted",
+    "checkpointed",
+    "closed",
+    "lost",
+]
+"""`lost` is told by an iterator alone, in the place of events that it was too slow for."""
+
+KEPT = 1000
+"""How many events a mesh remembers: for who subscribes late, and for who reads slowly."""
+
+_LOG = logging.getLogger("jaxpp_async.events")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to a mesh.
+
+    Args:
+        kind: what.
+        actor: whom it happened to; None: the whole mesh.
+        step: the number of the user's step that was under way, where that says something.
+        text: one line for people.
+        time_s: `time.monotonic()` of this process, in seconds: for differences.
+        at: the time of day in UTC, which a clock that is set may move: for people.
+        details: what else is known, such as `seconds`, `path`, `host`, `pid`; docs/operations.md has them by kind.
+    """
+
+    kind: Kind
+    actor: int | None
+    step: int | None
+    text: str
+    time_s: float
+    at: datetime
+    details: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.at:%H:%M:%S} {self.kind}: {self.text}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain data that `json.dumps` takes."""
+        return {
+            "kind": self.kind,
+            "actor": self.actor,
+            "step": self.step,
+            "text": self.text,
+            "time_s": self.time_s,
+            "at": self.at.isoformat(),
+            "details": dict(self.details),
+        }
+
+
+class Emit(Protocol):
+    """`EventLog.emit`, for those who only tell."""
+
+    def __call__(
+        self, kind: Kind, text: str, *, actor: int | None = None, step: int | None = None, **details: Any
+    ) -> None: ...
+
+
+class EventLog:
+    """The events of one mesh. The last one is `closed`.
+
+    Args:
+        kept: how many are remembered.
+    """
+
+    def __init__(self, kept: int = KEPT):
+        self._kept: deque[Event] = deque(maxlen=kept)
+        self._num_emitted = 0
+        self._is_closed = False
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def emit(
+        self, kind: Kind, text: str, *, actor: int | None = None, step: int | None = None, **details: Any
+    ) -> None:
+        """Tell everyone, and the logger `jaxpp_async.events`. On the event loop; after `closed` it does nothing.
+
+        Whoever notices something logs it with all there is to say; this is a `DEBUG` record, or `ERROR` for a death.
+
+        Args:
+            text: its first line is kept.
+            details: plain data.
+        """
+        if self._is_closed:
+            return
+        event = _make(kind, text.partition("\n")[0], actor, step, details)
+        self._kept.append(event)
+        self._num_emitted += 1
+        self._is_closed = kind == "closed"
+        extra = {"actor": actor, "step": step, "host": details.get("host")}
+        _LOG.log(logging.ERROR if kind == "died" else logging.DEBUG, "%s: %s", kind, event.text, extra=extra)
+        for waiting in self._waiting:
+            if not waiting.done():  # its reader may just have been cancelled
+                waiting.set_result(None)
+
+    def subscribe(self, *, history: bool = True) -> Events:
+        """A reader of its own position.
+
+        Args:
+            history: begin with the events remembered from before; False: with the next one.
+        """
+        return Events(self, 0 if history else self._num_emitted)
+
+    def _at(self, position: int) -> tuple[Event | None, int]:
+        """The event to read at `position`, and the next position; (None, position): there is none yet.
+
+        Raises:
+            StopAsyncIteration: there will be none.
+        """
+        first = self._num_emitted - len(self._kept)
+        if position < first:
+            lost = first - position
+            return _make(
+                "lost", f"{lost} events were forgotten before they were read", None, None, {"count": lost}
+            ), first
+        if position < self._num_emitted:
+            return self._kept[position - first], position + 1
+        if self._is_closed:
+            raise StopAsyncIteration
+        return None, position
+
+    async def _wait(self) -> None:
+        """Wait until something more happened."""
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting.add(waiting)
+        try:
+            await waiting
+        finally:
+            self._waiting.discard(waiting)
+
+
+class Events(AsyncIterator[Event]):
+    """An async iterator of events; ends after `closed`. Holds nothing that would have to be closed."""
+
+    def __init__(self, log: EventLog, position: int):
+        self._log, self._position = log, position
+
+    async def __anext__(self) -> Event:
+        # An event is taken without waiting, so a cancelled reader has lost none.
+        while True:
+            event, self._position = self._log._at(self._position)
+            if event is not None:
+                return event
+            await self._log._wait()
+
+
+def _make(kind: Kind, text: str, actor: int | None, step: int | None, details: Mapping[str, Any]) -> Event:
+    now = datetime.now(UTC)
+    return Event(kind, actor, step, text, time.monotonic(), now, MappingProxyType(dict(details)))

@@ -1,0 +1,115 @@
+"""private_folder: a folder that only its user can write, for what this package trusts as much as its own code.
+
+It is judged as sshd judges `~/.ssh` (StrictModes): by the folder itself and by every folder on the way to it, links
+included, since whoever can write one of those can put another folder in its place. As with Debian's sshd, a group may
+write that has no other member: where each user has a group of his own, folders are made so (umask 002).
+"""
+
+from __future__ import annotations
+
+import errno
+import grp
+import os
+import pwd
+import stat
+from collections import deque
+
+_MOST_LINKS = 40
+_GROUP_OR_OTHERS_ENTER = 0o011
+
+
+class NotPrivateError(Exception):
+    """Somebody else can write a folder. The message says which, and what to do."""
+
+
+def make_private_folder(folder: str) -> None:
+    """Make a folder, and those on the way to it that are missing, with mode 0700.
+
+    Args:
+        folder: an absolute path.
+
+    Raises:
+        NotPrivateError: it could be written, or replaced, by somebody who is neither this user nor root.
+        OSError: it cannot be made.
+    """
+    missing: list[str] = []
+    above = folder
+    while not os.path.lexists(above):
+        missing.append(above)
+        above = os.path.dirname(above)
+    for path in reversed(missing):
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            # another process of this user makes it as well, or somebody else does: judged below
+            continue
+    _check_way(folder)
+
+
+def _check_way(folder: str) -> None:
+    """Walk from the root to `folder`, through links, as the kernel does."""
+    left, here, num_links = deque(folder.strip("/").split("/")), "/", 0
+    is_hidden = False  # nobody else gets past a folder above: the modes of what lies in it do not matter
+    while left:
+        path = os.path.normpath(os.path.join(here, left.popleft()))
+        found = os.lstat(path)
+        if stat.S_ISLNK(found.st_mode):
+            num_links += 1
+            if num_links > _MOST_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), folder)
+            if not _is_trusted(found.st_uid) and not is_hidden:
+                raise NotPrivateError(f"the link {path} belongs to {_user(found)}; remove it")
+            target = os.readlink(path)
+            here = "/" if target.startswith("/") else here
+            left.extendleft(reversed(target.strip("/").split("/")))
+            is_hidden = False
+            continue
+        if not is_hidden:
+            _check_folder(path, found, is_last=not left)
+        is_hidden = path.startswith(here) and (is_hidden or not found.st_mode & _GROUP_OR_OTHERS_ENTER)
+        here = path
+
+
+def _check_folder(path: str, found: os.stat_result, *, is_last: bool) -> None:
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+    if not _is_trusted(found.st_uid):
+        raise NotPrivateError(f"{path} belongs to {_user(found)}, who can put anything in its place")
+    # With the sticky bit, as in /tmp, only an entry's owner can replace it, and the next one's owner is looked at.
+    is_sticky = found.st_mode & stat.S_ISVTX and not is_last
+    is_open = found.st_mode & stat.S_IWOTH or (
+        found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid)
+    )
+    if is_open and not is_sticky:
+        raise NotPrivateError(
+            f"other users can write {path}; `chmod go-w {path}` if what lies there can be trusted"
+        )
+
+
+def _is_trusted(uid: int) -> bool:
+    return uid in (0, os.geteuid(), _roots_number())
+
+
+def _roots_number() -> int:
+    """The user number of root, who has another one in a container without rights: that of the root folder's owner."""
+    return os.stat("/").st_uid
+
+
+def _is_own_group(gid: int) -> bool:
+    """Whether a group has no member but this process's user; or but root, and system accounts, if it is root's.
+
+    A directory service may not list the users whose first group it is, so it has to have the user's name too.
+    """
+    try:
+        group = grp.getgrgid(gid)
+        if gid == 0:
+            return {*group.gr_mem} <= {"root"}
+        user = pwd.getpwuid(os.geteuid())
+    except KeyError:  # one of them has no name
+        return False
+    members = {*group.gr_mem, *(one.pw_name for one in pwd.getpwall() if one.pw_gid == gid)}
+    return (group.gr_name, gid) == (user.pw_name, user.pw_gid) and members <= {user.pw_name}
+
+
+def _user(found: os.stat_result) -> str:
+    return f"the user {found.st_uid}"

@@ -1,0 +1,185 @@
+"""series: `Checkpoints`: the numbered checkpoints of one run, saved in the background, the newest few kept."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+from typing import Any, Protocol
+
+from jaxpp_async.base.printable import shown
+from jaxpp_async.checkpoint.save import OnProgress, Saver, Saving
+from jaxpp_async.errors import CheckpointError, MeshError
+from jaxpp_async.storage import checkpoint_folder
+
+_LOG = logging.getLogger("jaxpp_async")
+
+_DIGITS = 8
+_NUMBER = re.compile(rf"\d{{{_DIGITS},}}")
+
+
+class Mesh(Protocol):
+    """What is needed of a `RemoteMesh`."""
+
+    @property
+    def saver(self) -> Saver: ...
+
+    async def restore(self, path: checkpoint_folder.Path, like: Any) -> Any: ...
+
+
+class Checkpoints:
+    """The checkpoints of one run, each in a folder of `directory` that is named by its step number.
+
+        async with jpp.Checkpoints(mesh, "checkpoints", keep=3) as checkpoints:
+            if checkpoints.latest() is not None:
+                run = await checkpoints.restore(like)
+            ...
+            await checkpoints.save(step_number, run)
+
+    Leaving the context waits for the save under way, and raises its error.
+
+    Args:
+        mesh: whose arrays are saved and restored.
+        directory: made with the first save; one run's at a time.
+        keep: how many checkpoints stay of those up to the one that was saved last. Older ones are removed once that is
+            whole, never before.
+
+    Raises:
+        MeshError: `keep` is below 1.
+    """
+
+    def __init__(self, mesh: Mesh, directory: checkpoint_folder.Path, *, keep: int = 3):
+        if keep < 1:
+            raise MeshError(f"keep is {keep}; at least one checkpoint has to stay")
+        self._mesh, self._keep, self.directory = mesh, keep, checkpoint_folder.absolute(directory)
+        self._current: Saving | None = None
+
+    async def __aenter__(self) -> Checkpoints:
+        return self
+
+    async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
+        try:
+            await self.wait()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            _LOG.warning("%s", failure)  # what ended the context says more
+
+    async def save(
+        self, step_number: int, tree: Any, *, wait: bool = False, on_progress: OnProgress | None = None
+    ) -> Saving:
+        """Save a tree as it is now, while training goes on. First waits for the save before it, if that still writes.
+
+        Args:
+            step_number: names the checkpoint; one of the same number is replaced.
+            tree, wait, on_progress: as of `RemoteMesh.save`.
+
+        Returns:
+            The save under way.
+
+        Raises:
+            CheckpointError: this save failed, or the one before and nobody has been told.
+            ArrayError, MeshClosedError: as `RemoteMesh.save`.
+        """
+        await self.wait()
+
+        async def prune() -> None:
+            # Newer ones are of another run, or of before this one went back: this save may be the last, and stays.
+            for number in [n for n in self.step_numbers() if n <= step_number][: -self._keep]:
+                await self._mesh.saver.remove(self.path(number))
+
+        saving = self._current = await self._mesh.saver.save(
+            self.path(step_number), tree, wait=wait, on_progress=on_progress, after_commit=prune
+        )
+        return saving
+
+    async def wait(self) -> None:
+        """Wait for the save under way.
+
+        Raises:
+            CheckpointError: it failed, and nobody has been told.
+        """
+        saving = self._current
+        if saving is None:
+            return
+        was_told = saving.is_awaited
+        try:
+            await saving
+        except CheckpointError:
+            if not was_told:
+                raise
+        finally:
+            if saving.done() and self._current is saving:
+                self._current = None
+
+    async def restore(self, like: Any, step_number: int | None = None) -> Any:
+        """Restore a checkpoint, by default the newest; `like` is as of `RemoteMesh.restore`.
+
+        Raises:
+            CheckpointError: there is none, or it is broken; then names those that can be tried instead.
+        """
+        numbers = self.step_numbers()
+        number = step_number if step_number is not None else max(numbers, default=None)
+        if number is None:
+            raise CheckpointError(f"{shown(self.directory)}: there is no checkpoint")
+        try:
+            return await self._mesh.restore(self.path(number), like)
+        except CheckpointError as error:
+            if step_number is None and (self.latest() or number) > number:
+                return await self.restore(like)  # a save has put a newer one in its place meanwhile
+            if older := [n for n in numbers if n != number]:
+                error.add_note(
+                    f"{shown(self.directory)} also has {older}: restore(like, step_number={older[-1]})"
+                )
+            raise
+
+    def latest(self) -> int | None:
+        """The step number of the newest checkpoint; None if there is none."""
+        return max(self.step_numbers(), default=None)
+
+    def step_numbers(self) -> list[int]:
+        """Those of all whole checkpoints, in ascending order."""
+        return sorted(int(name) for name in self._folders() if self._is_whole(name))
+
+    def path(self, step_number: int) -> str:
+        """The folder of a checkpoint."""
+        return os.path.join(self.directory, f"{step_number:0{_DIGITS}d}")
+
+    async def remove_leftovers(self) -> list[str]:
+        """Remove what saves have left whose process died: files that no manifest names, in `directory` itself too,
+        where `mesh.save` may have put one checkpoint. Nothing else removes them, for nobody can tell them from those of
+        a save under way: call this while no run saves here, also no other one.
+
+        Returns:
+            The files removed, as paths.
+
+        Raises:
+            CheckpointError: one cannot be removed.
+        """
+        await self.wait()
+        return await asyncio.to_thread(self._remove_leftovers)
+
+    def _remove_leftovers(self) -> list[str]:
+        removed: list[str] = []
+        folders = [os.path.join(self.directory, name) for name in sorted(self._folders())]
+        with contextlib.suppress(FileNotFoundError):
+            if checkpoint_folder.written_by_saves(os.listdir(self.directory)):
+                folders.append(self.directory)
+        for folder in folders:
+            try:
+                removed += [os.path.join(folder, name) for name in checkpoint_folder.remove_leftovers(folder)]
+            except OSError as error:
+                raise CheckpointError(f"{shown(folder)}: {error.strerror or error}") from error
+        return removed
+
+    def _folders(self) -> list[str]:
+        try:
+            names = os.listdir(self.directory)
+        except FileNotFoundError:
+            return []
+        return [name for name in names if _NUMBER.fullmatch(name)]
+
+    def _is_whole(self, name: str) -> bool:
+        return os.path.exists(os.path.join(self.directory, name, checkpoint_folder.MANIFEST))

@@ -1,0 +1,188 @@
+"""compiler.prints: `jax.debug.print` and `jax.debug.callback`. In: their equations. Out: what the step has to bring
+home for them, and the calls to make once it is there. Host code of any other kind is refused.
+
+Host code never travels: an actor sees only values that become results of its tasks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxpp_async.compiler.ir import Lit, LoopPrints, Print, Ref, Shown, Types, stacked_type
+from jaxpp_async.compiler.primitives import CALLBACKS, CALLS, CHECKPOINTS, CUSTOM_RULES, PRINTS
+from jaxpp_async.errors import UnsupportedError
+from jaxpp_async.jax_bridge import private_api, tracebacks
+
+
+def print_of(eqn: Any, operands: Sequence[Ref], line: str) -> Print:
+    """The print that an equation asks for."""
+    return Print(functools.partial(private_api.call_host, eqn), tuple(Shown(r) for r in operands), line)
+
+
+def refuse_host(eqn: Any, line: str, stage: Callable[[], int] | None) -> None:
+    """Host code does not travel to the actors.
+
+    Args:
+        line: `file:line` where the equation stands.
+        stage: counts the stages before it in a loop's body, which takes a walk; None outside.
+
+    Raises:
+        UnsupportedError: there is some in the equation.
+    """
+    name = eqn.primitive.name
+    found, around = private_api.find_inside(eqn, CALLBACKS)
+    if found is None and not private_api.has_effects(eqn):
+        return
+    around = [n for n in around if n not in CALLS | CHECKPOINTS | CUSTOM_RULES]
+    what = found.primitive.name if found is not None else name
+    stage_text = "" if stage is None else f" in stage {stage()}"
+    where = f"`{what}`" + (f" inside `{around[-1]}`" if around else "") + stage_text
+    if found is not None and (own := tracebacks.source_line(found)) != "unknown line":
+        line = own
+    if what in PRINTS:
+        raise UnsupportedError(
+            f"{line}: {where}: prints are made by the controller from results of the step, and values inside a "
+            f"`{around[-1] if around else name}` are none; print before or after it, return the values from its "
+            "body and print them there, or write it as Python code"
+        )
+    raise UnsupportedError(
+        f"{line}: {where} runs Python on the host, or has side effects there, which a task on an actor cannot; "
+        "return the value and use it in your process when the step is over, or show it with `jax.debug.print` or "
+        "`jax.debug.callback`"
+    )
+
+
+# ---------------------------------------------------------------- inside a checkpoint
+
+
+def can_lift(eqn: Any) -> bool:
+    """Whether an equation is a checkpoint with prints inside it."""
+    return eqn.primitive.name in CHECKPOINTS and _has_prints(eqn)
+
+
+def can_inline(eqn: Any) -> bool:
+    """Whether an equation is a call with prints inside it."""
+    return eqn.primitive.name in CALLS | CUSTOM_RULES and _has_prints(eqn)
+
+
+def _has_prints(eqn: Any) -> bool:
+    return any(private_api.primitives_inside(inner) & PRINTS for inner in private_api.sub_jaxprs(eqn))
+
+
+def lift(eqn: Any) -> tuple[Any, list[Any], list[tuple[Any, list[Any]]]]:
+    """A checkpoint without the prints inside it, whose operands become further results. Those inside a scan or a cond
+    stay.
+
+    Returns:
+        The equation, constants to pass before its operands, and each print's equation with its operands: a literal, or
+        the number of a result of the new equation.
+    """
+    jaxpr = private_api.inner_jaxpr(eqn)
+    lifted: list[tuple[Any, list[Any]]] = []
+
+    def without_prints(*args: Any) -> list[Any]:
+        lifted.clear()
+        found: list[tuple[Any, list[Any]]] = []
+        results = _evaluate(jaxpr, args, found)
+        for inner, operands in found:
+            lifted.append((inner, []))
+            for operand in operands:
+                lifted[-1][1].append(operand if isinstance(operand, private_api.Literal) else len(results))
+                results += [] if isinstance(operand, private_api.Literal) else [operand]
+        return results
+
+    return (*private_api.with_inner(eqn, without_prints), lifted)
+
+
+def _evaluate(closed: Any, args: Sequence[Any], found: list[tuple[Any, list[Any]]]) -> list[Any]:
+    """Run a jaxpr under a JAX trace without its prints, which are added to `found`."""
+    jaxpr, consts = private_api.open_jaxpr(closed)
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, private_api.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(a) for a in eqn.invars]
+        if eqn.primitive.name in PRINTS:
+            found.append((eqn, [a if isinstance(a, private_api.Literal) else env[a] for a in eqn.invars]))
+            continue
+        if can_lift(eqn):
+            lifted, constants, inside = lift(eqn)
+            results = private_api.bind_eqn(lifted, [*constants, *operands])
+            found += [(e, [results[o] if isinstance(o, int) else o for o in taken]) for e, taken in inside]
+        elif can_inline(eqn):
+            results = _evaluate(private_api.inner_jaxpr(eqn), operands, found)
+        else:
+            results = private_api.bind_eqn(eqn, operands)
+        env.update(zip(eqn.outvars, results, strict=False))  # a lifted one has more results
+    return [read(a) for a in jaxpr.outvars]
+
+
+# ---------------------------------------------------------------- inside a loop
+
+
+def shown_outside(
+    prints: Sequence[Print], inside: Mapping[int, Shown], types: Types, num_microbatches: int
+) -> tuple[LoopPrints, dict[int, int]]:
+    """Prints of a loop's body as the step outside sees them.
+
+    Args:
+        prints: operands are ids of the body.
+        inside: the body's inputs, as they are outside.
+
+    Returns:
+        The prints, and the values that the loop has to stack: id in the body to id of the stack.
+    """
+    stacked: dict[int, int] = {}
+
+    def outside(shown: Shown) -> Shown:
+        if not isinstance(shown.ref, int):
+            return shown
+        if shown.ref in inside:
+            return inside[shown.ref]
+        if shown.ref not in stacked:
+            stacked[shown.ref] = types.new(stacked_type(types[shown.ref], num_microbatches))
+        return Shown(stacked[shown.ref], per_microbatch=True)
+
+    moved = tuple(Print(p.call, tuple(outside(o) for o in p.operands), p.line) for p in prints)
+    return LoopPrints(moved, num_microbatches), stacked
+
+
+# ---------------------------------------------------------------- when the step is over
+
+
+def hidden_results(prints: Sequence[Print | LoopPrints]) -> tuple[int, ...]:
+    """The values that prints show, each once."""
+    refs = [
+        o.ref for p in prints for q in (p.prints if isinstance(p, LoopPrints) else (p,)) for o in q.operands
+    ]
+    return tuple(dict.fromkeys(r for r in refs if isinstance(r, int)))
+
+
+def calls(
+    prints: Sequence[Print | LoopPrints], values: Mapping[int, Any]
+) -> Iterator[tuple[Print, list[Any]]]:
+    """Each print with its operands, in program order, a loop's microbatch by microbatch.
+
+    Args:
+        values: host arrays (keys as key arrays) by value id.
+    """
+    for p in prints:
+        if isinstance(p, Print):
+            yield p, [_value(o, values, 0) for o in p.operands]
+            continue
+        for i in range(p.num_microbatches):
+            for inner in p.prints:
+                yield inner, [_value(o, values, i) for o in inner.operands]
+
+
+def _value(shown: Shown, values: Mapping[int, Any], microbatch: int) -> Any:
+    if shown.ref is None:
+        return np.int32(microbatch)
+    value = np.asarray(shown.ref.value) if isinstance(shown.ref, Lit) else values[shown.ref]
+    return value[microbatch] if shown.per_microbatch else value

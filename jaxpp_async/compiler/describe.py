@@ -1,0 +1,388 @@
+"""compiler.texts: what each pass left, as text for people, dumps and golden files. Decides nothing; no jax.
+
+Texts are long and seldom read, so `Texts` holds what makes them and makes one when it is asked for.
+
+compiler.explain: why things are where they are. In: a placed step. Out: reasons, as words for `report`. No jax.
+
+Decides nothing: reads from the graph who uses what.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from jaxpp_async import schedules
+from jaxpp_async.compiler.ir import Flat, Lit, Loop, Op, Ref, Traced, Types
+from jaxpp_async.compiler.lowering import plan_transfers
+from jaxpp_async.compiler.partition import StagedLoop
+from jaxpp_async.compiler.recipes import Recipe
+from jaxpp_async.compiler.task_graph import PlacedStep
+from jaxpp_async.compiler.task_variants import ScheduledLoop
+from jaxpp_async.program.actor_program import ActorProgram, format_program
+from jaxpp_async.program.instructions import ActorId, Node, ValueId
+
+
+class Texts(Mapping[str, str]):
+    """Pass name to text, in the order of the passes; each made anew when it is read.
+
+    Args:
+        makers: pass name to what makes its text: a pure function of frozen values.
+    """
+
+    def __init__(self, makers: Mapping[str, Callable[[], str]]) -> None:
+        self._makers = dict(makers)
+
+    def __getitem__(self, name: str) -> str:
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __repr__(self) -> str:
+        return f"<texts of {', '.join(self)}>"
+
+    def with_text(self, name: str, maker: Callable[[], str]) -> Texts:
+        """These and the text of one more pass."""
+        return Texts({**self._makers, name: maker})
+
+
+def format_programs(programs: Sequence[ActorProgram]) -> str:
+    return "\n\n".join(format_program(p) for p in programs)
+
+
+def format_executables(executables: Sequence[Any]) -> str:
+    return "\n".join(f"exe {i} {e.name} {len(e.blob)} bytes" for i, e in enumerate(executables))
+
+
+def format_flat(flat: Flat, types: Types, indent: str = "") -> str:
+    """Readable text of a body, for dumps and golden files."""
+    lines = [f"{indent}inputs {_refs(flat.inputs, types)}"]
+    for op in flat.ops:
+        left = _refs([o for o in op.outputs if o >= 0], types)
+        if isinstance(op, Loop):
+            n = op.num_microbatches
+            lines.append(f"{indent}{left} = loop[{n} microbatches] {_refs(op.inputs)} {{")
+            lines.append(format_flat(op.body, types, indent + "  "))
+            lines.append(f"{indent}}} reduce ({', '.join(type(r).__name__ for r in op.reductions)})")
+        else:
+            mark = " '" if op.transposed else ""
+            lines.append(f"{indent}{left} = {op.name} {_refs(op.inputs)}{mark}")
+    lines.append(f"{indent}return {_refs(flat.outputs)}")
+    return "\n".join(lines)
+
+
+def format_staged(staged: StagedLoop) -> str:
+    """The whole tasks of a loop, as it was cut."""
+    lines = [f"loop of {staged.num_stages} stages, {staged.loop.num_microbatches} microbatches"]
+    lines += [
+        f"stage {k} ends at pipeline_yield {name!r}" for k, name in enumerate(staged.stage_names) if name
+    ]
+    for (ty, stage), task in staged.tasks.items():
+        lines += [f"{ty} stage {stage}", *_operations(task.ops)]
+    for k, parts in enumerate(staged.outputs):
+        joined = " + ".join(f"{_ref(p.value)} of {p.task[0]} stage {p.task[1]}" for p in parts)
+        lines.append(f"result {k}: {type(staged.loop.reductions[k]).__name__} {joined}")
+    return "\n".join(lines)
+
+
+def format_scheduled(scheduled: ScheduledLoop) -> str:
+    """Who runs what when, and what it is that runs: each form of a task with what it reads and what it makes."""
+    lines = [schedules.format_grid(scheduled.tasks)]
+    for variant, actor in scheduled.on_actors():
+        task = variant.task
+        reads = _refs(scheduled.staged.reads(task))
+        lines.append(
+            f"{task.key[0]} stage {task.key[1]} on actor {actor} ({reads}) -> ({_refs(variant.makes)})"
+        )
+        lines += _operations(task.ops)
+        lines += [f"  result {k} += {_ref(scheduled.staged.outputs[k][j].value)}" for k, j in task.adds]
+    return "\n".join(lines)
+
+
+def _operations(ops: Sequence[Op]) -> list[str]:
+    return [f"  {_refs([o for o in op.outputs if o >= 0])} = {op.name} {_refs(op.inputs)}" for op in ops]
+
+
+def _refs(refs: Iterable[Ref], types: Types | None = None) -> str:
+    return " ".join(_ref(r, types) for r in refs)
+
+
+def _ref(ref: Ref, types: Types | None = None) -> str:
+    """An operand; with its type, if types are given."""
+    if isinstance(ref, Lit):
+        return _literal(ref.value)
+    return f"%{ref}" if types is None else f"%{ref}:{_aval(types[ref].aval.dtype, types[ref].aval.shape)}"
+
+
+def _literal(value: Any) -> str:
+    """A constant as text that does not depend on which array class JAX keeps it in."""
+    array = np.asarray(value)
+    content = array.tolist() if array.size <= 8 else "..."
+    return f"#{content}:{_aval(array.dtype.name, array.shape) if array.ndim else array.dtype.name}"
+
+
+def _aval(dtype: str, shape: Sequence[int]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def format_graph(placed: PlacedStep) -> str:
+    graph = placed.graph
+    lines = [f"in  v{i.value} {graph.values[i.value].label} on {list(i.actors)}" for i in graph.inputs]
+    for n in graph.nodes:
+        ins, outs = " ".join(f"v{v}" for v in n.inputs), " ".join(f"v{v}" for v in n.outputs)
+        lines.append(f"actor {n.actor}: {n.label} exe {n.executable} ({ins}) -> ({outs})")
+    lines += [f"out {o.result} v{o.value} on {list(o.actors)}" for o in graph.outputs]
+    return "\n".join(lines + [_format_recipe(i, r) for i, r in enumerate(placed.recipes)])
+
+
+def _format_recipe(index: int, recipe: Recipe) -> str:
+    return f"exe {index} {recipe.name} ({_refs(recipe.inputs)}) -> ({_refs(recipe.outputs)}) ops {len(recipe.ops)}"
+
+
+def format_specs(placed: PlacedStep) -> str:
+    return "\n".join(
+        f"v{i} {value.label} {value.aval.dtype}{list(value.aval.shape)} {value.aval.spec or 'replicated'}"
+        for i, value in enumerate(placed.graph.values)
+    )
+
+
+# ---------------------------------------------------------------- explain
+
+IN_LOOP = "in the loop"
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """One array that goes from one actor to another.
+
+    Args:
+        what: what it is: type, and the task or operation that makes it.
+        when: `"in the loop"`, or which part of the step outside it.
+        why: who needs it there.
+    """
+
+    value: ValueId
+    from_actor: ActorId
+    to_actor: ActorId
+    what: str
+    when: str
+    why: str
+
+
+class Explainer:
+    """Reasons for one step.
+
+    Args:
+        traced: the step, for names.
+        placed: the same, placed.
+        continues: result leaf to the argument leaf it continues.
+    """
+
+    def __init__(self, traced: Traced, placed: PlacedStep, continues: Mapping[int, int]) -> None:
+        self.traced, self.placed, self.continues = traced, placed, continues
+        self.graph = placed.graph
+        self.maker = {v: n for n in self.graph.nodes for v in n.outputs}
+        self.readers: dict[tuple[ValueId, ActorId], list[Node]] = defaultdict(list)
+        for n in self.graph.nodes:
+            for v in n.inputs:
+                self.readers[v, n.actor].append(n)
+        self.results: dict[tuple[ValueId, ActorId], list[int]] = defaultdict(list)
+        for o in self.graph.outputs:
+            for a in o.actors:
+                self.results[o.value, a].append(o.result)
+
+    @cached_property
+    def _items(self) -> list[tuple[int, Op]]:
+        return [(i, item) for i, item in enumerate(self.placed.placement.items) if isinstance(item, Op)]
+
+    @cached_property
+    def _producers(self) -> dict[int, Op]:
+        return {o: op for _, op in self._items for o in op.outputs if o >= 0}
+
+    @cached_property
+    def _users(self) -> dict[tuple[int, ActorId], list[str]]:
+        users: dict[tuple[int, ActorId], list[str]] = defaultdict(list)
+        for i, op in self._items:
+            for r in op.reads:
+                for a in self.placed.placement.op_actors[i]:
+                    users[r, a].append(op.name)
+        return users
+
+    @cached_property
+    def _continued(self) -> dict[ValueId, list[int]]:
+        """The results that continue an argument."""
+        values = {i.arg: i.value for i in self.graph.inputs}
+        found: dict[ValueId, list[int]] = defaultdict(list)
+        for result, arg in self.continues.items():
+            found[values[arg]].append(result)
+        return found
+
+    # ---- transfers
+
+    def crossings(self) -> list[Crossing]:
+        """Every transfer of a step, by value."""
+        planned = sorted((t.value, t.to_actor, t.from_actor) for t in plan_transfers(self.graph))
+        return [
+            Crossing(v, source, a, self._what(v), self._when(v, a), self._who(v, a))
+            for v, a, source in planned
+        ]
+
+    def _what(self, value: ValueId) -> str:
+        aval = self.graph.values[value].aval
+        return f"{aval.dtype}{list(aval.shape)} {self._origin(value)}"
+
+    def _origin(self, value: ValueId) -> str:
+        node = self.maker.get(value)
+        if node is None:
+            return self.graph.values[value].label
+        if node.task is not None:
+            verb = {"accumulator": "accumulated by", "result": "collected by"}.get(
+                self.graph.values[value].kind, "of"
+            )
+            return f"{verb} {task_kind(node)}"
+        op = self._producers.get(self.placed.value_ids[value])
+        return f"of {node.label}" if op is None else f"{op.name} at {_short(op.line)}"
+
+    def _is_total(self, value: ValueId) -> bool:
+        return self.graph.values[value].kind in ("accumulator", "result")
+
+    def _when(self, value: ValueId, actor: ActorId) -> str:
+        """The part of the step in which a transfer happens."""
+        node = self.maker.get(value)
+        readers = self.readers.get((value, actor), [])
+        if node is not None and node.task is not None and not self._is_total(value):
+            return IN_LOOP
+        outside = [n for n in readers if n.task is None]
+        if outside:
+            return self.phase(outside[0])
+        if node is not None and node.task is None:
+            return self.phase(node)
+        return self._phases[-1]
+
+    def _who(self, value: ValueId, actor: ActorId) -> str:
+        readers = self.readers.get((value, actor), [])
+        tasks = list(dict.fromkeys(task_kind(n) for n in readers if n.task is not None))
+        found = [f"for {_listed(tasks)}"] if tasks else []
+        if any(n.task is None for n in readers):
+            ops = dict.fromkeys(self._users.get((self.placed.value_ids[value], actor), []))
+            found.append(f"for {_listed(ops)} there")
+        names = [self.traced.result_name(k) for k in self.results.get((value, actor), [])]
+        if names:
+            found.append(f"as {_listed(names)}, which lives there")
+        return "; ".join(found)
+
+    # ---- parts of the step
+
+    def is_in_loop(self, when: str) -> bool:
+        """Whether a transfer at that time happens for each microbatch."""
+        return when == IN_LOOP
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of the largest loop; 1 without one."""
+        return max((s.staged.loop.num_microbatches for s in self.placed.loops.values()), default=1)
+
+    @cached_property
+    def _loop_levels(self) -> list[int]:
+        return sorted(self.placed.placement.loop_levels.values())
+
+    @cached_property
+    def _phases(self) -> list[str]:
+        count = len(self._loop_levels)
+        if count < 2:
+            return ["before the loop", "after the loop"] if count else ["in the step"]
+        return ["before loop 1", *(f"before loop {k}" for k in range(2, count + 1)), f"after loop {count}"]
+
+    def phase(self, node: Node) -> str:
+        """In which part of the step a node outside the loops runs."""
+        level = self.placed.outer_levels.get(node.label, 0)
+        return self._phases[sum(level > loop for loop in self._loop_levels)]
+
+    # ---- arguments and results
+
+    def why_input(self, value: ValueId, actors: Sequence[ActorId]) -> str:
+        """Why an argument lives where it lives."""
+        if not actors:
+            return self._why_unused(value)
+        return _by_actor({a: self._why_input_on(value, a) for a in actors})
+
+    def _why_input_on(self, value: ValueId, actor: ActorId) -> str:
+        readers = self.readers.get((value, actor), [])
+        tasks = dict.fromkeys(task_kind(n) for n in readers if n.task is not None)
+        phases = dict.fromkeys(self.phase(n) for n in readers if n.task is None)
+        through = self._used_through(value, actor) if any(p.startswith("before") for p in phases) else []
+        if through:
+            phases = [f"{p} for {_listed(through)}" if p.startswith("before") else p for p in phases]
+        users = [*tasks, *phases]
+        if users:
+            return f"used by {_listed(users)}" if tasks else f"used {_listed(users)}"
+        passed = [self.traced.result_name(k) for k in self.results.get((value, actor), [])]
+        if passed:
+            return f"passed on as {_listed(passed)}"
+        if continued := [self.traced.result_name(k) for k in self._continued.get(value, [])]:
+            return f"replaced by {_listed(continued)}, which is made there"
+        return f"nobody uses it on actor {actor}"
+
+    def _why_unused(self, value: ValueId) -> str:
+        argument = self.placed.value_ids[value]
+        back = [
+            self.traced.result_name(k) for k, v in self.placed.placement.handed_back.items() if v == argument
+        ]
+        if back:
+            return f"not used: stays where it is, and is handed back as {_listed(back)}"
+        if continued := [self.traced.result_name(k) for k in self._continued.get(value, [])]:
+            return f"not used: stays where it is; {_listed(continued)} replaces it"
+        return "not used: stays where it is"
+
+    def _used_through(self, value: ValueId, actor: ActorId) -> list[str]:
+        """Tasks of loops on an actor that use what is made of an argument outside of them, such as a cast of it."""
+        argument, homes = self.placed.value_ids[value], self.placed.placement.op_actors
+        made = {o for i, op in self._items if actor in homes[i] and argument in op.reads for o in op.outputs}
+        here = (n for n in self.graph.nodes if n.actor == actor and n.task is not None)
+        return list(
+            dict.fromkeys(
+                task_kind(n) for n in here if any(self.placed.value_ids[v] in made for v in n.inputs)
+            )
+        )
+
+    def why_result(self, result: int, value: ValueId) -> str:
+        """Why a result lives where it lives."""
+        if result in self.placed.placement.handed_back:
+            return f"is {self.graph.values[value].label}, handed back where it lies"
+        if result in self.placed.placement.asked:
+            return "asked for by init"
+        if result in self.continues:
+            return f"continues {self.traced.arg_names[self.continues[result]]}"
+        if value not in self.maker:
+            return f"is {self.graph.values[value].label}"
+        return f"made there: {self._origin(value)}"
+
+
+def task_kind(node: Node) -> str:
+    """A loop's node without its microbatch, such as `"bwd(stage 1)"`."""
+    return node.label.split(", mb ")[0] + ")" if ", mb " in node.label else node.label
+
+
+def _by_actor(reasons: Mapping[ActorId, str]) -> str:
+    if len(set(reasons.values())) == 1:
+        return next(iter(reasons.values()))
+    return "; ".join(f"actor {a}: {reason}" for a, reason in reasons.items())
+
+
+def _short(line: str) -> str:
+    return os.path.basename(line)
+
+
+def _listed(names: Iterable[str], most: int = 4) -> str:
+    shown = list(names)
+    return ", ".join(shown if len(shown) <= most else [*shown[: most - 1], f"{len(shown) - most + 1} more"])

@@ -1,0 +1,115 @@
+"""compiler.cut: operations in program order in; out: those that some values need and the others, and which cheap ones
+are better computed twice than kept. Plain data, no jax.
+
+compiler.dead: a traced step in; out: the same without what nothing needs. Plain data, no jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from jaxpp_async.compiler.ir import Flat, Loop, Op, used_ids
+from jaxpp_async.compiler.primitives import LIGHT, MARKER
+
+
+def cut(ops: Sequence[Op], wanted: Collection[int]) -> tuple[list[Op], list[Op]]:
+    """The operations that `wanted` depends on, and the others. Operations that do both are opened or cut themselves.
+
+    Args:
+        ops: in program order.
+        wanted: ids of values.
+    """
+    needed, pending = set(wanted), list(ops)
+    first: list[Op] = []
+    second: list[Op] = []
+    while pending:
+        op = pending.pop()
+        hit = frozenset(k for k, o in enumerate(op.outputs) if o in needed)
+        if not hit:
+            second.append(op)
+            continue
+        partly = len(hit) < sum(o >= 0 for o in op.outputs)
+        if partly and op.expand is not None:
+            pending += _opened(op)
+            continue
+        if partly and op.split is not None and (halves := op.split(op, hit)) is not None:
+            op, rest = halves
+            second.append(rest)
+        first.append(op)
+        needed.update(op.reads)
+    return first[::-1], second[::-1]
+
+
+def _opened(op: Op) -> list[Op]:
+    """What is inside an operation, and copies that give its results their old ids."""
+    assert op.expand is not None
+    inner, results = op.expand()
+    renamed = [(ref, o) for ref, o in zip(results, op.outputs, strict=True) if o >= 0]
+    return [*inner, *(Op("copy", (ref,), (o,), list, op.line, op.transposed) for ref, o in renamed)]
+
+
+class LightOps:
+    """Operations that cost less to run again than their results cost to keep.
+
+    Args:
+        ops: by position in the program.
+    """
+
+    def __init__(self, ops: Mapping[int, Op]) -> None:
+        self._made_by = {o: (i, op) for i, op in ops.items() for o in op.outputs}
+
+    @classmethod
+    def among(cls, ops: Sequence[Op], free: Iterable[int]) -> LightOps:
+        """The light ones of `ops` that need nothing but values that are there anyway, or each other."""
+        known = set(free)
+        found: dict[int, Op] = {}
+        for i, op in enumerate(ops):
+            if op.name in LIGHT and known.issuperset(op.reads):
+                known.update(op.outputs)
+                found[i] = op
+        return cls(found)
+
+    def needed(self, values: Iterable[int]) -> dict[int, Op]:
+        """Those that make `values`, by position, in program order."""
+        found: dict[int, Op] = {}
+        stack = list(values)
+        while stack:
+            position, op = self._made_by.get(stack.pop(), (-1, None))
+            if op is not None and position not in found:
+                found[position] = op
+                stack += op.reads
+        return dict(sorted(found.items()))
+
+
+# ---------------------------------------------------------------- dead
+
+
+def eliminate_dead(flat: Flat) -> Flat:
+    """Drop operations, loop results and loop inputs that nothing needs. Markers stay: they count stages."""
+    needed = {r for r in flat.outputs if isinstance(r, int)}
+    kept: list[Op | Loop] = []
+    for op in reversed(flat.ops):
+        if needed.isdisjoint(op.outputs) and not (isinstance(op, Op) and op.name == MARKER):
+            continue
+        kept.append(_prune_loop(op, needed) if isinstance(op, Loop) else op)
+        needed.update(kept[-1].reads)
+    return Flat(flat.inputs, tuple(reversed(kept)), flat.outputs)
+
+
+def _prune_loop(loop: Loop, needed: set[int]) -> Loop:
+    keep = [i for i, o in enumerate(loop.outputs) if o in needed]
+    body = eliminate_dead(Flat(loop.body.inputs, loop.body.ops, tuple(loop.body.outputs[i] for i in keep)))
+    used = used_ids(body.ops, body.outputs)
+    invariants, batch, index = loop.body_inputs()
+    kept_invariants = [i for i, v in enumerate(invariants) if v in used]
+    kept_batch = [i for i, v in enumerate(batch) if v in used]
+    inputs = [invariants[i] for i in kept_invariants] + [batch[i] for i in kept_batch] + [index]
+    return replace(
+        loop,
+        body=Flat(tuple(inputs), body.ops, body.outputs),
+        invariants=tuple(loop.invariants[i] for i in kept_invariants),
+        batch=tuple(loop.batch[i] for i in kept_batch),
+        outputs=tuple(loop.outputs[i] for i in keep),
+        reductions=tuple(loop.reductions[i] for i in keep),
+    )

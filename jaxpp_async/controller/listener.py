@@ -1,0 +1,241 @@
+"""gate: where actors come in. Sockets in; authenticated connections of expected actors out, and the beats of those that
+it has let in.
+
+A peer that cannot prove itself is refused and logged, and the mesh goes on. After the handshake
+it never talks to an actor.
+
+refusals: lines for the log out, no more than a person would read. The clock is a parameter.
+
+Whoever can reach a port can be refused as often as it likes; the log must not grow with that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
+
+from jaxpp_async.base.own_descriptors import keep_from_children
+from jaxpp_async.errors import HandshakeError, ProtocolError
+from jaxpp_async.protocol.connection import Connection, attach_socket
+from jaxpp_async.protocol.frames import Identity, Wire
+from jaxpp_async.protocol.messages import Beat
+from jaxpp_async.transport.ucx.limits import free_descriptors
+
+_LOG = logging.getLogger("jaxpp_async.control")
+
+MAX_UNPROVEN = 256
+"""Connections that may be in their handshake at one time; fewer, where this process may not open so many. One more, and
+the oldest from the address that has most of them is closed: it had the most time, and silent peers could keep everybody
+out for the whole of theirs otherwise."""
+
+BACKLOG = 100
+"""How many connections may wait to be accepted. asyncio accepts so many at once, before it tells of any: they all have
+descriptors before the first is closed for being one too many."""
+
+Arrival: TypeAlias = "asyncio.Future[Connection]"
+
+
+class Gate:
+    """Accepts control connections for one mesh.
+
+    Args:
+        secret: the mesh's 32 bytes. version: the package's. max_frame_bytes: for every wire.
+
+    Attributes:
+        on_beat: called with every sign of life of an actor whose control connection is open. May be set at any time.
+    """
+
+    def __init__(self, secret: bytes, *, version: str, max_frame_bytes: int):
+        self._secret, self._version, self._max_frame_bytes = secret, version, max_frame_bytes
+        self.on_beat: Callable[[Identity, Beat], None] | None = None
+        self._expected: dict[Identity, Arrival] = {}
+        self._let_in: dict[int, Connection] = {}  # each actor's control connection, the newest
+        self._beating: dict[int, Connection] = {}
+        self._unproven: dict[Connection, None] = {}  # in order of arrival
+        self._refusals = Refusals(lambda text: _LOG.warning("%s", text), time.monotonic)
+        self._attaching: set[asyncio.Task[None]] = set()
+        self._most_unproven = MAX_UNPROVEN
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, host: str) -> tuple[str, int]:
+        """Accept connections on a free port of `host`'s interface; gives the address."""
+        loop = asyncio.get_running_loop()
+        # never all that this process has
+        self._most_unproven = max(1, min(MAX_UNPROVEN, free_descriptors() // 4))
+        # Not serving yet: asyncio would lose the listening socket if this were cancelled at its last wait.
+        self._server = await loop.create_server(
+            self._make_connection,
+            host,
+            0,
+            family=socket.AF_INET,
+            backlog=min(BACKLOG, self._most_unproven),
+            start_serving=False,
+        )
+        keep_from_children(*(sock.fileno() for sock in self._server.sockets))
+        await self._server.start_serving()
+        name = self._server.sockets[0].getsockname()
+        return name[0], name[1]
+
+    def adopt(self, sock: socket.socket) -> None:
+        """Take one end of a socket pair as if it had been accepted."""
+        connection = self._make_connection()
+        task = asyncio.get_running_loop().create_task(
+            attach_socket(connection, sock), name="attach a control socket"
+        )
+        self._attaching.add(task)
+        task.add_done_callback(self._attaching.discard)
+
+    def expect(self, identity: Identity) -> Arrival:
+        """The future connection of one actor; raises `HandshakeError` if that actor came with another version."""
+        arrival: Arrival = asyncio.get_running_loop().create_future()
+        self._expected[identity] = arrival
+        arrival.add_done_callback(lambda _: self._expected.pop(identity, None))
+        return arrival
+
+    async def aclose(self) -> None:
+        """Stop accepting and drop every handshake under way. Connections handed out stay open."""
+        self._refusals.flush()
+        for listening in self._server.sockets if self._server is not None else ():
+            asyncio.get_running_loop().remove_reader(listening)
+        try:
+            # A connection that came a moment ago gets its transport first: it could not be closed without, and closing
+            # the server would lose it with its socket open (python/cpython#109564).
+            await asyncio.gather(asyncio.sleep(0), *self._attaching)
+        finally:
+            if self._server is not None:
+                self._server.close()
+        left = (*self._unproven, *self._beating.values())
+        self._let_in.clear()
+        for connection in left:
+            connection.abort()
+        for arrival in tuple(self._expected.values()):
+            arrival.cancel()
+        await asyncio.gather(*(c.wait_closed() for c in left))
+
+    def _make_connection(self) -> Connection:
+        wire = Wire("controller", self._secret, version=self._version, max_frame_bytes=self._max_frame_bytes)
+        connection = Connection(wire)
+        connection.on_message = partial(self._on_message, connection)
+        connection.opened.add_done_callback(lambda opened: self._on_opened(connection, opened))
+        if len(self._unproven) >= self._most_unproven:
+            source = {connection: connection.source for connection in self._unproven}
+            crowd, count = Counter(source.values()).most_common(1)[0]
+            oldest = next(connection for connection in source if source[connection] == crowd)
+            del self._unproven[oldest]
+            oldest.abort()
+            self._refusals.say(
+                f"refused a control connection: {len(source)} later ones are in their handshake, {count} of them from "
+                f"{crowd or 'this process'}"
+            )
+        self._unproven[connection] = None
+        return connection
+
+    def _on_opened(self, connection: Connection, opened: asyncio.Future[None]) -> None:
+        if connection not in self._unproven:
+            return
+        del self._unproven[connection]
+        identity = connection.wire.identity
+        if identity is not None and identity.channel == "beats" and opened.exception() is None:
+            self._on_heart(connection, identity)
+            return
+        arrival = self._expected.get(identity) if identity is not None else None
+        error = opened.exception()
+        if error is None and arrival is not None and not arrival.done():
+            assert identity is not None
+            self._let_in[identity.process_id] = connection
+            arrival.set_result(connection)
+            return
+        if error is None:
+            error = HandshakeError(
+                f"{identity} is not expected (it came before, or belongs to an earlier life)"
+            )
+        connection.abort()
+        self._refusals.say(f"refused a control connection: {error}")
+        # Only a proven peer may end a launch: anyone can open a socket.
+        if isinstance(error, HandshakeError) and arrival is not None and not arrival.done():
+            arrival.set_exception(error)
+
+    # ------------------------------------------------------------ beats
+
+    def _on_heart(self, connection: Connection, identity: Identity) -> None:
+        """A connection for signs of life alone: of an actor that is here, or refused."""
+        if not self._is_here(identity):
+            connection.abort()
+            self._refusals.say(f"refused a heartbeat connection: {identity} is not here (any more)")
+            return
+        before = self._beating.get(identity.process_id)
+        if before is not None:
+            before.abort()
+        self._beating[identity.process_id] = connection
+        connection.on_closed = lambda error: self._on_heart_closed(identity.process_id, connection)
+
+    def _on_heart_closed(self, process_id: int, connection: Connection) -> None:
+        if self._beating.get(process_id) is connection:
+            del self._beating[process_id]
+
+    def _on_message(self, connection: Connection, message: Any) -> None:
+        """What comes before somebody else listens, and all beats."""
+        identity = connection.wire.identity
+        assert identity is not None  # nothing is decoded before
+        if identity.channel != "beats":
+            connection.fail(ProtocolError(f"unexpected {type(message).__name__}"))
+            return
+        self._on_opened(connection, connection.opened)  # the first beat may come in one piece with the proof
+        if (
+            self.on_beat is not None
+            and self._beating.get(identity.process_id) is connection
+            and self._is_here(identity)
+        ):
+            self.on_beat(identity, message)
+
+    def _is_here(self, identity: Identity) -> bool:
+        """Whether the control connection of this life of the actor is open."""
+        control = self._let_in.get(identity.process_id)
+        return (
+            control is not None
+            and control.is_open
+            and control.wire.identity == replace(identity, channel="control")
+        )
+
+
+# ---------------------------------------------------------------- refusals
+
+MOST = 20
+WINDOW_S = 10.0
+
+
+class Refusals:
+    """Passes on at most `MOST` lines in `WINDOW_S` seconds, and says with the next one how many there were besides.
+
+    Args:
+        log: takes a line. clock: monotonic, in seconds.
+    """
+
+    def __init__(self, log: Callable[[str], None], clock: Callable[[], float]):
+        self._log, self._clock = log, clock
+        self._began_s, self._num_said, self._num_hidden = clock(), 0, 0
+
+    def say(self, text: str) -> None:
+        """Log a refusal, or count it."""
+        now_s = self._clock()
+        if now_s - self._began_s > WINDOW_S:
+            self.flush()
+            self._began_s, self._num_said = now_s, 0
+        if self._num_said < MOST:
+            self._num_said += 1
+            self._log(text)
+        else:
+            self._num_hidden += 1
+
+    def flush(self) -> None:
+        """Tell what was only counted."""
+        if self._num_hidden:
+            self._log(f"refused {self._num_hidden} more connections")
+            self._num_hidden = 0

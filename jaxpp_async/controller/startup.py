@@ -1,0 +1,424 @@
+"""bringup: from a launcher to connected, configured actors. `Crew` uses one for the
+mesh's life: to start actors, and to replace those that were lost.
+
+All actors come up in parallel; the first that fails ends the launch, and the caller stops what has started.
+
+ending: bounded waits for the end of things, so that closing a mesh always ends.
+
+agreement: what the processes of a mesh have for devices in; why they cannot work together out. Pure.
+
+Asked once all have come up, before anything is compiled. What a host can say of itself alone (a GPU is missing, or its
+memory set aside twice by actors that were started together) it has said by then; here is what only all of them show.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from itertools import pairwise
+from typing import Any, Final, TypeVar
+
+from jaxpp_async.base.install_hints import pip_install
+from jaxpp_async.controller.error_messages import describe_end, launch_error, remote_error
+from jaxpp_async.controller.listener import Gate
+from jaxpp_async.controller.requests import ActorLink
+from jaxpp_async.errors import (
+    ActorError,
+    HandshakeError,
+    InstallError,
+    JaxppAsyncError,
+    LaunchError,
+    MeshError,
+    RemoteError,
+)
+from jaxpp_async.launch import ActorHandle, Launcher, LaunchSpec
+from jaxpp_async.program.instructions import ActorId, ProcessId
+from jaxpp_async.protocol.actor_info import ActorInfo, Seat
+from jaxpp_async.protocol.connection import Connection
+from jaxpp_async.protocol.frames import Identity
+from jaxpp_async.protocol.messages import Configure, Ready, Request, Reserve, Reserved
+from jaxpp_async.protocol.parent_watch import ExitCode
+from jaxpp_async.transport.nccl.order import MULTI_RANK, ONE_GPU
+
+_LOG = logging.getLogger("jaxpp_async")
+_VERSIONED = ("jax", "jaxlib")
+_LAST_WORDS_S = 0.3
+
+_PLAIN: Final[dict[str, type[JaxppAsyncError]]] = {"InstallError": InstallError, "MeshError": MeshError}
+"""What an actor may raise that says all that there is to say."""
+
+T = TypeVar("T")
+
+
+class Bringup:
+    """Starts one mesh's actors.
+
+    Args:
+        launcher: starts them. gate: lets them in.
+        timeout_s: until every actor is ready.
+        say: told what is going on.
+
+    Attributes:
+        handles: every process started so far, for whoever has to stop them.
+    """
+
+    def __init__(self, launcher: Launcher, gate: Gate, *, timeout_s: float, say: Callable[[str], None]):
+        self._launcher, self._gate, self._timeout_s, self._say = launcher, gate, timeout_s, say
+        self.handles: dict[ProcessId, ActorHandle] = {}
+
+    async def start(self, spec: LaunchSpec) -> ActorLink:
+        """Start one process and wait for its connection.
+
+        Raises:
+            LaunchError: it did not start, died, or did not connect in time. HandshakeError: it runs another version.
+        """
+        arrival, seat = self._gate.expect(Identity(spec.process_id, spec.incarnation)), spec.seat
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                handle = self.handles[spec.process_id] = await self._launcher.start(spec, self._gate.adopt)
+                connection = await self._unless_dead(seat, arrival, _way_back(spec.controller))
+        except OSError as error:
+            if isinstance(error, TimeoutError):
+                raise self._late(seat, "did not connect", _way_back(spec.controller)) from None
+            raise launch_error(seat, f"could not be started: {error}") from error
+        return make_link(seat, handle, connection)
+
+    async def reserve(self, link: ActorLink, message: Reserve) -> int:
+        """Have a process find a free port for those that join it.
+
+        Raises:
+            LaunchError: it could not, died or took too long.
+        """
+        reserved: Reserved = await self._asked(
+            link, message, Reserved, "connected but did not find a free port"
+        )
+        return reserved.port
+
+    async def configure(self, link: ActorLink, message: Configure) -> Ready:
+        """Start JAX and the transport in one process.
+
+        Returns:
+            What it tells of itself.
+
+        Raises:
+            LaunchError: it failed, died or took too long. HandshakeError: its JAX is another version.
+            InstallError, MeshError: it lacks a package, or devices.
+        """
+        ready: Ready = await self._asked(
+            link, message, Ready, "connected but did not start JAX and the transport"
+        )
+        check_library_versions(link.info, ready.versions)
+        link.info = replace(link.info, devices=ready.devices, gpus=ready.hardware.gpus, state="ready")
+        link.address = ready.address
+        self._say(f"{link.info} is ready: {', '.join(ready.devices)}")
+        return ready
+
+    async def _asked(self, link: ActorLink, message: Request, expected: type, late: str) -> Any:
+        seat = Seat(link.info.process, link.info.size)
+        task = asyncio.get_running_loop().create_task(link.call(message, expected), name=f"configure {seat}")
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._unless_dead(seat, task)
+        except TimeoutError:
+            raise self._late(seat, late) from None
+        except RemoteError as error:
+            raise unready_error(link.info, error) from None
+        finally:
+            task.cancel()
+
+    async def _unless_dead(self, seat: Seat, wanted: asyncio.Future[T], unconnected: str = "") -> T:
+        """Wait for `wanted`, or raise if the process dies first; `unconnected` is the remedy if it cannot reach us."""
+        handle = self.handles[seat.process]
+        dead = asyncio.get_running_loop().create_task(handle.wait_dead(), name=f"watch the start of {seat}")
+        try:
+            await asyncio.wait([wanted, dead], return_when=asyncio.FIRST_COMPLETED)
+            # What it said and its death come by different ways: the other one may be a moment behind.
+            if not wanted.done():
+                await asyncio.wait([wanted], timeout=_LAST_WORDS_S)
+            elif not wanted.cancelled() and isinstance(wanted.exception(), LaunchError):
+                await asyncio.wait([dead], timeout=_LAST_WORDS_S)
+            if dead.done() and not _has_answer(wanted):
+                death = dead.result()
+                remedy = unconnected if death.returncode == ExitCode.CONNECTION_LOST else ""
+                what = f"{describe_end(death.returncode, death.output_tail)} before it was ready{remedy}"
+                raise launch_error(seat, what, death.output_tail)
+            return await wanted
+        finally:
+            dead.cancel()
+
+    def _late(self, seat: Seat, what: str, remedy: str = "") -> ActorError:
+        handle = self.handles.get(seat.process)
+        tail = handle.output_tail() if handle is not None else ()
+        return launch_error(seat, f"{what} within {self._timeout_s:g} s (launch_timeout_s){remedy}", tail)
+
+
+def unready_error(actor: ActorInfo, error: RemoteError) -> JaxppAsyncError:
+    """The error for an actor that could not be configured: plain, where it is for its user to put right.
+
+    Args:
+        error: what it answered, with its traceback.
+    """
+    text, _, _ = str(error).partition("\n\nTraceback on the actor")
+    plain = _PLAIN.get(error.exception_type.rpartition(".")[2])
+    if plain is not None:
+        return plain(text.replace(f"{error.exception_type}: ", "", 1))
+    where = {"actor": actor.id, "host": actor.host, "pid": actor.pid}
+    if error.exception_type.rpartition(".")[2] == LaunchError.__name__:
+        # it says what failed; the traceback, where
+        return LaunchError(str(error).replace(f"{error.exception_type}: ", "", 1), **where)
+    return LaunchError(f"could not start JAX and the transport on {error}", **where)
+
+
+def _way_back(controller: tuple[str, int] | None) -> str:
+    """What to look at when an actor on another host was started but never came."""
+    if controller is None or controller[0].startswith("127."):
+        return ""
+    return (
+        f"; its host has to reach this machine at {controller[0]}, on any port: is a firewall between? "
+        "choose another address with control_address="
+    )
+
+
+def make_link(seat: Seat, handle: ActorHandle, connection: Connection) -> ActorLink:
+    """The controller's end of a process that has just connected."""
+    info = ActorInfo(seat.actor, handle.host, handle.pid, (), "starting", seat.rank, seat.size)
+    link = ActorLink(info, handle, connection)
+    connection.on_message = lambda message: _on_message(link, message)
+    connection.on_closed = lambda error: _lose(link, error)
+    return link
+
+
+def _has_answer(wanted: asyncio.Future[Any]) -> bool:
+    """It succeeded, or failed for a reason of its own: not because the actor went away."""
+    return wanted.done() and not wanted.cancelled() and not isinstance(wanted.exception(), LaunchError)
+
+
+def _on_message(link: ActorLink, message: Any) -> None:
+    failed = link.settle(message)
+    if failed is not None:  # the actor itself failed: whatever was asked of it gets the reason
+        for waiter in link.waiters.values():
+            waiter.fail(remote_error(link.info, failed))
+
+
+def _lose(link: ActorLink, error: Exception | None) -> None:
+    seat = Seat(link.info.process, link.info.size)
+    for waiter in link.waiters.values():
+        waiter.fail(launch_error(seat, f"closed its control connection before it was ready: {error}"))
+
+
+def check_library_versions(actor: ActorInfo, versions: Mapping[str, str]) -> None:
+    """Raises:
+    HandshakeError: an actor runs another JAX than the controller, which exports programs for its own.
+    """
+    for name in _VERSIONED:
+        theirs = versions.get(name)
+        ours = metadata.version(name) if theirs is not None else None
+        if theirs != ours:
+            raise HandshakeError(
+                f"{actor} runs {name} {theirs}, the controller {ours}; install the same version on both",
+                actor=actor.id,
+                host=actor.host,
+                pid=actor.pid,
+            )
+
+
+async def all_of(coroutines: Mapping[int, Coroutine[Any, Any, T]], what: str) -> dict[int, T]:
+    """Run a coroutine for each actor, or process, at once. The first error ends the others and is raised as it is."""
+    loop = asyncio.get_running_loop()
+    tasks = {number: loop.create_task(c, name=f"{what} {number}") for number, c in coroutines.items()}
+    if not tasks:
+        return {}
+    try:
+        done, _ = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        return {number: task.result() for number, task in tasks.items()}
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+# ---------------------------------------------------------------- ending
+
+
+async def wait_all_dead(handles: Mapping[ActorId, ActorHandle], timeout_s: float) -> bool:
+    """Wait until every actor has ended; False if one has not in time."""
+    loop = asyncio.get_running_loop()
+    waits = [
+        loop.create_task(handle.wait_dead(), name=f"wait for the end of actor {actor}")
+        for actor, handle in handles.items()
+    ]
+    if not waits:
+        return True
+    try:
+        _, pending = await asyncio.wait(waits, timeout=timeout_s)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    return not pending
+
+
+async def bounded(work: Coroutine[Any, Any, None], timeout_s: float, complaint: str) -> None:
+    """Wait for `work`, but not for ever, and go on whatever it raises: the end must be reached."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await work
+    except Exception as error:  # closing goes on, and this is said
+        _LOG.warning("%s: %r", complaint, error)
+
+
+async def to_the_end(task: asyncio.Task[None], hurry: Callable[[], None]) -> None:
+    """Wait for a task of bounded length to end, whoever cancels the caller, and however often.
+
+    Cancelled half way, an end would leave processes and sockets that nobody owns any more.
+
+    Args:
+        hurry: called when the caller is cancelled, to make the rest short.
+
+    Raises:
+        CancelledError: the caller was cancelled meanwhile. Whatever `task` raises.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+            hurry()
+    if cancelled is not None:
+        raise cancelled
+    task.result()
+
+
+# ---------------------------------------------------------------- agreement
+
+MOST = 1.0
+"""Shares of one GPU's memory may add up to this."""
+
+_SLACK = 1e-6  # thirds are written as .333333
+
+_UNIQUE = ("GPU-", "MIG-")
+"""How names begin that no two GPUs in the world share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process, and its devices.
+
+    Args:
+        who: for errors, such as `"actor 1 (host n2, pid 7)"`.
+        actor: whose process it is.
+        host: on which machine.
+        cuda: version of the CUDA that JAX is for, such as `"13.0"`; empty without GPUs.
+        gpus: their UUIDs, or whatever tells the GPUs of a machine apart; empty: not known.
+        memory_fraction: how much of each GPU's memory it sets aside; 0: none beforehand.
+        nccl: version of the NCCL that programs transfer over; empty with other transports.
+        nccl_shares: whether that takes two ranks on one GPU.
+    """
+
+    who: str
+    actor: int
+    host: str
+    cuda: str = ""
+    gpus: tuple[str, ...] = ()
+    memory_fraction: float = 0.0
+    nccl: str = ""
+    nccl_shares: bool = False
+
+    @property
+    def named_gpus(self) -> list[str]:
+        """What to call its GPUs, so that equal names mean one GPU: one machine may be known by several names, and a
+        UUID needs none."""
+        return [gpu if gpu.startswith(_UNIQUE) else f"{gpu} of host {self.host}" for gpu in self.gpus]
+
+
+def check_agreement(members: Sequence[Member]) -> None:
+    """Raises:
+    MeshError: they cannot work together: JAXs for different CUDAs, NCCLs of different versions, a GPU that two
+        processes of one actor have, one that two have between which NCCL refuses to send, or one whose memory is set
+        aside more than once.
+        Names who, and says what to do.
+    """
+    for why in (_cudas(members), _nccls(members), _twice(members), _between(members), _shared(members)):
+        if why is not None:
+            raise MeshError(why)
+
+
+def _cudas(members: Sequence[Member]) -> str | None:
+    by_cuda = _grouped((member.cuda.partition(".")[0], member.who) for member in members if member.cuda)
+    if len(by_cuda) < 2:
+        return None
+    said = "; ".join(f"CUDA {major}: {_names(who)}" for major, who in by_cuda.items())
+    return (
+        f"JAX is for different CUDAs ({said}); install the same extra on all hosts, {pip_install('cuda13')} or "
+        f"{pip_install('cuda12')}"
+    )
+
+
+def _nccls(members: Sequence[Member]) -> str | None:
+    """Both ends of a communicator need the same."""
+    by_nccl = _grouped((member.nccl, member.who) for member in members if member.nccl)
+    if len(by_nccl) < 2:
+        return None
+    said = "; ".join(f"NCCL {version}: {_names(who)}" for version, who in by_nccl.items())
+    return (
+        f"programs transfer over NCCL, of which there are different versions ({said}); install the same version "
+        "(nvidia-nccl-cu13 or -cu12) on all hosts"
+    )
+
+
+def _twice(members: Sequence[Member]) -> str | None:
+    """XLA's collectives are between different GPUs: an actor cannot have one of them as two of its devices."""
+    by_gpu = _grouped(((gpu, member.actor), member.who) for member in members for gpu in member.named_gpus)
+    for (gpu, actor), who in by_gpu.items():
+        if len(who) > 1:
+            return (
+                f"{_names(who)} have GPU {gpu}, but actor {actor} wants a GPU for each device; "
+                "make spmd_mesh smaller, name more GPUs with devices=, or give it more hosts"
+            )
+    return None
+
+
+def _between(members: Sequence[Member]) -> str | None:
+    """Neighbours send to each other in every pipeline. Whether others do is the program's: their links will tell."""
+    by_gpu = _grouped((gpu, member) for member in members for gpu in member.named_gpus if member.nccl)
+    for gpu, sharing in by_gpu.items():
+        for one, other in pairwise(sorted(sharing, key=lambda member: member.actor)):
+            if other.actor - one.actor == 1 and not (one.nccl_shares and other.nccl_shares):
+                return (
+                    f"{_names([one.who, other.who])} share GPU {gpu}, and {ONE_GPU} where they send to each other over "
+                    f"NCCL {one.nccl}, which refuses that; give each actor a GPU of its own (devices=), leave "
+                    f"transport= out for UCX, or, with NCCL 2.30 or later, try env={{'{MULTI_RANK}': '1'}}"
+                )
+    return None
+
+
+def _shared(members: Sequence[Member]) -> str | None:
+    by_gpu = _grouped((gpu, member) for member in members for gpu in member.named_gpus)
+    for gpu, sharing in by_gpu.items():
+        total = sum(member.memory_fraction for member in sharing)
+        if len(sharing) > 1 and total > MOST + _SLACK:
+            each = ", ".join(f"{member.memory_fraction:.3g}" for member in sharing)
+            part = f"env={{'XLA_PYTHON_CLIENT_MEM_FRACTION': '{0.9 / len(sharing):.2f}'}}"
+            return (
+                f"{_names([member.who for member in sharing])} share GPU {gpu}, and set aside {each} of "
+                f"its memory, {total:.3g} together; give each its part, such as {part}, or each actor a GPU: devices="
+            )
+    return None
+
+
+def _grouped(pairs: Iterable[tuple]) -> Mapping:
+    found: dict = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
+def _names(who: Sequence[str]) -> str:
+    """A few of them, and how many there are besides."""
+    shown = ", ".join(who[:4])
+    return shown if len(who) <= 4 else f"{shown} and {len(who) - 4} more"

@@ -1,0 +1,76 @@
+"""The program `python -m jaxpp_async.doctor.probe_programs jax|ucx` starts one library as an actor would, in a process of
+its own, and prints one line of JSON: what the library found, or a string that says why it did not start.
+
+`jax PLATFORM` also makes the folder of the compilation cache as an actor would, so that a bad folder is found as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from jaxpp_async.errors import InstallError, MeshError
+
+
+def probe_jax(platform: str) -> dict[str, object] | str:
+    """Start JAX on a platform and make the compilation cache's folder.
+
+    Args:
+        platform: as `JAX_PLATFORMS` spells it.
+
+    Returns:
+        What JAX found and what is wrong with the cache, or the error of a JAX that did not start.
+    """
+    os.environ["JAX_PLATFORMS"] = platform
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # somebody's run may need the memory
+    try:
+        import jax
+
+        from jaxpp_async.jax_bridge.compilation_cache import DEFAULT, make_cache  # it needs JAX
+
+        devices = jax.devices(platform)
+    except (ImportError, RuntimeError) as error:
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[0] if lines else 'it said nothing'}"
+    cache_error = ""
+    try:
+        make_cache(DEFAULT)
+    except MeshError as error:
+        cache_error = str(error)
+    kind, platform = devices[0].device_kind, devices[0].platform
+    return {
+        "platform": platform,
+        "num_devices": len(devices),
+        "device_kind": kind,
+        "cache_error": cache_error,
+    }
+
+
+def probe_ucx() -> dict[str, object] | str:
+    """Start UCX as an actor does.
+
+    Returns:
+        UCX's version, the library that was loaded and its resources, or the error of a UCX that did not start.
+    """
+    from jaxpp_async.transport.ucx.context import open_context, resources  # JAX's probe does without
+
+    try:
+        context = open_context(None)
+    except (InstallError, MeshError) as error:
+        return str(error)
+    version = ".".join(map(str, context.ucxx.get_ucx_version()))
+    return {"version": version, "library": _loaded_libucp(), "resources": resources(context.ucp.info)}
+
+
+def _loaded_libucp() -> str:
+    """Return the path of the libucp that this process has loaded, "" without one."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/libucp.so" in line:
+            return line[line.index("/") :]
+    return ""
+
+
+if __name__ == "__main__":
+    print(json.dumps(probe_ucx() if sys.argv[1] == "ucx" else probe_jax(sys.argv[2])))

@@ -1,0 +1,99 @@
+"""compilation_cache: the folder of JAX's compilation cache, and its loan to a JAX that is the user's.
+
+Whoever can write a cache runs code in every process that reads it: the folder that nobody has named is its user's
+alone, and one that the user has named may be shared.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from jaxpp_async.base.private_folder import NotPrivateError, make_private_folder
+from jaxpp_async.errors import MeshError
+from jaxpp_async.jax_bridge import jax_config
+
+DEFAULT = "default"
+"""Instead of a folder: whatever `JAX_COMPILATION_CACHE_DIR` names, else `default_folder`."""
+
+
+def default_folder() -> str:
+    """The folder of this host in the user's cache folder: a home shared by several hosts would mix CPU types."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.abspath(os.path.join(root, "jaxpp_async", socket.gethostname(), f"jax-{jax.__version__}"))
+
+
+def make_cache(given: str) -> str:
+    """The folder of the cache, which is made where it is missing.
+
+    Args:
+        given: a folder, or `DEFAULT`.
+
+    Raises:
+        MeshError: it cannot be made; or nobody has named it, and somebody else can write it.
+    """
+    named = os.environ.get("JAX_COMPILATION_CACHE_DIR") if given == DEFAULT else given
+    folder = named or default_folder()
+    try:
+        if not named:
+            make_private_folder(folder)
+        elif "://" not in named:  # else JAX finds it in a bucket
+            os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise MeshError(
+            f"compilation_cache={folder!r}: host {socket.gethostname()} has no such folder, and it cannot be made "
+            f"({error.strerror}); give one that actors may write, or None"
+        ) from None
+    except NotPrivateError as error:
+        raise MeshError(
+            f"the compilation cache {folder} on host {socket.gethostname()} may hold code of others, which actors "
+            f"would run: {error}. Or give compilation_cache= a folder: one that you name may be shared"
+        ) from None
+    return folder
+
+
+class SharedCache:
+    """Gives this process's JAX a compilation cache for as long as somebody uses it, and then its own settings back.
+
+    The first of several that are used at once stays in its place.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+        self._given: dict[str, Any] = {}
+        self._before: dict[str, Any] = {}
+
+    @property
+    def is_users_own(self) -> bool:
+        """Whether JAX has a compilation cache that nobody here gave it."""
+        return not self._users and bool(jax.config.jax_compilation_cache_dir)
+
+    @contextmanager
+    def use(self, folder: str) -> Iterator[None]:
+        """Keep in `folder` what is compiled meanwhile."""
+        with self._lock:
+            if not self._users:
+                self._given = jax_config.cache_settings(folder)
+                self._before = {name: getattr(jax.config, name) for name in self._given}
+                jax_config.set_cache(self._given)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    # A setting that the user has changed meanwhile stays.
+                    ours = [name for name in self._given if getattr(jax.config, name) == self._given[name]]
+                    jax_config.set_cache({name: self._before[name] for name in ours})
+                    self._given, self._before = {}, {}
+
+
+SHARED_CACHE = SharedCache()
+"""JAX's settings are the process's, so this is too."""

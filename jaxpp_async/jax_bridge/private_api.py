@@ -1,0 +1,527 @@
+"""jax_compat: the door to private or moving parts of JAX (`jax._src`, `jax.extend`, interpreter tables); a second one,
+for settings and the compilation cache, is `jax_config`.
+
+In: jaxprs, equations, primitives. Out: plain functions whose names stay when JAX moves things. Holds no state.
+Tested with JAX 0.10 and 0.12.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import core as _core
+from jax._src import dtypes as _dtypes
+from jax._src import source_info_util as source_info
+from jax._src.interpreters import partial_eval as _partial_eval
+from jax._src.interpreters import pxla as _pxla
+from jax.extend import core as _extend
+from jax.interpreters import ad, batching, mlir
+
+Primitive = _extend.Primitive
+# JAX 0.12: another name of `Jaxpr`, hidden from type checkers
+ClosedJaxpr: Any = vars(_extend)["ClosedJaxpr"]
+Jaxpr = _extend.Jaxpr
+JaxprEqn = _extend.JaxprEqn
+Literal = _extend.Literal
+ShapedArray = _core.ShapedArray
+ShardingTypeError = _core.ShardingTypeError
+Zero = ad.Zero
+DropVar = _extend.DropVar
+
+TOKEN_SHAPE, TOKEN_DTYPE = (0,), jnp.int32
+
+
+# ---------------------------------------------------------------- primitives
+
+
+def new_primitive(
+    name: str,
+    *,
+    abstract_eval: Callable,
+    reference: Callable,
+    jvp: Callable | None = None,
+    transpose: Callable | None = None,
+    batch: Callable | None = None,
+    effects: Callable | None = None,
+) -> Any:
+    """A primitive with several results that plain JAX runs as `reference`.
+
+    Args:
+        name: printed in jaxprs.
+        abstract_eval: operand avals and params to result avals.
+        reference: the same computation in plain JAX; used eagerly, under `jit`, and for every rule not given here.
+        jvp: `(primals, tangents, **params) -> (primals_out, tangents_out)`.
+        transpose: `(cotangents, *operands, **params) -> cotangents_in`.
+        batch: `(operands, dims, **params) -> (results, dims_out)`.
+        effects: `(**params) ->` JAX effects of what is inside.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    if effects is None:
+        primitive.def_abstract_eval(abstract_eval)
+    else:
+        primitive.def_effectful_abstract_eval(
+            lambda *avals, **ps: (abstract_eval(*avals, **ps), effects(**ps))
+        )
+    primitive.def_impl(reference)
+    mlir.register_lowering(primitive, mlir.lower_fun(reference, multiple_results=True))
+    ad.primitive_jvps[primitive] = jvp or _reference_jvp(reference)
+    if transpose:
+        ad.primitive_transposes[primitive] = transpose
+    batching.primitive_batchers[primitive] = batch or _reference_batch(reference)
+    return primitive
+
+
+def _reference_jvp(reference: Callable) -> Callable:
+    def rule(primals, tangents, **params):
+        tangents = [ad.instantiate_zeros(t) for t in tangents]
+        return jax.jvp(lambda *xs: reference(*xs, **params), tuple(primals), tuple(tangents))
+
+    return rule
+
+
+def _reference_batch(reference: Callable) -> Callable:
+    def rule(operands, dims, **params):
+        axes = tuple(dims)  # None where an operand has no batch dimension, as vmap takes it
+        results = jax.vmap(lambda *xs: reference(*xs, **params), in_axes=axes)(*operands)
+        return results, [0] * len(results)
+
+    return rule
+
+
+def always_save_in_checkpoint(primitive: Any) -> None:
+    """Make `jax.checkpoint` keep `primitive`'s results instead of computing again what led to them."""
+
+    def rule(saveable, unknown_in, instantiated_in, eqn):
+        num_out = len(eqn.outvars)
+        if any(unknown_in):
+            needed = [
+                v
+                for v, instantiated in zip(eqn.invars, instantiated_in, strict=True)
+                if type(v) is _core.Var and not instantiated
+            ]
+            return None, eqn, [True] * num_out, [True] * num_out, needed
+        return eqn, None, [False] * num_out, [False] * num_out, []
+
+    _partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+def float0_zero(aval: Any) -> Any:
+    """The symbolic zero tangent of an integer-typed result."""
+    return Zero(aval.to_tangent_aval())
+
+
+def is_float0(x: Any) -> bool:
+    """Whether a value is, or a type says, the gradient of an integer."""
+    return getattr(x, "dtype", None) == jax.dtypes.float0
+
+
+def float0_array(shape: tuple[int, ...]) -> np.ndarray:
+    """The gradient of integers, as JAX returns it."""
+    return np.zeros(shape, jax.dtypes.float0)
+
+
+def with_results(closed: Any, positions: Sequence[int]) -> Any:
+    """A closed jaxpr that returns some of its results."""
+    jaxpr = closed.jaxpr
+    if len(positions) == len(jaxpr.outvars):
+        return closed
+    names = jaxpr.debug_info.with_unknown_names()
+    outvars = [jaxpr.outvars[k] for k in positions]
+    names = (
+        names._replace(result_paths=tuple(names.result_paths[k] for k in positions))
+        if names.result_paths
+        else names
+    )
+    return ClosedJaxpr(jaxpr.replace(outvars=outvars, debug_info=names), closed.consts)
+
+
+# ---------------------------------------------------------------- dtypes and keys
+
+
+@functools.cache
+def is_key_dtype(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def key_impl(dtype: Any) -> str:
+    """Name of a key dtype's PRNG implementation, such as `"threefry2x32"`."""
+    return dtype._impl.name
+
+
+def key_data_shape(aval: Any) -> tuple[int, ...]:
+    """Shape of the uint32 data behind a key array."""
+    return tuple(aval.shape) + tuple(aval.dtype._impl.key_shape)
+
+
+@functools.cache  # numpy puts the name together anew each time
+def dtype_name(dtype: Any) -> str:
+    return np.dtype(dtype).name
+
+
+def canonical_dtype(dtype: Any) -> Any:
+    """The dtype that JAX uses for host values of `dtype` (64-bit ones become 32-bit unless x64 is on)."""
+    return _dtypes.canonicalize_dtype(dtype)
+
+
+_TAKES_VALUES = frozenset(("typeof", "_arraylike"))
+
+
+def takes_a_value(frame: FrameType) -> bool:
+    """Whether it is one of JAX's functions that look at what they are to compute with: `jnp.mean`, `jax.jit(f)` and all
+    others come by these. Others ask for `__jax_array__` too: `jax.eval_shape`, to which a shape is enough, C++, which
+    prints what a property raises, and `jnp.size`, by the same way as those that take a value.
+    """
+    if frame.f_code.co_name not in _TAKES_VALUES or not frame.f_globals.get("__name__", "").startswith(
+        "jax."
+    ):
+        return False
+    return not any(f.f_code is jnp.size.__code__ for f in itertools.islice(_callers(frame), _FRAMES_TO_SIZE))
+
+
+_FRAMES_TO_SIZE = 3
+"""A generator and a check lie between `jnp.size` and what it has in common with others."""
+
+
+def _callers(frame: FrameType) -> Iterator[FrameType]:
+    caller = frame.f_back
+    while caller is not None:
+        yield caller
+        caller = caller.f_back
+
+
+# ---------------------------------------------------------------- memory and devices
+
+
+def is_host_memory(aval: Any) -> bool:
+    """Whether a value of this type lies in host memory beside its device's (`jax.memory.Space.Host`)."""
+    return getattr(aval, "memory_space", None) is jax.memory.Space.Host
+
+
+def is_host_kind(kind: str | None) -> bool:
+    """Whether a sharding's memory kind is host memory beside the device's. Of CPUs some versions call their own so."""
+    return (
+        kind is not None
+        and kind.endswith("_host")
+        and kind != jax.local_devices(backend="cpu")[0].default_memory().kind
+    )
+
+
+def is_in_host_memory(leaf: Any) -> bool:
+    """Whether a JAX array, or a `jax.ShapeDtypeStruct`, says so."""
+    sharding = leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
+    return is_host_kind(getattr(sharding, "memory_kind", None))
+
+
+def meshes_named(eqn: Any) -> list[Any]:
+    """The meshes that an equation's own parameters name: of shardings that the user gave, and of a `shard_map`."""
+    found: list[Any] = []
+    for value in eqn.params.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(each, jax.sharding.NamedSharding):
+                found.append(each.mesh)
+            elif isinstance(each, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+                found.append(each)
+    return [mesh for mesh in found if not mesh.empty]  # a `jit` under no mesh says so
+
+
+# ---------------------------------------------------------------- host values
+
+
+def quick_put(
+    shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding
+) -> Callable[[np.ndarray], jax.Array]:
+    """`jax.device_put` for host arrays of one shape and type, to one device: in a tenth of the time, most of which it
+    spends on finding out what it found out for the last one.
+
+    Args:
+        dtype: one that JAX does not change.
+    """
+    aval = jax.device_put(np.zeros(shape, dtype), sharding).aval
+    devices = list(sharding.device_set)
+
+    def put(host: np.ndarray) -> jax.Array:
+        return _pxla.batched_device_put(aval, sharding, [host], devices)
+
+    return put
+
+
+# ---------------------------------------------------------------- equations
+
+
+def inner_jaxpr(eqn: Any) -> Any:
+    """The closed jaxpr that a call-like equation runs, or None."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = eqn.params.get(name)
+        if isinstance(inner, ClosedJaxpr):
+            return inner
+        if isinstance(inner, Jaxpr):
+            return ClosedJaxpr(inner, ())
+    return None
+
+
+def pins_shardings(eqn: Any) -> bool:
+    """Whether a `jit` equation carries shardings of its own (it then has to stay whole)."""
+    pinned = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return any(isinstance(s, jax.sharding.Sharding) for s in pinned)
+
+
+def pinned_shardings(eqn: Any) -> tuple[list[Any], list[Any]]:
+    """The sharding, or None, that a call-like equation itself gives to each operand and result."""
+    found = []
+    for name, atoms in (("in_shardings", eqn.invars), ("out_shardings", eqn.outvars)):
+        pins = eqn.params.get(name, (None,) * len(atoms))
+        found.append([s if isinstance(s, jax.sharding.Sharding) else None for s in pins])
+    return found[0], found[1]
+
+
+def sub_jaxprs(eqn: Any) -> list[Any]:
+    """Every jaxpr among an equation's params (open form)."""
+    found: list[Any] = []
+    for value in eqn.params.values():
+        kind = type(value)  # not isinstance: every equation of every step comes through here
+        if kind is ClosedJaxpr or kind is Jaxpr:
+            found.append(value)
+        elif kind is tuple or kind is list:
+            found += [v for v in value if type(v) is ClosedJaxpr or type(v) is Jaxpr]
+    return [v.jaxpr if type(v) is ClosedJaxpr else v for v in found] if found else found
+
+
+def is_simple(eqn: Any) -> bool:
+    """Whether an equation carries no jaxprs and has no effects."""
+    if eqn.effects:
+        return False
+    for value in eqn.params.values():
+        kind = type(value)
+        if kind is ClosedJaxpr or kind is Jaxpr:
+            return False
+        if kind is tuple or kind is list:
+            for v in value:
+                if type(v) is ClosedJaxpr or type(v) is Jaxpr:
+                    return False
+    return True
+
+
+def primitives_inside(jaxpr: Any) -> set[str]:
+    """Names of all primitives in `jaxpr`, at any depth."""
+    found = set()
+    for eqn in jaxpr.eqns:
+        found.add(eqn.primitive.name)
+        for inner in sub_jaxprs(eqn):
+            found |= primitives_inside(inner)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class ScanParts:
+    """A `scan` equation: operands are constants, carries, stacked operands; results are carries, stacked results."""
+
+    body: Any
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+
+    @property
+    def first_x(self) -> int:
+        """Position of the first stacked operand."""
+        return self.num_consts + self.num_carry
+
+
+def scan_parts(eqn: Any) -> ScanParts:
+    """What a `scan` equation says."""
+    p = eqn.params
+    if "num_consts" in p:
+        num_consts, num_carry = p["num_consts"], p["num_carry"]
+    else:  # JAX 0.12: trees of operands instead of counts
+        num_consts, num_carry, _ = (len(list(part)) for part in p["ft_in"].update(eqn.invars).unpack())
+    return ScanParts(p["jaxpr"], num_consts, num_carry, p["length"], p["reverse"])
+
+
+def largest_constant_inside(eqn: Any) -> int:
+    """Bytes of the largest array that a jaxpr among an equation's params, at any depth, closes over."""
+    sizes = [0]
+    for value in eqn.params.values():
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(inner, ClosedJaxpr):
+                sizes += [getattr(c, "nbytes", 0) for c in inner.consts]
+    for inner in sub_jaxprs(eqn):
+        for sub in inner.eqns:
+            sizes += [getattr(a.val, "nbytes", 0) for a in sub.invars if isinstance(a, Literal)]
+            sizes.append(largest_constant_inside(sub))
+    return max(sizes)
+
+
+def find_inside(eqn: Any, names: Collection[str]) -> tuple[Any, list[str]]:
+    """The first equation with one of these primitives: `eqn` itself or one inside it, else None.
+
+    Returns:
+        The equation, and the primitives around it, outermost first.
+    """
+    if eqn.primitive.name in names:
+        return eqn, []
+    for inner in sub_jaxprs(eqn):
+        for each in inner.eqns:
+            found, around = find_inside(each, names)
+            if found is not None:
+                return found, [eqn.primitive.name, *around]
+    return None, []
+
+
+def bind_eqn(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Run one equation on `args` (tracers or arrays), keeping its source line for errors and profiles."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    name_stack = source_info.current_name_stack() + eqn.source_info.name_stack
+    with (
+        source_info.user_context(eqn.source_info.traceback, name_stack=name_stack),
+        eqn.ctx.manager,
+    ):
+        result = eqn.primitive.bind(*args, **params)
+    return list(result) if eqn.primitive.multiple_results else [result]
+
+
+def call_host(eqn: Any, operands: Sequence[Any]) -> None:
+    """Call the host code of a `jax.debug.print` or `jax.debug.callback` equation, as JAX itself would."""
+    eqn.primitive.impl(*operands, **eqn.params)
+
+
+def with_inner(eqn: Any, fn: Callable) -> tuple[Any, list[Any]]:
+    """A checkpoint's equation with `fn` inside, whose results are the equation's and possibly more.
+
+    Returns:
+        The equation, and constants that it takes before its operands.
+    """
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
+    lifted, consts = lift_consts(jax.make_jaxpr(fn)(*avals))
+    more = [_core.Var(a) for a in lifted.out_avals[len(eqn.outvars) :]]
+    params = {**eqn.params, "jaxpr": lifted.jaxpr}
+    invars = [*(Literal(c, jax.typeof(c)) for c in consts), *eqn.invars]
+    outvars = [*eqn.outvars, *more]
+    return eqn.replace(params=params, invars=invars, outvars=outvars, effects=lifted.effects), consts
+
+
+def same_computation(a: Any, b: Any) -> bool:
+    """Whether two equations compute the same of equal operands. False when in doubt."""
+    if a.primitive is not b.primitive or a.params.keys() != b.params.keys():
+        return False
+    try:
+        return all(a.params[k] is b.params[k] or bool(a.params[k] == b.params[k]) for k in a.params)
+    except (TypeError, ValueError):  # parameters that cannot be compared, arrays for one
+        return False
+
+
+def has_effects(eqn: Any) -> bool:
+    return bool(eqn.effects)
+
+
+# ---------------------------------------------------------------- errors
+
+
+def is_unknown_axis_error(error: BaseException) -> bool:
+    """Whether JAX complains of a `PartitionSpec` that names an axis which the mesh in context does not have."""
+    # By its text: the type is a plain ValueError or RuntimeError, and JAX removes its own frames from the traceback.
+    text = str(error)
+    return (
+        ("Resource axis" in text and "not found in mesh" in text)
+        or "requires a non-empty mesh in context" in text
+        or "should match the mesh passed to shard_map" in text
+    )
+
+
+_NEEDS_GPU = re.compile(
+    r"cuDNN is not detected\.$|Unknown backend: '(gpu|cuda)' requested, but no platforms |"
+    r"Unknown backend (gpu|cuda)\. Available backends are |Backend '(gpu|cuda)' failed to initialize: |"
+    r"Unable to initialize backend '(gpu|cuda)': "
+)
+
+
+def is_missing_gpu_error(error: BaseException) -> bool:
+    """Whether JAX asked for a GPU of this process while it traced or lowered."""
+    # By its text, as above, from its first word on: users' errors may speak of GPUs too.
+    return _NEEDS_GPU.match(str(error)) is not None
+
+
+# ---------------------------------------------------------------- jaxprs
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """Take the constants off a jaxpr.
+
+    Args:
+        jaxpr: one that may be closed. A closed jaxpr is an object around an open one in JAX 0.10; in JAX 0.12 every
+            jaxpr holds its constants itself, and is its own `.jaxpr`.
+
+    Returns:
+        The jaxpr that has the equations, and the values of its `constvars`.
+    """
+    return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
+
+
+def closed_call(closed: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluate a closed jaxpr in plain JAX."""
+    # Not `jaxpr_as_fun`: it turns `jax_debug_nans` off, after which JAX 0.10 looks at less in this thread for good.
+    return _core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
+
+
+def lift_consts(closed: Any) -> tuple[Any, list[Any]]:
+    """A closed jaxpr with its constants turned into leading operands, and those constants."""
+    consts = list(closed.consts)
+    jaxpr = _partial_eval.convert_constvars_jaxpr(closed.jaxpr)
+    return ClosedJaxpr(jaxpr, ()), consts
+
+
+# ---------------------------------------------------------------- lowering
+
+
+def unspecified() -> Any:
+    """What `jax.jit` takes for "infer this sharding"."""
+    from jax._src import named_sharding
+
+    return named_sharding.UNSPECIFIED
+
+
+def propagated_specs(jitted: Any, avals: Sequence[Any], platform: str) -> tuple[list[tuple], list[tuple]]:
+    """Shardings that XLA's propagation (Shardy) gives the arguments and results of a jitted function.
+
+    Runs without devices: the function is lowered on the abstract mesh in context.
+
+    Returns:
+        For each argument and each result a `PartitionSpec`-like tuple, an entry a dimension.
+    """
+    from jaxlib.mlir import passmanager
+
+    module = jitted.trace(*avals).lower(lowering_platforms=(platform,)).compiler_ir()
+    with module.context:
+        passes = passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)")
+        passes.enable_verifier(False)  # it looks at the whole module after each pass: two thirds of the time
+        passes.run(module.operation)
+    main = next(op for op in module.body.operations if "main" in str(getattr(op, "name", "")))
+    ranks = [len(t.shape) for t in main.type.inputs], [len(t.shape) for t in main.type.results]
+    return (
+        [_spec_of(attrs, rank) for attrs, rank in zip(main.attributes["arg_attrs"], ranks[0], strict=True)],
+        [_spec_of(attrs, rank) for attrs, rank in zip(main.attributes["res_attrs"], ranks[1], strict=True)],
+    )
+
+
+def _spec_of(attrs: Any, rank: int) -> tuple:
+    from jaxlib.mlir.dialects import sdy
+
+    found = {a.name: a.attr for a in attrs}.get("sdy.sharding")
+    if found is None:
+        return (None,) * rank
+    spec = []
+    for dimension in sdy.TensorShardingAttr(found).dimension_shardings:
+        axes = [sdy.AxisRefAttr(a) for a in sdy.DimensionShardingAttr(dimension).axes]
+        # Half an axis has no name in a PartitionSpec; such a dimension stays whole at the boundary.
+        names = tuple(a.name for a in axes if a.sub_axis_info is None)
+        spec.append(None if not names or len(names) < len(axes) else names[0] if len(names) == 1 else names)
+    return tuple(spec)

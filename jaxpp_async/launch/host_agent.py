@@ -1,0 +1,229 @@
+"""The entry of a keeper: `python -m jaxpp_async.launch.host_agent`, run on another host by a launcher.
+
+Orders on stdin, records on stdout (`keeper_protocol`). It starts actors, forwards what they print, tells how they end,
+and ends them when its stdin reaches its end or is silent for longer than the lease: whatever they started goes with
+them, also what left their process group, because a keeper is the parent of every orphan below it.
+
+It says hello before it is told anything: no secret is sent to whatever else may have been started instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from importlib import metadata
+
+import jaxpp_async
+from jaxpp_async.errors import MeshError
+from jaxpp_async.launch import host_agent_protocol as kp
+from jaxpp_async.launch.process_supervisor import Warden
+from jaxpp_async.launch.spawn import ActorProcess, spawn_actor
+from jaxpp_async.protocol.line_protocol import SIGN_OF_LIFE
+from jaxpp_async.protocol.parent_watch import (
+    LEASE_S,
+    ExitCode,
+    beat_s_of,
+    last_words,
+    signal_at_parents_death,
+)
+
+VERSIONED = ("jax", "jaxlib")
+
+_PR_SET_CHILD_SUBREAPER = 36
+_MAX_ORDER_BYTES = 1 << 20
+_MAX_WAITING = 20_000
+_END_S = 2.0
+
+
+class Keeper:
+    """The actors of one host. `obey` and `end` are called from one thread.
+
+    Args:
+        lease_s: how long it, and each actor, waits for a sign of life.
+    """
+
+    def __init__(self, lease_s: float = LEASE_S):
+        self._lease_s = lease_s
+        self._is_expired = False
+        self._warden = Warden(beat_s_of(lease_s))
+        self._actors: dict[str, ActorProcess] = {}
+        self._records: queue.Queue[bytes | None] = queue.Queue()
+        self._writer = threading.Thread(target=self._write_records, name="jaxpp-async records", daemon=True)
+        self._writer.start()
+
+    def say(self, record: kp.Record) -> None:
+        """Send a record, without waiting. Lines of actors are dropped while nobody reads."""
+        if self._records.qsize() < _MAX_WAITING or not isinstance(record, kp.Line):
+            self._records.put(kp.write_record(record))
+
+    def obey(self, order: kp.Order) -> None:
+        """Carry out one order; `Close` is the caller's."""
+        if isinstance(order, kp.Start):
+            self._start(order)
+        elif isinstance(order, kp.Signal) and order.key in self._actors:
+            self._actors[order.key].process.signal_group(order.signum)
+
+    def expire(self) -> None:
+        """Have the driver hear, should it ever wake up, that it was its own silence that ended the actors."""
+        self._is_expired = True
+        for key in tuple(self._actors):
+            self._forward(key, last_words(self._lease_s))
+
+    def end(self) -> None:
+        """Kill every actor and whatever came of it, and send the last records."""
+        with contextlib.suppress(TimeoutError):  # one that cannot be killed is the kernel's
+            self._warden.close().result(_END_S)
+        kill_descendants(_END_S)
+        self._records.put(None)
+        self._writer.join(_END_S)
+
+    def _start(self, order: kp.Start) -> None:
+        key = order.key
+        # The same folder as here, if there is one: a setup hook then imports what it does locally.
+        with contextlib.suppress(OSError):
+            os.chdir(order.folder)
+        try:
+            actor = spawn_actor(self._warden, order.request, lambda line: self._forward(key, line)).result()
+        except (OSError, MeshError) as error:
+            self.say(kp.Failed(key, str(error)))
+            return
+        self._actors[key] = actor
+        self.say(kp.Started(key, actor.process.pid))
+        actor.process.dead.add_done_callback(lambda dead: self._on_dead(key, dead.result().returncode))
+
+    def _forward(self, key: str, line: str) -> None:
+        for start in range(0, max(1, len(line)), kp.TEXT_CHARS):
+            self.say(kp.Line(key, line[start : start + kp.TEXT_CHARS]))
+
+    def _on_dead(self, key: str, returncode: int) -> None:
+        actor = self._actors.pop(key)
+        at = actor.page.read()
+        actor.page.close()
+        position = (
+            (at.step, at.program_id, at.instruction, at.waiting, at.computing) if at is not None else None
+        )
+        self.say(kp.Dead(key, ExitCode.LEASE_EXPIRED if self._is_expired else returncode, position))
+
+    def _write_records(self) -> None:
+        while (record := self._records.get()) is not None:
+            try:
+                while record:
+                    record = record[os.write(1, record) :]
+            except OSError:  # nobody reads any more; stdin tells the same
+                return
+
+
+def main() -> None:
+    """Keep actors until told to stop, or nobody is left to tell."""
+    lease_s = float(sys.argv[1]) if len(sys.argv) == 2 else LEASE_S
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # Somebody may have stopped this process, and neither end of file nor a lease can end one that is: when sshd, or
+    # whoever else started it, goes, it goes on, and sees both. (SIGKILL would leave behind what its actors started.)
+    signal_at_parents_death(signal.SIGCONT)
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(signum, _on_signal)
+    keeper = Keeper(lease_s)
+    code = ExitCode.CRASH
+    try:
+        keeper.say(hello())
+        code = keep(keeper, 0, lease_s)
+    except _Ended:
+        code = ExitCode.CONTROLLER_GONE
+    finally:
+        with contextlib.suppress(_Ended):
+            keeper.end()
+        os._exit(code)
+
+
+def keep(keeper: Keeper, descriptor: int, lease_s: float) -> ExitCode:
+    """Read orders from `descriptor` and carry them out, to the end."""
+    poller, buffer = select.poll(), bytearray()
+    poller.register(descriptor, select.POLLIN | select.POLLHUP)
+    deadline = time.monotonic() + lease_s
+    while poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        data = os.read(descriptor, 1 << 16)
+        if not data:
+            return ExitCode.CONTROLLER_GONE
+        deadline = time.monotonic() + lease_s
+        *lines, rest = (bytes(buffer) + data).split(b"\n")
+        buffer[:] = rest.lstrip(SIGN_OF_LIFE)
+        if len(buffer) > _MAX_ORDER_BYTES:
+            return ExitCode.CONFIG
+        for line in lines:
+            try:
+                order = kp.read_order(line)
+            except ValueError as error:  # never the line itself: it may hold the secret
+                print(
+                    f"python -m jaxpp_async.launch.host_agent is run by a mesh, not by hand: {error}",
+                    file=sys.stderr,
+                )
+                return ExitCode.CONFIG
+            if isinstance(order, kp.Close):
+                return ExitCode.OK
+            if order is not None:
+                keeper.obey(order)
+    keeper.expire()
+    return ExitCode.LEASE_EXPIRED
+
+
+def hello() -> kp.Hello:
+    """Who this is, and what is installed here."""
+    versions: dict[str, str | None] = {"jaxpp-async": jaxpp_async.__version__}
+    for name in VERSIONED:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return kp.Hello(socket.gethostname(), os.getpid(), sys.executable, versions)
+
+
+def kill_descendants(timeout_s: float) -> None:
+    """Kill every process below this one: orphans come to this one (a subreaper), so none is out of reach."""
+    deadline = time.monotonic() + timeout_s
+    while (living := descendants(os.getpid())) and time.monotonic() < deadline:
+        for pid in living:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        select.select([], [], [], 0.01)
+
+
+def descendants(root: int) -> list[int]:
+    """Living processes below `root`, from /proc; zombies left out."""
+    children: dict[int, list[int]] = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat") as stat:
+                    state, parent = stat.read().rpartition(")")[2].split()[:2]
+                    if state != "Z":
+                        children.setdefault(int(parent), []).append(int(name))
+    found, left = [], [root]
+    while left:
+        below = children.get(left.pop(), [])
+        found += below
+        left += below
+    return found
+
+
+class _Ended(BaseException):
+    """A signal asks this process to end."""
+
+
+def _on_signal(signum: int, frame: object) -> None:
+    raise _Ended
+
+
+if __name__ == "__main__":
+    main()

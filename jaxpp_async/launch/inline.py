@@ -1,0 +1,123 @@
+"""inline: actors inside this process, for notebooks and debugging. Same controller, protocol and actor as in many
+processes; only the socket (a pair) and the data plane (memory) differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from jaxpp_async.actors.server import load_actor_class, serve
+from jaxpp_async.errors import MeshError
+from jaxpp_async.launch import DEFAULT_ACTOR, ActorHandle, LaunchSpec
+from jaxpp_async.launch.process_supervisor import Death
+from jaxpp_async.program.instructions import CONTROLLER
+from jaxpp_async.protocol.actor_info import Position
+from jaxpp_async.protocol.connection import attach_socket
+from jaxpp_async.protocol.frames import Identity
+from jaxpp_async.protocol.log_forwarding import name_actor
+from jaxpp_async.protocol.parent_watch import ExitCode
+from jaxpp_async.transport.base import Transport
+from jaxpp_async.transport.network import Network
+
+
+class InlineLauncher:
+    """Actors as asyncio tasks on the controller's loop.
+
+    Args:
+        actor: `module:name` of the actor class, for tests of the control plane.
+        make_transport: (kind, peer id) to a transport, for tests; default: one memory network for the mesh.
+    """
+
+    listen_host = None
+    transports = ("memory",)
+
+    def __init__(
+        self, *, actor: str = DEFAULT_ACTOR, make_transport: Callable[[str, int], Transport] | None = None
+    ):
+        self._actor = actor
+        self._make_transport = make_transport or self._memory_transport
+        self._network: Any = None
+        self._handles: list[_InlineHandle] = []
+
+    def make_transport(self, kind: str, network: Network) -> Transport:
+        """The controller's end of the memory network."""
+        return self._make_transport(kind, CONTROLLER)
+
+    async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
+        """Start the actor's task; see `Launcher.start`."""
+        here, there = socket.socketpair()
+        adopt(here)
+        # It shares this process's JAX: no configuration of its own, and other actors on the same devices.
+        make_actor = functools.partial(load_actor_class(self._actor), inline=True)
+        serving = serve(
+            Identity(spec.process_id, spec.incarnation),
+            spec.secret,
+            connect=lambda connection: attach_socket(connection, there),
+            make_actor=make_actor,
+            make_transport=lambda kind, network: self._make_transport(kind, spec.process_id),
+            max_frame_bytes=spec.max_frame_bytes,
+        )
+        loop, name = asyncio.get_running_loop(), f"inline actor {spec.process_id}"
+        task = loop.create_task(serving, name=name, context=name_actor(spec.process_id))
+        handle = _InlineHandle(task)
+        self._handles.append(handle)
+        # A task that was cancelled keeps its frames, and with them its actor.
+        task.add_done_callback(lambda _: self._forget(handle))
+        # of a task that was cancelled before it took the socket
+        task.add_done_callback(lambda _: there.close())
+        return handle
+
+    def _forget(self, handle: _InlineHandle) -> None:
+        if handle in self._handles:
+            self._handles.remove(handle)
+
+    async def aclose(self) -> None:
+        """See `Launcher.aclose`."""
+        handles, self._handles, self._network = self._handles, [], None
+        for handle in handles:
+            handle.kill()
+        for handle in handles:
+            await handle.wait_dead()
+
+    def _memory_transport(self, kind: str, peer_id: int) -> Transport:
+        if kind != "memory":
+            raise MeshError(f'transport {kind!r} does not work inline: use "memory", or launcher="local"')
+        from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
+
+        if self._network is None:
+            self._network = MemoryNetwork()
+        return MemoryTransport(self._network, peer_id)
+
+
+class _InlineHandle:
+    """An `ActorHandle` on a task. `kill` cancels it: there is no process to signal."""
+
+    def __init__(self, task: asyncio.Task[ExitCode]):
+        self._task, self.host, self.pid = task, socket.gethostname(), os.getpid()
+
+    async def wait_dead(self) -> Death:
+        await asyncio.wait([self._task])
+        if self._task.cancelled():
+            return Death(-9, ())
+        error = self._task.exception()
+        if error is not None:
+            return Death(ExitCode.CRASH, tuple("".join(traceback.format_exception(error)).splitlines()[-50:]))
+        return Death(int(self._task.result()), ())
+
+    def terminate(self) -> None:
+        self._task.cancel()
+
+    def kill(self) -> None:
+        self._task.cancel()
+
+    def progress(self) -> Position | None:
+        return None
+
+    def output_tail(self) -> tuple[str, ...]:
+        return ()

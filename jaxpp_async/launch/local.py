@@ -1,0 +1,117 @@
+"""local: the processes of actors, on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import Callable
+
+from jaxpp_async.launch.hosts import Host, Placement, Settings, defaults, environment
+from jaxpp_async.launch.launcher import DEFAULT_ACTOR, ActorHandle, LaunchSpec
+from jaxpp_async.launch.process_supervisor import Death, Warden
+from jaxpp_async.launch.spawn import ActorProcess, ActorRequest, spawn_actor
+from jaxpp_async.program.instructions import CONTROLLER
+from jaxpp_async.protocol.actor_info import ProgressPage
+from jaxpp_async.protocol.parent_watch import LEASE_S, beat_s_of
+from jaxpp_async.transport.base import Transport
+from jaxpp_async.transport.network import Network
+from jaxpp_async.transport.registry import make_process_transport
+
+
+class LocalLauncher:
+    """Processes of this machine, one an actor or several.
+
+    Args:
+        pin_cores: share this process's CPU cores out among the actors.
+        python: the interpreter; default this one.
+        settings: devices, CPUs and network of the actors.
+        actor: `module:name` of the actor class, for tests of the control plane.
+        forward: called with each line that an actor prints, prefixed; default: to `sys.stderr`.
+        lease_s: how long an actor waits for a sign of life on its stdin.
+    """
+
+    listen_host = "127.0.0.1"
+    transports = ("ucx", "nccl")
+
+    def __init__(
+        self,
+        *,
+        pin_cores: bool = True,
+        python: str | None = None,
+        settings: Settings | None = None,
+        actor: str = DEFAULT_ACTOR,
+        forward: Callable[[str], None] | None = None,
+        lease_s: float = LEASE_S,
+    ):
+        self._settings = settings or Settings()
+        self._pin_cores, self._python, self._actor = pin_cores, python or self._settings.python, actor
+        self._forward = forward or print_to_stderr
+        self._lease_s = lease_s
+        self._warden: Warden | None = None
+        self._pages: list[ProgressPage] = []
+
+    def make_transport(self, kind: str, network: Network) -> Transport:
+        """The controller's UCX end."""
+        return make_process_transport(kind, CONTROLLER, network)
+
+    async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
+        """Spawn `python -m jaxpp_async.actors`; see `Launcher.start`."""
+        if self._warden is None:
+            self._warden = Warden(beat_s_of(self._lease_s))
+        prefix = f"[{spec.seat}] "
+        started = spawn_actor(self._warden, self._request(spec), lambda line: self._forward(prefix + line))
+        actor = await asyncio.wrap_future(started)
+        self._pages.append(actor.page)
+        return _LocalHandle(actor)
+
+    async def aclose(self) -> None:
+        """See `Launcher.aclose`."""
+        warden, self._warden = self._warden, None
+        if warden is not None:
+            await asyncio.wrap_future(warden.close())
+        for page in self._pages:
+            page.close()
+        self._pages.clear()
+
+    def _request(self, spec: LaunchSpec) -> ActorRequest:
+        here = Placement(Host("localhost", spec.num_processes), spec.process_id, spec.num_processes)
+        return ActorRequest(
+            python=self._python or sys.executable,
+            env=environment(self._settings, here, spec.platform) | dict(spec.env),
+            config=spec.config(actor=self._actor, lease_s=self._lease_s),
+            index=here.index,
+            count=here.count,
+            cpus=self._settings.cpus,
+            pin_cores=self._pin_cores,
+            gpus=spec.gpus,
+            defaults={**defaults(self._settings), **spec.defaults},
+        )
+
+
+class _LocalHandle:
+    """An `ActorHandle` on a process of the warden."""
+
+    def __init__(self, actor: ActorProcess):
+        self._process, self.host, self.pid = actor.process, socket.gethostname(), actor.process.pid
+        self.progress = actor.page.read
+        self._dead = asyncio.wrap_future(actor.process.dead)
+
+    async def wait_dead(self) -> Death:
+        return await asyncio.shield(self._dead)
+
+    def terminate(self) -> None:
+        self._process.signal_group(15)
+
+    def kill(self) -> None:
+        self._process.signal_group(9)
+
+    def output_tail(self) -> tuple[str, ...]:
+        return self._process.output_tail()
+
+
+def print_to_stderr(line: str) -> None:
+    """Where the actors' output goes by default."""
+    with contextlib.suppress(OSError, ValueError):  # stderr is closed: the tail still has the line
+        print(line, file=sys.stderr, flush=True)

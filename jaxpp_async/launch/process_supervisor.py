@@ -1,0 +1,328 @@
+"""warden: one thread that owns the actor processes of one mesh: it spawns them, keeps their leases, reads their output
+and notices their deaths. The event loop, which a user may block, is in none of these paths.
+
+One long-lived thread, because `PR_SET_PDEATHSIG` follows the thread that spawned the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import codecs
+import concurrent.futures
+import contextlib
+import os
+import queue
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jaxpp_async.base.own_descriptors import keep_from_children
+
+TAIL_LINES = 50
+_LINE_CHARS = 4096  # a longer line is cut in pieces: a progress bar may never end its line
+_REAP_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How a process ended. `returncode` is as in `subprocess`: negative for a signal."""
+
+    returncode: int
+    output_tail: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Lines:
+    """The text a process printed, as lines.
+
+    Args:
+        forward: called with each.
+        noise: lines with this in them are dropped; empty: none.
+
+    Attributes:
+        tail: the last ones.
+    """
+
+    forward: Callable[[str], None]
+    noise: str = ""
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    _rest: str = ""
+    _decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
+
+    def feed(self, data: bytes, *, final: bool = False) -> None:
+        """Take bytes, in any pieces. `final`: what is left is a line as well."""
+        lines = (self._rest + self._decoder.decode(data, final)).split("\n")
+        self._rest = lines.pop()
+        if final or len(self._rest) > _LINE_CHARS:
+            lines.append(self._rest)
+            self._rest = ""
+        for whole in lines:
+            line = whole.rstrip("\r")[:_LINE_CHARS]
+            if (line or not final) and not (self.noise and self.noise in line):
+                self.tail.append(line)
+                self.forward(line)
+
+
+class Process:
+    """One process of the warden. Every method may be called from any thread."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], forward: Callable[[str], None], noise: str = ""):
+        self.pid = popen.pid
+        self.dead: concurrent.futures.Future[Death] = concurrent.futures.Future()
+        self._popen, self._output = popen, Lines(forward, noise)
+        self._unsent = bytearray()  # of `Warden.write`; the warden's thread alone looks at it
+        self._lock = threading.Lock()  # between signalling and reaping: a reaped pid may be another process's
+
+    def output_tail(self) -> tuple[str, ...]:
+        """The last lines that it printed."""
+        return tuple(self._output.tail)
+
+    def signal_group(self, signum: int) -> None:
+        """Signal the process and everything it started. Nothing happens if it is dead."""
+        with self._lock:
+            if self._popen.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, signum)
+
+
+class Warden:
+    """Owns processes, on a thread of its own that starts with the first one.
+
+    Args:
+        beat_s: seconds between two bytes on each stdin.
+    """
+
+    def __init__(self, beat_s: float):
+        self._beat_s = beat_s
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._processes: set[Process] = set()
+        self._descriptors: dict[Process, int] = {}  # pidfds, where the kernel has them
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        keep_from_children(self._wake_read, self._wake_write)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wake)
+        self._closing = False
+        self._finished: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run, name="jaxpp-async warden", daemon=True)
+        self._thread.start()
+        # A mesh that nobody closed: its actors end with the interpreter, and this thread before stderr does.
+        atexit.register(self._at_exit)
+
+    def spawn(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        first_line: bytes,
+        forward: Callable[[str], None],
+        *,
+        noise: str = "",
+        descriptors: Sequence[int] = (),
+    ) -> concurrent.futures.Future[Process]:
+        """Start a process in a session of its own and write `first_line` to its stdin.
+
+        Args:
+            command: the argument vector. env: its whole environment.
+            first_line: configuration and secret, one line.
+            forward: called on the warden's thread with each line of its stdout and stderr.
+            noise: as `Lines`.
+            descriptors: that it inherits, under the same numbers.
+        """
+        spawned: concurrent.futures.Future[Process] = concurrent.futures.Future()
+
+        def spawn() -> None:
+            if not spawned.set_running_or_notify_cancel():
+                return
+            try:
+                spawned.set_result(self._spawn(command, env, first_line, forward, noise, descriptors))
+            except OSError as error:
+                spawned.set_exception(error)
+
+        self._do(spawn)
+        if self._finished.done():
+            self._run_commands()
+        return spawned
+
+    def write(self, process: Process, data: bytes) -> None:
+        """Write to a process's stdin, in order, between two signs of life. Does not wait; any thread may call this.
+
+        What a process that has ended did not read is dropped.
+        """
+        self._do(lambda: self._write(process, data))
+
+    def close(self) -> concurrent.futures.Future[None]:
+        """Kill what is left and end the thread; done when every process is reaped and every descriptor given back."""
+        atexit.unregister(self._at_exit)
+        if not self._finished.done():
+            self._do(self._on_close)
+        return self._finished
+
+    # ------------------------------------------------------------ any thread
+
+    def _do(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+        with contextlib.suppress(BlockingIOError, OSError):
+            # full: it is awake anyway; closed: it has finished
+            os.write(self._wake_write, b"\0")
+
+    def _at_exit(self) -> None:
+        self._do(self._on_close)
+        self._thread.join(2.0)
+
+    # ------------------------------------------------------------ the warden's thread
+
+    def _run(self) -> None:
+        next_beat_s = time.monotonic() + self._beat_s
+        while self._processes or not self._closing:
+            timeout_s = next_beat_s - time.monotonic()
+            if len(self._descriptors) < len(self._processes):
+                timeout_s = min(timeout_s, _REAP_POLL_S)
+            for key, _ in self._selector.select(max(0.0, timeout_s)):
+                # Another of this round may have reaped the process: its descriptors are closed, or new ones by now.
+                if self._selector.get_map().get(key.fd) is key:
+                    key.data()
+            if len(self._descriptors) < len(self._processes):
+                self._reap_without_descriptors()
+            if time.monotonic() >= next_beat_s:
+                next_beat_s = time.monotonic() + self._beat_s
+                self._beat()
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        self._finished.set_result(None)
+        self._run_commands()  # those that came too late are refused
+
+    def _on_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+        self._run_commands()
+
+    def _run_commands(self) -> None:
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            command()
+
+    def _on_close(self) -> None:
+        self._closing = True
+        for process in self._processes:
+            process.signal_group(signal.SIGKILL)
+
+    def _spawn(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        first_line: bytes,
+        forward: Callable[[str], None],
+        noise: str,
+        descriptors: Sequence[int],
+    ) -> Process:
+        if self._closing:
+            raise OSError("the mesh is closing")
+        popen = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(env),
+            pass_fds=descriptors,
+            start_new_session=True,  # Ctrl-C reaches the driver alone, and the group can be killed as a whole
+            bufsize=0,
+        )
+        assert popen.stdin is not None and popen.stdout is not None
+        keep_from_children(popen.stdin.fileno(), popen.stdout.fileno())
+        process = Process(popen, forward, noise)
+        self._processes.add(process)
+        os.set_blocking(popen.stdout.fileno(), False)
+        os.set_blocking(popen.stdin.fileno(), False)
+        self._selector.register(popen.stdout, selectors.EVENT_READ, lambda: self._on_output(process))
+        with contextlib.suppress(OSError, AttributeError):  # no pidfd here: polled instead
+            self._descriptors[process] = os.pidfd_open(process.pid)
+            self._selector.register(
+                self._descriptors[process], selectors.EVENT_READ, lambda: self._reap(process)
+            )
+        with contextlib.suppress(BrokenPipeError):  # dead already: its death says so
+            written = popen.stdin.write(first_line)
+            if written != len(first_line):
+                process.signal_group(signal.SIGKILL)
+                raise OSError(f"the configuration of {len(first_line)} bytes does not fit the actor's stdin")
+        return process
+
+    def _write(self, process: Process, data: bytes) -> None:
+        if process in self._processes:
+            was_idle = not process._unsent
+            process._unsent += data
+            self._flush(process, was_idle)
+
+    def _flush(self, process: Process, was_idle: bool) -> None:
+        """Write what the pipe takes; the selector tells when it takes more."""
+        stdin = process._popen.stdin
+        assert stdin is not None
+        try:
+            del process._unsent[: stdin.write(process._unsent) or 0]
+        except BrokenPipeError:  # dead, or deaf: its death says so
+            process._unsent.clear()
+        if process._unsent and was_idle:
+            self._selector.register(stdin, selectors.EVENT_WRITE, lambda: self._flush(process, False))
+        elif not process._unsent and not was_idle:
+            self._selector.unregister(stdin)
+
+    def _beat(self) -> None:
+        for process in self._processes:
+            stdin = process._popen.stdin
+            assert stdin is not None
+            if process._unsent:  # a sign of life is no part of a message, and there is one on the way
+                continue
+            # A stopped actor lets its pipe fill; a dead one breaks it. Neither may hold up the others.
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                stdin.write(b".")
+
+    def _on_output(self, process: Process) -> None:
+        """Take what is there; at end of file, stop looking (the death comes by the pidfd)."""
+        stdout = process._popen.stdout
+        assert stdout is not None
+        data = stdout.read(1 << 16)
+        if data:
+            process._output.feed(data)
+        elif data == b"":
+            self._selector.unregister(stdout)
+
+    def _reap_without_descriptors(self) -> None:
+        for process in tuple(self._processes):
+            if process not in self._descriptors and os.waitid(
+                os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
+            ):
+                self._reap(process)
+
+    def _reap(self, process: Process) -> None:
+        """Collect a process that has ended: first what it started, then its last words, then its exit status."""
+        popen = process._popen
+        assert popen.stdin is not None and popen.stdout is not None
+        process.signal_group(signal.SIGKILL)  # while the dead leader still reserves the group's id
+        while data := popen.stdout.read(1 << 16):
+            process._output.feed(data)
+        process._output.feed(b"", final=True)
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(popen.stdout)
+        descriptor = self._descriptors.pop(process, None)
+        if descriptor is not None:
+            self._selector.unregister(descriptor)
+            os.close(descriptor)
+        if process._unsent:
+            process._unsent.clear()
+            self._selector.unregister(popen.stdin)
+        popen.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            popen.stdin.close()
+        with process._lock:
+            returncode = popen.wait()
+        self._processes.discard(process)
+        process.dead.set_result(Death(returncode, process.output_tail()))

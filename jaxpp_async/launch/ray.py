@@ -1,0 +1,282 @@
+"""ray: hosts of a Ray cluster, through one placement group. Ray starts and supervises a bundle for each process, no
+more: the control channel, the data plane and the arrays stay ours.
+
+A Ray actor runs the keeper as a child and carries bytes: what the driver writes goes to the keeper's stdin. The mesh's
+secret is therefore in no argument vector, environment or file, but it does pass through Ray, as an argument of a method
+call: whoever may watch the cluster's own traffic may see it, unless Ray runs with TLS (docs/launching.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxpp_async.base.install_hints import pip_install
+from jaxpp_async.errors import InstallError, MeshError
+from jaxpp_async.launch.host_agent_client import NotUpError, Stream
+from jaxpp_async.launch.hosts import Host, Placement
+from jaxpp_async.launch.login_errors import Explanation
+from jaxpp_async.launch.process_supervisor import Death, Lines
+from jaxpp_async.launch.remote import RemoteLauncher
+from jaxpp_async.protocol.parent_watch import LEASE_S, beat_s_of
+
+PLACEMENT_TIMEOUT_S = 30.0
+_READ_BYTES = 1 << 16
+_NAME = "jaxpp_async"
+
+
+class KeeperRunner:
+    """Runs a keeper where Ray puts it. Its methods are called through Ray, in a concurrency group each.
+
+    Args:
+        command: the keeper's argument vector; None as interpreter: that of Ray's own workers.
+    """
+
+    def __init__(self, command: Sequence[str | None]):
+        self._process = subprocess.Popen(
+            [command[0] or sys.executable, *(word for word in command[1:] if word)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def write(self, data: bytes) -> None:
+        """Bytes for its stdin; dropped if it has ended."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+
+    def read(self) -> tuple[bytes, int | None]:
+        """What it printed since, once there is something; nothing, and its exit status, at the end."""
+        assert self._process.stdout is not None
+        data = os.read(self._process.stdout.fileno(), _READ_BYTES)
+        return data, None if data else self._process.wait()
+
+
+class RayReach:
+    """The nodes on which a placement group has its bundles, one a process.
+
+    Args:
+        bundle: what Ray sets aside for a process.
+        own_python: an interpreter was named; else the keepers run under that of Ray's workers.
+    """
+
+    keeper_each = True
+    login_mark: str | None = None
+    lease_s = LEASE_S
+
+    def __init__(self, bundle: Mapping[str, float], *, own_python: bool):
+        self._bundle, self._own_python = dict(bundle), own_python
+        self._ray: Any = None
+        self._is_ours = False
+        self._group: Any = None
+        self._bundles: dict[tuple[str, int], int] = {}
+        self._streams: list[_RayStream] = []
+
+    def place(self, num_processes: int) -> tuple[Host, ...]:
+        """Connect to the cluster and have a bundle a process set aside. Blocks.
+
+        Raises:
+            InstallError: Ray is not installed. MeshError: no cluster, or not enough room in it.
+        """
+        ray = self._ray = _import_ray()
+        if not ray.is_initialized():
+            try:
+                ray.init(address="auto", log_to_driver=False, logging_level="warning")
+            except (ConnectionError, RuntimeError) as error:
+                raise MeshError(
+                    f"launcher='ray' found no Ray cluster ({str(error).splitlines()[0]}); start one (`ray start "
+                    "--head`), set RAY_ADDRESS, or call ray.init(...) yourself before"
+                ) from None
+            self._is_ours = True
+        self._group = ray.util.placement_group([self._bundle] * num_processes, strategy="PACK")
+        if not self._group.wait(PLACEMENT_TIMEOUT_S):
+            raise MeshError(
+                f"the Ray cluster has no room for {num_processes} processes of {self._bundle} within "
+                f"{PLACEMENT_TIMEOUT_S:g} s; free now: {_numbers(ray.available_resources())}; see `ray status`"
+            )
+        table = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        by_host: dict[str, list[int]] = {}
+        for bundle, node in sorted(table.items()):
+            by_host.setdefault(addresses[node], []).append(bundle)
+        self._bundles = {(host, i): b for host, bundles in by_host.items() for i, b in enumerate(bundles)}
+        return tuple(Host(host, len(bundles)) for host, bundles in by_host.items())
+
+    async def resolve(self, hosts: Sequence[Host]) -> list[str]:
+        """Their names, which are addresses."""
+        return [host.name for host in hosts]
+
+    async def open(
+        self, placement: Placement, keeper: Sequence[str], on_line: Callable[[str], None]
+    ) -> Stream:
+        """See `Reach`."""
+        python = keeper[0] if self._own_python else None
+        stream = await asyncio.to_thread(self._open, placement, [python, *keeper[1:]], on_line)
+        self._streams.append(stream)
+        return stream
+
+    def _open(
+        self, placement: Placement, command: Sequence[str | None], on_line: Callable[[str], None]
+    ) -> _RayStream:
+        from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
+            PlacementGroupSchedulingStrategy,
+        )
+
+        bundle = self._bundles[placement.host.name, placement.index]
+        runner = self._ray.remote(
+            num_cpus=self._bundle.get("CPU", 0),
+            num_gpus=self._bundle.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=bundle
+            ),
+            # one thread each: reading waits, and writes keep their order
+            concurrency_groups={"read": 1, "write": 1},
+            max_restarts=0,
+        )(KeeperRunner)
+        return _RayStream(self._ray, runner.remote(list(command)), on_line, beat_s_of(self.lease_s))
+
+    def explain(self, host: Host, error: NotUpError) -> Explanation | None:
+        """See `Reach`."""
+        text = "\n".join(error.said)
+        if f"No module named '{_NAME}" in text or "ray.exceptions" not in text:
+            return None
+        return Explanation(
+            f"Ray could not run a keeper there: {error.said[-1]}", "see `ray status` and `ray logs`"
+        )
+
+    async def aclose(self) -> None:
+        """End the Ray actors, give the bundles back, and leave the cluster if this joined it."""
+        streams, self._streams = self._streams, []
+        await asyncio.to_thread(self._close, streams)
+
+    def _close(self, streams: Sequence[_RayStream]) -> None:
+        for stream in streams:
+            stream.close()
+        group, self._group = self._group, None
+        if group is not None:
+            self._ray.util.remove_placement_group(group)
+        if self._is_ours:
+            self._is_ours = False
+            self._ray.shutdown()
+
+
+class _RayStream:
+    """A `Stream` through a Ray actor, on a thread of its own: a blocked event loop holds up no sign of life."""
+
+    def __init__(self, ray: Any, actor: Any, on_line: Callable[[str], None], beat_s: float):
+        self._ray, self._actor, self._beat_s = ray, actor, beat_s
+        self._lines = Lines(on_line)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: Death | None = None
+        self._is_closing = False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jaxpp-async ray", daemon=True)
+        self._thread.start()
+
+    def write(self, data: bytes) -> None:
+        """See `Stream`."""
+        if not self._over.is_set():
+            self._actor.write.options(concurrency_group="write").remote(data)
+
+    def kill(self) -> None:
+        """See `Stream`."""
+        if not self._is_closing:
+            self._is_closing = True
+            self._ray.kill(self._actor, no_restart=True)
+
+    def close(self) -> None:
+        """Kill it and wait until its thread has ended."""
+        self.kill()
+        self._thread.join(self._beat_s)
+
+    async def wait_over(self) -> Death:
+        """See `Stream`."""
+        await asyncio.to_thread(self._over.wait)
+        assert self._end is not None
+        return self._end
+
+    def _run(self) -> None:
+        returncode = -9
+        try:
+            returncode = self._read()
+        except Exception as error:
+            # Ray's errors have no base of their own that holds for all; any of them is the end
+            if not self._is_closing:
+                for line in f"{type(error).__module__}.{type(error).__name__}: {error}".splitlines():
+                    self._lines.feed(line.encode() + b"\n")
+        self._lines.feed(b"", final=True)
+        self._end = Death(returncode, tuple(self._lines.tail))
+        self._over.set()
+
+    def _read(self) -> int:
+        """Forward what comes, and give signs of life, until the end; the exit status."""
+        reading = self._actor.read.options(concurrency_group="read").remote()
+        next_beat_s = time.monotonic() + self._beat_s
+        while True:
+            ready, _ = self._ray.wait([reading], timeout=max(0.0, next_beat_s - time.monotonic()))
+            if time.monotonic() >= next_beat_s:
+                next_beat_s = time.monotonic() + self._beat_s
+                self.write(b".")
+            if not ready:
+                continue
+            data, returncode = self._ray.get(reading)
+            if not data:
+                return returncode
+            self._lines.feed(data)
+            reading = self._actor.read.options(concurrency_group="read").remote()
+
+
+class RayLauncher(RemoteLauncher):
+    """Actors in a Ray cluster.
+
+    Args:
+        num_processes: how many bundles to ask for, one a process.
+        bundle: what Ray sets aside for each; default: one CPU.
+        options: of `RemoteLauncher`.
+    """
+
+    def __init__(self, num_processes: int, *, bundle: Mapping[str, float] | None = None, **options: Any):
+        settings = options.get("settings")
+        own_python = settings is not None and settings.python is not None
+        reach = RayReach(bundle or {"CPU": 1}, own_python=own_python)
+        super().__init__(reach, (), **options)
+        self._num_processes, self._ray_reach = num_processes, reach
+
+    async def prepare(self) -> None:
+        """Have the bundles set aside, then find the control address.
+
+        Raises:
+            InstallError: Ray is not installed. MeshError: no cluster, or not enough room in it.
+        """
+        try:
+            self.hosts = await asyncio.to_thread(self._ray_reach.place, self._num_processes)
+            await super().prepare()
+        except BaseException:  # also a cancellation: nobody else gives the bundles back
+            await self._reach.aclose()
+            raise
+
+
+def _import_ray() -> Any:
+    try:
+        import ray  # pyright: ignore[reportMissingImports]
+        import ray.util  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise InstallError(
+            f"launcher='ray' needs the package ray, which does not import here ({error}); install it with: "
+            f"{pip_install('ray')}"
+        ) from None
+    return ray
+
+
+def _numbers(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{n} {resources[n]:g}" for n in ("CPU", "GPU") if n in resources) or "nothing"

@@ -1,0 +1,27 @@
+"""The program `python -P .../run_module.py MODULE ARGUMENTS...` runs a module of the package that this file belongs to.
+
+A process of this machine has to run the package of whoever starts it, wherever that was found: installed, in a clone,
+or on a path that its starter alone has. Loading it by its place leaves the import path as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+
+
+def main() -> None:
+    """Load the package, then run the module as `python -m` does."""
+    folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    spec = spec_from_file_location(os.path.basename(folder), os.path.join(folder, "__init__.py"))
+    assert spec is not None and spec.loader is not None
+    sys.modules[spec.name] = package = module_from_spec(spec)
+    spec.loader.exec_module(package)
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""slurm: hosts of the Slurm allocation that this process runs in, reached with `srun`: one task a process.
+
+Slurm says which hosts there are and starts the keepers; the rest is as everywhere. srun's stdin is the lifeline.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxpp_async.errors import MeshError
+from jaxpp_async.launch.host_agent_client import NotUpError
+from jaxpp_async.launch.hosts import Host, Placement
+from jaxpp_async.launch.login_errors import Explanation
+from jaxpp_async.launch.remote import CommandReach, RemoteLauncher
+
+_TOOL_S = 10.0
+_OVERLAP_SINCE = (20, 11)
+
+
+def srun_command(placement: Placement, keeper: Sequence[str], version: tuple[int, ...]) -> list[str]:
+    """The argument vector of the task that runs one process's keeper on the placement's host.
+
+    Args:
+        version: of Slurm. Since 20.11 a step has its resources to itself unless it says `--overlap`: the driver's own
+            step, or another actor's, would otherwise hold ours up for ever.
+    """
+    overlap = ["--overlap"] if version >= _OVERLAP_SINCE else []
+    # A step has one CPU and no memory of its own to ask for; actors share the host's among themselves instead.
+    return [
+        "srun", "--nodes=1", "--ntasks=1", f"--nodelist={placement.host.name}", *overlap,
+        "--cpu-bind=none", "--mem=0", "--unbuffered", "--kill-on-bad-exit=1", "--quiet", *keeper,
+    ]  # fmt: skip
+
+
+class SlurmReach(CommandReach):
+    """Hosts of an allocation.
+
+    Args:
+        version: of Slurm.
+    """
+
+    keeper_each = True
+
+    def __init__(self, version: tuple[int, ...]):
+        super().__init__(lambda placement, keeper: srun_command(placement, keeper, version))
+
+    def explain(self, host: Host, error: NotUpError) -> Explanation | None:
+        """See `Reach`."""
+        return explain_srun(error.said, is_late=error.ended is None)
+
+
+def explain_srun(said: Sequence[str], *, is_late: bool) -> Explanation | None:
+    """Why srun did not start a task; None if it did.
+
+    Args:
+        said: what it printed. is_late: it was still at it.
+    """
+    own = [line for line in said if re.match(r"(srun|slurmstepd): ", line)]
+    text = "\n".join(own)
+    if re.search(r"busy|temporarily (disabled|unable)|queued and waiting", text):
+        return Explanation(
+            f"Slurm did not start a task there: {own[-1]}",
+            "the allocation has no room: allocate more (--ntasks, --cpus-per-task, --mem), or start fewer actors",
+        )
+    if re.search(
+        r"(expired|invalid|not exist).*job|job.*(expired|invalid|revoked|not exist)", text, re.IGNORECASE
+    ):
+        return Explanation(f"the allocation has ended: {own[-1]}", "allocate anew with salloc or sbatch")
+    wrong = next(
+        (line for line in own if "error" in line and "execve" not in line and "Exited with" not in line), None
+    )
+    if wrong is not None:
+        return Explanation(f"Slurm did not start a task there: {wrong}", "")
+    if is_late and own:
+        return Explanation(f"Slurm did not start a task there in time: {own[-1]}", "")
+    return None
+
+
+def slurm_launcher(env: Mapping[str, str] | None = None, **options: Any) -> RemoteLauncher:
+    """A launcher for the allocation that this process runs in.
+
+    Args:
+        env: where Slurm's variables are; default: this process's.
+        options: of `RemoteLauncher`.
+
+    Raises:
+        MeshError: not inside an allocation, or without Slurm's commands.
+    """
+    hosts, reach = slurm_reach(env)
+    return RemoteLauncher(reach, hosts, **options)
+
+
+def slurm_reach(env: Mapping[str, str] | None = None) -> tuple[tuple[Host, ...], SlurmReach]:
+    """The hosts of the allocation, and the way to them.
+
+    Raises:
+        MeshError: not inside an allocation, or without Slurm's commands.
+    """
+    hosts = allocation(os.environ if env is None else env)
+    return hosts, SlurmReach(parse_version(_output("srun", "--version")))
+
+
+def allocation(env: Mapping[str, str]) -> tuple[Host, ...]:
+    """The hosts of the allocation, with as many slots as tasks were asked for on each.
+
+    Raises:
+        MeshError: not inside an allocation, or without Slurm's commands.
+    """
+    nodes = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    if not env.get("SLURM_JOB_ID") or not nodes:
+        raise MeshError(
+            "launcher='slurm' works inside an allocation, and this process is in none (no SLURM_JOB_ID); start it with "
+            "salloc or sbatch, e.g. salloc --nodes=2 --ntasks-per-node=1 python train.py"
+        )
+    names = _output("scontrol", "show", "hostnames", nodes).split()
+    tasks = parse_tasks_per_node(env.get("SLURM_TASKS_PER_NODE") or "1")
+    tasks += [1] * (len(names) - len(tasks))
+    if not names:
+        raise MeshError(
+            f"scontrol names no host for SLURM_JOB_NODELIST={nodes!r}; is the allocation still alive?"
+        )
+    return tuple(Host(name, slots) for name, slots in zip(names, tasks, strict=False))
+
+
+def parse_tasks_per_node(text: str) -> list[int]:
+    """Tasks a node, from Slurm's `"2(x3),1"`.
+
+    Raises:
+        MeshError: not such a list.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None or not int(match[1]):
+            raise MeshError(f"SLURM_TASKS_PER_NODE={text!r} is not of Slurm's form '2(x3),1'")
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """Such as (22, 5, 8) from `"slurm 22.05.8"`; (0,) if it does not say."""
+    match = re.search(r"(\d+(?:\.\d+)+)", text)
+    return tuple(map(int, match[1].split("."))) if match else (0,)
+
+
+def _output(*command: str) -> str:
+    """What one of Slurm's commands prints. They answer at once."""
+    if shutil.which(command[0]) is None:
+        raise MeshError(
+            f"launcher='slurm' needs Slurm's command {command[0]!r}, which is not in PATH; load its module"
+        )
+    try:
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=_TOOL_S, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise MeshError(f"`{' '.join(command)}` failed: {error}") from None
+    if done.returncode:
+        raise MeshError(f"`{' '.join(command)}` ended with code {done.returncode}: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,188 @@
+"""actor_process: an actor's process, started through a warden: by the local launcher here, by keepers elsewhere.
+
+actor_request: how one actor's process is to be started, as plain data that a launcher makes and its host reads.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from jaxpp_async.base.gpu_inventory import VISIBLE, GpuShare, gpu_environment, share, visible_gpus
+from jaxpp_async.errors import MeshError
+from jaxpp_async.launch.commands import command_here, command_there, inherited_environment
+from jaxpp_async.launch.process_supervisor import Process, Warden
+from jaxpp_async.protocol.actor_info import ProgressPage, make_page
+from jaxpp_async.transport.ucx.net_devices import DEVICES, check_devices
+
+PROGRAM = "jaxpp_async.actors"
+
+_CHATTER = "Expected number of connected peer ranks"
+"""What gloo prints for every group of devices that computes together, and nobody has asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorProcess:
+    """A started actor: its process, and the page on which it writes where it is, for whoever started it to close."""
+
+    process: Process
+    page: ProgressPage
+
+
+def spawn_actor(
+    warden: Warden, request: ActorRequest, forward: Callable[[str], None]
+) -> concurrent.futures.Future[ActorProcess]:
+    """Have the warden start an actor's process.
+
+    Args:
+        forward: called on the warden's thread with each line that the actor prints.
+
+    Raises:
+        MeshError: this host has not what the actor is to run on.
+    """
+    env = request.environment()
+    started: concurrent.futures.Future[ActorProcess] = concurrent.futures.Future()
+    page = make_page()
+
+    def on_spawned(spawned: concurrent.futures.Future[Process]) -> None:
+        error = spawned.exception()
+        if error is not None:
+            os.close(page)
+            if started.set_running_or_notify_cancel():
+                started.set_exception(error)
+        elif started.set_running_or_notify_cancel():
+            started.set_result(ActorProcess(spawned.result(), ProgressPage(page)))
+        else:  # nobody waits for it any more
+            os.close(page)
+            spawned.result().signal_group(signal.SIGKILL)
+
+    try:
+        first_line = request.first_line(page)
+    except BaseException:
+        os.close(page)
+        raise
+    own = request.python == sys.executable
+    command = command_here(PROGRAM) if own else command_there(request.python, PROGRAM)
+    # The warden's thread forks, with the page still open here, and then calls back.
+    warden.spawn(command, env, first_line, forward, noise=_CHATTER, descriptors=(page,)).add_done_callback(
+        on_spawned
+    )
+    return started
+
+
+# ---------------------------------------------------------------- actor request
+
+T = TypeVar("T")
+_ONLINE: Final = Path("/sys/devices/system/cpu/online")
+
+
+@dataclass(frozen=True, slots=True)
+class ActorRequest:
+    """How to start one actor's process. Travels to keepers as JSON, over stdin: it holds the secret.
+
+    Args:
+        python: the interpreter.
+        env: variables to add to the host's own.
+        config: the first line of the actor's stdin, without what only its host knows.
+        index, count: it is the `index`-th of `count` actors on its host.
+        cpus: CPU numbers that the host's actors share; None: those that the process may use.
+        pin_cores: bind the actor to its share.
+        gpus: how many GPUs its process needs; 0: none.
+        gpus_are_its_own: those that its host's environment names are for this process alone, which a cluster gave them,
+            and not for all that run there.
+        defaults: variables for where neither its host's environment nor `env` has them.
+    """
+
+    python: str
+    env: Mapping[str, str]
+    config: Mapping[str, Any] = field(repr=False)
+    index: int = 0
+    count: int = 1
+    cpus: tuple[int, ...] | None = None
+    pin_cores: bool = True
+    gpus: int = 0
+    gpus_are_its_own: bool = False
+    defaults: Mapping[str, str] = field(default_factory=dict)
+
+    def environment(self) -> dict[str, str]:
+        """The whole environment of the process.
+
+        Raises:
+            MeshError: its host has not the GPUs that it needs, or too little memory is left for it on them; or not the
+                network devices.
+        """
+        env = {**self.defaults, **inherited_environment(), **self.env}
+        check_devices(env.get(DEVICES))
+        return env | self._gpu_environment(env) if self.gpus else env
+
+    def _gpu_environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        visible = visible_gpus(env)
+        there = visible.names
+        if not there and VISIBLE not in env:
+            return {}  # the process says itself what is missing: a GPU, its driver, or a JAX for it
+        if visible.stopped_at and VISIBLE in self.env:  # asked for, and not just how this host is set up
+            raise MeshError(
+                f"devices= (or {VISIBLE} of env=) is {env[VISIBLE]!r}, and this host has no GPU {visible.stopped_at}, "
+                "or more than one of that name; `nvidia-smi -L` there lists them"
+            )
+        alone = self.gpus_are_its_own and len(there) == self.gpus
+        given = GpuShare(there, 1) if alone else share(there, self.index, self.count, self.gpus)
+        return gpu_environment(given, env)
+
+    def first_line(self, progress_page: int | None) -> bytes:
+        """Configuration and secret, as one line of JSON: stdin is the one channel that no other user can read.
+
+        Raises:
+            MeshError: its host has not the CPUs that it is to run on.
+        """
+        if self.cpus is not None:
+            check_cpus(self.cpus)
+        cpus = list(self.cpus or sorted(os.sched_getaffinity(0)))
+        config = {
+            **self.config,
+            "parent_pid": os.getpid(),
+            "cores": share_out(cpus, self.count)[self.index] if self.pin_cores or self.cpus else [],
+            "progress_page": progress_page,
+        }
+        return json.dumps(config).encode() + b"\n"
+
+
+def check_cpus(cpus: Sequence[int]) -> None:
+    """Raises:
+    MeshError: this host has not all of these CPUs.
+    """
+    online = _online_cpus()
+    there = os.sched_getaffinity(0)
+    for part in online.split(","):
+        first, _, last = part.partition("-")
+        there |= set(range(int(first), int(last or first) + 1))
+    missing = sorted(set(cpus) - there)
+    if missing:
+        named = f"CPU {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
+        raise MeshError(
+            f"cpus= names {named}, which host {os.uname().nodename} does not have; its CPUs are {online}"
+        )
+
+
+def _online_cpus() -> str:
+    """Such as `0-3,8-11`: numbers may be left out, and this process may not have all of them."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if text := _ONLINE.read_text().strip():
+            return text
+    return f"0-{(os.cpu_count() or 1) - 1}"
+
+
+def share_out(items: Sequence[T], count: int) -> list[list[T]]:
+    """Divide items among actors: neighbouring ones for each, or round-robin when there are more actors than items."""
+    if count > len(items):
+        return [[items[i % len(items)]] for i in range(count)]
+    bounds = [i * len(items) // count for i in range(count + 1)]
+    return [list(items[bounds[i] : bounds[i + 1]]) for i in range(count)]

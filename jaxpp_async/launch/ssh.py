@@ -1,0 +1,123 @@
+"""ssh: hosts reached with the system's own `ssh`, so that every option, agent and jump host of the user works.
+
+One connection a host, whatever the number of its actors: the fewest handshakes, one lifeline, and an actor that is
+replaced needs no new login. It is never shared with the user's own connections (ControlMaster), whose end would be
+ours. Signals do not travel over it; the keeper's end of file and lease end what it started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import shlex
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+from jaxpp_async.errors import MeshError
+from jaxpp_async.launch.host_agent_client import NotUpError
+from jaxpp_async.launch.hosts import Host
+from jaxpp_async.launch.login_errors import Explanation, explain_ssh
+from jaxpp_async.launch.remote import CommandReach, RemoteLauncher
+
+LOGIN_MARK = "jaxpp-async-login"
+CONNECT_TIMEOUT_S = 10
+_RESOLVE_S = 3.0
+
+_OPTIONS = {
+    "BatchMode": "yes",
+    "StrictHostKeyChecking": "yes",
+    "ConnectTimeout": str(CONNECT_TIMEOUT_S),
+    "ConnectionAttempts": "1",
+    "ServerAliveInterval": "5",
+    "ServerAliveCountMax": "3",
+    "ForwardAgent": "no",
+    "ForwardX11": "no",
+    "ClearAllForwardings": "yes",
+    "PermitLocalCommand": "no",
+    "RemoteCommand": "none",
+    "ControlMaster": "no",
+    "ControlPath": "none",
+    "LogLevel": "ERROR",
+}
+
+
+def ssh_command(
+    host: Host, keeper: Sequence[str], ssh_options: Sequence[str] = (), program: str = "ssh"
+) -> list[str]:
+    """The argument vector that runs a keeper on `host`. No secret is in it.
+
+    Args:
+        keeper: its argument vector there.
+        ssh_options: of the user; they come first, and ssh takes the first value of an option that it finds.
+    """
+    options = [word for name, value in _OPTIONS.items() for word in ("-o", f"{name}={value}")]
+    port = ["-p", str(host.port)] if host.port else []
+    user = ["-l", host.user] if host.user else []
+    # The mark tells a login that fails from a Python that does. `exec`: the shell would keep the keeper's stdin open.
+    there = f"echo {LOGIN_MARK}; exec {shlex.join(keeper)}"
+    return [program, *ssh_options, "-T", *options, *port, *user, "--", host.name, there]
+
+
+class SSHReach(CommandReach):
+    """Hosts over ssh.
+
+    Args:
+        ssh_options: for `ssh`, such as `["-i", "key", "-o", "ProxyJump=gate"]`.
+    """
+
+    login_mark: str | None = LOGIN_MARK
+
+    def __init__(self, ssh_options: Sequence[str] = (), *, program: str = "ssh"):
+        super().__init__(lambda p, keeper: ssh_command(p.host, keeper, ssh_options, program))
+        self._ssh_options, self._program = tuple(ssh_options), program
+
+    async def resolve(self, hosts: Sequence[Host]) -> list[str]:
+        """The names that ssh's configuration has for the hosts, which may be aliases."""
+        return list(await asyncio.gather(*(self._resolve(host) for host in hosts)))
+
+    def explain(self, host: Host, error: NotUpError) -> Explanation | None:
+        """See `Reach`."""
+        return explain_ssh(host, error.said, error.ended, is_logged_in=error.is_logged_in)
+
+    async def _resolve(self, host: Host) -> str:
+        port = ["-p", str(host.port)] if host.port else []
+        command = [self._program, *self._ssh_options, *port, "-G", "--", host.name]
+        with contextlib.suppress(OSError, TimeoutError):  # then its name has to do
+            async with asyncio.timeout(_RESOLVE_S):
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.DEVNULL,
+                )
+                output, _ = await process.communicate()
+                found = re.search(r"^hostname (\S+)$", output.decode(errors="replace"), re.MULTILINE)
+                return found[1] if found else host.name
+        return host.name
+
+
+def ssh_launcher(hosts: Sequence[Host], *, ssh_options: Sequence[str] = (), **options: Any) -> RemoteLauncher:
+    """A launcher over ssh.
+
+    Args:
+        options: of `RemoteLauncher`.
+
+    Raises:
+        MeshError: there is no ssh here.
+    """
+    return RemoteLauncher(ssh_reach(ssh_options), hosts, **options)
+
+
+def ssh_reach(ssh_options: Sequence[str] = ()) -> SSHReach:
+    """The way over ssh.
+
+    Raises:
+        MeshError: there is no ssh here.
+    """
+    if shutil.which("ssh") is None:
+        raise MeshError(
+            "hosts are reached with ssh, which is not installed here; Debian: apt install openssh-client"
+        )
+    return SSHReach(ssh_options)

@@ -1,0 +1,172 @@
+"""reductions: how `accumulate_grads` joins the microbatches' results. Each operator knows its start, step and end.
+
+The same methods serve plain JAX and the pipeline's tasks, so both compute the same thing. Accumulators are arrays; an
+operator keeps no state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpp_async.jax_bridge import private_api
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Joins one result of the loop's function over microbatches. Subclasses: `Sum Max Min Mean Stack Concat`."""
+
+    grows = False
+    """Whether the result has an entry for every microbatch."""
+    commutes_with_add = False
+    """Whether a sum of values may be accumulated as separate sums."""
+    has_end = False
+    """Whether `end` changes the accumulator."""
+    starts_from_first = False
+    """Whether the accumulator after the first microbatch is that microbatch's value."""
+
+    def shape(self, shape: tuple[int, ...], num_microbatches: int) -> tuple[int, ...]:
+        """Shape of the accumulator for results of `shape`."""
+        return shape
+
+    def spec(self, spec: tuple[Any, ...]) -> tuple[Any, ...]:
+        """How the accumulator is split if results are split by `spec` (an entry a dimension, as in `PartitionSpec`)."""
+        return spec
+
+    def start(self, shape: tuple[int, ...], dtype: Any, num_microbatches: int) -> jax.Array:
+        """The accumulator before the first microbatch."""
+        raise NotImplementedError
+
+    def step(self, accumulator: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+        """The accumulator after microbatch `index` (an int32 scalar)."""
+        raise NotImplementedError
+
+    def end(self, accumulator: jax.Array, num_microbatches: int) -> jax.Array:
+        """The result, from the accumulator after the last microbatch."""
+        return accumulator
+
+    def check(self, dtype: Any, ndim: int) -> str | None:
+        """What is wrong with reducing values of this dtype and rank, or None."""
+        if private_api.is_key_dtype(dtype):
+            return f"{type(self).__name__} cannot reduce PRNG keys; use Stack()"
+        return None
+
+
+@dataclass(frozen=True)
+class Sum(Reduction):
+    """Adds over microbatches, in the values' own dtype."""
+
+    commutes_with_add = True
+
+    def start(self, shape, dtype, num_microbatches):
+        return jnp.zeros(shape, dtype)
+
+    def step(self, accumulator, value, index):
+        return accumulator + value
+
+    def check(self, dtype, ndim):
+        if dtype == jnp.bool_:
+            return "Sum() cannot add booleans; cast to int32 first, or use Max() (any) or Min() (all)"
+        return super().check(dtype, ndim)
+
+
+@dataclass(frozen=True)
+class Mean(Sum):
+    """The mean over microbatches of floating values."""
+
+    has_end = True
+
+    def end(self, accumulator, num_microbatches):
+        return accumulator / jnp.asarray(num_microbatches, accumulator.dtype)
+
+    def check(self, dtype, ndim):
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            return f"Mean() takes floating values, not {jnp.dtype(dtype).name}; cast first, or use Sum()"
+        return super().check(dtype, ndim)
+
+
+def _extreme(dtype: Any, sign: int) -> Any:
+    if dtype == jnp.bool_:
+        return sign > 0
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return sign * jnp.inf
+    info = jnp.iinfo(dtype)
+    return info.max if sign > 0 else info.min
+
+
+@dataclass(frozen=True)
+class Max(Reduction):
+    """The elementwise largest over microbatches."""
+
+    starts_from_first = True
+
+    def start(self, shape, dtype, num_microbatches):
+        return jnp.full(shape, _extreme(dtype, -1), dtype)
+
+    def step(self, accumulator, value, index):
+        return jnp.maximum(accumulator, value)
+
+
+@dataclass(frozen=True)
+class Min(Reduction):
+    """The elementwise smallest over microbatches."""
+
+    starts_from_first = True
+
+    def start(self, shape, dtype, num_microbatches):
+        return jnp.full(shape, _extreme(dtype, 1), dtype)
+
+    def step(self, accumulator, value, index):
+        return jnp.minimum(accumulator, value)
+
+
+@dataclass(frozen=True)
+class Stack(Reduction):
+    """All microbatches' values, along a new leading axis of `num_microbatches`."""
+
+    grows = True
+
+    def shape(self, shape, num_microbatches):
+        return (num_microbatches, *shape)
+
+    def spec(self, spec):
+        return (None, *spec)
+
+    def start(self, shape, dtype, num_microbatches):
+        return jnp.zeros((num_microbatches, *shape), dtype)
+
+    def step(self, accumulator, value, index):
+        return lax.dynamic_update_index_in_dim(accumulator, value, index, 0)
+
+    def check(self, dtype, ndim):
+        return None
+
+
+@dataclass(frozen=True)
+class Concat(Reduction):
+    """All microbatches' values, joined along the existing `axis`."""
+
+    axis: int = 0
+    grows = True
+
+    def shape(self, shape, num_microbatches):
+        axis = self.axis % len(shape)
+        return tuple(n * num_microbatches if d == axis else n for d, n in enumerate(shape))
+
+    def start(self, shape, dtype, num_microbatches):
+        return jnp.zeros(self.shape(shape, num_microbatches), dtype)
+
+    def step(self, accumulator, value, index):
+        axis = self.axis % value.ndim
+        return lax.dynamic_update_slice_in_dim(accumulator, value, index * value.shape[axis], axis)
+
+    def check(self, dtype, ndim):
+        if not -ndim <= self.axis < ndim:
+            return (
+                f"Concat(axis={self.axis}) needs that axis, but the value has {ndim} dimensions; use Stack()"
+            )
+        return super().check(dtype, ndim)

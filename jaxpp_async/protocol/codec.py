@@ -1,0 +1,372 @@
+"""codec: frozen dataclasses to msgpack bytes and back. Checks every field's type on the way in. No I/O, no pickle.
+
+A message is an array: its type's name, then its fields in order. Nested dataclasses are arrays of their fields; what
+they are is known from the type hints, which also say where a tuple or an integer key stands. Encoding trusts our own
+objects and lets msgpack walk them; decoding trusts nothing: not what a header says is to come, nor how deep it goes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Mapping
+from functools import cache
+from operator import attrgetter
+from typing import Any, TypeAlias, TypeVar
+
+import msgpack
+
+from jaxpp_async.errors import MeshError, ProtocolError
+
+Decode: TypeAlias = Callable[[Any], Any]
+T = TypeVar("T")
+
+MAX_DEPTH = 32
+"""How deep plain values of any shape may be nested: deeper ones would end in the recursion limit."""
+
+_PLAIN = (int, str, bytes, bool, float)
+_SCALARS = frozenset({type(None), *_PLAIN})
+
+# msgpack makes room for an array before it has seen its elements, and for a thousand nested ones: 4 KiB of headers
+# would take 32 MiB. With this many at most it is 2 MiB; longer arrays are looked through before.
+_UNSEEN_ELEMENTS = 256
+
+_KEEP_BYTES = 1 << 20
+"""An encoder that has had a longer message gives its memory back."""
+
+
+class _BadValue(Exception):
+    """A value has the wrong type. `path` grows on the way out, so that the message names the field."""
+
+    def __init__(self, expected: str, value: object):
+        super().__init__(expected)
+        self.expected, self.got, self.path = expected, type(value).__name__, ""
+
+
+def pack(values: object) -> bytes:
+    """Plain values and frozen dataclasses to bytes.
+
+    Raises:
+        TypeError: a value of a type that msgpack cannot carry (our own bug, never a peer's doing).
+    """
+    packed = msgpack.packb(values, default=fields_of)
+    assert packed is not None  # its stubs allow None, for subclasses that write to a stream
+    return packed
+
+
+def encode(message: object) -> bytes:
+    """A message to bytes: its type's name, then its fields."""
+    return pack(named(message))
+
+
+def named(message: object) -> tuple[Any, ...]:
+    """A message as `pack` takes it: its type's name, then its fields."""
+    cls = type(message)
+    return cls.__name__, *_fields_getter(cls)(message)
+
+
+class Encoder:
+    """Encode messages as `encode` does, into one buffer that is kept from message to message. For one thread.
+
+    Args:
+        max_bytes: the longest that a message may be.
+    """
+
+    def __init__(self, max_bytes: int):
+        self._max_bytes = max_bytes
+        self._packer: msgpack.Packer | None = None  # not before the first message: it takes memory
+
+    def encode(self, message: object) -> bytes:
+        """A message to bytes.
+
+        Raises:
+            MeshError: it has text or numbers that no message can carry, or is too long. Nothing is kept of it.
+        """
+        packer = self._packer or msgpack.Packer(default=fields_of)
+        self._packer = packer
+        try:
+            payload = packer.pack(named(message))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            self._packer = None
+            raise MeshError(f"{type(message).__name__} cannot be sent: {_reason(error)}") from None
+        assert payload is not None  # its stubs allow None, for packers that do not reset themselves
+        if len(payload) > _KEEP_BYTES:
+            self._packer = None
+        if len(payload) > self._max_bytes:
+            raise MeshError(
+                f"{type(message).__name__} takes {len(payload)} bytes, a frame at most {self._max_bytes}; "
+                "raise max_frame_bytes"
+            )
+        return payload
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnicodeEncodeError):
+        return f"{error.object[:80]!r} is no text that UTF-8 can hold; leave out its surrogates"
+    return str(error) or "it is nested too deep"
+
+
+def decode(data: bytes | memoryview, known: Mapping[str, type]) -> Any:
+    """Bytes to one of the `known` messages.
+
+    Raises:
+        ProtocolError: not msgpack, an unknown message, missing or extra fields, or a field of a wrong type.
+    """
+    values = _unpack(data)
+    if type(values) is not tuple or not values or type(values[0]) is not str:
+        raise ProtocolError("a frame is not a message: expected an array that begins with the message's name")
+    cls = known.get(values[0])
+    if cls is None:
+        raise ProtocolError(f"unknown message {values[0][:60]!r}; expected one of {', '.join(sorted(known))}")
+    try:
+        return _decoder(cls)(values[1:])
+    except _BadValue as bad:
+        raise _refused(cls, bad) from None
+
+
+def decode_as(cls: type[T], data: bytes | memoryview) -> T:
+    """Bytes (an array of fields) to one dataclass whose type both sides know from the context.
+
+    Raises:
+        ProtocolError: not msgpack, missing or extra fields, or a field of a wrong type.
+    """
+    return build(cls, _unpack(data))
+
+
+def build(cls: type[T], values: Any) -> T:
+    """A dataclass from plain values: a tuple of its fields in order, arrays as tuples, maps as dicts.
+
+    Raises:
+        ProtocolError: missing or extra fields, or a field of a wrong type.
+    """
+    try:
+        return _decoder(cls)(values)
+    except _BadValue as bad:
+        raise _refused(cls, bad) from None
+
+
+def _refused(cls: type, bad: _BadValue) -> ProtocolError:
+    return ProtocolError(f"{cls.__name__}{bad.path}: expected {bad.expected}, got {bad.got}")
+
+
+def fields_of(value: object) -> tuple[Any, ...]:
+    """A dataclass's fields in order, as `build` takes them; nested ones stay what they are.
+
+    Raises:
+        TypeError: it is no dataclass.
+    """
+    return _fields_getter(type(value))(value)
+
+
+def message_types(union: Any) -> dict[str, type]:
+    """The members of a union of dataclasses, by name."""
+    return {cls.__name__: cls for cls in typing.get_args(union) or (union,)}
+
+
+def _unpack(data: bytes | memoryview) -> Any:
+    try:
+        return msgpack.unpackb(data, use_list=False, strict_map_key=False, max_array_len=_UNSEEN_ELEMENTS)
+    except _UNPACK_ERRORS as error:
+        # It may have a longer array, which is no mistake.
+        if len(data) <= _UNSEEN_ELEMENTS or isinstance(error, msgpack.exceptions.StackError):
+            raise _not_msgpack(error) from None
+    try:
+        skipper = msgpack.Unpacker(max_buffer_size=len(data))
+        skipper.feed(data)
+        skipper.skip()  # makes nothing; past it, every element that a header promises is there
+        return msgpack.unpackb(data, use_list=False, strict_map_key=False, max_array_len=len(data))
+    except _UNPACK_ERRORS as error:
+        raise _not_msgpack(error) from None
+
+
+_UNPACK_ERRORS = (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException)
+
+
+def _not_msgpack(error: Exception) -> ProtocolError:
+    return ProtocolError(f"a frame is not msgpack ({type(error).__name__})")
+
+
+@cache  # by class: bounded by the number of message types (what raises is not kept)
+def _fields_getter(cls: type) -> Callable[[object], tuple[Any, ...]]:
+    if cls is int:  # msgpack asks for the fields of what it cannot carry itself
+        raise OverflowError("it has a whole number of more than 64 bits")
+    if not dataclasses.is_dataclass(cls):
+        raise TypeError(
+            f"a message cannot carry a {cls.__module__}.{cls.__qualname__}; convert it to a plain value"
+        )
+    names = [f.name for f in dataclasses.fields(cls)]
+    if not names:
+        return lambda value: ()
+    getter = attrgetter(*names)
+    return getter if len(names) > 1 else lambda value: (getter(value),)
+
+
+@cache  # by type hint: bounded by what the message types mention
+def _decoder(hint: Any) -> Decode:
+    if hint in _PLAIN:
+        return _float if hint is float else _exactly(hint)
+    if hint is type(None):
+        return _exactly(type(None))
+    if hint is Any:
+        return _anything
+    if dataclasses.is_dataclass(hint):
+        return _dataclass_decoder(typing.cast(type, hint))
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple and args[-1:] == (Ellipsis,):
+        return _sequence_decoder(args[0])
+    if origin is tuple:
+        return _tuple_decoder(args)
+    if origin in (dict, Mapping):
+        return _dict_decoder(*args)
+    if origin is typing.Literal:
+        return _literal_decoder(args)
+    if origin in (typing.Union, types.UnionType):
+        return _union_decoder(args)
+    raise TypeError(f"messages cannot carry {hint!r}; teach actors.protocol.codec about it")
+
+
+def _exactly(cls: type) -> Decode:
+    def decode_exactly(value: Any) -> Any:
+        if type(value) is not cls:
+            raise _BadValue(cls.__name__, value)
+        return value
+
+    return decode_exactly
+
+
+def _float(value: Any) -> float:
+    if type(value) is float:
+        return value
+    if type(value) is int:  # a count of seconds may be given as 0
+        return float(value)
+    raise _BadValue("float", value)
+
+
+def _anything(value: Any, depth: int = 0) -> Any:
+    """Plain values of any shape (lists arrive as tuples)."""
+    cls = type(value)
+    if cls in _SCALARS:
+        return value
+    if depth == MAX_DEPTH:
+        raise _BadValue(f"at most {MAX_DEPTH} levels", value)
+    if cls is tuple:
+        return tuple(_anything(v, depth + 1) for v in value)
+    if cls is dict:
+        return {_anything(k, depth + 1): _anything(v, depth + 1) for k, v in value.items()}
+    raise _BadValue("a plain value", value)
+
+
+def _dataclass_decoder(cls: type) -> Decode:
+    hints = typing.get_type_hints(cls)
+    names = tuple(f.name for f in dataclasses.fields(cls))
+    decoders = tuple(_decoder(hints[name]) for name in names)
+    usual = tuple(_wire_type(hints[name]) for name in names)
+    # Where every field has just the type of its hint, plain ones need no look of their own, and empty arrays and maps
+    # of any length neither.
+    fields = [(k, decoders[k], _may_be_empty(hints[name])) for k, name in enumerate(names)]
+    not_plain = tuple(field for field in fields if hints[names[field[0]]] not in _PLAIN)
+    unusual = tuple((k, decode_field, False) for k, decode_field in enumerate(decoders))
+
+    def decode_dataclass(values: Any) -> Any:
+        if type(values) is not tuple or len(values) != len(names):
+            got = f"{len(values)} fields" if type(values) is tuple else type(values).__name__
+            raise _named(_BadValue(f"{len(names)} fields ({', '.join(names)})", values), got)
+        looked_at = not_plain if tuple(map(type, values)) == usual else unusual
+        if not looked_at:
+            return cls(*values)
+        position, decoded = 0, list(values)
+        try:
+            for position, decode_field, may_be_empty in looked_at:
+                value = values[position]
+                if value or not may_be_empty:
+                    decoded[position] = decode_field(value)
+        except _BadValue as bad:
+            bad.path = f".{names[position]}{bad.path}"
+            raise
+        return cls(*decoded)
+
+    return decode_dataclass
+
+
+def _may_be_empty(hint: Any) -> bool:
+    """Whether an empty array or map is always one of this hint."""
+    origin = typing.get_origin(hint)
+    return origin in (dict, Mapping) or (origin is tuple and typing.get_args(hint)[-1:] == (Ellipsis,))
+
+
+def _named(bad: _BadValue, got: str) -> _BadValue:
+    bad.got = got
+    return bad
+
+
+def _sequence_decoder(item: Any) -> Decode:
+    decode_item, only = _decoder(item), {item}
+
+    def decode_sequence(values: Any) -> Any:
+        if type(values) is not tuple:
+            raise _BadValue("an array", values)
+        if item in _PLAIN and only.issuperset(map(type, values)):
+            # at C speed: the usual case on the hot path
+            return values
+        return tuple(map(decode_item, values))
+
+    return decode_sequence
+
+
+def _tuple_decoder(items: tuple[Any, ...]) -> Decode:
+    decoders = tuple(_decoder(item) for item in items)
+
+    def decode_tuple(values: Any) -> Any:
+        if type(values) is not tuple or len(values) != len(items):
+            raise _BadValue(f"an array of {len(items)}", values)
+        if tuple(map(type, values)) == items:
+            return values
+        return tuple(decode_item(value) for decode_item, value in zip(decoders, values, strict=True))
+
+    return decode_tuple if items else _exactly(tuple)
+
+
+def _dict_decoder(key: Any, value: Any) -> Decode:
+    decode_key, decode_value = _decoder(key), _decoder(value)
+    plain, keys, values = key in _PLAIN and value in _PLAIN, {key}, {value}
+
+    def decode_dict(mapping: Any) -> Any:
+        if type(mapping) is not dict:
+            raise _BadValue("a map", mapping)
+        if plain and keys.issuperset(map(type, mapping)) and values.issuperset(map(type, mapping.values())):
+            return mapping
+        return {decode_key(k): decode_value(v) for k, v in mapping.items()}
+
+    return decode_dict
+
+
+def _literal_decoder(allowed: tuple[Any, ...]) -> Decode:
+    def decode_literal(value: Any) -> Any:
+        if type(value) not in _SCALARS or value not in allowed:
+            raise _BadValue(f"one of {allowed}", value)
+        return value
+
+    return decode_literal
+
+
+def _union_decoder(members: tuple[Any, ...]) -> Decode:
+    by_type = {_wire_type(member): _decoder(member) for member in members}
+    if len(by_type) != len(members):
+        raise TypeError(f"the members of {members} look alike in msgpack; a message cannot carry that union")
+    expected = " or ".join(getattr(m, "__name__", str(m)) for m in members)
+
+    def decode_union(value: Any) -> Any:
+        decode_member = by_type.get(type(value))
+        if decode_member is None:
+            raise _BadValue(expected, value)
+        return decode_member(value)
+
+    return decode_union
+
+
+def _wire_type(hint: Any) -> type:
+    """The Python type that msgpack makes of a value of this hint."""
+    if dataclasses.is_dataclass(hint):
+        return tuple
+    return typing.get_origin(hint) or hint

@@ -1,0 +1,244 @@
+"""connection: the asyncio shell around one `Wire` and one stream socket. Both ends of the control channel use it.
+
+Messages in order to a callback, messages out through a bounded buffer, one callback when it is over. Never decides what
+a message means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any, cast
+
+from jaxpp_async.base.own_descriptors import keep_from_children
+from jaxpp_async.errors import HandshakeError, ProtocolError
+from jaxpp_async.protocol.frames import HANDSHAKE_TIMEOUT_S, Wire
+from jaxpp_async.protocol.messages import Log, Message
+from jaxpp_async.protocol.parent_watch import LEASE_S
+from jaxpp_async.protocol.task_group import retrieve
+
+_LOG = logging.getLogger("jaxpp_async.control")
+
+_LATER_S = 5.0
+"""A connection for signs of life is lost first: it says what is wrong."""
+
+DRAIN_ABOVE_BYTES = 1 << 20
+LOG_ABOVE_BYTES = 1 << 20
+"""With this much unsent, log lines are dropped: they may never delay a reply."""
+
+MAX_UNSENT_BYTES = 4 << 30
+"""With this much unsent the peer is taken to be stuck and the connection ends."""
+
+
+class Connection(asyncio.Protocol):
+    """One conversation over one socket.
+
+    Args:
+        wire: this side of the conversation, not yet greeted.
+        on_message: called with each message, in order. May be replaced at any time.
+        on_closed: called once, when the socket is gone; with the error that ended it, or None at end of file.
+        lost_s: how long what was sent may stay without an acknowledgement before the peer is out of reach, about.
+
+    Attributes:
+        opened: done when both sides have proved themselves; raises what went wrong otherwise.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        *,
+        on_message: Callable[[Any], None] | None = None,
+        on_closed: Callable[[Exception | None], None] | None = None,
+        lost_s: float = LEASE_S,
+    ):
+        loop = asyncio.get_running_loop()
+        self.wire, self.on_message, self.on_closed = wire, on_message, on_closed
+        self.opened: asyncio.Future[None] = loop.create_future()
+        self.opened.add_done_callback(retrieve)
+        self._closed: asyncio.Future[None] = loop.create_future()
+        self._transport: asyncio.Transport | None = None
+        self._error: Exception | None = None
+        self._lost_s = lost_s + _LATER_S
+        self._is_aborted = False
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._late = loop.call_later(HANDSHAKE_TIMEOUT_S, self._handshake_late)
+
+    # ------------------------------------------------------------ for owners
+
+    @property
+    def is_open(self) -> bool:
+        """Both sides have proved themselves and the socket is not gone."""
+        return self.wire.state == "open" and self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """The network addresses of the peer and of this side, while the socket is there."""
+        assert self._transport is not None
+        return self._transport.get_extra_info("peername")[0], self._transport.get_extra_info("sockname")[0]
+
+    @property
+    def source(self) -> str:
+        """The network address that it came from; empty if it has none (yet), such as one end of a pair of sockets."""
+        peer = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return peer[0] if peer else ""
+
+    def send(self, message: Message, encoded: bytes | None = None) -> None:
+        """Send without waiting. On a connection that is over, the message is dropped (`on_closed` has told why).
+
+        Args:
+            encoded: the message as bytes, of whoever has encoded it already.
+
+        Raises:
+            MeshError: the message cannot be encoded; the conversation goes on.
+        """
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        unsent = transport.get_write_buffer_size()
+        if unsent > LOG_ABOVE_BYTES and type(message) is Log:
+            return
+        if unsent > MAX_UNSENT_BYTES:
+            self.fail(ProtocolError(f"the peer does not read: {unsent} bytes wait to be sent"))
+            return
+        pieces = self.wire.encode(message) if encoded is None else self.wire.frame(encoded)
+        if len(pieces) == 1:
+            transport.write(pieces[0])
+        else:
+            transport.writelines(pieces)
+
+    async def drain(self) -> None:
+        """Wait until little is left unsent, or the connection is over."""
+        await self._writable.wait()
+
+    def close(self) -> None:
+        """Send what is left, then close. Does not wait."""
+        self._late.cancel()
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once; unsent data is lost. One that has no socket yet closes as soon as it gets it."""
+        self._late.cancel()
+        self._is_aborted = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def wait_closed(self) -> None:
+        """Wait until the socket is gone."""
+        await asyncio.shield(self._closed)
+
+    # ------------------------------------------------------------ for asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
+        if self._is_aborted:
+            transport.abort()
+            return
+        transport.set_write_buffer_limits(high=DRAIN_ABOVE_BYTES)
+        sock = transport.get_extra_info("socket")
+        keep_from_children(sock.fileno())
+        _tune(sock, self._lost_s)
+        self._send_greeting()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            messages = self.wire.feed(data)
+        except ProtocolError as error:
+            self._send_greeting()  # the proof that lets the peer, too, name a version mismatch
+            self.fail(error)
+            return
+        if not self.opened.done():
+            self._send_greeting()
+            if self.wire.error is not None:  # nobody has this connection yet: there is nobody to tell
+                self.fail(self.wire.error)
+                return
+            if self.wire.state == "open":
+                self._late.cancel()
+                self.opened.set_result(None)
+        for message in messages:
+            if self.on_message is None:
+                self.fail(ProtocolError(f"unexpected {type(message).__name__}"))
+                return
+            try:
+                self.on_message(message)
+            except ProtocolError as error:  # an authenticated peer that does not keep to the protocol
+                self.fail(error)
+                return
+        if self.wire.error is not None:
+            self.fail(self.wire.error)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._late.cancel()
+        self._writable.set()
+        error = self._error or exc
+        if not self.opened.done():
+            said = "closed the connection during the handshake (a wrong secret, or another version?)"
+            self.opened.set_exception(error or HandshakeError(f"the peer {said}"))
+        if not self._closed.done():
+            self._closed.set_result(None)
+        if self.on_closed is not None:
+            self.on_closed(error)
+        self.on_message = self.on_closed = None  # they hold their owners, who hold this
+
+    # ------------------------------------------------------------ inside
+
+    def _send_greeting(self) -> None:
+        data = self.wire.take_outgoing()
+        if data and self._transport is not None:
+            self._transport.write(data)
+
+    def fail(self, error: Exception) -> None:
+        """End the conversation because of `error`, which the first caller decides."""
+        if self._error is None:
+            self._error = error
+        if not self.opened.done():
+            self.opened.set_exception(self._error)
+        if isinstance(error, HandshakeError):
+            self.close()  # what was said so far may still reach the peer
+        else:
+            self.abort()
+
+    def _handshake_late(self) -> None:
+        self.fail(HandshakeError(f"a peer did not prove itself within {HANDSHAKE_TIMEOUT_S:g} s; refused"))
+
+
+async def connect_tcp(connection: Connection, host: str, port: int) -> None:
+    """Connect to a listening controller and wait until the conversation is open.
+
+    Raises:
+        HandshakeError: the peer refused, or is not of this mesh. OSError: nobody listens there.
+    """
+    loop = asyncio.get_running_loop()
+    await loop.create_connection(lambda: connection, host, port)
+    await connection.opened
+
+
+async def attach_socket(connection: Connection, sock: socket.socket) -> None:
+    """Run the conversation over one end of a `socket.socketpair()`. Does not wait until it is open.
+
+    It takes the descriptor out of `sock`, whose owner may close `sock` at any time, and so whether this has run or not.
+    """
+    taken = socket.socket(fileno=sock.detach())
+    taken.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.create_unix_connection(lambda: connection, sock=taken)
+
+
+def _tune(sock: Any, lost_s: float) -> None:
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        with contextlib.suppress(OSError):
+            # some sandboxes do not know the option; then the kernel's default holds
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(lost_s * 1000))

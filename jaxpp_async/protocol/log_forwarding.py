@@ -1,0 +1,258 @@
+"""records: what is logged in an actor's process in, records of the controller's `logging` out, with actor and step.
+
+In the actor: `RecordSender`, a handler that hands records to the control channel as `Log` messages, few at a time and
+not more than so many a second. On the controller: `log_remote`, which logs them again. Never waits, on either side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from jaxpp_async.base.printable import printable
+from jaxpp_async.protocol.actor_info import ActorInfo
+from jaxpp_async.protocol.messages import Log
+
+RECORDS_PER_S = 200.0
+"""How many records an actor may send a second, in the long run. What comes above it is counted and dropped."""
+
+BURST = 400
+"""How many it may send, and have waiting, at once."""
+
+TELL_AFTER_S = 1.0
+"""How long dropped records are counted before the controller is told."""
+
+PER_TURN = 16
+"""Records sent in one turn of the event loop: about as long as a small task takes."""
+
+MAX_MESSAGE_CHARS, MAX_TRACEBACK_CHARS, MAX_NAME_CHARS = 4096, 16384, 200
+
+PACKAGE = "jaxpp_async"
+_OWN_LOGGERS = (PACKAGE, f"{PACKAGE}.control", f"{PACKAGE}.events", f"{PACKAGE}.records")
+_HERE: contextvars.ContextVar[int | None] = contextvars.ContextVar("jaxpp_async_actor", default=None)
+
+
+# ---------------------------------------------------------------- pure: how many
+
+
+class RateLimit:
+    """Lets `burst` through at once and `per_s` a second in the long run, and lets no more than `burst` wait. The clock
+    is the caller's.
+
+    Attributes:
+        num_refused: how many it did not let through since that was last set to 0.
+    """
+
+    def __init__(self, per_s: float, burst: int, now_s: float):
+        self._per_s, self._burst, self._left, self._then_s = per_s, burst, float(burst), now_s
+        self.num_refused = 0
+
+    def lets_through(self, now_s: float, num_waiting: int) -> bool:
+        """Whether one more may pass at this time, in seconds, when so many still wait behind this."""
+        self._left = min(self._burst, self._left + (now_s - self._then_s) * self._per_s)
+        self._then_s = now_s
+        if self._left < 1 or num_waiting >= self._burst:
+            self.num_refused += 1
+            return False
+        self._left -= 1
+        return True
+
+
+# ---------------------------------------------------------------- in the actor
+
+
+class RecordSender(logging.Handler):
+    """Sends what is logged to the controller. Any thread may log; made and closed on the actor's event loop.
+
+    Args:
+        send: takes `Log` messages, on the event loop; drops them if too much is unsent.
+        clock: seconds, of `time.monotonic`.
+
+    Attributes:
+        step: gives the step under way; called on any thread.
+    """
+
+    def __init__(self, send: Callable[[Log], None], clock: Callable[[], float] = time.monotonic):
+        super().__init__()
+        self.step: Callable[[], int | None] = lambda: None
+        self._send, self._clock = send, clock
+        self._loop = asyncio.get_running_loop()
+        self._guard = threading.Lock()  # of what follows; never held while text is made
+        self._limit = RateLimit(RECORDS_PER_S, BURST, clock())
+        self._waiting: deque[Log] = deque()
+        self._is_woken = False
+        self._telling: asyncio.TimerHandle | None = None
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """As `logging`'s own, but without its lock while a text is made: an array's waits for the device, and the loop,
+        which logs as well, must not wait for that."""
+        kept = bool(self.filter(record))
+        if kept:
+            self.emit(record)
+        return kept
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called by `logging`, on any thread."""
+        with self._guard:  # before any text is made: a storm must cost little
+            is_wanted = self._limit.lets_through(self._clock(), len(self._waiting))
+        if is_wanted:
+            try:
+                message = as_message(record, self.step())
+            except Exception:
+                # as every handler of `logging` does: the place that logs may not fail because of it
+                self.handleError(record)
+                return
+            with self._guard:
+                self._waiting.append(message)
+        self._wake()
+
+    def close(self) -> None:
+        """Take leave of `logging` and send what waits. On the event loop."""
+        super().close()
+        logging.getLogger().removeHandler(self)
+        if self._telling is not None:
+            self._telling.cancel()
+            self._tell_refused()
+        while self._waiting:
+            self._send(self._waiting.popleft())
+
+    def _wake(self) -> None:
+        with self._guard:
+            if self._is_woken or not (self._waiting or (self._limit.num_refused and self._telling is None)):
+                return
+            self._is_woken = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is about to end
+            self._loop.call_soon_threadsafe(self._flush)
+
+    def _flush(self) -> None:
+        with self._guard:
+            batch = [self._waiting.popleft() for _ in range(min(PER_TURN, len(self._waiting)))]
+            self._is_woken = more = bool(self._waiting)
+            if self._limit.num_refused and self._telling is None:
+                self._telling = self._loop.call_later(TELL_AFTER_S, self._tell_refused)
+        for message in batch:
+            self._send(message)
+        if more:
+            self._loop.call_soon(self._flush)
+
+    def _tell_refused(self) -> None:
+        with self._guard:
+            self._telling = None
+            count, self._limit.num_refused = self._limit.num_refused, 0
+        text = f"{count} log records were dropped: this actor logs more than {RECORDS_PER_S:g} a second"
+        self._send(Log(logging.WARNING, f"{PACKAGE}.records", text, self.step()))
+
+
+def send_records(send: Callable[[Log], None], level: int) -> RecordSender:
+    """Send everything that this process logs at `level` and above to the controller, Python's warnings too.
+
+    To be called on the event loop of an actor's process, once; inline actors share the user's `logging`.
+    """
+    sender = RecordSender(send)
+    root = logging.getLogger()
+    root.addHandler(sender)
+    root.setLevel(level)
+    logging.captureWarnings(True)
+    return sender
+
+
+def as_message(record: logging.LogRecord, step: int | None) -> Log:
+    """A record as plain data: text, numbers, and an exception as text."""
+    fields: dict[str, Any] = {
+        "thread": printable(record.threadName or ""),
+        "created": record.created,
+        "file": printable(record.pathname),
+        "line": record.lineno,
+    }
+    if traceback := _traceback(record):
+        fields["traceback"] = printable(traceback)
+    message = printable(_cut(record.getMessage(), MAX_MESSAGE_CHARS))
+    return Log(record.levelno, printable(record.name[:MAX_NAME_CHARS]), message, step, fields)
+
+
+def _traceback(record: logging.LogRecord) -> str:
+    texts = []
+    if record.exc_info and record.exc_info[0] is not None:
+        texts.append(logging.Formatter().formatException(record.exc_info))
+    elif record.exc_text:
+        texts.append(record.exc_text)
+    if record.stack_info:
+        texts.append(record.stack_info)
+    return "\n".join(texts)[-MAX_TRACEBACK_CHARS:]  # its end says most
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+# ---------------------------------------------------------------- on the controller
+
+
+def package_level() -> int:
+    """The level that actors' records must have: that of the logger `jaxpp_async`, as things stand."""
+    return logging.getLogger(PACKAGE).getEffectiveLevel()
+
+
+def log_remote(actor: ActorInfo, message: Log) -> None:
+    """Log what an actor logged, under the same logger's name, with the attributes `actor`, `host` and `step`.
+
+    A level that was set for that logger holds; where only the root has one, that of `jaxpp_async` does.
+    """
+    logger = logging.getLogger(message.logger)
+    if message.level < _level_of(logger) or message.level <= logger.manager.disable:
+        return
+    text, fields = f"[actor {actor.id}] {message.message}", message.fields
+    record = logger.makeRecord(
+        logger.name, message.level, str(fields.get("file", "")), int(fields.get("line", 0)), text, (), None
+    )
+    record.threadName, record.thread = str(fields.get("thread", "")), None
+    record.process, record.processName = actor.pid, f"actor {actor.id}"
+    record.exc_text = str(fields["traceback"]) if "traceback" in fields else None
+    record.__dict__.update(actor=actor.id, host=actor.host, step=message.step)
+    logger.handle(record)
+
+
+def _level_of(logger: logging.Logger) -> int:
+    root, package = logging.getLogger(), logging.getLogger(PACKAGE)
+    at: logging.Logger | None = logger
+    while at is not None and at is not root:
+        if at.level:
+            return at.level
+        at = at.parent
+    return package.getEffectiveLevel()
+
+
+# ---------------------------------------------------------------- the package's own records
+
+
+def name_actor(actor_id: int) -> contextvars.Context:
+    """A context in which this package's records name an actor: for actors inside the controller's process."""
+    context = contextvars.copy_context()
+    context.run(_HERE.set, actor_id)
+    return context
+
+
+def _label(record: logging.LogRecord) -> bool:
+    """A filter that gives this package's records the attributes that a format may name."""
+    fields = record.__dict__
+    if fields.setdefault("actor", None) is None:
+        fields["actor"] = _HERE.get()
+    fields.setdefault("host", None)
+    fields.setdefault("step", None)
+    return True
+
+
+def label_own_records() -> None:
+    """Give every record of this package's loggers `actor`, `host` and `step`. A second call changes nothing."""
+    for name in _OWN_LOGGERS:  # a logger's filters do not hold for those below it
+        logging.getLogger(name).addFilter(_label)
+
+
+label_own_records()

@@ -1,0 +1,90 @@
+"""owned_tasks: asyncio tasks with a name and an owner, who ends them all. Knows nothing of what they do.
+
+deadlines: how long something may take, counted in time in which this process could have heard that it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+from jaxpp_async.protocol.clocks import TICK_S, AwakeClock
+
+_LOG = logging.getLogger("jaxpp_async")
+
+
+class OwnedTasks:
+    """The asyncio tasks of one owner. A bug in one of them is logged, not lost, unless somebody raises it."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(
+        self, name: str, work: Coroutine[Any, Any, None], *, is_awaited: bool = False
+    ) -> asyncio.Task[None]:
+        """Run `work` until its end or the owner's.
+
+        Args:
+            is_awaited: whoever waits for it raises its error, which is not logged then.
+        """
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done_awaited if is_awaited else self._on_done)
+        return task
+
+    async def aclose(self) -> None:
+        """Cancel all but the one that calls this, and wait for their end. Errors of theirs are logged, not raised."""
+        others = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    def _on_done_awaited(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        retrieve(task)  # all who waited may have been cancelled
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.error("%s failed", task.get_name(), exc_info=error)
+
+
+def retrieve(future: asyncio.Future[Any]) -> None:
+    """Mark a future's exception as seen: whoever awaits it still gets it, and nobody has to."""
+    if not future.cancelled():
+        future.exception()
+
+
+# ---------------------------------------------------------------- deadlines
+
+
+@contextlib.asynccontextmanager
+async def awake_timeout(seconds: float) -> AsyncIterator[None]:
+    """`asyncio.timeout`, counted in time awake: what came while the loop was blocked is heard before it is too late.
+
+    Raises:
+        TimeoutError: the time is over.
+    """
+    loop, clock = asyncio.get_running_loop(), AwakeClock(time.monotonic())
+    async with asyncio.timeout(None) as scope:
+
+        def look() -> None:
+            nonlocal timer
+            left = seconds - clock.tick(time.monotonic())
+            if left > 0:
+                timer = loop.call_later(min(left, TICK_S), look)
+            else:
+                scope.reschedule(loop.time())
+
+        timer = loop.call_later(min(seconds, TICK_S), look)
+        try:
+            yield
+        finally:
+            timer.cancel()

@@ -1,0 +1,355 @@
+"""binding: which array each argument of a step is. In: the leaves of a call. Out: what its actors are told of them.
+
+What follows from the compiled step alone is prepared once, as a `Binding`; a call whose arrays lie where the step takes
+them goes over its leaves once. Moves nothing, sends nothing, and of what is wrong with an argument says only that it
+has changed.
+
+leaves: the leaves of a step's arguments: their types, and host values as they travel and as users get them back.
+
+In: arrays, scalars, keys, `RemoteArray`s. Out: `jax.ShapeDtypeStruct`s, `ValueType`s, numpy arrays. Sends nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from jaxpp_async.base.install_hints import page
+from jaxpp_async.compiler.evaluate import value_type
+from jaxpp_async.compiler.ir import ValueType
+from jaxpp_async.controller.host_values import HostValue
+from jaxpp_async.errors import ArrayError
+from jaxpp_async.jax_bridge import private_api
+from jaxpp_async.jax_bridge.tracebacks import deliberate
+from jaxpp_async.layout.array_parts import numpy_dtype
+from jaxpp_async.program.instructions import ActorId
+from jaxpp_async.session.remote_array import Owner, RemoteArray, is_remote
+
+ArrayId: TypeAlias = int
+
+HERE: ArrayId = -1
+"""In place of an id: the value is here, and goes to the actors with the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """An argument or result leaf of a compiled step.
+
+    Args:
+        actors: those that the step takes it on, or makes it on; none: it stays where it is.
+        any_sharding: it may lie otherwise than `type` says.
+        replaced_on: of an argument that the step takes nowhere, where the step makes the result that continues it.
+    """
+
+    name: str
+    type: ValueType
+    actors: tuple[ActorId, ...]
+    any_sharding: bool = False
+    replaced_on: tuple[ActorId, ...] = ()
+
+    @property
+    def home(self) -> tuple[ActorId, ...]:
+        """Where to make an array that is for this slot; nowhere, if the step has no use for it."""
+        return self.actors or self.replaced_on
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What the actors of one step are told about its arguments.
+
+    Args:
+        array_ids: for each actor that takes any, the array of each argument.
+        puts: host values that go to each actor with the step.
+        frees_after: arrays of each actor that live for this step only.
+        settling: arrays that wait here, where they go with the step, and their types from then on.
+    """
+
+    array_ids: dict[ActorId, dict[int, ArrayId]]
+    puts: dict[ActorId, list[HostValue]] = field(default_factory=dict)
+    frees_after: dict[ActorId, list[ArrayId]] = field(default_factory=dict)
+    settling: list[tuple[RemoteArray, tuple[ActorId, ...], ValueType]] = field(default_factory=list)
+
+    def settle(self) -> None:
+        """The step has been sent: arrays that waited here lie where it took them. Without it they still wait."""
+        for array, home, settled_type in self.settling:
+            array.relocate(home, value_type=settled_type)
+
+
+class Binding:
+    """What is known of a compiled step's arguments and results before it is called.
+
+    Args:
+        inputs: the step's argument leaves, then its hidden arguments.
+        outputs: its result leaves.
+        num_arguments: how many of the inputs are argument leaves.
+        donated: positions of the argument leaves whose buffers the step reuses.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[Slot],
+        outputs: Sequence[Slot],
+        num_arguments: int,
+        donated: Collection[int] = (),
+    ):
+        self._inputs, self._donated = tuple(inputs), donated
+        self._places = tuple(
+            (slot.actors, None if slot.any_sharding else slot.type.aval.spec)
+            for slot in inputs[:num_arguments]
+        )
+        self._dtypes = tuple(numpy_dtype(slot.type.aval.dtype) for slot in inputs)
+        self._shapes = tuple(slot.type.aval.shape for slot in inputs)
+        self._taken, self._made = _by_actor(inputs), _by_actor(outputs)
+
+    def ids(self, owner: Owner, leaves: Sequence[Any]) -> list[ArrayId] | None:
+        """The array of each argument leaf, `HERE` for host values; None if there is more to do, or to complain about.
+
+        Args:
+            owner: whose arrays they have to be.
+        """
+        found: list[ArrayId] = []
+        remote: set[ArrayId] = set()
+        for leaf, (actors, spec) in zip(leaves, self._places, strict=True):
+            if type(leaf) is RemoteArray:
+                array_id = leaf.id_at(owner, actors, spec)
+                if array_id is None or array_id in remote:
+                    return None
+                remote.add(array_id)
+                found.append(array_id)
+            elif isinstance(leaf, jax.ShapeDtypeStruct):
+                return None
+            else:
+                found.append(HERE)
+        return found
+
+    def bind(
+        self,
+        leaves: Sequence[Any],
+        ids: list[ArrayId],
+        hidden: Sequence[RemoteArray],
+        new_id: Callable[[], ArrayId],
+    ) -> Arguments:
+        """The arguments of a call of which `ids` has told where they are.
+
+        Args:
+            hidden: the hidden arguments. new_id: gives the id of a new array.
+
+        Raises:
+            ArrayError: a host value is not what the step was compiled for.
+        """
+        bound = Arguments({})
+        for arg, array_id in enumerate(ids):
+            if array_id == HERE and self._inputs[arg].actors:
+                ids[arg] = new_id()
+                self._send_along(arg, ids[arg], leaves[arg], self._inputs[arg].actors, bound)
+        ids.extend(array.array_id for array in hidden)
+        bound.array_ids.update({actor: {arg: ids[arg] for arg in args} for actor, args in self._taken})
+        return bound
+
+    def bind_with_care(
+        self, leaves: Sequence[Any], hidden: Sequence[RemoteArray], new_id: Callable[[], ArrayId]
+    ) -> Arguments:
+        """The same for a call in which an array is several arguments, or lies here still, waiting for its first use.
+
+        That stays so until `Arguments.settle`: another argument may yet turn out to be unreadable.
+        """
+        # One that lies here may be several arguments, on different actors.
+        homes: dict[ArrayId, set[ActorId]] = {}
+        for leaf, slot in zip(leaves, self._inputs, strict=False):
+            if is_remote(leaf):
+                homes.setdefault(leaf.array_id, set()).update(slot.actors)
+        ids: list[ArrayId] = []
+        bound = Arguments({})
+        sent: set[ArrayId] = set()
+        for arg, (leaf, slot) in enumerate(zip(leaves, self._inputs, strict=False)):
+            home = tuple(sorted(homes[leaf.array_id])) if is_remote(leaf) else slot.actors
+            array_id = leaf.array_id if is_remote(leaf) else new_id()
+            if home and (not is_remote(leaf) or (leaf.host is not None and array_id not in sent)):
+                self._send_along(arg, array_id, leaf, home, bound)
+                sent.add(array_id)
+            ids.append(array_id)
+        ids.extend(array.array_id for array in hidden)
+        bound.array_ids.update({actor: {arg: ids[arg] for arg in args} for actor, args in self._taken})
+        return bound
+
+    def results(self, arrays: Sequence[RemoteArray]) -> dict[ActorId, dict[int, ArrayId]]:
+        """What each actor is told of the results that it makes."""
+        ids = [array.array_id for array in arrays]
+        return {actor: {result: ids[result] for result in results} for actor, results in self._made}
+
+    def _send_along(
+        self, arg: int, array_id: ArrayId, leaf: Any, home: tuple[ActorId, ...], bound: Arguments
+    ) -> None:
+        """Have a value that is here go to the actors in `home`."""
+        slot = self._inputs[arg]
+        if is_remote(leaf):
+            host = leaf.host
+            assert host is not None
+            bound.settling.append((leaf, home, replace(slot.type, weak=leaf.weak_type)))
+        else:
+            # Most often it is already what travels, and finding this out costs less than making it.
+            is_ready = (
+                type(leaf) is np.ndarray and leaf.dtype == self._dtypes[arg] and leaf.flags.c_contiguous
+            )
+            host = leaf if is_ready else host_array(leaf)
+            if arg not in self._donated:
+                for actor in home:
+                    bound.frees_after.setdefault(actor, []).append(array_id)
+        self._check_unchanged(arg, host)
+        value = HostValue(array_id, slot.type.aval, host)
+        for actor in home:
+            bound.puts.setdefault(actor, []).append(value)
+
+    def waiting(self, arg: int, leaf: Any) -> tuple[ValueType, np.ndarray]:
+        """The type and a copy of an argument that the step hands back, and that is here.
+
+        Raises:
+            ArrayError: it is not what the step was compiled for.
+        """
+        slot = self._inputs[arg]
+        value_type = (
+            slot.type if not slot.any_sharding else replace(slot.type, aval=replace(slot.type.aval, spec=()))
+        )
+        if is_remote(leaf):
+            assert leaf.host is not None
+            return replace(value_type, weak=leaf.weak_type), leaf.host
+        host = host_array(leaf).copy()
+        self._check_unchanged(arg, host)
+        return value_type, host
+
+    def _check_unchanged(self, arg: int, host: np.ndarray) -> None:
+        slot = self._inputs[arg]
+        if host.shape != self._shapes[arg] or host.dtype != self._dtypes[arg]:
+            raise ArrayError(
+                f"{slot.name} is {host.dtype}{list(host.shape)} now, but was {slot.type.aval.dtype}"
+                f"{list(slot.type.aval.shape)} when the step was called; leave arguments alone until the step has them"
+            )
+
+
+def _by_actor(slots: Sequence[Slot]) -> tuple[tuple[ActorId, tuple[int, ...]], ...]:
+    """The positions of the slots of each actor that has any."""
+    found: dict[ActorId, list[int]] = {}
+    for k, slot in enumerate(slots):
+        for actor in slot.actors:
+            found.setdefault(actor, []).append(k)
+    return tuple((actor, tuple(positions)) for actor, positions in sorted(found.items()))
+
+
+# ---------------------------------------------------------------- leaves
+
+LeafType: TypeAlias = tuple[tuple[int, ...], str, bool]
+"""Shape, dtype, whether weakly typed: what a compiled form depends on."""
+
+
+def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    """What a step is traced with for this leaf.
+
+    Raises:
+        TypeError: JAX cannot compute with it; the text goes behind the leaf's name.
+    """
+    if isinstance(leaf, RemoteArray):
+        if leaf.value_type.key_impl is None and private_api.canonical_dtype(leaf.dtype) != leaf.dtype:
+            raise deliberate(
+                TypeError(
+                    f"is {leaf.dtype}, made where jax_enable_x64 was on, and here it is off; call the step inside "
+                    "`with jax.enable_x64(True)`, too, or switch it on for the whole program"
+                )
+            )
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+    if private_api.is_in_host_memory(leaf):
+        raise deliberate(
+            TypeError(
+                "lies in host memory (jax.memory.Space.Host, memory_kind='pinned_host'), where actors keep no arrays; "
+                "pass it as numpy, or jax.device_put(..., jax.memory.Space.Device)"
+            )
+        )
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    aval = jax.typeof(leaf) if isinstance(leaf, jax.Array) else _host_aval(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def leaf_type(leaf: Any) -> LeafType:
+    """The leaf's part of a step's signature.
+
+    Raises:
+        TypeError: as `shape_struct`.
+    """
+    struct = shape_struct(leaf)
+    return struct.shape, str(struct.dtype), struct.weak_type
+
+
+def kind(leaf: Any) -> Any:
+    """What says as much of the leaf's type as a step's signature asks, and costs less: leaves of equal kinds have equal
+    types, and not the other way round. None: ask for the type.
+    """
+    cls = type(leaf)
+    if cls is RemoteArray:
+        return leaf.value_type
+    if cls is np.ndarray:
+        return leaf.shape, leaf.dtype
+    if cls in _SCALARS:
+        return cls
+    if isinstance(leaf, jax.Array):
+        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)  # key arrays have none
+    return None
+
+
+_SCALARS = frozenset((bool, int, float, complex))
+
+
+def travelling_type(leaf: Any) -> ValueType:
+    """The leaf's type as it travels.
+
+    Raises:
+        TypeError: as `shape_struct`.
+    """
+    struct = shape_struct(leaf)
+    return value_type(private_api.ShapedArray(struct.shape, struct.dtype, weak_type=struct.weak_type))
+
+
+def host_array(leaf: Any) -> np.ndarray:
+    """A host value as it travels: C order, JAX's dtype, keys as their data. May share memory with `leaf`.
+
+    Raises:
+        TypeError: as `shape_struct`.
+    """
+    if isinstance(leaf, jax.Array):
+        return np.asarray(jax.random.key_data(leaf) if private_api.is_key_dtype(leaf.dtype) else leaf)
+    struct = shape_struct(leaf)
+    return np.ascontiguousarray(np.asarray(leaf, dtype=struct.dtype)).reshape(struct.shape)
+
+
+def as_user_sees(array: np.ndarray, value_type: ValueType) -> Any:
+    """A value that has travelled, as the user gets it: numpy, or a JAX key array."""
+    if value_type.key_impl is None:
+        return array
+    return jax.random.wrap_key_data(jax.numpy.asarray(array), impl=value_type.key_impl)
+
+
+def _host_aval(leaf: Any) -> Any:
+    if isinstance(leaf, bool | int | float | complex):
+        return jax.typeof(leaf)
+    array = np.asarray(leaf)
+    if array.dtype.kind in "OUSMm":
+        if inspect.isawaitable(leaf):
+            raise deliberate(TypeError("is a coroutine or a step under way, and no array: `await` it first"))
+        what = f"a {type(leaf).__name__}" + (
+            f" of dtype {array.dtype}" if isinstance(leaf, np.ndarray) else ""
+        )
+        raise deliberate(
+            TypeError(
+                f"is {what}, which JAX cannot compute with; "
+                + (
+                    f"pass a model's arrays only and close over the rest ({page('models.md')})"
+                    if callable(leaf)
+                    else "make the argument static or leave it out"
+                )
+            )
+        )
+    return private_api.ShapedArray(array.shape, private_api.canonical_dtype(array.dtype))

@@ -1,0 +1,294 @@
+"""moving: arrays, and the places where a step needs them in; small programs of `moves`, run before the step, out.
+
+Loads programs, those of steps too. Touches no device: the actors send to each other.
+
+moves: small programs that carry an array from where it is to where a step needs it. Builds; runs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from jaxpp_async.base.install_hints import page
+from jaxpp_async.compiler import lowering, verify
+from jaxpp_async.compiler.export import Emitted, Target, emit
+from jaxpp_async.compiler.ir import Types, ValueType
+from jaxpp_async.compiler.recipes import Recipe
+from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.requests import StepHandle
+from jaxpp_async.errors import ActorError
+from jaxpp_async.program.actor_program import ActorProgram
+from jaxpp_async.program.instructions import (
+    ActorId,
+    GraphInput,
+    GraphOutput,
+    Node,
+    SpecEntry,
+    TaskGraph,
+    Value,
+    runs,
+)
+from jaxpp_async.protocol.messages import Loaded
+from jaxpp_async.session.argument_binding import Slot
+from jaxpp_async.session.host_transfers import RemoteValues
+from jaxpp_async.session.remote_array import FAILED, RemoteArray, is_remote
+from jaxpp_async.session.step_recording import first_line
+
+_LOG = logging.getLogger("jaxpp_async")
+
+
+class Mover:
+    """Carries the arrays of one mesh between its actors; loads each kind of move once.
+
+    Args:
+        controller: gives the mesh's controller, or raises `MeshError` if the mesh has not started.
+        values: the mesh's arrays.
+        num_actors: how many there are.
+        target: the devices of one actor.
+    """
+
+    def __init__(
+        self, controller: Callable[[], Controller], values: RemoteValues, num_actors: int, target: Target
+    ):
+        self._controller, self._values = controller, values
+        self._num_actors, self._target = num_actors, target
+        self._programs: dict[Move | Copied, int] = {}
+
+    async def bring(self, leaves: Sequence[Any], slots: Sequence[Slot], name: str) -> tuple[Moved, ...]:
+        """Bring arrays that lie elsewhere to where a step needs them, actor to actor.
+
+        Args:
+            name: of the step's function.
+
+        Raises:
+            ActorError: an actor or the mesh failed; a note says which argument was on its way.
+        """
+        moved = []
+        for leaf, slot in zip(leaves, slots, strict=False):
+            if not is_remote(leaf) or leaf.host is not None:
+                continue
+            missing = tuple(a for a in slot.actors if a not in leaf.actors)
+            source, number = leaf.actors[0], self._controller().num_steps
+            try:
+                if leaf.spec != slot.type.aval.spec and not slot.any_sharding:
+                    to = slot.actors or leaf.actors
+                    await self._reshard(leaf, slot, to)
+                    moved.append(Moved(slot.name, leaf.nbytes, source, to, resharded=True))
+                elif missing:
+                    await self._move(leaf, missing, slot)
+                    moved.append(Moved(slot.name, leaf.nbytes, source, missing))
+            except ActorError as error:
+                error.add_note(
+                    f"{slot.name} ({leaf.nbytes:,} bytes) was being moved from actor {source} to actors "
+                    f"{list(slot.actors or leaf.actors)} for step {number} ({name!r}), which had not begun"
+                )
+                raise
+        return tuple(moved)
+
+    async def _move(self, leaf: RemoteArray, to: tuple[ActorId, ...], slot: Slot) -> None:
+        move = Move(replace(leaf.value_type, weak=False), leaf.actors[0], to, leaf.spec)
+        _LOG.info(
+            "moving %s (%d bytes) from actor %d to %s", slot.name, leaf.nbytes, leaf.actors[0], list(to)
+        )
+        handle = await self._start_move(move, leaf, leaf.array_id, slot)
+        # Before anything is awaited: a cancelled or deleted one must know its copies.
+        leaf.relocate(tuple(sorted({*leaf.actors, *to})))
+        await handle
+
+    async def copy(self, arrays: Sequence[tuple[str, RemoteArray]]) -> list[RemoteArray]:
+        """Copy arrays, each where it lies. The copies may be used at once.
+
+        Args:
+            arrays: with their names.
+        """
+        what = tuple((replace(leaf.value_type, weak=False), leaf.actors) for _, leaf in arrays)
+        if what not in self._programs:
+            programs = build_copies(what, self._num_actors)
+            self._programs[what], _ = await load_programs(self._controller(), programs, ())
+        for name, leaf in arrays:
+            leaf.check_usable(name, self._values)  # the user may have deleted it meanwhile
+        copies: list[RemoteArray] = []
+        taken: defaultdict[ActorId, dict[int, int]] = defaultdict(dict)
+        made: defaultdict[ActorId, dict[int, int]] = defaultdict(dict)
+        for k, ((_, leaf), (_, actors)) in enumerate(zip(arrays, what, strict=True)):
+            copies.append(self._values.new_array(leaf.value_type, actors))
+            for actor in actors:
+                taken[actor][k], made[actor][k] = leaf.array_id, copies[k].array_id
+        handle = self._controller().start_step(self._programs[what], taken, made, kind="move")
+        handle.when_done(lambda: _note_failure(copies, handle))
+        return copies
+
+    async def _reshard(self, leaf: RemoteArray, slot: Slot, to: tuple[ActorId, ...]) -> None:
+        """Give an array another sharding. The handle then stands for the new copies; the old ones are freed."""
+        move = Move(replace(leaf.value_type, weak=False), leaf.actors[0], to, slot.type.aval.spec)
+        _LOG.info("resharding %s from %s to %s", slot.name, leaf.spec, slot.type.aval.spec)
+        new_id = self._controller().new_array_id()
+        handle = await self._start_move(move, leaf, new_id, slot)
+        self._values.release(leaf)
+        resharded = replace(leaf.value_type, aval=replace(leaf.value_type.aval, spec=slot.type.aval.spec))
+        leaf.relocate(to, array_id=new_id, value_type=resharded)
+        await handle
+
+    async def _start_move(self, move: Move, leaf: RemoteArray, result_id: int, slot: Slot) -> StepHandle:
+        if move not in self._programs:
+            program = build(move, self._num_actors, self._target)
+            self._programs[move], _ = await load_programs(
+                self._controller(), program.programs, program.executables
+            )
+        leaf.check_usable(slot.name, self._values)  # the user may have deleted it meanwhile
+        inputs = {move.source: {0: leaf.array_id}}
+        outputs = {a: {0: result_id} for a in move.to}
+        return self._controller().start_step(self._programs[move], inputs, outputs, kind="move")
+
+
+def _note_failure(copies: Sequence[RemoteArray], handle: StepHandle) -> None:
+    if handle.error is None:
+        return
+    for array in copies:
+        if not array.is_deleted():
+            array.retire(FAILED, f"it could not be copied: {first_line(handle.error)}")
+
+
+async def load_programs(
+    controller: Controller,
+    programs: Sequence[ActorProgram],
+    executables: Sequence[Emitted],
+    names: Mapping[int, str] = {},
+) -> tuple[int, dict[ActorId, Loaded]]:
+    """Load programs on the actors that have a part in them.
+
+    Args:
+        names: of a step's arguments, by number, where errors on actors may have to name them.
+
+    Returns:
+        The id to run them by, and what each of these actors answered.
+    """
+    program_id = controller.new_program_id()
+    parts = {p.actor: p for p in programs if p.instructions}
+    keys = {
+        a: {r.executable: executables[r.executable].key for r in runs(p.instructions)}
+        for a, p in parts.items()
+    }
+    blobs = {e.key: e.blob for e in executables}
+    return program_id, await controller.load(program_id, parts, keys, blobs, names)
+
+
+# ---------------------------------------------------------------- moves
+
+
+@dataclass(frozen=True)
+class Move:
+    """What has to be moved: an array of `type` (with its sharding) from `source`, to be held with `spec` by `to`."""
+
+    type: ValueType
+    source: ActorId
+    to: tuple[ActorId, ...]
+    spec: tuple[SpecEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """An argument that was carried to other actors before a step, or given another sharding there.
+
+    Args:
+        name: of the argument, such as `"state['w']"`.
+        size_bytes: of one copy.
+        from_actor, to: one copy went to each of `to`.
+        resharded: its sharding was another one before.
+    """
+
+    name: str
+    size_bytes: int
+    from_actor: ActorId
+    to: tuple[ActorId, ...]
+    resharded: bool = False
+
+
+WARN_BYTES = 1 << 20
+"""Moves of more than this before a step are worth a warning."""
+
+
+def carried_bytes(moved: Sequence[Moved]) -> int:
+    """Bytes that went from one actor to another."""
+    return sum(m.size_bytes * len({*m.to} - {m.from_actor}) for m in moved)
+
+
+def warning(moved: Sequence[Moved], step_name: str, why: Callable[[str], str]) -> str:
+    """Warn of moves that a user may not expect, and may not want at every call.
+
+    Args:
+        why: an argument's name to the reason why the step takes it where it takes it.
+    """
+    carried = [m for m in moved if carried_bytes([m])]
+    largest = max(carried, key=lambda m: m.size_bytes)
+    to = ", ".join(str(a) for a in largest.to)
+    count = "1 array" if len(carried) == 1 else f"{len(carried)} arrays"
+    return (
+        f"step {step_name!r}: {count} ({carried_bytes(carried) / 1e6:.1f} MB) had to be carried to other actors; "
+        f"the largest, {largest.name} ({largest.size_bytes / 1e6:.1f} MB), lies on actor {largest.from_actor}, and "
+        f"the step computes with it on actor {to} ({why(largest.name)}). An array that is new at every call is "
+        "carried at every call: give this step the same stages on the same actors as the step that makes the array, "
+        "have the array made or put where this step takes it (step.init, mesh.put(..., like=(step, argnum))), or "
+        f"leave it out of the computation; see {page('placement.md')}"
+    )
+
+
+def summary(moved: Sequence[Moved], step_name: str) -> str:
+    """One line about everything that was moved for a step."""
+    total = sum(m.size_bytes * len(m.to) for m in moved)
+    count = "1 array" if len(moved) == 1 else f"{len(moved)} arrays"
+    return f"moved {count}, {total} bytes, before step {step_name!r}, which keeps them elsewhere"
+
+
+@dataclass(frozen=True, eq=False)
+class MoveProgram:
+    """One program an actor (empty where it has no part), and the executable that changes the sharding, if any."""
+
+    programs: tuple[ActorProgram, ...]
+    executables: tuple[Emitted, ...]
+
+
+def build(move: Move, num_actors: int, target: Target) -> MoveProgram:
+    """The programs of one move: send as it is, change the sharding on arrival."""
+    there = replace(move.type.aval, spec=move.spec)
+    values = [Value(move.type.aval, "moved", "temp")]
+    nodes, outputs, executables = [], [], ()
+    if there.spec == move.type.aval.spec:
+        outputs.append(GraphOutput(0, 0, move.to))
+    else:
+        executables = (_reshard(move, target),)
+        for actor in move.to:
+            values.append(Value(there, "resharded"))
+            nodes.append(Node(f"reshard(actor {actor})", actor, 0, (0,), (len(values) - 1,)))
+            outputs.append(GraphOutput(len(values) - 1, 0, (actor,)))
+    graph = TaskGraph(
+        num_actors, tuple(values), tuple(nodes), (GraphInput(0, 0, (move.source,)),), tuple(outputs)
+    )
+    programs = tuple(lowering.lower(graph))
+    verify.verify_programs(programs)
+    return MoveProgram(programs, executables)
+
+
+Copied: TypeAlias = tuple[tuple[ValueType, tuple[ActorId, ...]], ...]
+"""Arrays to be copied where they lie: the type of each, and the actors that hold it."""
+
+
+def build_copies(copied: Copied, num_actors: int) -> tuple[ActorProgram, ...]:
+    """Programs that make a copy of each array wherever it lies: the caller keeps the arrays."""
+    values = [Value(value_type.aval, f"copied[{k}]", "input") for k, (value_type, _) in enumerate(copied)]
+    inputs = [GraphInput(k, k, actors) for k, (_, actors) in enumerate(copied)]
+    outputs = [GraphOutput(k, k, actors) for k, (_, actors) in enumerate(copied)]
+    programs = tuple(lowering.lower(TaskGraph(num_actors, tuple(values), (), tuple(inputs), tuple(outputs))))
+    verify.verify_programs(programs)
+    return programs
+
+
+def _reshard(move: Move, target: Target) -> Emitted:
+    types = Types()
+    array = types.new(ValueType(move.type.aval))
+    recipe = Recipe("reshard", inputs=(array,), outputs=(array,))
+    return emit(recipe, types, {array: move.type.aval.spec}, target, out_specs=(move.spec,))

@@ -1,0 +1,151 @@
+"""values: the arrays of a mesh: put, fetched, freed. In: host values and trees. Out: `RemoteArray`s and numpy.
+
+Owns no array's memory: handles belong to the user, buffers to the actors. Runs no program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from jaxpp_async.compiler.export import Target
+from jaxpp_async.compiler.ir import ValueType
+from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.host_values import HostValue
+from jaxpp_async.errors import ArrayError
+from jaxpp_async.program.instructions import ActorId, Aval, SpecEntry
+from jaxpp_async.session import argument_binding
+from jaxpp_async.session.argument_binding import Slot
+from jaxpp_async.session.remote_array import RemoteArray, is_remote
+from jaxpp_async.session.step import DistributedStep
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a leaf is to lie."""
+
+    name: str
+    spec: tuple[SpecEntry, ...]
+    actors: tuple[ActorId, ...]
+
+
+class RemoteValues:
+    """Makes, fills, fetches and frees the `RemoteArray`s of one mesh; their `arrays.Owner`.
+
+    Args:
+        controller: gives the mesh's controller, or raises `MeshError` if the mesh has not started.
+        target: the devices of one actor.
+    """
+
+    def __init__(self, controller: Callable[[], Controller], target: Target):
+        self._controller, self._target = controller, target
+
+    def new_array(self, value_type: ValueType, actors: Iterable[ActorId]) -> RemoteArray:
+        """The handle of an array that a program or a put is about to make on `actors`."""
+        return RemoteArray(self, self._controller().new_array_id(), value_type, tuple(actors))
+
+    def new_arrays(self, slots: Sequence[Slot]) -> list[RemoteArray]:
+        """The handles of a step's results."""
+        new_id = self._controller().new_array_id
+        return [RemoteArray(self, new_id(), slot.type, slot.actors) for slot in slots]
+
+    def waiting(self, value_type: ValueType, host: np.ndarray) -> RemoteArray:
+        """The handle of an array that stays here until its first use."""
+        return RemoteArray(self, self._controller().new_array_id(), value_type, (), host=host)
+
+    async def fill(self, pairs: Sequence[tuple[RemoteArray, np.ndarray]]) -> None:
+        """Send host values to the actors of new arrays.
+
+        Raises:
+            ActorError: an actor or the mesh failed.
+        """
+        by_actor: dict[ActorId, list[HostValue]] = {}
+        for array, value in pairs:
+            for a in array.actors:
+                by_actor.setdefault(a, []).append(HostValue(array.array_id, array.value_type.aval, value))
+        await self._controller().put(by_actor)
+
+    async def put(self, tree: Any, like: Any = None) -> Any:
+        """See `RemoteMesh.put`."""
+        self._controller()
+        values, treedef = jax.tree.flatten(tree)
+        types = [argument_binding.travelling_type(x) for x in values]
+        hosts = [_own_copy(x) for x in values]
+        if like is None:
+            arrays = [self.waiting(t, h) for t, h in zip(types, hosts, strict=True)]
+            return jax.tree.unflatten(treedef, arrays)
+        arrays = []
+        for leaf_type, host, place in zip(types, hosts, _places(like, len(values)), strict=True):
+            if not place.actors:
+                arrays.append(self.waiting(leaf_type, host))
+                continue
+            there = replace(leaf_type, aval=replace(leaf_type.aval, spec=place.spec))
+            arrays.append(self.new_array(there, place.actors))
+            self._check_divides(there.aval, place.name)
+        await self.fill([(a, host) for a, host in zip(arrays, hosts, strict=True) if a.actors])
+        return jax.tree.unflatten(treedef, arrays)
+
+    async def fetch(self, tree: Any) -> Any:
+        """See `RemoteMesh.fetch`."""
+        values, treedef = jax.tree.flatten(tree)
+        remote: dict[int, RemoteArray] = {}
+        for k, leaf in enumerate(values):
+            if not is_remote(leaf):
+                continue
+            leaf.check_usable(f"array {k} of the tree" if len(values) > 1 else "the array", self)
+            if leaf.host is not None:
+                # users may write to it
+                values[k] = argument_binding.as_user_sees(leaf.host.copy(), leaf.value_type)
+            else:
+                remote[k] = leaf
+        if remote:
+            wanted = [(leaf.actors[0], leaf.array_id, leaf.value_type.aval) for leaf in remote.values()]
+            fetched = await self._controller().fetch(wanted)
+            for (k, leaf), array in zip(remote.items(), fetched, strict=True):
+                values[k] = argument_binding.as_user_sees(array, leaf.value_type)
+        return jax.tree.unflatten(treedef, values)
+
+    def release(self, array: RemoteArray) -> None:
+        """See `arrays.Owner`; called from any thread."""
+        for actor in array.actors:
+            self._controller().free(actor, array.array_id)
+
+    def sharding_of(self, aval: Aval) -> NamedSharding:
+        """The sharding of `aval` over one actor's devices."""
+        mesh = self._target.mesh or AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
+        return NamedSharding(mesh, PartitionSpec(*aval.spec))
+
+    def _check_divides(self, aval: Aval, name: str) -> None:
+        for n, entry in zip(aval.shape, aval.spec, strict=False):
+            for axis in (entry,) if isinstance(entry, str) else entry or ():
+                if n % self._target.axes[axis]:
+                    raise ArrayError(f"{name}: shape {aval.shape} is not divisible by axis {axis!r}")
+
+
+def _places(like: Any, count: int) -> list[_Place]:
+    """The place of each of `count` leaves."""
+    if isinstance(like, tuple) and len(like) == 2 and isinstance(like[0], DistributedStep):
+        slots = like[0].latest("mesh.put(like=(step, argnum))").argument_slots(like[1])
+        places = [_Place(s.name, s.type.aval.spec, s.home) for s in slots]
+    else:
+        arrays = jax.tree.leaves(like)
+        if not all(is_remote(a) for a in arrays):
+            raise ArrayError("mesh.put: like is neither (step, argnum) nor a tree of RemoteArrays")
+        places = [_Place(repr(a), a.spec, a.actors) for a in arrays]
+    if len(places) != count:
+        raise ArrayError(f"mesh.put: the values have {count} leaves, like has {len(places)}")
+    return places
+
+
+def _own_copy(leaf: Any) -> np.ndarray:
+    """A host value that the user can no longer change behind our back."""
+    if not is_remote(leaf):
+        return argument_binding.host_array(leaf).copy()
+    if leaf.host is None:
+        raise ArrayError(f"mesh.put takes host values, not {leaf!r}; `await mesh.fetch` it first")
+    return leaf.host.copy()

@@ -1,0 +1,312 @@
+"""mesh_options: what a user passes to `RemoteMesh`, checked and turned into what the controller takes.
+
+Starts nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+from jax.sharding import AbstractMesh
+
+from jaxpp_async.base.gpu_inventory import host_gpus
+from jaxpp_async.base.install_hints import cuda_error, jax_cuda_majors
+from jaxpp_async.compiler.export import Target
+from jaxpp_async.controller.options import ActorConfig
+from jaxpp_async.errors import MeshError, ShardingError
+from jaxpp_async.jax_bridge import jax_config
+from jaxpp_async.jax_bridge.tracebacks import HiddenFrames, deliberate
+from jaxpp_async.launch.choose import Launching
+from jaxpp_async.launch.commands import script_folder
+from jaxpp_async.launch.remote import RemoteLauncher
+from jaxpp_async.markers.logical_axes import AXIS_TYPES
+from jaxpp_async.transport.nccl.order import ENVIRONMENT as NCCL_ENVIRONMENT
+from jaxpp_async.transport.registry import is_ordered
+
+_LOG = logging.getLogger("jaxpp_async")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def count_of(name: str, value: Any, *, least: int) -> int:
+    """An option that counts something.
+
+    Raises:
+        MeshError: it is no whole number of at least `least`.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise MeshError(f"{name} is {value!r}; give a whole number of at least {least}")
+    return value
+
+
+def seconds(name: str, value: Any, *, least: float = 0.0, most: float = math.inf) -> float:
+    """An option that is a time.
+
+    Raises:
+        MeshError: it is no positive number, or not between `least` and `most`.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise MeshError(f"{name} is {value!r}; give a positive number of seconds")
+    if not least <= value <= most:
+        raise MeshError(f"{name} is {value!r}; give from {least:g} to {most:g} seconds")
+    return float(value)
+
+
+def only_known(fn: Callable[P, R]) -> Callable[P, R]:
+    """`fn`, but an option that it does not have is answered with the nearest one that it has.
+
+    Raises:
+        TypeError: as of every such call.
+    """
+    known = [name for name in inspect.signature(fn).parameters if name != "self"]
+    name = fn.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with HiddenFrames():
+            for option in kwargs:
+                if option not in known:
+                    near = difflib.get_close_matches(option, known, 1, 0.5)
+                    what = f"did you mean {near[0]}=?" if near else f"it has {', '.join(known)}"
+                    raise deliberate(TypeError(f"{name} has no option {option}=; {what}"))
+            return fn(*args, **kwargs)
+
+    return call
+
+
+def actor_count(num_actors: Any) -> int:
+    """The number of actors, from an int or a tuple of one."""
+    count = num_actors[0] if isinstance(num_actors, tuple) and len(num_actors) == 1 else num_actors
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise MeshError(f"num_actors is an int of at least 1 or a tuple of one such int; got {num_actors!r}")
+    return count
+
+
+def axes(spmd_mesh: Any) -> dict[str, int]:
+    """Axis name to size."""
+    names = ("data", "model")
+    if not isinstance(spmd_mesh, Mapping | tuple | list):
+        raise MeshError(
+            f"spmd_mesh is {spmd_mesh!r}; it is a mapping of axis name to size, or a tuple of sizes"
+        )
+    if not isinstance(spmd_mesh, Mapping) and len(spmd_mesh) > len(names):
+        raise MeshError(
+            f"spmd_mesh {spmd_mesh} has {len(spmd_mesh)} sizes without names; pass a mapping name to size"
+        )
+    found: dict[str, int] = dict(
+        spmd_mesh if isinstance(spmd_mesh, Mapping) else zip(names, spmd_mesh, strict=False)
+    )
+    for name, size in found.items():
+        if not isinstance(name, str) or not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise MeshError(f"spmd_mesh has {name!r}: {size!r}; an axis is a name and a size of at least 1")
+    return found
+
+
+def axis_types(given: Any, mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
+    """`"auto"` or `"explicit"`, one an axis."""
+    by_name = dict(given) if isinstance(given, Mapping) else dict(zip(mesh_axes, given, strict=False))
+    for name, kind in by_name.items():
+        if name not in mesh_axes:
+            raise MeshError(f"axis_types names the axis {name!r}, but spmd_mesh has {sorted(mesh_axes)}")
+        if kind not in AXIS_TYPES:
+            raise MeshError(f"axis_types[{name!r}] is {kind!r}; it is 'auto' or 'explicit'")
+    return tuple(by_name.get(name, "auto") for name in mesh_axes)
+
+
+def checked_rules(rules: Mapping[str, Any], mesh_axes: Mapping[str, int]) -> dict[str, Any]:
+    """Raises:
+    ShardingError: a rule names an axis that the mesh does not have.
+    """
+    for name, entry in rules.items():
+        if not (entry is None or isinstance(entry, str | tuple | list)):
+            raise ShardingError(
+                f"axis_rules[{name!r}] is {entry!r}; it is a mesh axis, several in a tuple, or None"
+            )
+        for axis in (entry,) if isinstance(entry, str) else entry or ():
+            if axis not in mesh_axes:
+                raise ShardingError(
+                    f"axis_rules[{name!r}] names the axis {axis!r}, but spmd_mesh has {sorted(mesh_axes) or 'no axes'}"
+                )
+    return dict(rules)
+
+
+def make_launcher(
+    launcher: Any, num_actors: int = 1, processes_per_actor: int | None = None, **options: Any
+) -> tuple[Any, bool, int]:
+    """A launcher, whether its actors live in this process, and of how many processes each is.
+
+    Args:
+        processes_per_actor: what was asked for; None: what it takes.
+        options: of `Launching`, and `spmd_mesh`.
+    """
+    sizes = options.pop("spmd_mesh", {}).values()
+    if processes_per_actor is not None:
+        count_of("processes_per_actor", processes_per_actor, least=1)
+    options |= {"processes_per_actor": processes_per_actor, "num_devices": math.prod(sizes)}
+    launching = Launching(launcher=launcher, **options)
+    made, each = launching.make(num_actors)
+    return made, not isinstance(made, RemoteLauncher) and made.listen_host is None, each
+
+
+def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, num_actors: int) -> str:
+    """The data plane's name.
+
+    Raises:
+        MeshError: the launcher's actors do not have it, or no GPU, which it needs.
+    """
+    allowed = tuple(launcher.transports)
+    chosen = given or allowed[0]
+    if chosen not in allowed:
+        where = "inside one process" if inline else "between processes"
+        names = " or ".join(map(repr, allowed))
+        raise MeshError(f"transport {chosen!r} does not work {where}; leave it out or use {names}")
+    if is_ordered(chosen) and not inline and platform != "cuda":
+        actors = f"actors 0 to {num_actors - 1}" if num_actors > 1 else "actor 0"
+        raise MeshError(
+            f"transport {chosen!r} moves GPU memory, and {actors} have none: their platform is {platform!r}; pass "
+            "platform='cuda' where there are GPUs, or leave transport= out for UCX, which moves either"
+        )
+    return chosen
+
+
+def platform(given: str | None) -> str:
+    """The actors' platform: what is asked for, else `"cuda"` where this machine has GPUs and a JAX for them.
+
+    Hosts are not asked: a driver without a GPU has to name it (`refuse_idle_devices`).
+
+    `jax_platforms` (or `JAX_PLATFORMS`) decides for this process, and then for its actors too. JAX is not started.
+    """
+    if given not in (None, "cpu", "cuda"):
+        raise MeshError(f"platform is {given!r}; it is 'cpu' or, for GPUs, 'cuda'")
+    if given is not None:
+        return given
+    preferred = jax_config.default_platform()
+    if preferred is not None:
+        return "cuda" if preferred in ("cuda", "gpu") else "cpu"
+    return "cuda" if jax_cuda_majors() and host_gpus(os.environ) else "cpu"
+
+
+def refuse_idle_devices(given: str | None, chosen: str, launcher: Any, devices: Any) -> None:
+    """Refuse `devices=` where its actors would run on CPUs and nobody has said so.
+
+    Args:
+        given: the platform that was asked for. chosen: what came of it.
+        devices: the mesh's own; hosts may name theirs.
+
+    Raises:
+        MeshError: so it is.
+    """
+    if given is not None or chosen != "cpu":
+        return
+    hosts = launcher.hosts if isinstance(launcher, RemoteLauncher) else ()
+    named = ["devices="] if devices is not None else []
+    named += [f"devices= of host {host}" for host in hosts if launcher.devices_on(host) is not None]
+    if named:
+        raise MeshError(
+            f"{named[0]} names GPUs, and platform= was not given: this process runs JAX on CPUs, and so would the "
+            "actors; give platform='cuda', or platform='cpu' if that is what you mean"
+        )
+
+
+def spare_gpus(platform: str, *, inline: bool) -> None:
+    """Leave the memory of this machine's GPUs to the actors on them."""
+    if platform == "cuda" and not inline and not jax_config.spare_gpus():
+        _LOG.warning(
+            "JAX in this process has taken most of a GPU's memory already; actors on the same GPU may find too little: "
+            "make the mesh before JAX's first use, or set XLA_PYTHON_CLIENT_PREALLOCATE=false for this process"
+        )
+
+
+async def prepare(launcher: Any, config: ActorConfig, *, same_python: bool) -> None:
+    """What has to be known before the controller listens and processes start.
+
+    Args:
+        same_python: actors run this process's interpreter, on this machine, and so have its packages.
+
+    Raises:
+        InstallError: actors on GPUs, and no JAX for them.
+        MeshError: as `RemoteLauncher.prepare`.
+    """
+    same_packages = same_python and "PYTHONPATH" not in config.env
+    if same_packages and config.platform == "cuda" and (missing := cuda_error("platform='cuda'")) is not None:
+        raise missing
+    if isinstance(launcher, RemoteLauncher):
+        await launcher.prepare()
+
+
+def actor_config(
+    *,
+    spmd_mesh: Mapping[str, int],
+    axis_types: Sequence[str],
+    platform: str,
+    setup: str | None,
+    env: Mapping[str, str],
+    cache_dir: str | None,
+    transport: str,
+    inline: bool,
+    processes_per_actor: int = 1,
+) -> ActorConfig:
+    """What every actor is configured with."""
+    if setup is not None and ":" not in setup:
+        raise MeshError(f"setup is {setup!r}; name a function as 'module:function'")
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise MeshError(f"env has {name!r}: {value!r}; environment variables are strings")
+    if "JAX_PLATFORMS" in env:
+        raise MeshError(
+            f"env has JAX_PLATFORMS={env['JAX_PLATFORMS']!r}, which the mesh sets; give platform='cpu' or 'cuda'"
+        )
+    if inline:
+        _check_local_devices(spmd_mesh, platform)
+    return ActorConfig(
+        spmd_mesh=tuple(spmd_mesh.items()),
+        axis_types=tuple(axis_types),
+        platform=platform,
+        jax_config={} if inline else jax_config.copied_config(),
+        cache_dir=cache_dir,
+        setup=setup,
+        setup_folder=None if setup is None or inline else script_folder(),
+        transport=transport,
+        env=dict(env),
+        defaults=dict(NCCL_ENVIRONMENT) if is_ordered(transport) and not inline else {},
+        processes_per_actor=processes_per_actor,
+    )
+
+
+def _check_local_devices(spmd_mesh: Mapping[str, int], platform: str) -> None:
+    needed = 1
+    for size in spmd_mesh.values():
+        needed *= size
+    try:
+        present = jax.local_device_count(platform)
+    except RuntimeError as error:
+        raise MeshError(
+            f"JAX in this process, which inline actors share, has no {platform} devices: {error}"
+        ) from None
+    if needed > present:
+        raise MeshError(
+            f"spmd_mesh {dict(spmd_mesh)} needs {needed} devices, but this process has {present}; inline actors share "
+            f"them: set `jax.config.update('jax_num_cpu_devices', {needed})` before JAX is first used, or use "
+            "launcher='local'"
+        )
+
+
+def target(
+    spmd_mesh: Mapping[str, int], kinds: Sequence[str], rules: Mapping[str, Any], platform: str
+) -> Target:
+    """What the compiler lowers for. A mesh of one device needs no shardings at all."""
+    mesh = None
+    if spmd_mesh:
+        mesh = AbstractMesh(
+            tuple(spmd_mesh.values()), tuple(spmd_mesh), axis_types=tuple(AXIS_TYPES[k] for k in kinds)
+        )
+    return Target(mesh, platform, dict(rules))

@@ -1,0 +1,275 @@
+"""arrays: `RemoteArray`, the user's handle of an array that lives on actors. Holds no data; only what is fetched comes
+here.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Generator
+from typing import Any, Protocol, TypeGuard
+
+import jax
+import numpy as np
+
+from jaxpp_async.compiler.ir import ValueType
+from jaxpp_async.errors import ArrayError
+from jaxpp_async.jax_bridge import private_api
+from jaxpp_async.jax_bridge.tracebacks import HiddenFrames, deliberate
+from jaxpp_async.program.instructions import ActorId, Aval, SpecEntry
+from jaxpp_async.session.awaiting import says_to_await
+
+
+class Owner(Protocol):
+    """What an array needs of its mesh."""
+
+    async def fetch(self, tree: Any) -> Any: ...
+
+    def release(self, array: RemoteArray) -> None:
+        """Free the array on its actors with the next message there; any thread."""
+        ...
+
+    def sharding_of(self, aval: Aval) -> jax.sharding.NamedSharding: ...
+
+
+LIVE, DONATED, DELETED, FAILED = "live", "donated", "deleted", "failed"
+
+
+def _not_here(what: str) -> Any:
+    """A method for what only a value that is here can do."""
+
+    def refuse(self: Any, *_: Any, **__: Any) -> Any:
+        with HiddenFrames():
+            raise deliberate(TypeError(_needs_value(what, self)))
+
+    return refuse
+
+
+def _needs_value(what: str, array: RemoteArray) -> str:
+    return (
+        f"{what} needs the value of {array!r}, which lies on the actors: `await` the array first "
+        "(`value = await array`), or compute with it inside a step that takes it as an argument"
+    )
+
+
+_OF_A_JAX_ARRAY = frozenset(
+    ("addressable_data", "addressable_shards", "at", "block_until_ready", "copy_to_host_async")
+)
+
+
+class RemoteArray:
+    """An array on one or more actors of a mesh (each of them holds all of it, sharded over its devices).
+
+    Made by `mesh.run`, `mesh.put` and `step.init`. `await array` fetches it as numpy (a PRNG key as a JAX key array).
+    When the last reference goes, its buffers are freed with the next message to its actors.
+
+    Attributes:
+        shape: global shape.
+        dtype: as JAX has it; key arrays have a key dtype.
+        actors: ids of the actors that hold it; empty while it waits on the controller for its first use.
+    """
+
+    __slots__ = ("_actors", "_host", "_id", "_owner", "_state", "_type", "_why", "weak_type")
+
+    def __init__(
+        self,
+        owner: Owner,
+        array_id: int,
+        value_type: ValueType,
+        actors: tuple[ActorId, ...],
+        *,
+        host: np.ndarray | None = None,
+    ):
+        self._owner, self._id, self._type, self._actors, self._host = (
+            owner,
+            array_id,
+            value_type,
+            actors,
+            host,
+        )
+        self._state, self._why = LIVE, ""
+        self.weak_type = value_type.weak
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self._type.aval.shape
+        return shape if self._type.key_impl is None else shape[: len(shape) - self._key_ndim()]
+
+    def _key_ndim(self) -> int:
+        return len(jax.random.key_data(jax.random.key(0, impl=self._type.key_impl)).shape)
+
+    @property
+    def dtype(self) -> Any:
+        if self._type.key_impl is not None:
+            return jax.random.key(0, impl=self._type.key_impl).dtype
+        return np.dtype(jax.numpy.dtype(self._type.aval.dtype))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self._type.aval.size_bytes
+
+    @property
+    def actors(self) -> tuple[ActorId, ...]:
+        return self._actors
+
+    @property
+    def sharding(self) -> jax.sharding.NamedSharding:
+        """Its sharding over one actor's devices."""
+        return self._owner.sharding_of(self._type.aval)
+
+    @property
+    def spec(self) -> tuple[SpecEntry, ...]:
+        return self._type.aval.spec
+
+    @property
+    def array_id(self) -> int:
+        """Under which id its actors have it (for the mesh)."""
+        return self._id
+
+    @property
+    def value_type(self) -> ValueType:
+        """Its type and sharding as it travels (for the mesh)."""
+        return self._type
+
+    @property
+    def host(self) -> np.ndarray | None:
+        """Its value while it waits on the controller for its first use (for the mesh)."""
+        return self._host
+
+    def is_deleted(self) -> bool:
+        """Whether it was donated to a step, deleted, or lost to a failure."""
+        return self._state != LIVE
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        with HiddenFrames():
+            return (yield from self._owner.fetch(self).__await__())
+
+    @says_to_await
+    async def delete(self) -> None:
+        """Free its buffers. Deleting twice does nothing."""
+        if self._state == LIVE:
+            self.retire(DELETED, "it was deleted")
+            self._owner.release(self)
+
+    def relocate(
+        self, actors: tuple[ActorId, ...], *, array_id: int | None = None, value_type: ValueType | None = None
+    ) -> None:
+        """From here on it is what lies on `actors`, and nothing on the controller (for the mesh).
+
+        Args:
+            array_id: its new id there; None: as before.
+            value_type: its new type, which may differ in sharding; None: as before.
+        """
+        self._actors, self._host = actors, None
+        self._id = self._id if array_id is None else array_id
+        self._type = value_type or self._type
+
+    def take_over(self, result: RemoteArray) -> None:
+        """From here on it is `result`, whose own handle nobody has and which is no longer usable (for the mesh)."""
+        self._id, self._type, self._actors, self._host = (
+            result._id,
+            result._type,
+            result._actors,
+            result._host,
+        )
+        self._state, self._why, self.weak_type = result._state, result._why, result.weak_type
+        result.retire(DELETED, "an argument of its step stands for it")
+
+    def retire(self, state: str, why: str) -> None:
+        """Mark it unusable (for the mesh)."""
+        self._state, self._why, self._host = state, why, None
+
+    def check_usable(self, name: str, owner: Owner) -> None:
+        """Raise `ArrayError` unless it may be used on `owner` now; `name` is what the user called it."""
+        if self._owner is not owner:
+            raise ArrayError(
+                f"{name} is a RemoteArray of another mesh; fetch it there (`await mesh.fetch(...)`) and pass the numpy "
+                "value"
+            )
+        if self._state != LIVE:
+            raise ArrayError(f"{name} cannot be used: {self._why}")
+
+    def id_at(
+        self, owner: Owner, actors: tuple[ActorId, ...], spec: tuple[SpecEntry, ...] | None
+    ) -> int | None:
+        """Its id, if it may be used on `owner` now and lies on all of `actors` (there may be none), else None.
+
+        Args:
+            spec: the sharding that it must have; None: any.
+        """
+        if self._state != LIVE or self._owner is not owner or (self._host is not None and actors):
+            return None
+        if self._actors != actors and not set(actors) <= set(self._actors):
+            return None
+        return self._id if spec is None or self._type.aval.spec == spec else None
+
+    # Here it would be a wrong answer (`if loss`) or an error that says nothing of actors.
+    __bool__, __int__, __float__, __complex__, __index__ = map(
+        _not_here, ("bool()", "int()", "float()", "complex()", "use as an index")
+    )
+    __len__, __iter__, __getitem__, __contains__ = map(_not_here, ("len()", "iteration", "indexing", "`in`"))
+    __array__ = _not_here("conversion to numpy")
+    __lt__, __le__, __gt__, __ge__ = map(_not_here, ("`<`", "`<=`", "`>`", "`>=`"))
+    __add__ = __radd__ = _not_here("`+`")
+    __sub__ = __rsub__ = _not_here("`-`")
+    __mul__ = __rmul__ = _not_here("`*`")
+    __matmul__ = __rmatmul__ = _not_here("`@`")
+    __truediv__ = __rtruediv__ = _not_here("`/`")
+    __floordiv__ = __rfloordiv__ = _not_here("`//`")
+    __mod__ = __rmod__ = _not_here("`%`")
+    __pow__ = __rpow__ = _not_here("`**`")
+    __neg__, __pos__, __abs__, __round__ = map(_not_here, ("`-`", "`+`", "abs()", "round()"))
+    # A second handle of the same buffers: the first of the two that went would free them.
+    __copy__, __deepcopy__, __reduce_ex__ = map(_not_here, ("copy.copy()", "copy.deepcopy()", "pickling"))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same handle; values are not here to be compared."""
+        if self is other or other is None or isinstance(other, RemoteArray | str):
+            return self is other
+        return _not_here("`==`")(self)
+
+    __hash__ = object.__hash__
+
+    @property
+    def __jax_array__(self) -> Any:
+        """Tell a function of JAX that needs the value where it is: JAX takes what has this attribute for an array.
+
+        Raises:
+            ArrayError: JAX is about to compute with it. (A TypeError JAX would take for "no array".)
+            AttributeError: anybody else asks.
+        """
+        if private_api.takes_a_value(sys._getframe(1)):
+            raise ArrayError(_needs_value("a function of JAX", self))
+        raise AttributeError("__jax_array__", name="__jax_array__", obj=self)
+
+    def __getattr__(self, name: str) -> Any:
+        what = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name in _OF_A_JAX_ARRAY or (not name.startswith("_") and hasattr(np.ndarray, name)):
+            what += ": its value lies on the actors; `await` the array first (`value = await array`)"
+        raise AttributeError(what, name=name, obj=self)
+
+    def __format__(self, spec: str) -> str:
+        return _not_here(f"the format {spec!r}")(self) if spec else str(self)
+
+    def __repr__(self) -> str:
+        where = f"actors={list(self._actors)}" if self._actors else "on the controller"
+        state = "" if self._state == LIVE else f", {self._state}"
+        return f"RemoteArray({self.dtype}{list(self.shape)}, {where}{state})"
+
+    def __del__(self) -> None:
+        # Any thread may run this, also while the interpreter ends: `release` only appends to a list.
+        if getattr(self, "_state", None) == LIVE and self._actors:
+            self._owner.release(self)
+
+
+def is_remote(leaf: Any) -> TypeGuard[RemoteArray]:
+    """Whether a leaf of a user's tree is a `RemoteArray`."""
+    return isinstance(leaf, RemoteArray)

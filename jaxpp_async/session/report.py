@@ -1,0 +1,390 @@
+"""report: what a compiled step does and costs, and why. In: the compiler's result. Out: numbers that print as text.
+
+Measures nothing. `docs/placement.md` reads one line by line.
+
+compile_notes: log records and Python warnings about a step that was compiled without an error. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jaxpp_async.compiler.continued_arguments import changed_arguments
+from jaxpp_async.compiler.describe import Explainer
+from jaxpp_async.compiler.lowering import peak_plan
+from jaxpp_async.compiler.pipeline import Compiled, Plan, StepRequest
+from jaxpp_async.program.actor_program import ActorProgram
+from jaxpp_async.program.instructions import ActorId, GraphOutput, Input, Recv, Run, Send, Value, runs
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLine:
+    """Arrays of one kind that cross from one actor to another in a step.
+
+    Args:
+        what: type, and what makes it: a task, or an operation with the user's line.
+        size_bytes: of one.
+        count: in one step.
+        when: `"in the loop"`, or the part of the step outside the loops (`"before the loop"`, `"after the loop"`).
+        per_microbatch: how many of `count` each microbatch sends; 0 outside the loops.
+        why: who needs it there.
+    """
+
+    what: str
+    from_actor: ActorId
+    to_actor: ActorId
+    size_bytes: int
+    count: int
+    when: str = ""
+    per_microbatch: int = 0
+    why: str = ""
+
+    @property
+    def total_bytes(self) -> int:
+        """In one step."""
+        return self.size_bytes * self.count
+
+
+@dataclass(frozen=True, slots=True)
+class ActorLine:
+    """One actor's part of a step.
+
+    Args:
+        tasks: executions by kind, such as `{"fwd": 8, "bwd": 8}`.
+        sent_bytes, received_bytes: in one step, host values not counted.
+        peak_bytes: most that its buffer table holds (see `docs/memory.md`); known before anything runs.
+        temp_bytes: XLA's own largest temporary, known after compiling.
+        argument_bytes: of the arguments that it holds when the step starts.
+    """
+
+    actor: ActorId
+    tasks: Mapping[str, int]
+    sent_bytes: int
+    received_bytes: int
+    peak_bytes: int
+    peak_at: str
+    temp_bytes: int
+    compile_s: float
+    argument_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceLine:
+    """Where one argument or result leaf lives.
+
+    Args:
+        actors: each holds all of it.
+        size_bytes: on each of them.
+        why: who uses it there, or what put it there.
+    """
+
+    name: str
+    type: str
+    actors: tuple[ActorId, ...]
+    size_bytes: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """See `CompiledStep.report`."""
+
+    actors: tuple[ActorLine, ...]
+    transfers: tuple[TransferLine, ...]
+    inputs: tuple[PlaceLine, ...]
+    outputs: tuple[PlaceLine, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        parts = [_actor_table(self.actors), *self.notes, ""]
+        if self.transfers:
+            parts += ["transfers in one step", _transfer_table(self.transfers), ""]
+        else:
+            parts += ["no transfers between actors", ""]
+        asked = [p for p in self.inputs if not p.name.startswith(_INDICES)]  # the others are ours and tiny
+        for title, places in (("arguments", asked), ("results", self.outputs)):
+            parts += [title, _place_table(places), ""]
+        return "\n".join(parts[:-1])
+
+
+_INDICES = "microbatch indices"
+
+# ---------------------------------------------------------------- text
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]], right: str = "") -> str:
+    """Aligned columns; those whose letter in `right` is `r` are flush right."""
+    cells = [[str(c) for c in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        padded = [
+            c.rjust(w) if right[k : k + 1] == "r" else c.ljust(w)
+            for k, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _actor_table(actors: Sequence[ActorLine]) -> str:
+    header = (
+        "actor",
+        "tasks",
+        "arguments B",
+        "sent B",
+        "received B",
+        "peak B",
+        "peak at",
+        "XLA temp B",
+        "compiled in",
+    )
+    rows = [
+        (
+            a.actor,
+            " ".join(f"{n} {kind}" for kind, n in a.tasks.items()),
+            a.argument_bytes,
+            a.sent_bytes,
+            a.received_bytes,
+            a.peak_bytes,
+            a.peak_at,
+            a.temp_bytes,
+            f"{a.compile_s:.2f} s",
+        )
+        for a in actors
+    ]
+    return _table(header, rows, "rlrrrrlrr")
+
+
+def _transfer_table(transfers: Sequence[TransferLine]) -> str:
+    rows = [
+        (
+            t.when,
+            f"{t.from_actor} -> {t.to_actor}",
+            f"{t.count} x {t.size_bytes}",
+            t.total_bytes,
+            f"{t.per_microbatch} a microbatch"
+            if t.per_microbatch
+            else "once"
+            if t.count == 1
+            else f"{t.count} times",
+            t.what,
+            t.why,
+        )
+        for t in transfers
+    ]
+    return _table(("when", "actors", "count x B", "total B", "how often", "what", "why"), rows, "llrr")
+
+
+def _place_table(places: Sequence[PlaceLine]) -> str:
+    rows = [
+        (
+            p.name,
+            p.type,
+            f"{p.size_bytes} each" if len(p.actors) > 1 else p.size_bytes,
+            ", ".join(map(str, p.actors)),
+            p.why,
+        )
+        for p in places
+    ]
+    return _table(("name", "type", "B", "actors", "why"), rows, "llr")
+
+
+# ---------------------------------------------------------------- numbers
+
+_NOTES = {
+    "start": "start: makes the zeros that a stage's sums begin with, once a step.",
+    "outer": "outer: what the step does outside its loops; one task an actor and exchange of values between actors.",
+}
+
+
+def make(
+    compiled: Compiled | Plan,
+    temp_bytes: Mapping[ActorId, Mapping[int, int]],
+    compile_s: Mapping[ActorId, float],
+) -> Report:
+    """The report of a compiled step."""
+    explainer = Explainer(compiled.traced, compiled.placed, compiled.continues)
+    actors = tuple(
+        _actor_line(compiled, a, temp_bytes.get(a, {}), compile_s.get(a, 0.0))
+        for a in range(len(compiled.programs))
+    )
+    kinds = {kind for a in actors for kind in a.tasks}
+    return Report(
+        actors=actors,
+        transfers=_transfers(compiled, explainer),
+        inputs=_inputs(compiled, explainer),
+        outputs=_outputs(compiled, explainer),
+        notes=(*(note for kind, note in _NOTES.items() if kind in kinds), *_stage_names(compiled)),
+    )
+
+
+def why_taken(compiled: Compiled, name: str) -> str:
+    """Why a step takes an argument where it takes it."""
+    graph = compiled.placed.graph
+    found = next(i for i in graph.inputs if graph.values[i.value].label == name)
+    return Explainer(compiled.traced, compiled.placed, compiled.continues).why_input(
+        found.value, found.actors
+    )
+
+
+def _stage_names(compiled: Compiled | Plan) -> list[str]:
+    """The names that the user gave to `pipeline_yield`s, a line a loop."""
+    lines = []
+    for loop in compiled.placed.loops.values():
+        named = [f"{k} at {name!r}" for k, name in enumerate(loop.staged.stage_names) if name]
+        if named:
+            lines.append(f"stages of the loop at {loop.staged.loop.line} end: {', '.join(named)}.")
+    return lines
+
+
+def _actor_line(
+    compiled: Compiled | Plan, actor: ActorId, temp_bytes: Mapping[int, int], compile_s: float
+) -> ActorLine:
+    program = compiled.programs[actor]
+    avals, graph = program.avals, compiled.placed.graph
+    peak = peak_plan(program)
+    return ActorLine(
+        actor=actor,
+        tasks=dict(Counter(i.label.split("(")[0] for i in program.instructions if isinstance(i, Run))),
+        sent_bytes=sum(avals[i.buffer].size_bytes for i in program.instructions if isinstance(i, Send)),
+        received_bytes=sum(avals[i.buffer].size_bytes for i in program.instructions if isinstance(i, Recv)),
+        peak_bytes=peak.peak_bytes,
+        peak_at=_peak_at(program, peak.instruction),
+        temp_bytes=max(temp_bytes.values(), default=0),
+        compile_s=compile_s,
+        argument_bytes=sum(graph.values[i.value].aval.size_bytes for i in graph.inputs if actor in i.actors),
+    )
+
+
+def _peak_at(program: ActorProgram, index: int) -> str:
+    """The task at which the peak is reached, or the buffer that is received or taken then and the task it is for."""
+    if not program.instructions:
+        return "none"
+    at = program.instructions[index]
+    if isinstance(at, Run):
+        return at.label
+    if not isinstance(at, Recv | Input):
+        return type(at).__name__.lower()
+    what = f"recv tag {at.tag}" if isinstance(at, Recv) else f"input b{at.buffer}"
+    later = (i for i in program.instructions[index:] if isinstance(i, Run) and at.buffer in i.inputs)
+    reader = next(later, None)
+    return what if reader is None else f"{what} for {reader.label}"
+
+
+def _transfers(compiled: Compiled | Plan, explainer: Explainer) -> tuple[TransferLine, ...]:
+    """Transfers grouped by what they carry, over all microbatches; those of the loops first, then the largest."""
+    values = compiled.placed.graph.values
+    counts = Counter(
+        (c.when, c.from_actor, c.to_actor, values[c.value].aval.size_bytes, c.what, c.why)
+        for c in explainer.crossings()
+    )
+    microbatches = explainer.num_microbatches
+    lines = [
+        TransferLine(
+            what, source, to, size, n, when, n // microbatches if explainer.is_in_loop(when) else 0, why
+        )
+        for (when, source, to, size, what, why), n in counts.items()
+    ]
+    return tuple(
+        sorted(
+            lines, key=lambda t: (-t.per_microbatch, -t.total_bytes, t.what, t.from_actor, t.to_actor, t.why)
+        )
+    )
+
+
+def _type(value: Value) -> str:
+    spec = f" {value.aval.spec}" if value.aval.spec else ""
+    return f"{value.aval.dtype}{list(value.aval.shape)}{spec}"
+
+
+def _inputs(compiled: Compiled | Plan, explainer: Explainer) -> tuple[PlaceLine, ...]:
+    """Arguments and captured arrays; the microbatch indices, which the step keeps on the actors, as one line."""
+    graph, count = compiled.placed.graph, compiled.placed.num_indices
+    lines = []
+    inputs = sorted(graph.inputs, key=lambda i: i.arg)
+    for i in inputs[: len(inputs) - count]:
+        value = graph.values[i.value]
+        why = explainer.why_input(i.value, i.actors)
+        lines.append(PlaceLine(value.label, _type(value), i.actors, value.aval.size_bytes, why))
+    if count:
+        actors, size = inputs[-1].actors, graph.values[inputs[-1].value].aval.size_bytes
+        lines.append(
+            PlaceLine(
+                f"{_INDICES} 0 to {count - 1}",
+                f"{count} x int32[]",
+                actors,
+                count * size,
+                "put there once, and kept",
+            )
+        )
+    return tuple(lines)
+
+
+def _outputs(compiled: Compiled | Plan, explainer: Explainer) -> tuple[PlaceLine, ...]:
+    graph = compiled.placed.graph
+    found: dict[int, PlaceLine] = {}
+    values = {compiled.placed.value_ids[i.value]: i.value for i in graph.inputs}
+    back = [GraphOutput(values[v], k, ()) for k, v in compiled.placed.placement.handed_back.items()]
+    for o in (*graph.outputs, *back):
+        value, name = graph.values[o.value], compiled.traced.result_name(o.result)
+        actors = {*o.actors, *(found[o.result].actors if o.result in found else ())}
+        why = explainer.why_result(o.result, o.value)
+        found[o.result] = PlaceLine(name, _type(value), tuple(sorted(actors)), value.aval.size_bytes, why)
+    return tuple(found[k] for k in sorted(found))
+
+
+# ---------------------------------------------------------------- compile notes
+
+_LOG = logging.getLogger("jaxpp_async")
+
+
+def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled) -> None:
+    """Log the microbatches of each loop, name actors that have nothing to do, and warn of donated arguments whose
+    memory no result can take over.
+
+    Args:
+        name: of the step.
+        line: `file:line` of `mesh.distributed`, where the warning points.
+    """
+    loops = [scheduled.staged.loop for scheduled in compiled.placed.loops.values()]
+    for loop in loops:
+        count = loop.num_microbatches
+        _LOG.info(
+            "step %r: %d microbatch%s of %s (%s)",
+            name,
+            count,
+            "es" * (count != 1),
+            _listed(loop.leaves),
+            loop.line,
+        )
+    if loops and (idle := _idle(compiled.programs)):
+        _LOG.warning(
+            "step %r leaves actors %s of %d idle: its schedule has fewer actors than the mesh; make more stages, "
+            "or a mesh of as many actors as the schedule uses",
+            name,
+            idle,
+            request.num_actors,
+        )
+    if changed := changed_arguments(compiled.traced, request.donated, compiled.continues):
+        file, _, number = line.rpartition(":")
+        warnings.warn_explicit(
+            f"Some donated buffers were not usable: step {name!r} returns {_listed(changed)}; a result can take an "
+            "argument's memory only with its shape and dtype: return it as it came, or do not donate it",
+            UserWarning,
+            file or line,
+            int(number) if number.isdigit() else 0,
+        )
+
+
+def _listed(texts: Sequence[str], most: int = 8) -> str:
+    shown = texts if len(texts) <= most else [*texts[: most - 1], f"{len(texts) - most + 1} more"]
+    return ", ".join(shown)
+
+
+def _idle(programs: Sequence[ActorProgram]) -> list[ActorId]:
+    """Actors that run nothing."""
+    return [p.actor for p in programs if not runs(p.instructions)]

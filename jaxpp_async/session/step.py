@@ -1,0 +1,485 @@
+"""step: a user's function on a mesh: its options, signature and compiled forms. Asks the compiler; runs nothing.
+
+`DistributedStep` is what `mesh.distributed` returns; `CompiledStep` is one compiled form of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxpp_async.compiler.continued_arguments import result_positions
+from jaxpp_async.compiler.evaluate import value_type
+from jaxpp_async.compiler.export import Target
+from jaxpp_async.compiler.export_cache import Exports
+from jaxpp_async.compiler.ir import Loop, Traced
+from jaxpp_async.compiler.pipeline import Compiled, StepRequest
+from jaxpp_async.errors import MeshError, ShardingError
+from jaxpp_async.jax_bridge import jax_config, private_api, tracebacks
+from jaxpp_async.jax_bridge.tracebacks import HiddenFrames, deliberate
+from jaxpp_async.markers import logical_axes
+from jaxpp_async.program.actor_program import format_program
+from jaxpp_async.program.instructions import ActorId
+from jaxpp_async.session import report
+from jaxpp_async.session.argument_binding import Binding, Slot, kind, leaf_type, shape_struct
+from jaxpp_async.session.awaiting import UnawaitedCoroutine, says_to_await
+from jaxpp_async.session.remote_array import RemoteArray
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledStep:
+    """One compiled form of a step: for one set of shapes, dtypes, static values and shardings. Loaded on every actor.
+
+    Attributes:
+        compiled: what the compiler made.
+        program_id: under which the actors have it.
+        inputs: its argument leaves, then its hidden arguments (captured arrays, microbatch indices).
+        outputs: its result leaves, then what its prints show.
+        donated: the argument leaves whose buffers the step reuses; for each the result leaf that continues it, or None.
+        binding: what follows from these for a call.
+        handed_back: result leaf to the argument leaf that the caller gets back as it, wherever it lies.
+        compile_s: what compiling took, by actor.
+        temp_bytes: XLA's temporaries of each executable, by actor.
+        hidden_values: host values of the hidden arguments.
+        hidden: the same on the actors; empty until the first run.
+    """
+
+    compiled: Compiled
+    program_id: int
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    donated: dict[int, int | None]
+    binding: Binding
+    handed_back: dict[int, int]
+    compile_s: dict[ActorId, float]
+    temp_bytes: dict[ActorId, dict[int, int]]
+    hidden_values: tuple[Any, ...]
+    hidden: list[RemoteArray] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        graph = self.compiled.placed.graph
+        return f"<CompiledStep: {graph.num_actors} actors, {len(graph.nodes)} tasks; .report(), .as_text(), .passes>"
+
+    @property
+    def passes(self) -> Mapping[str, str]:
+        """Pass name to text, in the order the passes ran."""
+        return self.compiled.passes
+
+    def as_text(self) -> str:
+        """Each actor's instruction stream."""
+        return "\n\n".join(format_program(p) for p in self.compiled.programs)
+
+    def report(self) -> report.Report:
+        """What it does and what it costs: tasks, transfers, bytes, peaks, placements. Prints as text."""
+        return report.make(self.compiled, self.temp_bytes, self.compile_s)
+
+    def argument_slots(self, argnum: int) -> list[Slot]:
+        """The slots of one argument's leaves."""
+        return [s for s, arg in zip(self.inputs, self.compiled.traced.arg_of, strict=False) if arg == argnum]
+
+
+class Runner(Protocol):
+    """What a step needs of its mesh."""
+
+    @property
+    def num_actors(self) -> int: ...
+
+    @property
+    def target(self) -> Target: ...
+
+    async def run(self, step: DistributedStep, args: Sequence[Any]) -> Any:
+        """See `RemoteMesh.run`."""
+        ...
+
+    async def compile(self, step: DistributedStep, args: Sequence[Any]) -> CompiledStep:
+        """See `DistributedStep.compile`."""
+        ...
+
+    async def init(self, step: DistributedStep, argnum: int, fn: Callable, args: Sequence[Any]) -> Any:
+        """See `DistributedStep.init`."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How a function becomes a step: the arguments of `RemoteMesh.distributed`.
+
+    Args:
+        schedule: replaces the one in the function; None: that one.
+    """
+
+    in_shardings: Any
+    out_shardings: Any
+    donate_argnums: tuple[int, ...]
+    static_argnums: tuple[int, ...]
+    schedule: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a call was made with, as far as its compiled form depends on it."""
+
+    treedef: Any
+    static: tuple[Any, ...]
+    static_hash: int
+    config: tuple[Any, ...]
+    kinds: list[Any]
+
+
+_CALLS_KEPT = 4
+"""How many calls are recalled: for training, evaluation, and the shorter batch at the end of either."""
+
+
+class DistributedStep:
+    """A step function bound to a mesh; made by `mesh.distributed`.
+
+    `await step(*args)` is `await mesh.run(step, *args)`.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        fn: Callable,
+        options: StepOptions,
+        *,
+        line: str | None = None,
+        exports: Exports | None = None,
+    ):
+        self.runner, self.fn, self._options = runner, fn, options
+        self._exports = exports or Exports()  # one for all forms of the step, under other schedules too
+        self.line = line or tracebacks.caller_line()  # of `mesh.distributed`, for errors in shardings
+        self._compiled: dict[Any, CompiledStep] = {}
+        self._latest: CompiledStep | None = None
+        self._calls: deque[tuple[Call, CompiledStep]] = deque(maxlen=_CALLS_KEPT)
+        self.__name__ = getattr(fn, "__name__", "step")
+        named = _signature(fn)
+        self._names = tuple(named.parameters) if named else ()  # else positions serve as names
+        # A wrapper may take more than what it wraps, and `jax.jit` around one says what the innermost takes.
+        inner = getattr(fn, "__wrapped__", None)
+        self._parameters = None if hasattr(inner, "__wrapped__") else _signature(fn, follow_wrapped=False)
+
+    def __repr__(self) -> str:
+        return f"<DistributedStep {self.__name__!r}>"
+
+    def __call__(self, *args: Any) -> Coroutine[Any, Any, Any]:
+        running = self._run(args)
+        running.__qualname__ = self.__name__  # for "coroutine 'train_step' was never awaited"
+        return UnawaitedCoroutine(running)  # pyright: ignore[reportReturnType]  # as its `__class__` says
+
+    async def _run(self, args: tuple[Any, ...]) -> Any:
+        with HiddenFrames():
+            return await self.runner.run(self, args)
+
+    def with_schedule(self, schedule: Any) -> DistributedStep:
+        """The same step under another schedule of as many stages.
+
+        No task is compiled again; a form of one that this schedule is the first to need (half a backward, the last
+        stage's forward and backward in one) is compiled once.
+        """
+        options = replace(self._options, schedule=schedule)
+        return DistributedStep(self.runner, self.fn, options, line=self.line, exports=self._exports)
+
+    @says_to_await
+    async def compile(self, *args: Any) -> CompiledStep:
+        """Trace the step and compile it on every actor, without running it.
+
+        Args:
+            args: as for a run; `jax.ShapeDtypeStruct`s stand for arrays as well.
+
+        Raises:
+            UnsupportedError, StageError, ScheduleError, ShardingError: before any actor is asked.
+        """
+        with HiddenFrames():
+            return await self.runner.compile(self, args)
+
+    @says_to_await
+    async def init(self, argnum: int, fn: Callable, *args: Any) -> Any:
+        """Make argument `argnum` of this step by running `fn(*args)` on the actors, each making only its leaves.
+
+        The step must have been compiled: `await step.compile(jax.eval_shape(fn, *args), batch)` tells it where each
+        leaf lives. The numbers equal `jax.jit(fn)(*args)`.
+
+        Returns:
+            `fn`'s tree of `RemoteArray`s.
+        """
+        with HiddenFrames():
+            return await self.runner.init(self, argnum, fn, args)
+
+    def find(self, signature: Any) -> CompiledStep | None:
+        """The compiled form for this signature, which `latest` gives from here on; None if there is none yet."""
+        found = self._compiled.get(signature)
+        self._latest = found or self._latest
+        return found
+
+    def keep(self, signature: Any, compiled: CompiledStep) -> None:
+        """Enter a compiled form, for `find` and `latest`."""
+        self._compiled[signature] = self._latest = compiled
+        # From the second step on a state may have lost the weak types that it began with.
+        self._compiled[_settled(signature, compiled.compiled.settled)] = compiled
+
+    def latest(self, what: str) -> CompiledStep:
+        """The last compiled form."""
+        if self._latest is None:
+            raise MeshError(
+                f"{what} needs to know where step {self.__name__!r} keeps each leaf; compile it first, for example "
+                f"`await step.compile(jax.eval_shape(init_fn, key), batch)`"
+            )
+        return self._latest
+
+    def leaves(self, args: Sequence[Any]) -> list[Any]:
+        """Flat values of the dynamic arguments."""
+        return jax.tree.leaves(self._dynamic(args))
+
+    def recall(self, args: Sequence[Any]) -> tuple[list[Any], CompiledStep | Call | None]:
+        """Flat values of the dynamic arguments, and the compiled form of an earlier call that was just like this one.
+
+        In place of the form there may be what this call was made with, for `remember`, or None. Neither says anything:
+        `signature` has to be asked. As `find` this sets `latest`.
+        """
+        leaves, treedef = jax.tree.flatten(self._dynamic(args))
+        kinds, config = [kind(leaf) for leaf in leaves], jax_config.trace_settings()
+        static = self._static(args)
+        try:
+            static_hash = hash(static)
+        except TypeError:
+            return leaves, None  # `signature` says which argument it is
+        for call, compiled in self._calls:
+            if (
+                call.kinds == kinds
+                and call.treedef == treedef
+                and call.config == config
+                and call.static_hash
+                == static_hash  # as in a dict: what compares oddly is not compared in vain
+                and call.static == static
+            ):
+                self._latest = compiled
+                call.kinds[:] = (
+                    kinds  # the next call will most often bring these very objects: quick to compare
+                )
+                return leaves, compiled
+        return leaves, None if None in kinds else Call(treedef, static, static_hash, config, kinds)
+
+    def remember(self, call: Call, compiled: CompiledStep) -> None:
+        """Enter a call, as `recall` saw it, and its compiled form. Its arguments may have changed since."""
+        self._calls.appendleft((call, compiled))
+
+    def _dynamic(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Of something an argument, those of arguments that are traced."""
+        static = self._options.static_argnums
+        return tuple(a for i, a in enumerate(args) if i not in static) if static else tuple(args)
+
+    def _static(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Of something an argument, those of arguments that are part of the program."""
+        return tuple(args[i] for i in self._options.static_argnums if i < len(args))
+
+    def signature(self, args: Sequence[Any]) -> Any:
+        """What a compiled form depends on."""
+        self._check_count(args)
+        static, dynamic = self._static(args), self._dynamic(args)
+        self._check_hashable(static)
+        leaves, treedef = jax.tree.flatten(dynamic)
+        config = (jax_config.trace_settings(), self._given_specs(leaves))
+        try:
+            types = tuple(leaf_type(x) for x in leaves)
+        except TypeError:
+            self._name_bad_leaf(dynamic)
+            raise
+        return treedef, types, static, config
+
+    def _given_specs(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """Shardings that arrays bring along: on explicit axes they are part of what is traced."""
+        if not logical_axes.has_axes(self.runner.target.mesh):
+            return ()
+        return tuple(leaf.spec if isinstance(leaf, RemoteArray) else None for leaf in leaves)
+
+    def _check_hashable(self, static: Sequence[Any]) -> None:
+        for argnum, value in zip(self._options.static_argnums, static, strict=True):
+            try:
+                hash(value)
+            except TypeError:
+                raise deliberate(
+                    TypeError(
+                        f"step {self.__name__!r}: argument {self._name(argnum)} is static and a "
+                        f"{type(value).__name__}, which has no hash; pass a hashable value, such as a tuple"
+                    )
+                ) from None
+
+    def _name(self, argnum: int) -> str:
+        return self._names[argnum] if argnum < len(self._names) else f"arg{argnum}"
+
+    def _name_bad_leaf(self, dynamic: Sequence[Any]) -> None:
+        """Raise a TypeError that says which leaf is no array."""
+        count = len(dynamic) + len(self._options.static_argnums)
+        argnums = self._dynamic(range(count))
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tuple(dynamic))[0]:
+            try:
+                leaf_type(leaf)
+            except TypeError as error:
+                name = self._name(argnums[path[0].idx]) + jax.tree_util.keystr(path[1:])
+                raise deliberate(TypeError(f"step {self.__name__!r}: {name} {error}")) from None
+
+    def _check_count(self, args: Sequence[Any]) -> None:
+        try:
+            if self._parameters is not None:
+                self._parameters.bind(*args)
+        except TypeError as error:  # in Python's own words: "missing a required argument: 'batch'"
+            name = self.__name__
+            raise deliberate(
+                TypeError(f"step {name!r}, called with {len(args)}: {error}; it is {name}{self._parameters}")
+            ) from None
+        for argnums, what in (
+            (self._options.static_argnums, "static_argnums"),
+            (self._options.donate_argnums, "donate_argnums"),
+        ):
+            if argnums and max(argnums) >= len(args):
+                raise deliberate(
+                    ValueError(
+                        f"step {self.__name__!r} got {len(args)} arguments, but {what} names argument {max(argnums)}"
+                    )
+                )
+
+    def request(self, args: Sequence[Any]) -> StepRequest:
+        """The compiler's input for these arguments."""
+        static = self._options.static_argnums
+        shapes = [a if i in static else jax.tree.map(shape_struct, a) for i, a in enumerate(args)]
+        runner, options = self.runner, self._options
+        given = self._in_specs(self._dynamic(shapes), self._dynamic(range(len(args))))
+        if logical_axes.has_axes(runner.target.mesh):
+            shapes = self._typed(shapes, args, given)
+
+        def out_specs(traced: Traced) -> list:
+            tree = result_positions(traced)
+            results = traced.flat.outputs[: len(traced.out_names)]
+            shapes_of = [
+                traced.types[r].aval.shape if isinstance(r, int) else np.shape(r.value) for r in results
+            ]
+            return self._specs(options.out_shardings, tree, traced.out_names, shapes_of, "out_shardings")
+
+        return StepRequest(
+            fn=self.fn,
+            args=shapes,
+            argument_names=self._names,
+            static_argnums=static,
+            donated=options.donate_argnums,
+            in_specs=lambda traced: self._microbatches_whole(traced, given),
+            out_specs=out_specs,
+            num_actors=runner.num_actors,
+            target=runner.target,
+            schedule=options.schedule,
+            exports=self._exports,
+        )
+
+    def _in_specs(self, dynamic: tuple[Any, ...], argnums: Sequence[int]) -> list:
+        """The user's sharding (or None) of each leaf of the dynamic arguments, which have these numbers."""
+        prefix = self._options.in_shardings
+        named = jax.tree_util.tree_flatten_with_path(dynamic)[0]
+        names = [self._name(argnums[path[0].idx]) + jax.tree_util.keystr(path[1:]) for path, _ in named]
+        if self._options.static_argnums and isinstance(prefix, tuple) and not isinstance(prefix, P):
+            prefix = self._dynamic(prefix)
+        # A key array's shape as the user knows it, with its data's dimensions behind it.
+        shapes = [value_type(private_api.ShapedArray(s.shape, s.dtype)).aval.shape for _, s in named]
+        return self._specs(prefix, dynamic, names, shapes, "in_shardings")
+
+    def _microbatches_whole(self, traced: Traced, given: list) -> list:
+        """`given`, if it splits no batch along its microbatches: those run one after the other, so it gains nothing."""
+        spec_of = dict(zip(traced.flat.inputs, zip(traced.arg_names, given, strict=True), strict=False))
+        loops = [op for op in traced.flat.ops if isinstance(op, Loop)]
+        for line, leaf in [
+            (loop.line, r) for loop in loops for r in loop.batch if isinstance(r, int) and r in spec_of
+        ]:
+            name, spec = spec_of[leaf]
+            if spec and spec[0]:
+                first, *rest = spec
+                instead = P(None, *rest) if any(rest) else P(None, first)
+                raise ShardingError(
+                    f"{self.line}: in_shardings of {name}: {P(*spec)} splits dimension 0, the microbatches of the "
+                    f"loop at {line}, which run one after the other; to split their rows write {instead}"
+                )
+        return given
+
+    def _typed(self, shapes: Sequence[Any], args: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+        """The arguments' leaves with shardings in their types: the user's, or else those that arrays bring along."""
+        mesh, specs = self.runner.target.mesh, iter(given)
+
+        def leaf(struct: Any, value: Any) -> Any:
+            spec = next(specs)
+            if spec is None:
+                spec = value.spec if isinstance(value, RemoteArray) else ()
+            rank = len(struct.shape)
+            return logical_axes.typed(struct, mesh, spec[:rank])
+
+        static = self._options.static_argnums
+        return [a if i in static else jax.tree.map(leaf, a, args[i]) for i, a in enumerate(shapes)]
+
+    def _specs(self, prefix: Any, tree: Any, names: Sequence[str], shapes: Sequence[Any], what: str) -> list:
+        if prefix is None:
+            return [None] * len(names)
+        target, what = self.runner.target, f"{self.line}: {what}"
+        return logical_axes.leaf_specs(
+            prefix, tree, names, shapes, axes=target.axes, rules=target.axis_rules, what=what
+        )
+
+
+def _signature(fn: Callable, *, follow_wrapped: bool = True) -> inspect.Signature | None:
+    """A function's signature; None: it has none, as builtins and the like."""
+    try:
+        return inspect.signature(fn, follow_wrapped=follow_wrapped)
+    except (TypeError, ValueError):
+        return None
+
+
+def _settled(signature: Any, settled: frozenset[int]) -> Any:
+    """The signature with these leaves not weakly typed."""
+    treedef, types, static, config = signature
+    strong = tuple((s, d, weak and k not in settled) for k, (s, d, weak) in enumerate(types))
+    return treedef, strong, static, config
+
+
+def slots(compiled: Compiled) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+    """Input slots (arguments, captured arrays, microbatch indices) and result slots of a compiled step."""
+    graph, types, ids = compiled.placed.graph, compiled.traced.types, compiled.placed.value_ids
+    inputs = {
+        i.arg: Slot(
+            graph.values[i.value].label,
+            replace(types[ids[i.value]], aval=graph.values[i.value].aval),
+            i.actors,
+            any_sharding=i.arg in compiled.any_sharding,
+        )
+        for i in sorted(graph.inputs, key=lambda i: i.arg)
+    }
+    found: dict[int, Slot] = {
+        result: replace(inputs[arg], name=compiled.traced.result_name(result))
+        for result, arg in handed_back(compiled).items()
+    }
+    for o in graph.outputs:
+        old = found[o.result].actors if o.result in found else ()
+        value = replace(types[ids[o.value]], aval=graph.values[o.value].aval)
+        if o.result >= len(compiled.traced.out_names):
+            value = replace(value, key_impl=None)  # host code gets keys as their data, as under `jax.jit`
+        actors = tuple(sorted({*old, *o.actors}))
+        found[o.result] = Slot(compiled.traced.result_name(o.result), value, actors)
+    for result, arg in compiled.continues.items():
+        if not inputs[arg].actors:
+            inputs[arg] = replace(inputs[arg], replaced_on=found[result].actors)
+    return tuple(inputs.values()), tuple(found[k] for k in range(len(found)))
+
+
+def handed_back(compiled: Compiled) -> dict[int, int]:
+    """Result leaf to the unused argument leaf that it is."""
+    leaf_of = {v: arg for arg, v in enumerate(compiled.traced.flat.inputs)}
+    return {result: leaf_of[v] for result, v in compiled.placed.placement.handed_back.items()}
+
+
+def hidden_values(compiled: Compiled) -> tuple[Any, ...]:
+    """Host values of the hidden arguments."""
+    return (
+        *(c.value for c in compiled.traced.captured),
+        *(np.asarray(i, np.int32) for i in range(compiled.placed.num_indices)),
+    )

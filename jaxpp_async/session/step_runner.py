@@ -1,0 +1,419 @@
+"""running: compiles steps, loads them on the actors and runs them. In: steps and arguments. Out: `StepFuture`s.
+
+Decides which array goes where and what is freed when; where compiler and controller meet. Touches no device, no socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpp_async.compiler.export import Target
+from jaxpp_async.compiler.ir import Traced
+from jaxpp_async.compiler.pipeline import StepRequest, compile_step
+from jaxpp_async.controller.controller import Controller
+from jaxpp_async.controller.requests import StepHandle
+from jaxpp_async.errors import ArrayError, MeshError
+from jaxpp_async.jax_bridge import jax_config, private_api
+from jaxpp_async.markers import markers
+from jaxpp_async.program.instructions import ActorId
+from jaxpp_async.protocol.messages import RunKind, StepStats
+from jaxpp_async.session import array_moves, report
+from jaxpp_async.session.argument_binding import Binding, Slot, host_array
+from jaxpp_async.session.array_moves import Mover, load_programs
+from jaxpp_async.session.host_transfers import RemoteValues
+from jaxpp_async.session.remote_array import DELETED, RemoteArray, is_remote
+from jaxpp_async.session.step import (
+    CompiledStep,
+    DistributedStep,
+    StepOptions,
+    handed_back,
+    hidden_values,
+    slots,
+)
+from jaxpp_async.session.step_arrays import StepArrays
+from jaxpp_async.session.step_future import Printer, StepFuture, by_actor
+from jaxpp_async.session.step_recording import LeftBehind, Recording, first_line
+
+_LOG = logging.getLogger("jaxpp_async")
+
+
+class StepRunner:
+    """Compiles and runs the steps of one mesh; their `step.Runner`.
+
+    Args:
+        controller: gives the mesh's controller, or raises `MeshError` if the mesh has not started.
+        values: the mesh's arrays.
+        num_actors: how many there are.
+        target: the devices of one actor.
+        max_inflight: how many steps may be under way at once.
+        actor_config: settings of JAX that the actors were started with; none: they share this process's.
+
+    Attributes:
+        last_stats: of the last step that finished, by actor.
+        last: the last step that finished.
+    """
+
+    def __init__(
+        self,
+        controller: Callable[[], Controller],
+        values: RemoteValues,
+        *,
+        num_actors: int,
+        target: Target,
+        max_inflight: int,
+        actor_config: Mapping[str, Any],
+    ):
+        self._actor_config = actor_config
+        self._controller, self._values = controller, values
+        self.num_actors, self.target = num_actors, target
+        self.last_stats: list[StepStats] = []
+        self.last: Recording | None = None
+        self._admission = asyncio.Semaphore(max_inflight)
+        self._compile_lock, self._start_lock = asyncio.Lock(), asyncio.Lock()
+        self._mover = Mover(controller, values, num_actors, target)
+        self._printer = Printer(values)
+        self._warned: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # of large moves
+        self._left_behind = LeftBehind(self._tell_waiting)
+
+    async def run(self, step: DistributedStep, args: Sequence[Any]) -> Any:
+        """See `RemoteMesh.run`."""
+        future = await self._begin(step, args)
+        try:
+            await future.wait_sent()
+            return await future
+        except BaseException as error:  # whatever it is, a closed coroutine too: nobody gets the results
+            self._abandon(future, "run", error)
+            raise
+
+    async def submit(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
+        """See `RemoteMesh.submit`."""
+        future = await self._begin(step, args)
+        try:
+            await future.wait_sent()  # the step's host values may change again once they have left
+        except BaseException as error:  # as in `run`
+            self._abandon(future, "submit", error)
+            raise
+        return future
+
+    def _abandon(self, future: StepFuture, call: str, error: BaseException) -> None:
+        """The caller of a step that was sent goes without its results, because of `error`."""
+        if future._handle.error is not None:  # as the caller is told
+            return
+        if (became := future._arrays.abandon()) is not None:
+            what, why = future._recording.what, type(error).__name__
+            _LOG.warning("%s runs on, though its `%s` ended by %s: %s", what, call, why, became)
+        self._left_behind.note(future._handle)
+
+    async def _begin(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
+        """Send a step, compiled if need be, as soon as there is a place for it."""
+        # From here on only what was found now counts: while this waits, its caller may change the trees it has passed.
+        leaves, found = step.recall(args)
+        if isinstance(found, CompiledStep):
+            compiled = found
+        else:
+            compiled = await self.compile(step, args)
+            if found is not None:
+                step.remember(found, compiled)
+        return await self._admit(step, compiled, leaves)
+
+    # ---------------------------------------------------------------- compiling
+
+    async def compile(self, step: DistributedStep, args: Sequence[Any]) -> CompiledStep:
+        """See `DistributedStep.compile`."""
+        self._controller()
+        signature = step.signature(args)
+        if (found := step.find(signature)) is not None:
+            return found
+        self._check_settings()
+        # now: both may change while others compile
+        request, settings = (step.request(args), jax_config.trace_settings())
+        async with self._compile_lock:
+            if (found := step.find(signature)) is not None:  # another call compiled it meanwhile
+                return found
+            if jax_config.trace_settings() != settings:
+                raise MeshError(
+                    f"step {step.__name__!r} was called under other settings of JAX than hold now that it is its turn "
+                    "to be compiled: `with jax.enable_x64(...)` and its like hold for all tasks of a thread, so let no "
+                    "other task enter or leave one meanwhile"
+                )
+            compiled = await self._load(request, step)
+            step.keep(signature, compiled)
+            return compiled
+
+    async def init(self, step: DistributedStep, argnum: int, fn: Callable, args: Sequence[Any]) -> Any:
+        """See `DistributedStep.init`: `fn` becomes a step whose results are placed as `step` takes them."""
+        wanted = step.latest("step.init").argument_slots(argnum)
+        name = getattr(fn, "__name__", "init")
+        maker = DistributedStep(self, fn, StepOptions(None, None, (), ()))
+        leaves = maker.leaves(args)
+        request = replace(
+            maker.request(args),
+            result_homes={k: frozenset(s.home) for k, s in enumerate(wanted) if s.home},
+            out_specs=lambda traced: _checked_out_specs(traced, wanted, name),
+        )
+        compiled = await self._load(request, maker)
+        future = await self._admit(maker, compiled, leaves, "init")
+        try:
+            return await future
+        except BaseException as error:  # as in `run`
+            self._abandon(future, "step.init", error)
+            raise
+
+    def _check_settings(self) -> None:
+        """Raise `MeshError` if this thread asks for checks that the actors would not make."""
+        theirs = self._actor_config or jax_config.global_checks()
+        for name, value in jax_config.thread_checks().items():
+            if value and not theirs.get(name):
+                raise MeshError(
+                    f"{name} is {value} here and {theirs.get(name)} on the actors, which have what jax.config said "
+                    "when the mesh started, and nothing of what holds for one thread (`with jax.debug_nans(True)`); "
+                    f"call jax.config.update({name!r}, {value}) before the mesh starts, and use no `with`"
+                )
+
+    async def _load(self, request: StepRequest, step: DistributedStep) -> CompiledStep:
+        start_s = time.perf_counter()
+        compiled = compile_step(request)
+        report.report_notes(step.__name__, step.line, request, compiled)
+        names = dict(enumerate(compiled.traced.arg_names)) if markers.wanted() else {}
+        program_id, loaded = await load_programs(
+            self._controller(), compiled.programs, compiled.executables, names
+        )
+        seconds = time.perf_counter() - start_s
+        self._controller().telling.compiled(step.__name__, seconds, len(compiled.placed.graph.nodes))
+        inputs, outputs = slots(compiled)
+        continued = {arg: result for result, arg in compiled.continues.items()}
+        donated = {
+            k: continued.get(k) for k, arg in enumerate(compiled.traced.arg_of) if arg in request.donated
+        }
+        return CompiledStep(
+            compiled=compiled,
+            program_id=program_id,
+            inputs=inputs,
+            outputs=outputs,
+            donated=donated,
+            binding=Binding(inputs, outputs, len(compiled.traced.arg_of), donated),
+            handed_back=handed_back(compiled),
+            compile_s={a: reply.compile_s for a, reply in loaded.items()},
+            temp_bytes={a: reply.temp_bytes for a, reply in loaded.items()},
+            hidden_values=hidden_values(compiled),
+        )
+
+    # ---------------------------------------------------------------- arguments
+
+    def _check_leaves(self, leaves: Sequence[Any], compiled: CompiledStep) -> None:
+        donated: dict[int, str] = {}
+        seen: dict[int, Slot] = {}
+        for k, (leaf, slot) in enumerate(zip(leaves, compiled.inputs, strict=False)):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise ArrayError(f"{slot.name} is a ShapeDtypeStruct, which has no values; pass an array")
+            if not is_remote(leaf):
+                continue
+            leaf.check_usable(slot.name, self._values)
+            gives = k in compiled.donated
+            if id(leaf) in donated or (gives and sum(x is leaf for x in leaves) > 1):
+                raise ArrayError(
+                    f"{slot.name} is donated and passed twice in one call; donate it once or pass a copy"
+                )
+            if gives:
+                donated[id(leaf)] = slot.name
+            first = seen.setdefault(id(leaf), slot)
+            if slot.any_sharding or first.any_sharding:
+                continue
+            if first.type.aval.spec != slot.type.aval.spec:
+                raise ArrayError(
+                    f"{first.name} and {slot.name} are one array, but their shardings differ ({first.type.aval.spec} "
+                    f"and {slot.type.aval.spec}); pass a copy"
+                )
+
+    async def _place_hidden(self, compiled: CompiledStep) -> None:
+        """Captured arrays and microbatch indices go to the actors once, before the first run."""
+        if compiled.hidden or not compiled.hidden_values:
+            return
+        places = compiled.inputs[len(compiled.inputs) - len(compiled.hidden_values) :]
+        arrays = [self._values.new_array(slot.type, slot.actors) for slot in places]
+        used = [
+            (array, value)
+            for array, value in zip(arrays, compiled.hidden_values, strict=True)
+            if array.actors
+        ]
+        await self._values.fill([(array, host_array(value)) for array, value in used])
+        compiled.hidden.extend(arrays)
+
+    # ---------------------------------------------------------------- running
+
+    async def _admit(
+        self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any], kind: RunKind = "step"
+    ) -> StepFuture:
+        """Wait for a place among the steps under way, bring the arguments where they belong, and start the step."""
+        binding = compiled.binding
+        if (self._admission.locked() or self._start_lock.locked()) and binding.ids(
+            self._values, leaves
+        ) is None:
+            # what is wrong is said at once, not after the steps under way
+            self._check_leaves(leaves, compiled)
+        with self._left_behind.begin(step.__name__) as turn:
+            await self._admission.acquire()
+            try:
+                # One at a time: two steps that start together must not both move the same array.
+                async with self._start_lock:
+                    moved: tuple[array_moves.Moved, ...] = ()
+                    copies: dict[int, RemoteArray] = {}
+                    ids = binding.ids(self._values, leaves)
+                    to_copy = _to_copy(compiled, leaves)
+                    if ids is None or to_copy or len(compiled.hidden) < len(compiled.hidden_values):
+                        moved = await self._bring(step, compiled, leaves)
+                        copies = await self._copies(compiled, leaves, to_copy)
+                        ids = binding.ids(self._values, leaves)
+                    future = self._start(step, compiled, leaves, ids, moved, copies, kind)
+            except BaseException:  # also a cancellation: the place goes to the next step
+                self._admission.release()
+                raise
+            turn.sent(future._handle)
+            return future
+
+    async def _bring(
+        self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
+    ) -> tuple[array_moves.Moved, ...]:
+        """See to what keeps a step from starting at once: errors, arrays that lie elsewhere, the first run."""
+        self._check_leaves(leaves, compiled)
+        await self._place_hidden(compiled)
+        moved = await self._mover.bring(leaves, compiled.inputs, step.__name__)
+        if moved:
+            _LOG.info(array_moves.summary(moved, step.__name__))
+        if compiled not in self._warned and array_moves.carried_bytes(moved) > array_moves.WARN_BYTES:
+            self._warned.add(compiled)
+            why = partial(report.why_taken, compiled.compiled)
+            _LOG.warning(array_moves.warning(moved, step.__name__, why))
+        self._check_leaves(leaves, compiled)  # the user may have deleted one meanwhile
+        return moved
+
+    async def _copies(
+        self, compiled: CompiledStep, leaves: Sequence[Any], results: Sequence[int]
+    ) -> dict[int, RemoteArray]:
+        """Copies of arguments that these results hand back, and that the caller keeps."""
+        if not results:
+            return {}
+        kept = [compiled.handed_back[result] for result in results]
+        copies = await self._mover.copy([(compiled.inputs[arg].name, leaves[arg]) for arg in kept])
+        self._check_leaves(leaves, compiled)  # as above
+        return dict(zip(results, copies, strict=True))
+
+    def _start(
+        self,
+        step: DistributedStep,
+        compiled: CompiledStep,
+        leaves: Sequence[Any],
+        ids: list[int] | None,
+        moved: tuple[array_moves.Moved, ...],
+        copies: dict[int, RemoteArray],
+        kind: RunKind,
+    ) -> StepFuture:
+        """Send the step to its actors; from here on nothing is awaited until it has left.
+
+        Args:
+            ids: where the leaves lie, if there is nothing to be careful about.
+            copies: of arguments that are handed back, by result.
+        """
+        controller, binding = self._controller(), compiled.binding
+        new_id, hidden = controller.new_array_id, compiled.hidden
+        if ids is not None:
+            arguments = binding.bind(leaves, ids, hidden, new_id)
+        else:
+            arguments = binding.bind_with_care(leaves, hidden, new_id)
+        results = self._values.new_arrays(compiled.outputs)
+        taken_over: list[RemoteArray] = []
+        for result, arg in compiled.handed_back.items():
+            if result in copies:
+                results[result] = copies[result]
+            elif is_remote(leaf := leaves[arg]) and leaf.host is None:
+                results[result] = RemoteArray(self._values, leaf.array_id, leaf.value_type, leaf.actors)
+                taken_over.append(results[result])
+            else:
+                results[result] = self._values.waiting(*binding.waiting(arg, leaf))
+        traced = compiled.compiled.traced
+        count = len(traced.out_names)
+        try:
+            outputs = jax.tree.unflatten(traced.out_tree, results[:count])  # may run code of the user's
+            handle = controller.start_step(
+                compiled.program_id,
+                arguments.array_ids,
+                binding.results(results),
+                puts=arguments.puts,
+                frees_before=_untaken(compiled, leaves),
+                frees_after=arguments.frees_after,
+                kind=kind,
+            )
+        except BaseException:  # also an interrupt: whatever ended it, the step was not sent
+            for array in taken_over:  # the argument's handle keeps what lies there
+                array.retire(DELETED, "its step was not sent")
+            raise
+        arguments.settle()
+        arrays = StepArrays(step.__name__, compiled, leaves, results)
+        recording = Recording(step.__name__, handle, compiled.compiled.programs, controller)
+        handle.when_done(lambda: self._finished(recording, arrays))
+        printing = self._printer.start(traced, results[count:], handle) if traced.prints else None
+        return StepFuture(outputs, recording, arrays, printing, moved)
+
+    def _tell_waiting(self, ahead: StepHandle, name: str) -> None:
+        self._controller().telling.waiting(name, ahead.step)
+
+    def _finished(self, ran: Recording, arrays: StepArrays) -> None:
+        handle = ran.handle
+        self._admission.release()
+        if handle.error is None:
+            self.last_stats, self.last = by_actor(handle.result()), ran
+        else:
+            arrays.fail(first_line(handle.error))
+
+
+def _untaken(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, list[int]]:
+    """Ids of donated arrays, by the actors on which the step does not take them: no program frees them there."""
+    found: dict[ActorId, list[int]] = {}
+    back = compiled.handed_back.values()
+    for k in compiled.donated:
+        leaf, taken = leaves[k], compiled.inputs[k].actors
+        if is_remote(leaf) and leaf.actors != taken and (taken or k not in back):
+            for actor in set(leaf.actors).difference(taken):
+                found.setdefault(actor, []).append(leaf.array_id)
+    return found
+
+
+def _to_copy(compiled: CompiledStep, leaves: Sequence[Any]) -> list[int]:
+    """Results that are unused arguments which lie on actors, and which the caller keeps."""
+    return [
+        result
+        for result, arg in compiled.handed_back.items()
+        if arg not in compiled.donated and is_remote(leaf := leaves[arg]) and leaf.host is None
+    ]
+
+
+def _checked_out_specs(traced: Traced, wanted: Sequence[Slot], name: str) -> list:
+    """The specs of `wanted`, if the traced function makes just that."""
+    made = [_out_type(traced, ref) for ref in traced.flat.outputs[: len(traced.out_names)]]
+    types = [(s.type.aval.shape, s.type.aval.dtype) for s in wanted]
+    if made != types:
+        differ = next((k for k, (a, b) in enumerate(zip(made, types, strict=False)) if a != b), None)
+        what = (
+            f"it makes {len(made)} leaves, the argument has {len(types)}"
+            if differ is None
+            else f"{traced.out_names[differ]} is {made[differ]}, but {wanted[differ].name} is {types[differ]}"
+        )
+        raise ArrayError(f"step.init: {name} does not make what the step takes: {what}")
+    return [s.type.aval.spec for s in wanted]
+
+
+def _out_type(traced: Traced, ref: Any) -> tuple:
+    if isinstance(ref, int):
+        aval = traced.types[ref].aval
+        return aval.shape, aval.dtype
+    return tuple(np.shape(ref.value)), str(private_api.canonical_dtype(np.asarray(ref.value).dtype))

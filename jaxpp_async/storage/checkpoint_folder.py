@@ -1,0 +1,306 @@
+"""checkpoint_folder: the names in a checkpoint's folder, and what makes a set of files a checkpoint, or none.
+
+A save's files have names of their own, so an older checkpoint in the same folder stays whole beside them, and so does
+what another save is writing. The manifest alone is shared: putting a new one in the place of the one that the save
+found when it began is the one moment at which the new checkpoint takes over. A save removes its own files, if it
+fails, or those that the manifest which it replaced has named, and no others: no file of the manifest in place is ever
+removed, however many saves there are. Nothing here knows what is in the files.
+
+`read_manifest` and `commit` are all that has to be atomic: a store without a rename has a conditional put for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Collection, Iterator, Mapping
+from typing import TypeAlias
+
+from jaxpp_async.base.printable import shown
+from jaxpp_async.errors import CheckpointError
+from jaxpp_async.storage.tensor_files import PARTIAL, read_whole, sync_folder
+
+Path: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+
+MANIFEST = "manifest.json"
+LOCK = f"{MANIFEST}.lock"
+"""Locked by who puts a manifest in place or takes it away. The lock ends with its process; the file says nothing."""
+
+MAX_MANIFEST_BYTES = 256 << 20
+"""Enough for a million arrays."""
+
+LOCK_WAIT_S, LOCK_LOOK_S = 30.0, 0.02
+"""How long the lock is waited for, which is held for a few file operations; and how often it is tried."""
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""The errors of file systems without locks."""
+
+_NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+"""What is said of a file that is not there, nor can be."""
+
+_SAVE_ID = "[0-9a-f]{16}"
+_FILE = re.compile(rf"{_SAVE_ID}-(actor-\d+|controller)-\d+\.safetensors")
+_PARTIAL = re.compile(rf"({_FILE.pattern}|{re.escape(MANIFEST)}\.{_SAVE_ID}){re.escape(PARTIAL)}")
+
+
+def new_save_id() -> str:
+    """A name that no other save has."""
+    return secrets.token_hex(8)
+
+
+def file_name(save_id: str, actor: int | None, index: int) -> str:
+    """The name of one file of a save: the `index`-th of an actor, or of the controller (None)."""
+    writer = "controller" if actor is None else f"actor-{actor}"
+    return f"{save_id}-{writer}-{index}.safetensors"
+
+
+def absolute(folder: Path) -> str:
+    """A folder's name for processes with other working directories.
+
+    Raises:
+        CheckpointError: no folder can have this name.
+    """
+    try:
+        name = os.fsencode(folder)
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"{shown(folder)}: no folder can have this name: it cannot be encoded"
+        ) from error
+    if not name:
+        raise CheckpointError(
+            "the path of a checkpoint is empty; name a folder ('.' is the working directory)"
+        )
+    if b"\0" in name:
+        raise CheckpointError(f"{shown(folder)}: no folder can have this name: there is a NUL byte in it")
+    return os.path.abspath(os.fsdecode(name))
+
+
+def make(folder: str) -> list[str]:
+    """Make a folder and what is missing above it, durably.
+
+    Returns:
+        The folders made, outermost first.
+
+    Raises:
+        OSError: it cannot be made; none of those above it is left then.
+    """
+    missing: list[str] = []
+    path = os.path.abspath(folder)
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        for made in missing:
+            sync_folder(os.path.dirname(made))
+    except OSError:
+        for made in missing:
+            remove_empty(made)
+        raise
+    return missing[::-1]
+
+
+# ---------------------------------------------------------------- the manifest
+
+
+def read_manifest(folder: str) -> bytes | None:
+    """The manifest in place; None if there is none.
+
+    Raises:
+        OSError: it cannot be read. CheckpointError: it is no file, or too long to be a manifest.
+    """
+    try:
+        return read_whole(os.path.join(folder, MANIFEST), MAX_MANIFEST_BYTES)
+    except FileNotFoundError:
+        return None
+
+
+def files_of(manifest: bytes | None) -> tuple[str, ...]:
+    """The files of saves that a manifest names, even one that is not whole; whatever else it names is left out."""
+    try:
+        files = json.loads(manifest or b"{}")["files"]
+        return tuple(name for name in files if isinstance(name, str) and _FILE.fullmatch(name))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return ()
+
+
+def written_by_saves(names: Collection[str]) -> list[str]:
+    """Pick those of a folder's names that saves have given, but for the manifest's."""
+    return [name for name in names if _FILE.fullmatch(name) or _PARTIAL.fullmatch(name)]
+
+
+def commit(
+    folder: str, save_id: str, manifest: bytes, replaces: bytes | None, files: Mapping[str, int]
+) -> None:
+    """Put a manifest in the place of another: from here on the folder holds this save.
+
+    Args:
+        replaces: the manifest that is replaced, as `read_manifest` gave it when the save began.
+        files: the save's files and their sizes. Other hosts may have written some where this one does not see them.
+
+    Raises:
+        CheckpointError: another save has put its manifest there meanwhile, which stays; or a file of this one is gone.
+        OSError: it cannot be put there. Should it be in place all the same, `read_manifest` has it.
+    """
+    path = os.path.join(folder, MANIFEST)
+    partial = f"{path}.{save_id}{PARTIAL}"
+    try:
+        with open(partial, "wb") as file:
+            file.write(manifest)
+            file.flush()
+            os.fsync(file.fileno())
+        seen = {name: size for name, size in files.items() if os.path.exists(os.path.join(folder, name))}
+        with _locked(folder):
+            if read_manifest(folder) != replaces:
+                raise CheckpointError(
+                    f"{shown(folder)}: another save has put a checkpoint there, or removed the one that was there, "
+                    "while this one wrote; it stays as that save left it: give each run a folder of its own"
+                )
+            check_files(folder, seen)
+            os.replace(partial, path)
+            sync_folder(folder)
+    except BaseException:  # whatever it was, and wherever it came from
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+
+
+def check_files(folder: str, files: Mapping[str, int]) -> None:
+    """Look whether files are there and as long as they were when they were written.
+
+    Args:
+        files: sizes in bytes by name.
+
+    Raises:
+        CheckpointError: one is not.
+    """
+    for name, size_bytes in files.items():
+        path = os.path.join(folder, name)
+        try:
+            found = os.stat(path).st_size
+        except OSError as error:
+            raise CheckpointError(
+                f"{shown(path)}: {error.strerror}: it was written, and somebody has removed it since"
+            ) from error
+        if found != size_bytes:
+            raise CheckpointError(
+                f"{shown(path)}: has {found} bytes, but had {size_bytes} when it was written"
+            )
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Keep others from changing which manifest is in place. Where the file system has no locks, nobody is kept: two
+    saves may then both replace one checkpoint, the last of them stays whole, and the other's files are left over.
+
+    Raises:
+        CheckpointError: somebody else has the lock for too long. OSError: no file can be made there.
+    """
+    path = os.path.join(folder, LOCK)
+    until_s = time.monotonic() + LOCK_WAIT_S
+    while (descriptor := _try_to_lock(path)) is None:
+        if time.monotonic() > until_s:
+            raise CheckpointError(
+                f"{shown(path)}: another save has held this lock for {LOCK_WAIT_S:g} s; a process that was stopped "
+                "there (SIGSTOP, a frozen container) has to go on or to be killed first"
+            )
+        time.sleep(LOCK_LOOK_S)  # a thread's: there is no event for the end of a lock that is only tried
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked process may have this descriptor as well
+        os.close(descriptor)
+
+
+def _try_to_lock(path: str) -> int | None:
+    """A descriptor that holds the lock; None if another one does."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_it = os.path.samestat(os.fstat(descriptor), os.stat(path))  # who had it may have removed it since
+    except (BlockingIOError, FileNotFoundError):
+        is_it = False
+    except OSError as error:
+        is_it = error.errno in _NO_LOCKS
+        if not is_it:
+            os.close(descriptor)
+            raise
+    if not is_it:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+# ---------------------------------------------------------------- removing
+
+
+def remove_files(folder: str, names: Collection[str]) -> None:
+    """Remove files of saves, whole or not, by name; one that is not there is no error.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    for name in names:
+        if _FILE.fullmatch(name):  # a name may have come from a manifest
+            for found in (name, name + PARTIAL):
+                try:
+                    os.unlink(os.path.join(folder, found))
+                except OSError as error:  # actors on one file system remove the same files
+                    if error.errno not in _NOTHING_THERE:
+                        raise
+
+
+def remove(folder: str) -> tuple[str, ...]:
+    """Remove a checkpoint, its manifest first, so that it is never half there; then the folder, if it is empty.
+
+    Returns:
+        The files that it named; some may lie on other hosts.
+
+    Raises:
+        OSError: a file cannot be removed. CheckpointError: as `commit`.
+    """
+    try:
+        with _locked(folder):
+            names = files_of(read_manifest(folder))
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(folder, MANIFEST))
+            sync_folder(folder)
+    except FileNotFoundError:  # there is no such folder
+        return ()
+    remove_files(folder, names)
+    remove_empty(folder)
+    return names
+
+
+def remove_leftovers(folder: str) -> list[str]:
+    """Remove every file of a save that the manifest in place does not name; then the folder, if it is empty.
+
+    Returns:
+        The names of what was removed.
+
+    Raises:
+        OSError: a file cannot be removed. CheckpointError: as `commit`.
+    """
+    with _locked(folder):
+        kept = files_of(read_manifest(folder))
+        removed = sorted(name for name in written_by_saves(os.listdir(folder)) if name not in kept)
+        for name in removed:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(folder, name))
+    remove_empty(folder)
+    return removed
+
+
+def remove_empty(folder: str) -> None:
+    """Remove a folder if there is nothing in it."""
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)

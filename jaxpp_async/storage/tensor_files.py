@@ -1,0 +1,332 @@
+"""tensor_files: numpy arrays to safetensors files and back, each array with its SHA-256. Knows no manifest and no mesh.
+
+The format is safetensors (https://github.com/huggingface/safetensors), which any of its readers opens. Written here
+rather than by that library because its `serialize_file` can neither be stopped half-way nor tell how much of an array's
+bytes it has seen, and its reader holds the GIL for as long as an array is long: an actor must answer meanwhile. Files
+are read and written in pieces, and hashed on the way. A file that is read may come from anywhere: nothing that it says
+is believed before it was compared with what is wanted and with how long the file is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, TypeAlias
+
+import numpy as np
+
+from jaxpp_async.base.printable import shown
+from jaxpp_async.errors import CheckpointError
+from jaxpp_async.layout.array_parts import numpy_dtype
+
+PARTIAL = ".partial"
+"""Ends the name of a file that is being written."""
+
+_PIECE_BYTES = 4 << 20
+_MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+_FILE_END = 1 << 63
+"""No file reaches as far."""
+
+_FORMAT_NAMES = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "uint8": "U8",
+    "int16": "I16",
+    "uint16": "U16",
+    "int32": "I32",
+    "uint32": "U32",
+    "int64": "I64",
+    "uint64": "U64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+"""What every reader of the format knows. Other dtypes are stored as U8 with one more axis, of the element's bytes."""
+
+
+Index: TypeAlias = tuple[slice, ...]
+"""A part of an array."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An array to read: its name in the file, what it must be there, and the checksum of its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+def is_stored_as_bytes(dtype: str) -> bool:
+    """Whether the format has no name for this dtype."""
+    return dtype not in _FORMAT_NAMES
+
+
+def write(
+    path: str, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], is_stopped: Callable[[], bool]
+) -> tuple[int, dict[str, str]]:
+    """Write a whole file, or none: under a partial name until its bytes are on the disk.
+
+    Args:
+        arrays: by name; little-endian, of a dtype that `numpy_dtype` knows by its name.
+        metadata: for the file's header; dtypes stored as bytes are added to it.
+        is_stopped: asked between pieces.
+
+    Returns:
+        The file's size in bytes, and each array's SHA-256 (of its C-order bytes) by name.
+
+    Raises:
+        OSError: the disk is full, or the like. InterruptedError: `is_stopped` said so.
+    """
+    # Wide elements first, as the library does it: each array then starts at a multiple of its element's size.
+    names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
+    header = _header(names, arrays, metadata)
+    partial = path + PARTIAL
+    try:
+        with open(partial, "wb", buffering=0) as file:
+            _write_all(file, memoryview(header), is_stopped)
+            digests = {name: _write_array(file, arrays[name], is_stopped) for name in names}
+            os.fsync(file.fileno())
+            size = file.tell()
+        os.replace(partial, path)
+    except BaseException:  # whatever it was, a part of a file is of no use
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+    sync_folder(os.path.dirname(path))
+    return size, digests
+
+
+def read(path: str, wanted: Sequence[Wanted]) -> list[np.ndarray]:
+    """Read some of a file's arrays, and check their bytes.
+
+    Raises:
+        CheckpointError: names the file and what is wrong with it.
+    """
+    try:
+        with _open_to_read(path) as file:
+            entries, start = _read_header(file, path)
+            return [_read_array(file, path, entries, start, one) for one in wanted]
+    except FileNotFoundError:
+        raise CheckpointError(f"{shown(path)}: the file is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{shown(path)}: {error.strerror or error}") from error
+
+
+def read_pieces(
+    shape: Sequence[int],
+    dtype: str,
+    pieces: Iterable[tuple[str, Sequence[int], Wanted]],
+    needed: Sequence[Index] = (),
+) -> np.ndarray:
+    """Put an array together from several files.
+
+    Args:
+        pieces: of each its file, where it begins in the array, and what it is there.
+        needed: parts of the array that are wanted; what has nothing to do with them is not read, and zero. None: all.
+
+    Raises:
+        CheckpointError: as `read`.
+    """
+    whole = np.zeros(tuple(shape), numpy_dtype(dtype))
+    for path, start, wanted in pieces:
+        index = tuple(slice(first, first + size) for first, size in zip(start, wanted.shape, strict=True))
+        if not needed or any(_overlap(index, other, shape) for other in needed):
+            whole[index] = read(path, [wanted])[0]
+    return whole
+
+
+def _overlap(one: Index, other: Index, shape: Sequence[int]) -> bool:
+    for a, b, size in zip(one, other, shape, strict=True):
+        (a_start, a_stop, _), (b_start, b_stop, _) = a.indices(size), b.indices(size)
+        if max(a_start, b_start) >= min(a_stop, b_stop):
+            return False
+    return True
+
+
+def read_whole(path: str, at_most: int) -> bytes:
+    """A small file's content.
+
+    Raises:
+        CheckpointError: it has more bytes than `at_most`, or is no file of bytes. OSError: it cannot be read.
+    """
+    with _open_to_read(path) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        if size_bytes > at_most:
+            raise CheckpointError(
+                f"{shown(path)}: has {size_bytes} bytes, which is more than {at_most >> 20} MiB"
+            )
+        return _exactly(file, path, size_bytes)
+
+
+def sync_folder(folder: str) -> None:
+    """Make the names in a folder as durable as the files' contents."""
+    descriptor = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def _header(names: Sequence[str], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
+    described = dict(metadata)
+    entries: dict[str, Any] = {}
+    offset = 0
+    for name in names:
+        array = arrays[name]
+        dtype, shape = _as_stored(array.dtype.name, array.shape)
+        if is_stored_as_bytes(array.dtype.name):
+            described[f"dtype:{name}"] = array.dtype.name
+        entries[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [offset, offset + array.nbytes],
+        }
+        offset += array.nbytes
+    text = json.dumps(
+        {"__metadata__": described, **entries}, ensure_ascii=False, separators=(",", ":")
+    ).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _as_stored(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    """Dtype and shape as they stand in the file's header."""
+    if is_stored_as_bytes(dtype):
+        return "U8", (*shape, numpy_dtype(dtype).itemsize)
+    return _FORMAT_NAMES[dtype], tuple(shape)
+
+
+def _write_array(file: BinaryIO, array: np.ndarray, is_stopped: Callable[[], bool]) -> str:
+    digest = hashlib.sha256()
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    _write_all(file, data, is_stopped, digest.update)
+    return digest.hexdigest()
+
+
+def _write_all(
+    file: BinaryIO,
+    data: memoryview,
+    is_stopped: Callable[[], bool],
+    seen: Callable[[memoryview], None] | None = None,
+) -> None:
+    while len(data):
+        if is_stopped():
+            raise InterruptedError("the save was stopped")
+        # An unbuffered write may take less than it was given, as it does shortly before a disk is full.
+        count = file.write(data[:_PIECE_BYTES])
+        if seen is not None:
+            seen(data[:count])
+        data = data[count:]
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _open_to_read(path: str) -> BinaryIO:
+    """Open a file, unbuffered.
+
+    Raises:
+        CheckpointError: it is a pipe, a device or the like, on which reading might never end.
+        OSError: it cannot be opened.
+    """
+    # Not blocking: else opening a pipe would wait until somebody writes to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{shown(path)}: is no regular file")
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def _read_header(file: BinaryIO, path: str) -> tuple[dict[str, Any], int]:
+    """The header's entries, and where the data begins."""
+    length = int.from_bytes(_exactly(file, path, 8), "little")
+    if length > min(_MAX_HEADER_BYTES, os.fstat(file.fileno()).st_size):
+        raise CheckpointError(
+            f"{shown(path)}: is no safetensors file, or was cut off: its header would be {length} bytes long"
+        )
+    try:
+        header = json.loads(_exactly(file, path, length))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{shown(path)}: its header cannot be read: {error}") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{shown(path)}: its header is no mapping")
+    return header, 8 + length
+
+
+def _read_array(
+    file: BinaryIO, path: str, entries: Mapping[str, Any], start: int, wanted: Wanted
+) -> np.ndarray:
+    dtype = numpy_dtype(wanted.dtype)
+    size_bytes = math.prod(wanted.shape) * dtype.itemsize
+    begin = start + _offset(path, entries, wanted, size_bytes)
+    missing = begin + size_bytes - os.fstat(file.fileno()).st_size
+    if missing > 0:  # said before memory is taken for them
+        raise _cut_off(path, wanted, missing)
+    file.seek(begin)
+    memory = np.empty(size_bytes, np.uint8)
+    digest, view = hashlib.sha256(), memory.data
+    while len(view):
+        count = file.readinto(view[:_PIECE_BYTES])  # pyright: ignore[reportAttributeAccessIssue]
+        if not count:
+            raise _cut_off(path, wanted, len(view))
+        digest.update(view[:count])
+        view = view[count:]
+    if digest.hexdigest() != wanted.sha256:
+        raise CheckpointError(
+            f"{shown(path)}: {wanted.name!r} is corrupt: its SHA-256 is not the one in the manifest"
+        )
+    return memory.view(dtype).reshape(wanted.shape)
+
+
+def _cut_off(path: str, wanted: Wanted, missing: int) -> CheckpointError:
+    return CheckpointError(
+        f"{shown(path)}: the file was cut off: {missing} bytes of {wanted.name!r} are missing"
+    )
+
+
+def _offset(path: str, entries: Mapping[str, Any], wanted: Wanted, size_bytes: int) -> int:
+    """Where the array begins in the data, once the header agrees with what is wanted."""
+    dtype, shape = _as_stored(wanted.dtype, wanted.shape)
+    match entries.get(wanted.name):
+        case {"dtype": str(found), "shape": [*sizes], "data_offsets": [int(begin), int(end)]} if _are_sizes(
+            sizes
+        ):
+            if (found, tuple(sizes), end - begin) == (dtype, shape, size_bytes) and 0 <= begin < _FILE_END:
+                return begin
+            raise CheckpointError(
+                f"{shown(path)}: {wanted.name!r} is {found!r:.40} {sizes!r:.80} there, but {dtype} {list(shape)} by "
+                "the manifest"
+            )
+        case _:
+            raise CheckpointError(f"{shown(path)}: it has no array {wanted.name!r}")
+
+
+def _are_sizes(sizes: Sequence[Any]) -> bool:
+    return all(type(size) is int for size in sizes)
+
+
+def _exactly(file: BinaryIO, path: str, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = file.read(count - len(data))
+        if not more:
+            raise CheckpointError(f"{shown(path)}: the file was cut off after {file.tell()} bytes")
+        data += more
+    return data

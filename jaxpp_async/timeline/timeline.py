@@ -1,0 +1,443 @@
+"""step: each actor's part in one step in; its `Timeline` out, which answers, prints and writes what was asked of it.
+
+text: a timeline's numbers in, a page for people out.
+
+trace: timelines in, one trace in Chrome's event format out, for https://ui.perfetto.dev or chrome://tracing.
+
+A process a track for the controller and for each actor, with a thread each for tasks, sends and receives, and an arrow
+from each send to its receive. Times are microseconds since the first step's start.
+
+Source: "Trace Event Format", the JSON that Chrome's tracing writes: `X` a slice, `s` and `f` the ends of an arrow, `M`
+names.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Protocol, TypeAlias
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxpp_async.base.frozen import kept
+from jaxpp_async.program.instructions import ActorId
+from jaxpp_async.timeline.breakdown import Bill, Shares, make_bill, shares
+from jaxpp_async.timeline.clock_alignment import align_step
+from jaxpp_async.timeline.events import (
+    ActorTimeline,
+    Event,
+    Recorded,
+    Transfer,
+    pair,
+    read_events,
+    read_stamps,
+    task_kind,
+    transfer_labels,
+)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step, instruction by instruction. `print` shows where its time went.
+
+    All times are seconds since the step's start on the controller's clock: when it sent the step to the actors.
+
+    Args:
+        step: its number, counted from 0 over the mesh's life.
+        name: the step function's.
+        origin_s: the step's start, in `time.monotonic()` of the controller's process.
+        duration_s: until the controller had heard of the last actor.
+        actors: those that have a part in the step.
+        transfers: each send with its receive, in the order in which the sends were started.
+        clock_error_s: by how much times of two actors may be off against each other, at most; 0: all are on this host.
+    """
+
+    step: int
+    name: str
+    origin_s: float
+    duration_s: float
+    actors: tuple[ActorTimeline, ...]
+    transfers: tuple[Transfer, ...]
+    clock_error_s: float = 0.0
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """Of all actors, in order of start."""
+        return tuple(sorted((e for a in self.actors for e in a.events), key=lambda e: (e.start_s, e.actor)))
+
+    @property
+    def begin_s(self) -> float:
+        """When the first actor took the step up: with several steps under way, not before it was done with another."""
+        return min((a.begin_s for a in self.actors if a.events), default=0.0)
+
+    @property
+    def end_s(self) -> float:
+        """When the last actor was done."""
+        return max((a.end_s for a in self.actors if a.events), default=0.0)
+
+    @kept
+    def shares(self) -> tuple[Shares, ...]:
+        """Where each actor's time went, between `begin_s` and `end_s`."""
+        received: dict[ActorId, dict[int, Transfer]] = defaultdict(dict)
+        for t in self.transfers:
+            received[t.receive.actor][t.receive.instruction] = t
+        return tuple(shares(a, received[a.actor], self.end_s - self.begin_s) for a in self.actors)
+
+    @kept
+    def bill(self) -> Bill:
+        """What the step's time was spent on, and why it took longer than its tasks."""
+        return make_bill(self.actors, self.transfers, self.duration_s)
+
+    @kept
+    def task_times(self) -> dict[str, tuple[float, ...]]:
+        """Seconds of each run by kind of task, such as `"fwd(stage 0)"`, in order of first use."""
+        times: dict[str, list[float]] = defaultdict(list)
+        for actor in self.actors:
+            for run in actor.runs:
+                times[task_kind(run.label)].append(run.duration_s)
+        return {kind: tuple(all_s) for kind, all_s in times.items()}
+
+    def median_s(self, kind: str) -> float:
+        """The median time of one kind of task.
+
+        Raises:
+            KeyError: the step has none of that kind; says which it has.
+        """
+        if kind not in self.task_times:
+            raise KeyError(
+                f"the step has no task {kind!r}, but {', '.join(self.task_times) or 'none at all'}"
+            )
+        return median(self.task_times[kind])
+
+    def __repr__(self) -> str:
+        return f"<Timeline: {self._title()}; print() it, .events, .transfers, .shares, .bill, .write(path)>"
+
+    def _title(self) -> str:
+        return title(self.step, self.name, self.duration_s, len(self.actors), self.clock_error_s)
+
+    def __str__(self) -> str:
+        tasks = [(kind, len(t), median(t), sum(t)) for kind, t in self.task_times.items()]
+        parts = (
+            self._title(),
+            shares_table(self.shares),
+            tasks_table(tasks),
+            bill_table(self.bill),
+        )
+        return "\n\n".join(parts)
+
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """This step as Chrome's trace events; see `chrome_trace`."""
+        return chrome_trace([self])
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write this step as a trace; see `write_trace`."""
+        write_trace(path, [self])
+
+
+def make_timeline(step: int, name: str, origin_s: float, recorded: Mapping[ActorId, Recorded]) -> Timeline:
+    """The timeline of a finished step.
+
+    Args:
+        step: its number. name: its function's.
+        origin_s: when the controller sent it, by its clock.
+        recorded: each actor's part.
+
+    Raises:
+        ValueError: stamps that are not of these programs.
+    """
+    programs = [recorded[a].program for a in sorted(recorded)]
+    stamps = {a: read_stamps(r.stamps) for a, r in recorded.items()}
+    labels = transfer_labels(programs)
+    aligned = align_step(recorded, programs, stamps, origin_s)
+    actors = []
+    for program in programs:
+        actor, r = program.actor, recorded[program.actor]
+        events = read_events(program, stamps[actor], origin_s + aligned.offset_s[actor], labels)
+        actors.append(ActorTimeline(actor, events, aligned.error_s[actor], r.host, r.pid))
+    end_s = max((r.heard_s for r in recorded.values()), default=origin_s)
+    return Timeline(step, name, origin_s, end_s - origin_s, tuple(actors), pair(actors), aligned.pair_error_s)
+
+
+# ---------------------------------------------------------------- text
+
+_ITEMS = (
+    ("queue", "until the first actor took it up"),
+    ("compute", "all tasks, shared evenly by the actors"),
+    ("imbalance", "the busiest actor computes more than that"),
+    ("schedule", "tasks wait for others: the bubble"),
+    ("transfer", "data was on its way"),
+    ("start", "an actor began, or had its arguments, later than the first"),
+    ("dispatch", "everything was there, and the next thing had not begun"),
+    ("reply", "from the last instruction until the controller knew"),
+)
+
+
+def title(step: int, name: str, duration_s: float, num_actors: int, clock_error_s: float) -> str:
+    """The first line."""
+    clocks = f", clocks within {_time(clock_error_s)}" if clock_error_s else ""
+    plural = "s" if num_actors != 1 else ""
+    return f"step {step} of {name!r}: {_time(duration_s)} on {num_actors} actor{plural}{clocks}"
+
+
+def shares_table(rows: Sequence[Shares]) -> str:
+    """Where each actor's time went, in parts of what its first cell says: from the first actor's start to the end."""
+    span_s = rows[0].duration_s if rows else 0.0
+    header = (f"of {_time(span_s)}", "computing", "waiting", "transfers", "dispatch", "idle")
+    return _table(
+        header,
+        ((f"actor {s.actor}", *(_share(x, s.duration_s) for x in _five(s))) for s in rows),
+    )
+
+
+def tasks_table(rows: Iterable[tuple[str, int, float, float]]) -> str:
+    """Kind of task, how often, median and sum of its times."""
+    header = ("task", "runs", "median", "together")
+    return _table(header, ((kind, str(n), _time(median), _time(total)) for kind, n, median, total in rows))
+
+
+def bill_table(bill: Bill) -> str:
+    """The bill, an item a line."""
+    rows = []
+    for item, why in _ITEMS:
+        seconds = getattr(bill, f"{item}_s")
+        rows.append((item, _time(seconds), _share(seconds, bill.total_s), why))
+    allowed = f"{_time(bill.bound_s)} (compute, imbalance, schedule) at best"
+    took = f"{_time(bill.span_s)} taken (all but queue and reply)"
+    rows.append(
+        (
+            "",
+            _time(bill.total_s),
+            "100%",
+            f"{bill.efficiency:.0%} of what the schedule allows: {allowed}, {took}",
+        )
+    )
+    return _table(("bill", "time", "share", ""), rows, left=(0, 3))
+
+
+def _five(s: Shares) -> tuple[float, float, float, float, float]:
+    return s.compute_s, s.wait_s, s.transfer_s, s.dispatch_s, s.idle_s
+
+
+def _share(part_s: float, whole_s: float) -> str:
+    return f"{round(100 * part_s / whole_s) + 0 if whole_s > 0 else 0}%"
+
+
+def _time(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if abs(seconds) * scale >= 0.9995:
+            return f"{seconds * scale:.2f} {unit}"
+    return f"{seconds * 1e6:.0f} us" if abs(seconds) >= 0.5e-6 else "0"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], left: tuple[int, ...] = (0,)) -> str:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    for k, name in enumerate(header):
+        table.add_column(name, justify="left" if k in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    out = io.StringIO()
+    Console(file=out, width=200, color_system=None, highlight=False, markup=False).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().split("\n"))
+
+
+# ---------------------------------------------------------------- trace
+
+_LEAST_US = 0.001
+"""Perfetto counts nanoseconds; a slice of none would hold no arrow."""
+
+_KINDS = ("steps", "tasks", "sends", "receives")
+"""Threads of a process, from top to bottom. Slices of one kind that overlap go to several threads."""
+
+_CONTROLLER = 1
+"""Its process in the trace; those of the actors follow. Not 0, which viewers take for an idle processor."""
+
+_Key: TypeAlias = tuple[ActorId, int]
+"""An instruction of an actor."""
+
+
+class Drawn(Protocol):
+    """What is drawn of a step: a `Timeline`, as far as it matters here."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def origin_s(self) -> float: ...
+    @property
+    def duration_s(self) -> float: ...
+    @property
+    def actors(self) -> tuple[ActorTimeline, ...]: ...
+    @property
+    def transfers(self) -> tuple[Transfer, ...]: ...
+    @property
+    def clock_error_s(self) -> float: ...
+
+
+def chrome_trace(timelines: Iterable[Drawn]) -> dict[str, Any]:
+    """Several steps of one mesh as one trace.
+
+    Returns:
+        What `json.dump` writes: `{"traceEvents": [...], "displayTimeUnit": "ms"}`.
+    """
+    timelines = sorted(timelines, key=lambda t: t.origin_s)
+    names = {_CONTROLLER: "controller", **_names(timelines)} if timelines else {}
+    tracks = _Tracks(timelines[0].origin_s if timelines else 0.0, first_tid=max(names, default=0) + 1)
+    for pid, name in names.items():
+        tracks.process(pid, name)
+    for timeline in timelines:
+        tracks.origin_s = timeline.origin_s
+        details = {"name": timeline.name, "clock_error_us": round(timeline.clock_error_s * 1e6, 3)}
+        tracks.add(_CONTROLLER, "steps", f"step {timeline.step}", 0.0, timeline.duration_s, details)
+        _add_transfers(tracks, timeline, _add_actors(tracks, timeline))
+    return {"traceEvents": [*tracks.names, *tracks.events], "displayTimeUnit": "ms"}
+
+
+def write_trace(path: str | os.PathLike[str], timelines: Iterable[Drawn]) -> None:
+    """Write steps as one trace, which https://ui.perfetto.dev and chrome://tracing open.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(chrome_trace(timelines), file, separators=(",", ":"))
+
+
+def _names(timelines: Sequence[Drawn]) -> dict[int, str]:
+    """Processes of actors, and what each is called: after a restart an actor is another process, in the same track."""
+    places: dict[ActorId, dict[str, None]] = {}
+    for actor in (actor for timeline in timelines for actor in timeline.actors):
+        known = places.setdefault(actor.actor, {})
+        if actor.host:
+            known[f"{actor.host}, pid {actor.pid}"] = None
+    return {
+        _process(actor): f"actor {actor}" + (f" ({', then '.join(places[actor])})" if places[actor] else "")
+        for actor in sorted(places)
+    }
+
+
+def _add_actors(tracks: _Tracks, timeline: Drawn) -> dict[_Key, _Slice]:
+    """Add what actors did; gives the slices of transfers."""
+    sent_s = {(t.receive.actor, t.receive.instruction): t.send.start_s for t in timeline.transfers}
+    slices: dict[_Key, _Slice] = {}
+
+    def shown_from(event: Event) -> float:
+        """A receive is posted early; what is seen of it begins with the send."""
+        sent = sent_s.get((event.actor, event.instruction), event.start_s)
+        return min(max(event.start_s, sent), event.end_s)
+
+    for actor in timeline.actors:
+        # In order of time: a thread is taken again as soon as it is free.
+        for event in sorted(actor.events, key=lambda e: (shown_from(e), e.instruction)):
+            kind = {"run": "tasks", "send": "sends", "recv": "receives"}.get(event.kind)
+            if kind is not None:
+                details = _details(event, timeline.step)
+                drawn = tracks.add(
+                    _process(event.actor), kind, event.label, shown_from(event), event.end_s, details
+                )
+                slices[event.actor, event.instruction] = drawn
+    return slices
+
+
+def _add_transfers(tracks: _Tracks, timeline: Drawn, slices: Mapping[_Key, _Slice]) -> None:
+    for transfer in timeline.transfers:
+        send, receive = transfer.send, transfer.receive
+        if transfer.duration_s >= 0:  # else clocks are off, and an arrow into the past says less than none
+            tracks.arrow(
+                send.label, slices[send.actor, send.instruction], slices[receive.actor, receive.instruction]
+            )
+
+
+def _process(actor: ActorId) -> int:
+    return _CONTROLLER + 1 + actor
+
+
+def _details(event: Event, step: int) -> dict[str, Any]:
+    details: dict[str, Any] = {"step": step, "instruction": event.instruction, "text": event.text}
+    if event.kind == "send":
+        details |= {"bytes": event.size_bytes, "tag": event.tag, "to_actor": event.peer}
+    elif event.kind == "recv":
+        details |= {"bytes": event.size_bytes, "tag": event.tag, "from_actor": event.peer}
+        details["posted_us_before_data"] = round(event.duration_s * 1e6, 3)
+    return details
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    pid: int
+    tid: int
+    start_us: float
+    end_us: float
+
+
+@dataclass(slots=True)
+class _Tracks:
+    """Collects events; slices of one thread never overlap.
+
+    Args:
+        first_s: the trace's zero.
+        first_tid: threads are numbered from it: by number none is a process, which viewers take for its main thread.
+
+    Attributes:
+        origin_s: what times that are added are since.
+    """
+
+    first_s: float
+    first_tid: int
+    origin_s: float = 0.0
+    names: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    _threads: dict[tuple[int, str], list[int]] = field(default_factory=dict)
+    _free_from_us: dict[int, float] = field(default_factory=dict)
+    _num_arrows: int = 0
+
+    def process(self, pid: int, name: str) -> None:
+        """Name a process, once."""
+        self.names.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+        self.names.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
+
+    def add(
+        self, pid: int, kind: str, name: str, start_s: float, end_s: float, details: dict[str, Any]
+    ) -> _Slice:
+        """Add a slice, on the first thread of its kind that is free then."""
+        start_us, end_us = (round((self.origin_s - self.first_s + t) * 1e6, 3) for t in (start_s, end_s))
+        end_us = max(end_us, round(start_us + _LEAST_US, 3))
+        tid = self._free_thread(pid, kind, start_us)
+        self._free_from_us[tid] = end_us
+        times = {"ts": start_us, "dur": round(end_us - start_us, 3)}
+        self.events.append(
+            {"ph": "X", "pid": pid, "tid": tid, "name": name, "cat": kind, **times, "args": details}
+        )
+        return _Slice(pid, tid, start_us, end_us)
+
+    def arrow(self, name: str, start: _Slice, end: _Slice) -> None:
+        """From the start of a slice to the end of another, each inside of its slice: viewers bind it to that."""
+        self._num_arrows += 1
+        common = {"cat": "transfers", "name": name, "id": self._num_arrows}
+        # still inside when viewers cut it off
+        arrives_us = round(max(end.start_us, end.end_us - 2 * _LEAST_US), 3)
+        self.events.append({"ph": "s", "pid": start.pid, "tid": start.tid, "ts": start.start_us, **common})
+        self.events.append({"ph": "f", "bp": "e", "pid": end.pid, "tid": end.tid, "ts": arrives_us, **common})
+
+    def _free_thread(self, pid: int, kind: str, at_us: float) -> int:
+        threads = self._threads.setdefault((pid, kind), [])
+        for tid in threads:
+            if self._free_from_us[tid] <= at_us:
+                return tid
+        tid = self.first_tid + len(self._free_from_us)  # of the whole trace: some viewers go by it alone
+        name, order = (
+            kind + (f" {len(threads) + 1}" if threads else ""),
+            _KINDS.index(kind) * 1000 + len(threads),
+        )
+        common = {"ph": "M", "pid": pid, "tid": tid}
+        self.names.append({**common, "name": "thread_name", "args": {"name": name}})
+        self.names.append({**common, "name": "thread_sort_index", "args": {"sort_index": order}})
+        threads.append(tid)
+        self._free_from_us[tid] = at_us
+        return tid

@@ -1,0 +1,272 @@
+"""end: our end of one link: what is posted on it goes to NCCL in turn, and is told of once it is done.
+
+Two threads do what takes time. One owns the communicator from `join` to `abort` and makes every call on it: on a
+communicator that does not block, NCCL hands each call to a thread of its own, and nothing may follow (no mark either)
+before that one is through. The other sleeps until the oldest transfer is done. The event loop puts transfers in turn
+and is told. No buffer is given back before the communicator is gone and its stream is empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpp_async.errors import TransferError
+from jaxpp_async.transport.base import Memory, OnEnd, Peer
+from jaxpp_async.transport.nccl.library import Channel, Mark, NcclFailure, NcclLibrary
+from jaxpp_async.transport.nccl.order import Line, Link, Queue
+
+_LOG = logging.getLogger("jaxpp_async")
+
+RELEASE_TIMEOUT_S = 5.0
+"""How long NCCL may take to let go of the buffers."""
+
+_CHECK_S = 1.0
+"""How often a communicator to which nothing is given is asked whether it has failed."""
+
+_LOOKS, _BUSY_S = 20, 100e-6
+"""How often NCCL is asked at once whether it has taken up a call, and how long to wait before each further time."""
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A posted transfer. Holds the memory: NCCL keeps no reference.
+
+    Args:
+        check: called on the waiting thread once the data is there; raises NcclFailure if it is not what it should be.
+    """
+
+    memory: Memory
+    tag: int
+    done: OnEnd
+    check: Callable[[], None] | None = None
+
+
+class LinkEnd:
+    """One end of a link.
+
+    Args:
+        link: which. here: whose end.
+
+    Attributes:
+        sends: whether this is the end that sends.
+        failure: why nothing can be posted any more; None while something can.
+    """
+
+    def __init__(self, link: Link, here: Peer):
+        self.link, self.sends = link, link.sender == here
+        self.failure: str | None = None
+        self._loop, self._here = asyncio.get_running_loop(), here
+        self._queue: Queue[Transfer] = Queue()
+        self._going: deque[Transfer] = deque()  # it is or was their turn; oldest first
+        self._posts: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._marks: queue.SimpleQueue[tuple[Mark, Transfer] | None] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._opened: asyncio.Future[Memory] = self._loop.create_future()
+        self._gone: asyncio.Future[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+
+    @property
+    def peer(self) -> Peer:
+        """Who has the other end."""
+        return self.link.peer_of(self._here)
+
+    @property
+    def num_open(self) -> int:
+        """How many transfers have begun and not ended."""
+        return len(self._going)
+
+    # ------------------------------------------------------------ opening
+
+    async def open(self, library: NcclLibrary, unique_id: bytes, greeting: int) -> None:
+        """Make the communicator and pass one word: NCCL connects two ends at their first message, and a step must not
+        wait for that. The other end does the same meanwhile.
+
+        Args:
+            greeting: what both know, and no other link has.
+
+        Raises:
+            NcclFailure: NCCL refused, or the word is another's.
+        """
+        self._gone = self._loop.create_future()
+        self._start(
+            f"{self.link}", lambda: self._call_nccl(library, unique_id, greeting if self.sends else 0)
+        )
+        self._start(f"wait for the {self.link}", self._wait_for_marks)
+        word = await self._opened
+        heard: asyncio.Future[None] = self._loop.create_future()
+
+        def check() -> None:
+            if (got := library.read_word(word)) != greeting:
+                raise NcclFailure(
+                    f"the first message is {got:#x}, not {greeting:#x}: communicators were mixed up"
+                )
+
+        def done(error: Exception | None) -> None:
+            _settle(heard, None, error and NcclFailure(self.failure or str(error)))
+
+        self._go(Transfer(word, 0, done, check))
+        await heard
+
+    # ------------------------------------------------------------ transferring
+
+    def begin(self, line: Line) -> None:
+        """A step begins, with these transfers in this order.
+
+        Raises:
+            ProtocolError: as `Queue.begin`.
+        """
+        self._queue.begin(line)
+
+    def post(self, sequence: int, transfer: Transfer) -> None:
+        """Take a transfer, to go when it is its turn.
+
+        Raises:
+            ProtocolError: as `Queue.offer`.
+        """
+        for one in self._queue.offer(sequence, transfer):
+            self._go(one)
+
+    def _go(self, transfer: Transfer) -> None:
+        self._going.append(transfer)
+        self._posts.put(transfer)
+
+    def _finished(self) -> None:
+        """The oldest transfer is done."""
+        if self.failure is None:  # else `_end` tells of it, when nothing can be written any more
+            self._tell(self._going.popleft(), None)
+
+    def _tell(self, transfer: Transfer, error: Exception | None) -> None:
+        try:
+            transfer.done(error)
+        except Exception as failure:
+            # of the caller's code; the other transfers' ends have to be told all the same
+            self._loop.call_exception_handler({"message": f"{transfer.done} failed", "exception": failure})
+
+    # ------------------------------------------------------------ ending
+
+    async def end(self, cause: str) -> None:
+        """End the communicator, wait until its stream is empty, and tell what was open. Again: wait for the first time.
+
+        Raises:
+            TransferError: NCCL does not let go in time; nothing is told, since the buffers are still NCCL's.
+        """
+        self.failure = self.failure or cause
+        await asyncio.shield(self._begin_end())
+
+    def _fail(self, cause: str) -> None:
+        """NCCL reports the communicator broken: end it, and then what it had."""
+        if self.failure is None:
+            self.failure = f"link lost ({cause})" if self._opened.done() else cause
+            self._begin_end().add_done_callback(_log_failure)
+
+    def _begin_end(self) -> asyncio.Task[None]:
+        if self._ending is None:
+            self._ending = self._loop.create_task(self._end(), name=f"end the {self.link}")
+        return self._ending
+
+    async def _end(self) -> None:
+        self._stop.set()
+        self._posts.put(None)
+        _settle(self._opened, None, NcclFailure(self.failure or "ended"))
+        if self._gone is not None:
+            await asyncio.wait([self._gone], timeout=RELEASE_TIMEOUT_S)
+            if not self._gone.done() and self._going:  # without, NCCL may take its time
+                raise TransferError(
+                    f"{self.link}: NCCL still holds {self.num_open} buffers {RELEASE_TIMEOUT_S:.0f} s after the abort; "
+                    "this process has to end"
+                )
+        left = [*self._going, *self._queue.clear()]
+        self._going.clear()
+        for transfer in left:
+            what = (
+                f"transfer from peer {self.link.sender} to peer {self.link.receiver}, tag {transfer.tag:#x}"
+            )
+            self._tell(transfer, TransferError(f"{what} failed: {self.failure}"))
+
+    # ------------------------------------------------------------ the thread that calls NCCL
+
+    def _call_nccl(self, library: NcclLibrary, unique_id: bytes, word: int) -> None:
+        """Everything that is done with the communicator, from its beginning to its end."""
+        channel: Channel | None = None
+        try:
+            channel = library.join(unique_id, self.link.rank_of(self._here), self.link.device_of(self._here))
+            self._wait_ready(channel)
+            self._call_on_loop(
+                _settle, self._opened, library.word(self.link.device_of(self._here), word), None
+            )
+            while (transfer := self._next(channel)) is not None:
+                (channel.send if self.sends else channel.recv)(transfer.memory)
+                self._wait_ready(channel)
+                self._marks.put((channel.mark(), transfer))
+        except Exception as error:
+            # NCCL's word that it is broken, or a defect: the loop waits to hear of either
+            self._call_on_loop(self._fail, _text(error))
+        if channel is not None:
+            with contextlib.suppress(Exception):
+                # it has failed already: what matters is that the stream ends
+                channel.abort()
+        self._marks.put(None)
+
+    def _next(self, channel: Channel) -> Transfer | None:
+        while not self._stop.is_set():
+            try:
+                return self._posts.get(timeout=_CHECK_S)
+            except queue.Empty:
+                channel.is_ready()  # raises, if it has failed
+        return None
+
+    def _wait_ready(self, channel: Channel) -> None:
+        looks = 0
+        while not channel.is_ready():
+            looks += 1
+            if looks > _LOOKS and self._stop.wait(_BUSY_S):
+                raise NcclFailure("ended before NCCL took it up")
+
+    # ------------------------------------------------------------ the thread that waits
+
+    def _wait_for_marks(self) -> None:
+        while (item := self._marks.get()) is not None:
+            mark, transfer = item
+            try:
+                mark.wait()
+                if transfer.check is not None and not self._stop.is_set():
+                    transfer.check()
+            except Exception as error:  # as above
+                self._call_on_loop(self._fail, _text(error))
+            else:
+                self._call_on_loop(self._finished)
+        self._call_on_loop(_settle, self._gone, None, None)
+
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        threading.Thread(target=work, name=f"jaxpp NCCL peer {self._here}: {name}", daemon=True).start()
+
+    def _call_on_loop(self, function: Callable[..., None], *args: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits
+            self._loop.call_soon_threadsafe(function, *args)
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+        future.exception()  # marks it as seen: whoever waited may have gone
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, NcclFailure) else repr(error)
+
+
+def _log_failure(ending: asyncio.Task[None]) -> None:
+    if not ending.cancelled() and (error := ending.exception()) is not None:
+        _LOG.error("%s", error)

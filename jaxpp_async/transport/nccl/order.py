@@ -1,0 +1,242 @@
+"""plan: who needs a communicator with whom, and whose turn it is on one. Pure: no NCCL, no I/O, no clock.
+
+NCCL has no tags: on a communicator the n-th send meets the n-th receive. All that a program transfers is known before
+it runs, so both ends know which transfer is the n-th, and what is posted out of its turn waits for it here.
+
+A communicator carries one direction. Its kernels run one after the other whatever streams they were given (NCCL chains
+them, `ncclLaunchPrepare` in its source), and a receive occupies it until its data comes: if both directions shared one,
+a receive that was posted early would keep out the very send that its data depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from types import MappingProxyType
+from typing import Generic, NamedTuple, TypeVar
+
+from jaxpp_async.errors import ProtocolError
+from jaxpp_async.program.instructions import ProcessId
+
+T = TypeVar("T")
+
+ENVIRONMENT: Mapping[str, str] = MappingProxyType(
+    {
+        # Streams share eight hardware queues otherwise: a receive that waits would hold up computation behind it.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        # A kernel that is loaded at its first launch waits for the device, on which a receive may be waiting.
+        "CUDA_MODULE_LOADING": "EAGER",
+    }
+)
+"""What actors have in their environment before CUDA starts, unless their host or their user says otherwise."""
+
+MAX_CTAS = 8
+"""Blocks of a kernel, at most. A receive that waits keeps as many multiprocessors busy with looking; `NCCL_MAX_CTAS`
+in the environment has its way instead."""
+
+
+MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""The variable that lets both ends of a communicator be on one GPU."""
+
+ONE_GPU = "both ends are on one GPU"
+"""Stands in the error where NCCL refuses two ranks that share a GPU."""
+
+_MULTI_RANK_FROM = (2, 30)
+
+
+def ranks_may_share(version: str, environ: Mapping[str, str]) -> bool:
+    """Whether NCCL takes two ranks on one GPU, in a process of this environment.
+
+    Args:
+        version: NCCL's, such as `"2.32.3"`.
+    """
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    return numbers >= _MULTI_RANK_FROM and environ.get(MULTI_RANK, "").strip() not in ("", "0")
+
+
+class Link(NamedTuple):
+    """One direction between a device of one process and a device of another: a communicator of its own.
+
+    Args:
+        sender, receiver: processes.
+        from_device, to_device: positions among the sender's devices, and among the receiver's.
+    """
+
+    sender: ProcessId
+    receiver: ProcessId
+    from_device: int = 0
+    to_device: int = 0
+
+    def peer_of(self, here: ProcessId) -> ProcessId:
+        """The other end."""
+        return self.receiver if here == self.sender else self.sender
+
+    def rank_of(self, here: ProcessId) -> int:
+        """The sender is rank 0."""
+        return 0 if here == self.sender else 1
+
+    def device_of(self, here: ProcessId) -> int:
+        """The position of this end's device."""
+        return self.from_device if here == self.sender else self.to_device
+
+    @property
+    def maker(self) -> ProcessId:
+        """Who makes the communicator's id: the lower number."""
+        return min(self.sender, self.receiver)
+
+    def __str__(self) -> str:
+        return self.text("peer {}".format)
+
+    def text(self, name: Callable[[ProcessId], str]) -> str:
+        """What to call it, where `name` says what to call its ends."""
+        devices = f"device {self.from_device}"
+        if self.to_device != self.from_device:
+            devices += f" to device {self.to_device}"
+        return f"communicator from {name(self.sender)} to {name(self.receiver)}, {devices}"
+
+
+class Turn(NamedTuple):
+    """One message of a program: the sequence part of its tag, and the link that it takes."""
+
+    sequence: int
+    link: Link
+
+
+class Way(NamedTuple):
+    """What a process has to do with a peer: sends to it, or receives from it."""
+
+    peer: ProcessId
+    sends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Who goes when on one link: sequences in order, and each one's place."""
+
+    sequences: tuple[int, ...]
+    places: Mapping[int, int]
+
+
+NO_LINE = Line((), {})
+"""Of a step that sends nothing there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One process's transfers in one step of a program.
+
+    Args:
+        lines: the order on each link.
+        links: for each way, the link of each sequence.
+    """
+
+    lines: Mapping[Link, Line]
+    links: Mapping[Way, Mapping[int, Link]]
+
+
+def order_of(here: ProcessId, turns: Iterable[Turn]) -> Order:
+    """The order in which a program transfers.
+
+    Args:
+        here: the process. turns: its messages, those of each link in the program's order.
+
+    Raises:
+        ValueError: a sequence stands twice on one way.
+    """
+    sequences: dict[Link, list[int]] = {}
+    links: dict[Way, dict[int, Link]] = {}
+    for sequence, link in turns:
+        of_way = links.setdefault(Way(link.peer_of(here), link.sender == here), {})
+        if sequence in of_way:
+            raise ValueError(
+                f"sequence {sequence} stands twice between two peers; both take it for one message"
+            )
+        of_way[sequence] = link
+        sequences.setdefault(link, []).append(sequence)
+    return Order(
+        {key: Line(tuple(line), {s: i for i, s in enumerate(line)}) for key, line in sequences.items()}, links
+    )
+
+
+class Queue(Generic[T]):
+    """Whose turn it is on one end of one link: nobody's, before a step has begun."""
+
+    __slots__ = ("_held", "_line", "_next")
+
+    def __init__(self) -> None:
+        self._line = NO_LINE
+        self._next = 0
+        self._held: dict[int, T] = {}
+
+    def begin(self, line: Line) -> None:
+        """A step begins, in which these go in this order.
+
+        Raises:
+            ProtocolError: the step before has not posted all of its transfers.
+        """
+        if self._next < len(self._line.sequences):
+            left = len(self._line.sequences) - self._next
+            raise ProtocolError(
+                f"a step begins while {left} transfers of the one before are still to be posted, the first of them "
+                f"with sequence {self._line.sequences[self._next]}"
+            )
+        self._line, self._next = line, 0
+
+    def offer(self, sequence: int, item: T) -> list[T]:
+        """Take a transfer.
+
+        Returns:
+            What goes now, in this order: nothing if others go first, and those too that waited for this one.
+
+        Raises:
+            ProtocolError: the program has no such transfer here, or it came before.
+        """
+        line = self._line
+        place = line.places.get(sequence)
+        if place is None or place < self._next or sequence in self._held:
+            what = "not one of the program's here" if place is None else "posted twice"
+            raise ProtocolError(
+                f"a transfer with sequence {sequence} is {what}; NCCL would match it with another"
+            )
+        if place > self._next:
+            self._held[sequence] = item
+            return []
+        going = [item]
+        self._next += 1
+        while self._next < len(line.sequences) and line.sequences[self._next] in self._held:
+            going.append(self._held.pop(line.sequences[self._next]))
+            self._next += 1
+        return going
+
+    def clear(self) -> list[T]:
+        """Give up what waits for its turn."""
+        held, self._held = list(self._held.values()), {}
+        return held
+
+
+def rounds(links: Iterable[Link]) -> list[list[Link]]:
+    """The order in which links are made: each process makes its own one by one, round after round.
+
+    It is one order for all, so that nobody waits in a circle. And nobody waits long: in a round each process has one
+    link at most, and as few rounds follow each other as is easy to find. (In ascending order the last of a pipeline
+    would wait until all before it have made theirs.)
+    """
+    found: list[list[Link]] = []
+    taken: dict[ProcessId, set[int]] = {}
+    for link in sorted(set(links)):
+        ends = [taken.setdefault(end, set()) for end in (link.sender, link.receiver)]
+        at = next(k for k in count() if not any(k in of_end for of_end in ends))
+        for of_end in ends:
+            of_end.add(at)
+        found += [[]] * (at == len(found))
+        found[at] = [*found[at], link]
+    return found
+
+
+def batches(links: Iterable[Link]) -> dict[ProcessId, list[Link]]:
+    """Links by who makes their ids, each in ascending order."""
+    made: dict[ProcessId, list[Link]] = {}
+    for link in sorted(set(links)):
+        made.setdefault(link.maker, []).append(link)
+    return made
