@@ -13,13 +13,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from jaxpp_async.doctor.examine import Plan, examine
+from jaxpp_async.doctor.examine import ExaminationPlan, examine
 from jaxpp_async.doctor.facts import Asked, HostFacts
 from jaxpp_async.doctor.gather import gather
 from jaxpp_async.doctor.judge import judge, would_work
 from jaxpp_async.doctor.show import as_flags, as_json, print_findings
 from jaxpp_async.errors import MeshError
-from jaxpp_async.launch.choose import Launching
+from jaxpp_async.launch.choose import LaunchOptions
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -95,7 +95,7 @@ def doctor(
         "num_devices": devices_per_actor,
     }  # fmt: skip
     try:
-        work = _doctor(Launching(**options), asked, transfers)
+        work = _doctor(LaunchOptions(**options), asked, transfers)
         found = asyncio.run(work)
     except MeshError as error:
         said = f"doctor: {as_flags(str(error))}"
@@ -111,9 +111,9 @@ def doctor(
     raise typer.Exit(0 if would_work(findings) else 1)
 
 
-async def _doctor(launching: Launching, asked: Asked, measures: bool) -> Any:
+async def _doctor(launching: LaunchOptions, asked: Asked, measures: bool) -> Any:
     chosen, reach = launching.way()
-    plan = Plan(asked, chosen, launching.settings(), launching.control_address, measures)
+    plan = ExaminationPlan(asked, chosen, launching.settings(), launching.control_address, measures)
     console = Console(stderr=True)
     with console.status("looking") as status:  # shows nothing where nobody watches
         return await examine(plan, reach, status.update)

@@ -154,8 +154,8 @@ class FakeActor:
         print(f"aborted: {message.cause.splitlines()[0]}", flush=True)
         self._send(m.Done(message.request))
 
-    def _on_renew(self, message: m.Renew) -> None:
-        self._send(m.Renewed(message.request, b"null"))
+    def _on_renew(self, message: m.ResetTransport) -> None:
+        self._send(m.TransportReset(message.request, b"null"))
 
     def _on_rollback(self, message: m.Rollback) -> None:
         self._send(m.Done(message.request))

@@ -13,7 +13,7 @@ For a test that compares a step with plain JAX, on several schedules, at the pri
 
     run_plan(plan_step(train_step, params, batch), params, batch)      # just the results
 
-In: a `Plan` (see `planning.plan_step`) and arguments: numpy or jax arrays, keys, scalars, static values. Out: results
+In: a `CompilePlan` (see `planning.plan_step`) and arguments: numpy or jax arrays, keys, scalars, static values. Out: results
 as numpy arrays, keys as key arrays. What an actor's program may not do (read a slot that is empty, donated or deleted,
 wait for ever, make another shape than declared) fails, and so do copies of a result that differ between actors.
 
@@ -32,7 +32,7 @@ from eager import control_flow
 from planning import plan_step
 
 from jaxpp_async.compiler.evaluate import recipe_function
-from jaxpp_async.compiler.pipeline import Plan
+from jaxpp_async.compiler.pipeline import CompilePlan
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import BufferId, Delete, Input, Output, Recv, Run, Send
 from jaxpp_async.session.argument_binding import host_array
@@ -46,7 +46,7 @@ class InterpreterError(AssertionError):
     """A program did what no program may do."""
 
 
-def run_plan(done: Plan, *args: Any, static: Sequence[int] = ()) -> Any:
+def run_plan(done: CompilePlan, *args: Any, static: Sequence[int] = ()) -> Any:
     """Run every actor's program on `args`.
 
     Args:
@@ -93,7 +93,7 @@ def check_step(
     static: tuple[int, ...] = (),
     rtol: float = 1e-5,
     atol: float = 1e-6,
-) -> list[Plan]:
+) -> list[CompilePlan]:
     """Check that a step computes what plain `jax.jit` computes.
 
     Args:
@@ -131,7 +131,7 @@ def _states(run: Callable, args: Sequence[Any], steps: int) -> Any:
         args = (result[0] if type(result) is tuple else result, *args[1:])
 
 
-def _functions(done: Plan) -> RunOne:
+def _functions(done: CompilePlan) -> RunOne:
     known: dict[int, Callable] = {}
 
     def get(index: int) -> Callable:

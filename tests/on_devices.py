@@ -23,7 +23,7 @@ from jaxpp_async.actors.executables import Executable, check_signature, compile_
 from jaxpp_async.actors.jax_runtime import Devices
 from jaxpp_async.actors.shards import Layouts
 from jaxpp_async.compiler.export import emit
-from jaxpp_async.compiler.pipeline import Plan
+from jaxpp_async.compiler.pipeline import CompilePlan
 from jaxpp_async.session import mesh_options
 
 _COLLECTIVE = re.compile(
@@ -111,7 +111,7 @@ def _collectives(text: str) -> list[str]:
     )
 
 
-def _check_signatures(done: Plan, compiled: Sequence[Executable], devices: Devices) -> None:
+def _check_signatures(done: CompilePlan, compiled: Sequence[Executable], devices: Devices) -> None:
     """What each executable takes and gives is split as the plan says."""
     graph, layouts = done.placed.graph, Layouts(devices)
     for node in {node.executable: node for node in graph.nodes}.values():

@@ -10,7 +10,7 @@ import jax
 
 from jaxpp_async.compiler.ir import Loop
 from jaxpp_async.compiler.partition import StagedLoop, TaskKey, partition
-from jaxpp_async.compiler.pipeline import Plan, plan
+from jaxpp_async.compiler.pipeline import CompilePlan, plan
 from jaxpp_async.program.instructions import Send
 from jaxpp_async.session import mesh_options
 from jaxpp_async.session.step import DistributedStep, StepOptions
@@ -32,7 +32,7 @@ def plan_step(
     schedule: Any = None,
     static: tuple[int, ...] = (),
     platform: str = "cpu",
-) -> Plan:
+) -> CompilePlan:
     """All passes but emission, for a mesh that nobody started."""
     axes, rules = spmd_mesh or {}, axis_rules or {}
     target = mesh_options.target(axes, mesh_options.axis_types(axis_types or {}, axes), rules, platform)
@@ -92,7 +92,7 @@ def taken(cut: StagedLoop, types: Any = None) -> dict[str, set[str]]:
     return dict(found)
 
 
-def sent(done: Plan) -> list[tuple[int, int, tuple[int, ...]]]:
+def sent(done: CompilePlan) -> list[tuple[int, int, tuple[int, ...]]]:
     """(from, to, shape) of every transfer, in each sender's order."""
     return [
         (p.actor, i.to_actor, p.avals[i.buffer].shape)

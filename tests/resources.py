@@ -51,7 +51,7 @@ async def everything(mesh: jpp.RemoteMesh) -> dict[str, Any]:
         **{f"actor {actor}: {name}": n for actor, numbers in actors.items() for name, n in numbers.items()},
         **held(),
         "driver's arrays": memory_held(jax.live_arrays()),
-        "waiting": [len(link.waiters) for link in controller._crew.links.values()],
+        "waiting": [len(link.reply_handlers) for link in controller._actor_group.links.values()],
         "under way": len(controller._under_way),
     }
 

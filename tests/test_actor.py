@@ -411,7 +411,7 @@ async def test_received_results_do_not_share_receive_memory():
 async def test_received_arrays_alias_receive_memory_and_are_built_once():
     async with harness(2) as h:
         await two_stage_pipeline(h)
-        pool = h.actors[1]._equipment.machine.pool
+        pool = h.actors[1]._resources.machine.pool
         (free,) = [b for place in pool._bins.values() for b in place.free]
         assert free.array is not None
         assert free.array.unsafe_buffer_pointer() == free.memory[0].ctypes.data
@@ -646,7 +646,7 @@ async def test_sharded_arrays_travel(spec, kind):
             (found,) = await h.fetch(1, 20 + number)
             np.testing.assert_array_equal(found, value * 4)
             assert reply.stats.peak_bytes == 2 * aval.size_bytes
-        pool = h.actors[1]._equipment.machine.pool
+        pool = h.actors[1]._resources.machine.pool
         assert all(b.array is not None for place in pool._bins.values() for b in place.free)
 
 

@@ -18,9 +18,9 @@ import pytest
 import jaxpp_async as jpp
 from jaxpp_async.base import install_hints
 from jaxpp_async.base.install_hints import cuda_error, extra_of, pip_install
-from jaxpp_async.controller.actor_group import Crew
+from jaxpp_async.controller.actor_group import ActorGroup
 from jaxpp_async.controller.options import ActorConfig
-from jaxpp_async.controller.startup import Member, check_agreement, unready_error
+from jaxpp_async.controller.startup import ProcessDevices, check_agreement, unready_error
 from jaxpp_async.errors import InstallError, LaunchError, MeshError, RemoteError
 from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.protocol.actor_info import ActorInfo
@@ -30,18 +30,20 @@ from jaxpp_async.transport.nccl.order import MULTI_RANK, ranks_may_share
 ROOT = Path(jpp.__file__).parents[1]
 
 
-def cpu(name: str) -> Member:
-    return Member(name, ord(name[0]), f"host {name}")
+def cpu(name: str) -> ProcessDevices:
+    return ProcessDevices(name, ord(name[0]), f"host {name}")
 
 
-def gpu(name: str, uuid: str = "", *, host: str = "n1", fraction: float = 0.75, cuda: str = "13.0") -> Member:
+def gpu(
+    name: str, uuid: str = "", *, host: str = "n1", fraction: float = 0.75, cuda: str = "13.0"
+) -> ProcessDevices:
     """Its actor is its name's first character."""
-    return Member(name, ord(name[0]), host, cuda, (uuid or f"GPU-{name}",), fraction)
+    return ProcessDevices(name, ord(name[0]), host, cuda, (uuid or f"GPU-{name}",), fraction)
 
 
 def nccl(
     name: str, uuid: str = "", version: str = "2.32.3", *, shares: bool = False, fraction: float = 0.4
-) -> Member:
+) -> ProcessDevices:
     return replace(gpu(name, uuid, fraction=fraction), nccl=version, nccl_shares=shares)
 
 
@@ -127,8 +129,10 @@ def test_processes_of_one_actor_are_known_as_such():
             "g", 1, cuda="13.0", gpus=("GPU-0",), memory_fraction=0.4, nccl="2.32.3", nccl_shares=True
         )
     }
-    crew: Any = SimpleNamespace(links={3: SimpleNamespace(info=info)}, hardware=hardware)
-    assert Crew._member(crew, 3) == Member(str(info), 1, "n1", "13.0", ("GPU-0",), 0.4, "2.32.3", True)
+    actor_group: Any = SimpleNamespace(links={3: SimpleNamespace(info=info)}, hardware=hardware)
+    assert ActorGroup._member(actor_group, 3) == ProcessDevices(
+        str(info), 1, "n1", "13.0", ("GPU-0",), 0.4, "2.32.3", True
+    )
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from waiting import until
 import jaxpp_async
 from jaxpp_async.controller import listener as gate_module
 from jaxpp_async.controller.controller import Controller
-from jaxpp_async.controller.listener import MOST, WINDOW_S, Gate, Refusals
+from jaxpp_async.controller.listener import MOST, WINDOW_S, ControlListener, RateLimitedLog
 from jaxpp_async.controller.options import ActorConfig
 from jaxpp_async.errors import HandshakeError, LaunchError, ProtocolError
 from jaxpp_async.launch import LaunchSpec, LocalLauncher
@@ -52,24 +52,24 @@ MIB = 1 << 20
 
 
 @contextlib.contextmanager
-def gates_made() -> Iterator[list[Gate]]:
+def gates_made() -> Iterator[list[ControlListener]]:
     """The gates made meanwhile: whose they are is the controller's affair."""
-    made: list[Gate] = []
-    original = Gate.__init__
+    made: list[ControlListener] = []
+    original = ControlListener.__init__
 
-    def init(self: Gate, *args: Any, **options: Any) -> None:
+    def init(self: ControlListener, *args: Any, **options: Any) -> None:
         made.append(self)
         original(self, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Gate, "__init__", init)
+        patch.setattr(ControlListener, "__init__", init)
         yield made
 
 
 class Job:
     """A mesh at work: steps, one after the other, for as long as the tests last."""
 
-    def __init__(self, controller: Controller, gate: Gate, printed: list[str]):
+    def __init__(self, controller: Controller, gate: ControlListener, printed: list[str]):
         self.controller, self.printed, self.num_steps = controller, printed, 0
         self.gate, self.secret = gate, gate._secret
         self.address: tuple[str, int] = self.gate._server.sockets[0].getsockname()[:2]  # type: ignore[union-attr]
@@ -122,7 +122,8 @@ async def job() -> AsyncIterator[Job]:
 async def attacked(job: Job, caplog: pytest.LogCaptureFixture) -> AsyncIterator[Job]:
     """The job, which must go on after the test, with nothing of the attack left over and no secret told."""
     gc.collect()
-    job.gate._refusals = Refusals(job.gate._refusals._log, time.monotonic)  # what earlier tests hid is theirs
+    # what earlier tests hid is theirs
+    job.gate._refusals = RateLimitedLog(job.gate._refusals._log, time.monotonic)
     caplog.set_level(logging.DEBUG)
     began_s, before = time.monotonic(), psutil.Process().memory_info().rss
     yield job
@@ -235,7 +236,7 @@ async def test_the_secret_is_in_no_argv_environment_or_output(job):
 
 async def test_the_secret_is_in_no_argv_environment_or_output_of_a_keeper():
     printed: list[str] = []
-    reach = CommandReach(lambda placement, keeper: ["sh", "-c", 'exec "$@"', "sh", *keeper])
+    reach = CommandReach(lambda placement, host_agent: ["sh", "-c", 'exec "$@"', "sh", *host_agent])
     options: Any = {"control_address": "127.0.0.1", "settings": Settings(env={"PYTHONPATH": HERE})}
     launcher = RemoteLauncher(reach, parse_hosts(["a"]), actor=FAKE, forward=printed.append, **options)
     with gates_made() as gates:
@@ -448,7 +449,7 @@ async def test_a_flood_from_one_address_keeps_nobody_from_another_out(attacked):
 
 async def test_the_gate_never_takes_all_descriptors(monkeypatch):
     monkeypatch.setattr(gate_module, "free_descriptors", lambda: 100)
-    gate = gate_module.Gate(bytes(32), version=VERSION, max_frame_bytes=1 << 20)
+    gate = gate_module.ControlListener(bytes(32), version=VERSION, max_frame_bytes=1 << 20)
     address = await gate.listen("127.0.0.1")
     silent = [await asyncio.open_connection(*address) for _ in range(40)]
     await until(lambda: len(gate._unproven) == 25)
@@ -460,7 +461,7 @@ async def test_the_gate_never_takes_all_descriptors(monkeypatch):
 async def test_a_flood_that_comes_at_once_takes_no_more_descriptors(monkeypatch):
     """The event loop accepted a hundred, whatever was left, before the gate heard of the first."""
     monkeypatch.setattr(gate_module, "free_descriptors", lambda: 40)
-    gate, used = Gate(bytes(32), version=VERSION, max_frame_bytes=1 << 20), list[int]()
+    gate, used = ControlListener(bytes(32), version=VERSION, max_frame_bytes=1 << 20), list[int]()
     make = gate._make_connection
     monkeypatch.setattr(gate, "_make_connection", lambda: (used.append(num_descriptors()), make())[1])
     address = await gate.listen("127.0.0.1")
@@ -476,7 +477,7 @@ async def test_a_flood_that_comes_at_once_takes_no_more_descriptors(monkeypatch)
 
 
 async def test_an_actor_gets_in_during_a_flood():
-    gate = Gate(b"s" * 32, version="1", max_frame_bytes=MIB)
+    gate = ControlListener(b"s" * 32, version="1", max_frame_bytes=MIB)
     host, port = await gate.listen("127.0.0.1")
     arrival = gate.expect(Identity(0, 0))
     silent = [await asyncio.open_connection(host, port) for _ in range(gate_module.MAX_UNPROVEN + 50)]
@@ -530,9 +531,11 @@ async def test_an_authenticated_peer_that_breaks_the_rules_ends_its_connection_o
 
 
 async def test_what_came_before_a_broken_frame_is_told_before_the_connection_ends():
-    heard: list[Any] = []
+    record_heartbeat: list[Any] = []
     ours = connection_module.Connection(
-        Wire("controller", b"s" * 32, version="1"), on_message=heard.append, on_closed=heard.append
+        Wire("controller", b"s" * 32, version="1"),
+        on_message=record_heartbeat.append,
+        on_closed=record_heartbeat.append,
     )
     theirs = connection_module.Connection(Wire("actor", b"s" * 32, version="1", identity=Identity(0, 0)))
     for connection, sock in zip((ours, theirs), socket.socketpair(), strict=True):
@@ -541,8 +544,8 @@ async def test_what_came_before_a_broken_frame_is_told_before_the_connection_end
         await asyncio.gather(ours.opened, theirs.opened)
         ours.data_received(b"".join(theirs.wire.encode(Done(7))) + b"\xff" * 60)
         await asyncio.gather(ours.wait_closed(), theirs.wait_closed())
-    assert heard[0] == Done(7)
-    assert [str(error) for error in heard[1:]] == ["frame 1: the MAC of its length does not match"]
+    assert record_heartbeat[0] == Done(7)
+    assert [str(error) for error in record_heartbeat[1:]] == ["frame 1: the MAC of its length does not match"]
 
 
 # ---------------------------------------------------------------- the log
@@ -550,7 +553,7 @@ async def test_what_came_before_a_broken_frame_is_told_before_the_connection_end
 
 def test_refusals_are_few_and_counted():
     now_s, lines = 0.0, []
-    refused = Refusals(lines.append, lambda: now_s)
+    refused = RateLimitedLog(lines.append, lambda: now_s)
     for number in range(1000):
         refused.say(f"no {number}")
     assert lines == [f"no {number}" for number in range(MOST)]

@@ -14,7 +14,7 @@ import pytest
 from docs_code import doc_code
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.array_store import Entry, wait_all
+from jaxpp_async.actors.array_store import StoredArray, wait_all
 from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.errors import ActorError, ArrayError, MeshError
 from jaxpp_async.program.instructions import Aval
@@ -208,7 +208,7 @@ async def test_the_page_shows_the_timeline_of_a_certain_step():
 
 
 async def test_an_error_that_is_raised_again_has_the_same_traceback_again():
-    handle, entry = StepHandle(step_id(3), 0, (0,)), Entry(Aval((), "float32"))
+    handle, entry = StepHandle(step_id(3), 0, (0,)), StoredArray(Aval((), "float32"))
     try:
         raise ActorError("gone")
     except ActorError as error:

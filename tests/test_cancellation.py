@@ -272,7 +272,7 @@ async def test_operations_are_cancelled_while_actors_die_and_are_replaced(tmp_pa
             async def kill(actor: int = actor, turns: int = turns) -> None:
                 for _ in range(turns):
                     await asyncio.sleep(0)
-                mesh._running()._crew.handles[actor].kill()
+                mesh._running()._actor_group.handles[actor].kill()
 
             try:
                 async with asyncio.timeout(20):
@@ -298,7 +298,7 @@ async def test_operations_are_cancelled_while_actors_die_and_are_replaced(tmp_pa
 
 async def copied(mesh: jpp.RemoteMesh) -> None:
     """Wait for a copy of the state: without one, two deaths in a row end the mesh."""
-    while (task := mesh._running()._backups._task) is not None:
+    while (task := mesh._running()._replication._task) is not None:
         await asyncio.wait([task])
 
 
@@ -307,7 +307,7 @@ async def copied_anew(mesh: jpp.RemoteMesh) -> None:
     await copied(mesh)
     gc.collect()
     await mesh._running().inspect()  # sends what is to be freed: the copy would have it too
-    await asyncio.wait([mesh._running()._backups.take()])
+    await asyncio.wait([mesh._running()._replication.take()])
 
 
 # ---------------------------------------------------------------- a mesh begins and ends
@@ -320,7 +320,7 @@ def local_fake() -> Any:
 
 def through_a_command() -> Any:
     """The same, through keepers, as on other hosts."""
-    reach = CommandReach(lambda placement, keeper: ["sh", "-c", 'exec "$@"', "sh", *keeper])
+    reach = CommandReach(lambda placement, host_agent: ["sh", "-c", 'exec "$@"', "sh", *host_agent])
     options: dict[str, Any] = {"control_address": "127.0.0.1", "actor": "fake_actor:FakeActor"}
     return RemoteLauncher(reach, parse_hosts(["a", "b"]), **options)
 
@@ -359,9 +359,11 @@ async def test_who_waits_behind_a_step_that_was_cancelled_is_told_once(inline, m
 
 async def cancelled(call: Coroutine[Any, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancel a call that has just sent its step."""
-    is_sent, sent = asyncio.Event(), step_recording.Turn.sent
+    is_sent, sent = asyncio.Event(), step_recording.StepQueueEntry.sent
     with monkeypatch.context() as patch:
-        patch.setattr(step_recording.Turn, "sent", lambda turn, handle: (sent(turn, handle), is_sent.set()))
+        patch.setattr(
+            step_recording.StepQueueEntry, "sent", lambda turn, handle: (sent(turn, handle), is_sent.set())
+        )
         task = asyncio.create_task(call)
         await is_sent.wait()
     task.cancel()
@@ -399,11 +401,11 @@ async def test_who_waits_behind_an_init_that_was_cancelled_is_told(inline, monke
 
 
 class Line:
-    """Steps of a `LeftBehind` by name, and what was told of them."""
+    """Steps of a `AbandonedSteps` by name, and what was told of them."""
 
     def __init__(self, names: str):
         self.told: list[str] = []
-        self.left_behind = step_recording.LeftBehind(
+        self.left_behind = step_recording.AbandonedSteps(
             lambda handle, name: self.told.append(f"{name} behind {handle.step}")
         )
         self.turns = {name: self.left_behind.begin(name) for name in names}

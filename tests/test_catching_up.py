@@ -12,7 +12,7 @@ import pytest
 from test_actor import harness
 
 from jaxpp_async.actors import process_group
-from jaxpp_async.actors.process_group import Dropped, Tally, catch_up
+from jaxpp_async.actors.process_group import DroppedStep, TaskCount, catch_up
 from jaxpp_async.actors.setup import ComputeThread
 from jaxpp_async.errors import MeshError
 from jaxpp_async.protocol import messages as m
@@ -32,9 +32,9 @@ async def test_a_task_that_used_to_take_long_is_no_dead_one(monkeypatch, longest
         return lambda: None
 
     compute.submit(task)
-    tally, cluster = Tally(), Any
+    tally, cluster = TaskCount(), Any
     with ThreadPoolExecutor(1) as workers:
-        waiting = catch_up("now", [Dropped(program, 0)], tally, cluster, compute, workers)
+        waiting = catch_up("now", [DroppedStep(program, 0)], tally, cluster, compute, workers)
         try:
             if said is None:
                 await waiting
@@ -63,7 +63,7 @@ async def test_transfers_end_and_processes_catch_up_at_the_same_time(monkeypatch
 
     monkeypatch.setattr(process_group, "agree", agree)
     async with harness() as h:
-        compute = h.actors[0]._equipment.machine.compute
+        compute = h.actors[0]._resources.machine.compute
 
         async def abort() -> None:
             abort_has_begun.set()

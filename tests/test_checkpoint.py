@@ -36,7 +36,7 @@ import jaxpp_async as jpp
 from gpt import data, report
 from gpt.options import parse_options
 from jaxpp_async.actors import checkpoint_requests
-from jaxpp_async.actors.checkpoint_requests import Snapshots
+from jaxpp_async.actors.checkpoint_requests import CheckpointRequests
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint import trees
 from jaxpp_async.checkpoint.restore import load_manifest
@@ -135,7 +135,9 @@ def test_every_dtype_is_what_the_safetensors_library_reads(tmp_path, shape):
         assert list(stored["shape"]) == [*shape, *[array.itemsize] * (dtype in AS_BYTES)]
         assert described.get(f"dtype:{dtype}") == (dtype if dtype in AS_BYTES else None)
         equal(np.frombuffer(stored["data"], array.dtype).reshape(shape), array)
-    wanted = [tensor_files.Wanted(name, a.dtype.name, a.shape, digests[name]) for name, a in arrays.items()]
+    wanted = [
+        tensor_files.WantedArray(name, a.dtype.name, a.shape, digests[name]) for name, a in arrays.items()
+    ]
     equal(tensor_files.read(path, wanted), list(arrays.values()))
 
 
@@ -146,7 +148,7 @@ def test_what_the_library_writes_is_read(tmp_path):
     save_file({"a": array}, tmp_path / "file")
     digest = tensor_files.write(str(tmp_path / "ours"), {"a": array}, {}, never)[1]["a"]
     equal(
-        tensor_files.read(str(tmp_path / "file"), [tensor_files.Wanted("a", "float32", (3, 2), digest)]),
+        tensor_files.read(str(tmp_path / "file"), [tensor_files.WantedArray("a", "float32", (3, 2), digest)]),
         [array],
     )
 
@@ -398,13 +400,13 @@ async def test_an_array_on_two_actors_is_written_once(mesh, tmp_path):
 def reads(monkeypatch) -> dict[int, list[str]]:
     """What each actor reads."""
     found: dict[int, list[str]] = {}
-    original = Snapshots.read
+    original = CheckpointRequests.read
 
     def read(self: Any, message: Any) -> Any:
         found.setdefault(id(self), []).extend(part.name for part in message.parts)
         return original(self, message)
 
-    monkeypatch.setattr(Snapshots, "read", read)
+    monkeypatch.setattr(CheckpointRequests, "read", read)
     return found
 
 

@@ -117,7 +117,7 @@ class Actors:
         return self.asked[-1][1]
 
     def beat(self, actor: int, clock: str) -> None:
-        self.watch.heard(Identity(actor, 0, "beats"), m.Beat(None, clock))
+        self.watch.record_heartbeat(Identity(actor, 0, "beats"), m.Beat(None, clock))
 
     async def answer(self, k: int, **reply: Any) -> None:
         self.asked[k][1].set_result(m.Reported(0, None, **reply))

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from graph_builder import F4, pipeline_graph
 
-from jaxpp_async.base.frozen import kept
+from jaxpp_async.base.frozen import cached_value
 from jaxpp_async.compiler.lowering import lower
 from jaxpp_async.compiler.verify import verify_graph
 from jaxpp_async.program.instructions import Aval, Delete, Output, Send, Value, ValueTable, avals_of, kinds_of
@@ -49,7 +49,7 @@ def test_a_kept_property_is_computed_once():
     class Counted:
         times = 0
 
-        @kept
+        @cached_value
         def value(self) -> int:
             self.times += 1
             return self.times

@@ -19,14 +19,16 @@ from planning import f32, plan_step
 
 import jaxpp_async as jpp
 from jaxpp_async.compiler.export import emit
-from jaxpp_async.compiler.export_cache import Exports
-from jaxpp_async.compiler.pipeline import Plan
+from jaxpp_async.compiler.export_cache import ExportCache
+from jaxpp_async.compiler.pipeline import CompilePlan
 from jaxpp_async.session import mesh_options
 
 # ---------------------------------------------------------------- steps
 
 
-def train(stage: Any, num_middle: int, *, width: int = 4, num_microbatches: int = 4, **options: Any) -> Plan:
+def train(
+    stage: Any, num_middle: int, *, width: int = 4, num_microbatches: int = 4, **options: Any
+) -> CompilePlan:
     """A planned training step: a first and a last stage of their own, and `stage(i, w, x)` in between."""
     step, weights, batch = training(stage, num_middle, width, num_microbatches)
     return plan_step(step, weights, batch, donate=(0,), **options)
@@ -54,7 +56,7 @@ def training(stage: Any, num_middle: int, width: int, num_microbatches: int = 4)
     return step, [f32(width, width)] * (num_middle + 1) + [f32(width, 3)], f32(num_microbatches, 2, width)
 
 
-def forward(stage: Any) -> Plan:
+def forward(stage: Any) -> CompilePlan:
     """A planned step of three equal stages without gradients, so that derivative rules stay in them."""
 
     def step(weights, batch):
@@ -76,7 +78,7 @@ def same(i, w, x):
 TARGET = mesh_options.target({}, [], {}, "cpu")
 
 
-def exported(done: Plan, exports: Exports, target: Any = TARGET) -> tuple[Any, ...]:
+def exported(done: CompilePlan, exports: ExportCache, target: Any = TARGET) -> tuple[Any, ...]:
     return exports.emit(done.placed.recipes, done.traced.types, done.specs, target)
 
 
@@ -86,14 +88,14 @@ def exported(done: Plan, exports: Exports, target: Any = TARGET) -> tuple[Any, .
 def test_exports_do_not_grow_with_equal_stages():
     counts = []
     for num_middle in (3, 6, 12):
-        exports = Exports()
+        exports = ExportCache()
         exported(train(same, num_middle), exports)
         counts.append(exports.count)
     assert counts[0] == counts[1] == counts[2]
 
 
 def test_another_schedule_exports_nothing_again():
-    exports, counts = Exports(), []
+    exports, counts = ExportCache(), []
     for schedule in (jpp.Std1F1B(5), jpp.Eager1F1B(5), jpp.Std1F1B(5)):
         exported(train(same, 3, schedule=schedule), exports)
         counts.append(exports.count)
@@ -101,7 +103,7 @@ def test_another_schedule_exports_nothing_again():
 
 
 def test_what_else_decides_an_executable_is_compared():
-    done, exports = forward(same), Exports()
+    done, exports = forward(same), ExportCache()
     exported(done, exports)
     before = exports.count
     exported(done, exports)
@@ -225,12 +227,12 @@ STAGES: list[tuple[str, Any, bool]] = [
 def test_a_shared_executable_has_the_bytes_of_an_export_of_its_own(stage, all_one):
     done = forward(stage)
     stages = [r for r in done.placed.recipes if r.name in ("fwd1", "fwd2", "fwd3")]
-    shared = Exports().emit(stages, done.traced.types, done.specs, TARGET)
+    shared = ExportCache().emit(stages, done.traced.types, done.specs, TARGET)
     assert (len({e.key for e in shared}) == 1) == all_one
     check_each_alone(done, stages, shared)
 
 
-def check_each_alone(done: Plan, recipes: Any, shared: Any, target: Any = TARGET) -> None:
+def check_each_alone(done: CompilePlan, recipes: Any, shared: Any, target: Any = TARGET) -> None:
     for recipe, executable in zip(recipes, shared, strict=True):
         alone = emit(recipe, done.traced.types, done.specs, target)
         assert (executable.name, executable.key) == (recipe.name, alone.key)
@@ -239,7 +241,7 @@ def check_each_alone(done: Plan, recipes: Any, shared: Any, target: Any = TARGET
 
 def test_shared_executables_of_a_training_step_too():
     done = train(same, 2)
-    check_each_alone(done, done.placed.recipes, exported(done, Exports()))
+    check_each_alone(done, done.placed.recipes, exported(done, ExportCache()))
 
 
 def test_shardings_are_part_of_what_is_compared():
@@ -250,6 +252,6 @@ def test_shardings_are_part_of_what_is_compared():
     done = train(stage, 3, spmd_mesh={"data": 2})
     target = mesh_options.target({"data": 2}, ["auto"], {}, "cpu")
     stages = [r for r in done.placed.recipes if r.name in ("fwd1", "fwd2", "fwd3")]
-    shared = Exports().emit(stages, done.traced.types, done.specs, target)
+    shared = ExportCache().emit(stages, done.traced.types, done.specs, target)
     assert len({e.key for e in shared}) > 1
     check_each_alone(done, stages, shared, target)

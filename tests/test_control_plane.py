@@ -22,7 +22,7 @@ from fake_actor import NullTransport, start_fakes
 from jaxpp_async.controller import actor_group
 from jaxpp_async.controller.controller import Controller
 from jaxpp_async.controller.host_values import HostValue
-from jaxpp_async.controller.listener import Gate
+from jaxpp_async.controller.listener import ControlListener
 from jaxpp_async.controller.options import ActorConfig, ControllerOptions
 from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.errors import (
@@ -430,7 +430,7 @@ async def test_a_cancelled_launch_leaves_nothing(caplog):
 
 async def test_a_gate_that_closes_while_somebody_comes_in_leaves_no_socket_open(recwarn):
     for turns in range(8):
-        gate = Gate(b"s" * 32, version="1", max_frame_bytes=DEFAULT_MAX_FRAME_BYTES)
+        gate = ControlListener(b"s" * 32, version="1", max_frame_bytes=DEFAULT_MAX_FRAME_BYTES)
         address = await gate.listen("127.0.0.1")
         with socket.create_connection(address):
             for _ in range(turns):
@@ -442,7 +442,10 @@ async def test_a_gate_that_closes_while_somebody_comes_in_leaves_no_socket_open(
 
 @pytest.mark.parametrize("turns", range(3))
 async def test_an_inline_actor_that_is_killed_before_it_began_leaves_no_socket_open(turns, recwarn):
-    gate, launcher = Gate(b"s" * 32, version="1", max_frame_bytes=DEFAULT_MAX_FRAME_BYTES), inline_launcher()
+    gate, launcher = (
+        ControlListener(b"s" * 32, version="1", max_frame_bytes=DEFAULT_MAX_FRAME_BYTES),
+        inline_launcher(),
+    )
     handle = await launcher.start(LaunchSpec(0, 1, 0, b"s" * 32, None), gate.adopt)
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -456,7 +459,7 @@ async def test_an_inline_actor_that_is_killed_before_it_began_leaves_no_socket_o
 
 async def test_the_gate_refuses_strangers_and_goes_on(caplog):
     secret, identity = b"s" * 32, Identity(0, 0)
-    gate = Gate(secret, version="1", max_frame_bytes=DEFAULT_MAX_FRAME_BYTES)
+    gate = ControlListener(secret, version="1", max_frame_bytes=DEFAULT_MAX_FRAME_BYTES)
     host, port = await gate.listen("127.0.0.1")
     arrival = gate.expect(identity)
     loop = asyncio.get_running_loop()
@@ -494,7 +497,7 @@ async def test_the_gate_refuses_strangers_and_goes_on(caplog):
 
 async def test_a_silent_peer_is_dropped(monkeypatch):
     monkeypatch.setattr("jaxpp_async.protocol.connection.HANDSHAKE_TIMEOUT_S", 0.1)
-    gate = Gate(b"s" * 32, version="1", max_frame_bytes=1 << 20)
+    gate = ControlListener(b"s" * 32, version="1", max_frame_bytes=1 << 20)
     host, port = await gate.listen("127.0.0.1")
     reader, writer = await asyncio.open_connection(host, port)
     async with asyncio.timeout(2):

@@ -22,7 +22,7 @@ from jaxpp_async.base import install_hints
 from jaxpp_async.controller.error_messages import ActorInfo, died_error, launch_error, remote_error
 from jaxpp_async.errors import ArrayError, MeshClosedError, ProtocolError, RemoteError, TransferError
 from jaxpp_async.launch.process_supervisor import Death
-from jaxpp_async.protocol.actor_info import Seat
+from jaxpp_async.protocol.actor_info import ProcessRank
 from jaxpp_async.protocol.messages import Failed, step_id
 from jaxpp_async.testing import assert_close
 
@@ -521,12 +521,15 @@ LAST_WORDS = (
 NO_MODULE = "ModuleNotFoundError: No module named 'x'"
 RUN = '#12 run    "fwd(stage 1, mb 2)" exe 2 (b10) -> (b14)'
 FIRST_LINES = [
-    (launch_error(Seat(1), "exited with code 1", LAST_WORDS), f"actor 1 exited with code 1: {NO_MODULE}"),
+    (
+        launch_error(ProcessRank(1), "exited with code 1", LAST_WORDS),
+        f"actor 1 exited with code 1: {NO_MODULE}",
+    ),
     (
         died_error(ACTOR, Death(1, LAST_WORDS), step_id(3)),
         f"actor 1 .* exited with code 1 .*during step 3: {NO_MODULE}",
     ),
-    (launch_error(Seat(1), "did not start", ("hello",)), "actor 1 did not start"),
+    (launch_error(ProcessRank(1), "did not start", ("hello",)), "actor 1 did not start"),
     (
         remote_error(ACTOR, Failed(0, "ValueError", "no", "Traceback ...", step_id(3), RUN)),
         r"actor 1 \(host node, pid 77\), step 3, fwd\(stage 1, mb 2\): ValueError: no",

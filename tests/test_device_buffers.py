@@ -198,7 +198,7 @@ async def receiving(h, n=6):
 async def test_receive_buffers_are_the_arrays_memory_and_are_used_again():
     async with harness(2) as h:
         n = await receiving(h)
-        pool = h.actors[1]._equipment.machine.pool
+        pool = h.actors[1]._resources.machine.pool
         free = pool.bin(V).free
         addresses = {buffer.array.unsafe_buffer_pointer() for buffer in free}
         assert (

@@ -27,7 +27,7 @@ from jaxpp_async.doctor.facts import (
     SECTIONS,
     UNLIMITED,
     Asked,
-    Clock,
+    ClockDifference,
     Driver,
     Examination,
     Gpu,
@@ -88,7 +88,7 @@ CPU, GPU, NCCL = Asked(), Asked("cuda"), Asked("cuda", "nccl")
 
 
 def on_one(asked: Asked, facts: HostFacts, **report: Any) -> Examination:
-    here = HostReport("n1", facts=facts, clock=Clock(0.0, 0.0), **report)
+    here = HostReport("n1", facts=facts, clock=ClockDifference(0.0, 0.0), **report)
     return Examination(asked, here, (here,), (LinkReport("n1", "n1", "ucx", 2e-5, 5e9),))
 
 
@@ -100,10 +100,10 @@ def on_two(
     **report: Any,
 ) -> Examination:
     """`report`: of the second host."""
-    here = HostReport("this machine", facts=CPU_HOST, clock=Clock(0.0, 0.0))
-    one = HostReport("n1", 2, first, clock=Clock(0.1, 0.01), calls_back="")
+    here = HostReport("this machine", facts=CPU_HOST, clock=ClockDifference(0.0, 0.0))
+    one = HostReport("n1", 2, first, clock=ClockDifference(0.1, 0.01), calls_back="")
     two = HostReport(
-        "n2", facts=second, **{"slots": 2, "clock": Clock(0.0, 0.01), "calls_back": "", **report}
+        "n2", facts=second, **{"slots": 2, "clock": ClockDifference(0.0, 0.01), "calls_back": "", **report}
     )
     return Examination(asked, here, (one, two), (link or LinkReport("n1", "n2", "ucx", 5e-6, 40e9),))
 
@@ -112,7 +112,7 @@ def on_slots(
     actors: int | None, devices: int, slots: tuple[int, ...], *, names: str = "", **asked: Any
 ) -> Examination:
     """Hosts of that many slots, with a GPU for each; of tasks, with as many as an actor has devices."""
-    here = HostReport("this machine", facts=CPU_HOST, clock=Clock(0.0, 0.0))
+    here = HostReport("this machine", facts=CPU_HOST, clock=ClockDifference(0.0, 0.0))
     wanted = replace(GPU, num_actors=actors, devices_per_actor=devices, **asked)
     reports: list[HostReport] = []
     for index, slot in enumerate(slots):
@@ -122,7 +122,7 @@ def on_slots(
         )
         facts = seeing(facts, names) if names else facts
         report = HostReport(
-            f"n{index}", slot, facts, clock=Clock(0.0, 0.01), calls_back="", names_gpus=bool(names)
+            f"n{index}", slot, facts, clock=ClockDifference(0.0, 0.01), calls_back="", names_gpus=bool(names)
         )
         reports.append(report)
     links = tuple(LinkReport(a.name, b.name, "ucx", 5e-6, 4e10) for a, b in itertools.pairwise(reports))
@@ -211,7 +211,7 @@ WRONG = [
      "error", "versions", "n2", "has jaxpp-async 0.0.9, this machine has 0.1.0", "pip install this machine's clone"),
     ("another UCX there", on_two(CPU, CPU_HOST, replace(CPU_HOST, ucx=Ucx("1.16.0", "", TCP))),
      "warning", "versions", "all hosts", "1.21.0 on this machine, n1; 1.16.0 on n2", "the same on all"),
-    ("a clock that is off", on_two(CPU, CPU_HOST, CPU_HOST, clock=Clock(-7.5, 0.1)),
+    ("a clock that is off", on_two(CPU, CPU_HOST, CPU_HOST, clock=ClockDifference(-7.5, 0.1)),
      "warning", "clock", "n2", "-7.500 s", "NTP"),
     ("no way back", on_two(CPU, CPU_HOST, CPU_HOST, calls_back="10.0.0.1: timed out"),
      "error", "control", "n2", "does not reach this machine at 10.0.0.1: timed out", "control_address="),

@@ -20,8 +20,8 @@ import jaxpp_async as jpp
 from jaxpp_async.base.events import Event, EventLog, Events
 from jaxpp_async.controller.error_messages import ActorInfo
 from jaxpp_async.controller.failure_detector import Recovered, Suspect
-from jaxpp_async.controller.mesh_events import Telling
-from jaxpp_async.controller.options import ActorConfig, Patience
+from jaxpp_async.controller.mesh_events import MeshEvents
+from jaxpp_async.controller.options import ActorConfig, Deadlines
 from jaxpp_async.errors import ActorDiedError, LaunchError, RemoteError
 from jaxpp_async.launch import LocalLauncher
 
@@ -118,16 +118,16 @@ async def test_readers_that_share_an_iterator_share_its_events():
 
 def test_what_is_told():
     log = EventLog()
-    telling, info = Telling(log), ActorInfo(1, "n1", 47, ("cpu:0",), "ready")
-    telling.started(info)
-    telling.judged(info, Suspect(1, 3.2, None))
-    telling.judged(info, Recovered(1, 4.0))
-    telling.failed(RemoteError("the user's own", actor=1))  # nobody died
-    telling.failed(ActorDiedError("actor 1 was killed", actor=1, host="n1", pid=47, step=7))
-    telling.restarted([info], 3)
-    telling.restarted([], 0)
-    telling.closed(ActorDiedError("actor 1 was killed"))
-    telling.closed(None)
+    mesh_events, info = MeshEvents(log), ActorInfo(1, "n1", 47, ("cpu:0",), "ready")
+    mesh_events.started(info)
+    mesh_events.judged(info, Suspect(1, 3.2, None))
+    mesh_events.judged(info, Recovered(1, 4.0))
+    mesh_events.failed(RemoteError("the user's own", actor=1))  # nobody died
+    mesh_events.failed(ActorDiedError("actor 1 was killed", actor=1, host="n1", pid=47, step=7))
+    mesh_events.restarted([info], 3)
+    mesh_events.restarted([], 0)
+    mesh_events.closed(ActorDiedError("actor 1 was killed"))
+    mesh_events.closed(None)
     assert [(event.kind, event.actor, event.step, event.details.get("pid")) for event in log._kept] == [
         ("started", 1, None, 47),
         ("suspect", 1, None, 47),
@@ -214,7 +214,7 @@ async def test_an_actor_that_is_given_up_dies_once():
     config = ActorConfig(env={"PYTHONPATH": os.path.dirname(__file__)})
     options: Any = {"events": log, "max_restarts": 2}
     controller = await start_fakes(
-        1, launcher, config, patience=Patience(suspect_s=0.8, dead_s=1.6), **options
+        1, launcher, config, deadlines=Deadlines(suspect_s=0.8, dead_s=1.6), **options
     )
     try:
         os.kill(controller.actors[0].pid, signal.SIGSTOP)

@@ -16,9 +16,9 @@ from test_protocol import SECRET, frame, greet, pair
 
 import jaxpp_async
 from jaxpp_async.actors import heartbeat
-from jaxpp_async.actors.heartbeat import Beating, start_beating
-from jaxpp_async.controller.listener import Gate
-from jaxpp_async.controller.startup import Bringup
+from jaxpp_async.actors.heartbeat import Heartbeat, start_beating
+from jaxpp_async.controller.listener import ControlListener
+from jaxpp_async.controller.startup import Startup
 from jaxpp_async.errors import HandshakeError, ProtocolError
 from jaxpp_async.launch import LaunchSpec, LocalLauncher
 from jaxpp_async.protocol import messages as m
@@ -103,12 +103,12 @@ class Heard:
 
 
 @contextlib.asynccontextmanager
-async def open_gate() -> AsyncIterator[tuple[Gate, tuple[str, int], Heard]]:
+async def open_gate() -> AsyncIterator[tuple[ControlListener, tuple[str, int], Heard]]:
     """A gate that listens, and closes."""
-    gate = Gate(SECRET, version=jaxpp_async.__version__, max_frame_bytes=1 << 20)
-    gate.on_beat = heard = Heard()
+    gate = ControlListener(SECRET, version=jaxpp_async.__version__, max_frame_bytes=1 << 20)
+    gate.on_beat = record_heartbeat = Heard()
     try:
-        yield gate, await gate.listen("127.0.0.1"), heard
+        yield gate, await gate.listen("127.0.0.1"), record_heartbeat
     finally:
         await gate.aclose()
 
@@ -126,7 +126,7 @@ async def closed(connection: Connection) -> None:
 
 
 async def test_only_actors_that_are_here_have_a_heart(caplog):
-    async with open_gate() as (gate, address, heard):
+    async with open_gate() as (gate, address, record_heartbeat):
         arrival = gate.expect(ACTOR)
         early = await knock(address, HEART)
         await closed(early)
@@ -136,14 +136,14 @@ async def test_only_actors_that_are_here_have_a_heart(caplog):
             await closed(await knock(address, stranger))
         heart = await knock(address, HEART)
         heart.send(BEAT)
-        assert await heard.one() == BEAT and heard.beats == [(HEART, BEAT)]
+        assert await record_heartbeat.one() == BEAT and record_heartbeat.beats == [(HEART, BEAT)]
         second = await knock(address, HEART)
         await closed(heart)  # one heart an actor
         control.close()
         await closed(link)
         second.send(BEAT)
         await closed(await knock(address, HEART))  # by when that beat has come, too
-        assert len(heard.beats) == 1
+        assert len(record_heartbeat.beats) == 1
         refused = [r.getMessage() for r in caplog.records if "refused a heartbeat" in r.getMessage()]
         assert len(refused) == 5 and not any(SECRET.hex() in text for text in refused)
         second.close()
@@ -151,16 +151,16 @@ async def test_only_actors_that_are_here_have_a_heart(caplog):
 
 
 async def test_a_forged_beat_ends_its_connection_and_no_other():
-    async with open_gate() as (gate, address, heard):
+    async with open_gate() as (gate, address, record_heartbeat):
         arrival = gate.expect(ACTOR)
         control, heart = await knock(address, ACTOR), await knock(address, HEART)
         heart.wire._send_key = FrameKey(b"x" * 32)
         heart.send(BEAT)
         await closed(heart)
-        assert heard.beats == [] and (await arrival).is_open
+        assert record_heartbeat.beats == [] and (await arrival).is_open
         good = await knock(address, HEART)
         good.send(BEAT)
-        assert await heard.one() == BEAT
+        assert await record_heartbeat.one() == BEAT
         for connection in (control, good, await arrival):
             connection.abort()
             await closed(connection)
@@ -177,14 +177,14 @@ async def test_the_thread_says_where_the_actor_is_and_ends_it_when_nobody_listen
     left: asyncio.Future[ExitCode] = asyncio.get_running_loop().create_future()
     leave = lambda code: left.get_loop().call_soon_threadsafe(left.set_result, code)  # noqa: E731
     page = ProgressPage(None)
-    async with open_gate() as (gate, address, heard):
+    async with open_gate() as (gate, address, record_heartbeat):
         arrival = gate.expect(ACTOR)
         control = await knock(address, ACTOR)
         link = await arrival
-        thread = start_beating(Beating(ACTOR, SECRET, address), page.read, leave)
-        assert (await heard.one()).position is None
+        thread = start_beating(Heartbeat(ACTOR, SECRET, address), page.read, leave)
+        assert (await record_heartbeat.one()).position is None
         page.note(7, 1, 12, False, True)
-        while await heard.one() != m.Beat((7, 1, 12, False, True), clock_name()):
+        while await record_heartbeat.one() != m.Beat((7, 1, 12, False, True), clock_name()):
             pass
         assert not left.done() and threading.active_count() > 1
         for connection in (control, link):
@@ -199,14 +199,14 @@ async def test_the_thread_says_where_the_actor_is_and_ends_it_when_nobody_listen
 async def test_the_thread_tries_again_until_it_is_let_in(monkeypatch):
     monkeypatch.setattr(heartbeat, "_PAUSE_S", 0.02)
     left: list[ExitCode] = []
-    async with open_gate() as (gate, address, heard):
+    async with open_gate() as (gate, address, record_heartbeat):
         refused, refuse = asyncio.Event(), gate._is_here
         monkeypatch.setattr(gate, "_is_here", lambda identity: refused.set() or refuse(identity))
-        thread = start_beating(Beating(ACTOR, SECRET, address), lambda: None, left.append)
+        thread = start_beating(Heartbeat(ACTOR, SECRET, address), lambda: None, left.append)
         await refused.wait()
         arrival = gate.expect(ACTOR)
         control = await knock(address, ACTOR)
-        await heard.one()
+        await record_heartbeat.one()
         monkeypatch.setattr(heartbeat, "_ATTEMPTS", 0)
         monkeypatch.setattr(heartbeat, "ORDERLY_S", 0.0)
         monkeypatch.setattr(heartbeat, "_SETTLED_S", 0.0)
@@ -222,21 +222,21 @@ async def test_the_thread_tries_again_until_it_is_let_in(monkeypatch):
 
 async def test_a_process_beats_and_a_stopped_one_does_not():
     launcher = LocalLauncher(actor="fake_actor:FakeActor", forward=lambda line: None)
-    async with open_gate() as (gate, address, heard):
+    async with open_gate() as (gate, address, record_heartbeat):
         env = {"PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         spec: Any = LaunchSpec(0, 1, 0, SECRET, address, env=env)
-        link = await Bringup(launcher, gate, timeout_s=30, say=lambda text: None).start(spec)
+        link = await Startup(launcher, gate, timeout_s=30, say=lambda text: None).start(spec)
         try:
-            assert (await heard.one()).position is None
+            assert (await record_heartbeat.one()).position is None
             os.kill(link.handle.pid, signal.SIGSTOP)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.2):  # what was on its way
-                    await heard.one()
-            count = len(heard.beats)
+                    await record_heartbeat.one()
+            count = len(record_heartbeat.beats)
             await asyncio.sleep(2.2 * heartbeat.BEAT_S)
-            assert len(heard.beats) == count
+            assert len(record_heartbeat.beats) == count
             os.kill(link.handle.pid, signal.SIGCONT)
-            await heard.one()
+            await record_heartbeat.one()
             link.connection.abort()  # the actor notices by itself
             async with asyncio.timeout(10):
                 assert (await link.handle.wait_dead()).returncode == ExitCode.CONNECTION_LOST

@@ -11,8 +11,8 @@ import jaxpp_async as jpp
 from jaxpp_async.errors import MeshError
 from jaxpp_async.jax_bridge import jax_config
 from jaxpp_async.launch import spawn
-from jaxpp_async.launch.choose import Launching
-from jaxpp_async.launch.host_agent_protocol import Start, read_order, write_order
+from jaxpp_async.launch.choose import LaunchOptions
+from jaxpp_async.launch.host_agent_protocol import StartActor, read_order, write_order
 from jaxpp_async.launch.hosts import (
     DEFAULTS,
     Host,
@@ -129,7 +129,7 @@ def test_slots_are_filled_in_order():
     with pytest.raises(
         MeshError, match=r"2 actors of 2 processes each do not fit 2 slots on 2 hosts; .* at most 1 actor$"
     ):
-        Launching(num_devices=4, processes_per_actor=2, hosts=["a", "b"]).make(2)
+        LaunchOptions(num_devices=4, processes_per_actor=2, hosts=["a", "b"]).make(2)
     with pytest.raises(
         MeshError, match=r"1 actor of 2 processes each does not fit 1 slot on 1 host; .* fewer proc"
     ):
@@ -161,9 +161,9 @@ def test_what_a_host_says_of_its_malloc_wins_over_our_defaults_and_env_over_both
     def found(env=None):
         on_controller = environment(Settings(env=env or {}), place([Host("a")], 1)[0], "cpu")
         order = read_order(
-            write_order(Start("0", ActorRequest("py", on_controller, {}, defaults=dict(DEFAULTS)), "/"))
+            write_order(StartActor("0", ActorRequest("py", on_controller, {}, defaults=dict(DEFAULTS)), "/"))
         )
-        assert isinstance(order, Start)
+        assert isinstance(order, StartActor)
         return order.request.environment()[name]
 
     monkeypatch.delenv(name, raising=False)
@@ -213,7 +213,7 @@ OPTIONS = [
 @pytest.mark.parametrize(("options", "says"), OPTIONS, ids=[repr(o[0]) for o in OPTIONS])
 def test_options_that_cannot_be(options, says):
     with pytest.raises(MeshError, match=says):
-        Launching(**options).make(2)
+        LaunchOptions(**options).make(2)
 
 
 @pytest.mark.parametrize("options", [{}, {"hosts": ["a slots=2"]}], ids=["local", "ssh"])
@@ -286,8 +286,8 @@ def test_devices_are_not_left_idle_silently(monkeypatch, options, says):
 
 
 def test_gpus_are_set_aside_for_every_device_of_an_actor_that_computes_on_them():
-    assert Launching(num_devices=4, platform="cuda").gpus_per_actor == 4
-    assert Launching(num_devices=4).gpus_per_actor == 0
+    assert LaunchOptions(num_devices=4, platform="cuda").gpus_per_actor == 4
+    assert LaunchOptions(num_devices=4).gpus_per_actor == 0
 
 
 @pytest.mark.parametrize(

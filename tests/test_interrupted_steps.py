@@ -357,6 +357,6 @@ async def test_a_restart_makes_what_the_arguments_stand_for(caplog):
         *state, _ = await mesh.run(step, *start(), batches[0])
         for batch in batches[1:]:
             await cancelled(mesh.run(step, *state, batch))
-            mesh._running()._crew.handles[1].kill()
+            mesh._running()._actor_group.handles[1].kill()
         assert bits(await mesh.fetch(state)) == bits(await mesh.fetch(expected))
         assert [e.kind for e in mesh._events._kept].count("restarted") >= 1

@@ -24,7 +24,7 @@ import pytest
 from jaxpp_async.controller.error_messages import describe_end
 from jaxpp_async.errors import MeshError
 from jaxpp_async.launch import share_out
-from jaxpp_async.launch.process_supervisor import TAIL_LINES, Lines, Warden
+from jaxpp_async.launch.process_supervisor import TAIL_LINES, OutputLines, ProcessSupervisor
 from jaxpp_async.launch.spawn import ActorRequest, spawn_actor
 from jaxpp_async.protocol.parent_watch import ExitCode
 from jaxpp_async.transport.registry import make_process_transport
@@ -303,30 +303,32 @@ def test_an_actor_that_cannot_begin_says_why(changes, code, said):
 # ---------------------------------------------------------------- the warden
 
 
-async def spawn(warden: Warden, code: str, lines: list[str]):
-    spawned = warden.spawn([sys.executable, "-c", code], environment(), b"config\n", lines.append)
+async def spawn(supervisor: ProcessSupervisor, code: str, lines: list[str]):
+    spawned = supervisor.spawn([sys.executable, "-c", code], environment(), b"config\n", lines.append)
     return await asyncio.wrap_future(spawned)
 
 
 async def test_the_warden_keeps_output_and_exit_status():
-    warden, lines = Warden(beat_s=1.0), []
+    supervisor, lines = ProcessSupervisor(beat_s=1.0), []
     code = "import sys; print(sys.stdin.readline().strip()); [print(i) for i in range(80)]; sys.exit('oh \\u00e9')"
-    process = await spawn(warden, code, lines)
+    process = await spawn(supervisor, code, lines)
     death = await asyncio.wrap_future(process.dead)
     assert lines == ["config", *map(str, range(80)), "oh \u00e9"]
     assert death.returncode == 1 and death.output_tail == tuple(lines[-TAIL_LINES:])
-    await asyncio.wrap_future(warden.close())
+    await asyncio.wrap_future(supervisor.close())
 
 
 async def test_noise_is_no_output():
-    warden, lines = Warden(beat_s=1.0), []
+    supervisor, lines = ProcessSupervisor(beat_s=1.0), []
     code = "print('first'); print('[Gloo] hums a tune'); print('last')"
-    spawned = warden.spawn([sys.executable, "-c", code], environment(), b"\n", lines.append, noise="hums a")
+    spawned = supervisor.spawn(
+        [sys.executable, "-c", code], environment(), b"\n", lines.append, noise="hums a"
+    )
     death = await asyncio.wrap_future((await asyncio.wrap_future(spawned)).dead)
     assert lines == ["first", "last"] == list(death.output_tail), (
         "neither what is forwarded nor what an error has"
     )
-    await asyncio.wrap_future(warden.close())
+    await asyncio.wrap_future(supervisor.close())
 
 
 def test_what_gloo_says_of_its_groups_is_noise():
@@ -336,17 +338,17 @@ def test_what_gloo_says_of_its_groups_is_noise():
         found.update(options)
         return concurrent.futures.Future()
 
-    warden: Any = SimpleNamespace(spawn=spawn)
-    spawn_actor(warden, ActorRequest(sys.executable, {}, {}, 0, 1), lambda line: None)
+    supervisor: Any = SimpleNamespace(spawn=spawn)
+    spawn_actor(supervisor, ActorRequest(sys.executable, {}, {}, 0, 1), lambda line: None)
     os.close(found["descriptors"][0])
     line = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
     assert found["noise"] and found["noise"] in line
 
 
 async def test_grandchildren_end_with_their_actor():
-    warden, lines = Warden(beat_s=1.0), []
+    supervisor, lines = ProcessSupervisor(beat_s=1.0), []
     code = "import subprocess, os; print(subprocess.Popen(['sleep', '60']).pid, flush=True); os._exit(3)"
-    process = await spawn(warden, code, lines)
+    process = await spawn(supervisor, code, lines)
     death = await asyncio.wrap_future(process.dead)
     grandchild = int(lines[0])
     deadline = time.monotonic() + 2
@@ -354,7 +356,7 @@ async def test_grandchildren_end_with_their_actor():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
     assert death.returncode == 3
-    await asyncio.wrap_future(warden.close())
+    await asyncio.wrap_future(supervisor.close())
 
 
 async def test_without_pidfds_deaths_are_polled(monkeypatch):
@@ -362,36 +364,36 @@ async def test_without_pidfds_deaths_are_polled(monkeypatch):
         raise OSError("no pidfd_open here")
 
     monkeypatch.setattr(os, "pidfd_open", missing)
-    warden = Warden(beat_s=5.0)
-    process = await spawn(warden, "import os; os._exit(4)", [])
+    supervisor = ProcessSupervisor(beat_s=5.0)
+    process = await spawn(supervisor, "import os; os._exit(4)", [])
     async with asyncio.timeout(5):
         assert (await asyncio.wrap_future(process.dead)).returncode == 4
-    await asyncio.wrap_future(warden.close())
+    await asyncio.wrap_future(supervisor.close())
 
 
 async def test_a_death_that_is_seen_before_the_last_words(monkeypatch):
     """Both in one round, the death first: what is then left of the round is about descriptors that are closed."""
-    warden, select, lines = Warden(beat_s=5.0), selectors.DefaultSelector.select, []
+    supervisor, select, lines = ProcessSupervisor(beat_s=5.0), selectors.DefaultSelector.select, []
 
     def deaths_first(self, timeout=None):
         return sorted(select(self, timeout), key=lambda found: not isinstance(found[0].fileobj, int))
 
     monkeypatch.setattr(selectors.DefaultSelector, "select", deaths_first)
-    process = await spawn(warden, "print('bye')", lines)
-    warden._do(lambda: os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT) and None)
+    process = await spawn(supervisor, "print('bye')", lines)
+    supervisor._do(lambda: os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT) and None)
     async with asyncio.timeout(10):
         assert (await asyncio.wrap_future(process.dead)).output_tail == ("bye",)
-        await asyncio.wrap_future(warden.close())
+        await asyncio.wrap_future(supervisor.close())
 
 
 async def test_closing_the_warden_kills_what_is_left():
-    warden = Warden(beat_s=1.0)
-    process = await spawn(warden, "import time; time.sleep(60)", [])
-    await asyncio.wrap_future(warden.close())
+    supervisor = ProcessSupervisor(beat_s=1.0)
+    process = await spawn(supervisor, "import time; time.sleep(60)", [])
+    await asyncio.wrap_future(supervisor.close())
     assert process.dead.result().returncode == -signal.SIGKILL
-    await asyncio.wrap_future(warden.close())
+    await asyncio.wrap_future(supervisor.close())
     with pytest.raises(OSError, match="the mesh is closing"):
-        await spawn(warden, "", [])
+        await spawn(supervisor, "", [])
 
 
 @pytest.mark.parametrize(
@@ -406,7 +408,7 @@ async def test_closing_the_warden_kills_what_is_left():
     ],
 )
 def test_output_becomes_lines(pieces, lines):
-    output, forwarded = Lines(forward=(seen := []).append), []
+    output, forwarded = OutputLines(forward=(seen := []).append), []
     for piece in pieces:
         output.feed(piece)
     output.feed(b"", final=True)

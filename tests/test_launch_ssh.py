@@ -178,7 +178,7 @@ async def hanging_step(controller: Controller) -> Any:
     return controller.start_step(program, {}, {})
 
 
-def keepers(sshd: Sshd) -> set[int]:
+def host_agents(sshd: Sshd) -> set[int]:
     """Keepers and actors that were started by way of an sshd: by its home, as others run tests on this machine too."""
     found, home = set(), str(sshd.folder / "home")
     for process in psutil.process_iter(["cmdline", "environ"]):
@@ -190,7 +190,7 @@ def keepers(sshd: Sshd) -> set[int]:
 
 async def none_left(sshd: Sshd, before: set[int], timeout_s: float = 5.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while left := keepers(sshd) - before:
+    while left := host_agents(sshd) - before:
         assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in left]
         await asyncio.sleep(0.05)
 
@@ -212,7 +212,7 @@ async def test_two_hosts_equal_plain_jax(sshd, tmp_path, caplog):
 
     params = [np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8), np.ones((8, 4), np.float32)]
     batch = np.linspace(-2, 2, 4 * 3 * 8, dtype=np.float32).reshape(4, 3, 8)
-    before = keepers(sshd)
+    before = host_agents(sshd)
     async with (
         nothing_left(caplog),
         jpp.RemoteMesh(
@@ -239,7 +239,7 @@ async def test_restarts_reach_the_host_again(sshd, tmp_path, caplog):
             lambda mb: jnp.sin(jpp.pipeline_yield(jnp.tanh(mb @ w)) @ w), jpp.GPipe(2)
         )(x)
 
-    before = keepers(sshd)
+    before = host_agents(sshd)
     async with (
         nothing_left(caplog),
         jpp.RemoteMesh(
@@ -323,7 +323,7 @@ BAD_PYTHONS = [
 async def test_what_a_host_lacks(sshd, tmp_path, caplog, which, error, says):
     """And the host that had started is stopped."""
     python = pythons(tmp_path)[which].replace(" ", "\\ ")
-    before, began = keepers(sshd), time.monotonic()
+    before, began = host_agents(sshd), time.monotonic()
     async with nothing_left(caplog):
         with pytest.raises(error, match=f"host localhost:{sshd.port}: .*{says}") as raised:
             await start(launcher(sshd, ["127.0.0.1 port={port}", f"localhost port={{port}} python={python}"]))
@@ -452,7 +452,7 @@ async def test_the_end_of_an_actor_is_told_as_here(sshd, caplog):
 
 @needs_sshd
 async def test_a_lost_connection_is_told_as_such(sshd, caplog):
-    before = keepers(sshd)
+    before = host_agents(sshd)
     async with nothing_left(caplog):
         controller = await start(launcher(sshd))
         (ssh,) = [p for p in psutil.Process().children() if p.name() == "ssh"]
@@ -513,12 +513,12 @@ def driver(sshd, tmp_path, request):
     assert popen.stdout is not None
     actors = [psutil.Process(int(pid)) for pid in popen.stdout.readline().split()]
     below = [child for actor in actors for child in actor.children()]
-    keepers = [actor.parent() for actor in actors]
-    assert len(actors) == 2 and len(below) == 4 and None not in keepers
-    yield popen, [*keepers, *actors, *below]
+    host_agents = [actor.parent() for actor in actors]
+    assert len(actors) == 2 and len(below) == 4 and None not in host_agents
+    yield popen, [*host_agents, *actors, *below]
     popen.kill()
     popen.communicate()
-    for process in (*keepers, *actors, *below):
+    for process in (*host_agents, *actors, *below):
         if process is not None and is_running(process):
             process.kill()
 
@@ -559,8 +559,8 @@ def test_a_forked_worker_that_outlives_the_driver_holds_nothing_up(driver):
 @needs_sshd
 def test_a_stopped_keeper_does_not_outlive_the_driver(driver):
     popen, processes = driver
-    for keeper in processes[:2]:
-        keeper.suspend()
+    for host_agent in processes[:2]:
+        host_agent.suspend()
     popen.kill()
     assert all_gone_within(processes, 5)
 
@@ -591,8 +591,8 @@ async def test_a_native_call_of_the_driver_is_named_over_ssh(sshd):
 
 @needs_sshd
 def test_a_killed_keeper_takes_its_actors_along(driver):
-    _, (keeper, _, actor, *_) = driver
-    keeper.kill()
+    _, (host_agent, _, actor, *_) = driver
+    host_agent.kill()
     assert all_gone_within([actor], 3)
 
 

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from jaxpp_async.controller import failure_detector as monitor_module
-from jaxpp_async.controller.failure_detector import Dead, Monitor, Recovered, Suspect, Verdict
+from jaxpp_async.controller.failure_detector import DeclaredDead, FailureDetector, Recovered, Suspect, Verdict
 from jaxpp_async.protocol.actor_info import Position
-from jaxpp_async.protocol.clocks import AwakeClock
+from jaxpp_async.protocol.clocks import SuspendAwareClock
 
 AT = Position(7, 1, 12, False, True)
 
@@ -28,7 +28,7 @@ def run(script: str, tick_s: float = 0.5) -> list[tuple[float, Verdict]]:
         beats[who.strip()] = [(float(a), float(b)) for a, b in pairs]
     blocked = beats.pop("blocked", [])
     end = max(b for spans in beats.values() for _, b in spans)
-    clock, monitor = AwakeClock(100.0), Monitor()
+    clock, monitor = SuspendAwareClock(100.0), FailureDetector()
     for actor in (0, 1):
         monitor.watch(actor, 0.0)
     found: list[tuple[float, Verdict]] = []
@@ -42,7 +42,7 @@ def run(script: str, tick_s: float = 0.5) -> list[tuple[float, Verdict]]:
         if is_blocked:
             continue
         for actor, _ in waiting:
-            monitor.heard(actor, clock.read(100.0 + t), AT)
+            monitor.record_heartbeat(actor, clock.read(100.0 + t), AT)
         waiting.clear()
         found += [(t, verdict) for verdict in monitor.judge(clock.tick(100.0 + t))]
     return found
@@ -78,12 +78,12 @@ def test_verdicts(script, said):
 def test_verdicts_say_how_long_and_where():
     (_, suspect), (_, recovered) = run("0: 0-20\n1: 0-5, 9-20")
     assert suspect == Suspect(1, 3.0, AT) and recovered == Recovered(1, 4.0)
-    assert run("0: 0-20\n1: 0-5")[-1][1] == Dead(1, 10.0, AT)
+    assert run("0: 0-20\n1: 0-5")[-1][1] == DeclaredDead(1, 10.0, AT)
 
 
 def test_only_the_watched_are_judged():
-    monitor = Monitor()
-    monitor.heard(0, 0.0, AT)
+    monitor = FailureDetector()
+    monitor.record_heartbeat(0, 0.0, AT)
     monitor.watch(1, 0.0)
     monitor.watch(2, 0.0)
     monitor.unwatch(2)
@@ -95,15 +95,15 @@ def test_only_the_watched_are_judged():
 
 
 def test_the_silent():
-    monitor = Monitor()
+    monitor = FailureDetector()
     for actor in (0, 1):
         monitor.watch(actor, 0.0)
-    monitor.heard(0, 4.0, None)
+    monitor.record_heartbeat(0, 4.0, None)
     assert monitor.silent(4.5, 1.5) == {1} and monitor.silent(6.0, 1.5) == {0, 1}
 
 
 def test_an_awake_clock_counts_no_more_than_it_saw():
-    clock = AwakeClock(10.0)
+    clock = SuspendAwareClock(10.0)
     assert clock.tick(10.5) == 0.5 and clock.read(10.8) == pytest.approx(0.8)
     assert clock.read(60.0) == 1.5  # before the late tick, too
     assert clock.tick(60.0) == 1.5 and clock.tick(60.5) == 2.0

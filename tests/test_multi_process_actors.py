@@ -21,16 +21,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.host_values import HostValues, Look
+from jaxpp_async.actors.host_values import HostCopy, HostValues
 from jaxpp_async.checkpoint.restore import load_manifest
-from jaxpp_async.controller.options import Patience
+from jaxpp_async.controller.options import Deadlines
 from jaxpp_async.errors import ActorDiedError, ActorUnresponsiveError, CheckpointError, MeshError
 from jaxpp_async.launch.hosts import addresses_of_hosts, parse_hosts, place, spread
 from jaxpp_async.layout import array_parts
 from jaxpp_async.layout.array_parts import Gathering, Scattering, parts_of
 from jaxpp_async.layout.state_replicas import holders
 from jaxpp_async.program.instructions import Aval
-from jaxpp_async.protocol.actor_info import ActorInfo, Position, Processes, Seat, hindmost, of_actor
+from jaxpp_async.protocol.actor_info import ActorInfo, Position, ProcessRank, Topology, hindmost, of_actor
 from jaxpp_async.protocol.messages import Fetch
 
 AXES = (("data", 2), ("model", 2))
@@ -39,7 +39,7 @@ AXES = (("data", 2), ("model", 2))
 
 
 def test_an_actors_processes_are_neighbours():
-    processes = Processes(3, 2)
+    processes = Topology(3, 2)
     assert [(processes.actor_of(p), processes.rank_of(p)) for p in processes.everyone] == [
         (actor, rank) for actor in range(3) for rank in range(2)
     ]
@@ -50,15 +50,21 @@ def test_an_actors_processes_are_neighbours():
         5,
     ]
     assert processes.peers_of(3) == {2, 1, 5}
-    seat = Seat(3, 2)
-    assert (seat.actor, seat.rank, seat.mate(0), seat.partner(2), str(seat)) == (
+    process_rank = ProcessRank(3, 2)
+    assert (
+        process_rank.actor,
+        process_rank.rank,
+        process_rank.mate(0),
+        process_rank.partner(2),
+        str(process_rank),
+    ) == (
         1,
         1,
         2,
         5,
         "actor 1 (process 1 of 2)",
     )
-    assert Processes(4).peers_of(2) == {0, 1, 3} and str(Seat(3)) == "actor 3"
+    assert Topology(4).peers_of(2) == {0, 1, 3} and str(ProcessRank(3)) == "actor 3"
 
 
 def test_an_actor_is_as_its_worst_process():
@@ -146,7 +152,7 @@ def test_each_part_crosses_once_and_reaches_everyone(spec):
         received: list[tuple[int, int, int]] = []
         for rank in range(k):
             held = [part for part in parts if rank in part.ranks]
-            one, other = Seat(rank, k), Seat(k + rank, k)
+            one, other = ProcessRank(rank, k), ProcessRank(k + rank, k)
             out = array_parts.sends(one, held, tag, 1, 4)
             assert all(leg.peer == k + rank for leg in out)
             sent += [(rank, leg.peer, leg.sequence) for leg in out]
@@ -184,11 +190,11 @@ async def test_no_loop_waits_for_parts_that_are_still_on_a_device():
 
     shard: Any = SimpleNamespace(part=SimpleNamespace(owner=lambda array_id: 0))
     layout: Any = SimpleNamespace(is_here=False, shards=[shard, shard])
-    look = Look(layout, asyncio.get_running_loop().create_future())
+    look = HostCopy(layout, asyncio.get_running_loop().create_future())
     look.pieces.set_result([OnItsWay(), OnItsWay()])
     with ThreadPoolExecutor(1) as workers:
         nothing: Any = None
-        values = HostValues(nothing, nothing, nothing, workers, nothing, Seat(0))
+        values = HostValues(nothing, nothing, nothing, workers, nothing, ProcessRank(0))
         fetched = await values.fetch(Fetch(1, (5,), (0,)), [look], 0)
     assert fetched.arrays == (((4,), "uint8", b"\0\1\0\1"),)
     assert len(told) == 2 and threading.main_thread() not in told
@@ -311,7 +317,7 @@ async def one_request_a_process_and_step(mesh: Any, step: Any, state: Any, batch
     again = mesh.distributed(train_step(jpp.Std1F1B(2)), in_shardings=FSDP)
     held = await mesh.put(batch, like=(step, 1))
     kept = [await mesh.run(again, state, held)]
-    wires = [link.connection.wire for link in mesh._controller._crew.links.values()]
+    wires = [link.connection.wire for link in mesh._controller._actor_group.links.values()]
     before = [(wire._num_sent, wire._num_received) for wire in wires]
     for _ in range(3):
         kept.append(await mesh.run(again, state, held))
@@ -369,7 +375,7 @@ async def test_the_death_of_one_process_is_told_with_its_name(remote_mesh):
 
 async def test_a_process_that_hangs_is_told_with_its_name():
     mesh = jpp.RemoteMesh(2, spmd_mesh={"data": 4}, processes_per_actor=2, launcher="local", max_restarts=0)
-    mesh._options = replace(mesh._options, patience=Patience(suspect_s=1.0, dead_s=2.0))
+    mesh._options = replace(mesh._options, deadlines=Deadlines(suspect_s=1.0, dead_s=2.0))
     async with mesh:
         params, batch = problem()
         step = mesh.distributed(train_step(jpp.Std1F1B(2)), in_shardings=(P(), P(None, "data")))

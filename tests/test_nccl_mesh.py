@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from fake_nccl import FakeNccl
 from models import grads_step, mlp
-from test_transport_nccl import waiters
+from test_transport_nccl import reply_handlers
 from waiting import until
 
 import jaxpp_async as jpp
-from jaxpp_async.controller.deploy import Linking, links_of
+from jaxpp_async.controller.deploy import LinkSetup, links_of
 from jaxpp_async.errors import ActorDiedError, ActorError, MeshError, ProtocolError, TransferError
 from jaxpp_async.launch import LaunchSpec, LocalLauncher
 from jaxpp_async.launch.inline import InlineLauncher
@@ -26,7 +26,7 @@ from jaxpp_async.program.instructions import Aval, Recv, Send
 from jaxpp_async.protocol.messages import Done, LinksOffered
 from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
 from jaxpp_async.transport.nccl.library import NcclFailure
-from jaxpp_async.transport.nccl.order import Link
+from jaxpp_async.transport.nccl.order import NcclLink
 from jaxpp_async.transport.nccl.transport import NcclTransport
 
 
@@ -60,7 +60,7 @@ def launcher():
     launcher = Nccl(busy_polls=1)
     yield launcher
     assert launcher.library.violations == []
-    assert not waiters(), "threads of communicators are left"
+    assert not reply_handlers(), "threads of communicators are left"
     assert launcher.library.num_pending == 0
 
 
@@ -81,7 +81,7 @@ async def test_steps_are_those_of_plain_jax_under_every_schedule(launcher):
     params, batch = MODEL.init(0), MODEL.batch(1, 8)
     expected = jax.jit(grads_step(MODEL, SCHEDULES[0]))(params, batch)
     async with RemoteMesh(2, launcher=launcher, transport="nccl") as mesh:
-        told = mesh._running()._crew.hardware.values()
+        told = mesh._running()._actor_group.hardware.values()
         assert {each.nccl for each in told} == {launcher.library.version}, (
             "to be compared before anything is compiled"
         )
@@ -118,7 +118,7 @@ async def test_a_death_while_receives_pend_leaves_nobody_hanging(launcher):
         library.stalled = True
         running = await mesh.submit(step, params, batch)
         await until(lambda: library.num_pending >= 2)
-        mesh._running()._crew.handles[1].kill()
+        mesh._running()._actor_group.handles[1].kill()
         with pytest.raises(ActorDiedError):
             await running
         await until(lambda: library.num_pending == 0)
@@ -142,7 +142,7 @@ async def test_restarts_make_every_link_anew(launcher):
 
     async def kill(i):
         if i in (1, 3, 4):
-            asyncio.get_running_loop().call_later(0.002 * i, mesh._running()._crew.handles[i % 2].kill)
+            asyncio.get_running_loop().call_later(0.002 * i, mesh._running()._actor_group.handles[i % 2].kill)
 
     async with RemoteMesh(2, launcher="inline") as mesh:
         expected = await _train(mesh, nothing)
@@ -228,17 +228,17 @@ async def test_nobody_is_told_to_join_a_link_while_its_peer_makes_others():
     sends = [Send(0, leaf, leaf) for leaf in leaves]
     parts = {0: _part(0, *sends, *(Recv(1, leaf, 10 + leaf, AVAL) for leaf in leaves))}
     parts |= {leaf: _part(leaf, Recv(0, 0, leaf, AVAL), Send(1, 0, 10 + leaf)) for leaf in leaves}
-    crew, numbers = _Asked(), itertools.count()
-    outbox = SimpleNamespace(number=lambda: next(numbers), wait_open=_at_once)
-    linking = Linking(crew, outbox, SimpleNamespace(parts=lambda program_id: parts))
+    actor_group, numbers = _Asked(), itertools.count()
+    request_log = SimpleNamespace(number=lambda: next(numbers), wait_open=_at_once)
+    linking = LinkSetup(actor_group, request_log, SimpleNamespace(parts=lambda program_id: parts))
     await linking.link(0)
-    for asked in crew.together:
+    for asked in actor_group.together:
         assert all(len(links) == 1 for links in asked.values())
-        ends = [Link(k.sender, k.receiver, k.from_device, k.to_device) for (k,) in asked.values()]
+        ends = [NcclLink(k.sender, k.receiver, k.from_device, k.to_device) for (k,) in asked.values()]
         assert sorted(ends) == sorted(2 * sorted(set(ends))), "both ends at once"
-    assert len(crew.together) == 2 * len(leaves)
+    assert len(actor_group.together) == 2 * len(leaves)
     await linking.link(0)
-    assert len(crew.together) == 2 * len(leaves), "made once"
+    assert len(actor_group.together) == 2 * len(leaves), "made once"
 
 
 async def _at_once():
@@ -249,7 +249,7 @@ async def test_a_step_without_its_links_fails_and_hangs_nobody(launcher, monkeyp
     async def link(self, program_id):
         """Forgets it (injected)."""
 
-    monkeypatch.setattr(Linking, "link", link)
+    monkeypatch.setattr(LinkSetup, "link", link)
     async with RemoteMesh(2, launcher=launcher, transport="nccl") as mesh:
         step = mesh.distributed(grads_step(MODEL, jpp.Std1F1B(4)))
         with pytest.raises(ActorError, match=r"link to peer \d: not connected"):
@@ -273,7 +273,7 @@ async def test_a_death_while_links_are_made_is_mended(launcher):
         step = mesh.distributed(grads_step(MODEL, jpp.Std1F1B(4)))
         running = asyncio.ensure_future(mesh.run(step, params, batch))
         await until(lambda: bool(held))
-        mesh._running()._crew.handles[1].kill()
+        mesh._running()._actor_group.handles[1].kill()
         async with asyncio.timeout(30):
             outputs = await running
         _check(await mesh.fetch(outputs), jax.jit(grads_step(MODEL, jpp.Std1F1B(4)))(params, batch))
@@ -313,15 +313,15 @@ def _part(actor, *instructions, avals=(AVAL, AVAL)):
 @pytest.mark.parametrize(
     ("parts", "links"),
     [
-        ([_part(0, Send(0, 1, 5)), _part(1, Recv(0, 0, 5, AVAL))], [Link(0, 1)]),
+        ([_part(0, Send(0, 1, 5)), _part(1, Recv(0, 0, 5, AVAL))], [NcclLink(0, 1)]),
         ([_part(0), _part(1)], []),
         (
             [_part(0, Send(0, 1, 5), avals=(SPLIT,)), _part(1, Recv(0, 0, 5, SPLIT))],
-            [Link(0, 1), Link(0, 1, 1, 1)],
+            [NcclLink(0, 1), NcclLink(0, 1, 1, 1)],
         ),
         (
             [_part(1, Send(0, 0, 0), Recv(1, 0, 1, AVAL)), _part(0, Recv(0, 1, 0, AVAL), Send(1, 1, 1))],
-            [Link(0, 1), Link(1, 0)],
+            [NcclLink(0, 1), NcclLink(1, 0)],
         ),
     ],
 )

@@ -30,8 +30,8 @@ from jaxpp_async.layout import array_parts
 from jaxpp_async.layout.array_parts import Scattering
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import Aval, Input, Recv, Run, Send
-from jaxpp_async.protocol.actor_info import Seat
-from jaxpp_async.transport.nccl.order import Link, Turn, order_of
+from jaxpp_async.protocol.actor_info import ProcessRank
+from jaxpp_async.transport.nccl.order import NcclLink, OrderedMessage, order_of
 
 # ---------------------------------------------------------------- links and turns
 
@@ -51,8 +51,8 @@ WHOLE, ROWS, COLUMNS = (Aval((6, 6), "float32", spec) for spec in ((), ("a", Non
 
 def test_links_are_between_the_processes_that_have_a_part_in_a_transfer():
     axes = (("a", 2), ("b", 2))
-    there, back = [Link(0, 2), Link(1, 3)], [Link(2, 0), Link(3, 1)]
-    mates = [Link(0, 1), Link(1, 0), Link(2, 3), Link(3, 2)]
+    there, back = [NcclLink(0, 2), NcclLink(1, 3)], [NcclLink(2, 0), NcclLink(3, 1)]
+    mates = [NcclLink(0, 1), NcclLink(1, 0), NcclLink(2, 3), NcclLink(3, 2)]
     assert links_of(transfers(ROWS), Scattering(axes, 2)) == sorted(there + back), "each has rows of its own"
     two = links_of(transfers(WHOLE, WHOLE), Scattering(axes, 2))
     assert two == sorted(there + back + mates), "in turns, and passed on"
@@ -81,10 +81,12 @@ def test_both_ends_of_every_link_have_the_same_messages_in_the_same_order(seed):
     specs = [(), ("a",), ("b", "c"), (("c", "a"), None), ("c",)]
     avals = [Aval((24, 24), "float32", rng.choice(specs)) for _ in range(5)]
     parts = transfers(*avals, actors=3)
-    ends: dict[Link, list[tuple[int, ...]]] = defaultdict(list)
+    ends: dict[NcclLink, list[tuple[int, ...]]] = defaultdict(list)
     for actor, rank in itertools.product(range(3), range(scattering.per_actor)):
-        seat = Seat(scattering.process(actor, rank), scattering.per_actor)
-        for link, line in order_of(seat.process, turns_of(parts[actor], seat, scattering)).lines.items():
+        process_rank = ProcessRank(scattering.process(actor, rank), scattering.per_actor)
+        for link, line in order_of(
+            process_rank.process, turns_of(parts[actor], process_rank, scattering)
+        ).lines.items():
             ends[link].append(line.sequences)
     assert sorted(ends) == links_of(parts, scattering)
     assert all(len(lines) == 2 and lines[0] == lines[1] for lines in ends.values())
@@ -99,8 +101,8 @@ class InTurn:
         self.streams = {2 * p.actor + rank: p.instructions for p in programs for rank in (0, 1)}
         self.at = dict.fromkeys(self.streams, 0)
         self.here: dict[int, set[int]] = {process: set() for process in self.streams}
-        self.posted: dict[tuple[Link, int], set[int]] = defaultdict(set)
-        self.left: dict[Link, deque[int]] = defaultdict(deque)
+        self.posted: dict[tuple[NcclLink, int], set[int]] = defaultdict(set)
+        self.left: dict[NcclLink, deque[int]] = defaultdict(deque)
         # a message's receive, by receiver and sequence
         self.ends: dict[tuple[int, int], tuple[int, int]] = {}
         for process, stream in self.streams.items():
@@ -108,16 +110,20 @@ class InTurn:
                 if turn.link.sender == process:
                     self.left[turn.link].append(turn.sequence)
 
-    def turns(self, process: int, i: Any) -> list[Turn]:
-        seat, held = (
-            Seat(process, 2),
+    def turns(self, process: int, i: Any) -> list[OrderedMessage]:
+        process_rank, held = (
+            ProcessRank(process, 2),
             [piece for piece in Scattering((("a", 2),), 2).parts(Aval((2,), "float32"))],
         )
         if isinstance(i, Send):
-            return list(array_parts.sent(seat, held, i.tag, i.to_actor, 2))
-        return list(array_parts.received(seat, held, i.tag, i.from_actor, 2)) if isinstance(i, Recv) else []
+            return list(array_parts.sent(process_rank, held, i.tag, i.to_actor, 2))
+        return (
+            list(array_parts.received(process_rank, held, i.tag, i.from_actor, 2))
+            if isinstance(i, Recv)
+            else []
+        )
 
-    def post(self, process: int, found: list[Turn], *, sends: bool) -> None:
+    def post(self, process: int, found: list[OrderedMessage], *, sends: bool) -> None:
         for sequence, link in found:
             if (link.sender == process) == sends:
                 self.posted[link, process].add(sequence)
@@ -176,15 +182,17 @@ def test_nobody_waits_for_what_needs_him_whatever_the_schedule(seed):
     InTurn(plan_step(random_step, weights, batch, actors=3, schedule=rows).programs).run()
 
 
-def turns_of(part: ActorProgram, seat: Seat, scattering: Scattering) -> Any:
+def turns_of(part: ActorProgram, process_rank: ProcessRank, scattering: Scattering) -> Any:
     num_devices = int(np.prod([size for _, size in scattering.axes]))
     for i in part.instructions:
         if isinstance(i, Send | Recv):
-            held = [piece for piece in scattering.parts(part.avals[i.buffer]) if seat.rank in piece.ranks]
+            held = [
+                piece for piece in scattering.parts(part.avals[i.buffer]) if process_rank.rank in piece.ranks
+            ]
             if isinstance(i, Send):
-                yield from array_parts.sent(seat, held, i.tag, i.to_actor, num_devices)
+                yield from array_parts.sent(process_rank, held, i.tag, i.to_actor, num_devices)
             else:
-                yield from array_parts.received(seat, held, i.tag, i.from_actor, num_devices)
+                yield from array_parts.received(process_rank, held, i.tag, i.from_actor, num_devices)
 
 
 # ---------------------------------------------------------------- a mesh

@@ -277,7 +277,7 @@ def data_sockets(net: Network, mesh: jpp.RemoteMesh, earlier: set[str]) -> tuple
         earlier: sockets of the driver's other meshes.
     """
     controller: Any = mesh._controller
-    gate = ":".join(map(str, controller._crew._address))
+    gate = ":".join(map(str, controller._actor_group._address))
     found = {
         a for host, actor in zip(net.hosts, mesh.actors, strict=False) for a in host.listening()[actor.pid]
     }

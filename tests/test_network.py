@@ -169,24 +169,24 @@ def own_addresses() -> list[str]:
 async def test_peers_come_in_when_they_are_let_in_and_strangers_never(monkeypatch):
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     address = own_addresses()[0]
-    planes = pair((address,))
-    place = next((one.address, one.port) for one in planes[0]._listening)
+    transports = pair((address,))
+    place = next((one.address, one.port) for one in transports[0]._listening)
     assert place[0] == address
-    assert [one.address for plane in planes for one in plane._listening] == [address, address]
+    assert [one.address for plane in transports for one in plane._listening] == [address, address]
     with socket.socket() as stranger:  # from this machine's own address: it is the mesh's, later
         stranger.settimeout(0.2)
         with pytest.raises(TimeoutError):
             stranger.connect(place)
-    for plane in planes:
-        plane.admit([other.address for other in planes])
-    await join(*planes)
-    await transfer(*planes, 1 << 20, 1)
+    for plane in transports:
+        plane.admit([other.address for other in transports])
+    await join(*transports)
+    await transfer(*transports, 1 << 20, 1)
     with socket.socket() as stranger:
         stranger.settimeout(0.2)
         stranger.bind(("127.0.0.1", 0))
         with pytest.raises(OSError):
             stranger.connect(place)
-    await within(*(plane.aclose() for plane in planes))
+    await within(*(plane.aclose() for plane in transports))
 
 
 @pytest.mark.skipif(not own_addresses(), reason="this machine has no network")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxpp_async.controller.error_messages import ActorInfo
-from jaxpp_async.controller.requests import Call, Outbox, Post, StepHandle
+from jaxpp_async.controller.requests import PendingRequest, RequestLog, SentRequest, StepHandle
 from jaxpp_async.errors import ActorDiedError, StepAbortedError
 from jaxpp_async.protocol import messages as m
 
@@ -20,20 +20,20 @@ class Link:
     def __init__(self, actor: int) -> None:
         self.info = ActorInfo(actor, "here", 1, (), "ready")
         self.asked: list[Any] = []
-        self.waiters: dict[int, Any] = {}
+        self.reply_handlers: dict[int, Any] = {}
 
-    def request(self, message: Any, waiter: Any, encoded: bytes | None = None) -> None:
+    def request(self, message: Any, reply_handler: Any, encoded: bytes | None = None) -> None:
         self.asked.append(message)
-        self.waiters[message.request] = waiter
+        self.reply_handlers[message.request] = reply_handler
 
     def drop_waiters(self) -> None:
-        self.waiters.clear()
+        self.reply_handlers.clear()
         self.asked.clear()
 
     def answer(self, make: Any = m.Done) -> None:
         """The oldest request that has no answer."""
-        request = next(iter(self.waiters))
-        self.waiters.pop(request).on_reply(self, make(request))
+        request = next(iter(self.reply_handlers))
+        self.reply_handlers.pop(request).on_reply(self, make(request))
 
 
 class Desk:
@@ -41,18 +41,20 @@ class Desk:
 
     def __init__(self, *, remembers: bool = True) -> None:
         self.links = {0: Link(0), 1: Link(1)}
-        self.outbox = Outbox(self.links, lambda: None, remembers=remembers)  # type: ignore[arg-type]
+        self.request_log = RequestLog(self.links, lambda: None, remembers=remembers)  # type: ignore[arg-type]
         self.num_steps = 0
 
-    def post(self, kind: type, *fields: Any, actor: int = 0, reply: type = m.Done) -> Call:
-        call = Call(reply)
-        self.outbox.post(Post(actor, kind(self.outbox.number(), *fields), call))
+    def post(self, kind: type, *fields: Any, actor: int = 0, reply: type = m.Done) -> PendingRequest:
+        call = PendingRequest(reply)
+        self.request_log.post(SentRequest(actor, kind(self.request_log.number(), *fields), call))
         return call
 
     def step(self) -> StepHandle:
         handle = StepHandle(self.num_steps, 0, (0, 1))
         for actor in handle._processes:
-            self.outbox.post(Post(actor, m.Step(self.outbox.number(), 0, self.num_steps, 0, {}, {}), handle))
+            self.request_log.post(
+                SentRequest(actor, m.Step(self.request_log.number(), 0, self.num_steps, 0, {}, {}), handle)
+            )
         self.num_steps += 1
         return handle
 
@@ -62,8 +64,8 @@ class Desk:
 
     def again(self, epoch: int = 1) -> list[str]:
         """What actor 0 is asked after a restart."""
-        self.outbox.hold_back()
-        self.outbox.replay(epoch)
+        self.request_log.hold_back()
+        self.request_log.replay(epoch)
         return [type(message).__name__ for message in self.links[0].asked]
 
 
@@ -90,10 +92,10 @@ async def test_what_changes_an_actor_is_made_again_and_questions_only_without_an
 async def test_what_is_asked_meanwhile_goes_behind_what_is_made_again():
     desk = Desk()
     desk.step()
-    desk.outbox.hold_back()
+    desk.request_log.hold_back()
     desk.post(m.Store, (), (7,))
     assert desk.links[0].asked == []
-    assert desk.outbox.replay(1) == 0  # the step had not been run
+    assert desk.request_log.replay(1) == 0  # the step had not been run
     assert [type(message).__name__ for message in desk.links[0].asked] == ["Step", "Store"]
 
 
@@ -112,40 +114,40 @@ async def test_nothing_before_a_copy_is_needed():
     desk = Desk()
     desk.step()
     desk.finish(0)
-    mark = desk.outbox.mark
+    mark = desk.request_log.mark
     desk.step()
-    assert desk.outbox.unanswered(mark) == ()
-    assert len(desk.outbox.unanswered(desk.outbox.mark)) == 2
-    desk.outbox.forget_before(mark)
+    assert desk.request_log.unanswered(mark) == ()
+    assert len(desk.request_log.unanswered(desk.request_log.mark)) == 2
+    desk.request_log.forget_before(mark)
     assert desk.again() == ["Step"]
     assert desk.links[0].asked[0].step == 1
-    desk.outbox.forget_before(mark)  # of before the restart: what was made again lies behind it
+    desk.request_log.forget_before(mark)  # of before the restart: what was made again lies behind it
     assert desk.again() == ["Step"]
 
 
 async def test_arrays_that_a_save_has_taken_are_taken_again_until_it_is_over():
     desk = Desk()
     for _ in range(2):  # the second save goes to the folder of the first
-        desk.post(m.Take, b"/folder", (1,))
-        assert desk.outbox.has_snapshot
+        desk.post(m.BeginSnapshot, b"/folder", (1,))
+        assert desk.request_log.has_snapshot
         desk.links[0].answer()
         desk.post(m.Sweep, b"/folder")
-        assert desk.outbox.has_snapshot
+        assert desk.request_log.has_snapshot
         desk.links[0].answer()
-        assert not desk.outbox.has_snapshot
-    desk.post(m.Take, b"/folder", (1,))
+        assert not desk.request_log.has_snapshot
+    desk.post(m.BeginSnapshot, b"/folder", (1,))
     desk.links[0].answer()
-    assert desk.again() == ["Take"]
+    assert desk.again() == ["BeginSnapshot"]
 
 
 async def test_files_are_needed_until_a_copy_has_what_was_read():
     desk = Desk()
     desk.post(m.ReadFile, b"/file", ())
     desk.links[0].answer()
-    mark = desk.outbox.mark
-    assert desk.outbox.needs_files
-    desk.outbox.forget_before(mark)
-    assert not desk.outbox.needs_files
+    mark = desk.request_log.mark
+    assert desk.request_log.needs_files
+    desk.request_log.forget_before(mark)
+    assert not desk.request_log.needs_files
 
 
 async def test_what_an_actor_refused_is_not_made_again():
@@ -160,10 +162,10 @@ async def test_answered_questions_do_not_pile_up():
     for _ in range(2000):
         desk.post(m.Inspect, reply=m.Inspected)
         desk.links[0].answer(lambda request: m.Inspected(request, {}))
-    assert len(desk.outbox._sent) < 600
+    assert len(desk.request_log._sent) < 600
     forgetful = Desk(remembers=False)
     forgetful.step()
-    assert forgetful.outbox._sent == []
+    assert forgetful.request_log._sent == []
 
 
 @pytest.mark.parametrize("remembers", [True, False])
@@ -171,9 +173,13 @@ async def test_the_end_reaches_everyone_once(remembers):
     desk = Desk(remembers=remembers)
     question, first, second = desk.post(m.Inspect), desk.step(), desk.step()
     if remembers:
-        desk.outbox.hold_back()  # also in the middle of a restart
-    assert desk.outbox.fail_all(ActorDiedError("gone", step=0), 0)
-    for waiter, kind in ((question, ActorDiedError), (first, ActorDiedError), (second, StepAbortedError)):
+        desk.request_log.hold_back()  # also in the middle of a restart
+    assert desk.request_log.fail_all(ActorDiedError("gone", step=0), 0)
+    for reply_handler, kind in (
+        (question, ActorDiedError),
+        (first, ActorDiedError),
+        (second, StepAbortedError),
+    ):
         with pytest.raises(kind):
-            await waiter.future
-    assert not desk.outbox.fail_all(ActorDiedError("gone"), None)
+            await reply_handler.future
+    assert not desk.request_log.fail_all(ActorDiedError("gone"), None)

@@ -30,7 +30,7 @@ from jaxpp_async.errors import ActorDiedError, LaunchError, MeshError
 from jaxpp_async.launch import LaunchSpec
 from jaxpp_async.launch import host_agent_protocol as kp
 from jaxpp_async.launch import hosts as addresses_module
-from jaxpp_async.launch.choose import Launching
+from jaxpp_async.launch.choose import LaunchOptions
 from jaxpp_async.launch.hosts import Settings, parse_hosts, place
 from jaxpp_async.launch.process_supervisor import Death
 from jaxpp_async.launch.remote import MAX_HANDSHAKES, CommandReach, HostLines, RemoteLauncher
@@ -147,19 +147,19 @@ async def test_a_launcher_of_ones_own(caplog):
 
 def elsewhere(hosts: list[str], reach: Any = None, **options: Any) -> RemoteLauncher:
     settings = Settings(env={"PYTHONPATH": str(HERE)})
-    reach = reach or CommandReach(lambda placement, keeper: ["sh", "-c", 'exec "$@"', "sh", *keeper])
+    reach = reach or CommandReach(lambda placement, host_agent: ["sh", "-c", 'exec "$@"', "sh", *host_agent])
     options = {"control_address": "127.0.0.1", "settings": settings} | options
     return RemoteLauncher(reach, parse_hosts(hosts), actor="fake_actor:FakeActor", **options)
 
 
 def test_its_actors_spread_over_the_slots_of_its_hosts():
     launcher = elsewhere(["a slots=4", "b slots=4"])
-    made, per_actor = Launching(launcher=launcher, num_devices=4).make(2)
+    made, per_actor = LaunchOptions(launcher=launcher, num_devices=4).make(2)
     assert (made, per_actor, launcher.slots_each) == (launcher, 1, 4)
     assert [p.host.name for p in place(launcher.hosts, 2, launcher.slots_each)] == ["a", "b"]
-    assert Launching(launcher=launcher, num_devices=8).make(1) == (launcher, 2)
+    assert LaunchOptions(launcher=launcher, num_devices=8).make(1) == (launcher, 2)
     with pytest.raises(MeshError, match="8 actors of 4 devices do not fit 8 slots on 2 hosts"):
-        Launching(launcher=launcher, num_devices=4).make(8)
+        LaunchOptions(launcher=launcher, num_devices=4).make(8)
 
 
 @pytest.mark.parametrize(("per_actor", "says"), [(1, "2 actors started"), (2, "2 processes started")])
@@ -200,10 +200,13 @@ async def test_a_command_that_fails(caplog):
             LaunchError, match=r"host a: .* ended with code 4 before it was ready: no such pod"
         ):
             await start(
-                elsewhere(["a"], CommandReach(lambda p, keeper: ["sh", "-c", "echo no such pod; exit 4"])), 1
+                elsewhere(
+                    ["a"], CommandReach(lambda p, host_agent: ["sh", "-c", "echo no such pod; exit 4"])
+                ),
+                1,
             )
         with pytest.raises(LaunchError, match=r"host a: could not be reached: .*/no/command"):
-            await start(elsewhere(["a"], CommandReach(lambda p, keeper: ["/no/command"])), 1)
+            await start(elsewhere(["a"], CommandReach(lambda p, host_agent: ["/no/command"])), 1)
 
 
 async def test_an_actor_that_cannot_be_set_up_says_so(caplog):
@@ -221,42 +224,42 @@ def test_a_keeper_leaves_nothing_behind(how, tmp_path):
     )
     actor = f'#!/bin/sh\nexec {sys.executable} -c "{code}"\n'
     command = [sys.executable, "-m", "jaxpp_async.launch.host_agent", "1.0" if how == "lease" else "15"]
-    keeper = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert keeper.stdin is not None and keeper.stdout is not None
+    host_agent = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert host_agent.stdin is not None and host_agent.stdout is not None
     path = tmp_path / "actor"
     path.write_text(actor)
     path.chmod(0o755)
     try:
-        keeper.stdin.write(kp.write_order(kp.Start("0", ActorRequest(str(path), {}, {}), "/")))
-        keeper.stdin.flush()
+        host_agent.stdin.write(kp.write_order(kp.StartActor("0", ActorRequest(str(path), {}, {}), "/")))
+        host_agent.stdin.flush()
         processes = []
         while len(processes) < 2:
-            record = kp.read_record(keeper.stdout.readline().decode().rstrip("\n"))
-            if isinstance(record, kp.Started):
+            record = kp.read_record(host_agent.stdout.readline().decode().rstrip("\n"))
+            if isinstance(record, kp.ActorStarted):
                 processes.append(psutil.Process(record.pid))
-            elif isinstance(record, kp.Line):
+            elif isinstance(record, kp.OutputLine):
                 processes.append(psutil.Process(int(record.text.split()[1])))
         assert all(map(is_running, processes))
         if how == "end of file":
-            keeper.stdin.close()
+            host_agent.stdin.close()
         elif how == "SIGTERM":
-            keeper.terminate()
-        assert keeper.wait(5) in (81, 82)
+            host_agent.terminate()
+        assert host_agent.wait(5) in (81, 82)
         deadline = time.monotonic() + 1
         while any(map(is_running, processes)):
             assert time.monotonic() < deadline
-        rest = [kp.read_record(line) for line in keeper.stdout.read().decode().split("\n")]
-        (dead,) = [record for record in rest if isinstance(record, kp.Dead)]
-        said = [record.text for record in rest if isinstance(record, kp.Line)]
+        rest = [kp.read_record(line) for line in host_agent.stdout.read().decode().split("\n")]
+        (dead,) = [record for record in rest if isinstance(record, kp.ActorEnded)]
+        said = [record.text for record in rest if isinstance(record, kp.OutputLine)]
         if how == "lease":  # should the driver wake up, it hears that this was its own doing
             assert dead.returncode == 82 and said[-1].startswith("the driver was silent for 1 s (lease_s=1)")
         else:
             assert dead.returncode == -signal.SIGKILL and said == []
     finally:
-        keeper.kill()
-        keeper.wait()
-        keeper.stdin.close()
-        keeper.stdout.close()
+        host_agent.kill()
+        host_agent.wait()
+        host_agent.stdin.close()
+        host_agent.stdout.close()
 
 
 async def test_signs_of_life_over_a_command_of_ones_own_keep_a_short_lease():
@@ -282,7 +285,7 @@ async def test_at_most_eight_handshakes_at_once():
         async def resolve(self, hosts):
             return [host.name for host in hosts]
 
-        async def open(self, placement, keeper, on_line):
+        async def open(self, placement, host_agent, on_line):
             nonlocal under_way, most
             under_way += 1
             most = max(most, under_way)
@@ -372,11 +375,11 @@ def test_other_versions_are_named(theirs, says):
 
 
 MESSAGES = [
-    kp.Hello("h", 1, "/py", {"jax": None}),
-    kp.Started("0.0", 7),
-    kp.Failed("0.0", "no"),
-    kp.Line("0.0", "caf\u00e9 \x1e \x00"),
-    kp.Dead("0.0", -9, None),
+    kp.AgentHello("h", 1, "/py", {"jax": None}),
+    kp.ActorStarted("0.0", 7),
+    kp.StartFailed("0.0", "no"),
+    kp.OutputLine("0.0", "caf\u00e9 \x1e \x00"),
+    kp.ActorEnded("0.0", -9, None),
 ]
 
 
@@ -388,9 +391,9 @@ def test_records_are_lines(record):
 
 def test_orders_are_lines():
     request = ActorRequest("/py", {"A": "1"}, {"secret": "ab"}, 1, 2, (0, 1), False)
-    for order in (kp.Start("0.1", request, "/"), kp.Signal("0.1", 9), kp.Close()):
+    for order in (kp.StartActor("0.1", request, "/"), kp.SignalActor("0.1", 9), kp.Close()):
         assert kp.read_order(b".." + kp.write_order(order)) == order
-    assert kp.read_order(b"...") is None and "ab" not in repr(kp.Start("0", request, "/"))
+    assert kp.read_order(b"...") is None and "ab" not in repr(kp.StartActor("0", request, "/"))
 
 
 @pytest.mark.parametrize("line", [b"{}", b'["Start", {"secret": "abab"}]', b'["Evil", {}]', b"\xff", b"[1]"])

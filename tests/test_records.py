@@ -237,7 +237,7 @@ async def test_what_a_process_elsewhere_prints_and_logs(caplog):
     """Through a keeper, as over ssh."""
     lines: list[str] = []
     caplog.set_level(logging.INFO, "jaxpp_async")
-    reach = CommandReach(lambda placement, keeper: ["sh", "-c", 'exec "$@"', "sh", *keeper])
+    reach = CommandReach(lambda placement, host_agent: ["sh", "-c", 'exec "$@"', "sh", *host_agent])
     launcher = RemoteLauncher(
         reach, parse_hosts(["a"]), actor="records_actor:RecordsActor", forward=lines.append
     )

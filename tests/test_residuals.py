@@ -15,7 +15,7 @@ from planning import f32, plan_step
 import jaxpp_async as jpp
 from jaxpp_async.compiler.ir import Loop
 from jaxpp_async.compiler.partition import partition
-from jaxpp_async.compiler.rematerialization import _repeated, keep_less
+from jaxpp_async.compiler.rematerialization import _repeated, minimize_residuals
 from jaxpp_async.compiler.trace import trace
 
 D, ROWS, MICROBATCHES = 8, 4, 4
@@ -91,7 +91,7 @@ def kept_bytes(step, *args):
     (loop,) = [op for op in traced.flat.ops if isinstance(op, Loop)]
     before = partition(loop, traced.types)
     found = []
-    for staged in (before, keep_less(before, traced.types)):
+    for staged in (before, minimize_residuals(before, traced.types)):
         for stage in range(staged.num_stages - 1):
             made = staged.tasks["fwd", stage].made
             taken = [v for v in staged.takes(staged.tasks["bwd", stage]) if v in made]
@@ -146,7 +146,7 @@ def test_nothing_costly_is_run_again():
     traced = trace(step, args)
     (loop,) = [op for op in traced.flat.ops if isinstance(op, Loop)]
     before = partition(loop, traced.types)
-    after = keep_less(before, traced.types)
+    after = minimize_residuals(before, traced.types)
     costly = {
         "dot_general",
         "reduce_sum",

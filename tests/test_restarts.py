@@ -30,7 +30,7 @@ from jaxpp_async.actors import rollback
 from jaxpp_async.actors.shards import hold_pieces
 from jaxpp_async.controller import failure_policy, recovery
 from jaxpp_async.controller.recovery import Budget
-from jaxpp_async.controller.requests import ActorLink, Call
+from jaxpp_async.controller.requests import ActorLink, PendingRequest
 from jaxpp_async.errors import (
     ActorDiedError,
     MeshClosedError,
@@ -43,7 +43,7 @@ from jaxpp_async.errors import (
 from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.launch.inline import InlineLauncher
 from jaxpp_async.layout.state_replicas import holders
-from jaxpp_async.protocol.messages import Hold, Kept, Lend, Step
+from jaxpp_async.protocol.messages import ReceiveReplica, ReplicaTaken, SendReplica, Step
 from jaxpp_async.protocol.task_group import awake_timeout
 from jaxpp_async.storage import tensor_files
 from jaxpp_async.transport.base import COPY_CHANNEL, SEQUENCE_BITS
@@ -111,7 +111,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 def kill(mesh: jpp.RemoteMesh, *actors: int) -> None:
     for actor in actors:
-        mesh._running()._crew.handles[actor].kill()
+        mesh._running()._actor_group.handles[actor].kill()
 
 
 async def killing(mesh: jpp.RemoteMesh, actor: int, turns: int, work: Awaitable[Any]) -> Any:
@@ -127,11 +127,13 @@ async def killing_one_of_all(mesh: jpp.RemoteMesh, actor: int, turns: int, work:
     """The same, until it is replaced too, which may be after the result: if another one died meanwhile, the state would
     be lost."""
     controller: Any = mesh._running()
-    before = controller._crew.handles[actor]
+    before = controller._actor_group.handles[actor]
     result = await killing(mesh, actor, turns, work)
     async with asyncio.timeout(RESTART_S):
         await until(
-            lambda: controller._crew.handles[actor] is not before and not controller._recovery.is_under_way,
+            lambda: (
+                controller._actor_group.handles[actor] is not before and not controller._recovery.is_under_way
+            ),
             every_s=0,
         )
     return result
@@ -191,22 +193,22 @@ async def test_a_copy_asks_for_nothing_more_once_a_restart_begins(undisturbed, m
     """What it asked would fail with the abort, and count as a failure of its own."""
     copied: list[Any] = []
     asked: list[Any] = []
-    on_reply, request = Call.on_reply, ActorLink.request
+    on_reply, request = PendingRequest.on_reply, ActorLink.request
 
-    def reply(self: Call, link: ActorLink, message: Any) -> None:
+    def reply(self: PendingRequest, link: ActorLink, message: Any) -> None:
         on_reply(self, link, message)
-        copied.extend([message] if type(message) is Kept else [])
+        copied.extend([message] if type(message) is ReplicaTaken else [])
         if len(copied) == 2 and message is copied[1]:  # the last word that the first copy waits for
             mesh._running()._recovery.begin(ActorDiedError("made up", actor=1))
 
-    def ask(self: ActorLink, message: Any, waiter: Any, *encoded: bytes) -> None:
-        asked.extend([message] if isinstance(message, Hold | Lend) else [])
-        request(self, message, waiter, *encoded)
+    def ask(self: ActorLink, message: Any, reply_handler: Any, *encoded: bytes) -> None:
+        asked.extend([message] if isinstance(message, ReceiveReplica | SendReplica) else [])
+        request(self, message, reply_handler, *encoded)
 
-    monkeypatch.setattr(Call, "on_reply", reply)
+    monkeypatch.setattr(PendingRequest, "on_reply", reply)
     monkeypatch.setattr(ActorLink, "request", ask)
     async with a_mesh(max_restarts=1, backup_every=1) as mesh:
-        before = mesh._running()._crew.epoch
+        before = mesh._running()._actor_group.epoch
         assert_same(await train(mesh, mesh.distributed(train_step, donate_argnums=0)), undisturbed)
         await until(lambda: asked, every_s=0)
     assert all(message.epoch > before for message in asked)
@@ -261,9 +263,9 @@ async def test_nothing_is_left_of_a_restart(mesh, undisturbed):
 
 async def settled(mesh: jpp.RemoteMesh) -> dict[str, Any]:
     """What is held, once the last copy of the state is whole."""
-    backups: Any = mesh._running()._backups
-    while backups._task is not None:
-        await asyncio.wait([backups._task])
+    replication: Any = mesh._running()._replication
+    while replication._task is not None:
+        await asyncio.wait([replication._task])
     gc.collect()
     found = await everything(mesh)
     # Inline actors share one process: JAX's own count has what the test itself and the copies hold.
@@ -294,9 +296,9 @@ async def test_a_second_death_while_the_first_is_mended(undisturbed):
                 for _ in range(TURNS[i]):
                     await asyncio.sleep(0)
                 await until(lambda: mesh._running()._is_recovering, every_s=0)
-                epoch = mesh._running()._crew.epoch
+                epoch = mesh._running()._actor_group.epoch
                 # its successor is being started
-                await until(lambda epoch=epoch: mesh._running()._crew.epoch > epoch, every_s=0)
+                await until(lambda epoch=epoch: mesh._running()._actor_group.epoch > epoch, every_s=0)
                 kill(mesh, 0)
             state, losses = await run
             assert_same(await losses, undisturbed[i])
@@ -350,18 +352,20 @@ async def test_a_link_that_stays_broken_counts(monkeypatch):
 
 async def test_copies_are_taken_between_saves_that_follow_each_other(mesh, tmp_path):
     step, state = mesh.distributed(train_step, donate_argnums=0), start()
-    backups: Any = mesh._running()._backups
+    replication: Any = mesh._running()._replication
     state, _ = await mesh.run(step, state, BATCHES[0])
     await settled(mesh)
-    before, saving = backups._generation, None
+    before, saving = replication._generation, None
     for batch in BATCHES[1:]:
         saving = await mesh.save(tmp_path / "saved", state, wait=False)
         state, _ = await mesh.run(step, state, batch)
     assert saving is not None
     await saving
     await settled(mesh)
-    assert backups._generation > before
-    assert sum(isinstance(sent.message, Step) for sent in mesh._running().outbox._sent) < 2 * len(BATCHES)
+    assert replication._generation > before
+    assert sum(isinstance(sent.message, Step) for sent in mesh._running().request_log._sent) < 2 * len(
+        BATCHES
+    )
 
 
 async def test_what_is_restored_beside_a_save_does_not_need_its_files_later(tmp_path, monkeypatch):
@@ -373,7 +377,7 @@ async def test_what_is_restored_beside_a_save_does_not_need_its_files_later(tmp_
         monkeypatch.setattr(tensor_files, "write", lambda *args: go_on.wait(10) and write(*args))
         saving = await mesh.save(tmp_path / "two", state, wait=False)
         restoring = asyncio.ensure_future(mesh.restore(tmp_path / "one", ((step, 0))))
-        await until(lambda: mesh._running().outbox.needs_files, every_s=0)
+        await until(lambda: mesh._running().request_log.needs_files, every_s=0)
         go_on.set()
         back = await restoring
         await saving
@@ -398,11 +402,11 @@ async def test_a_copy_that_lacks_an_array_is_none(monkeypatch, caplog):
         step = mesh.distributed(train_step, donate_argnums=0)
         state, _ = await mesh.run(step, start(), BATCHES[0])
         await settled(mesh)
-        backups: Any = mesh._running()._backups
-        before = backups._generation
+        replication: Any = mesh._running()._replication
+        before = replication._generation
         monkeypatch.setattr(rollback, "hold_pieces", hold)
-        await asyncio.wait([backups.take()])
-        assert backups._generation == before and "no copy of the state could be taken" in caplog.text
+        await asyncio.wait([replication.take()])
+        assert replication._generation == before and "no copy of the state could be taken" in caplog.text
         kill(mesh, 1)
         state, _ = await mesh.run(step, state, BATCHES[1])
 
@@ -469,10 +473,10 @@ async def test_copies_that_do_not_arrive(undisturbed, dies):
                 if dies:
                     kill(mesh, 1)
             if i == 6:
-                await until(lambda: bool(swallowed) and mesh._running()._crew.epoch > 0, every_s=0)
+                await until(lambda: bool(swallowed) and mesh._running()._actor_group.epoch > 0, every_s=0)
 
         assert_same(await train(mesh, step, before), undisturbed)
-        assert mesh._running()._crew.epoch == (2 if dies else 1)
+        assert mesh._running()._actor_group.epoch == (2 if dies else 1)
 
 
 async def test_a_crash_loop_ends(caplog):
@@ -503,7 +507,7 @@ async def test_an_error_of_the_users_own_is_no_reason_to_restart():
     async with a_mesh() as mesh:
         failing = mesh.distributed(lambda x: x + 1)
         array = await failing(np.float32(1))
-        handle: Any = mesh._running()._crew.handles[0]
+        handle: Any = mesh._running()._actor_group.handles[0]
         mesh._running()._on_failure(RemoteError("it does not divide", exception_type="ValueError"), None)
         with pytest.raises((RemoteError, MeshClosedError), match="it does not divide"):
             await failing(array)

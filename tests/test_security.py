@@ -16,11 +16,11 @@ import pytest
 
 import jaxpp_async
 from jaxpp_async.actors import __main__ as actor_main
-from jaxpp_async.actors.heartbeat import Beating
+from jaxpp_async.actors.heartbeat import Heartbeat
 from jaxpp_async.errors import MeshError
 from jaxpp_async.launch import LaunchSpec
 from jaxpp_async.launch import host_agent_protocol as kp
-from jaxpp_async.launch.hosts import Host, Placement, Settings, parse_hostfile
+from jaxpp_async.launch.hosts import Host, ProcessPlacement, Settings, parse_hostfile
 from jaxpp_async.launch.slurm import srun_command
 from jaxpp_async.launch.spawn import ActorRequest
 from jaxpp_async.launch.ssh import ssh_command
@@ -33,14 +33,14 @@ PACKAGE = Path(jaxpp_async.__file__).parent
 
 SECRET = "ab" * 32
 REQUEST = ActorRequest("/py", {"A": "1"}, {"secret": SECRET, "process_id": 0}, 1, 2, (0, 1), False)
-ORDERS = [kp.Start("0.1", REQUEST, "/"), kp.Signal("0.1", 9), kp.Close()]
+ORDERS = [kp.StartActor("0.1", REQUEST, "/"), kp.SignalActor("0.1", 9), kp.Close()]
 RECORDS = [
-    kp.Hello("h", 1, "/py", {"jax": None, "jaxlib": "1"}),
-    kp.Started("0.0", 7),
-    kp.Failed("0.0", "no"),
-    kp.Line("0.0", "caf\u00e9 \x1e"),
-    kp.Dead("0.0", -9, (1, 2, 3, True, False)),
-    kp.Dead("0.0", 0, None),
+    kp.AgentHello("h", 1, "/py", {"jax": None, "jaxlib": "1"}),
+    kp.ActorStarted("0.0", 7),
+    kp.StartFailed("0.0", "no"),
+    kp.OutputLine("0.0", "caf\u00e9 \x1e"),
+    kp.ActorEnded("0.0", -9, (1, 2, 3, True, False)),
+    kp.ActorEnded("0.0", 0, None),
 ]
 HOSTILE = [None, -1, 2**70, 1e400, "", "x" * 1000, [], {}, [[[]]], True, {"a": {}}, "\ud800", "\0", 0.5]
 
@@ -51,24 +51,24 @@ def test_records_come_back_as_they_were(record):
 
 
 WRONG_FIELDS = [
-    ["Hello", [5, 1, "", {}]],
-    ["Hello", ["h", 1, "", None]],
-    ["Hello", ["h", 1, "", {"jax": 1}]],
-    ["Hello", ["h", 1, ""]],
-    ["Started", [["0.0"], 1]],
-    ["Started", ["0.0", "1"]],
-    ["Line", ["0.0", 5]],
-    ["Line", ["0.0", "", 1]],
-    ["Line", {"key": "0.0", "text": ""}],
-    ["Dead", ["0.0", 1, "abcde"]],
-    ["Dead", ["0.0", 1, [1, 2]]],
-    ["Dead", ["0.0", None, None]],
-    ["Start", []],
+    ["AgentHello", [5, 1, "", {}]],
+    ["AgentHello", ["h", 1, "", None]],
+    ["AgentHello", ["h", 1, "", {"jax": 1}]],
+    ["AgentHello", ["h", 1, ""]],
+    ["ActorStarted", [["0.0"], 1]],
+    ["ActorStarted", ["0.0", "1"]],
+    ["OutputLine", ["0.0", 5]],
+    ["OutputLine", ["0.0", "", 1]],
+    ["OutputLine", {"key": "0.0", "text": ""}],
+    ["ActorEnded", ["0.0", 1, "abcde"]],
+    ["ActorEnded", ["0.0", 1, [1, 2]]],
+    ["ActorEnded", ["0.0", None, None]],
+    ["StartActor", []],
     ["Close"],
-    [["Line"], []],
+    [["OutputLine"], []],
     [{}, {}],
-    ["Line", {}],
-    {"Line": 1},
+    ["OutputLine", {}],
+    {"OutputLine": 1},
     5,
 ]
 
@@ -90,7 +90,7 @@ def test_records_that_are_no_json(text):
 @pytest.mark.parametrize("signum", [-1, 0, 65, 2**70, "9", None, 9.0, True])
 def test_signals_that_are_none(signum):
     with pytest.raises(ValueError, match="no message of a keeper"):
-        kp.read_order(json.dumps(["Signal", ["0", signum]]).encode())
+        kp.read_order(json.dumps(["SignalActor", ["0", signum]]).encode())
 
 
 def test_mutated_lines_are_read_or_refused():
@@ -112,9 +112,9 @@ def test_mutated_lines_are_read_or_refused():
             ends["refused"] += 1
             continue
         ends["read"] += 1
-        if isinstance(message, kp.Start):
+        if isinstance(message, kp.StartActor):
             assert isinstance(message.request, ActorRequest) and message.request.environment()
-        elif isinstance(message, kp.Dead):
+        elif isinstance(message, kp.ActorEnded):
             message.progress()
         assert message is None or hash(getattr(message, "key", "")) is not None
     assert min(ends.values()) > 300
@@ -215,7 +215,7 @@ def test_the_shell_there_runs_the_interpreter_and_nothing_else(tmp_path, folder)
 
 
 def test_slurm_gets_no_shell_and_no_option():
-    command = srun_command(Placement(Host("n1"), 0, 1), ["/a b/python", "-m", "x;y"], (23,))
+    command = srun_command(ProcessPlacement(Host("n1"), 0, 1), ["/a b/python", "-m", "x;y"], (23,))
     assert command[-3:] == ["/a b/python", "-m", "x;y"] and "--nodelist=n1" in command
 
 
@@ -224,9 +224,9 @@ def test_slurm_gets_no_shell_and_no_option():
 )
 def test_values_travel_as_data(values):
     request = ActorRequest("/py", values, {"secret": SECRET})
-    line = kp.write_order(kp.Start("0", request, "/a;b 'c"))
+    line = kp.write_order(kp.StartActor("0", request, "/a;b 'c"))
     assert line.count(b"\n") == 1 and line.endswith(b"\n")
-    assert kp.read_order(line) == kp.Start("0", request, "/a;b 'c")
+    assert kp.read_order(line) == kp.StartActor("0", request, "/a;b 'c")
 
 
 # ---------------------------------------------------------------- what holds the secret
@@ -239,9 +239,9 @@ def test_nothing_that_holds_the_secret_shows_it():
     holders = [
         spec,
         ActorRequest("/py", {}, spec.config()),
-        kp.Start("0", REQUEST, "/"),
+        kp.StartActor("0", REQUEST, "/"),
         actor_main._parse(json.dumps(spec.config()).encode()),
-        Beating(Identity(0, 0), secret, place),
+        Heartbeat(Identity(0, 0), secret, place),
         derive_keys(secret, b""),
         Wire("controller", secret, version="1"),
     ]

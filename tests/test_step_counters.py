@@ -22,7 +22,7 @@ from jaxpp_async.actors.loaded_program import LoadedTask
 from jaxpp_async.actors.setup import ComputeThread
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.protocol.frames import FrameKey
-from jaxpp_async.protocol.loop_spin import Vigil
+from jaxpp_async.protocol.loop_spin import LoopSpin
 from jaxpp_async.transport.memory import MemoryTransport
 
 
@@ -82,15 +82,17 @@ def count_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 def frames(mesh: jpp.RemoteMesh) -> dict[int, tuple[int, int]]:
     """Frames that the controller has written to each actor and read from it: their sequence numbers."""
     assert mesh._controller is not None
-    wires = {actor: link.connection.wire for actor, link in mesh._controller._crew.links.items()}
+    wires = {actor: link.connection.wire for actor, link in mesh._controller._actor_group.links.items()}
     return {actor: (wire._num_sent, wire._num_received) for actor, wire in wires.items()}
 
 
 async def test_controller_sends_one_request_an_actor_and_step(remote_mesh, monkeypatch):
     mesh = await remote_mesh(2, launcher="local")
     controller = mesh._controller
-    vigil = Vigil(asyncio.get_running_loop(), lambda: bool(controller._under_way))
-    monkeypatch.setattr(controller, "_vigil", vigil)  # whether this machine has a core to spare or not
+    loop_spin = LoopSpin(asyncio.get_running_loop(), lambda: bool(controller._under_way))
+    monkeypatch.setattr(
+        controller, "_loop_spin", loop_spin
+    )  # whether this machine has a core to spare or not
     once = await steady(mesh, problem()[1])
     before = frames(mesh)
     for _ in range(10):
@@ -100,7 +102,7 @@ async def test_controller_sends_one_request_an_actor_and_step(remote_mesh, monke
 
 async def test_controller_sends_one_message_an_actor_for_each_large_host_argument(remote_mesh, monkeypatch):
     mesh = await remote_mesh(2, launcher="local")
-    transport = mesh._controller._crew.plane.transport
+    transport = mesh._controller._actor_group.plane.transport
     sent: list[tuple[int, int]] = []
     real = transport.send
     monkeypatch.setattr(
@@ -117,7 +119,7 @@ async def test_controller_sends_one_message_an_actor_for_each_large_host_argumen
 
 async def test_controller_wakes_up_once_a_reply(remote_mesh, monkeypatch):
     mesh = await remote_mesh(2, launcher="local")
-    monkeypatch.setattr(mesh._controller, "_vigil", None)  # with a core to spare it would not sleep
+    monkeypatch.setattr(mesh._controller, "_loop_spin", None)  # with a core to spare it would not sleep
     once = await steady(mesh, problem()[1])
     passes, counts = count_passes(monkeypatch), []
     for _ in range(20):

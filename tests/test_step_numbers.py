@@ -63,9 +63,9 @@ async def test_moves_and_inits_are_not_counted():
             assert repr(future).startswith(f"<StepFuture: step {2 * number + 1} ('train'), ")
             await future
             assert future.timeline().step == mesh.last_step_timeline().step == 2 * number + 1
-        while mesh._running()._backups._task is not None:
+        while mesh._running()._replication._task is not None:
             await mesh.fetch(params)
-        mesh._running()._crew.handles[1].kill()
+        mesh._running()._actor_group.handles[1].kill()
         await mesh.run(step, params, BATCH)
         seen = [event async for event in _until(events, "restarted")]
     assert [event.step for event in seen if event.kind == "died"] == [6]

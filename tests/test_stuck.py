@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jaxpp_async.controller.error_messages import ActorInfo, silent_error, stuck_error
-from jaxpp_async.controller.stall_detector import StuckSteps, place
+from jaxpp_async.controller.stall_detector import StallDetector, place
 from jaxpp_async.errors import ActorUnresponsiveError, TransferError
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import CONTROLLER, Aval, Input, Output, Recv, Run, Send
@@ -78,7 +78,7 @@ def reported(
 
 
 def stuck_after(
-    stuck: StuckSteps,
+    stuck: StallDetector,
     positions,
     unfinished=None,
     *,
@@ -115,7 +115,7 @@ WAITING = {0: at(4), 1: at(4), 2: at(1)}
     ],
 )
 def test_a_step_is_stuck_when_nobody_in_the_chain_moves(positions, when, actors):
-    found = stuck_after(StuckSteps(part), positions)
+    found = stuck_after(StallDetector(part), positions)
     if when is None:
         assert found is None
     else:
@@ -129,13 +129,13 @@ def test_who_computes_elsewhere_does_not_hold_up_the_clock():
     parts = {**PARTS, 2: PARTS[0], 0: replace(PARTS[2], instructions=(Recv(0, 1, 1, AVAL), *PROGRAMS[2][1:]))}
     parts[1] = replace(PARTS[1], instructions=(Recv(0, 0, 0, AVAL), *PROGRAMS[1][1:]))
     positions = {0: at(1), 1: at(1), 2: at(1, waiting=False, computing=True)}
-    found = stuck_after(StuckSteps(lambda program_id, actor: parts[actor]), positions)
+    found = stuck_after(StallDetector(lambda program_id, actor: parts[actor]), positions)
     assert found is not None and found[0] == 10.0 and found[1].actors == (0, 1)
 
 
 @pytest.mark.parametrize("what", ["position", "step", "restart", "computed"])
 def test_any_move_restarts_the_clock(what):
-    stuck, positions, unfinished = StuckSteps(part), dict(WAITING), dict.fromkeys(WAITING, STEP)
+    stuck, positions, unfinished = StallDetector(part), dict(WAITING), dict.fromkeys(WAITING, STEP)
     assert stuck_after(stuck, positions, unfinished, until=9.0) is None
     if what == "position":
         positions[2] = at(3)
@@ -150,14 +150,14 @@ def test_any_move_restarts_the_clock(what):
 
 
 def test_silent_actors_are_left_to_the_monitor():
-    stuck = StuckSteps(part)
+    stuck = StallDetector(part)
     assert stuck_after(stuck, WAITING, silent={2}) is None
     found = stuck_after(stuck, WAITING, start=100.5)
     assert found is not None and found[0] == 100.5
 
 
 def test_an_idle_mesh_is_not_stuck():
-    stuck = StuckSteps(part)
+    stuck = StallDetector(part)
     for now in range(100):
         assert stuck.judge(now, {}, {0: at(4)}) is None
     found = stuck_after(stuck, WAITING, start=100.0)  # a step submitted after a long rest
@@ -175,7 +175,7 @@ LOST = {
 
 
 def conclude(reports, *, now: float = 10.0, unfinished=None, positions=None, silent=(), stuck=None):
-    stuck = stuck or StuckSteps(part)
+    stuck = stuck or StallDetector(part)
     unfinished = unfinished or dict.fromkeys(reports, STEP)
     found = stuck_after(stuck, positions or {a: WAITING[a] for a in reports}, unfinished)
     assert found is not None
@@ -197,18 +197,18 @@ def test_not_stuck_after_all(reports):
 
 def test_a_quiet_actor_that_does_not_answer_is_left_to_the_monitor():
     assert conclude({**LOST, 1: None}, silent={1}) is None
-    autopsy = conclude({**LOST, 1: None})
-    assert autopsy is not None and autopsy.cause == "deaf"
+    diagnosis = conclude({**LOST, 1: None})
+    assert diagnosis is not None and diagnosis.cause == "deaf"
 
 
 def test_large_transfers_get_a_second_for_50_mb():
-    stuck, unfinished = StuckSteps(part), dict.fromkeys(WAITING, STEP)
+    stuck, unfinished = StallDetector(part), dict.fromkeys(WAITING, STEP)
     large = {**LOST, 2: reported(1, receive(0, 1, 1, size_bytes=250_000_000))}
     assert conclude(large, stuck=stuck) is None
     found = stuck_after(stuck, WAITING, start=10.5)
     assert found is not None and found[0] == 15.0
     assert stuck.conclude(15.0, found[1], unfinished, large).cause == "lost"
-    stuck = StuckSteps(part)
+    stuck = StallDetector(part)
     assert conclude(large, stuck=stuck) is None
     found = stuck_after(stuck, WAITING, start=10.5)
     trickling = {**large, 2: replace(large[2], transfers_done=1)}
@@ -296,26 +296,26 @@ def test_the_first_culprit(reports, cause, culprit, waits):
     positions = {
         a: at(r.instruction) if r is not None and r.step == STEP else None for a, r in reports.items()
     }
-    autopsy = conclude(reports, positions=positions)
-    assert autopsy is not None and autopsy.cause == cause and autopsy.culprit.startswith(culprit)
-    assert autopsy.waits == waits if isinstance(waits, tuple) else len(autopsy.waits) == waits
-    assert autopsy.step == STEP and sorted(autopsy.places) == sorted(reports)
+    diagnosis = conclude(reports, positions=positions)
+    assert diagnosis is not None and diagnosis.cause == cause and diagnosis.culprit.startswith(culprit)
+    assert diagnosis.waits == waits if isinstance(waits, tuple) else len(diagnosis.waits) == waits
+    assert diagnosis.step == STEP and sorted(diagnosis.places) == sorted(reports)
 
 
 def test_the_surest_culprit_wins():
     """0 waits for two: of one it has been heard that it does not answer, the other's data is lost."""
     reports = {0: reported(4, receive(2, 1, 3), receive(3, 2, 8)), 1: None, 2: reported(3, send(5, 0, 8))}
-    autopsy = conclude(reports, positions={0: at(4), 1: None, 2: at(3)})
-    assert autopsy is not None and autopsy.cause == "lost" and autopsy.chain == (0, 1)
+    diagnosis = conclude(reports, positions={0: at(4), 1: None, 2: at(3)})
+    assert diagnosis is not None and diagnosis.cause == "lost" and diagnosis.chain == (0, 1)
 
 
 # ---------------------------------------------------------------- what a user reads
 
 
 def test_the_error_of_a_lost_transfer():
-    autopsy = conclude(LOST)
-    assert autopsy is not None
-    error = stuck_error(autopsy, 10.4, INFOS)
+    diagnosis = conclude(LOST)
+    assert diagnosis is not None
+    error = stuck_error(diagnosis, 10.4, INFOS)
     assert isinstance(error, TransferError)
     assert (error.actor, error.host, error.pid, error.step) == (2, "node2", 102, 7)
     lines = str(error).splitlines()
@@ -331,11 +331,11 @@ def test_the_errors_of_other_causes():
         ({**LOST, 1: None}, 1),
         ({0: reported(1, receive(0, CONTROLLER, -1, kind="argument"))}, None),
     ):
-        autopsy = conclude(
+        diagnosis = conclude(
             reports, positions={**dict.fromkeys(reports), **WAITING} if 1 in reports else {0: at(1)}
         )
-        assert autopsy is not None
-        error = stuck_error(autopsy, 12.0, INFOS)
+        assert diagnosis is not None
+        error = stuck_error(diagnosis, 12.0, INFOS)
         assert type(error) is ActorUnresponsiveError and error.actor == actor and error.step == 7
 
 
@@ -360,6 +360,6 @@ def test_hundreds_of_actors_in_a_row():
     """The chain is followed without recursion, and the message stays short enough to read."""
     count = 2000
     reports = {a: reported(0, receive(0, a + 1, a)) for a in range(count - 1)} | {count - 1: None}
-    autopsy = conclude(reports, positions=dict.fromkeys(reports))
-    assert autopsy is not None and autopsy.cause == "deaf" and autopsy.actor == count - 1
-    assert len(stuck_error(autopsy, 10.0, {}).args[0].splitlines()) < 80
+    diagnosis = conclude(reports, positions=dict.fromkeys(reports))
+    assert diagnosis is not None and diagnosis.cause == "deaf" and diagnosis.actor == count - 1
+    assert len(stuck_error(diagnosis, 10.0, {}).args[0].splitlines()) < 80

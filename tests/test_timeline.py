@@ -71,12 +71,14 @@ def made(
     *,
     origin: float = 100.0,
     ahead: Sequence[float] = (0.0, 0.0),
-    heard: float = 22.0,
+    record_heartbeat: float = 22.0,
     **known: Any,
 ) -> Timeline:
     """The timeline of a step of `heard` seconds; clock k is ahead by `ahead[k]`."""
     recorded = {
-        p.actor: Recorded(p, packed(s, origin + ahead[k]), origin + heard, **{"offset_s": ahead[k], **known})
+        p.actor: Recorded(
+            p, packed(s, origin + ahead[k]), origin + record_heartbeat, **{"offset_s": ahead[k], **known}
+        )
         for k, (p, s) in enumerate(zip(programs, stamps, strict=True))
     }
     return make_timeline(7, "train_step", origin, recorded)
@@ -185,10 +187,10 @@ def test_the_bill_of_stages_that_are_not_alike():
                       f'run    "fwd(stage {a}, mb 1)" exe 0 () -> (b1 f32[1])\n')
         for a in (0, 1)
     ]  # fmt: skip
-    bill = made(programs, [[(0, 3), (3, 6)], [(0, 1), (1, 2)]], heard=6.0).bill
+    bill = made(programs, [[(0, 3), (3, 6)], [(0, 1), (1, 2)]], record_heartbeat=6.0).bill
     assert (bill.compute_s, bill.imbalance_s, bill.schedule_s) == (4, 2, 0)
     assert (bill.queue_s, bill.transfer_s, bill.start_s, bill.dispatch_s, bill.reply_s) == (0, 0, 0, 0, 0)
-    late = made(programs, [[(0, 3), (4, 7)], [(7, 8), (8, 9)]], heard=9.0).bill
+    late = made(programs, [[(0, 3), (4, 7)], [(7, 8), (8, 9)]], record_heartbeat=9.0).bill
     assert (late.start_s, late.dispatch_s) == (3, 0)  # actor 1 began when all could have been over
 
 
@@ -275,7 +277,7 @@ BOTH_WAYS = [
 )
 def test_transfers_bound_two_clocks_against_each_other(stamps, expected):
     """The controller knows next to nothing: the step was sent at 0 and heard of at 12."""
-    timeline = made(BOTH_WAYS, stamps, heard=12.0, ahead=(0.0, 0.0), error_s=None, offset_s=0.0)
+    timeline = made(BOTH_WAYS, stamps, record_heartbeat=12.0, ahead=(0.0, 0.0), error_s=None, offset_s=0.0)
     zero, one = timeline.actors
     apart = (stamps[1][0][0] - one.events[0].start_s) - (stamps[0][0][0] - zero.events[0].start_s)
     for t in timeline.transfers:
@@ -292,7 +294,7 @@ def test_transfers_bound_two_clocks_against_each_other(stamps, expected):
 def test_what_transfers_say_must_agree_with_the_step():
     """Data that is there before it was sent by clocks that are known: transfers are then not asked, arrows left out."""
     stamps = [[(3, 3), (8, 9), (2, 2)], [(3, 3), (5, 6), (2, 4)]]
-    timeline = made(BOTH_WAYS, stamps, heard=12.0, offset_s=0.0, error_s=1e-3)
+    timeline = made(BOTH_WAYS, stamps, record_heartbeat=12.0, offset_s=0.0, error_s=1e-3)
     assert timeline.actors[0].events[0].start_s == pytest.approx(3)
     assert sum(t.duration_s < 0 for t in timeline.transfers) == 2
     trace = timeline.to_chrome_trace()
@@ -524,7 +526,7 @@ async def test_every_instruction_of_a_real_step_is_on_its_timeline(remote_mesh, 
 async def test_actors_whose_clock_is_not_ours_are_asked_for_it(remote_mesh, monkeypatch):
     """It is ours: the offset must come out as nothing, but for the error that it says it has."""
     mesh = await remote_mesh(2, launcher="local")
-    monkeypatch.setattr(mesh._controller._supervision.clocks, "_clocks", clocks := Clocks("elsewhere"))
+    monkeypatch.setattr(mesh._controller._failure_policy.clocks, "_clocks", clocks := Clocks("elsewhere"))
     model = mlp(2)
     step = mesh.distributed(grads_step(model, jpp.Std1F1B(2)))
     params, batch = model.init(0), model.batch(0, 4)
@@ -552,9 +554,9 @@ def processes(timeline: Timeline) -> list[tuple[int, str, int]]:
 async def test_a_timeline_stays_what_it_was_after_a_restart_and_after_the_end(monkeypatch):
     """Its processes and their clocks, however those of the successors are."""
     async with jpp.RemoteMesh(2, max_restarts=1) as mesh:
-        watch = mesh._controller._supervision.clocks
+        watch = mesh._controller._failure_policy.clocks
         monkeypatch.setattr(watch, "_clocks", clocks := Clocks("elsewhere"))
-        monkeypatch.setattr(watch, "heard", lambda identity, beat: None)
+        monkeypatch.setattr(watch, "record_heartbeat", lambda identity, beat: None)
         for actor in (0, 1):
             clocks.note(actor, 0.0, 0.5, 1.0)
         step, args = a_step(mesh)
@@ -586,7 +588,7 @@ async def test_a_step_that_a_restart_ran_again_has_the_timeline_of_the_run_that_
         await mesh.run(step, *args)
         future = await mesh.submit(step, *args)
         sent_first_s = future._handle.sent_s
-        mesh._controller._crew.handles[1].kill()
+        mesh._controller._actor_group.handles[1].kill()
         with pytest.raises(MeshError, match="once it has finished"):
             future.timeline()
         async with asyncio.timeout(60):
@@ -603,7 +605,7 @@ async def test_steps_that_fail_or_are_aborted_leave_the_last_timeline():
         await mesh.run(step, *args)
         good = mesh.last_step_timeline()
         steps = [await mesh.submit(step, *args) for _ in range(2)]
-        mesh._controller._crew.handles[1].kill()
+        mesh._controller._actor_group.handles[1].kill()
         for future, error in zip(steps, (ActorDiedError, StepAbortedError), strict=True):
             with pytest.raises(error):
                 await future

@@ -18,7 +18,15 @@ from jaxpp_async.errors import InstallError, ProtocolError, TransferError
 from jaxpp_async.transport.base import check_tag, memory_of
 from jaxpp_async.transport.nccl import link_end as nccl_end
 from jaxpp_async.transport.nccl.library import NcclFailure, load_library
-from jaxpp_async.transport.nccl.order import Line, Link, Queue, Turn, batches, order_of, rounds
+from jaxpp_async.transport.nccl.order import (
+    LinkOrder,
+    NcclLink,
+    OrderedMessage,
+    TurnQueue,
+    batches,
+    order_of,
+    rounds,
+)
 from jaxpp_async.transport.nccl.transport import _SEQUENCE_MASK, NcclTransport
 
 
@@ -32,7 +40,7 @@ class SelfJoining(NcclTransport):
         other = self.known.get(peer)
         if other is None or self.peer_id not in other._peers:
             return
-        for link in sorted((Link(self.peer_id, peer), Link(peer, self.peer_id))):
+        for link in sorted((NcclLink(self.peer_id, peer), NcclLink(peer, self.peer_id))):
             maker = self if link.maker == self.peer_id else other
             unique_id = maker.make_id()
             await asyncio.gather(self.join(link, unique_id), other.join(link, unique_id))
@@ -44,10 +52,10 @@ class InOrderOfPosts(SelfJoining):
 
     def _post(self, way, memory, tag, done):
         check_tag(tag)
-        link = Link(self.peer_id, way.peer) if way.sends else Link(way.peer, self.peer_id)
+        link = NcclLink(self.peer_id, way.peer) if way.sends else NcclLink(way.peer, self.peer_id)
         end = self._joined.get(link)
         if end is not None and end.failure is None:
-            self.begin(order_of(self.peer_id, [Turn(tag & _SEQUENCE_MASK, link)]))
+            self.begin(order_of(self.peer_id, [OrderedMessage(tag & _SEQUENCE_MASK, link)]))
         return super()._post(way, memory, tag, done)
 
 
@@ -76,7 +84,7 @@ async def make_transport(library, kind):
     yield make
     for transport in made.values():
         await transport.aclose()
-    assert not waiters(), "threads that wait for a device are left"
+    assert not reply_handlers(), "threads that wait for a device are left"
 
 
 @pytest.fixture
@@ -86,7 +94,7 @@ async def pair(make_transport):
     return a, b
 
 
-def waiters() -> list[str]:
+def reply_handlers() -> list[str]:
     """Threads of transports that do not end, a moment granted: the loop hears of an end a little before."""
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("jaxpp NCCL")]
     for thread in threads:
@@ -117,8 +125,8 @@ class TestBusyNcclConformance(TestNcclConformance):
 # ---------------------------------------------------------------- turns
 
 
-def line(*sequences: int) -> Line:
-    return order_of(0, [Turn(s, Link(0, 1)) for s in sequences]).lines[Link(0, 1)]
+def line(*sequences: int) -> LinkOrder:
+    return order_of(0, [OrderedMessage(s, NcclLink(0, 1)) for s in sequences]).lines[NcclLink(0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +139,7 @@ def line(*sequences: int) -> Line:
     ],
 )
 def test_what_is_posted_out_of_turn_waits_for_it(offered, gone):
-    queue: Queue[int] = Queue()
+    queue: TurnQueue[int] = TurnQueue()
     for _ in range(2):  # the next step begins anew
         queue.begin(line(4, 2, 9))
         assert [queue.offer(s, s) for s in offered] == gone
@@ -140,11 +148,11 @@ def test_what_is_posted_out_of_turn_waits_for_it(offered, gone):
 
 def test_before_a_step_has_begun_nothing_has_a_turn():
     with pytest.raises(ProtocolError, match="sequence 7 is not one of the program's"):
-        Queue[str]().offer(7, "a")
+        TurnQueue[str]().offer(7, "a")
 
 
 def test_what_has_no_turn_is_refused():
-    queue: Queue[int] = Queue()
+    queue: TurnQueue[int] = TurnQueue()
     queue.begin(line(4, 2, 9))
     assert queue.offer(9, 9) == []
     assert queue.offer(4, 4) == [4]
@@ -158,20 +166,30 @@ def test_what_has_no_turn_is_refused():
 
 def test_an_order_has_each_sequence_once():
     with pytest.raises(ValueError, match="sequence 3 stands twice"):
-        order_of(0, [Turn(3, Link(0, 1)), Turn(3, Link(0, 1, 1, 1))])
+        order_of(0, [OrderedMessage(3, NcclLink(0, 1)), OrderedMessage(3, NcclLink(0, 1, 1, 1))])
 
 
 def test_ids_are_made_by_the_lower_number_and_links_in_one_order_by_all():
-    links = [Link(2, 0), Link(1, 2), Link(0, 2, 1, 1), Link(0, 2), Link(2, 1), Link(0, 2)]
-    assert batches(links) == {0: [Link(0, 2), Link(0, 2, 1, 1), Link(2, 0)], 1: [Link(1, 2), Link(2, 1)]}
+    links = [
+        NcclLink(2, 0),
+        NcclLink(1, 2),
+        NcclLink(0, 2, 1, 1),
+        NcclLink(0, 2),
+        NcclLink(2, 1),
+        NcclLink(0, 2),
+    ]
+    assert batches(links) == {
+        0: [NcclLink(0, 2), NcclLink(0, 2, 1, 1), NcclLink(2, 0)],
+        1: [NcclLink(1, 2), NcclLink(2, 1)],
+    }
 
 
 @pytest.mark.parametrize(
     ("links", "most"),
     [
-        ([Link(a, b, d, d) for k in range(63) for a, b in ((k, k + 1), (k + 1, k)) for d in range(2)], 8),
-        ([Link(a, b) for a in range(8) for b in range(8) if a != b], 16),
-        ([Link(a, b) for k in range(0, 8, 2) for a, b in ((k, k + 1), (k + 1, k))], 2),
+        ([NcclLink(a, b, d, d) for k in range(63) for a, b in ((k, k + 1), (k + 1, k)) for d in range(2)], 8),
+        ([NcclLink(a, b) for a in range(8) for b in range(8) if a != b], 16),
+        ([NcclLink(a, b) for k in range(0, 8, 2) for a, b in ((k, k + 1), (k + 1, k))], 2),
         ([], 0),
     ],
     ids=["a pipeline of 64, two devices each", "everyone with everyone", "pairs", "none"],
@@ -187,7 +205,9 @@ def test_links_are_made_in_few_rounds_in_which_nobody_waits_for_others(links, mo
 
 def begin(pair, there=(), back=()) -> None:
     """A step begins for peers 0 and 1, with these sequences from 0 to 1, and from 1 to 0."""
-    turns = [Turn(s, Link(0, 1)) for s in there] + [Turn(s, Link(1, 0)) for s in back]
+    turns = [OrderedMessage(s, NcclLink(0, 1)) for s in there] + [
+        OrderedMessage(s, NcclLink(1, 0)) for s in back
+    ]
     for transport in pair:
         transport.begin(order_of(transport.peer_id, turns))
 
@@ -217,7 +237,9 @@ async def test_four_peers_post_at_random_and_every_message_meets_its_own(make_tr
     ways = [(a, b) for a in range(4) for b in range(4) if a != b]
     for step in range(3):
         sizes = {way: [rng.choice((0, 1, 64, 5000)) for _ in range(rng.randrange(9))] for way in ways}
-        turns = [Turn(100 * step + k, Link(*way)) for way in ways for k in range(len(sizes[way]))]
+        turns = [
+            OrderedMessage(100 * step + k, NcclLink(*way)) for way in ways for k in range(len(sizes[way]))
+        ]
         for me, peer in enumerate(peers):
             peer.begin(order_of(me, [turn for turn in turns if me in turn.link[:2]]))
         messages = [(way, k, data(size, step + k)) for way in ways for k, size in enumerate(sizes[way])]
@@ -253,9 +275,9 @@ async def test_nothing_is_posted_on_a_link_that_no_order_has_it_on(pair, library
 
 async def test_a_step_that_needs_links_which_were_never_made_does_not_begin(pair):
     a, _ = pair
-    for link in (Link(0, 1, 1, 1), Link(2, 0)):
+    for link in (NcclLink(0, 1, 1, 1), NcclLink(2, 0)):
         with pytest.raises(TransferError, match=r"link to peer \d"):
-            a.begin(order_of(0, [Turn(0, link)]))
+            a.begin(order_of(0, [OrderedMessage(0, link)]))
 
 
 async def test_a_directions_receive_that_waits_does_not_hold_up_the_other(pair):
@@ -299,14 +321,14 @@ async def test_a_link_is_ones_own_and_made_once(library):
     a, b = await two(library)
     unique_id = a.make_id()
     with pytest.raises(ValueError, match="does not end at peer 0"):
-        await a.join(Link(1, 2), unique_id)
+        await a.join(NcclLink(1, 2), unique_id)
     with pytest.raises(TransferError, match=r"peer 2.*not connected"):
-        await a.join(Link(0, 2), unique_id)
+        await a.join(NcclLink(0, 2), unique_id)
     with pytest.raises(TransferError, match="peer 1: it has no communicator"):
         await within(a.send(data(8, 1), 1, tag(0)))
-    await asyncio.gather(a.join(Link(0, 1), unique_id), b.join(Link(0, 1), unique_id))
+    await asyncio.gather(a.join(NcclLink(0, 1), unique_id), b.join(NcclLink(0, 1), unique_id))
     with pytest.raises(ValueError, match="there is a communicator from peer 0 to peer 1, device 0 already"):
-        await a.join(Link(0, 1), a.make_id())
+        await a.join(NcclLink(0, 1), a.make_id())
     await a.aclose(), await b.aclose()
 
 
@@ -315,9 +337,9 @@ async def test_a_peer_that_does_not_come_is_given_up(library):
     with pytest.raises(
         TransferError, match=r"peer 1, device 0 could not be made: peer 1 did not come within 0.02 s"
     ):
-        await a.join(Link(0, 1), a.make_id(), timeout_s=0.02)
+        await a.join(NcclLink(0, 1), a.make_id(), timeout_s=0.02)
     assert library.num_aborted == 1
-    await asyncio.gather(*(t.join(Link(0, 1), i) for i in [a.make_id()] for t in (a, b)))
+    await asyncio.gather(*(t.join(NcclLink(0, 1), i) for i in [a.make_id()] for t in (a, b)))
     begin((a, b), there=[1])
     await transfer(a, b, EAGER, 1)
     await a.aclose(), await b.aclose()
@@ -328,18 +350,18 @@ async def test_a_link_is_named_after_whose_processes_it_joins(library):
     a.name = lambda process: f"actor {process + 6} (process 1 of 2)"
     said = r"^communicator from actor 6 \(process 1 of 2\) to actor 7 .*, device 0 could not be made: actor 7 .* did not"
     with pytest.raises(TransferError, match=said):
-        await a.join(Link(0, 1), a.make_id(), timeout_s=0.01)
+        await a.join(NcclLink(0, 1), a.make_id(), timeout_s=0.01)
     await a.aclose(), await b.aclose()
 
 
 async def test_an_abort_ends_links_that_are_being_made(library):
     a, b = await two(library)
-    joining = asyncio.gather(a.join(Link(0, 1), a.make_id()), return_exceptions=True)
+    joining = asyncio.gather(a.join(NcclLink(0, 1), a.make_id()), return_exceptions=True)
     await asyncio.sleep(0.01)
     await within(a.abort())
     (error,) = await within(joining)
     assert isinstance(error[0] if isinstance(error, list) else error, TransferError)
-    cancelled = asyncio.ensure_future(b.join(Link(0, 1), b.make_id()))
+    cancelled = asyncio.ensure_future(b.join(NcclLink(0, 1), b.make_id()))
     await asyncio.sleep(0.01)
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -353,10 +375,10 @@ async def test_communicators_that_were_mixed_up_are_found_out(library):
     a, b = await two(library)
     there, back = a.make_id(), a.make_id()
     mixed = [
-        (a, Link(0, 1), there),
-        (b, Link(0, 1, 1, 1), there),
-        (a, Link(0, 1, 1, 1), back),
-        (b, Link(0, 1), back),
+        (a, NcclLink(0, 1), there),
+        (b, NcclLink(0, 1, 1, 1), there),
+        (a, NcclLink(0, 1, 1, 1), back),
+        (b, NcclLink(0, 1), back),
     ]
     ends = await asyncio.gather(
         *(t.join(link, i, timeout_s=5) for t, link, i in mixed), return_exceptions=True
@@ -373,7 +395,7 @@ async def test_a_refusal_of_nccl_is_a_transfer_error(library, monkeypatch):
     monkeypatch.setattr(library, "join", refuse)
     a, b = await two(library)
     with pytest.raises(TransferError, match="could not be made: SystemError"):
-        await a.join(Link(0, 1), a.make_id())
+        await a.join(NcclLink(0, 1), a.make_id())
     await a.aclose(), await b.aclose()
 
 

@@ -353,24 +353,24 @@ async def test_an_offered_message_that_cannot_be_told_of_fails(pair, monkeypatch
 async def test_an_idle_sender_forgets_blocks_that_their_owners_let_go_of(pair, monkeypatch):
     monkeypatch.setattr(one_copy, "_SWEEP_S", 0.001)
     a, b = pair
-    block, neighbour = SharedBlock(DIRECT_BYTES), a._links[1].neighbour
+    block, local_peer = SharedBlock(DIRECT_BYTES), a._links[1].local_peer
     await within(b.recv(block, 0, tag(1)), a.send(data(DIRECT_BYTES, 1), 1, tag(1)))
-    assert neighbour.has_blocks
+    assert local_peer.has_blocks
     block.retire()
     for _ in range(1000):
-        if neighbour.has_blocks:
+        if local_peer.has_blocks:
             await asyncio.sleep(0.001)
-    assert not neighbour.has_blocks
+    assert not local_peer.has_blocks
 
 
 async def test_a_block_that_its_owner_let_go_of_is_not_placed(pair):
     a, _ = pair
     block = SharedBlock(DIRECT_BYTES)
-    ticket, neighbour = block.ticket, a._links[1].neighbour
-    neighbour.place(ticket)
+    ticket, local_peer = block.ticket, a._links[1].local_peer
+    local_peer.place(ticket)
     block.retire()
     with pytest.raises(ValueError, match="let go"):
-        neighbour.place(ticket)
+        local_peer.place(ticket)
 
 
 @pytest.mark.parametrize("hurried", [False, True])

@@ -25,14 +25,14 @@ from waiting import until
 
 from jaxpp_async.errors import InstallError, ProtocolError, TransferError
 from jaxpp_async.transport import shared_memory
-from jaxpp_async.transport.adaptive_spin import SHORTEST_S, Lookout
+from jaxpp_async.transport.adaptive_spin import SHORTEST_S, AdaptiveSpin
 from jaxpp_async.transport.base import memory_of, seal, unseal
 from jaxpp_async.transport.network import Network
 from jaxpp_async.transport.shared_memory import SharedBlock
 from jaxpp_async.transport.ucx import one_copy
 from jaxpp_async.transport.ucx import transport as ucx_transport
 from jaxpp_async.transport.ucx.context import shares_memory
-from jaxpp_async.transport.ucx.links import SENDING, Transfer
+from jaxpp_async.transport.ucx.links import SENDING, UcxTransfer
 from jaxpp_async.transport.ucx.one_copy import DIRECT_BYTES
 from jaxpp_async.transport.ucx.transport import UCXTransport
 
@@ -59,7 +59,7 @@ class TestUCXConformance(TransportConformance):
 
     @pytest.fixture(autouse=True)
     def apart(self, monkeypatch):
-        monkeypatch.setattr(shared_memory.Neighbour, "of", lambda ticket: None)
+        monkeypatch.setattr(shared_memory.LocalPeer, "of", lambda ticket: None)
 
 
 def num_descriptors() -> int:
@@ -199,24 +199,24 @@ LONGEST_S = 200e-6
     ],
 )
 def test_lookout_follows_the_waits(waits_us, limit_us):
-    lookout, now_s = Lookout(LONGEST_S), 7.0
+    adaptive_spin, now_s = AdaptiveSpin(LONGEST_S), 7.0
     for wait_us in waits_us:
-        lookout.goes_on(now_s)
+        adaptive_spin.goes_on(now_s)
         now_s += wait_us * 1e-6
-        lookout.came(now_s)
-    assert lookout.limit_s == pytest.approx(limit_us * 1e-6)
-    assert lookout.limit_s == 0 or SHORTEST_S <= lookout.limit_s <= LONGEST_S
+        adaptive_spin.came(now_s)
+    assert adaptive_spin.limit_s == pytest.approx(limit_us * 1e-6)
+    assert adaptive_spin.limit_s == 0 or SHORTEST_S <= adaptive_spin.limit_s <= LONGEST_S
 
 
 def test_lookout_ends():
-    lookout = Lookout(LONGEST_S)
-    assert lookout.goes_on(1.0) and lookout.goes_on(1.0 + LONGEST_S / 2)
-    assert not lookout.goes_on(1.0 + 2 * LONGEST_S)
-    lookout.stop()
-    assert lookout.goes_on(2.0)
-    lookout.came(2.0)
-    lookout.came(9.0)  # nobody waited
-    assert lookout.limit_s == LONGEST_S
+    adaptive_spin = AdaptiveSpin(LONGEST_S)
+    assert adaptive_spin.goes_on(1.0) and adaptive_spin.goes_on(1.0 + LONGEST_S / 2)
+    assert not adaptive_spin.goes_on(1.0 + 2 * LONGEST_S)
+    adaptive_spin.stop()
+    assert adaptive_spin.goes_on(2.0)
+    adaptive_spin.came(2.0)
+    adaptive_spin.came(9.0)  # nobody waited
+    assert adaptive_spin.limit_s == LONGEST_S
 
 
 WORKER_ADDRESS = bytes(range(217))
@@ -461,11 +461,11 @@ async def test_other_buffers_other_hosts_and_kept_apart_processes_get_messages(m
             if case == "boot":
                 patch.setattr(shared_memory, "_here", iter([(bytes(16), 1), (bytes(16), 2)]).__next__)
             elif case == "key":
-                patch.setattr(b._direct._board, "ticket", b._direct._board.ticket[:-1] + b"?")
+                patch.setattr(b._direct._mailbox, "ticket", b._direct._mailbox.ticket[:-1] + b"?")
             elif case == "UCX_TLS":
                 patch.setenv("UCX_TLS", "tcp,self")
             elif case == "full board":
-                patch.setattr(a._direct._board, "_free", [])
+                patch.setattr(a._direct._mailbox, "_free", [])
             elif case == "unreachable block":
                 assert got.ticket is not None
                 got.ticket = got.ticket._replace(key=bytes(16))
@@ -489,9 +489,9 @@ async def test_what_is_written_after_an_abort_reaches_nobody(make_transport, mon
     await until(lambda: a._direct.sender._written_bytes, every_s=0)
     assert a._direct.busy
     assert not a._direct.sender.holds_back, "what is sent meanwhile need not go behind it"
-    neighbour, ticket = a._links[1].neighbour, block.ticket
-    assert neighbour is not None and ticket is not None
-    old = neighbour._blocks[ticket.key]
+    local_peer, ticket = a._links[1].local_peer, block.ticket
+    assert local_peer is not None and ticket is not None
+    old = local_peer._blocks[ticket.key]
     await within(b.abort(0))
     assert isinstance(receive.exception(), TransferError)
     block.array[:] = 7
@@ -512,11 +512,11 @@ async def test_a_block_stays_mapped_while_it_is_written(make_transport, monkeypa
     block = SharedBlock(LARGE)
     receive, send = b.recv(block, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1))
     await until(lambda: a._direct.sender._written_bytes, every_s=0)
-    neighbour = a._links[1].neighbour
-    assert neighbour is not None
+    local_peer = a._links[1].local_peer
+    assert local_peer is not None
     block.retire()  # as by an abort in another process
-    neighbour.forget_freed()
-    assert not neighbour.has_blocks
+    local_peer.forget_freed()
+    assert not local_peer.has_blocks
     assert a._direct.busy
     await within(send)  # a segmentation fault otherwise
     assert not block.array.all()
@@ -527,10 +527,10 @@ async def test_a_block_stays_mapped_while_it_is_written(make_transport, monkeypa
 async def test_one_side_alone_sees_the_other(make_transport, monkeypatch, blind):
     """As where only one of two users, or only the side with descriptors left, may open the other's memory."""
     a, b = await make_transport(0), await make_transport(1)
-    of = shared_memory.Neighbour.of
+    of = shared_memory.LocalPeer.of
     with monkeypatch.context() as patch:
         unseen = (a, b)[1 - blind]._direct.ticket
-        patch.setattr(shared_memory.Neighbour, "of", lambda ticket: None if ticket == unseen else of(ticket))
+        patch.setattr(shared_memory.LocalPeer, "of", lambda ticket: None if ticket == unseen else of(ticket))
         await join(a, b)
     pieces = write_count(monkeypatch)
     for sender, receiver in ((a, b), (b, a)):
@@ -565,7 +565,7 @@ async def test_blocks_of_another_size_are_not_written(make_transport, monkeypatc
     await join(a, b)
     small = SharedBlock(4096)
     assert small.ticket is not None
-    a._links[1].neighbour.place(small.ticket)  # from then on it is known by its key
+    a._links[1].local_peer.place(small.ticket)  # from then on it is known by its key
     for number, (size, error) in enumerate([(LARGE, None), (4096, ProtocolError)]):
         block = SharedBlock(LARGE)
         block.ticket = small.ticket._replace(size_bytes=size)
@@ -650,7 +650,7 @@ async def test_a_close_that_failed_is_made_up_for_when_ucx_lets_go(make_transpor
     a, b = await make_transport(0), await make_transport(1)
     before = num_descriptors()
     await join(a, b)
-    a._open[-1] = Transfer(a._links[1], memory_of(np.zeros(8), writable=False), SENDING, tag(1), None)
+    a._open[-1] = UcxTransfer(a._links[1], memory_of(np.zeros(8), writable=False), SENDING, tag(1), None)
     for _ in range(2):
         with pytest.raises(TransferError, match="UCX still holds 1 buffers"):
             await within(a.aclose())
@@ -669,14 +669,14 @@ async def test_a_sender_keeps_no_memory_that_its_peer_let_go_of(make_transport):
     kept, freed = SharedBlock(LARGE), SharedBlock(LARGE)
     for block in (kept, freed):
         await within(b.recv(block, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1)))
-    neighbour = a._links[1].neighbour
-    assert neighbour is not None and len(neighbour._blocks) == 2
+    local_peer = a._links[1].local_peer
+    assert local_peer is not None and len(local_peer._blocks) == 2
     del freed, block
     gc.collect()
     await within(b.recv(kept, 0, tag(1)), a.send(data(LARGE, 1), 1, tag(1)))
-    assert len(neighbour._blocks) == 1
+    assert len(local_peer._blocks) == 1
     await within(a.abort(1), b.abort(0))
-    assert not neighbour._blocks
+    assert not local_peer._blocks
 
 
 def test_half_of_the_descriptors_are_left_to_others(monkeypatch):
@@ -713,22 +713,22 @@ async def test_a_sender_that_dies_while_it_writes(make_transport):
 def test_blocks_that_are_gone_are_forgotten():
     gc.collect()
     before = num_descriptors()
-    board = shared_memory.Board()
-    neighbour = shared_memory.Neighbour.of(board.ticket)
-    assert neighbour is not None
+    mailbox = shared_memory.Mailbox()
+    local_peer = shared_memory.LocalPeer.of(mailbox.ticket)
+    assert local_peer is not None
     for _ in range(3):
         block = SharedBlock(10_000)
         assert block.ticket is not None
-        neighbour.place(block.ticket)
-        assert len(neighbour._blocks) == 1
+        local_peer.place(block.ticket)
+        assert len(local_peer._blocks) == 1
         kept = block.array
         del block
         gc.collect()
         kept[:] = 1  # lives as long as somebody shows it
-    board.close()
-    board.close()
+    mailbox.close()
+    mailbox.close()
     assert num_descriptors() == before
-    assert shared_memory.Neighbour.of(board.ticket) is None
+    assert shared_memory.LocalPeer.of(mailbox.ticket) is None
 
 
 @pytest.mark.parametrize(

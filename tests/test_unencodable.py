@@ -13,7 +13,7 @@ from test_outbox import Desk
 import jaxpp_async as jpp
 from jaxpp_async.actors import server
 from jaxpp_async.actors.actor import failed
-from jaxpp_async.controller.requests import Call, Outbox, Post
+from jaxpp_async.controller.requests import PendingRequest, RequestLog, SentRequest
 from jaxpp_async.errors import MeshError
 from jaxpp_async.protocol import codec
 from jaxpp_async.protocol import messages as m
@@ -33,20 +33,25 @@ BAD = {
 @pytest.mark.parametrize("is_open", [True, False])
 async def test_what_cannot_be_encoded_is_neither_sent_nor_remembered(said, is_open):
     desk = Desk()
-    desk.outbox = Outbox(desk.links, lambda: None, remembers=True, max_frame_bytes=100_000)  # type: ignore[arg-type]
+    desk.request_log = RequestLog(desk.links, lambda: None, remembers=True, max_frame_bytes=100_000)  # type: ignore[arg-type]
     desk.step()
     desk.finish(0)
     if not is_open:  # during a restart
-        desk.outbox.hold_back()
+        desk.request_log.hold_back()
     asked = [len(link.asked) for link in desk.links.values()]
     for _ in range(3):
         with pytest.raises(MeshError, match=rf"^Abort (cannot be sent: .*)?{said}"):
-            desk.outbox.send(0, BAD[said], m.Done)
-        waiter, number = Call(m.Done), desk.outbox.number
+            desk.request_log.send(0, BAD[said], m.Done)
+        reply_handler, number = PendingRequest(m.Done), desk.request_log.number
         with pytest.raises(MeshError):  # all of them, or none
-            desk.outbox.post(Post(1, m.Inspect(number()), waiter), Post(0, BAD[said](number()), waiter))
+            desk.request_log.post(
+                SentRequest(1, m.Inspect(number()), reply_handler),
+                SentRequest(0, BAD[said](number()), reply_handler),
+            )
     assert [len(link.asked) for link in desk.links.values()] == asked
-    assert not desk.outbox._open and len(desk.outbox._sent) == 2 and desk.outbox.size_bytes == 0
+    assert (
+        not desk.request_log._open and len(desk.request_log._sent) == 2 and desk.request_log.size_bytes == 0
+    )
     assert desk.again() == ["Step"]
 
 
@@ -61,23 +66,25 @@ def test_an_encoder_goes_on_behind_what_it_could_not_encode():
 @pytest.mark.parametrize("max_restarts", [0, 3])
 async def test_what_cannot_be_sent_fails_alone(remote_mesh, monkeypatch, max_restarts):
     mesh = await remote_mesh(1, launcher="inline", max_restarts=max_restarts)
-    outbox = mesh._running().outbox
+    request_log = mesh._running().request_log
     step, small = mesh.distributed(lambda tree: jax.tree.map(lambda x: x * 3, tree)), np.float32(2)
     many = [np.ones(1000, np.float32)] * 3
     with monkeypatch.context() as patch:
-        patch.setattr(outbox, "_encoder", codec.Encoder(500))
+        patch.setattr(request_log, "_encoder", codec.Encoder(500))
         with pytest.raises(MeshError, match="Load takes"):
             await mesh.run(step, many)
-        assert not outbox._open and not outbox._sent
+        assert not request_log._open and not request_log._sent
     like = await mesh.run(step, many)  # the executable that was not sent is sent now
     with monkeypatch.context() as patch:
-        patch.setattr(outbox, "_encoder", codec.Encoder(500))
-        remembered = len(outbox._sent)
+        patch.setattr(request_log, "_encoder", codec.Encoder(500))
+        remembered = len(request_log._sent)
         with pytest.raises(MeshError, match="Step takes"):  # their values go with it
             await mesh.run(step, many)
         with pytest.raises(MeshError, match="Store takes"):
             await mesh.put(many, like)
-        assert len(outbox._sent) == remembered and not mesh._running()._under_way and not outbox._open
+        assert (
+            len(request_log._sent) == remembered and not mesh._running()._under_way and not request_log._open
+        )
     assert float(await (await mesh.run(step, small))) == 6.0
 
 
@@ -97,7 +104,7 @@ async def test_what_a_step_that_cannot_be_sent_was_given_stays(remote_mesh, monk
     more = np.ones(1000, np.float32)
     await step.compile(*xs, more)
     with monkeypatch.context() as patch:
-        patch.setattr(mesh._running().outbox, "_encoder", codec.Encoder(500))
+        patch.setattr(mesh._running().request_log, "_encoder", codec.Encoder(500))
         with pytest.raises(MeshError, match="Step takes"):
             await mesh.run(step, *xs, more)
     await mesh._running().inspect()  # whatever is to be freed is freed

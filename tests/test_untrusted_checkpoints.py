@@ -17,7 +17,7 @@ from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint.restore import load_manifest
 from jaxpp_async.errors import CheckpointError
 from jaxpp_async.storage import checkpoint_folder, tensor_files
-from jaxpp_async.storage.tensor_files import Wanted
+from jaxpp_async.storage.tensor_files import WantedArray
 
 MIB = 1 << 20
 
@@ -281,7 +281,7 @@ def test_pipes_and_devices_are_no_files(tmp_path):
         path = str(tmp_path / f"file {number}")
         make(path)
         with pytest.raises(CheckpointError, match="is no regular file"):
-            tensor_files.read(path, [Wanted("w", "float32", (4,), "00")])
+            tensor_files.read(path, [WantedArray("w", "float32", (4,), "00")])
 
 
 def test_a_huge_manifest_is_not_read(tmp_path):
@@ -303,7 +303,7 @@ def test_what_a_link_leads_to_is_not_told(tmp_path):
     with pytest.raises(CheckpointError) as size:
         checkpoint_folder.check_files(str(tmp_path), sizes)
     with pytest.raises(CheckpointError) as header:
-        tensor_files.read(str(tmp_path / "a.safetensors"), [Wanted("w", "float32", (4,), "00")])
+        tensor_files.read(str(tmp_path / "a.safetensors"), [WantedArray("w", "float32", (4,), "00")])
     assert not any("hunter" in str(e.value) for e in (error, size, header))
 
 
@@ -357,7 +357,7 @@ def entry(**changes: Any) -> dict[str, Any]:
 def test_headers_that_lie(tmp_path, header):
     path = file_with(tmp_path / "file", header)
     with pytest.raises(CheckpointError, match="file: ") as error:
-        tensor_files.read(path, [Wanted("w", "float32", (4,), "00")])
+        tensor_files.read(path, [WantedArray("w", "float32", (4,), "00")])
     assert str(error.value).encode() and len(str(error.value)) < 1000
 
 
@@ -374,7 +374,7 @@ def test_a_promise_of_a_terabyte_takes_no_memory(tmp_path):
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointError, match="was cut off"):
-            tensor_files.read(path, [Wanted("w", "float32", (1 << 38,), "00")])
+            tensor_files.read(path, [WantedArray("w", "float32", (1 << 38,), "00")])
         assert tracemalloc.get_traced_memory()[1] < MIB
     finally:
         tracemalloc.stop()
@@ -384,7 +384,7 @@ def test_a_thousand_mutated_files(tmp_path):
     array = np.arange(4, dtype=np.float32)
     rng, path = random.Random(0), tmp_path / "file"
     _, digests = tensor_files.write(str(path), {"w": array}, {}, lambda: False)
-    wanted, good = [Wanted("w", "float32", (4,), digests["w"])], path.read_bytes()
+    wanted, good = [WantedArray("w", "float32", (4,), digests["w"])], path.read_bytes()
     for _ in range(1000):
         data = bytearray(good)
         if rng.random() < 0.2:

@@ -352,11 +352,11 @@ async def test_after_a_restart(tmp_path):
             state, _ = await mesh.run(keep, state, batch())
             opt, total = await mesh.run(copy, state, batch())
             controller = mesh._running()
-            before = controller._crew.handles[actor]
+            before = controller._actor_group.handles[actor]
             before.kill()
             state, _ = await mesh.run(keep, state, batch())
             assert_close(await mesh.fetch((opt, total)), jax.device_get((want["opt"], jnp.sum(batch()))))
-            await until(lambda: controller._crew.handles[actor] is not before)  # noqa: B023 - awaited here
+            await until(lambda: controller._actor_group.handles[actor] is not before)  # noqa: B023 - awaited here
         assert_close(await mesh.fetch(state), jax.device_get(want))
         await mesh.save(tmp_path / "a", state)
         assert_close(await mesh.fetch(await mesh.restore(tmp_path / "a", state)), jax.device_get(want))

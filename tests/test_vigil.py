@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxpp_async.protocol.loop_spin import LONGEST_S, Vigil, has_spare_core
+from jaxpp_async.protocol.loop_spin import LONGEST_S, LoopSpin, has_spare_core
 
 
 class Loop:
@@ -34,49 +34,49 @@ class Loop:
 
 
 @pytest.fixture
-def vigil(monkeypatch):
+def loop_spin(monkeypatch):
     loop, actor = Loop(), SimpleNamespace(is_idle=True)
     monkeypatch.setattr(os, "sched_yield", lambda: setattr(loop, "yields", loop.yields + 1))
-    return Vigil(loop, lambda: actor.is_idle, lambda: loop.now_s), loop, actor  # type: ignore[arg-type]
+    return LoopSpin(loop, lambda: actor.is_idle, lambda: loop.now_s), loop, actor  # type: ignore[arg-type]
 
 
-def test_stays_awake_until_a_request_comes(vigil):
-    vigil, loop, _ = vigil
+def test_stays_awake_until_a_request_comes(loop_spin):
+    loop_spin, loop, _ = loop_spin
     assert loop.run(5) == 0  # nobody has been answered yet
     for _ in range(3):
-        vigil.begin()
+        loop_spin.begin()
         assert loop.run(4) == loop.run(4) == 4
-        vigil.end()
+        loop_spin.end()
         assert loop.run(9) == 1  # the pass that was asked for already
     assert loop.yields == 3 * 8
 
 
-def test_sleeps_where_nothing_comes(vigil):
-    vigil, loop, _ = vigil
+def test_sleeps_where_nothing_comes(loop_spin):
+    loop_spin, loop, _ = loop_spin
     kept = []
     for _ in range(8):
-        vigil.begin()
+        loop_spin.begin()
         kept.append(loop.run(100))
-        vigil.end()  # much later
+        loop_spin.end()  # much later
     assert 10 <= kept[0] <= 12 and kept == sorted(kept, reverse=True)
     assert kept[-1] == 1 and loop.yields < sum(kept)
-    vigil.begin()
+    loop_spin.begin()
     loop.run(1)
-    vigil.end()  # at once: looking would have helped
-    vigil.begin()
+    loop_spin.end()  # at once: looking would have helped
+    loop_spin.begin()
     assert loop.run(100) > 1
 
 
-def test_does_not_hold_up_the_next_step(vigil):
+def test_does_not_hold_up_the_next_step(loop_spin):
     """It was there before the last one was answered."""
-    vigil, loop, actor = vigil
+    loop_spin, loop, actor = loop_spin
     actor.is_idle = False
     for _ in range(20):
-        vigil.begin()
+        loop_spin.begin()
         assert loop.run(3) == 1
     assert loop.yields == 0
     actor.is_idle = True
-    vigil.begin()
+    loop_spin.begin()
     assert loop.run(5) == 5
 
 

@@ -13,8 +13,8 @@ from test_stuck import INFOS, LOST, STEP, WAITING, at, part
 
 from jaxpp_async.controller import health_monitor as watch_module
 from jaxpp_async.controller.failure_detector import Recovered, Suspect
-from jaxpp_async.controller.health_monitor import Watch
-from jaxpp_async.controller.options import Patience
+from jaxpp_async.controller.health_monitor import HealthMonitor
+from jaxpp_async.controller.options import Deadlines
 from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.errors import ActorError, ActorUnresponsiveError, MeshClosedError, TransferError
 from jaxpp_async.protocol import messages as m
@@ -27,7 +27,7 @@ LONG_S = 60.0
 class Mesh:
     """What a watch asks of the mesh, and actors that beat."""
 
-    def __init__(self, **patience: float):
+    def __init__(self, **deadlines: float):
         self.under_way: dict[int, StepHandle] = {}
         self.positions: dict[int, Position | None] = dict.fromkeys(INFOS)
         self.reports: dict[int, m.Reported | Exception | None] = {}
@@ -35,7 +35,7 @@ class Mesh:
         self.told: list[Any] = []
         self.failed: asyncio.Future[ActorError] = asyncio.get_running_loop().create_future()
         self.busy = False
-        self.watch = Watch(
+        self.watch = HealthMonitor(
             program_of=part,
             under_way=self.under_way,
             info=INFOS.__getitem__,
@@ -43,7 +43,7 @@ class Mesh:
             fail=lambda error: self.failed.done() or self.failed.set_result(error),
             is_busy=lambda: self.busy,
             tell=self.told.append,
-            patience=Patience(**{"suspect_s": LONG_S, "dead_s": LONG_S, "progress_s": LONG_S, **patience}),
+            deadlines=Deadlines(**{"suspect_s": LONG_S, "dead_s": LONG_S, "progress_s": LONG_S, **deadlines}),
         )
         for actor in INFOS:
             self.watch.watch(actor)
@@ -62,7 +62,7 @@ class Mesh:
         for actor in actors:
             p = self.positions[actor]
             fields = (p.step, p.program_id, p.instruction, p.waiting, p.computing) if p is not None else None
-            self.watch.heard(Identity(actor, 0, "beats"), m.Beat(fields))
+            self.watch.record_heartbeat(Identity(actor, 0, "beats"), m.Beat(fields))
 
     def step(self, positions: dict[int, Position], number: int = STEP) -> None:
         self.under_way[number] = StepHandle(number, 5, tuple(positions))
@@ -77,8 +77,8 @@ class Mesh:
 
 
 @contextlib.asynccontextmanager
-async def watched(**patience: float) -> AsyncIterator[Mesh]:
-    mesh = Mesh(**patience)
+async def watched(**deadlines: float) -> AsyncIterator[Mesh]:
+    mesh = Mesh(**deadlines)
     try:
         yield mesh
     finally:

@@ -25,12 +25,12 @@ import uvloop
 from device_peer import BURST_BYTES, MOST_IN_BURST, TIMEOUT_S, WINDOW, Side
 
 from jaxpp_async.base.gpu_inventory import VISIBLE
-from jaxpp_async.transport.nccl.order import Link, Turn, order_of
+from jaxpp_async.transport.nccl.order import NcclLink, OrderedMessage, order_of
 from jaxpp_async.transport.nccl.transport import NcclTransport
 
 TESTS = Path(__file__).parents[2] / "tests"
 
-THERE, BACK = Link(0, 1), Link(1, 0)
+THERE, BACK = NcclLink(0, 1), NcclLink(1, 0)
 
 
 class NcclSide(Side):
@@ -49,7 +49,7 @@ class NcclSide(Side):
 
     async def burst(self, size: int, count: int) -> float:
         """GB/s of messages from side 0 to side 1, until the last one is acknowledged."""
-        turns = [Turn(i, THERE) for i in range(count)] + [Turn(count, BACK)]
+        turns = [OrderedMessage(i, THERE) for i in range(count)] + [OrderedMessage(count, BACK)]
         self.transport.begin(order_of(self.number, turns))
         return await super().burst(size, count)
 

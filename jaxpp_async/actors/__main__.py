@@ -93,7 +93,7 @@ async def _serve_and_leave(config: _Config) -> ExitCode:
 
 
 async def _serve(config: _Config) -> ExitCode:
-    from jaxpp_async.actors.heartbeat import Beating, start_beating
+    from jaxpp_async.actors.heartbeat import Heartbeat, start_beating
     from jaxpp_async.actors.server import ActorLike, load_actor_class, serve
     from jaxpp_async.protocol.actor_info import ProgressPage
     from jaxpp_async.protocol.connection import connect_tcp
@@ -107,7 +107,7 @@ async def _serve(config: _Config) -> ExitCode:
     def make_actor(process_id: int, **seams: Any) -> ActorLike:
         # After the handshake: nobody hears the heart of an actor that has not come, and importing JAX takes longer
         # than a handshake may.
-        start_beating(Beating(identity, config.secret, config.controller, lost_s), page.read, leave)
+        start_beating(Heartbeat(identity, config.secret, config.controller, lost_s), page.read, leave)
         sender = send_records(seams["send"], config.log_level)  # before JAX is imported, which may log
         actor = load_actor_class(config.actor)(process_id, note_progress=page.note, **seams)
         sender.step = lambda: actor.current_step

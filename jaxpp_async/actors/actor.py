@@ -26,26 +26,26 @@ from typing import Any
 
 import jax
 
-from jaxpp_async.actors.array_store import Entry, Store, wait_all
-from jaxpp_async.actors.cuda import DeviceDoor, open_door
+from jaxpp_async.actors.array_store import ArrayStore, StoredArray, wait_all
+from jaxpp_async.actors.cuda import CudaDevice, open_door
 from jaxpp_async.actors.execution_plan import BindInput, ExecutionPlan, PostRecv, StartSend
 from jaxpp_async.actors.executor import Executor
 from jaxpp_async.actors.jax_runtime import reserve_port, share_cache
 from jaxpp_async.actors.loaded_program import LoadedProgram, load_program
-from jaxpp_async.actors.process_group import Dropped, Tally, catch_up
+from jaxpp_async.actors.process_group import DroppedStep, TaskCount, catch_up
 from jaxpp_async.actors.server import failed
-from jaxpp_async.actors.setup import Equipment, equip
+from jaxpp_async.actors.setup import ActorResources, equip
 from jaxpp_async.actors.shards import memory_held
 from jaxpp_async.actors.step_run import DeviceStepRun, StepFailure, StepRun
 from jaxpp_async.errors import MeshError, ProtocolError, StepAbortedError
-from jaxpp_async.layout.state_replicas import Shelf
+from jaxpp_async.layout.state_replicas import ReplicaStore
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, Input, ProcessId, Recv, Send
 from jaxpp_async.protocol import messages as m
-from jaxpp_async.protocol.actor_info import NoteProgress, Seat, no_progress
+from jaxpp_async.protocol.actor_info import NoteProgress, ProcessRank, no_progress
 from jaxpp_async.protocol.messages import OpenTransfer, Reported
 from jaxpp_async.protocol.task_group import OwnedTasks
 from jaxpp_async.transport.base import Transport
-from jaxpp_async.transport.nccl.order import Link
+from jaxpp_async.transport.nccl.order import NcclLink
 from jaxpp_async.transport.network import Network
 from jaxpp_async.transport.registry import open_planes
 
@@ -75,11 +75,11 @@ class Actor:
         send: Callable[[m.Message], None],
         inline: bool = False,
         note_progress: NoteProgress = no_progress,
-        make_door: Callable[[Sequence[Any], str], DeviceDoor | None] = open_door,
+        make_door: Callable[[Sequence[Any], str], CudaDevice | None] = open_door,
     ):
-        self._seat = Seat(process_id)  # until `Configure` tells of others
+        self._process_rank = ProcessRank(process_id)  # until `Configure` tells of others
         self._cluster: m.Cluster | None = None
-        self._tally = Tally()
+        self._tally = TaskCount()
         self._failed: StepRun | None = None  # and the programs of steps that were refused since
         self._refused: list[LoadedProgram] = []
         self._port: socket.socket | None = None
@@ -88,8 +88,8 @@ class Actor:
         self._workers = ThreadPoolExecutor(
             max(2, os.cpu_count() or 1), thread_name_prefix=f"jaxpp-actor-{process_id}"
         )
-        self._equipment_or_none: Equipment | None = None
-        self._store, self._shelf = Store(), Shelf()
+        self._equipment_or_none: ActorResources | None = None
+        self._store, self._replica_store = ArrayStore(), ReplicaStore()
         self._programs: dict[int, LoadedProgram] = {}
         self._tasks, self._shared = OwnedTasks(), contextlib.ExitStack()
         self._epoch = 0
@@ -111,7 +111,7 @@ class Actor:
     @property
     def actor_id(self) -> ActorId:
         """Which actor it is, or is a part of."""
-        return self._seat.actor
+        return self._process_rank.actor
 
     @property
     def current_step(self) -> int | None:
@@ -132,7 +132,7 @@ class Actor:
         if self._current is not None:
             self._current.ended = True
         if self._equipment_or_none is not None:
-            await self._equipment_or_none.planes.aclose()
+            await self._equipment_or_none.transports.aclose()
             await self._equipment_or_none.machine.compute.aclose()
             if (device := self._equipment_or_none.machine.device) is not None:
                 await device.aclose()
@@ -164,41 +164,41 @@ class Actor:
             case m.Load():
                 self._answer("load", message.request, self._load(message))
             case m.Store():
-                entries = self._equipment.host_values.take(message.puts, self._epoch)
+                entries = self._resources.host_values.take(message.puts, self._epoch)
                 self._free(message.frees)
                 self._answer("store", message.request, self._stored(message.request, entries))
             case m.Fetch():
-                looks = self._equipment.host_values.look_at(message)
+                looks = self._resources.host_values.look_at(message)
                 self._answer(
-                    "fetch", message.request, self._equipment.host_values.fetch(message, looks, self._epoch)
+                    "fetch", message.request, self._resources.host_values.fetch(message, looks, self._epoch)
                 )
-            case m.Take():
-                self._answer("take", message.request, self._equipment.snapshots.take(message))
+            case m.BeginSnapshot():
+                self._answer("take", message.request, self._resources.snapshots.take(message))
             case m.WriteFile():
-                self._answer("write", message.request, self._equipment.snapshots.write(message))
+                self._answer("write", message.request, self._resources.snapshots.write(message))
             case m.CheckFiles():
-                self._answer("check", message.request, self._equipment.snapshots.check(message))
+                self._answer("check", message.request, self._resources.snapshots.check(message))
             case m.Sweep():
-                self._answer("sweep", message.request, self._equipment.snapshots.sweep(message))
+                self._answer("sweep", message.request, self._resources.snapshots.sweep(message))
             case m.ReadFile():
-                self._answer("read", message.request, self._equipment.snapshots.read(message))
+                self._answer("read", message.request, self._resources.snapshots.read(message))
             case m.Abort():
                 self._abort(message)
-            case m.Renew():
+            case m.ResetTransport():
                 self._answer("renew", message.request, self._renew(message))
-            case m.Keep():
+            case m.TakeReplica():
                 self._answer(
-                    "keep", message.request, self._equipment.rollbacks.keep(message, self._leaving())
+                    "keep", message.request, self._resources.rollbacks.keep(message, self._leaving())
                 )
-            case m.Lend():
+            case m.SendReplica():
                 self._answer("lend", message.request, self._lend(message))
-            case m.Hold():
+            case m.ReceiveReplica():
                 self._answer("hold", message.request, self._hold(message))
-            case m.Forget():
-                self._shelf.forget(message.generation)
+            case m.DropReplicas():
+                self._replica_store.forget(message.generation)
                 self._send(m.Done(message.request))
             case m.Rollback():
-                self._answer("roll back", message.request, self._equipment.rollbacks.roll_back(message))
+                self._answer("roll back", message.request, self._resources.rollbacks.roll_back(message))
             case m.Inspect():
                 self._send(m.Inspected(message.request, self._numbers()))
             case m.Report():
@@ -212,14 +212,17 @@ class Actor:
         if self._equipment_or_none is not None:
             raise ProtocolError("the actor is configured already", actor=self.actor_id)
         if message.cluster is not None:
-            self._cluster, self._seat = message.cluster, Seat(self._seat.process, message.cluster.size)
+            self._cluster, self._process_rank = (
+                message.cluster,
+                ProcessRank(self._process_rank.process, message.cluster.size),
+            )
         if self._inline:
             self._shared.enter_context(share_cache(message))
         self._equipment_or_none, ready = await equip(
             message,
-            self._seat,
+            self._process_rank,
             self._store,
-            self._shelf,
+            self._replica_store,
             self._workers,
             spawn=self._spawn,
             make_transport=self._make_transport,
@@ -231,45 +234,52 @@ class Actor:
         self._epoch = message.epoch
         return ready
 
-    async def _stored(self, request: int, entries: Sequence[Entry]) -> m.Done:
+    async def _stored(self, request: int, entries: Sequence[StoredArray]) -> m.Done:
         await wait_all(entries)
         return m.Done(request)
 
     async def _admit(self, message: m.Admit) -> m.Done:
-        self._equipment.planes.admit(message.addresses)
+        self._resources.transports.admit(message.addresses)
         return m.Done(message.request)
 
     async def _connect(self, message: m.Connect) -> m.Connected:
         self._epoch = message.epoch
-        peers = {peer: address for peer, address in message.addresses.items() if peer != self._seat.process}
-        await self._equipment.planes.connect(peers)
-        machine, routes = self._equipment.machine, {}
+        peers = {
+            peer: address for peer, address in message.addresses.items() if peer != self._process_rank.process
+        }
+        await self._resources.transports.connect(peers)
+        machine, routes = self._resources.machine, {}
         if machine.device is not None:
             routes = {peer: machine.transport.routes(peer) for peer in peers if peer != CONTROLLER}
         return m.Connected(message.request, routes)
 
     async def _offer_links(self, message: m.OfferLinks) -> m.LinksOffered:
-        plane, loop = self._equipment.planes.with_links, asyncio.get_running_loop()
+        plane, loop = self._resources.transports.with_links, asyncio.get_running_loop()
         ids = [await loop.run_in_executor(self._workers, plane.make_id) for _ in range(message.num_ids)]
         return m.LinksOffered(message.request, plane.address, tuple(ids))
 
     async def _join_links(self, message: m.JoinLinks) -> m.Done:
-        plane = self._equipment.planes.with_links
-        plane.name = lambda process: str(Seat(process, self._seat.size))
+        plane = self._resources.transports.with_links
+        plane.name = lambda process: str(ProcessRank(process, self._process_rank.size))
         for peer, address in message.addresses.items():
             if not plane.is_connected(peer):
                 await plane.connect(peer, address)
         for link in message.links:
             # one by one, in the order of the message: everyone makes links in the same order
             await plane.join(
-                Link(link.sender, link.receiver, link.from_device, link.to_device), link.unique_id
+                NcclLink(link.sender, link.receiver, link.from_device, link.to_device), link.unique_id
             )
         return m.Done(message.request)
 
     async def _load(self, message: m.Load) -> m.Loaded:
-        machine = self._equipment.machine
+        machine = self._resources.machine
         program, reply = await load_program(
-            message, self._equipment.executables, machine.layouts, machine.pool, self._workers, self._seat
+            message,
+            self._resources.executables,
+            machine.layouts,
+            machine.pool,
+            self._workers,
+            self._process_rank,
         )
         self._programs[message.program_id] = program
         return reply
@@ -316,11 +326,11 @@ class Actor:
 
     def _prepare(self, message: m.Step) -> StepRun:
         """Take hold of everything the step names, as things stand now: later requests may free it."""
-        equipment, program = self._equipment, self._programs.get(message.program_id)
+        resources, program = self._resources, self._programs.get(message.program_id)
         if message.frees:
             self._free(message.frees)
         if message.puts:
-            equipment.host_values.take(message.puts, message.epoch)
+            resources.host_values.take(message.puts, message.epoch)
         if program is None:
             number = m.step_number(message.step)
             raise ProtocolError(
@@ -329,16 +339,16 @@ class Actor:
         bound, donated = self._bind(program.plan, message)
         for array_id in donated:
             self._store.remove(array_id)
-        results: dict[int, Entry] = {}
+        results: dict[int, StoredArray] = {}
         for command in program.plan.keeps:
             if command.result in message.outputs:
                 aval = program.plan.avals[command.buffer]
                 results[command.result] = self._store.expect(message.outputs[command.result], aval)
-        kind = StepRun if equipment.machine.device is None else DeviceStepRun
-        return kind(message, program, equipment.machine, bound, results, self._step_ended)
+        kind = StepRun if resources.machine.device is None else DeviceStepRun
+        return kind(message, program, resources.machine, bound, results, self._step_ended)
 
-    def _bind(self, plan: ExecutionPlan, message: m.Step) -> tuple[dict[int, Entry], list[int]]:
-        bound: dict[int, Entry] = {}
+    def _bind(self, plan: ExecutionPlan, message: m.Step) -> tuple[dict[int, StoredArray], list[int]]:
+        bound: dict[int, StoredArray] = {}
         donated: list[int] = []
         for command in plan.binds:
             if command.arg not in message.inputs:
@@ -346,7 +356,7 @@ class Actor:
             array_id = message.inputs[command.arg]
             entry = bound[command.arg] = self._store.get(array_id)
             wanted = plan.avals[command.buffer]
-            if entry.aval != wanted and not self._equipment.machine.layouts.same(entry.aval, wanted):
+            if entry.aval != wanted and not self._resources.machine.layouts.same(entry.aval, wanted):
                 raise ProtocolError(
                     f"step argument {command.arg} is {entry.aval}, the program takes {wanted}",
                     actor=self.actor_id,
@@ -358,7 +368,7 @@ class Actor:
     def _next_step(self) -> None:
         while self._current is None and self._queue and self._broken is None:
             self._current = run = self._queue.popleft()
-            ordered = self._equipment.planes.ordered
+            ordered = self._resources.transports.ordered
             try:
                 if ordered is not None:
                     ordered.begin(run.program.order)
@@ -406,7 +416,9 @@ class Actor:
         dropped += self._queue
         self._queue.clear()
         begun = [self._failed, *dropped] if self._failed is not None else dropped
-        steps = [Dropped(run.program, run.begun) for run in begun] + [Dropped(p, 0) for p in self._refused]
+        steps = [DroppedStep(run.program, run.begun) for run in begun] + [
+            DroppedStep(p, 0) for p in self._refused
+        ]
         cause = StepAbortedError(self._broken, actor=self.actor_id)
         for run in dropped:
             run.fail(cause)
@@ -416,9 +428,9 @@ class Actor:
         self._epoch, self._last_step = message.epoch, -1
         self._answer("abort", message.request, self._end_transfers(message, steps))
 
-    async def _end_transfers(self, message: m.Abort, dropped: Sequence[Dropped]) -> m.Done:
+    async def _end_transfers(self, message: m.Abort, dropped: Sequence[DroppedStep]) -> m.Done:
         if self._equipment_or_none is not None:
-            ends = [self._equipment_or_none.planes.abort()]
+            ends = [self._equipment_or_none.transports.abort()]
             if self._cluster is not None:
                 # Side by side: ending a communicator may wait for all that its device does (`cudaFree`), among which
                 # may be a task that waits for another process to catch up.
@@ -432,21 +444,23 @@ class Actor:
         self._broken = None
         return m.Done(message.request)
 
-    async def _renew(self, message: m.Renew) -> m.Renewed:
-        equipment = self._equipment
-        await equipment.planes.aclose()
-        planes = open_planes(equipment.transport_kind, self._epoch, equipment.network, self._make_transport)
-        equipment.host_values.transport = planes.host
-        machine = replace(equipment.machine, transport=planes.programs)
-        self._equipment_or_none = replace(equipment, machine=machine, planes=planes)
-        return m.Renewed(message.request, planes.host.address)
+    async def _renew(self, message: m.ResetTransport) -> m.TransportReset:
+        resources = self._resources
+        await resources.transports.aclose()
+        transports = open_planes(
+            resources.transport_kind, self._epoch, resources.network, self._make_transport
+        )
+        resources.host_values.transport = transports.host
+        machine = replace(resources.machine, transport=transports.programs)
+        self._equipment_or_none = replace(resources, machine=machine, transports=transports)
+        return m.TransportReset(message.request, transports.host.address)
 
-    async def _lend(self, message: m.Lend) -> m.Done:
-        await self._shelf.lend(self._equipment.planes.host, message)
+    async def _lend(self, message: m.SendReplica) -> m.Done:
+        await self._replica_store.lend(self._resources.transports.host, message)
         return m.Done(message.request)
 
-    async def _hold(self, message: m.Hold) -> m.Done:
-        await self._shelf.hold(self._equipment.planes.host, message)
+    async def _hold(self, message: m.ReceiveReplica) -> m.Done:
+        await self._replica_store.hold(self._resources.transports.host, message)
         return m.Done(message.request)
 
     # ------------------------------------------------------------ the rest
@@ -457,7 +471,7 @@ class Actor:
         return {array_id for run in runs for array_id in run.message.frees_after}
 
     @property
-    def _equipment(self) -> Equipment:
+    def _resources(self) -> ActorResources:
         if self._equipment_or_none is None:
             raise MeshError(f"actor {self.actor_id} is not configured")
         return self._equipment_or_none
@@ -468,7 +482,9 @@ class Actor:
 
     def _numbers(self) -> dict[str, int]:
         executor = self._current.executor if self._current else None
-        return numbers(self._equipment, self._store, self._shelf, executor, num_tasks=len(self._tasks))
+        return numbers(
+            self._resources, self._store, self._replica_store, executor, num_tasks=len(self._tasks)
+        )
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.start(f"actor {self.actor_id}: {name}", work)
@@ -492,7 +508,12 @@ class Actor:
 
 
 def numbers(
-    equipment: Equipment, store: Store, shelf: Shelf, executor: Executor | None, *, num_tasks: int
+    resources: ActorResources,
+    store: ArrayStore,
+    replica_store: ReplicaStore,
+    executor: Executor | None,
+    *,
+    num_tasks: int,
 ) -> dict[str, int]:
     """Counts, and sizes in bytes, by name.
 
@@ -508,11 +529,11 @@ def numbers(
         "store_bytes": store.size_bytes,
         "table_bytes": executor.table_bytes if executor else 0,
         "pending_bytes": executor.pending_bytes if executor else 0,
-        "copied_bytes": shelf.size_bytes,
-        "free_receive_buffers": equipment.machine.pool.free_buffers,
-        "free_receive_bytes": equipment.machine.pool.free_bytes,
+        "copied_bytes": replica_store.size_bytes,
+        "free_receive_buffers": resources.machine.pool.free_buffers,
+        "free_receive_bytes": resources.machine.pool.free_bytes,
         "file_descriptors": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
-        "compilations": equipment.executables.compilations,
+        "compilations": resources.executables.compilations,
         "tasks": num_tasks,
     }
 

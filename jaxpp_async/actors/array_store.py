@@ -13,7 +13,7 @@ from jaxpp_async.program.instructions import Aval
 from jaxpp_async.protocol.messages import ArrayId
 
 
-class Entry:
+class StoredArray:
     """One array, or the place of one that a put or a step is still making.
 
     Unlike an `asyncio.Future` it calls back at once and in order: a fetch that came before a step that donates the
@@ -33,7 +33,7 @@ class Entry:
         self.array: jax.Array | None = None
         self.error: BaseException | None = None
         self.traceback: TracebackType | None = None
-        self._waiting: list[Callable[[Entry], None]] = []
+        self._waiting: list[Callable[[StoredArray], None]] = []
 
     @property
     def done(self) -> bool:
@@ -52,7 +52,7 @@ class Entry:
             self.error, self.traceback = error, error.__traceback__
             self._call_back()
 
-    def when_done(self, callback: Callable[[Entry], None]) -> None:
+    def when_done(self, callback: Callable[[StoredArray], None]) -> None:
         """Call `callback(entry)` once `array` or `error` is there: now, if it is."""
         if self.done:
             callback(self)
@@ -65,7 +65,7 @@ class Entry:
             callback(self)
 
 
-async def fill(entries: Sequence[Entry], making: Awaitable[Sequence[jax.Array]]) -> None:
+async def fill(entries: Sequence[StoredArray], making: Awaitable[Sequence[jax.Array]]) -> None:
     """Let the arrays that `making` gives be those of the entries, in order.
 
     Raises:
@@ -81,7 +81,7 @@ async def fill(entries: Sequence[Entry], making: Awaitable[Sequence[jax.Array]])
         entry.resolve(array)
 
 
-async def wait_all(entries: Sequence[Entry]) -> None:
+async def wait_all(entries: Sequence[StoredArray]) -> None:
     """Wait until all of them are there, or will not be.
 
     Raises:
@@ -90,7 +90,7 @@ async def wait_all(entries: Sequence[Entry]) -> None:
     there = asyncio.get_running_loop().create_future()
     left = len(entries)
 
-    def one_done(_: Entry) -> None:
+    def one_done(_: StoredArray) -> None:
         nonlocal left
         left -= 1
         if not left and not there.done():
@@ -106,18 +106,18 @@ async def wait_all(entries: Sequence[Entry]) -> None:
             raise entry.error.with_traceback(entry.traceback)
 
 
-class Store:
+class ArrayStore:
     """Entries by array id."""
 
     def __init__(self) -> None:
-        self._entries: dict[ArrayId, Entry] = {}
+        self._entries: dict[ArrayId, StoredArray] = {}
 
-    def expect(self, array_id: ArrayId, aval: Aval) -> Entry:
+    def expect(self, array_id: ArrayId, aval: Aval) -> StoredArray:
         """Make the entry of an array that is on its way."""
-        entry = self._entries[array_id] = Entry(aval)
+        entry = self._entries[array_id] = StoredArray(aval)
         return entry
 
-    def get(self, array_id: ArrayId) -> Entry:
+    def get(self, array_id: ArrayId) -> StoredArray:
         """The entry of an array.
 
         Raises:
@@ -129,7 +129,7 @@ class Store:
             )
         return self._entries[array_id]
 
-    def entries(self) -> dict[ArrayId, Entry]:
+    def entries(self) -> dict[ArrayId, StoredArray]:
         """All entries as they are now, also of arrays on their way."""
         return dict(self._entries)
 

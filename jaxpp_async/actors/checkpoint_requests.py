@@ -1,4 +1,4 @@
-"""snapshots: an actor's part in saving and restoring: carries out `Take`, `WriteFile`, `CheckFiles`, `Sweep` and
+"""snapshots: an actor's part in saving and restoring: carries out `BeginSnapshot`, `WriteFile`, `CheckFiles`, `Sweep` and
 `ReadFile`.
 
 Arrays are taken hold of in order with the steps, and written by a thread while later steps run. Decides neither what
@@ -17,26 +17,26 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_async.actors.array_store import Entry, Store, fill
-from jaxpp_async.actors.host_values import Look
+from jaxpp_async.actors.array_store import ArrayStore, StoredArray, fill
+from jaxpp_async.actors.host_values import HostCopy
 from jaxpp_async.actors.shards import Layout, Layouts, hold_pieces, join_pieces, place
 from jaxpp_async.base.printable import shown
 from jaxpp_async.errors import CheckpointError
 from jaxpp_async.protocol.messages import (
     ArrayId,
+    BeginSnapshot,
     CheckFiles,
     Done,
     FilePart,
     ReadFile,
     Sweep,
-    Take,
     WriteFile,
     Written,
 )
 from jaxpp_async.storage import checkpoint_folder, tensor_files
 
 
-class Snapshots:
+class CheckpointRequests:
     """The saves and restores of one actor.
 
     Args:
@@ -44,12 +44,12 @@ class Snapshots:
         workers: threads for files and copies.
     """
 
-    def __init__(self, store: Store, layouts: Layouts, workers: ThreadPoolExecutor):
+    def __init__(self, store: ArrayStore, layouts: Layouts, workers: ThreadPoolExecutor):
         self._store, self._layouts, self._workers = store, layouts, workers
         self._saves: dict[bytes, _Save] = {}
         self._stopped: list[asyncio.Future[Any]] = []
 
-    def take(self, message: Take) -> Coroutine[Any, Any, Done]:
+    def take(self, message: BeginSnapshot) -> Coroutine[Any, Any, Done]:
         """Take hold of the arrays, now; what is returned waits until they are there.
 
         Raises:
@@ -59,9 +59,9 @@ class Snapshots:
             raise CheckpointError(f"{shown(message.folder)}: another save is writing there")
         entries = {array_id: self._store.get(array_id) for array_id in message.array_ids}
         loop, read = asyncio.get_running_loop(), hold_pieces(self._layouts.devices)
-        looks: dict[ArrayId, Look] = {}
+        looks: dict[ArrayId, HostCopy] = {}
         for array_id, entry in entries.items():
-            look = looks[array_id] = Look(self._layouts.of(entry.aval), loop.create_future(), read)
+            look = looks[array_id] = HostCopy(self._layouts.of(entry.aval), loop.create_future(), read)
             entry.when_done(look.take)
         save = self._saves[message.folder] = _Save(looks)
         return save.taken(message.request)
@@ -80,7 +80,9 @@ class Snapshots:
             save.looks.pop(array_id, None)  # one array may have two names
         return self._written(message, save, looks)
 
-    async def _written(self, message: WriteFile, save: _Save, looks: dict[str, tuple[Look, int]]) -> Written:
+    async def _written(
+        self, message: WriteFile, save: _Save, looks: dict[str, tuple[HostCopy, int]]
+    ) -> Written:
         await asyncio.gather(*(look.pieces for look, _ in looks.values()))
         await self._until_stopped()
         save.check_going_on()
@@ -127,7 +129,7 @@ class Snapshots:
         entries = [self._store.expect(part.array_id, part.aval) for part in message.parts]
         return self._read(message, entries)
 
-    async def _read(self, message: ReadFile, entries: Sequence[Entry]) -> Done:
+    async def _read(self, message: ReadFile, entries: Sequence[StoredArray]) -> Done:
         async def making() -> list[jax.Array]:
             layouts = [self._layouts.of(part.aval) for part in message.parts]
             return await asyncio.get_running_loop().run_in_executor(
@@ -163,7 +165,7 @@ class _Save:
         writing: the file that is being written.
     """
 
-    def __init__(self, looks: dict[ArrayId, Look]):
+    def __init__(self, looks: dict[ArrayId, HostCopy]):
         self.looks, self.stopped = looks, threading.Event()
         self.writing: asyncio.Future[Any] | None = None
         self._waiting = [look.pieces for look in looks.values()]
@@ -198,7 +200,10 @@ class _Save:
 
 
 def _write(
-    path: str, looks: Mapping[str, tuple[Look, int]], metadata: Mapping[str, str], stopped: threading.Event
+    path: str,
+    looks: Mapping[str, tuple[HostCopy, int]],
+    metadata: Mapping[str, str],
+    stopped: threading.Event,
 ) -> tuple[int, dict[str, str]]:
     """Runs in a thread."""
     arrays = {
@@ -245,15 +250,15 @@ def _read_and_place(message: ReadFile, layouts: Sequence[Layout]) -> list[jax.Ar
     return [place(host, layout) for host, layout in zip(hosts, layouts, strict=True)]
 
 
-def _wanted(part: FilePart) -> tensor_files.Wanted:
-    return tensor_files.Wanted(part.name, part.aval.dtype, part.aval.shape, part.sha256)
+def _wanted(part: FilePart) -> tensor_files.WantedArray:
+    return tensor_files.WantedArray(part.name, part.aval.dtype, part.aval.shape, part.sha256)
 
 
 def _put_together(part: FilePart, layout: Layout) -> np.ndarray:
     """As much of an array in several pieces as this process is to hold."""
     aval = part.aval
     pieces = [
-        (os.fsdecode(p.path), p.start, tensor_files.Wanted(p.name, aval.dtype, p.shape, p.sha256))
+        (os.fsdecode(p.path), p.start, tensor_files.WantedArray(p.name, aval.dtype, p.shape, p.sha256))
         for p in part.pieces
     ]
     return tensor_files.read_pieces(aval.shape, aval.dtype, pieces, [shard.index for shard in layout.shards])

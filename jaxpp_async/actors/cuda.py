@@ -1,7 +1,7 @@
 """cuda: the one door to CUDA beside JAX's own: when values are computed, copies between devices, what devices are.
 
 In: arrays of one actor. Out: marks, which can be waited for, and a `Hardware`. It allocates no memory, and imports CuPy
-only where an actor has GPUs. `DeviceDoor` says what is needed; tests walk the same paths through a fake one, on CPUs.
+only where an actor has GPUs. `CudaDevice` says what is needed; tests walk the same paths through a fake one, on CPUs.
 
 JAX does not give its streams away. `array.__dlpack__(stream=s)` makes stream `s` wait until the array is computed, and
 an event recorded on `s` after it happens then. A capsule is dropped at once: JAX donates no array that has one.
@@ -54,7 +54,7 @@ class DeviceCopy:
     size_bytes: int
 
 
-class Mark(Protocol):
+class CudaEvent(Protocol):
     """A point in the devices' work."""
 
     def wait(self) -> None:
@@ -66,18 +66,18 @@ class Mark(Protocol):
         ...
 
 
-class Lane(Protocol):
+class CudaStream(Protocol):
     """A place in which marks stand one after the other; what is in one lane does not wait for what is in another. One
     thread at a time puts marks into a lane."""
 
-    def mark(self, arrays: Sequence[jax.Array]) -> Mark:
+    def mark(self, arrays: Sequence[jax.Array]) -> CudaEvent:
         """The point at which these arrays are computed. They may be donated as soon as this has returned.
 
         Does not wait, but for arrays of types that DLPack does not know, and where JAX runs its TFRT client.
         """
         ...
 
-    def copy(self, copies: Sequence[DeviceCopy]) -> Mark:
+    def copy(self, copies: Sequence[DeviceCopy]) -> CudaEvent:
         """Begin copies; the point at which they are done. Whoever calls keeps the memory alive until then.
 
         Copies that the device refuses are its mark's failure: those begun before them may still be under way.
@@ -85,14 +85,14 @@ class Lane(Protocol):
         ...
 
 
-class DeviceDoor(Protocol):
+class CudaDevice(Protocol):
     """What an actor with devices needs of them, beyond JAX."""
 
     def enter(self) -> None:
         """Make the first device's context the calling thread's. UCX takes what is current when it begins."""
         ...
 
-    def lane(self) -> Lane:
+    def lane(self) -> CudaStream:
         """A new lane, over all of the actor's devices."""
         ...
 
@@ -101,7 +101,7 @@ class DeviceDoor(Protocol):
         ...
 
 
-def open_door(devices: Sequence[Any], transport: str) -> DeviceDoor | None:
+def open_door(devices: Sequence[Any], transport: str) -> CudaDevice | None:
     """The door to an actor's devices.
 
     Args:
@@ -115,11 +115,11 @@ def open_door(devices: Sequence[Any], transport: str) -> DeviceDoor | None:
     """
     if devices[0].platform not in ("gpu", "cuda") or transport == "memory":
         return None
-    return CupyDoor(devices)
+    return CupyDevice(devices)
 
 
-class CupyDoor:
-    """A `DeviceDoor` through CuPy.
+class CupyDevice:
+    """A `CudaDevice` through CuPy.
 
     Args:
         devices: the actor's, as JAX knows them.
@@ -136,7 +136,7 @@ class CupyDoor:
         self._cuda.Device(_ordinal(self._devices[0])).use()
         self._cuda.runtime.free(0)  # makes the context, where the first call of a process does not yet
 
-    def lane(self) -> Lane:
+    def lane(self) -> CudaStream:
         return _CupyLane(self._cuda, self._devices)
 
     def hardware(self) -> Hardware:
@@ -164,7 +164,7 @@ class _CupyLane:
             with cuda.Device(ordinal):
                 self._streams[ordinal] = cuda.Stream(non_blocking=True)
 
-    def mark(self, arrays: Sequence[jax.Array]) -> Mark:
+    def mark(self, arrays: Sequence[jax.Array]) -> CudaEvent:
         ordinals: dict[int, None] = {}
         for part in _parts(arrays):
             if not waits_elsewhere(part):
@@ -176,7 +176,7 @@ class _CupyLane:
             ordinals[ordinal] = None
         return self._record(ordinals)
 
-    def copy(self, copies: Sequence[DeviceCopy]) -> Mark:
+    def copy(self, copies: Sequence[DeviceCopy]) -> CudaEvent:
         ordinals: dict[int, None] = {}
         try:
             for c in copies:
@@ -192,7 +192,7 @@ class _CupyLane:
             return self._record(ordinals, error)
         return self._record(ordinals)
 
-    def _record(self, ordinals: Iterable[int], failure: Exception | None = None) -> Mark:
+    def _record(self, ordinals: Iterable[int], failure: Exception | None = None) -> CudaEvent:
         events = []
         for ordinal in ordinals:
             with self._cuda.Device(ordinal):
@@ -287,7 +287,7 @@ class DeviceWork:
         loop: where it tells.
     """
 
-    def __init__(self, door: DeviceDoor, name: str, loop: asyncio.AbstractEventLoop):
+    def __init__(self, door: CudaDevice, name: str, loop: asyncio.AbstractEventLoop):
         self._runs, self._copies, self._spreads = door.lane(), door.lane(), door.lane()
         self._run_watcher = _Watcher(f"{name}-runs", loop)
         self._copy_watcher = _Watcher(f"{name}-copies", loop)
@@ -317,13 +317,13 @@ class _Watcher:
     """Waits for marks, one after the other."""
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop):
-        self._marks: queue.SimpleQueue[tuple[Mark, Then] | None] = queue.SimpleQueue()
+        self._marks: queue.SimpleQueue[tuple[CudaEvent, Then] | None] = queue.SimpleQueue()
         self._loop = loop
         # A daemon: a device that never answers must not keep the process alive.
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def watch(self, mark: Mark, then: Then) -> None:
+    def watch(self, mark: CudaEvent, then: Then) -> None:
         self._marks.put((mark, then))
 
     async def aclose(self, timeout_s: float) -> None:

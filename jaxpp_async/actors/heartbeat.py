@@ -38,7 +38,7 @@ _SETTLED_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Beating:
+class Heartbeat:
     """Who beats, and to whom.
 
     Args:
@@ -56,7 +56,7 @@ class Beating:
 
 
 def start_beating(
-    beating: Beating, read: Callable[[], Position | None], leave: Callable[[ExitCode], None]
+    beating: Heartbeat, read: Callable[[], Position | None], leave: Callable[[ExitCode], None]
 ) -> threading.Thread:
     """Start the thread.
 
@@ -71,7 +71,7 @@ def start_beating(
     return thread
 
 
-def _live(beating: Beating, read: Callable[[], Position | None], leave: Callable[[ExitCode], None]) -> None:
+def _live(beating: Heartbeat, read: Callable[[], Position | None], leave: Callable[[ExitCode], None]) -> None:
     said = ""
     for _ in range(_ATTEMPTS):
         began_s = time.monotonic()
@@ -90,7 +90,7 @@ def _live(beating: Beating, read: Callable[[], Position | None], leave: Callable
     leave(ExitCode.CONNECTION_LOST)
 
 
-def _connect(beating: Beating) -> socket.socket:
+def _connect(beating: Heartbeat) -> socket.socket:
     sock = socket.create_connection(beating.controller, timeout=beating.lost_s)
     keep_from_children(sock.fileno())
     # a controller that is busy or stopped keeps its connections; the lease is about that
@@ -102,7 +102,7 @@ def _connect(beating: Beating) -> socket.socket:
     return sock
 
 
-def _greet(sock: socket.socket, beating: Beating) -> Wire:
+def _greet(sock: socket.socket, beating: Heartbeat) -> Wire:
     identity = Identity(beating.identity.process_id, beating.identity.incarnation, "beats")
     wire = Wire("actor", beating.secret, version=jaxpp_async.__version__, identity=identity)
     sock.sendall(wire.take_outgoing())

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_async.actors.array_store import Entry, Store
+from jaxpp_async.actors.array_store import ArrayStore, StoredArray
 from jaxpp_async.actors.shards import (
     Layout,
     Layouts,
@@ -30,7 +30,7 @@ from jaxpp_async.actors.shards import (
 )
 from jaxpp_async.errors import JaxppAsyncError
 from jaxpp_async.program.instructions import CONTROLLER, ProcessId
-from jaxpp_async.protocol.actor_info import Seat
+from jaxpp_async.protocol.actor_info import ProcessRank
 from jaxpp_async.protocol.messages import INLINE_BYTES, ArrayId, Fetch, Fetched, Put
 from jaxpp_async.transport.base import HOST_CHANNEL, Transport, make_tag
 
@@ -53,21 +53,21 @@ class HostValues:
 
     def __init__(
         self,
-        store: Store,
+        store: ArrayStore,
         layouts: Layouts,
         transport: Transport,
         workers: ThreadPoolExecutor,
         spawn: Spawn,
-        seat: Seat,
+        process_rank: ProcessRank,
     ):
         self._store, self._layouts, self.transport = store, layouts, transport
-        self._workers, self._spawn, self._seat = workers, spawn, seat
+        self._workers, self._spawn, self._process_rank = workers, spawn, process_rank
 
-    def take(self, puts: Iterable[Put], epoch: int) -> list[Entry]:
+    def take(self, puts: Iterable[Put], epoch: int) -> list[StoredArray]:
         """Enter the values into the store. Those in the message are there at once; failures land in the entries."""
         return [self._take(put, epoch) for put in puts]
 
-    def _take(self, put: Put, epoch: int) -> Entry:
+    def _take(self, put: Put, epoch: int) -> StoredArray:
         entry = self._store.expect(put.array_id, put.aval)
         try:
             layout = self._layouts.of(put.aval)
@@ -90,7 +90,7 @@ class HostValues:
         return entry
 
     async def _place_received(
-        self, entry: Entry, layout: Layout, memory: np.ndarray, arrival: Awaitable[None]
+        self, entry: StoredArray, layout: Layout, memory: np.ndarray, arrival: Awaitable[None]
     ) -> None:
         try:
             await arrival
@@ -111,13 +111,17 @@ class HostValues:
                 shard.part.owner(put.array_id),
                 make_tag(epoch, HOST_CHANNEL, put.sequence + shard.part.number),
             )
-            is_ours = owner == self._seat.rank
-            source = CONTROLLER if is_ours else self._seat.mate(owner)
-            others = [self._seat.mate(rank) for rank in shard.part.ranks if rank != owner] if is_ours else []
+            is_ours = owner == self._process_rank.rank
+            source = CONTROLLER if is_ours else self._process_rank.mate(owner)
+            others = (
+                [self._process_rank.mate(rank) for rank in shard.part.ranks if rank != owner]
+                if is_ours
+                else []
+            )
             found.append(_Arriving(memory, self.transport.recv(memory, source, tag), others, tag))
         return found
 
-    async def _place_parts(self, entry: Entry, layout: Layout, arriving: Sequence[_Arriving]) -> None:
+    async def _place_parts(self, entry: StoredArray, layout: Layout, arriving: Sequence[_Arriving]) -> None:
         try:
             await asyncio.gather(*(self._pass_on(part) for part in arriving))
             pieces = [
@@ -139,21 +143,21 @@ class HostValues:
                 *(self.transport.send(part.memory, other, part.tag) for other in part.others)
             )
 
-    def look_at(self, message: Fetch) -> list[Look]:
+    def look_at(self, message: Fetch) -> list[HostCopy]:
         """Take hold of the arrays to fetch, so that no later step can reuse their memory.
 
         Raises:
             ArrayError: an array is not here.
         """
-        looks: list[Look] = []
+        looks: list[HostCopy] = []
         read = hold_pieces(self._layouts.devices)
         for entry in [self._store.get(array_id) for array_id in message.array_ids]:
-            look = Look(self._layouts.of(entry.aval), asyncio.get_running_loop().create_future(), read)
+            look = HostCopy(self._layouts.of(entry.aval), asyncio.get_running_loop().create_future(), read)
             looks.append(look)
             entry.when_done(look.take)
         return looks
 
-    async def fetch(self, message: Fetch, looks: list[Look], epoch: int) -> Fetched:
+    async def fetch(self, message: Fetch, looks: list[HostCopy], epoch: int) -> Fetched:
         """Make the arrays whole and send the large ones on their way.
 
         Args:
@@ -188,7 +192,7 @@ class HostValues:
         parts = [
             host_bytes(piece)
             for piece, shard in zip(pieces, layout.shards, strict=True)
-            if shard.part.owner(array_id) == self._seat.rank
+            if shard.part.owner(array_id) == self._process_rank.rank
         ]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
 
@@ -209,7 +213,7 @@ class _Arriving:
     tag: int
 
 
-class Look:
+class HostCopy:
     """An array's distinct shards on the host, once it is there.
 
     Args:
@@ -230,7 +234,7 @@ class Look:
     ):
         self.layout, self.pieces, self._read = layout, pieces, read
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: StoredArray) -> None:
         """The entry is done: hold its memory. Called by whoever finished it, so it raises nothing."""
         if self.pieces.done():  # the fetch was cancelled
             return

@@ -21,12 +21,12 @@ from jaxpp_async.actors.execution_plan import Execute, ExecutionPlan, PostRecv, 
 from jaxpp_async.actors.receive_buffers import ReceivePool
 from jaxpp_async.actors.shards import Layouts
 from jaxpp_async.layout import array_parts
-from jaxpp_async.layout.array_parts import Leg, receives, relays, sends
+from jaxpp_async.layout.array_parts import PieceTransfer, receives, relays, sends
 from jaxpp_async.program.actor_program import parse_program
 from jaxpp_async.program.instructions import Run
-from jaxpp_async.protocol.actor_info import Seat
+from jaxpp_async.protocol.actor_info import ProcessRank
 from jaxpp_async.protocol.messages import Load, Loaded
-from jaxpp_async.transport.nccl.order import Order, Turn, order_of
+from jaxpp_async.transport.nccl.order import OrderedMessage, StepOrder, order_of
 
 Call = Callable[..., Sequence[jax.Array]]
 
@@ -135,7 +135,7 @@ class LoadedProgram:
         layouts: Layouts,
         pool: ReceivePool,
         loops: Container[int],
-        seat: Seat,
+        process_rank: ProcessRank,
     ):
         self.plan = plan
         argument = {bind.buffer: names.get(bind.arg) for bind in plan.binds}
@@ -151,9 +151,9 @@ class LoadedProgram:
             pool.bin(aval).reserve(count)
         receives = [command for command in plan.commands if isinstance(command, PostRecv)]
         self.bins = {command.instruction: pool.bin(command.aval) for command in receives}
-        self._seat, self._num_devices = seat, layouts.devices.size
-        self.legs: dict[int, tuple[Leg, ...]] = {}
-        self.relays: dict[int, dict[int, tuple[Leg, ...]]] = {}
+        self._process_rank, self._num_devices = process_rank, layouts.devices.size
+        self.legs: dict[int, tuple[PieceTransfer, ...]] = {}
+        self.relays: dict[int, dict[int, tuple[PieceTransfer, ...]]] = {}
         self._find_legs()
         self.no_stamps = packed("d", [float("nan")] * (2 * len(plan.commands))).tobytes()
         self.donates = any(command.donated for command in plan.binds)
@@ -161,39 +161,39 @@ class LoadedProgram:
         self.longest_s = 0.0
         # With others a task may have to wait for them, which the event loop must not.
         self._paces = {
-            at: pace for at, pace in _paces(plan).items() if at not in loops and self._seat.size == 1
+            at: pace for at, pace in _paces(plan).items() if at not in loops and self._process_rank.size == 1
         }
 
     def _find_legs(self) -> None:
-        seat, num_devices = self._seat, self._num_devices
+        process_rank, num_devices = self._process_rank, self._num_devices
         for command in self.plan.commands:
             if not isinstance(command, StartSend | PostRecv):
                 continue
             at, tag = command.instruction, command.tag
             held = [shard.part for shard in self.layouts[command.buffer].shards]
             if isinstance(command, StartSend):
-                self.legs[at] = sends(seat, held, tag, command.to_actor, num_devices)
+                self.legs[at] = sends(process_rank, held, tag, command.to_actor, num_devices)
                 continue
-            self.legs[at] = receives(seat, held, tag, command.from_actor, num_devices)
-            if passed_on := relays(seat, held, tag, num_devices):
+            self.legs[at] = receives(process_rank, held, tag, command.from_actor, num_devices)
+            if passed_on := relays(process_rank, held, tag, num_devices):
                 self.relays[at] = passed_on
 
     @cached_property
-    def order(self) -> Order:
+    def order(self) -> StepOrder:
         """In which order it transfers, for a transport that has to know."""
-        found: list[Turn] = []
+        found: list[OrderedMessage] = []
         for command in self.plan.commands:
             if isinstance(command, StartSend | PostRecv):
                 held = [shard.part for shard in self.layouts[command.buffer].shards]
                 if isinstance(command, StartSend):
                     found += array_parts.sent(
-                        self._seat, held, command.tag, command.to_actor, self._num_devices
+                        self._process_rank, held, command.tag, command.to_actor, self._num_devices
                     )
                 else:
                     found += array_parts.received(
-                        self._seat, held, command.tag, command.from_actor, self._num_devices
+                        self._process_rank, held, command.tag, command.from_actor, self._num_devices
                     )
-        return order_of(self._seat.process, found)
+        return order_of(self._process_rank.process, found)
 
     def took(self, instruction: int, seconds: float) -> None:
         """Remember how long a `Run` took."""
@@ -239,7 +239,7 @@ async def load_program(
     layouts: Layouts,
     pool: ReceivePool,
     workers: ThreadPoolExecutor,
-    seat: Seat,
+    process_rank: ProcessRank,
 ) -> tuple[LoadedProgram, Loaded]:
     """Make a program ready, so that its first step compiles and allocates nothing.
 
@@ -270,7 +270,7 @@ async def load_program(
         if executable.has_loop:
             loops.add(run.instruction)
         temp_bytes[run.executable] = max(temp_bytes[run.executable], executable.temp_bytes)
-    program = LoadedProgram(plan, calls, places, message.names, layouts, pool, loops, seat)
+    program = LoadedProgram(plan, calls, places, message.names, layouts, pool, loops, process_rank)
     return program, Loaded(message.request, compile_s, temp_bytes)
 
 

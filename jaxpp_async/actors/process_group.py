@@ -19,7 +19,7 @@ import numpy as np
 from jaxpp_async.actors.execution_plan import Execute
 from jaxpp_async.actors.jax_runtime import agree
 from jaxpp_async.actors.loaded_program import LoadedProgram
-from jaxpp_async.actors.setup import Begins, ComputeThread
+from jaxpp_async.actors.setup import ComputeThread, CountedStep
 from jaxpp_async.actors.shards import joined
 from jaxpp_async.errors import MeshError
 from jaxpp_async.protocol.messages import Cluster
@@ -31,13 +31,13 @@ AGREE_S, END_S = 4.0, 4.0
 have been seen to take longer, which then go on in front of the next step's, as in an actor of one process."""
 
 
-class Tally:
+class TaskCount:
     """How many tasks a process has begun; the others of its actor begin the same ones in the same order."""
 
     def __init__(self) -> None:
         self._lock, self._count, self._stopped = threading.Lock(), 0, False
 
-    def begin(self, run: Begins) -> bool:
+    def begin(self, run: CountedStep) -> bool:
         """Count one more, here and for the step that it is of, unless it was told to stop. Any thread."""
         with self._lock:
             if not self._stopped:
@@ -58,7 +58,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class DroppedStep:
     """A step that will not be finished, and how many of its tasks were begun."""
 
     program: LoadedProgram
@@ -74,8 +74,8 @@ class Dropped:
 
 async def catch_up(
     name: str,
-    dropped: Sequence[Dropped],
-    tally: Tally,
+    dropped: Sequence[DroppedStep],
+    tally: TaskCount,
     cluster: Cluster,
     compute: ComputeThread,
     workers: ThreadPoolExecutor,

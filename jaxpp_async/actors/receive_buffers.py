@@ -46,7 +46,7 @@ class ReceiveBuffer:
 
     def __init__(
         self,
-        owner: Bin,
+        owner: FreeBuffers,
         layout: Layout,
         pieces: tuple[Memory, ...],
         array: jax.Array | None,
@@ -71,7 +71,7 @@ class ReceiveBuffer:
         self._bin.give(self)
 
 
-class Bin:
+class FreeBuffers:
     """The buffers of one aval that nobody uses: at most as many as were asked for with `reserve`."""
 
     __slots__ = ("_layout", "_layouts", "_most", "_on_devices", "free")
@@ -118,12 +118,12 @@ class ReceivePool:
 
     def __init__(self, layouts: Layouts, *, on_devices: bool = False):
         self._layouts, self._on_devices = layouts, on_devices
-        self._bins: dict[Aval, Bin] = {}
+        self._bins: dict[Aval, FreeBuffers] = {}
 
-    def bin(self, aval: Aval) -> Bin:
+    def bin(self, aval: Aval) -> FreeBuffers:
         """Where buffers of an aval are. Programs look theirs up once: an aval takes longer to hash than to receive."""
         if aval not in self._bins:
-            self._bins[aval] = Bin(self._layouts.of(aval), self._layouts, self._on_devices)
+            self._bins[aval] = FreeBuffers(self._layouts.of(aval), self._layouts, self._on_devices)
         return self._bins[aval]
 
     @property

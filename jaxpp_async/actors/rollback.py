@@ -1,6 +1,6 @@
-"""rollback: an actor's part in going back: `Keep` takes a copy of its arrays, `Rollback` makes arrays of one again.
+"""rollback: an actor's part in going back: `TakeReplica` takes a copy of its arrays, `Rollback` makes arrays of one again.
 
-In: requests, in order with the steps. Out: a `Shelf`'s copies, the store's entries. Transfers are the shelf's.
+In: requests, in order with the steps. Out: a `ReplicaStore`'s copies, the store's entries. Transfers are the shelf's.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_async.actors.array_store import Entry, Store, fill
-from jaxpp_async.actors.host_values import Look
+from jaxpp_async.actors.array_store import ArrayStore, StoredArray, fill
+from jaxpp_async.actors.host_values import HostCopy
 from jaxpp_async.actors.shards import Layout, Layouts, hold_pieces, host_bytes, join_privately
-from jaxpp_async.layout.state_replicas import Copy, Shelf
+from jaxpp_async.layout.state_replicas import ReplicaStore, StateReplica
 from jaxpp_async.program.instructions import ProcessId
-from jaxpp_async.protocol.messages import ArrayId, Done, Keep, Kept, KeptArray, Rollback
+from jaxpp_async.protocol.messages import ArrayId, Done, ReplicaArray, ReplicaTaken, Rollback, TakeReplica
 
 
 class Rollbacks:
@@ -32,12 +32,17 @@ class Rollbacks:
     """
 
     def __init__(
-        self, process_id: ProcessId, store: Store, layouts: Layouts, shelf: Shelf, workers: ThreadPoolExecutor
+        self,
+        process_id: ProcessId,
+        store: ArrayStore,
+        layouts: Layouts,
+        replica_store: ReplicaStore,
+        workers: ThreadPoolExecutor,
     ):
         self._process_id, self._store, self._layouts = process_id, store, layouts
-        self._shelf, self._workers = shelf, workers
+        self._replica_store, self._workers = replica_store, workers
 
-    def keep(self, message: Keep, leaving: Container[ArrayId]) -> Coroutine[Any, Any, Kept]:
+    def keep(self, message: TakeReplica, leaving: Container[ArrayId]) -> Coroutine[Any, Any, ReplicaTaken]:
         """Take hold of every array, now; what is returned waits until they are there, and copies them.
 
         Args:
@@ -45,15 +50,15 @@ class Rollbacks:
         """
         loop, read = asyncio.get_running_loop(), hold_pieces(self._layouts.devices)
         entries = {i: entry for i, entry in self._store.entries().items() if i not in leaving}
-        looks: dict[ArrayId, Look] = {}
+        looks: dict[ArrayId, HostCopy] = {}
         for array_id, entry in entries.items():
-            look = looks[array_id] = Look(self._layouts.of(entry.aval), loop.create_future(), read)
+            look = looks[array_id] = HostCopy(self._layouts.of(entry.aval), loop.create_future(), read)
             entry.when_done(look.take)
         return self._kept(message, entries, looks)
 
     async def _kept(
-        self, message: Keep, entries: Mapping[ArrayId, Entry], looks: Mapping[ArrayId, Look]
-    ) -> Kept:
+        self, message: TakeReplica, entries: Mapping[ArrayId, StoredArray], looks: Mapping[ArrayId, HostCopy]
+    ) -> ReplicaTaken:
         if looks:
             await asyncio.wait([look.pieces for look in looks.values()])
         # One that failed is no array: whoever names it learns why, before a restart and after it.
@@ -64,8 +69,8 @@ class Rollbacks:
             look.pieces.result()  # one that is there and could not be held makes the whole copy worthless
         loop = asyncio.get_running_loop()
         copy = await loop.run_in_executor(self._workers, _copied, found)
-        self._shelf.put(message.generation, self._process_id, copy)
-        return Kept(message.request, copy.arrays)
+        self._replica_store.put(message.generation, self._process_id, copy)
+        return ReplicaTaken(message.request, copy.arrays)
 
     def roll_back(self, message: Rollback) -> Coroutine[Any, Any, Done]:
         """Forget every array and make places for the copy's, now; what is returned fills them.
@@ -75,14 +80,14 @@ class Rollbacks:
         """
         self._store.forget_all()
         copy = (
-            Copy((), ())
+            StateReplica((), ())
             if message.generation is None
-            else self._shelf.get(message.generation, self._process_id)
+            else self._replica_store.get(message.generation, self._process_id)
         )
         entries = [self._store.expect(kept.array_id, kept.aval) for kept in copy.arrays]
         return self._filled(message, copy, entries)
 
-    async def _filled(self, message: Rollback, copy: Copy, entries: Sequence[Entry]) -> Done:
+    async def _filled(self, message: Rollback, copy: StateReplica, entries: Sequence[StoredArray]) -> Done:
         async def making() -> list[jax.Array]:
             layouts = [self._layouts.of(kept.aval) for kept in copy.arrays]
             return await asyncio.get_running_loop().run_in_executor(self._workers, _placed, copy, layouts)
@@ -91,19 +96,19 @@ class Rollbacks:
         return Done(message.request)
 
 
-def _copied(looks: Mapping[ArrayId, Look]) -> Copy:
+def _copied(looks: Mapping[ArrayId, HostCopy]) -> StateReplica:
     """Runs in a thread: what is still on its way from a device is waited for here."""
     shards = [
         tuple(host_bytes(np.asarray(piece)) for piece in look.pieces.result()) for look in looks.values()
     ]
     arrays = tuple(
-        KeptArray(array_id, look.layout.aval, tuple(part.nbytes for part in parts))
+        ReplicaArray(array_id, look.layout.aval, tuple(part.nbytes for part in parts))
         for (array_id, look), parts in zip(looks.items(), shards, strict=True)
     )
-    return Copy(arrays, tuple(shards))
+    return StateReplica(arrays, tuple(shards))
 
 
-def _placed(copy: Copy, layouts: Sequence[Layout]) -> list[jax.Array]:
+def _placed(copy: StateReplica, layouts: Sequence[Layout]) -> list[jax.Array]:
     """Runs in a thread."""
     arrays = []
     for shards, layout in zip(copy.shards, layouts, strict=True):

@@ -18,7 +18,7 @@ from jaxpp_async.base.printable import printable
 from jaxpp_async.errors import MeshError
 from jaxpp_async.protocol.connection import Connection
 from jaxpp_async.protocol.frames import Identity, Wire
-from jaxpp_async.protocol.loop_spin import Vigil
+from jaxpp_async.protocol.loop_spin import LoopSpin
 from jaxpp_async.protocol.messages import Done, Failed, Log, Message, Request, Shutdown, StepDone
 from jaxpp_async.protocol.parent_watch import LEASE_S, ExitCode
 from jaxpp_async.transport.base import Transport
@@ -133,21 +133,21 @@ class _Desk:
         self.closed: asyncio.Future[Shutdown | None] = asyncio.get_running_loop().create_future()
         self._early: list[Any] = []
         self._actor: ActorLike | None = None
-        self._vigil: Vigil | None = None
+        self._loop_spin: LoopSpin | None = None
 
     def open(self, actor: ActorLike, *, keeps_vigil: bool) -> None:
         """The actor is here."""
         self._actor = actor
         if keeps_vigil:
-            self._vigil = Vigil(asyncio.get_running_loop(), lambda: actor.current_step is None)
+            self._loop_spin = LoopSpin(asyncio.get_running_loop(), lambda: actor.current_step is None)
         early, self._early = self._early, []
         for message in early:
             self.take(message)
 
     def take(self, message: Any) -> None:
         """A request has come."""
-        if self._vigil is not None:
-            self._vigil.end()
+        if self._loop_spin is not None:
+            self._loop_spin.end()
         if self._actor is None:
             self._early.append(message)
         elif isinstance(message, Shutdown):
@@ -167,13 +167,13 @@ class _Desk:
             if not isinstance(message, Log):
                 request, step = getattr(message, "request", None), getattr(message, "step", None)
                 self.connection.send(failed(request, error, step=step))
-        if self._vigil is not None and type(message) is StepDone:
-            self._vigil.begin()
+        if self._loop_spin is not None and type(message) is StepDone:
+            self._loop_spin.begin()
 
     def close(self, last: Shutdown | None) -> None:
         """Hand nothing over any more."""
-        if self._vigil is not None:
-            self._vigil.end()
+        if self._loop_spin is not None:
+            self._loop_spin.end()
         if not self.closed.done():
             self.closed.set_result(last)
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from jaxpp_async.actors.array_store import Store
-from jaxpp_async.actors.checkpoint_requests import Snapshots
-from jaxpp_async.actors.cuda import DeviceDoor, DeviceWork
+from jaxpp_async.actors.array_store import ArrayStore
+from jaxpp_async.actors.checkpoint_requests import CheckpointRequests
+from jaxpp_async.actors.cuda import CudaDevice, DeviceWork
 from jaxpp_async.actors.executables import Executables
 from jaxpp_async.actors.host_values import HostValues
 from jaxpp_async.actors.jax_runtime import (
@@ -32,19 +32,19 @@ from jaxpp_async.actors.jax_runtime import (
 from jaxpp_async.actors.receive_buffers import ReceivePool
 from jaxpp_async.actors.rollback import Rollbacks
 from jaxpp_async.actors.shards import Layouts
-from jaxpp_async.layout.state_replicas import Shelf
-from jaxpp_async.protocol.actor_info import NoteProgress, Seat, no_progress
+from jaxpp_async.layout.state_replicas import ReplicaStore
+from jaxpp_async.protocol.actor_info import NoteProgress, ProcessRank, no_progress
 from jaxpp_async.protocol.messages import Configure, Ready
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.nccl.order import ranks_may_share
 from jaxpp_async.transport.network import Network, network_by
-from jaxpp_async.transport.registry import Planes, open_planes
+from jaxpp_async.transport.registry import ActorTransports, open_planes
 from jaxpp_async.transport.ucx.context import check_takes_gpu_memory
 from jaxpp_async.transport.ucx.transport import UCXTransport
 
 
 @dataclass(frozen=True, slots=True)
-class Equipment:
+class ActorResources:
     """What `Configure` makes.
 
     Args:
@@ -53,34 +53,34 @@ class Equipment:
 
     executables: Executables
     host_values: HostValues
-    machine: Machine
-    snapshots: Snapshots
+    machine: StepResources
+    snapshots: CheckpointRequests
     rollbacks: Rollbacks
-    planes: Planes
+    transports: ActorTransports
     transport_kind: str
     network: Network
 
 
 async def equip(
     message: Configure,
-    seat: Seat,
-    store: Store,
-    shelf: Shelf,
+    process_rank: ProcessRank,
+    store: ArrayStore,
+    replica_store: ReplicaStore,
     workers: ThreadPoolExecutor,
     *,
     spawn: Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]],
     make_transport: Callable[[str, Network], Transport],
-    make_door: Callable[[Sequence[Any], str], DeviceDoor | None],
+    make_door: Callable[[Sequence[Any], str], CudaDevice | None],
     note_progress: NoteProgress,
-    may_begin: Callable[[Begins], bool] | None,
+    may_begin: Callable[[CountedStep], bool] | None,
     inline: bool,
-) -> tuple[Equipment, Ready]:
+) -> tuple[ActorResources, Ready]:
     """Start JAX and the transport.
 
     Args:
         message: how. seat: whose they are. store, shelf: its arrays, and its copies of arrays.
         workers: threads for what takes long. spawn: starts an asyncio task that the actor owns, under a name.
-        make_transport, make_door, note_progress, inline: see `Actor`. may_begin: see `Machine`.
+        make_transport, make_door, note_progress, inline: see `Actor`. may_begin: see `StepResources`.
 
     Returns:
         What was made, and the answer to `message`.
@@ -91,14 +91,14 @@ async def equip(
     if door is not None:
         door.enter()  # on this thread, and before UCX begins: it keeps to the context that it finds
     network = network_by(message.address)
-    planes = open_planes(message.transport, message.epoch, network, make_transport)
-    if not devices.is_cpu and isinstance(planes.programs, UCXTransport):
-        check_takes_gpu_memory(planes.programs.resources)
+    transports = open_planes(message.transport, message.epoch, network, make_transport)
+    if not devices.is_cpu and isinstance(transports.programs, UCXTransport):
+        check_takes_gpu_memory(transports.programs.resources)
     layouts = Layouts(devices)
     shared = inline and len(devices.devices) > 1
-    name = f"jaxpp-actor-{seat.process}"
-    machine = Machine(
-        transport=planes.programs,
+    name = f"jaxpp-actor-{process_rank.process}"
+    machine = StepResources(
+        transport=transports.programs,
         compute=ComputeThread(f"{name}-compute", loop),
         pool=ReceivePool(layouts, on_devices=door is not None),
         layouts=layouts,
@@ -107,35 +107,35 @@ async def equip(
         may_begin=may_begin,
         device=None if door is None else DeviceWork(door, name, loop),
     )
-    equipment = Equipment(
+    resources = ActorResources(
         executables=Executables(devices, workers),
-        host_values=HostValues(store, layouts, planes.host, workers, spawn, seat),
+        host_values=HostValues(store, layouts, transports.host, workers, spawn, process_rank),
         machine=machine,
-        snapshots=Snapshots(store, layouts, workers),
-        rollbacks=Rollbacks(seat.process, store, layouts, shelf, workers),
-        planes=planes,
+        snapshots=CheckpointRequests(store, layouts, workers),
+        rollbacks=Rollbacks(process_rank.process, store, layouts, replica_store, workers),
+        transports=transports,
         transport_kind=message.transport,
         network=network,
     )
     names = tuple(f"{device.platform}:{device.id}" for device in devices.devices)
     hardware = plain_hardware(devices) if door is None else door.hardware()
-    if (ordered := planes.ordered) is not None:
+    if (ordered := transports.ordered) is not None:
         shares = ranks_may_share(ordered.version, os.environ)
         hardware = replace(hardware, nccl=ordered.version, nccl_shares=shares)
-    return equipment, Ready(message.request, planes.host.address, names, package_versions(), hardware)
+    return resources, Ready(message.request, transports.host.address, names, package_versions(), hardware)
 
 
 # ---------------------------------------------------------------- machine
 
 
-class Begins(Protocol):
+class CountedStep(Protocol):
     """A step that counts its tasks."""
 
     begun: int
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class StepResources:
     """What steps run on.
 
     Args:
@@ -153,7 +153,7 @@ class Machine:
     device_lock: threading.Lock | None = None
     note_progress: NoteProgress = no_progress
     device: DeviceWork | None = None
-    may_begin: Callable[[Begins], bool] | None = None
+    may_begin: Callable[[CountedStep], bool] | None = None
 
 
 # ---------------------------------------------------------------- compute

@@ -8,7 +8,7 @@ relaying: a transfer whose pieces other processes of the actor need as well: eac
 
 In: where each piece comes from, and who is next. Out: posts to the transport, and an end for each of them.
 
-device_step_run: a step on devices that compute after a call has returned (`Machine.device`).
+device_step_run: a step on devices that compute after a call has returned (`StepResources.device`).
 
 A run is over for the executor when the device says so. With that, what holds on CPUs holds there: sends start when the
 value is there, and memory is freed, or written again, when nothing on the device reads it any more.
@@ -28,7 +28,7 @@ from typing import TypeAlias
 
 import jax
 
-from jaxpp_async.actors.array_store import Entry
+from jaxpp_async.actors.array_store import StoredArray
 from jaxpp_async.actors.cuda import DeviceWork, Then
 from jaxpp_async.actors.execution_plan import (
     BindInput,
@@ -45,10 +45,10 @@ from jaxpp_async.actors.execution_plan import (
 from jaxpp_async.actors.executor import Executor
 from jaxpp_async.actors.loaded_program import LoadedProgram
 from jaxpp_async.actors.receive_buffers import ReceiveBuffer
-from jaxpp_async.actors.setup import Machine
+from jaxpp_async.actors.setup import StepResources
 from jaxpp_async.actors.shards import Layout, device_memories, duplicate, is_ready, send_memories
 from jaxpp_async.errors import TransferError
-from jaxpp_async.layout.array_parts import Leg
+from jaxpp_async.layout.array_parts import PieceTransfer
 from jaxpp_async.markers import markers
 from jaxpp_async.protocol.messages import Step, StepStats
 from jaxpp_async.transport.base import PROGRAM_CHANNEL, Memory, OnEnd, Transport, make_tag
@@ -96,9 +96,9 @@ class StepRun:
         self,
         message: Step,
         program: LoadedProgram,
-        machine: Machine,
-        bound: Mapping[int, Entry],
-        results: Mapping[int, Entry],
+        machine: StepResources,
+        bound: Mapping[int, StoredArray],
+        results: Mapping[int, StoredArray],
         on_end: StepEnd,
     ):
         self.message = message
@@ -213,7 +213,7 @@ class StepRun:
         self._stamps[2 * command.instruction] = time.monotonic()
         self._bound[command.arg].when_done(partial(self._bind, command))
 
-    def _bind(self, command: BindInput, entry: Entry) -> None:
+    def _bind(self, command: BindInput, entry: StoredArray) -> None:
         if self.ended:
             return
         if entry.array is None:
@@ -238,7 +238,7 @@ class StepRun:
         relays = self._program.relays.get(instruction)
         if relays is not None:
             self._pieces_left[instruction] += sum(map(len, relays.values()))
-            Relay(self._machine.transport, self._tag_base, lambda: self.ended, done).receive(
+            TransferRelay(self._machine.transport, self._tag_base, lambda: self.ended, done).receive(
                 pieces, legs, relays
             )
             return
@@ -328,7 +328,7 @@ class StepRun:
         self._copying += 1
         self._machine.compute.submit(partial(self._wait_copied, copy, entry))
 
-    def _wait_copied(self, copy: jax.Array, entry: Entry) -> Callable[[], None] | None:
+    def _wait_copied(self, copy: jax.Array, entry: StoredArray) -> Callable[[], None] | None:
         """Runs on the compute thread: a large copy takes its time, and nobody may look at it before it is there."""
         try:
             copy.block_until_ready()
@@ -336,7 +336,7 @@ class StepRun:
             return partial(self._copied, entry, error)
         return partial(self._copied, entry, copy)
 
-    def _copied(self, entry: Entry, outcome: jax.Array | Exception) -> None:
+    def _copied(self, entry: StoredArray, outcome: jax.Array | Exception) -> None:
         self._copying -= 1
         if isinstance(outcome, Exception):
             entry.fail(outcome)
@@ -449,7 +449,7 @@ _CARRY_OUT: dict[type, str] = {
 """Names and not methods: a table of bound ones in each step would be a cycle, and keep its arrays until it is found."""
 
 
-def _shared_entries(bound: Mapping[int, Entry]) -> frozenset[int]:
+def _shared_entries(bound: Mapping[int, StoredArray]) -> frozenset[int]:
     """Entries bound to more than one argument, by identity."""
     seen: set[int] = set()
     return frozenset(id(entry) for entry in bound.values() if id(entry) in seen or seen.add(id(entry)))
@@ -463,7 +463,7 @@ def nothing_left() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Relay:
+class TransferRelay:
     """One transfer's.
 
     Args:
@@ -480,7 +480,10 @@ class Relay:
     done: OnEnd
 
     def receive(
-        self, pieces: Sequence[Memory], legs: Sequence[Leg], relays: Mapping[int, Sequence[Leg]]
+        self,
+        pieces: Sequence[Memory],
+        legs: Sequence[PieceTransfer],
+        relays: Mapping[int, Sequence[PieceTransfer]],
     ) -> None:
         """Post the receives.
 
@@ -495,7 +498,7 @@ class Relay:
             if self.transport.post_recv(pieces[piece], peer, self.tag_base + sequence, told):
                 told(None)
 
-    def _pass_on(self, memory: Memory, onwards: Sequence[Leg], error: Exception | None) -> None:
+    def _pass_on(self, memory: Memory, onwards: Sequence[PieceTransfer], error: Exception | None) -> None:
         """A piece has come, or will not."""
         if error is None and not self.is_over():
             for _, peer, sequence in onwards:
@@ -627,7 +630,7 @@ class DeviceStepRun(StepRun):
 
         return ended
 
-    def _wait_copied(self, copy: jax.Array, entry: Entry) -> Callable[[], None] | None:
+    def _wait_copied(self, copy: jax.Array, entry: StoredArray) -> Callable[[], None] | None:
         try:
             self._device.after_copy((copy,), lambda _, error: self._copied(entry, error or copy))
         except Exception as error:  # as in `StepRun._wait_copied`

@@ -25,7 +25,7 @@ def frozen(*, eq: bool = True, slots: bool = True) -> Callable[[type[_T]], type[
     return dataclass(slots=slots, eq=eq, unsafe_hash=eq)
 
 
-class kept(Generic[_T]):
+class cached_value(Generic[_T]):
     """A property that is computed when it is first asked for, of a class without slots.
 
     `functools.cached_property`, without the lock that this has up to Python 3.11 and that takes longer than what is
@@ -36,10 +36,10 @@ class kept(Generic[_T]):
         self._compute, self._name, self.__doc__ = compute, compute.__name__, compute.__doc__
 
     @overload
-    def __get__(self, instance: None, owner: type) -> kept[_T]: ...
+    def __get__(self, instance: None, owner: type) -> cached_value[_T]: ...
     @overload
     def __get__(self, instance: object, owner: type) -> _T: ...
-    def __get__(self, instance: object | None, owner: type) -> _T | kept[_T]:
+    def __get__(self, instance: object | None, owner: type) -> _T | cached_value[_T]:
         if instance is None:
             return self
         value = instance.__dict__[self._name] = self._compute(instance)

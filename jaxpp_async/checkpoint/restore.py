@@ -13,7 +13,7 @@ from jaxpp_async.base.printable import shown
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint import trees
 from jaxpp_async.checkpoint.save import failed
-from jaxpp_async.checkpoint.trees import Target
+from jaxpp_async.checkpoint.trees import RestoreTarget
 from jaxpp_async.controller.controller import Controller
 from jaxpp_async.controller.startup import all_of
 from jaxpp_async.errors import ActorError, CheckpointError, RemoteError
@@ -140,7 +140,11 @@ def _newer(folder: str, than: m.Manifest) -> m.Manifest | None:
 
 
 async def _read(
-    controller: Controller, values: RemoteValues, folder: str, manifest: m.Manifest, wanted: dict[str, Target]
+    controller: Controller,
+    values: RemoteValues,
+    folder: str,
+    manifest: m.Manifest,
+    wanted: dict[str, RestoreTarget],
 ) -> dict[str, Any]:
     try:
         trees.check_matches(wanted, manifest)
@@ -158,7 +162,7 @@ class _Reading:
     def __init__(self, controller: Controller, values: RemoteValues, folder: str, manifest: m.Manifest):
         self._controller, self._values, self._folder, self._manifest = controller, values, folder, manifest
 
-    async def read(self, wanted: dict[str, Target]) -> dict[str, Any]:
+    async def read(self, wanted: dict[str, RestoreTarget]) -> dict[str, Any]:
         """Every leaf, by path."""
         remote = {
             path: self._values.new_array(target.value_type, target.actors)
@@ -173,7 +177,7 @@ class _Reading:
                 self._values.release(array)
             raise
 
-    async def _fill(self, wanted: dict[str, Target], remote: dict[str, RemoteArray]) -> dict[str, Any]:
+    async def _fill(self, wanted: dict[str, RestoreTarget], remote: dict[str, RemoteArray]) -> dict[str, Any]:
         """Fill the arrays on the actors; the other leaves, by path."""
         here = {path: target for path, target in wanted.items() if path not in remote}
         by_process: dict[ProcessId, dict[str, list[FilePart]]] = {}
@@ -207,7 +211,7 @@ class _Reading:
         """One file after the other, so that an actor's host memory holds no more than one of them."""
         for name, parts in files.items():
             make: Callable[[int], ReadFile] = _request(self._encoded(name), parts)
-            await self._controller.outbox.send(process, make, Done)
+            await self._controller.request_log.send(process, make, Done)
 
     def _encoded(self, file: str) -> bytes:
         """The path of a file, as it travels."""
@@ -229,18 +233,18 @@ class _Reading:
                 (
                     os.path.join(self._folder, p.file),
                     p.start,
-                    tensor_files.Wanted(p.name, array.dtype, p.shape, p.sha256),
+                    tensor_files.WantedArray(p.name, array.dtype, p.shape, p.sha256),
                 )
                 for p in array.pieces
             ]
             found[path] = tensor_files.read_pieces(array.shape, array.dtype, pieces)
         for name, members in by_file.items():
             stored = [(path, self._manifest.arrays[path]) for path in members]
-            wanted = [tensor_files.Wanted(path, a.dtype, a.shape, a.sha256) for path, a in stored]
+            wanted = [tensor_files.WantedArray(path, a.dtype, a.shape, a.sha256) for path, a in stored]
             found |= zip(members, tensor_files.read(os.path.join(self._folder, name), wanted), strict=True)
         return found
 
-    def _finished(self, target: Target, array: np.ndarray | None, path: str) -> Any:
+    def _finished(self, target: RestoreTarget, array: np.ndarray | None, path: str) -> Any:
         value = trees.finished(target, self._manifest.values[path] if array is None else array)
         if target.like is not None or target.value_type is None:
             return value

@@ -36,8 +36,8 @@ from jaxpp_async.controller.startup import all_of
 from jaxpp_async.errors import ActorError, CheckpointError
 from jaxpp_async.layout.array_parts import Part
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, Aval, ProcessId
-from jaxpp_async.protocol.actor_info import Seat
-from jaxpp_async.protocol.messages import ArrayId, CheckFiles, Done, Sweep, Take, WriteFile, Written
+from jaxpp_async.protocol.actor_info import ProcessRank
+from jaxpp_async.protocol.messages import ArrayId, BeginSnapshot, CheckFiles, Done, Sweep, WriteFile, Written
 from jaxpp_async.protocol.task_group import OwnedTasks
 from jaxpp_async.session.remote_array import Owner
 from jaxpp_async.storage import checkpoint_folder, tensor_files
@@ -118,7 +118,7 @@ class Saver:
         self._controller, self._owner = controller, owner
         self._on_event = on_event or EventLog().emit  # which still logs it
         self._one_at_a_time, self._tasks = asyncio.Lock(), OwnedTasks()
-        self._sweeps = Sweeps(controller)
+        self._sweeps = FileRemovals(controller)
         self._current: Saving | None = None
 
     async def save(
@@ -187,10 +187,10 @@ class Saver:
         controller, save_id = self._controller(), checkpoint_folder.new_save_id()
         controller.before_save()
         makes = {
-            process: lambda request, ids=ids: Take(request, os.fsencode(folder), ids)
+            process: lambda request, ids=ids: BeginSnapshot(request, os.fsencode(folder), ids)
             for process, ids in plan.takes.items()
         }
-        takes = controller.outbox.send_each(makes, Done, awaited=awaited)
+        takes = controller.request_log.send_each(makes, Done, awaited=awaited)
         saving = self._current = Saving(folder, plan.size_bytes, is_awaited=awaited)
         job = _Job(
             controller, saving, save_id, leaves, plan, takes, on_progress, after, self._on_event, self._sweeps
@@ -208,12 +208,12 @@ class _Job:
         saving: Saving,
         save_id: str,
         leaves: Leaves,
-        plan: Plan,
+        plan: SavePlan,
         takes: Mapping[ProcessId, asyncio.Future[Any]],
         on_progress: OnProgress | None,
         after_commit: AfterCommit | None,
         on_event: Emit,
-        sweeps: Sweeps,
+        sweeps: FileRemovals,
     ):
         self._after_commit, self._on_event, self._sweeps = after_commit, on_event, sweeps
         self._controller, self._saving, self._save_id = controller, saving, save_id
@@ -274,10 +274,10 @@ class _Job:
         self._made = checkpoint_folder.make(self._folder)
         self._replaces = checkpoint_folder.read_manifest(self._folder)
 
-    async def _write_on(self, process: ProcessId, files: Sequence[Sequence[Entry]]) -> None:
+    async def _write_on(self, process: ProcessId, files: Sequence[Sequence[SavedArray]]) -> None:
         """One file after the other: the actor's threads have other things to do as well."""
         await self._takes[process]
-        outbox = self._controller.outbox
+        request_log = self._controller.request_log
         for index, entries in enumerate(files):
             file = checkpoint_folder.file_name(self._save_id, process, index)
             paths = list(dict.fromkeys(entry.path for entry in entries))
@@ -285,29 +285,31 @@ class _Job:
             def ask(
                 request: int,
                 file: str = file,
-                entries: Sequence[Entry] = entries,
+                entries: Sequence[SavedArray] = entries,
                 paths: Sequence[str] = paths,
             ) -> WriteFile:
                 arrays = tuple((entry.array_id, entry.name, entry.number) for entry in entries)
                 return WriteFile(request, os.fsencode(self._folder), file, arrays, self._metadata(paths))
 
-            written: Written = await outbox.send(process, ask, Written, awaited=self._saving.is_awaited)
-            info = outbox.info(process)
-            seat = Seat(info.process, info.size)
-            self._files[file] = m.File(written.size_bytes, f"{seat} on host {info.host}")
+            written: Written = await request_log.send(process, ask, Written, awaited=self._saving.is_awaited)
+            info = request_log.info(process)
+            process_rank = ProcessRank(info.process, info.size)
+            self._files[file] = m.File(written.size_bytes, f"{process_rank} on host {info.host}")
             for entry, digest in zip(entries, written.sha256, strict=True):
                 self._note(file, entry, digest)
             self._advance(sum(self._size_of(entry) for entry in entries))
 
-    async def _check_on(self, process: ProcessId, files: Sequence[Sequence[Entry]]) -> None:
+    async def _check_on(self, process: ProcessId, files: Sequence[Sequence[SavedArray]]) -> None:
         """Have a process look for the files that it wrote, once all are: they may lie where nobody else sees them."""
         names = [checkpoint_folder.file_name(self._save_id, process, index) for index in range(len(files))]
         sizes = tuple((name, self._files[name].size_bytes) for name in names)
-        outbox, folder = self._controller.outbox, os.fsencode(self._folder)
+        request_log, folder = self._controller.request_log, os.fsencode(self._folder)
         awaited = self._saving.is_awaited
-        await outbox.send(process, lambda request: CheckFiles(request, folder, sizes), Done, awaited=awaited)
+        await request_log.send(
+            process, lambda request: CheckFiles(request, folder, sizes), Done, awaited=awaited
+        )
 
-    def _note(self, file: str, entry: Entry, digest: str) -> None:
+    def _note(self, file: str, entry: SavedArray, digest: str) -> None:
         """An array, or a part of one, is in a file."""
         path, part = entry.path, entry.part
         aval, key_impl = self._leaves.remote[path].value_type.aval, self._leaves.key_impls.get(path)
@@ -319,7 +321,7 @@ class _Job:
         pieces = tuple(sorted((*before, piece), key=lambda p: p.start))
         self._arrays[path] = m.Array(pieces[0].file, aval.dtype, aval.shape, "", key_impl, pieces)
 
-    def _size_of(self, entry: Entry) -> int:
+    def _size_of(self, entry: SavedArray) -> int:
         array = self._leaves.remote[entry.path]
         if entry.part is None:
             return array.nbytes
@@ -432,7 +434,7 @@ FILE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SavedArray:
     """An array in a file, or one of the parts in which the processes of an actor have it.
 
     Args:
@@ -458,7 +460,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SavePlan:
     """Who writes what.
 
     Args:
@@ -467,7 +469,7 @@ class Plan:
     """
 
     takes: dict[ProcessId, tuple[ArrayId, ...]]
-    files: dict[ProcessId, list[tuple[Entry, ...]]]
+    files: dict[ProcessId, list[tuple[SavedArray, ...]]]
     size_bytes: int
 
 
@@ -475,27 +477,27 @@ def start(part: Part) -> tuple[int, ...]:
     return tuple(one.start or 0 for one in part.index)
 
 
-def plan_of(leaves: Leaves, controller: Controller) -> Plan:
+def plan_of(leaves: Leaves, controller: Controller) -> SavePlan:
     paths: dict[ArrayId, list[str]] = {}
     for path, array in leaves.remote.items():
         paths.setdefault(array.array_id, []).append(path)  # one array may stand at several places of the tree
     by_id = {array.array_id: array for array in leaves.remote.values()}
     sizes = {i: array.nbytes * len(paths[i]) for i, array in by_id.items()}
     shares = m.share_out(sizes, {i: array.actors for i, array in by_id.items()})
-    files: dict[ProcessId, list[tuple[Entry, ...]]] = {}
+    files: dict[ProcessId, list[tuple[SavedArray, ...]]] = {}
     takes: dict[ProcessId, dict[ArrayId, None]] = {}
     for actor, share in shares.items():
         for ids in m.in_files(share, sizes, FILE_BYTES):
-            of_process: dict[ProcessId, list[Entry]] = {}
+            of_process: dict[ProcessId, list[SavedArray]] = {}
             for i in ids:
                 for process, parts in _writers(actor, i, by_id[i].value_type.aval, controller):
                     takes.setdefault(process, {})[i] = None
                     entries = of_process.setdefault(process, [])
-                    entries += [Entry(i, path, part) for path in paths[i] for part in parts]
+                    entries += [SavedArray(i, path, part) for path in paths[i] for part in parts]
             for process, entries in of_process.items():
                 files.setdefault(process, []).append(tuple(entries))
     size_bytes = sum(sizes.values()) + sum(array.nbytes for array in leaves.host.values())
-    return Plan({process: tuple(ids) for process, ids in takes.items()}, files, size_bytes)
+    return SavePlan({process: tuple(ids) for process, ids in takes.items()}, files, size_bytes)
 
 
 def _writers(
@@ -519,7 +521,7 @@ CLEAN_S = 5.0
 """What actors may take to end a save that failed."""
 
 
-class Sweeps:
+class FileRemovals:
     """Keeps account, by folder, of what a mesh's actors are removing: a late one would take the folder away in which
     the next save begins to write.
 
@@ -541,7 +543,7 @@ class Sweeps:
             return Sweep(request, os.fsencode(folder), files, remove_folder)
 
         makes = dict.fromkeys(controller.processes.everyone, make)
-        sweeps = list(controller.outbox.send_each(makes, Done, awaited=False).values())
+        sweeps = list(controller.request_log.send_each(makes, Done, awaited=False).values())
         for sweep in sweeps:
             self._under_way.setdefault(folder, set()).add(sweep)
             sweep.add_done_callback(lambda sweep: self._ended(folder, sweep))

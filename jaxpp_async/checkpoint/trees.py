@@ -134,7 +134,7 @@ def _host_copy(path: str, leaf: Any, key_impls: dict[str, str]) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class RestoreTarget:
     """What a leaf is to be restored as.
 
     Args:
@@ -148,7 +148,7 @@ class Target:
     like: Any = None
 
 
-def targets(like: Any) -> tuple[dict[str, Target], Any]:
+def targets(like: Any) -> tuple[dict[str, RestoreTarget], Any]:
     """What the leaves of `like` ask for, by path, and the structure to build of them.
 
     Raises:
@@ -194,19 +194,19 @@ def _expanded(node: Any) -> Any:
     )
 
 
-def _target(key: str, leaf: Any) -> Target:
+def _target(key: str, leaf: Any) -> RestoreTarget:
     """Args: key: where in `like` the leaf is, as Python indexes it; empty: it is `like`."""
     if isinstance(leaf, Slot):
-        return Target(leaf.type, leaf.home)
+        return RestoreTarget(leaf.type, leaf.home)
     if is_remote(leaf):
-        return Target(replace(leaf.value_type, weak=leaf.weak_type), leaf.actors)
+        return RestoreTarget(replace(leaf.value_type, weak=leaf.weak_type), leaf.actors)
     if type(leaf) in PLAIN_TYPES:
-        return Target(None, like=leaf)
+        return RestoreTarget(None, like=leaf)
     if isinstance(leaf, np.ndarray | np.generic):
-        return Target(ValueType(Aval(leaf.shape, leaf.dtype.name)), like=leaf)
+        return RestoreTarget(ValueType(Aval(leaf.shape, leaf.dtype.name)), like=leaf)
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         like = leaf if isinstance(leaf, jax.Array) else None
-        return Target(travelling_type(leaf), like=like)
+        return RestoreTarget(travelling_type(leaf), like=like)
     where = f"`like{key}`" if key else "`like` itself"
     if isinstance(leaf, DistributedStep):
         raise CheckpointError(
@@ -218,7 +218,7 @@ def _target(key: str, leaf: Any) -> Target:
     )
 
 
-def check_matches(wanted: dict[str, Target], manifest: Manifest) -> None:
+def check_matches(wanted: dict[str, RestoreTarget], manifest: Manifest) -> None:
     """Raises:
     CheckpointError: the checkpoint has other leaves than `like`, or of another shape or dtype; names the first.
     """
@@ -242,7 +242,7 @@ def check_matches(wanted: dict[str, Target], manifest: Manifest) -> None:
             raise CheckpointError(f"{_named(path)} is {stored} in the checkpoint, but {asked} in `like`")
 
 
-def _fits(target: Target, manifest: Manifest, path: str) -> bool:
+def _fits(target: RestoreTarget, manifest: Manifest, path: str) -> bool:
     if path in manifest.values:
         value = manifest.values[path]
         if target.value_type is None:
@@ -273,7 +273,7 @@ def _kind(dtype: str) -> type:
     return type(np.zeros((), numpy_dtype(dtype)).item())
 
 
-def finished(target: Target, value: Any) -> Any:
+def finished(target: RestoreTarget, value: Any) -> Any:
     """A restored value that lies here, as one of the kind that `like` has."""
     if target.value_type is None:
         return value.item() if isinstance(value, np.ndarray) else value
@@ -286,7 +286,7 @@ def finished(target: Target, value: Any) -> Any:
     return array
 
 
-def _type_text(target: Target) -> str:
+def _type_text(target: RestoreTarget) -> str:
     if target.value_type is None:
         return f"a Python {type(target.like).__name__}"
     return _array_text(target.value_type.aval.dtype, target.value_type.aval.shape, target.value_type.key_impl)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpp_async.compiler.ir import Lit, LoopPrints, Print, Ref, Shown, Types, stacked_type
+from jaxpp_async.compiler.ir import Lit, LoopPrints, Print, PrintOperand, Ref, Types, stacked_type
 from jaxpp_async.compiler.primitives import CALLBACKS, CALLS, CHECKPOINTS, CUSTOM_RULES, PRINTS
 from jaxpp_async.errors import UnsupportedError
 from jaxpp_async.jax_bridge import private_api, tracebacks
@@ -20,7 +20,9 @@ from jaxpp_async.jax_bridge import private_api, tracebacks
 
 def print_of(eqn: Any, operands: Sequence[Ref], line: str) -> Print:
     """The print that an equation asks for."""
-    return Print(functools.partial(private_api.call_host, eqn), tuple(Shown(r) for r in operands), line)
+    return Print(
+        functools.partial(private_api.call_host, eqn), tuple(PrintOperand(r) for r in operands), line
+    )
 
 
 def refuse_host(eqn: Any, line: str, stage: Callable[[], int] | None) -> None:
@@ -127,7 +129,7 @@ def _evaluate(closed: Any, args: Sequence[Any], found: list[tuple[Any, list[Any]
 
 
 def shown_outside(
-    prints: Sequence[Print], inside: Mapping[int, Shown], types: Types, num_microbatches: int
+    prints: Sequence[Print], inside: Mapping[int, PrintOperand], types: Types, num_microbatches: int
 ) -> tuple[LoopPrints, dict[int, int]]:
     """Prints of a loop's body as the step outside sees them.
 
@@ -140,14 +142,14 @@ def shown_outside(
     """
     stacked: dict[int, int] = {}
 
-    def outside(shown: Shown) -> Shown:
+    def outside(shown: PrintOperand) -> PrintOperand:
         if not isinstance(shown.ref, int):
             return shown
         if shown.ref in inside:
             return inside[shown.ref]
         if shown.ref not in stacked:
             stacked[shown.ref] = types.new(stacked_type(types[shown.ref], num_microbatches))
-        return Shown(stacked[shown.ref], per_microbatch=True)
+        return PrintOperand(stacked[shown.ref], per_microbatch=True)
 
     moved = tuple(Print(p.call, tuple(outside(o) for o in p.operands), p.line) for p in prints)
     return LoopPrints(moved, num_microbatches), stacked
@@ -181,7 +183,7 @@ def calls(
                 yield inner, [_value(o, values, i) for o in inner.operands]
 
 
-def _value(shown: Shown, values: Mapping[int, Any], microbatch: int) -> Any:
+def _value(shown: PrintOperand, values: Mapping[int, Any], microbatch: int) -> Any:
     if shown.ref is None:
         return np.int32(microbatch)
     value = np.asarray(shown.ref.value) if isinstance(shown.ref, Lit) else values[shown.ref]

@@ -1,6 +1,6 @@
 """compiler.texts: what each pass left, as text for people, dumps and golden files. Decides nothing; no jax.
 
-Texts are long and seldom read, so `Texts` holds what makes them and makes one when it is asked for.
+Texts are long and seldom read, so `PassTexts` holds what makes them and makes one when it is asked for.
 
 compiler.explain: why things are where they are. In: a placed step. Out: reasons, as words for `report`. No jax.
 
@@ -29,7 +29,7 @@ from jaxpp_async.program.actor_program import ActorProgram, format_program
 from jaxpp_async.program.instructions import ActorId, Node, ValueId
 
 
-class Texts(Mapping[str, str]):
+class PassTexts(Mapping[str, str]):
     """Pass name to text, in the order of the passes; each made anew when it is read.
 
     Args:
@@ -51,9 +51,9 @@ class Texts(Mapping[str, str]):
     def __repr__(self) -> str:
         return f"<texts of {', '.join(self)}>"
 
-    def with_text(self, name: str, maker: Callable[[], str]) -> Texts:
+    def with_text(self, name: str, maker: Callable[[], str]) -> PassTexts:
         """These and the text of one more pass."""
-        return Texts({**self._makers, name: maker})
+        return PassTexts({**self._makers, name: maker})
 
 
 def format_programs(programs: Sequence[ActorProgram]) -> str:
@@ -162,7 +162,7 @@ IN_LOOP = "in the loop"
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
+class CrossActorArray:
     """One array that goes from one actor to another.
 
     Args:
@@ -229,11 +229,11 @@ class Explainer:
 
     # ---- transfers
 
-    def crossings(self) -> list[Crossing]:
+    def crossings(self) -> list[CrossActorArray]:
         """Every transfer of a step, by value."""
         planned = sorted((t.value, t.to_actor, t.from_actor) for t in plan_transfers(self.graph))
         return [
-            Crossing(v, source, a, self._what(v), self._when(v, a), self._who(v, a))
+            CrossActorArray(v, source, a, self._what(v), self._when(v, a), self._who(v, a))
             for v, a, source in planned
         ]
 

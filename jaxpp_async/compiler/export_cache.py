@@ -30,7 +30,7 @@ from jaxpp_async.program.instructions import SpecEntry
 Specs = Mapping[int, tuple[SpecEntry, ...]]
 
 
-class Exports:
+class ExportCache:
     """Executables of a step and of its forms under other schedules, by what they compute.
 
     It grows with every step that is emitted through it; whoever keeps compiled steps owns one.

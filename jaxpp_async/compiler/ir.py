@@ -199,7 +199,7 @@ class Captured:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class PrintOperand:
     """Where an operand of a print comes from.
 
     Args:
@@ -222,7 +222,7 @@ class Print:
     """
 
     call: Callable[[Sequence[Any]], None]
-    operands: tuple[Shown, ...]
+    operands: tuple[PrintOperand, ...]
     line: str
 
 

@@ -34,7 +34,7 @@ class OutputPart:
 
 
 @dataclass(frozen=True, eq=False)
-class Tail:
+class Epilogue:
     """What makes a result of its parts' totals.
 
     Args:
@@ -58,7 +58,7 @@ class Results:
     """
 
     parts: tuple[tuple[OutputPart, ...], ...]
-    tails: tuple[Tail | None, ...]
+    tails: tuple[Epilogue | None, ...]
     dropped: frozenset[int]
     added: dict[TaskKey, list[Op]]
 
@@ -109,7 +109,7 @@ class _Finder:
         self.homes = stages.held_in
         self.joined: dict[int, _Expr] = {}  # what splits take apart, by position
 
-    def result(self, index: int) -> tuple[tuple[OutputPart, ...], Tail | None]:
+    def result(self, index: int) -> tuple[tuple[OutputPart, ...], Epilogue | None]:
         stages = self.stages
         value = stages.resolve(stages.body.outputs[index])
         if not stages.loop.reductions[index].commutes_with_add:
@@ -127,7 +127,7 @@ class _Finder:
             made = self.types.new(_strong(self.types[value]))
             outputs = tuple(made if o == value else -1 for o in op.outputs)
             ops.append(Op(op.name, (whole,), outputs, op.run, op.line))
-        return tuple(parts), Tail(tuple(ops), made)
+        return tuple(parts), Epilogue(tuple(ops), made)
 
     def _split_of(self, value: Ref) -> int | None:
         """The position of a split all of whose results are summed results of the loop, if it joins several stages.

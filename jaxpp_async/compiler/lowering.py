@@ -77,7 +77,7 @@ def lower(graph: TaskGraph, *, receives_ahead: int = RECEIVES_AHEAD) -> Programs
 
 
 @frozen()
-class Transfer:
+class PlannedTransfer:
     """One value on its way from the actor that makes or holds it to one that needs it.
 
     Args:
@@ -119,7 +119,7 @@ def _missing(graph: TaskGraph) -> list[tuple[ValueId, ActorId, int]]:
     return found
 
 
-def plan_transfers(graph: TaskGraph) -> tuple[Transfer, ...]:
+def plan_transfers(graph: TaskGraph) -> tuple[PlannedTransfer, ...]:
     """Every transfer of the step, by tag.
 
     A value goes to each actor that needs and lacks it exactly once, from the actor that makes it; an argument from the
@@ -137,19 +137,19 @@ def plan_transfers(graph: TaskGraph) -> tuple[Transfer, ...]:
     wanted = [(source[v][0], needed, source[v][1], v, source[v][2], actor) for v, actor, needed in missing]
     wanted.sort(key=lambda w: w[:3])
     return tuple(
-        Transfer(value, from_actor, to_actor, tag, index, needed)
+        PlannedTransfer(value, from_actor, to_actor, tag, index, needed)
         for tag, (index, needed, _, value, from_actor, to_actor) in enumerate(wanted)
     )
 
 
 def _receive_positions(
-    transfers: Sequence[Transfer], position_of: dict[int, int], num_runs: int, ahead: int
-) -> dict[int, list[Transfer]]:
+    transfers: Sequence[PlannedTransfer], position_of: dict[int, int], num_runs: int, ahead: int
+) -> dict[int, list[PlannedTransfer]]:
     """The run of this actor before which each of its receives is posted; `num_runs` is the end of the program."""
     # Between two actors receives are posted in the order of the sends (NCCL pairs them by order alone), so a receive
     # moves up to the earliest one that follows it on its link.
     link_limit: dict[ActorId, int] = {}
-    positions: dict[int, list[Transfer]] = defaultdict(list)
+    positions: dict[int, list[PlannedTransfer]] = defaultdict(list)
     for t in reversed(transfers):
         own = max(0, position_of.get(t.needed, num_runs) - ahead)
         position = link_limit[t.from_actor] = min(own, link_limit.get(t.from_actor, own))
@@ -193,11 +193,11 @@ class _Stream:
                 aval = self.columns.avals[i.value]
                 self.instructions.append(Input(self.define(i.value), i.arg, aval, i.donated))
 
-    def send(self, transfers: Iterable[Transfer]) -> None:
+    def send(self, transfers: Iterable[PlannedTransfer]) -> None:
         slots = self.slots
         self.instructions += [Send(slots[t.value], t.to_actor, t.tag) for t in transfers]
 
-    def receive(self, transfers: Iterable[Transfer]) -> None:
+    def receive(self, transfers: Iterable[PlannedTransfer]) -> None:
         avals, define = self.columns.avals, self.define
         self.instructions += [Recv(define(t.value), t.from_actor, t.tag, avals[t.value]) for t in transfers]
 
@@ -227,13 +227,13 @@ def _stream(
     columns: _Columns,
     actor: ActorId,
     nodes: list[tuple[int, Node]],
-    sent: list[Transfer],
-    received: list[Transfer],
+    sent: list[PlannedTransfer],
+    received: list[PlannedTransfer],
     ahead: int,
 ) -> ActorProgram:
     position_of = {index: position for position, (index, _) in enumerate(nodes)}
     due = _receive_positions(received, position_of, len(nodes), ahead)
-    sends: dict[int, list[Transfer]] = defaultdict(list)
+    sends: dict[int, list[PlannedTransfer]] = defaultdict(list)
     for t in sent:
         sends[t.node].append(t)
 

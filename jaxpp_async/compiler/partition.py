@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from jaxpp_async.base.frozen import kept
+from jaxpp_async.base.frozen import cached_value
 from jaxpp_async.compiler.ir import Loop, Op, Types, renamed
 from jaxpp_async.compiler.ir_slicing import LightOps
-from jaxpp_async.compiler.loop_commuting import OutputPart, Results, Tail, results
+from jaxpp_async.compiler.loop_commuting import Epilogue, OutputPart, Results, results
 from jaxpp_async.compiler.primitives import MARKER, MARKER_SIDE
 from jaxpp_async.compiler.stage_assignment import LIGHTWEIGHT, Stages, TaskKey
 
@@ -35,7 +35,7 @@ class StageTask:
     ops: tuple[Op, ...]
     adds: tuple[tuple[int, int], ...] = ()
 
-    @kept
+    @cached_value
     def made(self) -> frozenset[int]:
         """Ids of the values it makes."""
         return frozenset([o for op in self.ops for o in op.outputs if o >= 0])
@@ -57,7 +57,7 @@ class StagedLoop:
     num_stages: int
     tasks: dict[TaskKey, StageTask]
     outputs: tuple[tuple[OutputPart, ...], ...]
-    tails: tuple[Tail | None, ...]
+    tails: tuple[Epilogue | None, ...]
     loop: Loop
     stage_names: tuple[str | None, ...]
 
@@ -85,12 +85,12 @@ class StagedLoop:
         """What a task needs of other tasks, in order of first use."""
         return [r for r in self.reads(task) if r not in self._roots]
 
-    @kept
+    @cached_value
     def _reads(self) -> dict[StageTask, list[int]]:
         """What tasks read, of those that were asked about."""
         return {}
 
-    @kept
+    @cached_value
     def _roots(self) -> frozenset[int]:
         return frozenset(self.loop.body.inputs)
 

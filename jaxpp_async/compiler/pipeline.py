@@ -36,7 +36,7 @@ from jaxpp_async import schedules
 from jaxpp_async.compiler import lowering, verify
 from jaxpp_async.compiler.continued_arguments import continued_arguments
 from jaxpp_async.compiler.describe import (
-    Texts,
+    PassTexts,
     format_executables,
     format_flat,
     format_graph,
@@ -46,10 +46,10 @@ from jaxpp_async.compiler.describe import (
     format_staged,
 )
 from jaxpp_async.compiler.export import Emitted, Target, explained, lowering_context, refuse_host_memory
-from jaxpp_async.compiler.export_cache import Exports
+from jaxpp_async.compiler.export_cache import ExportCache
 from jaxpp_async.compiler.ir import Flat, Loop, Op, Traced, Types
 from jaxpp_async.compiler.partition import StagedLoop, partition
-from jaxpp_async.compiler.rematerialization import keep_less
+from jaxpp_async.compiler.rematerialization import minimize_residuals
 from jaxpp_async.compiler.sharding_propagation import Spec, propagate, sharded
 from jaxpp_async.compiler.task_graph import PlacedStep, build
 from jaxpp_async.compiler.task_variants import ScheduledLoop, schedule_loop
@@ -102,7 +102,7 @@ class StepRequest:
     target: Target
     schedule: Any = None
     result_homes: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
-    exports: Exports = dataclasses.field(default_factory=Exports)
+    exports: ExportCache = dataclasses.field(default_factory=ExportCache)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,14 +124,14 @@ class Compiled:
     placed: PlacedStep
     programs: tuple[ActorProgram, ...]
     executables: tuple[Emitted, ...]
-    passes: Texts
+    passes: PassTexts
     continues: Mapping[int, int]
     settled: frozenset[int] = frozenset()
     any_sharding: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class CompilePlan:
     """Everything decided, nothing lowered: the result of all passes but `emit`. Fields as in `Compiled`.
 
     Args:
@@ -142,7 +142,7 @@ class Plan:
     placed: PlacedStep
     specs: Mapping[int, Spec]
     programs: tuple[ActorProgram, ...]
-    passes: Texts
+    passes: PassTexts
     continues: Mapping[int, int]
     settled: frozenset[int] = frozenset()
     any_sharding: frozenset[int] = frozenset()
@@ -180,7 +180,7 @@ def compile_step(request: StepRequest, passed: Passed = _unobserved) -> Compiled
 
 
 @uncollected()
-def plan(request: StepRequest, passed: Passed = _unobserved) -> Plan:
+def plan(request: StepRequest, passed: Passed = _unobserved) -> CompilePlan:
     """Run every pass but `emit`, checking what each leaves.
 
     Args:
@@ -210,7 +210,7 @@ def plan(request: StepRequest, passed: Passed = _unobserved) -> Plan:
         i: partition(item, traced.types) for i, item in enumerate(traced.flat.ops) if isinstance(item, Loop)
     }
     with lowering_context(request.target):  # new values, whose types know the mesh
-        staged = {i: keep_less(loop, traced.types) for i, loop in found.items()}
+        staged = {i: minimize_residuals(loop, traced.types) for i, loop in found.items()}
     passed("partition")
     with lowering_context(request.target):  # cutting a backward makes new values, whose types know the mesh
         loops = {i: _scheduled(s, request, traced.types) for i, s in staged.items()}
@@ -234,7 +234,7 @@ def plan(request: StepRequest, passed: Passed = _unobserved) -> Plan:
     programs = _lowered(placed.graph, passed)
     texts = _texts(traced, staged, loops, placed, programs)
     free = _any_sharding(traced, placed, in_specs, out_specs)
-    return Plan(traced, placed, specs, programs, texts, continues, settled, free)
+    return CompilePlan(traced, placed, specs, programs, texts, continues, settled, free)
 
 
 def _any_sharding(
@@ -272,10 +272,10 @@ def _texts(
     loops: Mapping[int, ScheduledLoop],
     placed: PlacedStep,
     programs: lowering.Programs,
-) -> Texts:
+) -> PassTexts:
     """Texts of all passes but `emit`. The programs between are made again rather than kept."""
     graph = placed.graph
-    return Texts(
+    return PassTexts(
         {
             "trace": lambda: format_flat(traced.flat, traced.types),
             "partition": lambda: "\n".join(map(format_staged, staged.values())),

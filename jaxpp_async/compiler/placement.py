@@ -21,7 +21,7 @@ from jaxpp_async.compiler.cond_split import SCALAR_BYTES, SMALL_BYTES
 from jaxpp_async.compiler.ir import Loop, Op, Types, used_ids
 from jaxpp_async.compiler.outer_ops import Actors, OuterStep, giver, replaced, without_dead
 from jaxpp_async.compiler.primitives import CALLS, LAID_OUT
-from jaxpp_async.compiler.reduction_grouping import Seen, regroup
+from jaxpp_async.compiler.reduction_grouping import GroupingInputs, regroup
 from jaxpp_async.program.instructions import ActorId
 
 __all__ = ["Actors", "OuterStep", "Placement", "place"]
@@ -203,9 +203,9 @@ class _Placer:
         chosen, free = self.chosen, self.free
         return {i: chosen[i] if i in chosen else frozenset(free[i]) for i in self.ops}
 
-    def seen(self) -> Seen:
+    def seen(self) -> GroupingInputs:
         """For regrouping."""
-        return Seen(self.step, self.types, self.single, self.producer, self.users, self._where)
+        return GroupingInputs(self.step, self.types, self.single, self.producer, self.users, self._where)
 
     # ---- the order of decisions
 

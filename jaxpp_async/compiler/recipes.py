@@ -25,7 +25,7 @@ class Accumulate:
 
 
 @dataclass(frozen=True, eq=False)
-class Start:
+class AccumulatorStart:
     """`result` is the accumulator of `reduction` over values of `aval` before the first microbatch."""
 
     aval: Aval
@@ -57,7 +57,7 @@ class Recipe:
     slices: tuple[tuple[Ref, int], ...] = ()
     index: int | None = None
     literals: dict[int, Lit] = field(default_factory=dict)
-    starts: tuple[Start, ...] = ()
+    starts: tuple[AccumulatorStart, ...] = ()
     accumulates: tuple[Accumulate, ...] = ()
 
     @property

@@ -20,7 +20,7 @@ from jaxpp_async.program.instructions import ActorId
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class GroupingInputs:
     """What regrouping looks at.
 
     Args:
@@ -48,7 +48,7 @@ class Seen:
         return min(self.where(value), default=0)
 
 
-def regroup(seen: Seen) -> OuterStep | None:
+def regroup(seen: GroupingInputs) -> OuterStep | None:
     """The step with its sums regrouped; None if there are none."""
     kept = {r for r in seen.step.outputs if isinstance(r, int)}
     kept.update(v for needs in seen.step.loop_needs.values() for v in needs)
@@ -63,7 +63,7 @@ def regroup(seen: Seen) -> OuterStep | None:
     return replaced(seen.step, others, removed) if others else None
 
 
-def _trees(seen: Seen, kept: set[int]) -> dict[int, tuple[set[int], list[int]]]:
+def _trees(seen: GroupingInputs, kept: set[int]) -> dict[int, tuple[set[int], list[int]]]:
     """Maximal trees of one associative operation over small values that live on several actors."""
     inside: set[int] = set()
     found = {}
@@ -87,7 +87,7 @@ def _trees(seen: Seen, kept: set[int]) -> dict[int, tuple[set[int], list[int]]]:
     return found
 
 
-def _is_sum(seen: Seen, op: Op) -> bool:
+def _is_sum(seen: GroupingInputs, op: Op) -> bool:
     if op.name not in ASSOCIATIVE or len(op.inputs) != 2 or len(op.reads) != 2:
         return False
     if seen.types.sizes[op.outputs[0]] > SMALL_BYTES:
@@ -98,14 +98,14 @@ def _is_sum(seen: Seen, op: Op) -> bool:
     )
 
 
-def _by_actor(seen: Seen, values: Sequence[int]) -> list[list[int]]:
+def _by_actor(seen: GroupingInputs, values: Sequence[int]) -> list[list[int]]:
     groups: dict[ActorId, list[int]] = defaultdict(list)
     for v in values:
         groups[seen.home(v)].append(v)
     return [groups[a] for a in sorted(groups)]
 
 
-def _joined(seen: Seen, root: int, leaves: list[int]) -> list[Op]:
+def _joined(seen: GroupingInputs, root: int, leaves: list[int]) -> list[Op]:
     op = seen.op(root)
     made: list[Op] = []
 
@@ -124,7 +124,7 @@ def _joined(seen: Seen, root: int, leaves: list[int]) -> list[Op]:
 # ---------------------------------------------------------------- what is stacked, then reduced
 
 
-def _stacked(seen: Seen, kept: set[int]) -> dict[int, int]:
+def _stacked(seen: GroupingInputs, kept: set[int]) -> dict[int, int]:
     """Reductions to a scalar of small values that were concatenated for it: position of both operations."""
     found = {}
     for i in sorted(seen.single):
@@ -144,7 +144,7 @@ def _stacked(seen: Seen, kept: set[int]) -> dict[int, int]:
     return found
 
 
-def _reduced(seen: Seen, op: Op, stack: Op) -> list[Op]:
+def _reduced(seen: GroupingInputs, op: Op, stack: Op) -> list[Op]:
     made: list[Op] = []
     part_type = seen.types[stack.reads[0]]
 

@@ -30,7 +30,7 @@ _ANY = 2**30  # above every sum of costs
 
 
 @dataclass(frozen=True)
-class Again:
+class RecomputePlan:
     """What is made a second time.
 
     Args:
@@ -50,7 +50,7 @@ class Again:
         return self.names.get(ref, ref) if isinstance(ref, int) else ref
 
 
-def keep_less(staged: StagedLoop, types: Types) -> StagedLoop:
+def minimize_residuals(staged: StagedLoop, types: Types) -> StagedLoop:
     """Have every stage's backward keep the fewest bytes of its forward.
 
     Args:
@@ -75,7 +75,9 @@ def keep_less(staged: StagedLoop, types: Types) -> StagedLoop:
     return replace(less, tasks=tasks)
 
 
-def made_again(ops: Sequence[Op], taken: Collection[int], free: Collection[int], types: Types) -> Again:
+def made_again(
+    ops: Sequence[Op], taken: Collection[int], free: Collection[int], types: Types
+) -> RecomputePlan:
     """What a later executable makes again of an earlier one's values, so that the fewest bytes are kept for it.
 
     Args:
@@ -106,8 +108,8 @@ def made_again(ops: Sequence[Op], taken: Collection[int], free: Collection[int],
     chosen = _repeated(tuple(keep), tuple(again), tuple(edges), num_taken)
     names = {v: types.new(types[v]) for k, v in enumerate(pending) if k in chosen}
     repeated = [op for op in ops if not names.keys().isdisjoint(op.outputs)]
-    found = Again((), names)
-    return Again(
+    found = RecomputePlan((), names)
+    return RecomputePlan(
         tuple(
             replace(
                 renamed(op, names.keys(), found.name), outputs=tuple(names.get(o, -1) for o in op.outputs)

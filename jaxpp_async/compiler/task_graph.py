@@ -17,11 +17,11 @@ from functools import cached_property
 from typing import Any
 
 from jaxpp_async.compiler.ir import Lit, Loop, Op, Ref, Traced, Types, ValueType
-from jaxpp_async.compiler.loop_commuting import Tail
+from jaxpp_async.compiler.loop_commuting import Epilogue
 from jaxpp_async.compiler.outer_ops import giver
 from jaxpp_async.compiler.partition import OutputPart, StagedLoop, StageTask, TaskKey
 from jaxpp_async.compiler.placement import Actors, OuterStep, Placement, place
-from jaxpp_async.compiler.recipes import Accumulate, Recipe, Start, literal_type, outside_reads
+from jaxpp_async.compiler.recipes import Accumulate, AccumulatorStart, Recipe, literal_type, outside_reads
 from jaxpp_async.compiler.task_variants import ScheduledLoop, Variant
 from jaxpp_async.program.instructions import (
     ActorId,
@@ -98,7 +98,7 @@ class _Builder:
         self.result_homes = result_homes
         self.traced, self.types, self.num_actors = traced, traced.types, num_actors
         self.continues, self.donated = continues, donated
-        self.draft = Draft(traced.types, num_actors)
+        self.draft = TaskGraphBuilder(traced.types, num_actors)
         self.loops = loops
         self.names = dict(zip(traced.flat.inputs, traced.arg_names, strict=False))
         # Final accumulators: (loop position, result, part) to IR id.
@@ -234,7 +234,7 @@ class _Builder:
         value_type = self.types[part.value if isinstance(part.value, int) else result]
         return self.types.new(dataclasses.replace(value_type, weak=self.types[result].weak))
 
-    def _renamed(self, tail: Tail, names: dict[Ref, Ref]) -> list[Op]:
+    def _renamed(self, tail: Epilogue, names: dict[Ref, Ref]) -> list[Op]:
         """A tail's operations, over ids outside the loop."""
         ops = []
         for op in tail.ops:
@@ -400,7 +400,7 @@ class _Ender:
 
 
 @dataclass(eq=False)
-class Draft:
+class TaskGraphBuilder:
     """A task graph while it grows.
 
     Args:
@@ -443,7 +443,7 @@ class Draft:
         self.places.append(place)
         return len(self.avals) - 1
 
-    def add(self, batch: Batch, place: str) -> range:
+    def add(self, batch: MicrobatchValues, place: str) -> range:
         """New graph values."""
         first = len(self.avals)
         self.avals += batch.avals
@@ -471,7 +471,7 @@ class Draft:
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class MicrobatchValues:
     """Graph values that one task makes, the same for each microbatch.
 
     Args:
@@ -496,7 +496,7 @@ def needs_index(staged: StagedLoop, task: StageTask) -> bool:
     )
 
 
-def unroll(draft: Draft, scheduled: ScheduledLoop, finals: list[list[int]]) -> None:
+def unroll(draft: TaskGraphBuilder, scheduled: ScheduledLoop, finals: list[list[int]]) -> None:
     """Add a loop's nodes to `draft`.
 
     Args:
@@ -530,12 +530,12 @@ class _Form:
     index: int | None
     finals: list[int]
     makes: tuple[int, ...]
-    outputs: Batch
+    outputs: MicrobatchValues
     donatable: tuple[int, ...]
 
 
 class _Unroller:
-    def __init__(self, draft: Draft, scheduled: ScheduledLoop, finals: list[list[int]]) -> None:
+    def __init__(self, draft: TaskGraphBuilder, scheduled: ScheduledLoop, finals: list[list[int]]) -> None:
         self.draft, self.scheduled, self.staged = draft, scheduled, scheduled.staged
         self.loop = self.staged.loop
         invariants, batch, self.index = self.loop.body_inputs()
@@ -575,7 +575,7 @@ class _Unroller:
         own = recipe.inputs[: len(recipe.inputs) - len(adds)]
         olds = [self.accumulators[final] for final in finals]
         temps: list[ValueKind] = ["temp"] * len(variant.makes)
-        batch = Batch(
+        batch = MicrobatchValues(
             ir_ids=(*variant.makes, *(draft.value_ids[old] for old in olds)),
             avals=(*(draft.types[v].aval for v in variant.makes), *(draft.avals[old] for old in olds)),
             kinds=(*temps, *(draft.kinds[old] for old in olds)),
@@ -616,7 +616,7 @@ class _Unroller:
         for add in self.staged.tasks[whole].adds:
             value, final, reduction = self._part(add).value, self._final(add), self.loop.reductions[add[0]]
             aval = self.draft.types[value].aval if isinstance(value, int) else literal_type(value).aval
-            starts.append(Start(aval, reduction, self.loop.num_microbatches, final))
+            starts.append(AccumulatorStart(aval, reduction, self.loop.num_microbatches, final))
             kind: ValueKind = "result" if reduction.grows else "accumulator"
             outputs.append(self.draft.named(final, f"accumulator of %{final}", kind))
             self.accumulators[final] = outputs[-1]

@@ -37,8 +37,8 @@ from jaxpp_async.compiler.ir import (
     Loop,
     Op,
     Print,
+    PrintOperand,
     Ref,
-    Shown,
     Traced,
     Types,
     ValueType,
@@ -428,9 +428,9 @@ class _Flattener:
         if not inside:
             return {}
         n = spec.num_consts
-        outside = [Shown(r, per_microbatch=k >= n) for k, r in enumerate(inputs)]
-        known = dict(zip(body_inputs, [*outside, Shown(None)], strict=True))
-        known.update((c.value_id, Shown(c.value_id)) for c in self.captured.values())
+        outside = [PrintOperand(r, per_microbatch=k >= n) for k, r in enumerate(inputs)]
+        known = dict(zip(body_inputs, [*outside, PrintOperand(None)], strict=True))
+        known.update((c.value_id, PrintOperand(c.value_id)) for c in self.captured.values())
         found, stacked = debug_callbacks.shown_outside(inside, known, self.types, spec.num_microbatches)
         self.prints.append(found)
         return stacked

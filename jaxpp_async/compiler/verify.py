@@ -62,7 +62,7 @@ def verify_graph(graph: TaskGraph) -> None:
         InternalError: a rule is broken.
     """
     num_values = len(graph.values)
-    made = Made(num_values)
+    made = AssignedIds(num_values)
 
     def make(value: int, where: str) -> None:
         if not 0 <= value < num_values:
@@ -275,7 +275,7 @@ class InternalError(AssertionError):
     """A stage of the compiler broke a rule. A bug of this package, never of the user's step."""
 
 
-class Made:
+class AssignedIds:
     """Numbers that were assigned, of `size`. Mostly they come in order: then one number says which they are.
 
     Args:
@@ -321,7 +321,7 @@ class _Walk:
         self.program = program
         self.index = 0
         self.instruction: Instruction | None = None
-        self.made = Made(len(program.avals))
+        self.made = AssignedIds(len(program.avals))
         self.live: set[BufferId] = set()
         self.received: set[BufferId] = set()
         self.kept: set[BufferId] = set()
@@ -492,7 +492,7 @@ def verify_program(program: ActorProgram, *, complete: bool = True) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class BlockedActor:
     """An actor that cannot go on.
 
     Args:
@@ -580,24 +580,24 @@ class _Simulation:
             del self.blocked[actor]
             self.ready.append(actor)
 
-    def waits(self) -> list[Wait]:
+    def waits(self) -> list[BlockedActor]:
         """What every unfinished actor waits for, in order of actors."""
-        found: dict[ActorId, Wait] = {}
+        found: dict[ActorId, BlockedActor] = {}
         for actor, buffer in self.blocked.items():
             recv, at = self.pending[actor][buffer], self.streams[actor][self.counter[actor]]
-            found[actor] = Wait(actor, format_instruction(at), recv.tag, recv.from_actor)
+            found[actor] = BlockedActor(actor, format_instruction(at), recv.tag, recv.from_actor)
         end = "the end of the step"
         for actor, pending in self.pending.items():
             for recv in pending.values():
-                found.setdefault(actor, Wait(actor, end, recv.tag, recv.from_actor))
+                found.setdefault(actor, BlockedActor(actor, end, recv.tag, recv.from_actor))
         if self.rendezvous:
             for (sender, receiver, _), tags in self.sent.items():
                 for tag in tags:
-                    found.setdefault(sender, Wait(sender, end, tag, receiver, sends=True))
+                    found.setdefault(sender, BlockedActor(sender, end, tag, receiver, sends=True))
         return [found[a] for a in sorted(found)]
 
 
-def simulate(programs: Sequence[ActorProgram], *, rendezvous: bool = True) -> list[Wait]:
+def simulate(programs: Sequence[ActorProgram], *, rendezvous: bool = True) -> list[BlockedActor]:
     """Run the programs together until nothing moves any more.
 
     Args:
@@ -612,10 +612,10 @@ def simulate(programs: Sequence[ActorProgram], *, rendezvous: bool = True) -> li
     return simulation.waits()
 
 
-def _cycle(waits: list[Wait]) -> list[Wait]:
+def _cycle(waits: list[BlockedActor]) -> list[BlockedActor]:
     """The circle of waiting that the first actor's chain leads into; the chain itself where it ends elsewhere."""
     by_actor = {w.actor: w for w in waits}
-    chain: list[Wait] = []
+    chain: list[BlockedActor] = []
     actor = waits[0].actor
     while actor in by_actor and by_actor[actor] not in chain:
         chain.append(by_actor[actor])

@@ -14,17 +14,24 @@ from dataclasses import replace
 from typing import Any
 
 import jaxpp_async
-from jaxpp_async.controller.host_values import HostPlane
-from jaxpp_async.controller.listener import Gate
+from jaxpp_async.controller.host_values import HostTransfers
+from jaxpp_async.controller.listener import ControlListener
 from jaxpp_async.controller.options import ControllerOptions
-from jaxpp_async.controller.requests import ActorLink, Call
-from jaxpp_async.controller.startup import Bringup, Member, all_of, bounded, check_agreement, wait_all_dead
+from jaxpp_async.controller.requests import ActorLink, PendingRequest
+from jaxpp_async.controller.startup import (
+    ProcessDevices,
+    Startup,
+    all_of,
+    bounded,
+    check_agreement,
+    wait_all_dead,
+)
 from jaxpp_async.errors import TransferError
 from jaxpp_async.launch import ActorHandle, Launcher, LaunchSpec
 from jaxpp_async.launch.hosts import address_towards, addresses_of_hosts
 from jaxpp_async.layout.array_parts import Scattering
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, ProcessId
-from jaxpp_async.protocol.actor_info import ActorInfo, Processes, of_actor
+from jaxpp_async.protocol.actor_info import ActorInfo, Topology, of_actor
 from jaxpp_async.protocol.frames import SECRET_BYTES
 from jaxpp_async.protocol.messages import (
     Abort,
@@ -34,13 +41,13 @@ from jaxpp_async.protocol.messages import (
     Connected,
     Done,
     Hardware,
-    Renew,
-    Renewed,
     Report,
     Reported,
     Request,
     Reserve,
+    ResetTransport,
     Shutdown,
+    TransportReset,
 )
 from jaxpp_async.transport.base import Transport, hosts_of
 from jaxpp_async.transport.network import Network, is_loopback, leave_machine
@@ -58,7 +65,7 @@ PROCESS_DESCRIPTORS = 8
 TCP's data plane."""
 
 
-class Crew:
+class ActorGroup:
     """The actors of one mesh.
 
     Args:
@@ -82,7 +89,7 @@ class Crew:
     def __init__(
         self,
         launcher: Launcher,
-        processes: Processes,
+        processes: Topology,
         options: ControllerOptions,
         *,
         number: Callable[[], int],
@@ -97,23 +104,23 @@ class Crew:
         self._on_transfer_error, self._on_routes = on_transfer_error, on_routes
         self._secret = secrets.token_bytes(SECRET_BYTES)
         version, longest = jaxpp_async.__version__, options.max_frame_bytes
-        self.gate = Gate(self._secret, version=version, max_frame_bytes=longest)
-        self._bringup = Bringup(launcher, self.gate, timeout_s=options.launch_timeout_s, say=say)
+        self.gate = ControlListener(self._secret, version=version, max_frame_bytes=longest)
+        self._startup = Startup(launcher, self.gate, timeout_s=options.launch_timeout_s, say=say)
         self._address: tuple[str, int] | None = None
-        self._plane: HostPlane | None = None
+        self._plane: HostTransfers | None = None
         self._incarnations: dict[ProcessId, int] = {}
         self.hardware: dict[ProcessId, Hardware] = {}
         self.scattering = Scattering(options.actors.spmd_mesh, processes.per_actor)
 
     @property
-    def plane(self) -> HostPlane:
+    def plane(self) -> HostTransfers:
         assert self._plane is not None  # `start` has made it
         return self._plane
 
     @property
     def handles(self) -> dict[ProcessId, ActorHandle]:
         """Every process started last under its number."""
-        return self._bringup.handles
+        return self._startup.handles
 
     @property
     def actors(self) -> range:
@@ -155,14 +162,14 @@ class Crew:
         self._say(f"starting {count} actor{'s' if count != 1 else ''}{of_several}")
         await all_of({actor: self.bring_up(actor) for actor in self.actors}, "start")
         self.check_devices()
-        self._plane = HostPlane(
+        self._plane = HostTransfers(
             self._make_transport(),
             self.epoch,
             lambda process: self.links[process].info,
             self._on_transfer_error,
             scattering=self.scattering,
             copies=self._options.restarts,
-            patience_s=self._options.patience.progress_s,
+            patience_s=self._options.deadlines.progress_s,
         )
 
     def check_devices(self) -> None:
@@ -174,10 +181,10 @@ class Crew:
         if self.has_hearts:  # inline actors have one JAX and one set of devices
             check_agreement([self._member(process) for process in sorted(self.links)])
 
-    def _member(self, process: ProcessId) -> Member:
+    def _member(self, process: ProcessId) -> ProcessDevices:
         info, has = self.links[process].info, self.hardware[process]
         share, nccl = has.memory_fraction, (has.nccl, has.nccl_shares)
-        return Member(str(info), info.id, info.host, has.cuda, has.gpus, share, *nccl)
+        return ProcessDevices(str(info), info.id, info.host, has.cuda, has.gpus, share, *nccl)
 
     async def bring_up(self, actor: ActorId) -> list[ActorLink]:
         """Start one actor, or its successor, up to its JAX and transport.
@@ -214,14 +221,14 @@ class Crew:
             else 0,
             options.actors.defaults,
         )
-        link = self.links[process] = await self._bringup.start(spec)
+        link = self.links[process] = await self._startup.start(spec)
         return link
 
     async def _clusters(self, links: Sequence[ActorLink]) -> list[Cluster | None]:
         """How the processes of one actor find each other."""
         if len(links) == 1:
             return [None]
-        port = await self._bringup.reserve(links[0], Reserve(self._number()))
+        port = await self._startup.reserve(links[0], Reserve(self._number()))
         addresses = addresses_of_hosts([link.connection.ends for link in links])
         coordinator = f"{addresses[0]}:{port}"
         return [Cluster(coordinator, tuple(addresses), rank) for rank in range(len(links))]
@@ -230,7 +237,7 @@ class Crew:
         message = self._options.actors.message(
             self._number(), self.transport_kind, self.epoch, cluster, self._host_address(link)
         )
-        self.hardware[link.info.process] = (await self._bringup.configure(link, message)).hardware
+        self.hardware[link.info.process] = (await self._startup.configure(link, message)).hardware
 
     def _host_address(self, link: ActorLink) -> str | None:
         """By which the other processes reach a process; loopback, if all are here; None: not known."""
@@ -281,7 +288,7 @@ class Crew:
 
     def abort(self, process: ProcessId, cause: str) -> asyncio.Future[Done]:
         """Tell a process to drop everything and to enter this epoch."""
-        call = Call(Done, awaited=False)
+        call = PendingRequest(Done, awaited=False)
         self.links[process].request(Abort(self._number(), self.epoch, cause), call)
         return call.future
 
@@ -292,7 +299,7 @@ class Crew:
 
     def ask_where(self, process: ProcessId) -> asyncio.Future[Reported]:
         """Ask a process where it is; past the outbox, since that is not to be asked again."""
-        call = Call(Reported, awaited=False)
+        call = PendingRequest(Reported, awaited=False)
         self.links[process].request(Report(self._number()), call)
         return call.future
 
@@ -303,7 +310,7 @@ class Crew:
             RemoteError: it could not.
         """
         link = self.links[process]
-        renewed: Renewed = await link.call(Renew(self._number()), Renewed)
+        renewed: TransportReset = await link.call(ResetTransport(self._number()), TransportReset)
         link.address = renewed.address
 
     async def renew_plane(self) -> None:

@@ -39,7 +39,7 @@ class ClockWatch:
         self._clocks.forget(actor)
         self._asked.pop(actor, None)
 
-    def heard(self, identity: Identity, beat: Beat) -> None:
+    def record_heartbeat(self, identity: Identity, beat: Beat) -> None:
         """Take a sign of life (`Gate.on_beat`)."""
         actor, now = identity.process_id, time.monotonic()
         self._clocks.name(actor, beat.clock)

@@ -22,17 +22,17 @@ import numpy as np
 
 from jaxpp_async.base.events import EventLog
 from jaxpp_async.base.install_hints import page
-from jaxpp_async.controller.actor_group import Crew
-from jaxpp_async.controller.deploy import Deploying, Linking, Programs
+from jaxpp_async.controller.actor_group import ActorGroup
+from jaxpp_async.controller.deploy import Deployment, LinkSetup, LoadedPrograms
 from jaxpp_async.controller.error_messages import abandoned
-from jaxpp_async.controller.failure_policy import Supervision
+from jaxpp_async.controller.failure_policy import FailurePolicy
 from jaxpp_async.controller.host_values import HostValue, Sending
-from jaxpp_async.controller.mesh_events import Telling
+from jaxpp_async.controller.mesh_events import MeshEvents
 from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.recovery import Recovery
-from jaxpp_async.controller.requests import Call, FreeList, Outbox, Post, StepHandle
+from jaxpp_async.controller.requests import FreeList, PendingRequest, RequestLog, SentRequest, StepHandle
 from jaxpp_async.controller.startup import all_of, to_the_end
-from jaxpp_async.controller.state_replicas import Backups
+from jaxpp_async.controller.state_replicas import StateReplication
 from jaxpp_async.errors import (
     ActorDiedError,
     ActorError,
@@ -45,9 +45,9 @@ from jaxpp_async.launch import Launcher
 from jaxpp_async.layout.array_parts import Gathering, Scattering
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import ActorId, Aval, ProcessId
-from jaxpp_async.protocol.actor_info import ActorInfo, Processes
+from jaxpp_async.protocol.actor_info import ActorInfo, Topology
 from jaxpp_async.protocol.clocks import OUR_CLOCK, Clock
-from jaxpp_async.protocol.loop_spin import Vigil, has_spare_core
+from jaxpp_async.protocol.loop_spin import LoopSpin, has_spare_core
 from jaxpp_async.protocol.messages import (
     ArrayId,
     Done,
@@ -76,7 +76,7 @@ class Controller:
 
     def __init__(
         self,
-        processes: Processes,
+        processes: Topology,
         launcher: Launcher,
         options: ControllerOptions,
         *,
@@ -85,75 +85,75 @@ class Controller:
     ):
         self._loop, self._say = asyncio.get_running_loop(), say
         self.cause: ActorError | None = None
-        self.telling = Telling(events)
+        self.mesh_events = MeshEvents(events)
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._is_started = self._cause_raised = False
         self._arrays = itertools.count()
         self._num_steps = self._num_ahead = 0
-        self._programs, self._frees = Programs(processes, for_successors=options.restarts), FreeList()
+        self._programs, self._frees = LoadedPrograms(processes, for_successors=options.restarts), FreeList()
         self._under_way: dict[int, StepHandle] = {}
-        self._vigil: Vigil | None = None
+        self._loop_spin: LoopSpin | None = None
         self._tasks = OwnedTasks()
         self._closing: asyncio.Task[None] | None = None
-        self._crew = Crew(
+        self._actor_group = ActorGroup(
             launcher,
             processes,
             options,
             number=self._number,
             say=self._tell,
             on_transfer_error=self._suspect,
-            on_routes=self.telling.connected,
+            on_routes=self.mesh_events.connected,
         )
-        self.outbox = Outbox(
-            self._crew.links,
+        self.request_log = RequestLog(
+            self._actor_group.links,
             self._check_usable,
             remembers=options.restarts,
             max_frame_bytes=options.max_frame_bytes,
         )
-        self._supervision = Supervision(
-            self._crew,
+        self._failure_policy = FailurePolicy(
+            self._actor_group,
             self._programs,
             self._under_way,
             self._on_failure,
             lambda: self._is_recovering,
-            self.telling,
-            options.patience,
+            self.mesh_events,
+            options.deadlines,
         )
-        self._host = HostRequests(self._crew, self.outbox, self._frees)
-        self._linking = Linking(self._crew, self.outbox, self._programs)
-        self._deploying = Deploying(
-            self._crew,
-            self.outbox,
+        self._host = HostRequests(self._actor_group, self.request_log, self._frees)
+        self._linking = LinkSetup(self._actor_group, self.request_log, self._programs)
+        self._deploying = Deployment(
+            self._actor_group,
+            self.request_log,
             self._programs,
             self._linking,
-            paused=self._supervision.hearts.paused,
+            paused=self._failure_policy.hearts.paused,
             tell=self._tell,
         )
-        self._backups = (
-            Backups(
-                self._crew,
-                self.outbox,
+        self._replication = (
+            StateReplication(
+                self._actor_group,
+                self.request_log,
                 every=options.backup_every,
                 on_error=self._suspect,
-                patience_s=options.patience.progress_s,
+                patience_s=options.deadlines.progress_s,
             )
             if options.restarts
             else None
         )
         self._recovery = (
             Recovery(
-                self._crew,
-                self.outbox,
+                self._actor_group,
+                self.request_log,
                 self._programs,
-                self._backups,
+                self._replication,
                 self._linking,
                 max_restarts=options.max_restarts,
-                watch=self._supervision.watch,
-                unwatch=self._supervision.hearts.unwatch,
+                watch=self._failure_policy.watch,
+                unwatch=self._failure_policy.hearts.unwatch,
                 end=self._end,
                 on_restarted=self._on_restarted,
             )
-            if self._backups is not None
+            if self._replication is not None
             else None
         )
 
@@ -183,16 +183,18 @@ class Controller:
             HandshakeError: an actor runs other versions.
         """
         options = options or ControllerOptions()
-        processes = Processes(num_actors, options.actors.processes_per_actor)
+        processes = Topology(num_actors, options.actors.processes_per_actor)
         self = cls(processes, launcher, options, events=events, say=on_progress or (lambda text: None))
         try:
-            await self._crew.start()
-            for link in self._crew.links.values():
-                self._supervision.watch(link)
-            await self._crew.connect()
+            await self._actor_group.start()
+            for link in self._actor_group.links.values():
+                self._failure_policy.watch(link)
+            await self._actor_group.connect()
             # Only where it takes no core away from an actor.
-            if self._crew.has_hearts and has_spare_core(link.info.host for link in self._crew.links.values()):
-                self._vigil = Vigil(self._loop, lambda: len(self._under_way) > 0)
+            if self._actor_group.has_hearts and has_spare_core(
+                link.info.host for link in self._actor_group.links.values()
+            ):
+                self._loop_spin = LoopSpin(self._loop, lambda: len(self._under_way) > 0)
             self._is_started = True
         except BaseException as error:
             # also a cancellation: whatever it is, nothing that was started may be left
@@ -208,17 +210,17 @@ class Controller:
     @property
     def actors(self) -> tuple[ActorInfo, ...]:
         """Where each actor is and how it does, in order of id."""
-        return self._crew.infos
+        return self._actor_group.infos
 
     @property
-    def processes(self) -> Processes:
+    def processes(self) -> Topology:
         """Which process is whose."""
-        return self._crew.processes
+        return self._actor_group.processes
 
     @property
     def scattering(self) -> Scattering:
         """How arrays lie on actors' processes."""
-        return self._crew.scattering
+        return self._actor_group.scattering
 
     @property
     def num_steps(self) -> int:
@@ -233,8 +235,8 @@ class Controller:
     def clock(self, actor: ActorId) -> Clock:
         """The clock of the process that is this actor now, or that speaks for it."""
         return (
-            self._supervision.clocks.of(self._crew.processes.process(actor, 0))
-            if self._crew.has_hearts
+            self._failure_policy.clocks.of(self._actor_group.processes.process(actor, 0))
+            if self._actor_group.has_hearts
             else OUR_CLOCK
         )
 
@@ -298,12 +300,12 @@ class Controller:
         places = self._programs.places_of(program_id)
         step = step_id(self._num_steps, kind, self._num_ahead)
         handle = StepHandle(step, program_id, [p for _, processes in places for p in processes])
-        frees, number, epoch = self._frees.take(), self.outbox.number, self._crew.epoch
-        posts: list[Post] = []
+        frees, number, epoch = self._frees.take(), self.request_log.number, self._actor_group.epoch
+        posts: list[SentRequest] = []
         freed = dict(frees)
         for actor, processes in places:
             values = puts.get(actor) if puts else None
-            small, large = self._crew.plane.prepare(actor, values) if values else ((), {})
+            small, large = self._actor_group.plane.prepare(actor, values) if values else ((), {})
             message = Step(
                 number(),
                 epoch,
@@ -322,7 +324,7 @@ class Controller:
                     self._host.with_values(process, message, handle, large.get(process, ()), handle.sends)
                 )
         try:
-            self.outbox.post(*posts)
+            self.request_log.post(*posts)
         except MeshError:  # it cannot be encoded: nothing of it was sent
             self._frees.give_back(freed)
             raise
@@ -337,11 +339,11 @@ class Controller:
         if frees_before:
             running = dict(places)
             self._frees.give_back({a: tuple(ids) for a, ids in frees_before.items() if a not in running})
-        if self._backups is not None:
-            self._backups.note_step()
-        if self._vigil is not None:
-            handle.when_done(self._vigil.end)
-            self._vigil.begin()
+        if self._replication is not None:
+            self._replication.note_step()
+        if self._loop_spin is not None:
+            handle.when_done(self._loop_spin.end)
+            self._loop_spin.begin()
         if not places:
             handle.end_without_actors()
         return handle
@@ -369,14 +371,14 @@ class Controller:
 
     async def secure(self) -> None:
         """With `max_restarts`: wait until a restart would not need the files that arrays were read from."""
-        if self._backups is not None:
-            await self._backups.secure()
+        if self._replication is not None:
+            await self._replication.secure()
         self._check_usable()
 
     def before_save(self) -> None:
         """With `max_restarts`: copy the state if that is due, since no copy is taken while a save is under way."""
-        if self._backups is not None:
-            self._backups.take_if_due()
+        if self._replication is not None:
+            self._replication.take_if_due()
 
     def free(self, actor: ActorId, array_id: ArrayId) -> None:
         """Free an array with the next request to its actor. Any thread may call this, also in a collection."""
@@ -391,14 +393,15 @@ class Controller:
         self._check_usable()
         self._host.send_frees()
         replies = {
-            process: self.outbox.send(process, Inspect, Inspected) for process in sorted(self._crew.links)
+            process: self.request_log.send(process, Inspect, Inspected)
+            for process in sorted(self._actor_group.links)
         }
         return {process: (await reply).numbers for process, reply in replies.items()}
 
     # ------------------------------------------------------------ requests
 
     def _number(self) -> int:
-        return self.outbox.number()
+        return self.request_log.number()
 
     # ------------------------------------------------------------ failures
 
@@ -408,16 +411,16 @@ class Controller:
 
     def _suspect(self, error: ActorError) -> None:
         if not self.is_closed:
-            self._supervision.suspect(error)
+            self._failure_policy.suspect(error)
 
     def _on_restarted(self, actors: list[ActorId], steps: int) -> None:
-        self._supervision.calm_down()
-        self.telling.restarted([self._crew.info(actor) for actor in actors], steps)
+        self._failure_policy.calm_down()
+        self.mesh_events.restarted([self._actor_group.info(actor) for actor in actors], steps)
 
     def _on_failure(self, error: ActorError, dead: ProcessId | None) -> None:
         if self.is_closed:
             return
-        self.telling.failed(error)
+        self.mesh_events.failed(error)
         if self._is_started and self._recovery is not None and self._recovery.can_mend(error):
             self._recovery.begin(error)
         else:
@@ -429,34 +432,34 @@ class Controller:
             return
         self.cause = error
         self.ended.set_result(None)
-        self._supervision.calm_down()
+        self._failure_policy.calm_down()
         _LOG.debug("the mesh failed: %s", error)
-        lost = self._crew.processes.actor_of(dead) if dead is not None else None
-        for actor in self._crew.actors:
-            self._crew.set_state(actor, "failed" if actor in (lost, error.actor) else "closed")
+        lost = self._actor_group.processes.actor_of(dead) if dead is not None else None
+        for actor in self._actor_group.actors:
+            self._actor_group.set_state(actor, "failed" if actor in (lost, error.actor) else "closed")
         if self._recovery is None and isinstance(error, ActorDiedError | ActorUnresponsiveError):
             more = f"see {page('restarts.md')}"
             error.add_note(
                 f"RemoteMesh(max_restarts=n) replaces actors that die or hang, and goes on: {more}"
             )
         if isinstance(error, ActorUnresponsiveError) and error.actor is not None:
-            for process in self._crew.processes.of(error.actor):
-                self._crew.handles[process].kill()  # it would hold up the end
+            for process in self._actor_group.processes.of(error.actor):
+                self._actor_group.handles[process].kill()  # it would hold up the end
         step = min((s for s in self._under_way if error.step in (None, step_number(s))), default=None)
-        self._cause_raised |= self.outbox.fail_all(error, step)
+        self._cause_raised |= self.request_log.fail_all(error, step)
         self._tasks.start("abort after a failure", self._abort_others(error, dead))
 
     async def _abort_others(self, error: ActorError, dead: ProcessId | None) -> None:
         """Tell the living to drop everything; replies are of no interest any more."""
         await self._end_recovery()
-        crew = self._crew
-        crew.begin_epoch()
-        for process, link in crew.links.items():
+        actor_group = self._actor_group
+        actor_group.begin_epoch()
+        for process, link in actor_group.links.items():
             if process != dead and link.connection.is_open:
                 link.let_go()
-                crew.abort(process, str(error))
+                actor_group.abort(process, str(error))
         try:
-            await crew.plane.transport.abort()
+            await actor_group.plane.transport.abort()
         except TransferError as held:  # nobody's error: the mesh has its own, and this process works on
             _LOG.warning("after the mesh failed: %s (docs/failures.md, Memory)", held)
 
@@ -483,30 +486,30 @@ class Controller:
         """
         if self._closing is None:
             self._closing = self._loop.create_task(self._close(), name="close the mesh")
-        await to_the_end(self._closing, hurry=self._crew.kill)
+        await to_the_end(self._closing, hurry=self._actor_group.kill)
 
     async def _close(self) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
         await self._end_recovery()
-        self.outbox.close(MeshClosedError("the mesh was closed while this was under way"))
-        await self._supervision.aclose()
+        self.request_log.close(MeshClosedError("the mesh was closed while this was under way"))
+        await self._failure_policy.aclose()
         await self._linking.aclose()
-        await self._crew.shut_down()
+        await self._actor_group.shut_down()
         await self._tasks.aclose()
-        self.telling.closed(self.cause)
+        self.mesh_events.closed(self.cause)
 
     async def _kill_everything(self) -> None:
         """The end of a launch that failed."""
-        await self._supervision.aclose()
-        await self._crew.kill_all()
+        await self._failure_policy.aclose()
+        await self._actor_group.kill_all()
         await self._tasks.aclose()
-        self.telling.closed(self.cause)
+        self.mesh_events.closed(self.cause)
 
     async def _end_recovery(self) -> None:
-        if self._recovery is not None and self._backups is not None:
+        if self._recovery is not None and self._replication is not None:
             await self._recovery.aclose()
-            await self._backups.aclose()
+            await self._replication.aclose()
 
     # ------------------------------------------------------------ small things
 
@@ -526,8 +529,8 @@ class HostRequests:
         frees: arrays to free; they go with the next request.
     """
 
-    def __init__(self, crew: Crew, outbox: Outbox, frees: FreeList):
-        self._crew, self._outbox, self._frees = crew, outbox, frees
+    def __init__(self, actor_group: ActorGroup, request_log: RequestLog, frees: FreeList):
+        self._actor_group, self._request_log, self._frees = actor_group, request_log, frees
 
     async def put(self, values: Mapping[ActorId, Sequence[HostValue]]) -> None:
         """Keep host values on actors, outside a step. Returns when they are there.
@@ -535,21 +538,21 @@ class HostRequests:
         Raises:
             ActorError: an actor or the mesh failed.
         """
-        frees, calls, posts = self._frees.take(), dict[ProcessId, Call](), list[Post]()
+        frees, calls, posts = self._frees.take(), dict[ProcessId, PendingRequest](), list[SentRequest]()
         for actor in sorted(set(values) | set(frees)):
-            small, large = self._crew.plane.prepare(actor, values.get(actor, ()))
-            for process in self._crew.processes.of(actor):
-                calls[process] = Call(Done)
-                message = Store(self._outbox.number(), small, frees.get(actor, ()))
+            small, large = self._actor_group.plane.prepare(actor, values.get(actor, ()))
+            for process in self._actor_group.processes.of(actor):
+                calls[process] = PendingRequest(Done)
+                message = Store(self._request_log.number(), small, frees.get(actor, ()))
                 posts.append(self.with_values(process, message, calls[process], large.get(process, ()), []))
         try:
-            self._outbox.post(*posts)
+            self._request_log.post(*posts)
         except MeshError:  # one of them cannot be encoded: nothing was sent
             self._frees.give_back(frees)
             raise
 
         async def stored(process: ProcessId) -> None:
-            await self._outbox.drain(process)
+            await self._request_log.drain(process)
             await calls[process].future
 
         await all_of({process: stored(process) for process in calls}, "put")
@@ -564,7 +567,7 @@ class HostRequests:
             RemoteError: an actor does not have the array; the mesh goes on. ActorError: the mesh failed.
         """
         self.send_frees()
-        gathering = Gathering(wanted, self._crew.scattering)
+        gathering = Gathering(wanted, self._actor_group.scattering)
         fetches = {process: self._fetch_one(process, asked) for process, asked in gathering.asked.items()}
         return gathering.arrays(await all_of(fetches, "fetch"))
 
@@ -572,34 +575,38 @@ class HostRequests:
         self,
         process: ProcessId,
         message: Step | Store,
-        waiter: Call | StepHandle,
+        reply_handler: PendingRequest | StepHandle,
         large: Sequence[Sending],
         sends: list[asyncio.Future[None]],
-    ) -> Post:
+    ) -> SentRequest:
         """A request to be posted with the host values that take the data plane; `sends` gets their transfers."""
         if not large:
-            return Post(process, message, waiter)
+            return SentRequest(process, message, reply_handler)
         size_bytes = sum(data.nbytes for _, data in large)
-        return Post(
-            process, message, waiter, lambda: sends.extend(self._crew.plane.send(process, large)), size_bytes
+        return SentRequest(
+            process,
+            message,
+            reply_handler,
+            lambda: sends.extend(self._actor_group.plane.send(process, large)),
+            size_bytes,
         )
 
     def send_frees(self) -> None:
         """Free what is to be freed, now."""
         for actor, array_ids in self._frees.take().items():
-            for process in self._crew.processes.of(actor):
-                message = Store(self._outbox.number(), (), array_ids)
-                self._outbox.post(Post(process, message, Call(Done, awaited=False)))
+            for process in self._actor_group.processes.of(actor):
+                message = Store(self._request_log.number(), (), array_ids)
+                self._request_log.post(SentRequest(process, message, PendingRequest(Done, awaited=False)))
 
     def _fetch_one(
         self, process: ProcessId, wanted: Sequence[tuple[ArrayId, Aval]]
     ) -> Coroutine[Any, Any, list[np.ndarray[Any, Any]]]:
         """The request leaves with the call, ahead of any later step that is given the arrays."""
-        message, fetching = self._crew.plane.fetch(self._outbox.number(), process, wanted)
-        self._outbox.post(Post(process, message, fetching, fetching.start))
+        message, fetching = self._actor_group.plane.fetch(self._request_log.number(), process, wanted)
+        self._request_log.post(SentRequest(process, message, fetching, fetching.start))
 
         async def fetched() -> list[np.ndarray[Any, Any]]:
-            await self._outbox.drain(process)
+            await self._request_log.drain(process)
             return await fetching.future
 
         return fetched()

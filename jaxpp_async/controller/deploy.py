@@ -23,22 +23,22 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple, TypeAlias
 
-from jaxpp_async.controller.actor_group import Crew
-from jaxpp_async.controller.requests import Call, Outbox, Post
+from jaxpp_async.controller.actor_group import ActorGroup
+from jaxpp_async.controller.requests import PendingRequest, RequestLog, SentRequest
 from jaxpp_async.controller.startup import all_of
 from jaxpp_async.errors import ActorError, MeshError, ProtocolError
 from jaxpp_async.layout import array_parts
 from jaxpp_async.layout.array_parts import Scattering
 from jaxpp_async.program.actor_program import ActorProgram, format_instruction
 from jaxpp_async.program.instructions import ActorId, Aval, ProcessId, Recv, Send, Tag
-from jaxpp_async.protocol.actor_info import Position, Processes, Seat
+from jaxpp_async.protocol.actor_info import Position, ProcessRank, Topology
 from jaxpp_async.protocol.messages import Done, JoinLink, JoinLinks, LinksOffered, Load, Loaded, OfferLinks
 from jaxpp_async.protocol.task_group import OwnedTasks
-from jaxpp_async.transport.nccl.order import Link, batches, rounds
+from jaxpp_async.transport.nccl.order import NcclLink, batches, rounds
 from jaxpp_async.transport.registry import is_ordered
 
 
-class Deploying:
+class Deployment:
     """Of the programs of one mesh.
 
     Args:
@@ -49,15 +49,20 @@ class Deploying:
 
     def __init__(
         self,
-        crew: Crew,
-        outbox: Outbox,
-        programs: Programs,
-        linking: Linking,
+        actor_group: ActorGroup,
+        request_log: RequestLog,
+        programs: LoadedPrograms,
+        linking: LinkSetup,
         *,
         paused: Callable[[], AbstractContextManager[None]],
         tell: Callable[[str], None],
     ):
-        self._crew, self._outbox, self._programs, self._linking = crew, outbox, programs, linking
+        self._actor_group, self._request_log, self._programs, self._linking = (
+            actor_group,
+            request_log,
+            programs,
+            linking,
+        )
         self._paused, self._tell = paused, tell
 
     async def deploy(
@@ -71,7 +76,7 @@ class Deploying:
         """See `Controller.load`. A program that fails, or that nobody waits for any more, is forgotten."""
         self._programs.add(program_id, parts, executables, blobs, names)
         self._tell(f"compiling on {len(parts)} actor{'s' if len(parts) != 1 else ''}")
-        processes = self._crew.processes
+        processes = self._actor_group.processes
         try:
             with self._paused():
                 loading = {process: self._load(program_id, process) for process in processes.of_all(parts)}
@@ -84,13 +89,13 @@ class Deploying:
         return {actor: loaded[processes.process(actor, 0)] for actor in sorted(parts)}
 
     async def _load(self, program_id: int, process: ProcessId) -> Loaded:
-        known = self._crew.links[process].known_blobs
-        actor = self._crew.processes.actor_of(process)
-        message = self._programs.load_message(self._outbox.number(), program_id, actor, known)
-        call = Call(Loaded)
+        known = self._actor_group.links[process].known_blobs
+        actor = self._actor_group.processes.actor_of(process)
+        message = self._programs.load_message(self._request_log.number(), program_id, actor, known)
+        call = PendingRequest(Loaded)
         try:
-            self._outbox.post(Post(process, message, call))
-            await self._outbox.drain(process)
+            self._request_log.post(SentRequest(process, message, call))
+            await self._request_log.drain(process)
             return await call.future
         except (ActorError, MeshError):
             # what the actor has of them, if anything, is unknown: send them again
@@ -101,7 +106,7 @@ class Deploying:
 # ---------------------------------------------------------------- linking
 
 
-class Message(NamedTuple):
+class MessageEnd(NamedTuple):
     """One end of a message, as its link's other end has to have it.
 
     Args:
@@ -116,7 +121,7 @@ class Message(NamedTuple):
         return f"tag {self.tag}, {self.aval}"
 
 
-def links_of(parts: Mapping[ActorId, ActorProgram], scattering: Scattering) -> list[Link]:
+def links_of(parts: Mapping[ActorId, ActorProgram], scattering: Scattering) -> list[NcclLink]:
     """The links that a program transfers on, in ascending order.
 
     Args:
@@ -126,19 +131,21 @@ def links_of(parts: Mapping[ActorId, ActorProgram], scattering: Scattering) -> l
         ProtocolError: two processes do not agree what they transfer, or in which order. NCCL would not notice: it has
             no tags, and does not check sizes.
     """
-    ends: dict[Link, tuple[list[Message], list[Message]]] = {}
+    ends: dict[NcclLink, tuple[list[MessageEnd], list[MessageEnd]]] = {}
     for actor, part in parts.items():
         for rank in range(scattering.per_actor):
-            seat = Seat(scattering.process(actor, rank), scattering.per_actor)
-            for link, message in _messages(part, seat, scattering):
+            process_rank = ProcessRank(scattering.process(actor, rank), scattering.per_actor)
+            for link, message in _messages(part, process_rank, scattering):
                 sent_and_received = ends.setdefault(link, ([], []))
-                sent_and_received[link.rank_of(seat.process)].append(message)
+                sent_and_received[link.rank_of(process_rank.process)].append(message)
     for link in sorted(ends):
         _check(link, *ends[link], scattering.per_actor)
     return sorted(ends)
 
 
-def _messages(part: ActorProgram, seat: Seat, scattering: Scattering) -> Iterator[tuple[Link, Message]]:
+def _messages(
+    part: ActorProgram, process_rank: ProcessRank, scattering: Scattering
+) -> Iterator[tuple[NcclLink, MessageEnd]]:
     """What one process of an actor sends, receives and passes on, in the program's order."""
     num_devices = math.prod(size for _, size in scattering.axes)
     for instruction in part.instructions:
@@ -146,35 +153,35 @@ def _messages(part: ActorProgram, seat: Seat, scattering: Scattering) -> Iterato
             continue
         tag = instruction.tag
         aval = part.avals[instruction.buffer] if isinstance(instruction, Send) else instruction.aval
-        held = [piece for piece in scattering.parts(aval) if seat.rank in piece.ranks]
+        held = [piece for piece in scattering.parts(aval) if process_rank.rank in piece.ranks]
         if isinstance(instruction, Send):
-            found = array_parts.sent(seat, held, tag, instruction.to_actor, num_devices)
+            found = array_parts.sent(process_rank, held, tag, instruction.to_actor, num_devices)
         else:
-            found = array_parts.received(seat, held, tag, instruction.from_actor, num_devices)
+            found = array_parts.received(process_rank, held, tag, instruction.from_actor, num_devices)
         for sequence, link in found:
-            yield link, Message(sequence, tag, aval)
+            yield link, MessageEnd(sequence, tag, aval)
 
 
-def _check(link: Link, sent: Sequence[Message], received: Sequence[Message], size: int) -> None:
+def _check(link: NcclLink, sent: Sequence[MessageEnd], received: Sequence[MessageEnd], size: int) -> None:
     for place, (ours, theirs) in enumerate(zip_longest(sent, received)):
         if ours != theirs:
             raise ProtocolError(
-                f"transfer {place} from {Seat(link.sender, size)} to {Seat(link.receiver, size)}: the one sends "
+                f"transfer {place} from {ProcessRank(link.sender, size)} to {ProcessRank(link.receiver, size)}: the one sends "
                 f"{ours or 'nothing'}, the other receives {theirs or 'nothing'}; this is a bug in "
                 "jaxpp_async.compiler.lowering"
             )
 
 
-class Linking:
+class LinkSetup:
     """The links of one mesh.
 
     Args:
         crew: the actors. outbox: says when a restart is under way. programs: what they have loaded.
     """
 
-    def __init__(self, crew: Crew, outbox: Outbox, programs: Programs):
-        self._crew, self._outbox, self._programs = crew, outbox, programs
-        self._made: set[Link] = set()
+    def __init__(self, actor_group: ActorGroup, request_log: RequestLog, programs: LoadedPrograms):
+        self._actor_group, self._request_log, self._programs = actor_group, request_log, programs
+        self._made: set[NcclLink] = set()
         self._epoch = 0
         self._tasks = OwnedTasks()
         self._task: asyncio.Task[None] | None = None
@@ -185,11 +192,11 @@ class Linking:
         Raises:
             ProtocolError: see `links_of`. ActorError: a link could not be made, or the mesh failed.
         """
-        if not is_ordered(self._crew.transport_kind):
+        if not is_ordered(self._actor_group.transport_kind):
             return
-        wanted = links_of(self._programs.parts(program_id), self._crew.scattering)
+        wanted = links_of(self._programs.parts(program_id), self._actor_group.scattering)
         while not self._has(wanted):
-            await self._outbox.wait_open()
+            await self._request_log.wait_open()
             if self._task is None:
                 self._task = self._tasks.start("make links", self._make(wanted), is_awaited=True)
                 self._task.add_done_callback(self._ended)
@@ -204,8 +211,8 @@ class Linking:
         Raises:
             As `link`.
         """
-        if is_ordered(self._crew.transport_kind):
-            how = self._crew.scattering
+        if is_ordered(self._actor_group.transport_kind):
+            how = self._actor_group.scattering
             wanted = {link for parts in self._programs.all_parts() for link in links_of(parts, how)}
             await self._make(sorted(wanted))
 
@@ -228,13 +235,13 @@ class Linking:
     def _ended(self, _: asyncio.Task[None]) -> None:
         self._task = None
 
-    def _has(self, links: Sequence[Link]) -> bool:
-        if self._epoch != self._crew.epoch:
-            self._epoch = self._crew.epoch
+    def _has(self, links: Sequence[NcclLink]) -> bool:
+        if self._epoch != self._actor_group.epoch:
+            self._epoch = self._actor_group.epoch
             self._made.clear()  # an abort has ended them
         return self._made.issuperset(links)
 
-    async def _make(self, links: Sequence[Link]) -> None:
+    async def _make(self, links: Sequence[NcclLink]) -> None:
         """One exchange of ids, then round after round of links, everyone one of his at a time.
 
         A round is asked for once the one before is through: else who waits for a peer with many links would take the
@@ -245,8 +252,11 @@ class Linking:
         epoch, new = self._epoch, sorted(set(links) - self._made)
         ends = sorted({end for link in new for end in (link.sender, link.receiver)})
         makers = batches(new)
-        offers: dict[ProcessId, LinksOffered] = await self._crew.ask_each(
-            {process: OfferLinks(self._outbox.number(), len(makers.get(process, ()))) for process in ends},
+        offers: dict[ProcessId, LinksOffered] = await self._actor_group.ask_each(
+            {
+                process: OfferLinks(self._request_log.number(), len(makers.get(process, ())))
+                for process in ends
+            },
             LinksOffered,
             "offer links",
         )
@@ -261,14 +271,14 @@ class Linking:
                 for link in made_at_once
                 for end in (link.sender, link.receiver)
             }
-            await self._crew.ask_each(joins, Done, "join links")
-            if self._crew.epoch != epoch:
+            await self._actor_group.ask_each(joins, Done, "join links")
+            if self._actor_group.epoch != epoch:
                 return
             self._made.update(made_at_once)
 
-    def _join(self, process: ProcessId, link: Link, unique_id: bytes, offer: LinksOffered) -> JoinLinks:
+    def _join(self, process: ProcessId, link: NcclLink, unique_id: bytes, offer: LinksOffered) -> JoinLinks:
         addresses = {link.peer_of(process): offer.address}
-        return JoinLinks(self._outbox.number(), addresses, (JoinLink(*link, unique_id),))
+        return JoinLinks(self._request_log.number(), addresses, (JoinLink(*link, unique_id),))
 
 
 # ---------------------------------------------------------------- programs
@@ -290,7 +300,7 @@ class _Program:
     names: dict[int, str]
 
 
-class Programs:
+class LoadedPrograms:
     """The programs that actors have loaded, or are loading, by id.
 
     Args:
@@ -298,7 +308,7 @@ class Programs:
         for_successors: whether actors that are replaced will have to load them again.
     """
 
-    def __init__(self, processes: Processes, *, for_successors: bool = False) -> None:
+    def __init__(self, processes: Topology, *, for_successors: bool = False) -> None:
         self._processes, self._for_successors = processes, for_successors
         self._ids = itertools.count()
         self._programs: dict[int, _Program] = {}

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxpp_async.controller.stall_detector import Autopsy
+from jaxpp_async.controller.stall_detector import StallDiagnosis
 from jaxpp_async.errors import (
     ActorDiedError,
     ActorError,
@@ -17,7 +17,7 @@ from jaxpp_async.errors import (
     RemoteError,
     TransferError,
 )
-from jaxpp_async.protocol.actor_info import ActorInfo, Seat
+from jaxpp_async.protocol.actor_info import ActorInfo, ProcessRank
 from jaxpp_async.protocol.messages import Failed, StepId, step_number, step_text
 from jaxpp_async.protocol.parent_watch import EXIT_REASONS
 
@@ -138,28 +138,30 @@ def describe_silence(actor: ActorInfo, silence_s: float, at: str | None) -> str:
     )
 
 
-def stuck_error(autopsy: Autopsy, still_s: float, actors: Mapping[int, ActorInfo]) -> ActorError:
+def stuck_error(diagnosis: StallDiagnosis, still_s: float, actors: Mapping[int, ActorInfo]) -> ActorError:
     """The error for a step that does not go on: `TransferError` if a transfer was lost on its way.
 
     Args:
         still_s: for how long nothing has happened.
         actors: all of the mesh.
     """
-    text = autopsy.text({a: str(info) for a, info in actors.items()})
-    cls = ActorUnresponsiveError if autopsy.lost is None else TransferError
-    info = actors.get(autopsy.actor) if autopsy.actor is not None else None
+    text = diagnosis.text({a: str(info) for a, info in actors.items()})
+    cls = ActorUnresponsiveError if diagnosis.lost is None else TransferError
+    info = actors.get(diagnosis.actor) if diagnosis.actor is not None else None
     where: dict[str, Any] = _place(info) if info is not None else {}
-    said = f"{step_text(autopsy.step)} has not gone on for {still_s:.1f} s: {text}"
-    return cls(said, step=step_number(autopsy.step), instruction=autopsy.instruction, **where)
+    said = f"{step_text(diagnosis.step)} has not gone on for {still_s:.1f} s: {text}"
+    return cls(said, step=step_number(diagnosis.step), instruction=diagnosis.instruction, **where)
 
 
-def launch_error(seat: Seat, what: str, tail: Sequence[str] = ()) -> LaunchError:
+def launch_error(process_rank: ProcessRank, what: str, tail: Sequence[str] = ()) -> LaunchError:
     """The error for an actor that did not come up.
 
     Args:
         seat: of the process that did not.
     """
-    return LaunchError(f"{seat} {what}{_last_error(tail)}{describe_tail(tail)}", actor=seat.actor)
+    return LaunchError(
+        f"{process_rank} {what}{_last_error(tail)}{describe_tail(tail)}", actor=process_rank.actor
+    )
 
 
 def describe_end(returncode: int, tail: Sequence[str] = ()) -> str:

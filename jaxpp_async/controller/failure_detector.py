@@ -34,7 +34,7 @@ class Recovered:
 
 
 @dataclass(frozen=True, slots=True)
-class Dead:
+class DeclaredDead:
     """Nothing was heard of a process for so long that it is given up; it is watched no longer."""
 
     process: ProcessId
@@ -42,7 +42,7 @@ class Dead:
     position: Position | None
 
 
-Verdict: TypeAlias = Suspect | Recovered | Dead
+Verdict: TypeAlias = Suspect | Recovered | DeclaredDead
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class _Patient:
     silence_s: float = 0.0
 
 
-class Monitor:
+class FailureDetector:
     """Who of the watched processes lives. `now` is an `AwakeClock`'s.
 
     Args:
@@ -77,7 +77,7 @@ class Monitor:
         """Judge it no longer. Nothing happens if it is not watched."""
         self._patients.pop(process, None)
 
-    def heard(self, process: ProcessId, now: float, position: Position | None) -> None:
+    def record_heartbeat(self, process: ProcessId, now: float, position: Position | None) -> None:
         """It lives, and is there. Nothing happens if it is not watched."""
         patient = self._patients.get(process)
         if patient is not None:
@@ -103,7 +103,7 @@ class Monitor:
             silence_s = now - patient.heard_at
             if silence_s >= self._dead_s:
                 self.unwatch(process)
-                found.append(Dead(process, silence_s, patient.position))
+                found.append(DeclaredDead(process, silence_s, patient.position))
             elif silence_s >= self._suspect_s and not patient.suspect:
                 patient.suspect, patient.silence_s = True, silence_s
                 found.append(Suspect(process, silence_s, patient.position))

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from jaxpp_async.controller.actor_group import Crew
+from jaxpp_async.controller.actor_group import ActorGroup
 from jaxpp_async.controller.clock_sync import ClockWatch
-from jaxpp_async.controller.deploy import Programs
+from jaxpp_async.controller.deploy import LoadedPrograms
 from jaxpp_async.controller.error_messages import (
     died_error,
     is_consequence,
@@ -21,9 +21,9 @@ from jaxpp_async.controller.error_messages import (
     lost_error,
     remote_error,
 )
-from jaxpp_async.controller.health_monitor import Watch
-from jaxpp_async.controller.mesh_events import Telling
-from jaxpp_async.controller.options import Patience
+from jaxpp_async.controller.health_monitor import HealthMonitor
+from jaxpp_async.controller.mesh_events import MeshEvents
+from jaxpp_async.controller.options import Deadlines
 from jaxpp_async.controller.requests import ActorLink, StepHandle
 from jaxpp_async.errors import ActorError, ProtocolError
 from jaxpp_async.program.instructions import ProcessId
@@ -35,7 +35,7 @@ GRACE_S = 1.0
 """How long a failure that looks like a consequence waits for its cause to be noticed."""
 
 
-class Supervision:
+class FailurePolicy:
     """Watches the actors of one mesh.
 
     Args:
@@ -48,42 +48,47 @@ class Supervision:
 
     def __init__(
         self,
-        crew: Crew,
-        programs: Programs,
+        actor_group: ActorGroup,
+        programs: LoadedPrograms,
         under_way: dict[int, StepHandle],
         on_failure: Callable[[ActorError, ProcessId | None], None],
         is_recovering: Callable[[], bool],
-        telling: Telling,
-        patience: Patience,
+        mesh_events: MeshEvents,
+        deadlines: Deadlines,
     ):
-        self._crew, self._programs, self._under_way, self._on_failure = crew, programs, under_way, on_failure
-        self._telling = telling
+        self._actor_group, self._programs, self._under_way, self._on_failure = (
+            actor_group,
+            programs,
+            under_way,
+            on_failure,
+        )
+        self._mesh_events = mesh_events
         self._suspicion: asyncio.TimerHandle | None = None
         self._tasks = OwnedTasks()
-        self.hearts = Watch(
+        self.hearts = HealthMonitor(
             program_of=programs.part,
             under_way=under_way,
-            info=lambda process: crew.links[process].info,
-            ask=crew.ask_where,
-            look=lambda process: crew.links[process].handle.progress(),
+            info=lambda process: actor_group.links[process].info,
+            ask=actor_group.ask_where,
+            look=lambda process: actor_group.links[process].handle.progress(),
             fail=self.report,
             is_busy=is_recovering,
-            tell=lambda verdict: telling.judged(crew.links[verdict.process].info, verdict),
-            patience=patience,
-            processes=crew.processes,
+            tell=lambda verdict: mesh_events.judged(actor_group.links[verdict.process].info, verdict),
+            deadlines=deadlines,
+            processes=actor_group.processes,
         )
-        self.clocks = ClockWatch(crew.ask_where)
-        crew.gate.on_beat = self._on_beat
+        self.clocks = ClockWatch(actor_group.ask_where)
+        actor_group.gate.on_beat = self._on_beat
 
     def watch(self, link: ActorLink) -> None:
         """From here on a death, a lost connection or a failure of this process is the mesh's."""
         link.connection.on_message = partial(self._on_message, link)
         link.connection.on_closed = partial(self._on_lost, link)
-        self._telling.started(link.info)
+        self._mesh_events.started(link.info)
         process = link.info.process
         self._tasks.start(f"watch {link.info}", self._watch(link))
         self.clocks.begin(process)
-        if self._crew.has_hearts:
+        if self._actor_group.has_hearts:
             self.hearts.watch(process)
         if not link.connection.is_open:
             self._on_lost(link, None)
@@ -117,12 +122,12 @@ class Supervision:
     # ------------------------------------------------------------ what is noticed
 
     def _on_beat(self, identity: Identity, beat: Beat) -> None:
-        self.hearts.heard(identity, beat)
-        self.clocks.heard(identity, beat)
+        self.hearts.record_heartbeat(identity, beat)
+        self.clocks.record_heartbeat(identity, beat)
 
     def _is_current(self, link: ActorLink) -> bool:
         """It has not been replaced, and nobody has seen to its end already."""
-        return self._crew.links.get(link.info.process) is link and not link.is_let_go
+        return self._actor_group.links.get(link.info.process) is link and not link.is_let_go
 
     def _on_message(self, link: ActorLink, message: Any) -> None:
         try:
@@ -132,7 +137,7 @@ class Supervision:
             return
         if failed is not None:
             error = remote_error(link.info, failed, ends_mesh=True)
-            of_several = self._crew.processes.per_actor > 1
+            of_several = self._actor_group.processes.per_actor > 1
             self.suspect(error) if is_consequence(failed, of_several=of_several) else self.report(error)
 
     async def _watch(self, link: ActorLink) -> None:

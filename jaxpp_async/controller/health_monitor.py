@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from jaxpp_async.controller.error_messages import describe_silence, silent_error, stuck_error
-from jaxpp_async.controller.failure_detector import Dead, Monitor, Recovered, Suspect, Verdict
-from jaxpp_async.controller.options import Patience
+from jaxpp_async.controller.failure_detector import DeclaredDead, FailureDetector, Recovered, Suspect, Verdict
+from jaxpp_async.controller.options import Deadlines
 from jaxpp_async.controller.requests import StepHandle
-from jaxpp_async.controller.stall_detector import ProgramOf, Stall, StuckSteps, place
+from jaxpp_async.controller.stall_detector import ProgramOf, Stall, StallDetector, place
 from jaxpp_async.errors import ActorError
 from jaxpp_async.program.instructions import ActorId, ProcessId
-from jaxpp_async.protocol.actor_info import ActorInfo, Position, Processes, hindmost, place_of
-from jaxpp_async.protocol.clocks import TICK_S, AwakeClock
+from jaxpp_async.protocol.actor_info import ActorInfo, Position, Topology, hindmost, place_of
+from jaxpp_async.protocol.clocks import TICK_S, SuspendAwareClock
 from jaxpp_async.protocol.frames import Identity
 from jaxpp_async.protocol.messages import Beat, Reported
 from jaxpp_async.protocol.task_group import OwnedTasks
@@ -32,7 +32,7 @@ _QUIET_S = 1.5
 """An actor that was not heard for so long is the monitor's affair: it may be stopped."""
 
 
-class Watch:
+class HealthMonitor:
     """Watches the actors of one mesh. Everything runs on its event loop.
 
     Args:
@@ -58,22 +58,22 @@ class Watch:
         look: Callable[[ProcessId], Position | None] = lambda process: None,
         is_busy: Callable[[], bool] = lambda: False,
         tell: Callable[[Suspect | Recovered], None] = lambda verdict: None,
-        patience: Patience | None = None,
-        processes: Processes | None = None,
+        deadlines: Deadlines | None = None,
+        processes: Topology | None = None,
     ):
         self._per_actor = processes.per_actor if processes is not None else 1
-        patience = patience or Patience()
+        deadlines = deadlines or Deadlines()
         self._program_of, self._under_way, self._info, self._ask = program_of, under_way, info, ask
-        self._look, self._fail, self._is_busy, self._tell, self._patience = (
+        self._look, self._fail, self._is_busy, self._tell, self._deadlines = (
             look,
             fail,
             is_busy,
             tell,
-            patience,
+            deadlines,
         )
-        self._clock = AwakeClock(time.monotonic(), TICK_S)
-        self._monitor = Monitor(patience.suspect_s, patience.dead_s)
-        self._stuck = StuckSteps(program_of, patience.progress_s)
+        self._clock = SuspendAwareClock(time.monotonic(), TICK_S)
+        self._monitor = FailureDetector(deadlines.suspect_s, deadlines.dead_s)
+        self._stuck = StallDetector(program_of, deadlines.progress_s)
         self._pauses = 0
         self._tasks = OwnedTasks()
         self._timer: asyncio.TimerHandle | None = None
@@ -91,10 +91,10 @@ class Watch:
         """Watch a process no longer: it is dead, or will be made dead."""
         self._monitor.unwatch(process)
 
-    def heard(self, identity: Identity, beat: Beat) -> None:
+    def record_heartbeat(self, identity: Identity, beat: Beat) -> None:
         """Take a sign of life (`Gate.on_beat`)."""
         position = Position(*beat.position) if beat.position is not None else None
-        self._monitor.heard(identity.process_id, self._now(), position)
+        self._monitor.record_heartbeat(identity.process_id, self._now(), position)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -149,12 +149,12 @@ class Watch:
             return
         position = self._look(verdict.process) or verdict.position
         at = place(self._program_of, info.id, position) if position is not None else None
-        if isinstance(verdict, Dead):
+        if isinstance(verdict, DeclaredDead):
             step = self._unfinished([verdict.process]).get(verdict.process)
             self._fail(silent_error(info, verdict.silence_s, step, at))
             return
         said = describe_silence(info, verdict.silence_s, at)
-        _LOG.warning("%s; it is given up after %g s", said, self._patience.dead_s, extra=_where(info))
+        _LOG.warning("%s; it is given up after %g s", said, self._deadlines.dead_s, extra=_where(info))
         self._tell(verdict)
 
     def _unfinished(self, processes: Sequence[ProcessId]) -> dict[ProcessId, int]:
@@ -186,7 +186,7 @@ class Watch:
             actor: hindmost([self._monitor.position(process) for process in processes])
             for actor, processes in self._by_actor(unfinished).items()
         }
-        silent = self._actors(self._monitor.silent(now, self._patience.suspect_s))
+        silent = self._actors(self._monitor.silent(now, self._deadlines.suspect_s))
         stall = self._stuck.judge(now, self._steps(unfinished), positions, silent)
         if stall is not None:
             self._tasks.start("ask about a step that stands still", self._inquire(stall))
@@ -194,16 +194,16 @@ class Watch:
     async def _inquire(self, stall: Stall) -> None:
         told = await self._reports(self._unfinished(self._monitor.watched))
         now = self._now()
-        silent = self._actors(self._monitor.silent(now, min(_QUIET_S, self._patience.suspect_s)))
+        silent = self._actors(self._monitor.silent(now, min(_QUIET_S, self._deadlines.suspect_s)))
         unfinished = self._unfinished([process for process in self._monitor.watched if process in told])
         speakers = {a: _speaker(processes, told) for a, processes in self._by_actor(unfinished).items()}
         reports = {actor: told[process] for actor, process in speakers.items()}
-        autopsy = self._stuck.conclude(now, stall, self._steps(unfinished), reports, silent)
-        if autopsy is None or self._is_paused or self._closed:
+        diagnosis = self._stuck.conclude(now, stall, self._steps(unfinished), reports, silent)
+        if diagnosis is None or self._is_paused or self._closed:
             return
         actors = {actor: self._info(process) for actor, process in speakers.items()}
         self._stuck.restart()
-        self._fail(stuck_error(autopsy, stall.still_s, actors))
+        self._fail(stuck_error(diagnosis, stall.still_s, actors))
 
     async def _reports(self, processes: Mapping[ProcessId, int]) -> dict[ProcessId, Reported | None]:
         """What they say; None of one that does not in time. Nothing at all if the mesh ends meanwhile."""

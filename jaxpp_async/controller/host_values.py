@@ -20,7 +20,7 @@ from jaxpp_async.errors import ProtocolError, TransferError
 from jaxpp_async.layout.array_parts import Scattering, numpy_dtype
 from jaxpp_async.program.instructions import ActorId, Aval, ProcessId
 from jaxpp_async.protocol.actor_info import ActorInfo
-from jaxpp_async.protocol.clocks import TICK_S, AwakeClock
+from jaxpp_async.protocol.clocks import TICK_S, SuspendAwareClock
 from jaxpp_async.protocol.messages import INLINE_BYTES, ArrayId, Fetch, Fetched, Put
 from jaxpp_async.transport.base import HOST_CHANNEL, SEQUENCE_BITS, Transport, make_tag
 
@@ -55,7 +55,7 @@ class _Expected:
         return all(transfer.done() for transfer in self.transfers)
 
 
-class HostPlane:
+class HostTransfers:
     """Moves host values between the controller and its actors.
 
     Args:
@@ -83,7 +83,7 @@ class HostPlane:
     ):
         self._patience_s, self._scattering = patience_s, scattering
         self._expected: list[_Expected] = []
-        self._clock = AwakeClock(time.monotonic())
+        self._clock = SuspendAwareClock(time.monotonic())
         self._timer: asyncio.TimerHandle | None = None
         self.transport, self.epoch = transport, epoch
         self._info, self._on_error, self._copies = info, on_error, copies
@@ -231,7 +231,9 @@ class Fetching:
 
     takes_failures = True
 
-    def __init__(self, plane: HostPlane, process: ProcessId, avals: Sequence[Aval], sequences: Sequence[int]):
+    def __init__(
+        self, plane: HostTransfers, process: ProcessId, avals: Sequence[Aval], sequences: Sequence[int]
+    ):
         self.future: asyncio.Future[list[np.ndarray[Any, Any]]] = asyncio.get_running_loop().create_future()
         # nobody has to await it
         self.future.add_done_callback(lambda future: future.cancelled() or future.exception())

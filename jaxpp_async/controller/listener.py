@@ -42,7 +42,7 @@ descriptors before the first is closed for being one too many."""
 Arrival: TypeAlias = "asyncio.Future[Connection]"
 
 
-class Gate:
+class ControlListener:
     """Accepts control connections for one mesh.
 
     Args:
@@ -59,7 +59,7 @@ class Gate:
         self._let_in: dict[int, Connection] = {}  # each actor's control connection, the newest
         self._beating: dict[int, Connection] = {}
         self._unproven: dict[Connection, None] = {}  # in order of arrival
-        self._refusals = Refusals(lambda text: _LOG.warning("%s", text), time.monotonic)
+        self._refusals = RateLimitedLog(lambda text: _LOG.warning("%s", text), time.monotonic)
         self._attaching: set[asyncio.Task[None]] = set()
         self._most_unproven = MAX_UNPROVEN
         self._server: asyncio.Server | None = None
@@ -211,7 +211,7 @@ MOST = 20
 WINDOW_S = 10.0
 
 
-class Refusals:
+class RateLimitedLog:
     """Passes on at most `MOST` lines in `WINDOW_S` seconds, and says with the next one how many there were besides.
 
     Args:

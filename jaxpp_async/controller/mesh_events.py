@@ -20,7 +20,7 @@ from jaxpp_async.protocol.messages import StepId, step_number, step_text
 _LOG = logging.getLogger("jaxpp_async")
 
 
-class Telling:
+class MeshEvents:
     """Puts the events of one mesh into words.
 
     Args:

@@ -73,7 +73,7 @@ class ActorConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class Deadlines:
     """In seconds: how long actors may be silent until they are suspect and dead; how long a step may stand still."""
 
     suspect_s: float = SUSPECT_S
@@ -96,7 +96,7 @@ class ControllerOptions:
     """
 
     actors: ActorConfig = field(default_factory=ActorConfig)
-    patience: Patience = field(default_factory=Patience)
+    deadlines: Deadlines = field(default_factory=Deadlines)
     max_restarts: int = 0
     backup_every: int = BACKUP_EVERY
     launch_timeout_s: float = LAUNCH_TIMEOUT_S

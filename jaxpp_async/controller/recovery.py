@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jaxpp_async.controller.actor_group import Crew
-from jaxpp_async.controller.deploy import Linking, Programs
+from jaxpp_async.controller.actor_group import ActorGroup
+from jaxpp_async.controller.deploy import LinkSetup, LoadedPrograms
 from jaxpp_async.controller.error_messages import abandoned
 from jaxpp_async.controller.failure_policy import GRACE_S
-from jaxpp_async.controller.requests import ActorLink, Outbox
+from jaxpp_async.controller.requests import ActorLink, RequestLog
 from jaxpp_async.controller.startup import all_of
-from jaxpp_async.controller.state_replicas import Backups
+from jaxpp_async.controller.state_replicas import StateReplication
 from jaxpp_async.errors import (
     ActorDiedError,
     ActorError,
@@ -90,11 +90,11 @@ class Recovery:
 
     def __init__(
         self,
-        crew: Crew,
-        outbox: Outbox,
-        programs: Programs,
-        backups: Backups,
-        linking: Linking,
+        actor_group: ActorGroup,
+        request_log: RequestLog,
+        programs: LoadedPrograms,
+        replication: StateReplication,
+        linking: LinkSetup,
         *,
         max_restarts: int,
         watch: Callable[[ActorLink], None],
@@ -102,7 +102,12 @@ class Recovery:
         end: Callable[[ActorError], None],
         on_restarted: Callable[[list[ActorId], int], None],
     ):
-        self._crew, self._outbox, self._programs, self._backups = crew, outbox, programs, backups
+        self._actor_group, self._request_log, self._programs, self._replication = (
+            actor_group,
+            request_log,
+            programs,
+            replication,
+        )
         self._linking = linking
         self._budget, self._watch, self._unwatch = Budget(max_restarts), watch, unwatch
         self._end, self._on_restarted = end, on_restarted
@@ -152,16 +157,16 @@ class Recovery:
             return
         if error.actor is not None and not isinstance(error, TransferError | RemoteError):
             self._lost.add(error.actor)
-            for process in self._crew.processes.of(error.actor):
+            for process in self._actor_group.processes.of(error.actor):
                 self._unwatch(process)
         where = {"actor": error.actor, "host": error.host, "step": error.step}
         _LOG.warning("restarting because of a failure: %s", error, extra=where)
-        self._outbox.hold_back()
+        self._request_log.hold_back()
         # These ask past the outbox: what they asked from here on would fail with the abort, as a failure of its own.
-        self._backups.give_up()
+        self._replication.give_up()
         self._linking.give_up()
-        for actor in self._crew.actors:
-            self._crew.set_state(actor, "restarting" if actor in self._lost else "waiting")
+        for actor in self._actor_group.actors:
+            self._actor_group.set_state(actor, "restarting" if actor in self._lost else "waiting")
         before, self._task = self._task, None
         if before is not None:
             before.cancel()
@@ -177,7 +182,7 @@ class Recovery:
     async def _run(self, before: asyncio.Task[None] | None, cause: ActorError) -> None:
         if before is not None:
             await asyncio.wait([before])
-        await self._backups.stop()
+        await self._replication.stop()
         await self._linking.stop()
         me = asyncio.current_task()
         try:
@@ -205,24 +210,24 @@ class Recovery:
 
     async def _attempt(self, cause: ActorError) -> None:
         start_s = time.monotonic()
-        crew, lost = self._crew, sorted(self._lost)
+        actor_group, lost = self._actor_group, sorted(self._lost)
         self._replaced.clear()
         self._is_new_epoch = False
-        await all_of({actor: crew.remove(actor) for actor in lost}, "remove")
-        crew.begin_epoch()
+        await all_of({actor: actor_group.remove(actor) for actor in lost}, "remove")
+        actor_group.begin_epoch()
         self._is_new_epoch = True
-        living = [actor for actor in crew.actors if actor not in self._lost]
+        living = [actor for actor in actor_group.actors if actor not in self._lost]
         await self._prepare(living, lost, str(cause).partition("\n")[0])
-        crew.check_devices()
+        actor_group.check_devices()
         await self._connect()
-        await all_of({process: self._load(process) for process in crew.processes.of_all(lost)}, "load")
+        await all_of({process: self._load(process) for process in actor_group.processes.of_all(lost)}, "load")
         await self._linking.link_again()
-        await self._backups.roll_back(lost)
+        await self._replication.roll_back(lost)
         self._lost.clear()
         self._task, self._late_starts = None, 0
-        for actor in crew.actors:
-            crew.set_state(actor, "ready")
-        steps = self._outbox.replay(crew.epoch)
+        for actor in actor_group.actors:
+            actor_group.set_state(actor, "ready")
+        steps = self._request_log.replay(actor_group.epoch)
         _LOG.warning(
             "replaced actors %s in %.1f s; %d step%s run again",
             lost,
@@ -236,41 +241,43 @@ class Recovery:
         """New processes for the lost, new ends of the data plane for the living."""
         replacing = {actor: self._replace(actor) for actor in lost}
         settling = {actor: self._settle_all(actor, cause) for actor in living}
-        await all_of({**replacing, **settling, CONTROLLER: self._crew.renew_plane()}, "prepare")
+        await all_of({**replacing, **settling, CONTROLLER: self._actor_group.renew_plane()}, "prepare")
 
     async def _settle_all(self, actor: ActorId, cause: str) -> None:
-        processes = self._crew.processes.of(actor)
+        processes = self._actor_group.processes.of(actor)
         await all_of({process: self._settle(process, cause) for process in processes}, "settle")
 
     async def _settle(self, process: ProcessId, cause: str) -> None:
         """Have a living process drop what it does, and make a new end of the data plane."""
         try:
             async with awake_timeout(ABORT_S):
-                await self._crew.abort(process, cause)
-                await self._crew.renew(process)
+                await self._actor_group.abort(process, cause)
+                await self._actor_group.renew(process)
         except (TimeoutError, RemoteError) as error:
-            info = self._crew.links[process].info
+            info = self._actor_group.links[process].info
             what = f"{info} did not drop its work within {ABORT_S:g} s of a failure elsewhere: {error or 'no answer'}"
             raise ActorUnresponsiveError(what, actor=info.id, host=info.host, pid=info.pid) from error
 
     async def _connect(self) -> None:
         try:
             async with awake_timeout(CONNECT_S):
-                await self._crew.connect()
+                await self._actor_group.connect()
         except TimeoutError:
             raise TransferError(
                 f"the data plane could not be connected anew within {CONNECT_S:g} s"
             ) from None
 
     async def _replace(self, actor: ActorId) -> None:
-        for link in await self._crew.bring_up(actor):
+        for link in await self._actor_group.bring_up(actor):
             self._watch(link)
         self._replaced.add(actor)
 
     async def _load(self, process: ProcessId) -> None:
         """All programs that its predecessor had, or was loading."""
-        link = self._crew.links[process]
+        link = self._actor_group.links[process]
         actor = link.info.id
         for program_id in self._programs.of(actor):
-            message = self._programs.load_message(self._outbox.number(), program_id, actor, link.known_blobs)
+            message = self._programs.load_message(
+                self._request_log.number(), program_id, actor, link.known_blobs
+            )
             await link.call(message, Loaded)

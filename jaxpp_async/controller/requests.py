@@ -39,6 +39,7 @@ from jaxpp_async.protocol.frames import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.protocol.log_forwarding import log_remote
 from jaxpp_async.protocol.messages import (
     ArrayId,
+    BeginSnapshot,
     Failed,
     Log,
     ReadFile,
@@ -49,7 +50,6 @@ from jaxpp_async.protocol.messages import (
     StepStats,
     Store,
     Sweep,
-    Take,
     step_kind,
     step_number,
     step_text,
@@ -57,7 +57,7 @@ from jaxpp_async.protocol.messages import (
 from jaxpp_async.protocol.task_group import retrieve
 
 
-class Waiter(Protocol):
+class ReplyHandler(Protocol):
     """Waits for replies."""
 
     @property
@@ -97,7 +97,7 @@ class Waiter(Protocol):
         ...
 
 
-class Call:
+class PendingRequest:
     """A request to one actor.
 
     Args:
@@ -146,7 +146,7 @@ class Call:
             self.future.set_exception(error)
 
 
-class Replayed:
+class DiscardedReply:
     """Takes the replies to a request that was answered before and is made once more, after a restart."""
 
     is_awaited, done = False, True
@@ -183,12 +183,12 @@ class ActorLink:
 
     def __init__(self, info: ActorInfo, handle: ActorHandle, connection: Connection):
         self.info, self.handle, self.connection = info, handle, connection
-        self.waiters: dict[int, Waiter] = {}
+        self.reply_handlers: dict[int, ReplyHandler] = {}
         self.known_blobs: set[str] = set()
         self.address = b""
         self._dropped: set[int] = set()
 
-    def request(self, message: Request, waiter: Waiter, encoded: bytes | None = None) -> None:
+    def request(self, message: Request, reply_handler: ReplyHandler, encoded: bytes | None = None) -> None:
         """Send now; the reply goes to `waiter`.
 
         Args:
@@ -198,7 +198,7 @@ class ActorLink:
             MeshError: the message cannot be encoded; nobody waits for it then.
         """
         self.connection.send(message, encoded)
-        self.waiters[message.request] = waiter
+        self.reply_handlers[message.request] = reply_handler
 
     async def call(self, message: Request, expected: type) -> Any:
         """Send, wait until it has left, and wait for the reply.
@@ -206,7 +206,7 @@ class ActorLink:
         Raises:
             RemoteError: the request failed on the actor. ActorError: the mesh failed meanwhile.
         """
-        call = Call(expected)
+        call = PendingRequest(expected)
         self.request(message, call)
         await self.connection.drain()
         return await call.future
@@ -217,33 +217,41 @@ class ActorLink:
         Raises:
             ProtocolError: nobody waits for it.
         """
-        if type(reply) is StepDone and (waiter := self.waiters.pop(reply.request, None)) is not None:
-            waiter.on_reply(self, reply)
+        if (
+            type(reply) is StepDone
+            and (reply_handler := self.reply_handlers.pop(reply.request, None)) is not None
+        ):
+            reply_handler.on_reply(self, reply)
             return None
         if type(reply) is Failed:
-            waiter = self.waiters.get(reply.request) if reply.request is not None else None
+            reply_handler = self.reply_handlers.get(reply.request) if reply.request is not None else None
             if reply.request in self._dropped:
                 self._dropped.discard(reply.request)
                 return None
-            if reply.request is None or waiter is None or not waiter.takes_failures or is_consequence(reply):
+            if (
+                reply.request is None
+                or reply_handler is None
+                or not reply_handler.takes_failures
+                or is_consequence(reply)
+            ):
                 return (
                     reply  # the waiter stays: the mesh's failure will reach it, or the reply after a restart
                 )
-            del self.waiters[reply.request]
-            waiter.fail(remote_error(self.info, reply))
+            del self.reply_handlers[reply.request]
+            reply_handler.fail(remote_error(self.info, reply))
             return None
         if type(reply) is Log:
             log_remote(self.info, reply)
             return None
-        waiter = self.waiters.pop(reply.request, None)
-        if waiter is None and reply.request in self._dropped:
+        reply_handler = self.reply_handlers.pop(reply.request, None)
+        if reply_handler is None and reply.request in self._dropped:
             self._dropped.discard(reply.request)
             return None
-        if waiter is None:
+        if reply_handler is None:
             raise ProtocolError(
                 f"{self.info} answered request {reply.request}, which nobody made", actor=self.info.id
             )
-        waiter.on_reply(self, reply)
+        reply_handler.on_reply(self, reply)
         return None
 
     def let_go(self) -> None:
@@ -254,8 +262,8 @@ class ActorLink:
 
     def drop_waiters(self) -> None:
         """Replies to what was asked so far are of no interest any more."""
-        self._dropped.update(self.waiters)
-        self.waiters.clear()
+        self._dropped.update(self.reply_handlers)
+        self.reply_handlers.clear()
 
 
 def _ignore_late_reply(message: Any) -> None:
@@ -267,7 +275,7 @@ def _ignore_late_reply(message: Any) -> None:
 StartTransfers: TypeAlias = Callable[[], None]
 """Starts the data that goes with a request, in the data plane's epoch of then."""
 
-_CHANGES = (Store, Step, Take, ReadFile)
+_CHANGES = (Store, Step, BeginSnapshot, ReadFile)
 """Requests on which it depends what an actor holds."""
 
 _LOOK_OVER = 256
@@ -275,7 +283,7 @@ _LOOK_OVER = 256
 
 
 @dataclass(slots=True)
-class Post:
+class SentRequest:
     """A request to one process, as it is made, and made again.
 
     Args:
@@ -288,23 +296,27 @@ class Post:
 
     process: ProcessId
     message: Request
-    waiter: Waiter
+    reply_handler: ReplyHandler
     transfers: StartTransfers | None = None
     size_bytes: int = 0
     serial: int = -1
 
     @property
     def is_needed(self) -> bool:
-        return not self.waiter.done or (isinstance(self.message, _CHANGES) and not self._failed)
+        return not self.reply_handler.done or (isinstance(self.message, _CHANGES) and not self._failed)
 
     @property
     def _failed(self) -> bool:
         """Its actor refused it: it has changed nothing."""
-        call = self.waiter
-        return isinstance(call, Call) and not call.future.cancelled() and call.future.exception() is not None
+        call = self.reply_handler
+        return (
+            isinstance(call, PendingRequest)
+            and not call.future.cancelled()
+            and call.future.exception() is not None
+        )
 
 
-class Outbox:
+class RequestLog:
     """Requests to the actors of one mesh.
 
     Args:
@@ -325,9 +337,9 @@ class Outbox:
         self._links, self._check_usable, self._remembers = links, check_usable, remembers
         self._numbers, self._serials = itertools.count(), itertools.count()
         # also those that have had their reply, and wait for what comes behind it
-        self._open: set[Waiter] = set()
+        self._open: set[ReplyHandler] = set()
         self._encoder = Encoder(max_frame_bytes)
-        self._sent: list[Post] = []
+        self._sent: list[SentRequest] = []
         self._size_bytes = 0
         self._look_over_at = _LOOK_OVER
         self._is_open = asyncio.Event()
@@ -339,7 +351,7 @@ class Outbox:
         """A request number that none has had."""
         return next(self._numbers)
 
-    def post(self, *posts: Post) -> None:
+    def post(self, *posts: SentRequest) -> None:
         """Send now, behind what was posted before; during a restart, as soon as it is over.
 
         Raises:
@@ -349,14 +361,14 @@ class Outbox:
         encoded = [self._encoder.encode(post.message) for post in posts]
         is_open = self._is_open.is_set()
         for post, data in zip(posts, encoded, strict=True):
-            waiter = post.waiter
-            if waiter not in self._open:  # a step is posted to several processes
-                self._open.add(waiter)
-                waiter.when_done(partial(self._open.discard, waiter))
+            reply_handler = post.reply_handler
+            if reply_handler not in self._open:  # a step is posted to several processes
+                self._open.add(reply_handler)
+                reply_handler.when_done(partial(self._open.discard, reply_handler))
             if self._remembers:
                 self._remember(post)
             if is_open:
-                self._links[post.process].request(post.message, waiter, data)
+                self._links[post.process].request(post.message, reply_handler, data)
                 if post.transfers is not None:
                     post.transfers()
 
@@ -383,8 +395,10 @@ class Outbox:
     ) -> dict[ProcessId, asyncio.Future[Any]]:
         """Make one request to each of several processes, or none at all: else as `send`."""
         self._check_usable()
-        calls = {process: Call(expected, awaited=awaited) for process in makes}
-        self.post(*(Post(process, make(self.number()), calls[process]) for process, make in makes.items()))
+        calls = {process: PendingRequest(expected, awaited=awaited) for process in makes}
+        self.post(
+            *(SentRequest(process, make(self.number()), calls[process]) for process, make in makes.items())
+        )
         return {process: call.future for process, call in calls.items()}
 
     def info(self, process: ProcessId) -> ActorInfo:
@@ -407,14 +421,16 @@ class Outbox:
         """Host memory that remembered requests hold."""
         return self._size_bytes
 
-    def unanswered(self, mark: int) -> tuple[Waiter, ...]:
+    def unanswered(self, mark: int) -> tuple[ReplyHandler, ...]:
         """Who still waits for requests before a mark."""
-        return tuple(sent.waiter for sent in self._sent if sent.serial < mark and not sent.waiter.done)
+        return tuple(
+            sent.reply_handler for sent in self._sent if sent.serial < mark and not sent.reply_handler.done
+        )
 
     @property
     def has_snapshot(self) -> bool:
         """Arrays were taken for a save that is not over: a copy of what actors hold would lack them."""
-        return any(isinstance(sent.message, Take) for sent in self._needed())
+        return any(isinstance(sent.message, BeginSnapshot) for sent in self._needed())
 
     @property
     def needs_files(self) -> bool:
@@ -434,7 +450,7 @@ class Outbox:
         """A copy of what the actors held at `mark` is safe: nothing before is needed again."""
         self._keep([sent for sent in self._needed() if sent.serial > mark])
 
-    def _remember(self, sent: Post) -> None:
+    def _remember(self, sent: SentRequest) -> None:
         sent.serial = next(self._serials)
         self._sent.append(sent)
         self._size_bytes += sent.size_bytes
@@ -442,17 +458,17 @@ class Outbox:
             self._keep(self._needed())
             self._look_over_at = 2 * len(self._sent) + _LOOK_OVER
 
-    def _keep(self, sent: list[Post]) -> None:
+    def _keep(self, sent: list[SentRequest]) -> None:
         self._sent, self._size_bytes = sent, sum(one.size_bytes for one in sent)
 
-    def _needed(self) -> list[Post]:
+    def _needed(self) -> list[SentRequest]:
         swept: set[tuple[ProcessId, bytes]] = set()
-        needed: list[Post] = []
+        needed: list[SentRequest] = []
         for sent in reversed(self._sent):
             message = sent.message
-            if isinstance(message, Sweep) and sent.waiter.done:
+            if isinstance(message, Sweep) and sent.reply_handler.done:
                 swept.add((sent.process, message.folder))
-            is_swept = isinstance(message, Take) and (sent.process, message.folder) in swept
+            is_swept = isinstance(message, BeginSnapshot) and (sent.process, message.folder) in swept
             if sent.is_needed and not is_swept:
                 needed.append(sent)
         return needed[::-1]
@@ -475,8 +491,10 @@ class Outbox:
             How many steps of the user's were run before and run again.
         """
         self._keep(self._needed())
-        for waiter in {id(sent.waiter): sent.waiter for sent in self._sent if not sent.waiter.done}.values():
-            waiter.again()
+        for reply_handler in {
+            id(sent.reply_handler): sent.reply_handler for sent in self._sent if not sent.reply_handler.done
+        }.values():
+            reply_handler.again()
         self._is_open.set()
         again = set()
         for sent in self._sent:
@@ -485,12 +503,12 @@ class Outbox:
             if isinstance(sent.message, Step):
                 changed["epoch"] = epoch
             sent.message = replace(cast(Any, sent.message), **changed)
-            if sent.waiter.done:
+            if sent.reply_handler.done:
                 if isinstance(sent.message, Step) and step_kind(sent.message.step) == "step":
                     again.add(step_number(sent.message.step))
                 # What is put or read and cannot be had again fails whoever uses it, if anyone still does.
-                sent.waiter = Replayed(takes_failures=not isinstance(sent.message, Step))
-            self._links[sent.process].request(sent.message, sent.waiter)
+                sent.reply_handler = DiscardedReply(takes_failures=not isinstance(sent.message, Step))
+            self._links[sent.process].request(sent.message, sent.reply_handler)
             if sent.transfers is not None:
                 sent.transfers()
         return len(again)
@@ -506,27 +524,31 @@ class Outbox:
             Whether somebody will see the error.
         """
         seen = False
-        for waiter in self._take_waiters():
-            if isinstance(waiter, StepHandle) and waiter.step != step:
-                text = f"{step_text(waiter.step)} was aborted: {str(error).splitlines()[0]}"
-                waiter.fail(abandoned(error, text, StepAbortedError, step=step_number(waiter.step)))
+        for reply_handler in self._take_waiters():
+            if isinstance(reply_handler, StepHandle) and reply_handler.step != step:
+                text = f"{step_text(reply_handler.step)} was aborted: {str(error).splitlines()[0]}"
+                reply_handler.fail(
+                    abandoned(error, text, StepAbortedError, step=step_number(reply_handler.step))
+                )
             else:
-                seen |= waiter.is_awaited
-                waiter.fail(error)
+                seen |= reply_handler.is_awaited
+                reply_handler.fail(error)
         return seen
 
     def close(self, error: ActorError) -> None:
         """End everything that waits with the same error."""
-        for waiter in self._take_waiters():
-            waiter.fail(error)
+        for reply_handler in self._take_waiters():
+            reply_handler.fail(error)
 
-    def _take_waiters(self) -> list[Waiter]:
-        waiters = {waiter for link in self._links.values() for waiter in link.waiters.values()} | self._open
+    def _take_waiters(self) -> list[ReplyHandler]:
+        reply_handlers = {
+            reply_handler for link in self._links.values() for reply_handler in link.reply_handlers.values()
+        } | self._open
         for link in self._links.values():
-            link.waiters.clear()
+            link.reply_handlers.clear()
         self._keep([])
         self._is_open.set()  # nothing is sent any more; nobody is to wait for it
-        return list(waiters)
+        return list(reply_handlers)
 
 
 # ---------------------------------------------------------------- frees

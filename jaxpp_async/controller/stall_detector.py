@@ -50,7 +50,7 @@ class _Clock:
     done: tuple[int, int] | None = None
 
 
-class StuckSteps:
+class StallDetector:
     """Finds steps that do not go on.
 
     Args:
@@ -96,7 +96,7 @@ class StuckSteps:
         unfinished: Mapping[ActorId, int],
         reports: Mapping[ActorId, Reported | None],
         silent: Collection[ActorId] = (),
-    ) -> Autopsy | None:
+    ) -> StallDiagnosis | None:
         """Why they are stuck, now that all actors with unfinished steps were asked; None: after all, they are not.
 
         Args:
@@ -110,14 +110,14 @@ class StuckSteps:
                 gone_on.append(actor)
         if gone_on or not set(stall.actors) <= set(unfinished):
             return None
-        autopsy = examine(stall.actors[0], unfinished, reports, self._program_of)
-        if autopsy is None or set(autopsy.chain) & set(silent):
+        diagnosis = examine(stall.actors[0], unfinished, reports, self._program_of)
+        if diagnosis is None or set(diagnosis.chain) & set(silent):
             return None
-        extra_s = _extra_s([r for a in autopsy.chain if (r := reports.get(a)) is not None])
-        for actor in autopsy.chain:
+        extra_s = _extra_s([r for a in diagnosis.chain if (r := reports.get(a)) is not None])
+        for actor in diagnosis.chain:
             if actor in self._clocks:
                 self._clocks[actor].extra_s = extra_s
-        return autopsy if stall.still_s >= self._progress_s + extra_s else None
+        return diagnosis if stall.still_s >= self._progress_s + extra_s else None
 
     def _run_clocks(
         self, now: float, unfinished: Mapping[ActorId, int], positions: Mapping[ActorId, Position | None]
@@ -192,7 +192,7 @@ _MOST_WAITS, _MOST_LINES = 4, 32  # lines about one actor, and in one list
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class ActorWait:
     """An actor and what it cannot go on without, in a step."""
 
     actor: ActorId
@@ -220,7 +220,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Autopsy:
+class StallDiagnosis:
     """Why a step does not go on.
 
     Args:
@@ -240,7 +240,7 @@ class Autopsy:
     culprit: str
     actor: ActorId | None
     instruction: str | None
-    lost: Wait | None
+    lost: ActorWait | None
     chain: tuple[ActorId, ...]
     waits: tuple[str, ...]
     places: Mapping[ActorId, str]
@@ -261,7 +261,7 @@ def examine(
     unfinished: Mapping[ActorId, int],
     reports: Mapping[ActorId, Reported | None],
     program_of: ProgramOf,
-) -> Autopsy | None:
+) -> StallDiagnosis | None:
     """Follow who waits for whom.
 
     Args:
@@ -297,11 +297,11 @@ class _Examination:
         program_of: ProgramOf,
     ):
         self._unfinished, self._reports, self._program_of = unfinished, reports, program_of
-        self._found: dict[Cause, tuple[ActorId, Wait | None]] = {}  # the first of each kind
+        self._found: dict[Cause, tuple[ActorId, ActorWait | None]] = {}  # the first of each kind
         self._chain: list[ActorId] = []
-        self._waits: list[Wait] = []
+        self._waits: list[ActorWait] = []
 
-    def follow(self, first: ActorId) -> Autopsy | None:
+    def follow(self, first: ActorId) -> StallDiagnosis | None:
         self._chain.append(first)
         for actor in self._chain:  # grows meanwhile
             reported = self._reports.get(actor)
@@ -310,8 +310,8 @@ class _Examination:
             self._look_at(actor, reported)
         for cause in _CAUSES:
             if cause in self._found:
-                return self._autopsy(cause, *self._found[cause])
-        return self._autopsy("cycle", first, None)
+                return self._diagnosis(cause, *self._found[cause])
+        return self._diagnosis("cycle", first, None)
 
     def _look_at(self, actor: ActorId, reported: Reported | None) -> None:
         if reported is None:
@@ -324,7 +324,7 @@ class _Examination:
         if not wanted:
             self._find("none", actor)
         for transfer in wanted:
-            wait = Wait(actor, reported.step, transfer)
+            wait = ActorWait(actor, reported.step, transfer)
             self._waits.append(wait)
             if transfer.kind == "argument" or transfer.peer == CONTROLLER:
                 self._find("controller", actor, wait)
@@ -333,10 +333,10 @@ class _Examination:
             elif transfer.peer not in self._chain:
                 self._chain.append(transfer.peer)
 
-    def _find(self, cause: Cause, actor: ActorId, wait: Wait | None = None) -> None:
+    def _find(self, cause: Cause, actor: ActorId, wait: ActorWait | None = None) -> None:
         self._found.setdefault(cause, (actor, wait))
 
-    def _other_end_has_begun(self, wait: Wait) -> bool:
+    def _other_end_has_begun(self, wait: ActorWait) -> bool:
         """Whether the peer has posted its half of the transfer, or is done with it."""
         peer, tag = wait.transfer.peer, wait.transfer.tag
         reported = self._reports.get(peer)
@@ -354,14 +354,14 @@ class _Examination:
 
     # ------------------------------------------------------------ text
 
-    def _autopsy(self, cause: Cause, actor: ActorId, wait: Wait | None) -> Autopsy:
+    def _diagnosis(self, cause: Cause, actor: ActorId, wait: ActorWait | None) -> StallDiagnosis:
         if cause == "cycle":
             actor = self._circle(actor)[0]
         blamed = None if cause == "controller" else actor
         if cause == "lost" and wait is not None:
             blamed = wait.receiver
         reported = self._reports.get(actor)
-        return Autopsy(
+        return StallDiagnosis(
             step=min(self._unfinished[a] for a in self._chain),
             cause=cause,
             culprit=self._culprit(cause, actor, wait),
@@ -373,7 +373,7 @@ class _Examination:
             places={a: self._place(a) for a in sorted(self._unfinished)},
         )
 
-    def _culprit(self, cause: Cause, actor: ActorId, wait: Wait | None) -> str:
+    def _culprit(self, cause: Cause, actor: ActorId, wait: ActorWait | None) -> str:
         if cause == "lost" and wait is not None:
             t = wait.transfer
             return (
@@ -400,7 +400,7 @@ class _Examination:
 
     def _wait_lines(self) -> list[str]:
         lines: list[str] = []
-        by_actor: dict[ActorId, list[Wait]] = {}
+        by_actor: dict[ActorId, list[ActorWait]] = {}
         for wait in self._waits:
             by_actor.setdefault(wait.actor, []).append(wait)
         for actor, waits in by_actor.items():

@@ -23,7 +23,7 @@ from typing import Any, Final, TypeVar
 
 from jaxpp_async.base.install_hints import pip_install
 from jaxpp_async.controller.error_messages import describe_end, launch_error, remote_error
-from jaxpp_async.controller.listener import Gate
+from jaxpp_async.controller.listener import ControlListener
 from jaxpp_async.controller.requests import ActorLink
 from jaxpp_async.errors import (
     ActorError,
@@ -36,7 +36,7 @@ from jaxpp_async.errors import (
 )
 from jaxpp_async.launch import ActorHandle, Launcher, LaunchSpec
 from jaxpp_async.program.instructions import ActorId, ProcessId
-from jaxpp_async.protocol.actor_info import ActorInfo, Seat
+from jaxpp_async.protocol.actor_info import ActorInfo, ProcessRank
 from jaxpp_async.protocol.connection import Connection
 from jaxpp_async.protocol.frames import Identity
 from jaxpp_async.protocol.messages import Configure, Ready, Request, Reserve, Reserved
@@ -53,7 +53,7 @@ _PLAIN: Final[dict[str, type[JaxppAsyncError]]] = {"InstallError": InstallError,
 T = TypeVar("T")
 
 
-class Bringup:
+class Startup:
     """Starts one mesh's actors.
 
     Args:
@@ -65,8 +65,10 @@ class Bringup:
         handles: every process started so far, for whoever has to stop them.
     """
 
-    def __init__(self, launcher: Launcher, gate: Gate, *, timeout_s: float, say: Callable[[str], None]):
-        self._launcher, self._gate, self._timeout_s, self._say = launcher, gate, timeout_s, say
+    def __init__(
+        self, launcher: Launcher, gate: ControlListener, *, timeout_s: float, say: Callable[[str], None]
+    ):
+        self._launcher, self._control_listener, self._timeout_s, self._say = launcher, gate, timeout_s, say
         self.handles: dict[ProcessId, ActorHandle] = {}
 
     async def start(self, spec: LaunchSpec) -> ActorLink:
@@ -75,16 +77,21 @@ class Bringup:
         Raises:
             LaunchError: it did not start, died, or did not connect in time. HandshakeError: it runs another version.
         """
-        arrival, seat = self._gate.expect(Identity(spec.process_id, spec.incarnation)), spec.seat
+        arrival, process_rank = (
+            self._control_listener.expect(Identity(spec.process_id, spec.incarnation)),
+            spec.process_rank,
+        )
         try:
             async with asyncio.timeout(self._timeout_s):
-                handle = self.handles[spec.process_id] = await self._launcher.start(spec, self._gate.adopt)
-                connection = await self._unless_dead(seat, arrival, _way_back(spec.controller))
+                handle = self.handles[spec.process_id] = await self._launcher.start(
+                    spec, self._control_listener.adopt
+                )
+                connection = await self._unless_dead(process_rank, arrival, _way_back(spec.controller))
         except OSError as error:
             if isinstance(error, TimeoutError):
-                raise self._late(seat, "did not connect", _way_back(spec.controller)) from None
-            raise launch_error(seat, f"could not be started: {error}") from error
-        return make_link(seat, handle, connection)
+                raise self._late(process_rank, "did not connect", _way_back(spec.controller)) from None
+            raise launch_error(process_rank, f"could not be started: {error}") from error
+        return make_link(process_rank, handle, connection)
 
     async def reserve(self, link: ActorLink, message: Reserve) -> int:
         """Have a process find a free port for those that join it.
@@ -117,22 +124,28 @@ class Bringup:
         return ready
 
     async def _asked(self, link: ActorLink, message: Request, expected: type, late: str) -> Any:
-        seat = Seat(link.info.process, link.info.size)
-        task = asyncio.get_running_loop().create_task(link.call(message, expected), name=f"configure {seat}")
+        process_rank = ProcessRank(link.info.process, link.info.size)
+        task = asyncio.get_running_loop().create_task(
+            link.call(message, expected), name=f"configure {process_rank}"
+        )
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._unless_dead(seat, task)
+                return await self._unless_dead(process_rank, task)
         except TimeoutError:
-            raise self._late(seat, late) from None
+            raise self._late(process_rank, late) from None
         except RemoteError as error:
             raise unready_error(link.info, error) from None
         finally:
             task.cancel()
 
-    async def _unless_dead(self, seat: Seat, wanted: asyncio.Future[T], unconnected: str = "") -> T:
+    async def _unless_dead(
+        self, process_rank: ProcessRank, wanted: asyncio.Future[T], unconnected: str = ""
+    ) -> T:
         """Wait for `wanted`, or raise if the process dies first; `unconnected` is the remedy if it cannot reach us."""
-        handle = self.handles[seat.process]
-        dead = asyncio.get_running_loop().create_task(handle.wait_dead(), name=f"watch the start of {seat}")
+        handle = self.handles[process_rank.process]
+        dead = asyncio.get_running_loop().create_task(
+            handle.wait_dead(), name=f"watch the start of {process_rank}"
+        )
         try:
             await asyncio.wait([wanted, dead], return_when=asyncio.FIRST_COMPLETED)
             # What it said and its death come by different ways: the other one may be a moment behind.
@@ -144,15 +157,17 @@ class Bringup:
                 death = dead.result()
                 remedy = unconnected if death.returncode == ExitCode.CONNECTION_LOST else ""
                 what = f"{describe_end(death.returncode, death.output_tail)} before it was ready{remedy}"
-                raise launch_error(seat, what, death.output_tail)
+                raise launch_error(process_rank, what, death.output_tail)
             return await wanted
         finally:
             dead.cancel()
 
-    def _late(self, seat: Seat, what: str, remedy: str = "") -> ActorError:
-        handle = self.handles.get(seat.process)
+    def _late(self, process_rank: ProcessRank, what: str, remedy: str = "") -> ActorError:
+        handle = self.handles.get(process_rank.process)
         tail = handle.output_tail() if handle is not None else ()
-        return launch_error(seat, f"{what} within {self._timeout_s:g} s (launch_timeout_s){remedy}", tail)
+        return launch_error(
+            process_rank, f"{what} within {self._timeout_s:g} s (launch_timeout_s){remedy}", tail
+        )
 
 
 def unready_error(actor: ActorInfo, error: RemoteError) -> JaxppAsyncError:
@@ -182,9 +197,11 @@ def _way_back(controller: tuple[str, int] | None) -> str:
     )
 
 
-def make_link(seat: Seat, handle: ActorHandle, connection: Connection) -> ActorLink:
+def make_link(process_rank: ProcessRank, handle: ActorHandle, connection: Connection) -> ActorLink:
     """The controller's end of a process that has just connected."""
-    info = ActorInfo(seat.actor, handle.host, handle.pid, (), "starting", seat.rank, seat.size)
+    info = ActorInfo(
+        process_rank.actor, handle.host, handle.pid, (), "starting", process_rank.rank, process_rank.size
+    )
     link = ActorLink(info, handle, connection)
     connection.on_message = lambda message: _on_message(link, message)
     connection.on_closed = lambda error: _lose(link, error)
@@ -199,14 +216,16 @@ def _has_answer(wanted: asyncio.Future[Any]) -> bool:
 def _on_message(link: ActorLink, message: Any) -> None:
     failed = link.settle(message)
     if failed is not None:  # the actor itself failed: whatever was asked of it gets the reason
-        for waiter in link.waiters.values():
-            waiter.fail(remote_error(link.info, failed))
+        for reply_handler in link.reply_handlers.values():
+            reply_handler.fail(remote_error(link.info, failed))
 
 
 def _lose(link: ActorLink, error: Exception | None) -> None:
-    seat = Seat(link.info.process, link.info.size)
-    for waiter in link.waiters.values():
-        waiter.fail(launch_error(seat, f"closed its control connection before it was ready: {error}"))
+    process_rank = ProcessRank(link.info.process, link.info.size)
+    for reply_handler in link.reply_handlers.values():
+        reply_handler.fail(
+            launch_error(process_rank, f"closed its control connection before it was ready: {error}")
+        )
 
 
 def check_library_versions(actor: ActorInfo, versions: Mapping[str, str]) -> None:
@@ -306,7 +325,7 @@ _UNIQUE = ("GPU-", "MIG-")
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ProcessDevices:
     """One process, and its devices.
 
     Args:
@@ -336,7 +355,7 @@ class Member:
         return [gpu if gpu.startswith(_UNIQUE) else f"{gpu} of host {self.host}" for gpu in self.gpus]
 
 
-def check_agreement(members: Sequence[Member]) -> None:
+def check_agreement(members: Sequence[ProcessDevices]) -> None:
     """Raises:
     MeshError: they cannot work together: JAXs for different CUDAs, NCCLs of different versions, a GPU that two
         processes of one actor have, one that two have between which NCCL refuses to send, or one whose memory is set
@@ -348,7 +367,7 @@ def check_agreement(members: Sequence[Member]) -> None:
             raise MeshError(why)
 
 
-def _cudas(members: Sequence[Member]) -> str | None:
+def _cudas(members: Sequence[ProcessDevices]) -> str | None:
     by_cuda = _grouped((member.cuda.partition(".")[0], member.who) for member in members if member.cuda)
     if len(by_cuda) < 2:
         return None
@@ -359,7 +378,7 @@ def _cudas(members: Sequence[Member]) -> str | None:
     )
 
 
-def _nccls(members: Sequence[Member]) -> str | None:
+def _nccls(members: Sequence[ProcessDevices]) -> str | None:
     """Both ends of a communicator need the same."""
     by_nccl = _grouped((member.nccl, member.who) for member in members if member.nccl)
     if len(by_nccl) < 2:
@@ -371,7 +390,7 @@ def _nccls(members: Sequence[Member]) -> str | None:
     )
 
 
-def _twice(members: Sequence[Member]) -> str | None:
+def _twice(members: Sequence[ProcessDevices]) -> str | None:
     """XLA's collectives are between different GPUs: an actor cannot have one of them as two of its devices."""
     by_gpu = _grouped(((gpu, member.actor), member.who) for member in members for gpu in member.named_gpus)
     for (gpu, actor), who in by_gpu.items():
@@ -383,7 +402,7 @@ def _twice(members: Sequence[Member]) -> str | None:
     return None
 
 
-def _between(members: Sequence[Member]) -> str | None:
+def _between(members: Sequence[ProcessDevices]) -> str | None:
     """Neighbours send to each other in every pipeline. Whether others do is the program's: their links will tell."""
     by_gpu = _grouped((gpu, member) for member in members for gpu in member.named_gpus if member.nccl)
     for gpu, sharing in by_gpu.items():
@@ -397,7 +416,7 @@ def _between(members: Sequence[Member]) -> str | None:
     return None
 
 
-def _shared(members: Sequence[Member]) -> str | None:
+def _shared(members: Sequence[ProcessDevices]) -> str | None:
     by_gpu = _grouped((gpu, member) for member in members for gpu in member.named_gpus)
     for gpu, sharing in by_gpu.items():
         total = sum(member.memory_fraction for member in sharing)

@@ -12,14 +12,24 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from jaxpp_async.controller.actor_group import Crew
-from jaxpp_async.controller.requests import Call, Outbox
+from jaxpp_async.controller.actor_group import ActorGroup
+from jaxpp_async.controller.requests import PendingRequest, RequestLog
 from jaxpp_async.controller.stall_detector import PROGRESS_S, SLOW_BYTES_PER_S
 from jaxpp_async.controller.startup import all_of
 from jaxpp_async.errors import ActorError, ActorUnresponsiveError, RemoteError, StateLostError, TransferError
-from jaxpp_async.layout.state_replicas import Shelf, holders
+from jaxpp_async.layout.state_replicas import ReplicaStore, holders
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, ProcessId
-from jaxpp_async.protocol.messages import Done, Forget, Hold, Keep, Kept, KeptArray, Lend, Request, Rollback
+from jaxpp_async.protocol.messages import (
+    Done,
+    DropReplicas,
+    ReceiveReplica,
+    ReplicaArray,
+    ReplicaTaken,
+    Request,
+    Rollback,
+    SendReplica,
+    TakeReplica,
+)
 from jaxpp_async.protocol.task_group import OwnedTasks, awake_timeout
 
 _LOG = logging.getLogger("jaxpp_async")
@@ -33,7 +43,7 @@ MAX_REMEMBERED_BYTES = 1 << 30
 """With this much host data in remembered requests a copy is taken before it is due."""
 
 
-class Backups:
+class StateReplication:
     """Copies of the state of one mesh, in the memory of its actors.
 
     Args:
@@ -44,20 +54,20 @@ class Backups:
 
     def __init__(
         self,
-        crew: Crew,
-        outbox: Outbox,
+        actor_group: ActorGroup,
+        request_log: RequestLog,
         *,
         every: int,
         on_error: Callable[[TransferError], None],
         patience_s: float = PROGRESS_S,
     ):
-        self._crew, self._outbox, self._every = crew, outbox, every
+        self._actor_group, self._request_log, self._every = actor_group, request_log, every
         self._on_error, self._patience_s = on_error, patience_s
         self._since = every - 1  # the first one soon: until then all that was ever put is remembered
         self._generations = itertools.count()
         self._generation: int | None = None
-        self._contents: Mapping[ProcessId, tuple[KeptArray, ...]] = {}
-        self._shelf = Shelf()
+        self._contents: Mapping[ProcessId, tuple[ReplicaArray, ...]] = {}
+        self._replica_store = ReplicaStore()
         self._tasks = OwnedTasks()
         self._task: asyncio.Task[None] | None = None
 
@@ -69,8 +79,8 @@ class Backups:
     def take_if_due(self) -> None:
         """Take a copy now if enough has happened since the last. To be called also ahead of each save: until it is
         over there will be none, and the next save may follow at once."""
-        is_due = self._since >= self._every or self._outbox.size_bytes > MAX_REMEMBERED_BYTES
-        if is_due and self._task is None and self._outbox.is_open and not self._outbox.has_snapshot:
+        is_due = self._since >= self._every or self._request_log.size_bytes > MAX_REMEMBERED_BYTES
+        if is_due and self._task is None and self._request_log.is_open and not self._request_log.has_snapshot:
             self.take()
 
     def take(self) -> asyncio.Task[None]:
@@ -80,8 +90,11 @@ class Backups:
             Done when the copy is whole, or could not be taken.
         """
         self._since = 0
-        generation, mark = next(self._generations), self._outbox.mark
-        asked = {p: self._ask(p, Keep(self._outbox.number(), generation), Kept) for p in self._crew.links}
+        generation, mark = next(self._generations), self._request_log.mark
+        asked = {
+            p: self._ask(p, TakeReplica(self._request_log.number(), generation), ReplicaTaken)
+            for p in self._actor_group.links
+        }
         work = self._unless_it_fails(generation, mark, asked)
         task = self._task = self._tasks.start(f"copy {generation} of the state", work)
         task.add_done_callback(self._ended)
@@ -90,9 +103,9 @@ class Backups:
     async def secure(self) -> None:
         """Wait until a copy has what was read from files: from then on they may go."""
         attempts = 0
-        while self._outbox.needs_files:
-            await self._outbox.wait_open()
-            if self._outbox.has_snapshot:
+        while self._request_log.needs_files:
+            await self._request_log.wait_open()
+            if self._request_log.has_snapshot:
                 await asyncio.sleep(_LOOK_AGAIN_S)  # a save is under way: there is no event for its end
             elif attempts < _ATTEMPTS:
                 attempts += 1
@@ -123,18 +136,18 @@ class Backups:
             StateLostError: an actor was lost together with the holder of its copy.
             TransferError: a copy does not arrive. ActorUnresponsiveError: an actor does not go back.
         """
-        generation, everyone = self._generation, sorted(self._crew.links)
+        generation, everyone = self._generation, sorted(self._actor_group.links)
         if generation is not None:
-            await self._ask_each(everyone, lambda: Forget(self._outbox.number(), generation))
+            await self._ask_each(everyone, lambda: DropReplicas(self._request_log.number(), generation))
             await self._bring_back(generation, lost)
             # What the lost ones held for others; until it is there again, one more loss would be one too many.
-            gone = self._crew.processes.of_all(lost)
+            gone = self._actor_group.processes.of_all(lost)
             orphans = {p: self._contents[p] for p in everyone if self._holder_of(p) in gone}
             await self._hand_over(generation, orphans)
         size_bytes = sum(n for kept in self._contents.values() for array in kept for n in array.shard_bytes)
         try:
             async with awake_timeout(ROLLBACK_S + size_bytes / SLOW_BYTES_PER_S):
-                await self._ask_each(everyone, lambda: Rollback(self._outbox.number(), generation))
+                await self._ask_each(everyone, lambda: Rollback(self._request_log.number(), generation))
         except TimeoutError:
             raise ActorUnresponsiveError(
                 "actors did not go back to the last copy of their arrays in time"
@@ -165,25 +178,25 @@ class Backups:
     ) -> None:
         kept = {process: (await reply).arrays for process, reply in asked.items()}
         await self._hand_over(generation, kept)
-        for waiter in self._outbox.unanswered(mark):
-            await asyncio.wait([waiter.future])
+        for reply_handler in self._request_log.unanswered(mark):
+            await asyncio.wait([reply_handler.future])
         self._generation, self._contents = generation, kept
-        self._outbox.forget_before(mark)
-        self._shelf.forget(generation)
-        await self._ask_each(sorted(kept), lambda: Forget(self._outbox.number(), generation))
+        self._request_log.forget_before(mark)
+        self._replica_store.forget(generation)
+        await self._ask_each(sorted(kept), lambda: DropReplicas(self._request_log.number(), generation))
         _LOG.debug("copy %d of the state is whole", generation)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._task = None
 
-    async def _hand_over(self, generation: int, arrays: Mapping[ProcessId, tuple[KeptArray, ...]]) -> None:
+    async def _hand_over(self, generation: int, arrays: Mapping[ProcessId, tuple[ReplicaArray, ...]]) -> None:
         """From processes to their holders."""
         ways = {process: (process, self._holder_of(process)) for process in arrays}
         await self._carry(generation, arrays, ways)
 
     async def _bring_back(self, generation: int, lost: Collection[ActorId]) -> None:
         """From the holders to the successors of the lost."""
-        processes = self._crew.processes
+        processes = self._actor_group.processes
         for process in processes.of_all(lost):
             holder, actor = self._holder_of(process), processes.actor_of(process)
             if holder != CONTROLLER and (other := processes.actor_of(holder)) in lost:
@@ -191,7 +204,7 @@ class Backups:
                     f"actors {actor} and {other} were lost together, and with them both copies of actor {actor}'s "
                     "arrays; start again from a checkpoint (mesh.restore)",
                     actor=actor,
-                    host=self._crew.links[process].info.host,
+                    host=self._actor_group.links[process].info.host,
                 )
         ways = {process: (self._holder_of(process), process) for process in processes.of_all(lost)}
         await self._carry(generation, self._contents, ways)
@@ -199,7 +212,7 @@ class Backups:
     async def _carry(
         self,
         generation: int,
-        arrays: Mapping[ProcessId, tuple[KeptArray, ...]],
+        arrays: Mapping[ProcessId, tuple[ReplicaArray, ...]],
         ways: Mapping[ProcessId, tuple[ProcessId, ProcessId]],
     ) -> None:
         """Carry copies, all at once.
@@ -215,9 +228,9 @@ class Backups:
         arrived: set[ProcessId] = set()
 
         async def one(of: ProcessId, source: ProcessId, to: ProcessId) -> None:
-            number, epoch = self._outbox.number, self._crew.epoch
-            hold = Hold(number(), epoch, generation, of, source, arrays[of])
-            lend = Lend(number(), epoch, generation, of, to)
+            number, epoch = self._request_log.number, self._actor_group.epoch
+            hold = ReceiveReplica(number(), epoch, generation, of, source, arrays[of])
+            lend = SendReplica(number(), epoch, generation, of, to)
             await all_of(
                 {to: self._hold(to, hold), source: self._lend(source, lend)},
                 f"carry the copy of process {of}",
@@ -230,7 +243,7 @@ class Backups:
         except TimeoutError:
             of = next(of for of in ways if of not in arrived)
             source, to = ways[of]
-            of_actor, *ends = (self._crew.processes.actor_of(process) for process in (of, source, to))
+            of_actor, *ends = (self._actor_group.processes.actor_of(process) for process in (of, source, to))
             link = (
                 "with the controller"
                 if CONTROLLER in (source, to)
@@ -241,32 +254,35 @@ class Backups:
                 f"{what}, or slower than 50 MB/s (progress_timeout_s)", actor=ends[1]
             ) from None
 
-    async def _hold(self, process: ProcessId, message: Hold) -> None:
+    async def _hold(self, process: ProcessId, message: ReceiveReplica) -> None:
         if process == CONTROLLER:
-            await self._shelf.hold(self._crew.plane.transport, message)
+            await self._replica_store.hold(self._actor_group.plane.transport, message)
         else:
             await self._ask(process, message, Done)
 
-    async def _lend(self, process: ProcessId, message: Lend) -> None:
+    async def _lend(self, process: ProcessId, message: SendReplica) -> None:
         if process == CONTROLLER:
-            await self._shelf.lend(self._crew.plane.transport, message)
+            await self._replica_store.lend(self._actor_group.plane.transport, message)
         else:
             await self._ask(process, message, Done)
 
     def _holder_of(self, process: ProcessId) -> ProcessId:
         """The process of equal rank of another actor."""
-        processes = self._crew.processes
+        processes = self._actor_group.processes
         if processes.num_actors == 1:
             return CONTROLLER
-        hosts = [[self._crew.links[p].info.host for p in processes.of(actor)] for actor in self._crew.actors]
+        hosts = [
+            [self._actor_group.links[p].info.host for p in processes.of(actor)]
+            for actor in self._actor_group.actors
+        ]
         return processes.process(holders(hosts)[processes.actor_of(process)], processes.rank_of(process))
 
     # ------------------------------------------------------------ asking
 
     def _ask(self, process: ProcessId, message: Request, expected: type) -> asyncio.Future[Any]:
         """Past the outbox: none of this is to be made again."""
-        call = Call(expected, awaited=False)
-        self._crew.links[process].request(message, call)
+        call = PendingRequest(expected, awaited=False)
+        self._actor_group.links[process].request(message, call)
         return call.future
 
     async def _ask_each(self, processes: Collection[ProcessId], make: Callable[[], Request]) -> None:

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from jaxpp_async.base.gpu_inventory import VISIBLE
 from jaxpp_async.doctor import protocol
-from jaxpp_async.doctor.facts import Asked, Clock, Examination, HostReport, LinkReport
+from jaxpp_async.doctor.facts import Asked, ClockDifference, Examination, HostReport, LinkReport
 from jaxpp_async.doctor.gather import CHILD_S
 from jaxpp_async.errors import MeshError
 from jaxpp_async.launch.commands import command_here, command_there
@@ -29,7 +29,7 @@ from jaxpp_async.launch.host_agent_client import HostProgram, NotUpError
 from jaxpp_async.launch.hosts import (
     ANY,
     Host,
-    Placement,
+    ProcessPlacement,
     Settings,
     address_towards,
     control_address,
@@ -47,7 +47,7 @@ _CLOCK_QUESTIONS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ExaminationPlan:
     """What is to be examined, and how hosts are reached.
 
     Args:
@@ -63,7 +63,7 @@ class Plan:
     timeouts: Timeouts = field(default_factory=Timeouts)
 
 
-async def examine(plan: Plan, reach: Reach | None, say: Callable[[str], None]) -> Examination:
+async def examine(plan: ExaminationPlan, reach: Reach | None, say: Callable[[str], None]) -> Examination:
     """Find everything out.
 
     Args:
@@ -108,7 +108,7 @@ class Callers:
         token, came = secrets.token_hex(16), asyncio.Event()
         self._expected[token.encode()] = came
         try:
-            await link.ask(protocol.CallBack(address, port, token), protocol.Done, ANSWER_S)
+            await link.ask(protocol.CallBack(address, port, token), protocol.Completed, ANSWER_S)
             async with asyncio.timeout(ANSWER_S):
                 await came.wait()
         except HostError as error:
@@ -133,7 +133,7 @@ class Callers:
 class _Examiner:
     """One examination."""
 
-    def __init__(self, plan: Plan, here: Reach, reach: Reach | None, say: Callable[[str], None]):
+    def __init__(self, plan: ExaminationPlan, here: Reach, reach: Reach | None, say: Callable[[str], None]):
         self._plan, self._here, self._reach, self._say = plan, here, reach, say
         self._handshakes = asyncio.Semaphore(MAX_HANDSHAKES)
 
@@ -179,12 +179,14 @@ class _Examiner:
                 program = command_here(PROGRAM) if own else command_there(python, PROGRAM)
                 command = host_command(program, settings.env)
                 link.attach(
-                    await end.reach.open(Placement(end.host, 0, end.host.slots), command, link.on_line)
+                    await end.reach.open(ProcessPlacement(end.host, 0, end.host.slots), command, link.on_line)
                 )
                 if end.reach.login_mark is not None:
                     await link.wait_login(timeouts.login_s)
             await link.wait_up(timeouts.python_s)
-            await link.ask(protocol.Prepare(_environment(end, self._plan.asked)), protocol.Done, ANSWER_S)
+            await link.ask(
+                protocol.Prepare(_environment(end, self._plan.asked)), protocol.Completed, ANSWER_S
+            )
         except OSError as error:
             return Explanation(f"could not be reached: {error}", "")
         except NotUpError as error:
@@ -294,7 +296,7 @@ def _environment(end: _End, asked: Asked) -> dict[str, str]:
     if settings.devices is not None:
         env[VISIBLE] = ",".join(settings.devices)
     return env | environment(
-        replace(settings, devices=None), Placement(end.host, 0, end.host.slots), end.platform
+        replace(settings, devices=None), ProcessPlacement(end.host, 0, end.host.slots), end.platform
     )
 
 
@@ -302,14 +304,14 @@ def _deaf(error: HostError) -> Explanation:
     return Explanation(f"does not answer: {error}", "is it overloaded, or a disk stuck?")
 
 
-async def _ask_clock(link: HostLink) -> Clock:
+async def _ask_clock(link: HostLink) -> ClockDifference:
     """The shortest of a few questions counts: an answer took half of its way, give or take the other half."""
-    found: list[Clock] = []
+    found: list[ClockDifference] = []
     for _ in range(_CLOCK_QUESTIONS):
         began_s, wall_s = time.monotonic(), time.time()
         answer = await link.ask(protocol.AskClock(), protocol.ClockIs, ANSWER_S)
         took_s = time.monotonic() - began_s
-        found.append(Clock(answer.wall_s - (wall_s + took_s / 2), took_s / 2))
+        found.append(ClockDifference(answer.wall_s - (wall_s + took_s / 2), took_s / 2))
     return min(found, key=lambda clock: clock.error_s)
 
 
@@ -361,7 +363,7 @@ class HostLink(HostProgram[protocol.Record]):
         except NotUpError as error:
             self._silent = _no_answer(error, timeout_s)
             raise HostError(self._silent) from None
-        if isinstance(record, protocol.Failed):
+        if isinstance(record, protocol.ProbeFailed):
             raise HostError(record.error)
         if not isinstance(record, expected):
             raise HostError(f"it answered with {type(record).__name__} when asked for {expected.__name__}")

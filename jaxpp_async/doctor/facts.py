@@ -182,7 +182,7 @@ class HostFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class ClockDifference:
     """How far a host's wall clock is ahead of this machine's, and how far off that may be, in seconds."""
 
     ahead_s: float
@@ -204,7 +204,7 @@ class HostReport:
     slots: int = 1
     facts: HostFacts | None = None
     trouble: Explanation | None = None
-    clock: Clock | None = None
+    clock: ClockDifference | None = None
     calls_back: str | None = None
     names_gpus: bool = False
 

@@ -35,18 +35,18 @@ CALL_S = 5.0
 _READ_BYTES = 1 << 16
 
 
-class Host:
+class ProbeServer:
     """What answers, one order after the other."""
 
     def __init__(self) -> None:
-        self._end: Prober | None = None
+        self._end: ProbeEnd | None = None
 
     async def answer(self, order: protocol.Order) -> protocol.Record:
         """Carry out one order; what fails is an answer too."""
         try:
             return await self._carry_out(order)
         except (JaxppAsyncError, OSError, ValueError) as error:  # TimeoutError is an OSError
-            return protocol.Failed(str(error) or "it took too long")
+            return protocol.ProbeFailed(str(error) or "it took too long")
 
     async def aclose(self) -> None:
         """Give the data plane back."""
@@ -57,7 +57,7 @@ class Host:
     async def _carry_out(self, order: protocol.Order) -> protocol.Record:
         if isinstance(order, protocol.Prepare):
             os.environ.update(order.env)
-            return protocol.Done()
+            return protocol.Completed()
         if isinstance(order, protocol.AskFacts):
             return protocol.Facts(await gather(order.platform))
         if isinstance(order, protocol.AskClock):
@@ -72,12 +72,12 @@ class Host:
         pass  # here: a host without UCX answers everything else
 
         await self.aclose()
-        self._end = Prober(order.peer)
+        self._end = ProbeEnd(order.peer)
         return protocol.End(base64.b64encode(self._end.address).decode())
 
     async def _measure(self, order: protocol.Measure) -> protocol.Record:
         if self._end is None:
-            return protocol.Failed("there is no open end of the data plane")
+            return protocol.ProbeFailed("there is no open end of the data plane")
         try:
             found = await self._end.measure(order.peer, base64.b64decode(order.address), leads=order.leads)
         finally:
@@ -93,7 +93,7 @@ async def _call(order: protocol.CallBack) -> protocol.Record:
             await writer.drain()
         finally:
             writer.close()
-    return protocol.Done()
+    return protocol.Completed()
 
 
 def say(record: protocol.Record) -> None:
@@ -136,7 +136,7 @@ async def _read(reader: asyncio.StreamReader, orders: asyncio.Queue[protocol.Ord
 
 
 async def _work(orders: asyncio.Queue[protocol.Order]) -> None:
-    host = Host()
+    host = ProbeServer()
     try:
         while True:
             say(await host.answer(await orders.get()))
@@ -173,7 +173,7 @@ _PING, _READY, _LARGE, _COUNT = (make_tag(0, PROGRAM_CHANNEL, sequence) for sequ
 _LARGE_TAGS = tuple(make_tag(0, PROGRAM_CHANNEL, 16 + lane) for lane in range(WINDOW))
 
 
-class Prober:
+class ProbeEnd:
     """One end. Opened anew for each measurement.
 
     Args:

@@ -22,7 +22,7 @@ from jaxpp_async.doctor.facts import (
     ok,
     warning,
 )
-from jaxpp_async.doctor.process_slots import find_room
+from jaxpp_async.doctor.process_slots import find_process_slots
 from jaxpp_async.errors import MeshError
 
 CLOCK_S = 1.0
@@ -222,7 +222,7 @@ def _clocks(found: Examination) -> Iterator[Finding]:
 
 def _slots(found: Examination) -> Iterator[Finding]:
     try:
-        room = find_room(found)
+        room = find_process_slots(found)
     except MeshError as trouble:  # the launcher's own words
         what, _, remedy = str(trouble).partition("; ")
         yield error("hosts", ALL, what, remedy)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from jaxpp_async.base.gpu_inventory import VISIBLE, gpu_environment, memory_fraction, share
 from jaxpp_async.base.install_hints import extra_of
-from jaxpp_async.controller.startup import Member, check_agreement
+from jaxpp_async.controller.startup import ProcessDevices, check_agreement
 from jaxpp_async.doctor.facts import (
     ALL,
     Asked,
@@ -21,7 +21,7 @@ from jaxpp_async.doctor.facts import (
     ok,
     warning,
 )
-from jaxpp_async.doctor.process_slots import Room
+from jaxpp_async.doctor.process_slots import ProcessSlots
 from jaxpp_async.errors import MeshError
 from jaxpp_async.transport.nccl.order import ranks_may_share
 
@@ -150,7 +150,7 @@ def _gpu(name: str, gpu: Gpu, driver: str) -> Iterator[Finding]:
         )
 
 
-def judge_room(found: Examination, room: Room) -> Iterator[Finding]:
+def judge_room(found: Examination, room: ProcessSlots) -> Iterator[Finding]:
     """Whether the processes that each host gets find their GPUs."""
     if found.asked.platform == "cpu":
         return
@@ -165,7 +165,7 @@ def judge_room(found: Examination, room: Room) -> Iterator[Finding]:
 
 
 def _room(
-    report: HostReport, facts: HostFacts, num_processes: int, room: Room, found: Examination
+    report: HostReport, facts: HostFacts, num_processes: int, room: ProcessSlots, found: Examination
 ) -> Iterator[Finding]:
     visible = facts.visible_gpus
     there = len(visible.names)
@@ -204,10 +204,10 @@ def _room(
 
 
 def _refusal(
-    report: HostReport, facts: HostFacts, num_processes: int, room: Room, asked: Asked
+    report: HostReport, facts: HostFacts, num_processes: int, room: ProcessSlots, asked: Asked
 ) -> Finding | None:
     """What the processes of one host are refused for when a mesh starts, by the same functions and in their words."""
-    names, settings, members = facts.visible_gpus.names, facts.settings, list[Member]()
+    names, settings, members = facts.visible_gpus.names, facts.settings, list[ProcessDevices]()
     nccl = _nccl_version(facts) if asked.transport == "nccl" else ""
     try:
         for index in range(num_processes):
@@ -216,7 +216,7 @@ def _refusal(
             actor = index // room.per_actor
             who = f"actor {actor}" + (f", process {index % room.per_actor}" if room.per_actor > 1 else "")
             has = "", given.devices[: room.devices_each], fraction, nccl, ranks_may_share(nccl, settings)
-            members.append(Member(who, actor, report.name, *has))
+            members.append(ProcessDevices(who, actor, report.name, *has))
         check_agreement(members)
     except MeshError as refused:
         what, _, remedy = str(refused).partition("; ")
@@ -237,7 +237,7 @@ def _stopped(report: HostReport, facts: HostFacts, name: str) -> Finding:
     )
 
 
-def _fewer(fits: int, room: Room, found: Examination) -> str:
+def _fewer(fits: int, room: ProcessSlots, found: Examination) -> str:
     """How to have no more than `fits` processes on a host."""
     if found.is_local:
         most = max(1, fits // room.per_actor)

@@ -10,7 +10,7 @@ from jaxpp_async.launch.hosts import Host, place, spread
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class ProcessSlots:
     """Who is where.
 
     Args:
@@ -24,7 +24,7 @@ class Room:
     slots_each: int = 1
 
 
-def find_room(found: Examination) -> Room:
+def find_process_slots(found: Examination) -> ProcessSlots:
     """Place the actors that are asked for; if no number is, as many as there is room for.
 
     Raises:
@@ -32,7 +32,7 @@ def find_room(found: Examination) -> Room:
     """
     asked, each = found.asked, found.asked.processes_per_actor or 1
     if found.is_local:  # slots are actors there: nothing has been said of hosts
-        return Room((found.here.slots * each,), each, asked.devices_per_actor // each)
+        return ProcessSlots((found.here.slots * each,), each, asked.devices_per_actor // each)
     # names are no matter here
     hosts = [Host(f"host{index}", report.slots) for index, report in enumerate(found.hosts)]
     num_actors = asked.num_actors or max(1, _most(hosts, asked))
@@ -44,7 +44,7 @@ def find_room(found: Examination) -> Room:
         each, slots_each = how.per_actor, how.slots_each
         placements = place(hosts, num_actors * each, slots_each, per_actor=each)
     counts = tuple(sum(placement.host is host for placement in placements) for host in hosts)
-    return Room(counts, each, asked.devices_per_actor // each, slots_each)
+    return ProcessSlots(counts, each, asked.devices_per_actor // each, slots_each)
 
 
 def _most(hosts: Sequence[Host], asked: Asked) -> int:

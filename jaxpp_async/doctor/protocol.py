@@ -11,7 +11,7 @@ from jaxpp_async.protocol.line_protocol import LineProtocol
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Set these environment variables, before anything else. Answer: `Done`."""
+    """Set these environment variables, before anything else. Answer: `Completed`."""
 
     env: dict[str, str]
 
@@ -30,7 +30,7 @@ class AskClock:
 
 @dataclass(frozen=True, slots=True)
 class CallBack:
-    """Connect to the doctor's machine and send the token. Answer: `Done`."""
+    """Connect to the doctor's machine and send the token. Answer: `Completed`."""
 
     host: str
     port: int
@@ -88,19 +88,19 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Completed:
     """It was done."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class ProbeFailed:
     """It could not be done."""
 
     error: str
 
 
 Order: TypeAlias = Prepare | AskFacts | AskClock | CallBack | OpenEnd | Measure
-Record: TypeAlias = Up | Facts | ClockIs | End | Measured | Done | Failed
+Record: TypeAlias = Up | Facts | ClockIs | End | Measured | Completed | ProbeFailed
 
 _LINES: Final = LineProtocol[Order, Record]("the doctor", Order, Record)
 write_order, read_order = _LINES.write_order, _LINES.read_order

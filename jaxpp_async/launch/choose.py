@@ -38,7 +38,7 @@ _METHODS = ("listen_host", "transports", "make_transport", "start", "aclose")
 
 
 @dataclass(frozen=True, slots=True)
-class Launching:
+class LaunchOptions:
     """The options of `RemoteMesh` that say where and how actors start; see there.
 
     Args:

@@ -24,7 +24,7 @@ from importlib import metadata
 import jaxpp_async
 from jaxpp_async.errors import MeshError
 from jaxpp_async.launch import host_agent_protocol as kp
-from jaxpp_async.launch.process_supervisor import Warden
+from jaxpp_async.launch.process_supervisor import ProcessSupervisor
 from jaxpp_async.launch.spawn import ActorProcess, spawn_actor
 from jaxpp_async.protocol.line_protocol import SIGN_OF_LIFE
 from jaxpp_async.protocol.parent_watch import (
@@ -43,7 +43,7 @@ _MAX_WAITING = 20_000
 _END_S = 2.0
 
 
-class Keeper:
+class HostAgent:
     """The actors of one host. `obey` and `end` are called from one thread.
 
     Args:
@@ -53,7 +53,7 @@ class Keeper:
     def __init__(self, lease_s: float = LEASE_S):
         self._lease_s = lease_s
         self._is_expired = False
-        self._warden = Warden(beat_s_of(lease_s))
+        self._supervisor = ProcessSupervisor(beat_s_of(lease_s))
         self._actors: dict[str, ActorProcess] = {}
         self._records: queue.Queue[bytes | None] = queue.Queue()
         self._writer = threading.Thread(target=self._write_records, name="jaxpp-async records", daemon=True)
@@ -61,14 +61,14 @@ class Keeper:
 
     def say(self, record: kp.Record) -> None:
         """Send a record, without waiting. Lines of actors are dropped while nobody reads."""
-        if self._records.qsize() < _MAX_WAITING or not isinstance(record, kp.Line):
+        if self._records.qsize() < _MAX_WAITING or not isinstance(record, kp.OutputLine):
             self._records.put(kp.write_record(record))
 
     def obey(self, order: kp.Order) -> None:
         """Carry out one order; `Close` is the caller's."""
-        if isinstance(order, kp.Start):
+        if isinstance(order, kp.StartActor):
             self._start(order)
-        elif isinstance(order, kp.Signal) and order.key in self._actors:
+        elif isinstance(order, kp.SignalActor) and order.key in self._actors:
             self._actors[order.key].process.signal_group(order.signum)
 
     def expire(self) -> None:
@@ -80,28 +80,30 @@ class Keeper:
     def end(self) -> None:
         """Kill every actor and whatever came of it, and send the last records."""
         with contextlib.suppress(TimeoutError):  # one that cannot be killed is the kernel's
-            self._warden.close().result(_END_S)
+            self._supervisor.close().result(_END_S)
         kill_descendants(_END_S)
         self._records.put(None)
         self._writer.join(_END_S)
 
-    def _start(self, order: kp.Start) -> None:
+    def _start(self, order: kp.StartActor) -> None:
         key = order.key
         # The same folder as here, if there is one: a setup hook then imports what it does locally.
         with contextlib.suppress(OSError):
             os.chdir(order.folder)
         try:
-            actor = spawn_actor(self._warden, order.request, lambda line: self._forward(key, line)).result()
+            actor = spawn_actor(
+                self._supervisor, order.request, lambda line: self._forward(key, line)
+            ).result()
         except (OSError, MeshError) as error:
-            self.say(kp.Failed(key, str(error)))
+            self.say(kp.StartFailed(key, str(error)))
             return
         self._actors[key] = actor
-        self.say(kp.Started(key, actor.process.pid))
+        self.say(kp.ActorStarted(key, actor.process.pid))
         actor.process.dead.add_done_callback(lambda dead: self._on_dead(key, dead.result().returncode))
 
     def _forward(self, key: str, line: str) -> None:
         for start in range(0, max(1, len(line)), kp.TEXT_CHARS):
-            self.say(kp.Line(key, line[start : start + kp.TEXT_CHARS]))
+            self.say(kp.OutputLine(key, line[start : start + kp.TEXT_CHARS]))
 
     def _on_dead(self, key: str, returncode: int) -> None:
         actor = self._actors.pop(key)
@@ -110,7 +112,7 @@ class Keeper:
         position = (
             (at.step, at.program_id, at.instruction, at.waiting, at.computing) if at is not None else None
         )
-        self.say(kp.Dead(key, ExitCode.LEASE_EXPIRED if self._is_expired else returncode, position))
+        self.say(kp.ActorEnded(key, ExitCode.LEASE_EXPIRED if self._is_expired else returncode, position))
 
     def _write_records(self) -> None:
         while (record := self._records.get()) is not None:
@@ -131,20 +133,20 @@ def main() -> None:
     signal_at_parents_death(signal.SIGCONT)
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, _on_signal)
-    keeper = Keeper(lease_s)
+    host_agent = HostAgent(lease_s)
     code = ExitCode.CRASH
     try:
-        keeper.say(hello())
-        code = keep(keeper, 0, lease_s)
+        host_agent.say(hello())
+        code = keep(host_agent, 0, lease_s)
     except _Ended:
         code = ExitCode.CONTROLLER_GONE
     finally:
         with contextlib.suppress(_Ended):
-            keeper.end()
+            host_agent.end()
         os._exit(code)
 
 
-def keep(keeper: Keeper, descriptor: int, lease_s: float) -> ExitCode:
+def keep(host_agent: HostAgent, descriptor: int, lease_s: float) -> ExitCode:
     """Read orders from `descriptor` and carry them out, to the end."""
     poller, buffer = select.poll(), bytearray()
     poller.register(descriptor, select.POLLIN | select.POLLHUP)
@@ -170,12 +172,12 @@ def keep(keeper: Keeper, descriptor: int, lease_s: float) -> ExitCode:
             if isinstance(order, kp.Close):
                 return ExitCode.OK
             if order is not None:
-                keeper.obey(order)
-    keeper.expire()
+                host_agent.obey(order)
+    host_agent.expire()
     return ExitCode.LEASE_EXPIRED
 
 
-def hello() -> kp.Hello:
+def hello() -> kp.AgentHello:
     """Who this is, and what is installed here."""
     versions: dict[str, str | None] = {"jaxpp-async": jaxpp_async.__version__}
     for name in VERSIONED:
@@ -183,7 +185,7 @@ def hello() -> kp.Hello:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = None
-    return kp.Hello(socket.gethostname(), os.getpid(), sys.executable, versions)
+    return kp.AgentHello(socket.gethostname(), os.getpid(), sys.executable, versions)
 
 
 def kill_descendants(timeout_s: float) -> None:

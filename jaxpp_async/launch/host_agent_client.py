@@ -171,7 +171,7 @@ class _Actor:
     position: Position | None = None
 
 
-class KeeperLink(HostProgram[kp.Record]):
+class HostAgentClient(HostProgram[kp.Record]):
     """One keeper.
 
     Args:
@@ -186,10 +186,10 @@ class KeeperLink(HostProgram[kp.Record]):
     def __init__(self, name: str, forward: Callable[[str], None], *, login_mark: str | None = None):
         super().__init__(name, kp.read_record, login_mark)
         self._forward = forward
-        self.hello: asyncio.Future[kp.Hello] = self._loop.create_future()
+        self.hello: asyncio.Future[kp.AgentHello] = self._loop.create_future()
         self._actors: dict[str, _Actor] = {}
 
-    async def wait_hello(self, timeout_s: float) -> kp.Hello:
+    async def wait_hello(self, timeout_s: float) -> kp.AgentHello:
         """Wait until the keeper is up.
 
         Raises:
@@ -202,7 +202,7 @@ class KeeperLink(HostProgram[kp.Record]):
 
     async def start(
         self, key: str, request: ActorRequest, folder: str, forward: Callable[[str], None]
-    ) -> KeeperHandle:
+    ) -> HostAgentHandle:
         """Have an actor started.
 
         Raises:
@@ -212,14 +212,14 @@ class KeeperLink(HostProgram[kp.Record]):
         if self.is_over or self._stream is None:
             raise OSError(f"the connection to {self.name} has ended")
         self._actors[key] = actor
-        self._stream.write(kp.write_order(kp.Start(key, request, folder)))
+        self._stream.write(kp.write_order(kp.StartActor(key, request, folder)))
         pid = await actor.started
-        return KeeperHandle(self, key, actor, self.hello.result().host, pid)
+        return HostAgentHandle(self, key, actor, self.hello.result().host, pid)
 
     def signal(self, key: str, signum: int) -> None:
         """Signal an actor and what it started."""
         if self._stream is not None:
-            self._stream.write(kp.write_order(kp.Signal(key, signum)))
+            self._stream.write(kp.write_order(kp.SignalActor(key, signum)))
 
     async def aclose(self, timeout_s: float) -> None:
         """Have the keeper end, with what is left of its actors; kill the stream if it has not in time."""
@@ -234,22 +234,24 @@ class KeeperLink(HostProgram[kp.Record]):
             super()._take_text(line)
 
     def _take_record(self, record: kp.Record) -> None:
-        if isinstance(record, kp.Hello):
+        if isinstance(record, kp.AgentHello):
             if not self.hello.done():
                 self.hello.set_result(record)
         elif record.key in self._actors:
             self._tell(self._actors[record.key], record)
 
-    def _tell(self, actor: _Actor, record: kp.Started | kp.Failed | kp.Line | kp.Dead) -> None:
-        if isinstance(record, kp.Line):
+    def _tell(
+        self, actor: _Actor, record: kp.ActorStarted | kp.StartFailed | kp.OutputLine | kp.ActorEnded
+    ) -> None:
+        if isinstance(record, kp.OutputLine):
             actor.tail.append(record.text)
             actor.forward(record.text)
-        elif isinstance(record, kp.Dead):
+        elif isinstance(record, kp.ActorEnded):
             actor.position = record.progress()
             if not actor.dead.done():
                 actor.dead.set_result(Death(record.returncode, tuple(actor.tail)))
         elif not actor.started.done():
-            if isinstance(record, kp.Started):
+            if isinstance(record, kp.ActorStarted):
                 actor.started.set_result(record.pid)
             else:
                 actor.started.set_exception(OSError(record.error))
@@ -267,10 +269,10 @@ class KeeperLink(HostProgram[kp.Record]):
                 actor.dead.set_result(Death(code, last_words))
 
 
-class KeeperHandle:
+class HostAgentHandle:
     """An `ActorHandle` on an actor of a keeper."""
 
-    def __init__(self, link: KeeperLink, key: str, actor: _Actor, host: str, pid: int):
+    def __init__(self, link: HostAgentClient, key: str, actor: _Actor, host: str, pid: int):
         self._link, self._key, self._actor = link, key, actor
         self.host, self.pid = host, pid
 

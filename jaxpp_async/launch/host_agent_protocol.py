@@ -15,7 +15,7 @@ TEXT_CHARS = 600
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartActor:
     """Start an actor, known by `key` from here on. `folder`: to work in, where it exists."""
 
     key: str
@@ -24,7 +24,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Signal:
+class SignalActor:
     """Signal an actor and what it started."""
 
     key: str
@@ -41,7 +41,7 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class AgentHello:
     """The keeper is up. `versions`: of packages that have to agree, None for missing ones."""
 
     host: str
@@ -51,7 +51,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class ActorStarted:
     """An actor's process exists."""
 
     key: str
@@ -59,7 +59,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class StartFailed:
     """An actor could not be started."""
 
     key: str
@@ -67,7 +67,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class OutputLine:
     """A line that an actor printed, or a piece of a long one."""
 
     key: str
@@ -75,7 +75,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Dead:
+class ActorEnded:
     """An actor has ended. `position`: where it was in its program, as `progress.Position`'s fields."""
 
     key: str
@@ -87,8 +87,8 @@ class Dead:
         return Position(*self.position) if self.position is not None else None
 
 
-Order: TypeAlias = Start | Signal | Close
-Record: TypeAlias = Hello | Started | Failed | Line | Dead
+Order: TypeAlias = StartActor | SignalActor | Close
+Record: TypeAlias = AgentHello | ActorStarted | StartFailed | OutputLine | ActorEnded
 
 _LINES: Final = LineProtocol[Order, Record]("a keeper", Order, Record)
 write_order, read_order = _LINES.write_order, _LINES.read_order

@@ -1,6 +1,6 @@
 """hosts: which machine each process runs on, and how it is set up there. Plain data and pure functions; no I/O.
 
-In: `Host`s (written out, or read by `hostfile`) and the mesh's `Settings`. Out: a `Placement` a process.
+In: `Host`s (written out, or read by `hostfile`) and the mesh's `Settings`. Out: a `ProcessPlacement` a process.
 
 hostfile: text in, `Host`s out. Pure but for `load_hostfile`, which reads the file.
 
@@ -130,7 +130,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ProcessPlacement:
     """Where one process of an actor runs: the `index`-th of `count` on its host."""
 
     host: Host
@@ -182,7 +182,7 @@ def spread(hosts: Sequence[Host], num_actors: int, num_devices: int, per_actor: 
 
 def place(
     hosts: Sequence[Host], num_processes: int, slots_each: int = 1, *, per_actor: int = 1
-) -> tuple[Placement, ...]:
+) -> tuple[ProcessPlacement, ...]:
     """Fill the hosts' slots in order.
 
     Args:
@@ -205,10 +205,10 @@ def place(
         do = "does" if actors == 1 else "do"
         fewer = f"start at most {most} actor{'s' * (most != 1)}" if most else "have fewer processes an actor"
         raise MeshError(f"{who} {do} not fit {room}; add hosts, raise slots=, or {fewer}")
-    placements: list[Placement] = []
+    placements: list[ProcessPlacement] = []
     for host in hosts:
         count = min(host.slots // slots_each, num_processes - len(placements))
-        placements += [Placement(host, index, count) for index in range(count)]
+        placements += [ProcessPlacement(host, index, count) for index in range(count)]
     return tuple(placements)
 
 
@@ -235,7 +235,7 @@ def defaults(settings: Settings) -> dict[str, str]:
     return {**DEFAULTS, **counted}
 
 
-def environment(settings: Settings, placement: Placement, platform: str) -> dict[str, str]:
+def environment(settings: Settings, placement: ProcessPlacement, platform: str) -> dict[str, str]:
     """The variables that an actor's process gets on top of what its host has, and whatever that says. `env=` wins."""
     env = {"JAX_PLATFORMS": platform, "PYTHONUNBUFFERED": "1"}  # printed is seen, also when it is killed next
     if settings.interface is not None:

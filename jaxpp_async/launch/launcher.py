@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from jaxpp_async.launch.process_supervisor import Death
 from jaxpp_async.program.instructions import ProcessId
-from jaxpp_async.protocol.actor_info import Position, Seat
+from jaxpp_async.protocol.actor_info import Position, ProcessRank
 from jaxpp_async.protocol.frames import DEFAULT_MAX_FRAME_BYTES
 from jaxpp_async.protocol.log_forwarding import package_level
 from jaxpp_async.protocol.parent_watch import LEASE_S
@@ -52,9 +52,9 @@ class LaunchSpec:
     defaults: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def seat(self) -> Seat:
+    def process_rank(self) -> ProcessRank:
         """Which process of which actor it is; its text is what to call it in lines that people read."""
-        return Seat(self.process_id, self.processes_per_actor)
+        return ProcessRank(self.process_id, self.processes_per_actor)
 
     def config(self, *, actor: str = DEFAULT_ACTOR, lease_s: float = LEASE_S) -> dict[str, Any]:
         """What the process `python -m jaxpp_async.actors` reads on the first line of its stdin, as JSON.

@@ -8,9 +8,9 @@ import socket
 import sys
 from collections.abc import Callable
 
-from jaxpp_async.launch.hosts import Host, Placement, Settings, defaults, environment
+from jaxpp_async.launch.hosts import Host, ProcessPlacement, Settings, defaults, environment
 from jaxpp_async.launch.launcher import DEFAULT_ACTOR, ActorHandle, LaunchSpec
-from jaxpp_async.launch.process_supervisor import Death, Warden
+from jaxpp_async.launch.process_supervisor import Death, ProcessSupervisor
 from jaxpp_async.launch.spawn import ActorProcess, ActorRequest, spawn_actor
 from jaxpp_async.program.instructions import CONTROLLER
 from jaxpp_async.protocol.actor_info import ProgressPage
@@ -49,7 +49,7 @@ class LocalLauncher:
         self._pin_cores, self._python, self._actor = pin_cores, python or self._settings.python, actor
         self._forward = forward or print_to_stderr
         self._lease_s = lease_s
-        self._warden: Warden | None = None
+        self._supervisor: ProcessSupervisor | None = None
         self._pages: list[ProgressPage] = []
 
     def make_transport(self, kind: str, network: Network) -> Transport:
@@ -58,25 +58,27 @@ class LocalLauncher:
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
         """Spawn `python -m jaxpp_async.actors`; see `Launcher.start`."""
-        if self._warden is None:
-            self._warden = Warden(beat_s_of(self._lease_s))
-        prefix = f"[{spec.seat}] "
-        started = spawn_actor(self._warden, self._request(spec), lambda line: self._forward(prefix + line))
+        if self._supervisor is None:
+            self._supervisor = ProcessSupervisor(beat_s_of(self._lease_s))
+        prefix = f"[{spec.process_rank}] "
+        started = spawn_actor(
+            self._supervisor, self._request(spec), lambda line: self._forward(prefix + line)
+        )
         actor = await asyncio.wrap_future(started)
         self._pages.append(actor.page)
         return _LocalHandle(actor)
 
     async def aclose(self) -> None:
         """See `Launcher.aclose`."""
-        warden, self._warden = self._warden, None
-        if warden is not None:
-            await asyncio.wrap_future(warden.close())
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None:
+            await asyncio.wrap_future(supervisor.close())
         for page in self._pages:
             page.close()
         self._pages.clear()
 
     def _request(self, spec: LaunchSpec) -> ActorRequest:
-        here = Placement(Host("localhost", spec.num_processes), spec.process_id, spec.num_processes)
+        here = ProcessPlacement(Host("localhost", spec.num_processes), spec.process_id, spec.num_processes)
         return ActorRequest(
             python=self._python or sys.executable,
             env=environment(self._settings, here, spec.platform) | dict(spec.env),

@@ -37,7 +37,7 @@ class Death:
 
 
 @dataclass(slots=True)
-class Lines:
+class OutputLines:
     """The text a process printed, as lines.
 
     Args:
@@ -70,14 +70,14 @@ class Lines:
                 self.forward(line)
 
 
-class Process:
+class SupervisedProcess:
     """One process of the warden. Every method may be called from any thread."""
 
     def __init__(self, popen: subprocess.Popen[bytes], forward: Callable[[str], None], noise: str = ""):
         self.pid = popen.pid
         self.dead: concurrent.futures.Future[Death] = concurrent.futures.Future()
-        self._popen, self._output = popen, Lines(forward, noise)
-        self._unsent = bytearray()  # of `Warden.write`; the warden's thread alone looks at it
+        self._popen, self._output = popen, OutputLines(forward, noise)
+        self._unsent = bytearray()  # of `ProcessSupervisor.write`; the warden's thread alone looks at it
         self._lock = threading.Lock()  # between signalling and reaping: a reaped pid may be another process's
 
     def output_tail(self) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ class Process:
                     os.killpg(self.pid, signum)
 
 
-class Warden:
+class ProcessSupervisor:
     """Owns processes, on a thread of its own that starts with the first one.
 
     Args:
@@ -102,8 +102,8 @@ class Warden:
     def __init__(self, beat_s: float):
         self._beat_s = beat_s
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._processes: set[Process] = set()
-        self._descriptors: dict[Process, int] = {}  # pidfds, where the kernel has them
+        self._processes: set[SupervisedProcess] = set()
+        self._descriptors: dict[SupervisedProcess, int] = {}  # pidfds, where the kernel has them
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         keep_from_children(self._wake_read, self._wake_write)
@@ -124,17 +124,17 @@ class Warden:
         *,
         noise: str = "",
         descriptors: Sequence[int] = (),
-    ) -> concurrent.futures.Future[Process]:
+    ) -> concurrent.futures.Future[SupervisedProcess]:
         """Start a process in a session of its own and write `first_line` to its stdin.
 
         Args:
             command: the argument vector. env: its whole environment.
             first_line: configuration and secret, one line.
             forward: called on the warden's thread with each line of its stdout and stderr.
-            noise: as `Lines`.
+            noise: as `OutputLines`.
             descriptors: that it inherits, under the same numbers.
         """
-        spawned: concurrent.futures.Future[Process] = concurrent.futures.Future()
+        spawned: concurrent.futures.Future[SupervisedProcess] = concurrent.futures.Future()
 
         def spawn() -> None:
             if not spawned.set_running_or_notify_cancel():
@@ -149,7 +149,7 @@ class Warden:
             self._run_commands()
         return spawned
 
-    def write(self, process: Process, data: bytes) -> None:
+    def write(self, process: SupervisedProcess, data: bytes) -> None:
         """Write to a process's stdin, in order, between two signs of life. Does not wait; any thread may call this.
 
         What a process that has ended did not read is dropped.
@@ -224,7 +224,7 @@ class Warden:
         forward: Callable[[str], None],
         noise: str,
         descriptors: Sequence[int],
-    ) -> Process:
+    ) -> SupervisedProcess:
         if self._closing:
             raise OSError("the mesh is closing")
         popen = subprocess.Popen(
@@ -239,7 +239,7 @@ class Warden:
         )
         assert popen.stdin is not None and popen.stdout is not None
         keep_from_children(popen.stdin.fileno(), popen.stdout.fileno())
-        process = Process(popen, forward, noise)
+        process = SupervisedProcess(popen, forward, noise)
         self._processes.add(process)
         os.set_blocking(popen.stdout.fileno(), False)
         os.set_blocking(popen.stdin.fileno(), False)
@@ -256,13 +256,13 @@ class Warden:
                 raise OSError(f"the configuration of {len(first_line)} bytes does not fit the actor's stdin")
         return process
 
-    def _write(self, process: Process, data: bytes) -> None:
+    def _write(self, process: SupervisedProcess, data: bytes) -> None:
         if process in self._processes:
             was_idle = not process._unsent
             process._unsent += data
             self._flush(process, was_idle)
 
-    def _flush(self, process: Process, was_idle: bool) -> None:
+    def _flush(self, process: SupervisedProcess, was_idle: bool) -> None:
         """Write what the pipe takes; the selector tells when it takes more."""
         stdin = process._popen.stdin
         assert stdin is not None
@@ -285,7 +285,7 @@ class Warden:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 stdin.write(b".")
 
-    def _on_output(self, process: Process) -> None:
+    def _on_output(self, process: SupervisedProcess) -> None:
         """Take what is there; at end of file, stop looking (the death comes by the pidfd)."""
         stdout = process._popen.stdout
         assert stdout is not None
@@ -302,7 +302,7 @@ class Warden:
             ):
                 self._reap(process)
 
-    def _reap(self, process: Process) -> None:
+    def _reap(self, process: SupervisedProcess) -> None:
         """Collect a process that has ended: first what it started, then its last words, then its exit status."""
         popen = process._popen
         assert popen.stdin is not None and popen.stdout is not None

@@ -21,9 +21,9 @@ from typing import Any
 from jaxpp_async.base.install_hints import pip_install
 from jaxpp_async.errors import InstallError, MeshError
 from jaxpp_async.launch.host_agent_client import NotUpError, Stream
-from jaxpp_async.launch.hosts import Host, Placement
+from jaxpp_async.launch.hosts import Host, ProcessPlacement
 from jaxpp_async.launch.login_errors import Explanation
-from jaxpp_async.launch.process_supervisor import Death, Lines
+from jaxpp_async.launch.process_supervisor import Death, OutputLines
 from jaxpp_async.launch.remote import RemoteLauncher
 from jaxpp_async.protocol.parent_watch import LEASE_S, beat_s_of
 
@@ -32,7 +32,7 @@ _READ_BYTES = 1 << 16
 _NAME = "jaxpp_async"
 
 
-class KeeperRunner:
+class HostAgentRunner:
     """Runs a keeper where Ray puts it. Its methods are called through Ray, in a concurrency group each.
 
     Args:
@@ -117,16 +117,16 @@ class RayReach:
         return [host.name for host in hosts]
 
     async def open(
-        self, placement: Placement, keeper: Sequence[str], on_line: Callable[[str], None]
+        self, placement: ProcessPlacement, host_agent: Sequence[str], on_line: Callable[[str], None]
     ) -> Stream:
         """See `Reach`."""
-        python = keeper[0] if self._own_python else None
-        stream = await asyncio.to_thread(self._open, placement, [python, *keeper[1:]], on_line)
+        python = host_agent[0] if self._own_python else None
+        stream = await asyncio.to_thread(self._open, placement, [python, *host_agent[1:]], on_line)
         self._streams.append(stream)
         return stream
 
     def _open(
-        self, placement: Placement, command: Sequence[str | None], on_line: Callable[[str], None]
+        self, placement: ProcessPlacement, command: Sequence[str | None], on_line: Callable[[str], None]
     ) -> _RayStream:
         from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
             PlacementGroupSchedulingStrategy,
@@ -142,7 +142,7 @@ class RayReach:
             # one thread each: reading waits, and writes keep their order
             concurrency_groups={"read": 1, "write": 1},
             max_restarts=0,
-        )(KeeperRunner)
+        )(HostAgentRunner)
         return _RayStream(self._ray, runner.remote(list(command)), on_line, beat_s_of(self.lease_s))
 
     def explain(self, host: Host, error: NotUpError) -> Explanation | None:
@@ -175,7 +175,7 @@ class _RayStream:
 
     def __init__(self, ray: Any, actor: Any, on_line: Callable[[str], None], beat_s: float):
         self._ray, self._actor, self._beat_s = ray, actor, beat_s
-        self._lines = Lines(on_line)
+        self._lines = OutputLines(on_line)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: Death | None = None
         self._is_closing = False

@@ -29,12 +29,12 @@ import jaxpp_async
 from jaxpp_async.errors import HandshakeError, LaunchError
 from jaxpp_async.launch.commands import command_here, command_there, inherited_environment
 from jaxpp_async.launch.host_agent import VERSIONED
-from jaxpp_async.launch.host_agent_client import KeeperLink, NotUpError, Stream
-from jaxpp_async.launch.host_agent_protocol import Hello
+from jaxpp_async.launch.host_agent_client import HostAgentClient, NotUpError, Stream
+from jaxpp_async.launch.host_agent_protocol import AgentHello
 from jaxpp_async.launch.hosts import (
     ANY,
     Host,
-    Placement,
+    ProcessPlacement,
     Settings,
     address_towards,
     control_address,
@@ -45,7 +45,7 @@ from jaxpp_async.launch.hosts import (
 from jaxpp_async.launch.launcher import DEFAULT_ACTOR, ActorHandle, LaunchSpec
 from jaxpp_async.launch.local import print_to_stderr
 from jaxpp_async.launch.login_errors import Explanation, explain_python
-from jaxpp_async.launch.process_supervisor import Death, Process, Warden
+from jaxpp_async.launch.process_supervisor import Death, ProcessSupervisor, SupervisedProcess
 from jaxpp_async.launch.spawn import ActorRequest
 from jaxpp_async.program.instructions import CONTROLLER
 from jaxpp_async.protocol.frames import version_mismatch
@@ -90,7 +90,7 @@ class Reach(Protocol):
         ...
 
     async def open(
-        self, placement: Placement, keeper: Sequence[str], on_line: Callable[[str], None]
+        self, placement: ProcessPlacement, host_agent: Sequence[str], on_line: Callable[[str], None]
     ) -> Stream:
         """Run `keeper` (an argument vector) on the placement's host.
 
@@ -151,7 +151,7 @@ class RemoteLauncher:
         self._lease_s = reach.lease_s = lease_s
         self._timeouts = timeouts or Timeouts()
         self._handshakes = asyncio.Semaphore(MAX_HANDSHAKES)
-        self._links: dict[Hashable, asyncio.Task[KeeperLink]] = {}
+        self._links: dict[Hashable, asyncio.Task[HostAgentClient]] = {}
         self._lines = HostLines()
         self._left_to_start: set[int] | None = None
 
@@ -187,13 +187,15 @@ class RemoteLauncher:
         placement = place(self.hosts, spec.num_processes, self.slots_each)[spec.process_id]
         host = placement.host
         link = await self._link(placement, spec)
-        key, prefix = f"{spec.process_id}.{spec.incarnation}", f"[{spec.seat}, {host}] "
+        key, prefix = f"{spec.process_id}.{spec.incarnation}", f"[{spec.process_rank}, {host}] "
         request = await self._request(placement, spec, link.hello.result())
         try:
             handle = await link.start(key, request, os.getcwd(), lambda line: self._forward(prefix + line))
         except OSError as error:
             self._lines.set(str(host), f"failed: {error}")
-            raise LaunchError(f"host {host}: {error}", actor=spec.seat.actor, host=host.name) from None
+            raise LaunchError(
+                f"host {host}: {error}", actor=spec.process_rank.actor, host=host.name
+            ) from None
         self._note_started(placement, spec)
         return handle
 
@@ -210,24 +212,24 @@ class RemoteLauncher:
 
     # ------------------------------------------------------------ keepers
 
-    async def _link(self, placement: Placement, spec: LaunchSpec) -> KeeperLink:
+    async def _link(self, placement: ProcessPlacement, spec: LaunchSpec) -> HostAgentClient:
         """The keeper that a process belongs to: started by the first that asks; one that is gone is replaced."""
         key: Hashable = spec.process_id if self._reach.keeper_each else placement.host.where
         task = self._links.get(key)
         if task is None or (task.done() and _is_over(task)):
-            work = self._open(placement, spec.seat.actor)
+            work = self._open(placement, spec.process_rank.actor)
             task = self._links[key] = asyncio.get_running_loop().create_task(
                 work, name=f"reach {placement.host}"
             )
         return await asyncio.shield(task)
 
-    async def _open(self, placement: Placement, actor_id: int) -> KeeperLink:
+    async def _open(self, placement: ProcessPlacement, actor_id: int) -> HostAgentClient:
         host = placement.host
         settings = host.settings.over(self._settings)
         python = settings.python or sys.executable
         command = command_there(python, KEEPER, f"{self._lease_s:g}")
         prefix = f"[host {host}] "
-        link = KeeperLink(
+        link = HostAgentClient(
             str(host), lambda line: self._forward(prefix + line), login_mark=self._reach.login_mark
         )
         try:
@@ -259,7 +261,7 @@ class RemoteLauncher:
         text = f"host {host}: {found.what}{remedy}" + (f"\nWhat came from there:{tail}" if tail else "")
         return LaunchError(text, actor=actor_id, host=host.name)
 
-    def _check_versions(self, host: Host, hello: Hello, actor_id: int) -> None:
+    def _check_versions(self, host: Host, hello: AgentHello, actor_id: int) -> None:
         ours = {"jaxpp-async": jaxpp_async.__version__} | {name: metadata.version(name) for name in VERSIONED}
         mismatch = version_mismatch(ours, hello.versions, hello.python)
         if mismatch is not None:
@@ -267,7 +269,9 @@ class RemoteLauncher:
 
     # ------------------------------------------------------------ actors
 
-    async def _request(self, placement: Placement, spec: LaunchSpec, hello: Hello) -> ActorRequest:
+    async def _request(
+        self, placement: ProcessPlacement, spec: LaunchSpec, hello: AgentHello
+    ) -> ActorRequest:
         settings = placement.host.settings.over(
             replace(self._settings, env={**self._settings.env, **spec.env})
         )
@@ -288,12 +292,12 @@ class RemoteLauncher:
             defaults={**defaults(settings), **spec.defaults},
         )
 
-    def _note_started(self, placement: Placement, spec: LaunchSpec) -> None:
+    def _note_started(self, placement: ProcessPlacement, spec: LaunchSpec) -> None:
         if self._left_to_start is None:
             self._left_to_start = set(range(spec.num_processes))
         self._left_to_start.discard(spec.process_id)
         count = placement.count
-        what = f"process{'es' * (count != 1)}" if spec.seat.size > 1 else f"actor{'s' * (count != 1)}"
+        what = f"process{'es' * (count != 1)}" if spec.process_rank.size > 1 else f"actor{'s' * (count != 1)}"
         self._lines.set(str(placement.host), f"{count} {what} started")
         if not self._left_to_start:
             self._lines.close()
@@ -310,27 +314,27 @@ class CommandReach:
     login_mark: str | None = None
     lease_s = LEASE_S
 
-    def __init__(self, command: Callable[[Placement, Sequence[str]], Sequence[str]]):
+    def __init__(self, command: Callable[[ProcessPlacement, Sequence[str]], Sequence[str]]):
         self._command = command
-        self._warden: Warden | None = None
+        self._supervisor: ProcessSupervisor | None = None
 
     async def resolve(self, hosts: Sequence[Host]) -> list[str]:
         """See `Reach`: their names."""
         return [host.name for host in hosts]
 
     async def open(
-        self, placement: Placement, keeper: Sequence[str], on_line: Callable[[str], None]
+        self, placement: ProcessPlacement, host_agent: Sequence[str], on_line: Callable[[str], None]
     ) -> Stream:
         """See `Reach`."""
-        if self._warden is None:
-            self._warden = Warden(beat_s_of(self.lease_s))
-        command = self._command(placement, keeper)
+        if self._supervisor is None:
+            self._supervisor = ProcessSupervisor(beat_s_of(self.lease_s))
+        command = self._command(placement, host_agent)
         if shutil.which(command[0]) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
         # The command ends with this process, even where a forked worker of this process holds its stdin open.
         with_parent = command_here("jaxpp_async.protocol.parent_watch", str(os.getpid()))
-        spawned = self._warden.spawn([*with_parent, *command], inherited_environment(), b"", on_line)
-        return ProcessStream(self._warden, await asyncio.wrap_future(spawned))
+        spawned = self._supervisor.spawn([*with_parent, *command], inherited_environment(), b"", on_line)
+        return ProcessStream(self._supervisor, await asyncio.wrap_future(spawned))
 
     def explain(self, host: Host, error: NotUpError) -> Explanation | None:
         """See `Reach`: nothing is known of this way."""
@@ -338,21 +342,21 @@ class CommandReach:
 
     async def aclose(self) -> None:
         """See `Reach`."""
-        warden, self._warden = self._warden, None
-        if warden is not None:
-            await asyncio.wrap_future(warden.close())
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None:
+            await asyncio.wrap_future(supervisor.close())
 
 
 class ProcessStream:
     """A `Stream` through a process of a warden."""
 
-    def __init__(self, warden: Warden, process: Process):
-        self._warden, self._process = warden, process
+    def __init__(self, supervisor: ProcessSupervisor, process: SupervisedProcess):
+        self._supervisor, self._process = supervisor, process
         self._dead = asyncio.wrap_future(process.dead)
 
     def write(self, data: bytes) -> None:
         """See `Stream`."""
-        self._warden.write(self._process, data)
+        self._supervisor.write(self._process, data)
 
     def kill(self) -> None:
         """See `Stream`."""
@@ -363,7 +367,7 @@ class ProcessStream:
         return await asyncio.shield(self._dead)
 
 
-def _is_over(task: asyncio.Task[KeeperLink]) -> bool:
+def _is_over(task: asyncio.Task[HostAgentClient]) -> bool:
     if task.cancelled() or task.exception() is not None:
         return True
     return task.result().is_over

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxpp_async.errors import MeshError
 from jaxpp_async.launch.host_agent_client import NotUpError
-from jaxpp_async.launch.hosts import Host, Placement
+from jaxpp_async.launch.hosts import Host, ProcessPlacement
 from jaxpp_async.launch.login_errors import Explanation
 from jaxpp_async.launch.remote import CommandReach, RemoteLauncher
 
@@ -22,7 +22,9 @@ _TOOL_S = 10.0
 _OVERLAP_SINCE = (20, 11)
 
 
-def srun_command(placement: Placement, keeper: Sequence[str], version: tuple[int, ...]) -> list[str]:
+def srun_command(
+    placement: ProcessPlacement, host_agent: Sequence[str], version: tuple[int, ...]
+) -> list[str]:
     """The argument vector of the task that runs one process's keeper on the placement's host.
 
     Args:
@@ -33,7 +35,7 @@ def srun_command(placement: Placement, keeper: Sequence[str], version: tuple[int
     # A step has one CPU and no memory of its own to ask for; actors share the host's among themselves instead.
     return [
         "srun", "--nodes=1", "--ntasks=1", f"--nodelist={placement.host.name}", *overlap,
-        "--cpu-bind=none", "--mem=0", "--unbuffered", "--kill-on-bad-exit=1", "--quiet", *keeper,
+        "--cpu-bind=none", "--mem=0", "--unbuffered", "--kill-on-bad-exit=1", "--quiet", *host_agent,
     ]  # fmt: skip
 
 
@@ -47,7 +49,7 @@ class SlurmReach(CommandReach):
     keeper_each = True
 
     def __init__(self, version: tuple[int, ...]):
-        super().__init__(lambda placement, keeper: srun_command(placement, keeper, version))
+        super().__init__(lambda placement, host_agent: srun_command(placement, host_agent, version))
 
     def explain(self, host: Host, error: NotUpError) -> Explanation | None:
         """See `Reach`."""

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 from jaxpp_async.base.gpu_inventory import VISIBLE, GpuShare, gpu_environment, share, visible_gpus
 from jaxpp_async.errors import MeshError
 from jaxpp_async.launch.commands import command_here, command_there, inherited_environment
-from jaxpp_async.launch.process_supervisor import Process, Warden
+from jaxpp_async.launch.process_supervisor import ProcessSupervisor, SupervisedProcess
 from jaxpp_async.protocol.actor_info import ProgressPage, make_page
 from jaxpp_async.transport.ucx.net_devices import DEVICES, check_devices
 
@@ -33,12 +33,12 @@ _CHATTER = "Expected number of connected peer ranks"
 class ActorProcess:
     """A started actor: its process, and the page on which it writes where it is, for whoever started it to close."""
 
-    process: Process
+    process: SupervisedProcess
     page: ProgressPage
 
 
 def spawn_actor(
-    warden: Warden, request: ActorRequest, forward: Callable[[str], None]
+    supervisor: ProcessSupervisor, request: ActorRequest, forward: Callable[[str], None]
 ) -> concurrent.futures.Future[ActorProcess]:
     """Have the warden start an actor's process.
 
@@ -52,7 +52,7 @@ def spawn_actor(
     started: concurrent.futures.Future[ActorProcess] = concurrent.futures.Future()
     page = make_page()
 
-    def on_spawned(spawned: concurrent.futures.Future[Process]) -> None:
+    def on_spawned(spawned: concurrent.futures.Future[SupervisedProcess]) -> None:
         error = spawned.exception()
         if error is not None:
             os.close(page)
@@ -72,9 +72,9 @@ def spawn_actor(
     own = request.python == sys.executable
     command = command_here(PROGRAM) if own else command_there(request.python, PROGRAM)
     # The warden's thread forks, with the page still open here, and then calls back.
-    warden.spawn(command, env, first_line, forward, noise=_CHATTER, descriptors=(page,)).add_done_callback(
-        on_spawned
-    )
+    supervisor.spawn(
+        command, env, first_line, forward, noise=_CHATTER, descriptors=(page,)
+    ).add_done_callback(on_spawned)
     return started
 
 

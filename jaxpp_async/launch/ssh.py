@@ -44,7 +44,7 @@ _OPTIONS = {
 
 
 def ssh_command(
-    host: Host, keeper: Sequence[str], ssh_options: Sequence[str] = (), program: str = "ssh"
+    host: Host, host_agent: Sequence[str], ssh_options: Sequence[str] = (), program: str = "ssh"
 ) -> list[str]:
     """The argument vector that runs a keeper on `host`. No secret is in it.
 
@@ -56,7 +56,7 @@ def ssh_command(
     port = ["-p", str(host.port)] if host.port else []
     user = ["-l", host.user] if host.user else []
     # The mark tells a login that fails from a Python that does. `exec`: the shell would keep the keeper's stdin open.
-    there = f"echo {LOGIN_MARK}; exec {shlex.join(keeper)}"
+    there = f"echo {LOGIN_MARK}; exec {shlex.join(host_agent)}"
     return [program, *ssh_options, "-T", *options, *port, *user, "--", host.name, there]
 
 
@@ -70,7 +70,7 @@ class SSHReach(CommandReach):
     login_mark: str | None = LOGIN_MARK
 
     def __init__(self, ssh_options: Sequence[str] = (), *, program: str = "ssh"):
-        super().__init__(lambda p, keeper: ssh_command(p.host, keeper, ssh_options, program))
+        super().__init__(lambda p, host_agent: ssh_command(p.host, host_agent, ssh_options, program))
         self._ssh_options, self._program = tuple(ssh_options), program
 
     async def resolve(self, hosts: Sequence[Host]) -> list[str]:

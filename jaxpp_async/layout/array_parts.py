@@ -38,9 +38,9 @@ import ml_dtypes
 import numpy as np
 
 from jaxpp_async.program.instructions import ActorId, Aval, ProcessId, Tag
-from jaxpp_async.protocol.actor_info import Seat, place_of, process_of
+from jaxpp_async.protocol.actor_info import ProcessRank, place_of, process_of
 from jaxpp_async.protocol.messages import ArrayId
-from jaxpp_async.transport.nccl.order import Link, Turn
+from jaxpp_async.transport.nccl.order import NcclLink, OrderedMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 # ---------------------------------------------------------------- crossings
 
 
-class Leg(NamedTuple):
+class PieceTransfer(NamedTuple):
     """One message.
 
     Args:
@@ -152,7 +152,9 @@ class Leg(NamedTuple):
     sequence: int
 
 
-def sends(seat: Seat, held: Sequence[Part], tag: Tag, to_actor: ActorId, num_devices: int) -> tuple[Leg, ...]:
+def sends(
+    process_rank: ProcessRank, held: Sequence[Part], tag: Tag, to_actor: ActorId, num_devices: int
+) -> tuple[PieceTransfer, ...]:
     """What this process sends of a transfer.
 
     Args:
@@ -160,37 +162,40 @@ def sends(seat: Seat, held: Sequence[Part], tag: Tag, to_actor: ActorId, num_dev
         held: the parts of the array that it holds.
         num_devices: of the actor.
     """
-    peer = seat.partner(to_actor)
+    peer = process_rank.partner(to_actor)
     return tuple(
-        Leg(piece, peer, sequence(tag, part, num_devices))
+        PieceTransfer(piece, peer, sequence(tag, part, num_devices))
         for piece, part in enumerate(held)
-        if part.owner(tag) == seat.rank
+        if part.owner(tag) == process_rank.rank
     )
 
 
 def receives(
-    seat: Seat, held: Sequence[Part], tag: Tag, from_actor: ActorId, num_devices: int
-) -> tuple[Leg, ...]:
+    process_rank: ProcessRank, held: Sequence[Part], tag: Tag, from_actor: ActorId, num_devices: int
+) -> tuple[PieceTransfer, ...]:
     """What it receives: every part that it holds, from the other actor or from the mate that has it from there."""
-    partner = seat.partner(from_actor)
+    partner = process_rank.partner(from_actor)
     return tuple(
-        Leg(
+        PieceTransfer(
             piece,
-            partner if part.owner(tag) == seat.rank else seat.mate(part.owner(tag)),
+            partner if part.owner(tag) == process_rank.rank else process_rank.mate(part.owner(tag)),
             sequence(tag, part, num_devices),
         )
         for piece, part in enumerate(held)
     )
 
 
-def relays(seat: Seat, held: Sequence[Part], tag: Tag, num_devices: int) -> dict[int, tuple[Leg, ...]]:
+def relays(
+    process_rank: ProcessRank, held: Sequence[Part], tag: Tag, num_devices: int
+) -> dict[int, tuple[PieceTransfer, ...]]:
     """What it passes on to its mates, by the piece that has to be there for it."""
-    found: dict[int, tuple[Leg, ...]] = {}
+    found: dict[int, tuple[PieceTransfer, ...]] = {}
     for piece, part in enumerate(held):
-        if part.owner(tag) == seat.rank and len(part.ranks) > 1:
-            others = [rank for rank in part.ranks if rank != seat.rank]
+        if part.owner(tag) == process_rank.rank and len(part.ranks) > 1:
+            others = [rank for rank in part.ranks if rank != process_rank.rank]
             found[piece] = tuple(
-                Leg(piece, seat.mate(rank), sequence(tag, part, num_devices)) for rank in others
+                PieceTransfer(piece, process_rank.mate(rank), sequence(tag, part, num_devices))
+                for rank in others
             )
     return found
 
@@ -204,29 +209,42 @@ def sequence(tag: Tag, part: Part, num_devices: int) -> int:
 # ---------------------------------------------------------------- turns
 
 
-def sent(seat: Seat, held: Sequence[Part], tag: Tag, to_actor: ActorId, num_devices: int) -> Iterator[Turn]:
+def sent(
+    process_rank: ProcessRank, held: Sequence[Part], tag: Tag, to_actor: ActorId, num_devices: int
+) -> Iterator[OrderedMessage]:
     """What a process sends of a `Send`. Arguments as of `crossings.sends`."""
-    return _turns(seat, held, sends(seat, held, tag, to_actor, num_devices), num_devices, sends=True)
+    return _turns(
+        process_rank, held, sends(process_rank, held, tag, to_actor, num_devices), num_devices, sends=True
+    )
 
 
 def received(
-    seat: Seat, held: Sequence[Part], tag: Tag, from_actor: ActorId, num_devices: int
-) -> Iterator[Turn]:
+    process_rank: ProcessRank, held: Sequence[Part], tag: Tag, from_actor: ActorId, num_devices: int
+) -> Iterator[OrderedMessage]:
     """What it receives of a `Recv`, and then what it passes on. Arguments as of `crossings.receives`."""
-    legs = receives(seat, held, tag, from_actor, num_devices)
-    yield from _turns(seat, held, legs, num_devices, sends=False)
-    for onwards in relays(seat, held, tag, num_devices).values():
-        yield from _turns(seat, held, onwards, num_devices, sends=True)
+    legs = receives(process_rank, held, tag, from_actor, num_devices)
+    yield from _turns(process_rank, held, legs, num_devices, sends=False)
+    for onwards in relays(process_rank, held, tag, num_devices).values():
+        yield from _turns(process_rank, held, onwards, num_devices, sends=True)
 
 
 def _turns(
-    seat: Seat, held: Sequence[Part], legs: Iterable[Leg], num_devices: int, *, sends: bool
-) -> Iterator[Turn]:
+    process_rank: ProcessRank,
+    held: Sequence[Part],
+    legs: Iterable[PieceTransfer],
+    num_devices: int,
+    *,
+    sends: bool,
+) -> Iterator[OrderedMessage]:
     for piece, peer, sequence in legs:
-        here = _first_device(held[piece], seat.rank, num_devices // seat.size)
-        there = _first_device(held[piece], place_of(peer, seat.size)[1], num_devices // seat.size)
-        ends = (seat.process, peer, here, there) if sends else (peer, seat.process, there, here)
-        yield Turn(sequence, Link(*ends))
+        here = _first_device(held[piece], process_rank.rank, num_devices // process_rank.size)
+        there = _first_device(
+            held[piece], place_of(peer, process_rank.size)[1], num_devices // process_rank.size
+        )
+        ends = (
+            (process_rank.process, peer, here, there) if sends else (peer, process_rank.process, there, here)
+        )
+        yield OrderedMessage(sequence, NcclLink(*ends))
 
 
 def _first_device(part: Part, rank: int, each: int) -> int:

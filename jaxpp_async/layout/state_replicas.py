@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxpp_async.errors import ProtocolError
 from jaxpp_async.program.instructions import ProcessId
-from jaxpp_async.protocol.messages import Hold, KeptArray, Lend
+from jaxpp_async.protocol.messages import ReceiveReplica, ReplicaArray, SendReplica
 from jaxpp_async.transport.base import COPY_CHANNEL, SEQUENCE_BITS, Transport, make_tag
 
 Bytes: TypeAlias = np.ndarray[Any, Any]
@@ -22,7 +22,7 @@ Bytes: TypeAlias = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Copy:
+class StateReplica:
     """The arrays of one process at one time.
 
     Args:
@@ -30,7 +30,7 @@ class Copy:
         shards: the bytes of each distinct shard of each array.
     """
 
-    arrays: tuple[KeptArray, ...]
+    arrays: tuple[ReplicaArray, ...]
     shards: tuple[tuple[Bytes, ...], ...]
 
     @property
@@ -43,17 +43,17 @@ class Copy:
         return [shard for shards in self.shards for shard in shards]
 
 
-class Shelf:
+class ReplicaStore:
     """The copies that one process has, by generation and process."""
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[int, ProcessId], Copy] = {}
+        self._copies: dict[tuple[int, ProcessId], StateReplica] = {}
 
-    def put(self, generation: int, of: ProcessId, copy: Copy) -> None:
+    def put(self, generation: int, of: ProcessId, copy: StateReplica) -> None:
         """Keep a copy."""
         self._copies[generation, of] = copy
 
-    def get(self, generation: int, of: ProcessId) -> Copy:
+    def get(self, generation: int, of: ProcessId) -> StateReplica:
         """A copy.
 
         Raises:
@@ -72,7 +72,7 @@ class Shelf:
         """Host memory of all copies."""
         return sum(copy.size_bytes for copy in self._copies.values())
 
-    async def lend(self, transport: Transport, message: Lend) -> None:
+    async def lend(self, transport: Transport, message: SendReplica) -> None:
         """Send a copy to a peer that holds out for it.
 
         Raises:
@@ -87,14 +87,14 @@ class Shelf:
             ]
         )
 
-    async def hold(self, transport: Transport, message: Hold) -> None:
+    async def hold(self, transport: Transport, message: ReceiveReplica) -> None:
         """Receive a copy from a peer.
 
         Raises:
             TransferError: the link failed.
         """
         shards = tuple(tuple(np.empty(n, np.uint8) for n in array.shard_bytes) for array in message.arrays)
-        copy = Copy(message.arrays, shards)
+        copy = StateReplica(message.arrays, shards)
         await _all(
             [
                 transport.recv(data, message.source, _tag(message.epoch, k))

@@ -171,7 +171,7 @@ def place_of(process: ProcessId, size: int) -> tuple[ActorId, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Processes:
+class Topology:
     """The processes of one mesh.
 
     Args:
@@ -224,7 +224,7 @@ class Processes:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class ProcessRank:
     """One process's place in its actor.
 
     Args:

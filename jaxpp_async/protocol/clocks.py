@@ -148,7 +148,7 @@ TICK_S = 0.5
 """Between two looks at the clock."""
 
 
-class AwakeClock:
+class SuspendAwareClock:
     """Counts the time that this process was awake, in seconds: between two ticks never more than twice their distance.
 
     Args:

@@ -88,7 +88,7 @@ class RecordSender(logging.Handler):
         self._limit = RateLimit(RECORDS_PER_S, BURST, clock())
         self._waiting: deque[Log] = deque()
         self._is_woken = False
-        self._telling: asyncio.TimerHandle | None = None
+        self._mesh_events: asyncio.TimerHandle | None = None
 
     def handle(self, record: logging.LogRecord) -> bool:
         """As `logging`'s own, but without its lock while a text is made: an array's waits for the device, and the loop,
@@ -117,15 +117,17 @@ class RecordSender(logging.Handler):
         """Take leave of `logging` and send what waits. On the event loop."""
         super().close()
         logging.getLogger().removeHandler(self)
-        if self._telling is not None:
-            self._telling.cancel()
+        if self._mesh_events is not None:
+            self._mesh_events.cancel()
             self._tell_refused()
         while self._waiting:
             self._send(self._waiting.popleft())
 
     def _wake(self) -> None:
         with self._guard:
-            if self._is_woken or not (self._waiting or (self._limit.num_refused and self._telling is None)):
+            if self._is_woken or not (
+                self._waiting or (self._limit.num_refused and self._mesh_events is None)
+            ):
                 return
             self._is_woken = True
         with contextlib.suppress(RuntimeError):  # the loop is closed: the process is about to end
@@ -135,8 +137,8 @@ class RecordSender(logging.Handler):
         with self._guard:
             batch = [self._waiting.popleft() for _ in range(min(PER_TURN, len(self._waiting)))]
             self._is_woken = more = bool(self._waiting)
-            if self._limit.num_refused and self._telling is None:
-                self._telling = self._loop.call_later(TELL_AFTER_S, self._tell_refused)
+            if self._limit.num_refused and self._mesh_events is None:
+                self._mesh_events = self._loop.call_later(TELL_AFTER_S, self._tell_refused)
         for message in batch:
             self._send(message)
         if more:
@@ -144,7 +146,7 @@ class RecordSender(logging.Handler):
 
     def _tell_refused(self) -> None:
         with self._guard:
-            self._telling = None
+            self._mesh_events = None
             count, self._limit.num_refused = self._limit.num_refused, 0
         text = f"{count} log records were dropped: this actor logs more than {RECORDS_PER_S:g} a second"
         self._send(Log(logging.WARNING, f"{PACKAGE}.records", text, self.step()))

@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 
-from jaxpp_async.transport.adaptive_spin import Lookout
+from jaxpp_async.transport.adaptive_spin import AdaptiveSpin
 
 LONGEST_S = 1e-3
 """Of one vigil: what a training loop takes to send the next step, when it does little else."""
@@ -35,7 +35,7 @@ def has_spare_core(hosts: Iterable[str]) -> bool:
     return len(os.sched_getaffinity(0)) > sum(host == here for host in hosts)
 
 
-class Vigil:
+class LoopSpin:
     """One event loop's.
 
     Args:
@@ -50,7 +50,12 @@ class Vigil:
         is_idle: Callable[[], bool],
         now_s: Callable[[], float] = time.monotonic,
     ):
-        self._loop, self._is_idle, self._now_s, self._lookout = loop, is_idle, now_s, Lookout(LONGEST_S)
+        self._loop, self._is_idle, self._now_s, self._adaptive_spin = (
+            loop,
+            is_idle,
+            now_s,
+            AdaptiveSpin(LONGEST_S),
+        )
         self._is_kept = self._is_scheduled = False
 
     def begin(self) -> None:
@@ -62,7 +67,7 @@ class Vigil:
         """It has come, or none will."""
         if self._is_kept:
             self._is_kept = False
-            self._lookout.came(self._now_s())
+            self._adaptive_spin.came(self._now_s())
 
     def _look_again(self) -> None:
         if not self._is_scheduled:
@@ -73,7 +78,7 @@ class Vigil:
         self._is_scheduled = False
         if not self._is_idle():
             self._is_kept = False  # the next step was here before the last one's reply had left: nobody waits
-            self._lookout.stop()
-        elif self._is_kept and self._lookout.goes_on(self._now_s()):
+            self._adaptive_spin.stop()
+        elif self._is_kept and self._adaptive_spin.goes_on(self._now_s()):
             os.sched_yield()
             self._look_again()

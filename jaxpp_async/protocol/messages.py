@@ -231,7 +231,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class BeginSnapshot:
     """Hold arrays for a save as they are between the steps before and after this. Answer: `Done`, once the steps before
     have made them; they are held until they are written or swept away.
 
@@ -343,14 +343,14 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Renew:
-    """After an `Abort`: give up the transport and make another, which no peer has ever seen. Answer: `Renewed`."""
+class ResetTransport:
+    """After an `Abort`: give up the transport and make another, which no peer has ever seen. Answer: `TransportReset`."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
-class KeptArray:
+class ReplicaArray:
     """An array of a copy: its id, its type, and the bytes of each of its distinct shards."""
 
     array_id: ArrayId
@@ -359,8 +359,8 @@ class KeptArray:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
-    """Take a copy, in host memory, of every array as it is between the requests before and after this. Answer: `Kept`,
+class TakeReplica:
+    """Take a copy, in host memory, of every array as it is between the requests before and after this. Answer: `ReplicaTaken`,
     once the steps before have made them.
 
     Args:
@@ -372,12 +372,12 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Lend:
+class SendReplica:
     """Send a copy to a peer. Answer: `Done`, once all of it has left.
 
     Args:
         of: whose arrays: this process's own, or another's whose copy it holds.
-        to: the peer, which has been told to `Hold` it.
+        to: the peer, which has been told to `ReceiveReplica` it.
     """
 
     request: int
@@ -388,7 +388,7 @@ class Lend:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class ReceiveReplica:
     """Receive a copy of `of`'s arrays from a peer and keep it in host memory. Answer: `Done`, once all is here."""
 
     request: int
@@ -396,11 +396,11 @@ class Hold:
     generation: int
     of: ProcessId
     source: ProcessId
-    arrays: tuple[KeptArray, ...]
+    arrays: tuple[ReplicaArray, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class DropReplicas:
     """Drop all copies but this generation's. Answer: `Done`."""
 
     request: int
@@ -420,7 +420,7 @@ class Rollback:
 
 
 @dataclass(frozen=True, slots=True)
-class Renewed:
+class TransportReset:
     """The new transport's address."""
 
     request: int
@@ -428,11 +428,11 @@ class Renewed:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What the copy has, in the order in which `Lend` sends it."""
+class ReplicaTaken:
+    """What the copy has, in the order in which `SendReplica` sends it."""
 
     request: int
-    arrays: tuple[KeptArray, ...]
+    arrays: tuple[ReplicaArray, ...]
 
 
 # ---------------------------------------------------------------- starting
@@ -754,17 +754,17 @@ __all__ = [
     "Fetched",
     "FilePart",
     "FilePiece",
-    "Forget",
+    "DropReplicas",
     "Hardware",
-    "Hold",
+    "ReceiveReplica",
     "Inspect",
     "Inspected",
     "JoinLink",
     "JoinLinks",
-    "Keep",
-    "Kept",
-    "KeptArray",
-    "Lend",
+    "TakeReplica",
+    "ReplicaTaken",
+    "ReplicaArray",
+    "SendReplica",
     "LinksOffered",
     "Load",
     "Loaded",
@@ -775,8 +775,8 @@ __all__ = [
     "Put",
     "ReadFile",
     "Ready",
-    "Renew",
-    "Renewed",
+    "ResetTransport",
+    "TransportReset",
     "Reply",
     "Report",
     "Reported",
@@ -792,7 +792,7 @@ __all__ = [
     "StepStats",
     "Store",
     "Sweep",
-    "Take",
+    "BeginSnapshot",
     "WriteFile",
     "Written",
     "step_id",
@@ -812,17 +812,17 @@ Request: TypeAlias = (
     | Store
     | Step
     | Fetch
-    | Take
+    | BeginSnapshot
     | WriteFile
     | CheckFiles
     | Sweep
     | ReadFile
     | Abort
-    | Renew
-    | Keep
-    | Lend
-    | Hold
-    | Forget
+    | ResetTransport
+    | TakeReplica
+    | SendReplica
+    | ReceiveReplica
+    | DropReplicas
     | Rollback
     | Inspect
     | Report
@@ -838,8 +838,8 @@ Reply: TypeAlias = (
     | StepDone
     | Fetched
     | Written
-    | Renewed
-    | Kept
+    | TransportReset
+    | ReplicaTaken
     | Inspected
     | Reported
     | Failed

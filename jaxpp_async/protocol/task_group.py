@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
-from jaxpp_async.protocol.clocks import TICK_S, AwakeClock
+from jaxpp_async.protocol.clocks import TICK_S, SuspendAwareClock
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -72,7 +72,7 @@ async def awake_timeout(seconds: float) -> AsyncIterator[None]:
     Raises:
         TimeoutError: the time is over.
     """
-    loop, clock = asyncio.get_running_loop(), AwakeClock(time.monotonic())
+    loop, clock = asyncio.get_running_loop(), SuspendAwareClock(time.monotonic())
     async with asyncio.timeout(None) as scope:
 
         def look() -> None:

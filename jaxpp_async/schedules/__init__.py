@@ -22,7 +22,7 @@ from jaxpp_async.schedules.linear import (
 )
 from jaxpp_async.schedules.simulate import (
     UNIT,
-    Timeline,
+    ScheduleTiming,
     bubble_fraction,
     dependencies,
     global_order,
@@ -47,7 +47,7 @@ __all__ = [
     "Schedule",
     "Std1F1B",
     "Task",
-    "Timeline",
+    "ScheduleTiming",
     "ZeroBubbleH1",
     "ZeroBubbleH2",
     "ZeroBubbleV",

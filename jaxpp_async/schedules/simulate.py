@@ -63,7 +63,7 @@ def num_stages_of(tasks: Rows) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class ScheduleTiming:
     """When each task runs: `starts[actor][step]` and `ends[actor][step]`, in the unit of the durations given."""
 
     starts: tuple[tuple[float, ...], ...]
@@ -75,7 +75,7 @@ class Timeline:
         return max((row[-1] for row in self.ends if row), default=0)
 
 
-def simulate(tasks: Rows, durations: Durations = UNIT) -> Timeline:
+def simulate(tasks: Rows, durations: Durations = UNIT) -> ScheduleTiming:
     """Run every actor's list in order, each task as soon as its actor is free and its dependencies are done.
 
     Args:
@@ -92,7 +92,7 @@ def simulate(tasks: Rows, durations: Durations = UNIT) -> Timeline:
     return timeline
 
 
-def run_ahead(tasks: Rows, durations: Durations = UNIT) -> Timeline:
+def run_ahead(tasks: Rows, durations: Durations = UNIT) -> ScheduleTiming:
     """As `simulate`, but where the schedule deadlocks, the timeline of what runs until then."""
     duration = durations if callable(durations) else lambda task: durations[task.ty]
     rows = _numbered(tasks)
@@ -122,7 +122,7 @@ def run_ahead(tasks: Rows, durations: Durations = UNIT) -> Timeline:
             ended.append(now)
             if number in waiting:
                 runnable += waiting.pop(number)
-    return Timeline(tuple(map(tuple, starts)), tuple(map(tuple, ends)))
+    return ScheduleTiming(tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
 _CODES: Mapping[TaskType, int] = MappingProxyType({"fwd": 0, "bwd": 1, "bwd_input": 2, "bwd_weight": 3})
@@ -155,7 +155,7 @@ def _numbered(tasks: Rows) -> list[list[tuple[int, tuple[int, ...]]]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class ScheduleWait:
     """An actor that stands still: its task `task` at `step` of its list needs `need`.
 
     `need_actor` and `need_step` say where `need` is in the lists, None where it is nowhere; `head` is the task that
@@ -178,7 +178,7 @@ class Wait:
         return f"{start} on actor {self.need_actor}, step {self.need_step}{after}"
 
 
-def find_deadlock(tasks: Rows, timeline: Timeline) -> tuple[Wait, ...]:
+def find_deadlock(tasks: Rows, timeline: ScheduleTiming) -> tuple[ScheduleWait, ...]:
     """The cycle of actors that wait for one another; () if `timeline` (of `run_ahead`) runs every task."""
     heads = {actor: len(ends) for actor, ends in enumerate(timeline.ends) if len(ends) < len(tasks[actor])}
     if not heads:
@@ -192,10 +192,12 @@ def find_deadlock(tasks: Rows, timeline: Timeline) -> tuple[Wait, ...]:
         task = tasks[actor][heads[actor]]
         need = next(need for need in dependencies(task, num_stages, split) if need not in done)
         if need not in places:
-            return (Wait(actor, heads[actor], task, need),)
+            return (ScheduleWait(actor, heads[actor], task, need),)
         need_actor, need_step = places[need]
         chain.append(
-            Wait(actor, heads[actor], task, need, need_actor, need_step, tasks[need_actor][heads[need_actor]])
+            ScheduleWait(
+                actor, heads[actor], task, need, need_actor, need_step, tasks[need_actor][heads[need_actor]]
+            )
         )
         actor = need_actor
     return tuple(chain[position[actor] :])

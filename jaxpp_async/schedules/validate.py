@@ -21,7 +21,7 @@ from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import TASK_TYPES, Task, TaskType
 from jaxpp_async.schedules.simulate import (
     Rows,
-    Timeline,
+    ScheduleTiming,
     dependencies,
     find_deadlock,
     run_ahead,
@@ -389,7 +389,7 @@ def _check_lists(check: _Check, rows: Sequence[Sequence[Task]], places: dict[Tas
                 )
 
 
-def _fail_deadlock(check: _Check, rows: Sequence[Sequence[Task]], timeline: Timeline) -> NoReturn:
+def _fail_deadlock(check: _Check, rows: Sequence[Sequence[Task]], timeline: ScheduleTiming) -> NoReturn:
     waits = find_deadlock(rows, timeline)
     lines = [f"\n  {wait}" for wait in waits]
     if len(lines) > MAX_CYCLE:

@@ -24,7 +24,7 @@ from jaxpp_async.controller.options import ActorConfig
 from jaxpp_async.errors import MeshError, ShardingError
 from jaxpp_async.jax_bridge import jax_config
 from jaxpp_async.jax_bridge.tracebacks import HiddenFrames, deliberate
-from jaxpp_async.launch.choose import Launching
+from jaxpp_async.launch.choose import LaunchOptions
 from jaxpp_async.launch.commands import script_folder
 from jaxpp_async.launch.remote import RemoteLauncher
 from jaxpp_async.markers.logical_axes import AXIS_TYPES
@@ -146,13 +146,13 @@ def make_launcher(
 
     Args:
         processes_per_actor: what was asked for; None: what it takes.
-        options: of `Launching`, and `spmd_mesh`.
+        options: of `LaunchOptions`, and `spmd_mesh`.
     """
     sizes = options.pop("spmd_mesh", {}).values()
     if processes_per_actor is not None:
         count_of("processes_per_actor", processes_per_actor, least=1)
     options |= {"processes_per_actor": processes_per_actor, "num_devices": math.prod(sizes)}
-    launching = Launching(launcher=launcher, **options)
+    launching = LaunchOptions(launcher=launcher, **options)
     made, each = launching.make(num_actors)
     return made, not isinstance(made, RemoteLauncher) and made.listen_host is None, each
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from jaxpp_async.compiler.continued_arguments import changed_arguments
 from jaxpp_async.compiler.describe import Explainer
 from jaxpp_async.compiler.lowering import peak_plan
-from jaxpp_async.compiler.pipeline import Compiled, Plan, StepRequest
+from jaxpp_async.compiler.pipeline import Compiled, CompilePlan, StepRequest
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import ActorId, GraphOutput, Input, Recv, Run, Send, Value, runs
 
@@ -90,7 +90,7 @@ class PlaceLine:
 
 
 @dataclass(frozen=True)
-class Report:
+class CompileReport:
     """See `CompiledStep.report`."""
 
     actors: tuple[ActorLine, ...]
@@ -202,10 +202,10 @@ _NOTES = {
 
 
 def make(
-    compiled: Compiled | Plan,
+    compiled: Compiled | CompilePlan,
     temp_bytes: Mapping[ActorId, Mapping[int, int]],
     compile_s: Mapping[ActorId, float],
-) -> Report:
+) -> CompileReport:
     """The report of a compiled step."""
     explainer = Explainer(compiled.traced, compiled.placed, compiled.continues)
     actors = tuple(
@@ -213,7 +213,7 @@ def make(
         for a in range(len(compiled.programs))
     )
     kinds = {kind for a in actors for kind in a.tasks}
-    return Report(
+    return CompileReport(
         actors=actors,
         transfers=_transfers(compiled, explainer),
         inputs=_inputs(compiled, explainer),
@@ -231,7 +231,7 @@ def why_taken(compiled: Compiled, name: str) -> str:
     )
 
 
-def _stage_names(compiled: Compiled | Plan) -> list[str]:
+def _stage_names(compiled: Compiled | CompilePlan) -> list[str]:
     """The names that the user gave to `pipeline_yield`s, a line a loop."""
     lines = []
     for loop in compiled.placed.loops.values():
@@ -242,7 +242,7 @@ def _stage_names(compiled: Compiled | Plan) -> list[str]:
 
 
 def _actor_line(
-    compiled: Compiled | Plan, actor: ActorId, temp_bytes: Mapping[int, int], compile_s: float
+    compiled: Compiled | CompilePlan, actor: ActorId, temp_bytes: Mapping[int, int], compile_s: float
 ) -> ActorLine:
     program = compiled.programs[actor]
     avals, graph = program.avals, compiled.placed.graph
@@ -275,7 +275,7 @@ def _peak_at(program: ActorProgram, index: int) -> str:
     return what if reader is None else f"{what} for {reader.label}"
 
 
-def _transfers(compiled: Compiled | Plan, explainer: Explainer) -> tuple[TransferLine, ...]:
+def _transfers(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[TransferLine, ...]:
     """Transfers grouped by what they carry, over all microbatches; those of the loops first, then the largest."""
     values = compiled.placed.graph.values
     counts = Counter(
@@ -301,7 +301,7 @@ def _type(value: Value) -> str:
     return f"{value.aval.dtype}{list(value.aval.shape)}{spec}"
 
 
-def _inputs(compiled: Compiled | Plan, explainer: Explainer) -> tuple[PlaceLine, ...]:
+def _inputs(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[PlaceLine, ...]:
     """Arguments and captured arrays; the microbatch indices, which the step keeps on the actors, as one line."""
     graph, count = compiled.placed.graph, compiled.placed.num_indices
     lines = []
@@ -324,7 +324,7 @@ def _inputs(compiled: Compiled | Plan, explainer: Explainer) -> tuple[PlaceLine,
     return tuple(lines)
 
 
-def _outputs(compiled: Compiled | Plan, explainer: Explainer) -> tuple[PlaceLine, ...]:
+def _outputs(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[PlaceLine, ...]:
     graph = compiled.placed.graph
     found: dict[int, PlaceLine] = {}
     values = {compiled.placed.value_ids[i.value]: i.value for i in graph.inputs}

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpp_async.compiler.continued_arguments import result_positions
 from jaxpp_async.compiler.evaluate import value_type
 from jaxpp_async.compiler.export import Target
-from jaxpp_async.compiler.export_cache import Exports
+from jaxpp_async.compiler.export_cache import ExportCache
 from jaxpp_async.compiler.ir import Loop, Traced
 from jaxpp_async.compiler.pipeline import Compiled, StepRequest
 from jaxpp_async.errors import MeshError, ShardingError
@@ -76,7 +76,7 @@ class CompiledStep:
         """Each actor's instruction stream."""
         return "\n\n".join(format_program(p) for p in self.compiled.programs)
 
-    def report(self) -> report.Report:
+    def report(self) -> report.CompileReport:
         """What it does and what it costs: tasks, transfers, bytes, peaks, placements. Prints as text."""
         return report.make(self.compiled, self.temp_bytes, self.compile_s)
 
@@ -123,7 +123,7 @@ class StepOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallSignature:
     """What a call was made with, as far as its compiled form depends on it."""
 
     treedef: Any
@@ -150,14 +150,14 @@ class DistributedStep:
         options: StepOptions,
         *,
         line: str | None = None,
-        exports: Exports | None = None,
+        exports: ExportCache | None = None,
     ):
         self.runner, self.fn, self._options = runner, fn, options
-        self._exports = exports or Exports()  # one for all forms of the step, under other schedules too
+        self._exports = exports or ExportCache()  # one for all forms of the step, under other schedules too
         self.line = line or tracebacks.caller_line()  # of `mesh.distributed`, for errors in shardings
         self._compiled: dict[Any, CompiledStep] = {}
         self._latest: CompiledStep | None = None
-        self._calls: deque[tuple[Call, CompiledStep]] = deque(maxlen=_CALLS_KEPT)
+        self._calls: deque[tuple[CallSignature, CompiledStep]] = deque(maxlen=_CALLS_KEPT)
         self.__name__ = getattr(fn, "__name__", "step")
         named = _signature(fn)
         self._names = tuple(named.parameters) if named else ()  # else positions serve as names
@@ -237,7 +237,7 @@ class DistributedStep:
         """Flat values of the dynamic arguments."""
         return jax.tree.leaves(self._dynamic(args))
 
-    def recall(self, args: Sequence[Any]) -> tuple[list[Any], CompiledStep | Call | None]:
+    def recall(self, args: Sequence[Any]) -> tuple[list[Any], CompiledStep | CallSignature | None]:
         """Flat values of the dynamic arguments, and the compiled form of an earlier call that was just like this one.
 
         In place of the form there may be what this call was made with, for `remember`, or None. Neither says anything:
@@ -264,9 +264,9 @@ class DistributedStep:
                     kinds  # the next call will most often bring these very objects: quick to compare
                 )
                 return leaves, compiled
-        return leaves, None if None in kinds else Call(treedef, static, static_hash, config, kinds)
+        return leaves, None if None in kinds else CallSignature(treedef, static, static_hash, config, kinds)
 
-    def remember(self, call: Call, compiled: CompiledStep) -> None:
+    def remember(self, call: CallSignature, compiled: CompiledStep) -> None:
         """Enter a call, as `recall` saw it, and its compiled form. Its arguments may have changed since."""
         self._calls.appendleft((call, compiled))
 

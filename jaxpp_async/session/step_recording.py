@@ -72,7 +72,7 @@ class Recording:
         for actor in self.handle.heard_s:
             clock = controller.clock(actor)
             first = controller.processes.process(actor, 0)
-            self._processes[actor] = controller.outbox.info(first), clock, clock.readings
+            self._processes[actor] = controller.request_log.info(first), clock, clock.readings
 
     def _recorded(self, program: ActorProgram, stamps: bytes) -> Recorded:
         info, clock, readings = self._processes[program.actor]
@@ -101,7 +101,7 @@ PATIENCE_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class StepQueueEntry:
     """One step's, from when it begins to wait for its place until it has ended.
 
     As a context it is around what sends the step: whatever is raised there ends the turn.
@@ -113,15 +113,15 @@ class Turn:
         is_told: that wait, or an earlier one, was told.
     """
 
-    line: LeftBehind
+    line: AbandonedSteps
     name: str
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     handle: StepHandle | None = None
-    waiter: Turn | None = None
+    reply_handler: StepQueueEntry | None = None
     timer: asyncio.TimerHandle | None = None
     is_told: bool = False
 
-    def __enter__(self) -> Turn:
+    def __enter__(self) -> StepQueueEntry:
         return self
 
     def __exit__(
@@ -135,15 +135,15 @@ class Turn:
         self.handle = handle
         handle.when_done(lambda: self.line.end(self))
 
-    def time(self, waiter: Turn | None, tell: Callable[[StepHandle, str], None]) -> None:
+    def time(self, reply_handler: StepQueueEntry | None, tell: Callable[[StepHandle, str], None]) -> None:
         """Have `waiter`'s wait timed, from now if it was not already, and nobody else's."""
-        if waiter is self.waiter or self.is_told:
+        if reply_handler is self.reply_handler or self.is_told:
             return
         if self.timer is not None:
             self.timer.cancel()
-        self.waiter, self.timer = waiter, None
-        if waiter is not None and not self.loop.is_closed():
-            self.timer = self.loop.call_later(PATIENCE_S, self._tell, tell, waiter.name)
+        self.reply_handler, self.timer = reply_handler, None
+        if reply_handler is not None and not self.loop.is_closed():
+            self.timer = self.loop.call_later(PATIENCE_S, self._tell, tell, reply_handler.name)
 
     def _tell(self, tell: Callable[[StepHandle, str], None], name: str) -> None:
         assert self.handle is not None  # only one that was sent is left behind
@@ -151,7 +151,7 @@ class Turn:
         tell(self.handle, name)
 
 
-class LeftBehind:
+class AbandonedSteps:
     """The steps of one mesh in their order, and which of them run on without their caller.
 
     Args:
@@ -160,12 +160,12 @@ class LeftBehind:
 
     def __init__(self, tell: Callable[[StepHandle, str], None]):
         self._tell = tell
-        self._line: dict[Turn, None] = {}
-        self._left: set[Turn] = set()
+        self._line: dict[StepQueueEntry, None] = {}
+        self._left: set[StepQueueEntry] = set()
 
-    def begin(self, name: str) -> Turn:
+    def begin(self, name: str) -> StepQueueEntry:
         """A step is about to be sent, or to wait for that, behind all that have begun."""
-        turn = Turn(self, name)
+        turn = StepQueueEntry(self, name)
         self._line[turn] = None
         self._look()
         return turn
@@ -175,7 +175,7 @@ class LeftBehind:
         self._left.update(turn for turn in self._line if turn.handle is handle)
         self._look()
 
-    def end(self, turn: Turn) -> None:
+    def end(self, turn: StepQueueEntry) -> None:
         """A step has ended, or will not be sent."""
         turn.time(None, self._tell)
         self._line.pop(turn, None)
@@ -186,9 +186,9 @@ class LeftBehind:
         """Time the first wait behind each that was left."""
         if not self._left:
             return
-        waiter: Turn | None = None
+        reply_handler: StepQueueEntry | None = None
         for turn in reversed(self._line):
             if turn in self._left:
-                turn.time(waiter, self._tell)
+                turn.time(reply_handler, self._tell)
             else:
-                waiter = turn
+                reply_handler = turn

@@ -42,7 +42,7 @@ from jaxpp_async.session.step import (
 )
 from jaxpp_async.session.step_arrays import StepArrays
 from jaxpp_async.session.step_future import Printer, StepFuture, by_actor
-from jaxpp_async.session.step_recording import LeftBehind, Recording, first_line
+from jaxpp_async.session.step_recording import AbandonedSteps, Recording, first_line
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -83,7 +83,7 @@ class StepRunner:
         self._mover = Mover(controller, values, num_actors, target)
         self._printer = Printer(values)
         self._warned: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # of large moves
-        self._left_behind = LeftBehind(self._tell_waiting)
+        self._left_behind = AbandonedSteps(self._tell_waiting)
 
     async def run(self, step: DistributedStep, args: Sequence[Any]) -> Any:
         """See `RemoteMesh.run`."""
@@ -189,7 +189,7 @@ class StepRunner:
             self._controller(), compiled.programs, compiled.executables, names
         )
         seconds = time.perf_counter() - start_s
-        self._controller().telling.compiled(step.__name__, seconds, len(compiled.placed.graph.nodes))
+        self._controller().mesh_events.compiled(step.__name__, seconds, len(compiled.placed.graph.nodes))
         inputs, outputs = slots(compiled)
         continued = {arg: result for result, arg in compiled.continues.items()}
         donated = {
@@ -365,7 +365,7 @@ class StepRunner:
         return StepFuture(outputs, recording, arrays, printing, moved)
 
     def _tell_waiting(self, ahead: StepHandle, name: str) -> None:
-        self._controller().telling.waiting(name, ahead.step)
+        self._controller().mesh_events.waiting(name, ahead.step)
 
     def _finished(self, ran: Recording, arrays: StepArrays) -> None:
         handle = ran.handle

@@ -61,7 +61,7 @@ Index: TypeAlias = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedArray:
     """An array to read: its name in the file, what it must be there, and the checksum of its bytes."""
 
     name: str
@@ -110,7 +110,7 @@ def write(
     return size, digests
 
 
-def read(path: str, wanted: Sequence[Wanted]) -> list[np.ndarray]:
+def read(path: str, wanted: Sequence[WantedArray]) -> list[np.ndarray]:
     """Read some of a file's arrays, and check their bytes.
 
     Raises:
@@ -129,7 +129,7 @@ def read(path: str, wanted: Sequence[Wanted]) -> list[np.ndarray]:
 def read_pieces(
     shape: Sequence[int],
     dtype: str,
-    pieces: Iterable[tuple[str, Sequence[int], Wanted]],
+    pieces: Iterable[tuple[str, Sequence[int], WantedArray]],
     needed: Sequence[Index] = (),
 ) -> np.ndarray:
     """Put an array together from several files.
@@ -271,7 +271,7 @@ def _read_header(file: BinaryIO, path: str) -> tuple[dict[str, Any], int]:
 
 
 def _read_array(
-    file: BinaryIO, path: str, entries: Mapping[str, Any], start: int, wanted: Wanted
+    file: BinaryIO, path: str, entries: Mapping[str, Any], start: int, wanted: WantedArray
 ) -> np.ndarray:
     dtype = numpy_dtype(wanted.dtype)
     size_bytes = math.prod(wanted.shape) * dtype.itemsize
@@ -295,13 +295,13 @@ def _read_array(
     return memory.view(dtype).reshape(wanted.shape)
 
 
-def _cut_off(path: str, wanted: Wanted, missing: int) -> CheckpointError:
+def _cut_off(path: str, wanted: WantedArray, missing: int) -> CheckpointError:
     return CheckpointError(
         f"{shown(path)}: the file was cut off: {missing} bytes of {wanted.name!r} are missing"
     )
 
 
-def _offset(path: str, entries: Mapping[str, Any], wanted: Wanted, size_bytes: int) -> int:
+def _offset(path: str, entries: Mapping[str, Any], wanted: WantedArray, size_bytes: int) -> int:
     """Where the array begins in the data, once the header agrees with what is wanted."""
     dtype, shape = _as_stored(wanted.dtype, wanted.shape)
     match entries.get(wanted.name):

@@ -12,18 +12,18 @@ here is done for whoever asks, afterwards. `docs/timeline.md` says how to read i
     step     all of it, of one step: `Timeline`
 """
 
-from jaxpp_async.timeline.breakdown import Bill, Shares
-from jaxpp_async.timeline.events import ActorTimeline, Event, Recorded, Transfer
+from jaxpp_async.timeline.breakdown import StepBreakdown, TimeShares
+from jaxpp_async.timeline.events import ActorTimeline, Recorded, TimelineEvent, TimelineTransfer
 from jaxpp_async.timeline.timeline import Timeline, chrome_trace, make_timeline, write_trace
 
 __all__ = (
     "ActorTimeline",
-    "Bill",
-    "Event",
+    "StepBreakdown",
+    "TimelineEvent",
     "Recorded",
-    "Shares",
+    "TimeShares",
     "Timeline",
-    "Transfer",
+    "TimelineTransfer",
     "chrome_trace",
     "make_timeline",
     "write_trace",

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxpp_async.program.instructions import ActorId
-from jaxpp_async.timeline.events import ActorTimeline, Event, Transfer
+from jaxpp_async.timeline.events import ActorTimeline, TimelineEvent, TimelineTransfer
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class TimeShares:
     """Where one actor's time went in one step, in seconds. They add up to the time from when the
     first actor took the step up until the last one was done.
 
@@ -46,7 +46,7 @@ class Shares:
         return self.compute_s + self.wait_s + self.transfer_s + self.dispatch_s + self.idle_s
 
 
-def shares(timeline: ActorTimeline, transfers: Mapping[int, Transfer], span_s: float) -> Shares:
+def shares(timeline: ActorTimeline, transfers: Mapping[int, TimelineTransfer], span_s: float) -> TimeShares:
     """Take one actor's time apart.
 
     Args:
@@ -74,11 +74,11 @@ def shares(timeline: ActorTimeline, transfers: Mapping[int, Transfer], span_s: f
     end_s = max(timeline.end_s, free_s)
     dispatch_s += end_s - free_s
     idle_s = span_s - (end_s - timeline.begin_s)
-    return Shares(timeline.actor, compute_s, wait_s, transfer_s, dispatch_s, idle_s)
+    return TimeShares(timeline.actor, compute_s, wait_s, transfer_s, dispatch_s, idle_s)
 
 
 def _when_there(
-    run: Event, by_instruction: Mapping[int, Event], transfers: Mapping[int, Transfer]
+    run: TimelineEvent, by_instruction: Mapping[int, TimelineEvent], transfers: Mapping[int, TimelineTransfer]
 ) -> tuple[float, float]:
     """When the last thing that a task reads was made elsewhere and sent, and when it was here."""
     last = max(
@@ -100,7 +100,7 @@ def _when_there(
 
 
 @dataclass(frozen=True, slots=True)
-class Bill:
+class StepBreakdown:
     """Where the time of one step went, in seconds. The items add up to `total_s`; none is
     negative, but by what the clocks of two hosts may be off.
 
@@ -146,7 +146,9 @@ class Bill:
         return self.bound_s / self.span_s if self.span_s > 0 else 1.0
 
 
-def make_bill(actors: Sequence[ActorTimeline], transfers: Sequence[Transfer], duration_s: float) -> Bill:
+def make_bill(
+    actors: Sequence[ActorTimeline], transfers: Sequence[TimelineTransfer], duration_s: float
+) -> StepBreakdown:
     """The bill of a step.
 
     Args:
@@ -163,7 +165,7 @@ def make_bill(actors: Sequence[ActorTimeline], transfers: Sequence[Transfer], du
     bound_s = replay.length()
     moved_s = replay.length(moves=True)
     started_s = replay.length(moves=True, starts=True)
-    return Bill(
+    return StepBreakdown(
         queue_s=begin_s,
         compute_s=sum(work_s) / len(work_s),
         imbalance_s=max(work_s) - sum(work_s) / len(work_s),
@@ -176,7 +178,7 @@ def make_bill(actors: Sequence[ActorTimeline], transfers: Sequence[Transfer], du
 
 
 def critical_path_s(
-    actors: Sequence[ActorTimeline], transfers: Sequence[Transfer], *, moves: bool = False
+    actors: Sequence[ActorTimeline], transfers: Sequence[TimelineTransfer], *, moves: bool = False
 ) -> float:
     """How long a step takes in which every task begins as soon as what it reads is there.
 
@@ -192,10 +194,10 @@ def critical_path_s(
 class _Replay:
     """Plays the tasks of a step again: each actor's in its order, each as soon as what it reads is there."""
 
-    def __init__(self, actors: Sequence[ActorTimeline], transfers: Sequence[Transfer]):
+    def __init__(self, actors: Sequence[ActorTimeline], transfers: Sequence[TimelineTransfer]):
         self._runs = {a.actor: a.runs for a in actors}
         self._events = {(a.actor, e.instruction): e for a in actors for e in a.events}
-        self._senders: Mapping[tuple[ActorId, int], Transfer] = {
+        self._senders: Mapping[tuple[ActorId, int], TimelineTransfer] = {
             (t.receive.actor, t.receive.instruction): t for t in transfers
         }
         first_s = min((a.begin_s for a in actors), default=0.0)

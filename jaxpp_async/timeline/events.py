@@ -45,7 +45,7 @@ _KINDS: dict[type[Instruction], Kind] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TimelineEvent:
     """One instruction of an actor in one step. Times are seconds since the step's start, on the controller's clock.
 
     Args:
@@ -91,7 +91,7 @@ class ActorTimeline:
     """
 
     actor: ActorId
-    events: tuple[Event, ...]
+    events: tuple[TimelineEvent, ...]
     clock_error_s: float = 0.0
     host: str = ""
     pid: int = 0
@@ -100,7 +100,7 @@ class ActorTimeline:
         return f"<ActorTimeline: actor {self.actor}, {len(self.events)} events from {self.begin_s} to {self.end_s} s>"
 
     @property
-    def runs(self) -> tuple[Event, ...]:
+    def runs(self) -> tuple[TimelineEvent, ...]:
         """The tasks, in order."""
         return tuple(e for e in self.events if e.kind == "run")
 
@@ -116,11 +116,11 @@ class ActorTimeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class TimelineTransfer:
     """A send and the receive that took it."""
 
-    send: Event
-    receive: Event
+    send: TimelineEvent
+    receive: TimelineEvent
 
     @property
     def duration_s(self) -> float:
@@ -144,7 +144,7 @@ def read_events(
     stamps: Sequence[tuple[float, float]],
     origin_s: float,
     labels: Mapping[TransferKey, str],
-) -> tuple[Event, ...]:
+) -> tuple[TimelineEvent, ...]:
     """The events of one actor.
 
     Args:
@@ -159,7 +159,7 @@ def read_events(
     if len(stamps) != len(program.instructions):
         raise ValueError(f"{len(stamps)} pairs of stamps for {len(program.instructions)} instructions")
     made_by, texts = _Makers(), format_instructions(program)
-    events: list[Event] = []
+    events: list[TimelineEvent] = []
     for index, (instruction, moments) in enumerate(zip(program.instructions, stamps, strict=True)):
         needs = made_by.read(instruction)
         made_by.note(index, instruction)
@@ -168,7 +168,7 @@ def read_events(
             continue
         peer, tag = _transfer_of(instruction)
         events.append(
-            Event(
+            TimelineEvent(
                 actor=program.actor,
                 instruction=index,
                 kind=_KINDS[type(instruction)],
@@ -211,14 +211,17 @@ def transfer_labels(programs: Sequence[ActorProgram]) -> dict[TransferKey, str]:
     return {key: name(key, len(programs)) for key in makers}
 
 
-def pair(actors: Sequence[ActorTimeline]) -> tuple[Transfer, ...]:
+def pair(actors: Sequence[ActorTimeline]) -> tuple[TimelineTransfer, ...]:
     """Each send with its receive, by (from, to, tag), in the order in which the sends were started."""
-    receives: dict[tuple[ActorId, ActorId | None, Tag | None], Event] = {
+    receives: dict[tuple[ActorId, ActorId | None, Tag | None], TimelineEvent] = {
         (e.actor, e.peer, e.tag): e for a in actors for e in a.events if e.kind == "recv"
     }
     sends = [e for a in actors for e in a.events if e.kind == "send"]
     both = [
-        Transfer(e, r) for e in sends for r in [receives.get((e.peer or 0, e.actor, e.tag))] if r is not None
+        TimelineTransfer(e, r)
+        for e in sends
+        for r in [receives.get((e.peer or 0, e.actor, e.tag))]
+        if r is not None
     ]
     return tuple(sorted(both, key=lambda t: (t.send.start_s, t.send.actor, t.send.instruction)))
 

@@ -25,15 +25,15 @@ from typing import Any, Protocol, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
-from jaxpp_async.base.frozen import kept
+from jaxpp_async.base.frozen import cached_value
 from jaxpp_async.program.instructions import ActorId
-from jaxpp_async.timeline.breakdown import Bill, Shares, make_bill, shares
+from jaxpp_async.timeline.breakdown import StepBreakdown, TimeShares, make_bill, shares
 from jaxpp_async.timeline.clock_alignment import align_step
 from jaxpp_async.timeline.events import (
     ActorTimeline,
-    Event,
     Recorded,
-    Transfer,
+    TimelineEvent,
+    TimelineTransfer,
     pair,
     read_events,
     read_stamps,
@@ -63,11 +63,11 @@ class Timeline:
     origin_s: float
     duration_s: float
     actors: tuple[ActorTimeline, ...]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[TimelineTransfer, ...]
     clock_error_s: float = 0.0
 
     @property
-    def events(self) -> tuple[Event, ...]:
+    def events(self) -> tuple[TimelineEvent, ...]:
         """Of all actors, in order of start."""
         return tuple(sorted((e for a in self.actors for e in a.events), key=lambda e: (e.start_s, e.actor)))
 
@@ -81,20 +81,20 @@ class Timeline:
         """When the last actor was done."""
         return max((a.end_s for a in self.actors if a.events), default=0.0)
 
-    @kept
-    def shares(self) -> tuple[Shares, ...]:
+    @cached_value
+    def shares(self) -> tuple[TimeShares, ...]:
         """Where each actor's time went, between `begin_s` and `end_s`."""
-        received: dict[ActorId, dict[int, Transfer]] = defaultdict(dict)
+        received: dict[ActorId, dict[int, TimelineTransfer]] = defaultdict(dict)
         for t in self.transfers:
             received[t.receive.actor][t.receive.instruction] = t
         return tuple(shares(a, received[a.actor], self.end_s - self.begin_s) for a in self.actors)
 
-    @kept
-    def bill(self) -> Bill:
+    @cached_value
+    def bill(self) -> StepBreakdown:
         """What the step's time was spent on, and why it took longer than its tasks."""
         return make_bill(self.actors, self.transfers, self.duration_s)
 
-    @kept
+    @cached_value
     def task_times(self) -> dict[str, tuple[float, ...]]:
         """Seconds of each run by kind of task, such as `"fwd(stage 0)"`, in order of first use."""
         times: dict[str, list[float]] = defaultdict(list)
@@ -185,7 +185,7 @@ def title(step: int, name: str, duration_s: float, num_actors: int, clock_error_
     return f"step {step} of {name!r}: {_time(duration_s)} on {num_actors} actor{plural}{clocks}"
 
 
-def shares_table(rows: Sequence[Shares]) -> str:
+def shares_table(rows: Sequence[TimeShares]) -> str:
     """Where each actor's time went, in parts of what its first cell says: from the first actor's start to the end."""
     span_s = rows[0].duration_s if rows else 0.0
     header = (f"of {_time(span_s)}", "computing", "waiting", "transfers", "dispatch", "idle")
@@ -201,7 +201,7 @@ def tasks_table(rows: Iterable[tuple[str, int, float, float]]) -> str:
     return _table(header, ((kind, str(n), _time(median), _time(total)) for kind, n, median, total in rows))
 
 
-def bill_table(bill: Bill) -> str:
+def bill_table(bill: StepBreakdown) -> str:
     """The bill, an item a line."""
     rows = []
     for item, why in _ITEMS:
@@ -220,7 +220,7 @@ def bill_table(bill: Bill) -> str:
     return _table(("bill", "time", "share", ""), rows, left=(0, 3))
 
 
-def _five(s: Shares) -> tuple[float, float, float, float, float]:
+def _five(s: TimeShares) -> tuple[float, float, float, float, float]:
     return s.compute_s, s.wait_s, s.transfer_s, s.dispatch_s, s.idle_s
 
 
@@ -261,7 +261,7 @@ _Key: TypeAlias = tuple[ActorId, int]
 """An instruction of an actor."""
 
 
-class Drawn(Protocol):
+class DrawnStep(Protocol):
     """What is drawn of a step: a `Timeline`, as far as it matters here."""
 
     @property
@@ -275,12 +275,12 @@ class Drawn(Protocol):
     @property
     def actors(self) -> tuple[ActorTimeline, ...]: ...
     @property
-    def transfers(self) -> tuple[Transfer, ...]: ...
+    def transfers(self) -> tuple[TimelineTransfer, ...]: ...
     @property
     def clock_error_s(self) -> float: ...
 
 
-def chrome_trace(timelines: Iterable[Drawn]) -> dict[str, Any]:
+def chrome_trace(timelines: Iterable[DrawnStep]) -> dict[str, Any]:
     """Several steps of one mesh as one trace.
 
     Returns:
@@ -299,7 +299,7 @@ def chrome_trace(timelines: Iterable[Drawn]) -> dict[str, Any]:
     return {"traceEvents": [*tracks.names, *tracks.events], "displayTimeUnit": "ms"}
 
 
-def write_trace(path: str | os.PathLike[str], timelines: Iterable[Drawn]) -> None:
+def write_trace(path: str | os.PathLike[str], timelines: Iterable[DrawnStep]) -> None:
     """Write steps as one trace, which https://ui.perfetto.dev and chrome://tracing open.
 
     Raises:
@@ -309,7 +309,7 @@ def write_trace(path: str | os.PathLike[str], timelines: Iterable[Drawn]) -> Non
         json.dump(chrome_trace(timelines), file, separators=(",", ":"))
 
 
-def _names(timelines: Sequence[Drawn]) -> dict[int, str]:
+def _names(timelines: Sequence[DrawnStep]) -> dict[int, str]:
     """Processes of actors, and what each is called: after a restart an actor is another process, in the same track."""
     places: dict[ActorId, dict[str, None]] = {}
     for actor in (actor for timeline in timelines for actor in timeline.actors):
@@ -322,12 +322,12 @@ def _names(timelines: Sequence[Drawn]) -> dict[int, str]:
     }
 
 
-def _add_actors(tracks: _Tracks, timeline: Drawn) -> dict[_Key, _Slice]:
+def _add_actors(tracks: _Tracks, timeline: DrawnStep) -> dict[_Key, _Slice]:
     """Add what actors did; gives the slices of transfers."""
     sent_s = {(t.receive.actor, t.receive.instruction): t.send.start_s for t in timeline.transfers}
     slices: dict[_Key, _Slice] = {}
 
-    def shown_from(event: Event) -> float:
+    def shown_from(event: TimelineEvent) -> float:
         """A receive is posted early; what is seen of it begins with the send."""
         sent = sent_s.get((event.actor, event.instruction), event.start_s)
         return min(max(event.start_s, sent), event.end_s)
@@ -345,7 +345,7 @@ def _add_actors(tracks: _Tracks, timeline: Drawn) -> dict[_Key, _Slice]:
     return slices
 
 
-def _add_transfers(tracks: _Tracks, timeline: Drawn, slices: Mapping[_Key, _Slice]) -> None:
+def _add_transfers(tracks: _Tracks, timeline: DrawnStep, slices: Mapping[_Key, _Slice]) -> None:
     for transfer in timeline.transfers:
         send, receive = transfer.send, transfer.receive
         if transfer.duration_s >= 0:  # else clocks are off, and an arrow into the past says less than none
@@ -358,7 +358,7 @@ def _process(actor: ActorId) -> int:
     return _CONTROLLER + 1 + actor
 
 
-def _details(event: Event, step: int) -> dict[str, Any]:
+def _details(event: TimelineEvent, step: int) -> dict[str, Any]:
     details: dict[str, Any] = {"step": step, "instruction": event.instruction, "text": event.text}
     if event.kind == "send":
         details |= {"bytes": event.size_bytes, "tag": event.tag, "to_actor": event.peer}

@@ -10,7 +10,7 @@ SHORTEST_S = 20e-6
 """Less than this is not worth looking for at all."""
 
 
-class Lookout:
+class AdaptiveSpin:
     """One waiter's, for messages.
 
     Args:

@@ -37,7 +37,7 @@ def is_ordered(kind: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Planes:
+class ActorTransports:
     """An actor's transports.
 
     Args:
@@ -105,7 +105,7 @@ class Planes:
 
 def open_planes(
     kind: str, epoch: int, network: Network, make_transport: Callable[[str, Network], Transport]
-) -> Planes:
+) -> ActorTransports:
     """An actor's transports.
 
     Args:
@@ -119,10 +119,10 @@ def open_planes(
     programs = make_transport(kind, network)
     programs.epoch = epoch
     if host_kind(kind) == kind:
-        return Planes(programs, programs)
+        return ActorTransports(programs, programs)
     host = make_transport(host_kind(kind), network)
     host.epoch = epoch
-    return Planes(programs, host)
+    return ActorTransports(programs, host)
 
 
 # ---------------------------------------------------------------- joining

@@ -2,7 +2,7 @@
 
 Memory is a memfd: it has no name that could be left behind, and only processes of the same user can open it, by
 `/proc/PID/fd`. Nobody is believed to be on this host: who can read a random key out of a peer's memfd is (see
-`Board.ticket`). It never grows, moves or hands out memory that a peer might still write into: `SharedBlock.retire` puts
+`Mailbox.ticket`). It never grows, moves or hands out memory that a peer might still write into: `SharedBlock.retire` puts
 other memory in its place.
 """
 
@@ -138,7 +138,7 @@ class SharedBlock:
         self._end()
 
 
-class Board:
+class Mailbox:
     """What this process tells neighbours, where they can read it: messages that it announces, as rows of (serial, tag,
     size), and whose boards it sees itself. One of two processes may see the other's alone: of another user, out of
     descriptors.
@@ -171,15 +171,15 @@ class Board:
         self._rows[row] = 0
         self._free.append(row)
 
-    def see(self, neighbour: Neighbour) -> None:
+    def see(self, local_peer: LocalPeer) -> None:
         """Say that this process reads a neighbour's board. Where there is no room left, that is not said."""
         free = np.flatnonzero(~self._seen.any(axis=1))
         if len(free):
-            self._seen[free[0]] = np.frombuffer(_name_of(neighbour.key), np.uint8)
+            self._seen[free[0]] = np.frombuffer(_name_of(local_peer.key), np.uint8)
 
-    def unsee(self, neighbour: Neighbour) -> None:
+    def unsee(self, local_peer: LocalPeer) -> None:
         """Say it no longer."""
-        self._seen[(self._seen == np.frombuffer(_name_of(neighbour.key), np.uint8)).all(axis=1)] = 0
+        self._seen[(self._seen == np.frombuffer(_name_of(local_peer.key), np.uint8)).all(axis=1)] = 0
 
     def close(self) -> None:
         """Give the descriptor back. A second call does nothing."""
@@ -188,7 +188,7 @@ class Board:
             self._descriptor = -1
 
 
-class Placed:
+class MappedBlock:
     """A neighbour's block, mapped here.
 
     Attributes:
@@ -205,21 +205,21 @@ class Placed:
         self.mark = ctypes.c_uint64.from_address(trailer + _MARK_AT)
 
 
-class Neighbour:
+class LocalPeer:
     """A process on this host: its board, and its blocks as they are mapped here.
 
     Attributes:
         key: of its board. ring: the part of it that `offers.py` reads.
     """
 
-    def __init__(self, pid: int, key: bytes, board: np.ndarray):
+    def __init__(self, pid: int, key: bytes, mailbox: np.ndarray):
         self._pid, self.key = pid, key
-        self._rows, self._seen, self.ring = _board_parts(board)
-        self._blocks: dict[bytes, Placed] = {}
+        self._rows, self._seen, self.ring = _board_parts(mailbox)
+        self._blocks: dict[bytes, MappedBlock] = {}
         self._answered: set[int] = set()
 
     @classmethod
-    def of(cls, ticket: bytes) -> Neighbour | None:
+    def of(cls, ticket: bytes) -> LocalPeer | None:
         """The process that made a board's ticket, if it is here: same boot, same process ids, and its key is there."""
         if len(ticket) != _TICKET.size:
             return None
@@ -227,10 +227,10 @@ class Neighbour:
         try:
             if place != [*_here()]:
                 return None
-            board = _open(pid, descriptor, _BOARD_BYTES, writable=False)
+            mailbox = _open(pid, descriptor, _BOARD_BYTES, writable=False)
         except (OSError, ValueError):
             return None
-        return cls(pid, key, board) if board[-_KEY_BYTES:].tobytes() == key else None
+        return cls(pid, key, mailbox) if mailbox[-_KEY_BYTES:].tobytes() == key else None
 
     def announced(self, tag: int) -> list[tuple[int, int]]:
         """(serial, size) of the messages that it announces under a tag and that were not answered, oldest first."""
@@ -243,11 +243,11 @@ class Neighbour:
         if len(self._answered) > _BOARD_ROWS:
             self._answered &= {serial, *self._rows[:, 0].tolist()}
 
-    def sees(self, board: Board) -> bool:
+    def sees(self, mailbox: Mailbox) -> bool:
         """Whether the neighbour says that it reads this board."""
-        return board.name in self._seen.tobytes()
+        return mailbox.name in self._seen.tobytes()
 
-    def place(self, ticket: BlockTicket) -> Placed:
+    def place(self, ticket: BlockTicket) -> MappedBlock:
         """Where a block of the neighbour's lies here, all of its bytes.
 
         Raises:
@@ -259,7 +259,7 @@ class Neighbour:
             whole = _open(self._pid, ticket.descriptor, _whole_bytes(ticket.size_bytes), writable=True)
             if whole[-_TRAILER_BYTES:][:_KEY_BYTES].tobytes() != ticket.key:
                 raise ValueError("another block is there")
-            placed = self._blocks[ticket.key] = Placed(whole)
+            placed = self._blocks[ticket.key] = MappedBlock(whole)
         if placed.size_bytes != _whole_bytes(ticket.size_bytes):
             raise ValueError("the block is of another size")
         if placed.freed.value:
@@ -298,10 +298,10 @@ def _whole_bytes(size_bytes: int) -> int:
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + _TRAILER_BYTES
 
 
-def _board_parts(board: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _board_parts(mailbox: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What it announces, whose boards its owner sees, and the ring of its offers."""
     seen_at, ring_at = _BOARD_ROWS * _ROW_BYTES, _BOARD_ROWS * _ROW_BYTES + _BOARD_SEEN * _SEEN_BYTES
-    rows, seen, ring = np.split(board[:-_KEY_BYTES], [seen_at, ring_at])
+    rows, seen, ring = np.split(mailbox[:-_KEY_BYTES], [seen_at, ring_at])
     return rows.view(np.uint64).reshape(_BOARD_ROWS, 3), seen.reshape(_BOARD_SEEN, _SEEN_BYTES), ring
 
 

@@ -11,7 +11,7 @@ from eager import Once
 from interpret import run_plan
 from planning import plan_step
 
-from jaxpp_async.compiler.pipeline import Plan
+from jaxpp_async.compiler.pipeline import CompilePlan
 from jaxpp_async.testing import assert_close
 
 
@@ -30,7 +30,9 @@ def run_source(source: str, check: Callable | None = None) -> None:
     exec(compile(source, name, "exec"), names)
 
 
-def check(step: Callable, *args: Any, actors: int, donate: tuple[int, ...], rtol: float, atol: float) -> Plan:
+def check(
+    step: Callable, *args: Any, actors: int, donate: tuple[int, ...], rtol: float, atol: float
+) -> CompilePlan:
     """Plan a step, run the plan, and compare.
 
     Raises:
@@ -43,7 +45,7 @@ def check(step: Callable, *args: Any, actors: int, donate: tuple[int, ...], rtol
     return done
 
 
-def check_homes(done: Plan) -> None:
+def check_homes(done: CompilePlan) -> None:
     """A state stays where it is from step to step.
 
     Raises:

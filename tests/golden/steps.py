@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for runs outside pytest
 from planning import f32, plan_step
 
 import jaxpp_async as jpp
-from jaxpp_async.compiler.pipeline import Plan
+from jaxpp_async.compiler.pipeline import CompilePlan
 
 SCHEDULES = {
     "gpipe": jpp.GPipe(2),
@@ -53,7 +53,7 @@ def _gradients(loss, weights, batch, schedule):
     return jpp.accumulate_grads(of_one, schedule)(batch)
 
 
-def mlp(schedule) -> Plan:
+def mlp(schedule) -> CompilePlan:
     """A weight a stage, SGD, the state donated."""
 
     def step(weights, batch):
@@ -68,7 +68,7 @@ def mlp(schedule) -> Plan:
     return plan_step(step, [f32(4, 4)] * schedule.num_stages, batch, donate=(0,))
 
 
-def tied(schedule) -> Plan:
+def tied(schedule) -> CompilePlan:
     """The last stage uses the first one's weight again; momentum, a step count and the norm of all gradients."""
 
     def step(state, batch):
@@ -87,7 +87,7 @@ def tied(schedule) -> Plan:
     return plan_step(step, state, f32(NUM_MICROBATCHES, 2, 4), donate=(0,))
 
 
-def sharded(schedule) -> Plan:
+def sharded(schedule) -> CompilePlan:
     """Data and tensor parallel inside each actor, by a constraint and a logical name; aux values; nothing donated."""
 
     def step(weights, batch):
@@ -113,7 +113,7 @@ def sharded(schedule) -> Plan:
     )
 
 
-STEPS: dict[str, Callable[..., Plan]] = {"mlp": mlp, "tied": tied, "sharded": sharded}
+STEPS: dict[str, Callable[..., CompilePlan]] = {"mlp": mlp, "tied": tied, "sharded": sharded}
 
 
 def text_of(step: str, schedule: str) -> str:

@@ -121,7 +121,7 @@ def test_plain_values_have_a_depth(header):
 def test_long_arrays_are_no_bombs(count):
     frees = tuple(range(count))
     assert codec.decode(codec.encode(m.Store(1, (), frees)), TO_ACTOR) == m.Store(1, (), frees)
-    kept = m.Kept(1, (m.KeptArray(2, Aval((3,), "float32"), (12,)),) * count)
+    kept = m.ReplicaTaken(1, (m.ReplicaArray(2, Aval((3,), "float32"), (12,)),) * count)
     assert codec.decode(codec.encode(kept), TO_CONTROLLER) == kept
 
 

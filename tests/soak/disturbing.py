@@ -248,7 +248,7 @@ class Disturber:
     @property
     def _control_address(self) -> tuple[str, int]:
         """Where the mesh listens for its actors."""
-        address = self._mesh._running()._crew._address
+        address = self._mesh._running()._actor_group._address
         assert address is not None  # inline actors cannot be disturbed
         return address
 

@@ -13,7 +13,7 @@ from interpret import run_plan
 from planning import plan_step
 
 import jaxpp_async as jpp
-from jaxpp_async.compiler.pipeline import Plan
+from jaxpp_async.compiler.pipeline import CompilePlan
 from jaxpp_async.testing import assert_close
 from torture import (  # noqa: F401  # importing them registers their cases
     checkpoints,
@@ -73,7 +73,7 @@ MAY_CROSS = {
 }
 
 
-def weights_that_cross(done: Plan) -> set[tuple[str, str]]:
+def weights_that_cross(done: CompilePlan) -> set[tuple[str, str]]:
     """The tasks between which a value of a weight's shape crosses, from one actor to another."""
     graph = done.placed.graph
     tasks = [n for n in graph.nodes if n.task is not None]

@@ -114,7 +114,7 @@ class Trio:
         addresses = {peer: transport.address for peer, transport in self._transports.items()}
         for who, whom in PAIRS:
             # As transports' own tests do it: whose memory cannot be opened is taken for a peer on another host.
-            blind = mock.patch.object(shared_memory.Neighbour, "of", lambda ticket: None)
+            blind = mock.patch.object(shared_memory.LocalPeer, "of", lambda ticket: None)
             with blind if (who, whom) in unseen else nullcontext():
                 await self._transports[who].connect(whom, addresses[whom])
 

@@ -36,7 +36,7 @@ class NcclFailure(JaxppAsyncError):
     """NCCL or CUDA refused a call, or lost a peer; says which and why."""
 
 
-class Mark(Protocol):
+class CompletionEvent(Protocol):
     """A place in a stream."""
 
     def wait(self) -> None:
@@ -75,7 +75,7 @@ class Channel(Protocol):
         """
         ...
 
-    def mark(self) -> Mark:
+    def mark(self) -> CompletionEvent:
         """Mark where the stream ends now."""
         ...
 
@@ -236,7 +236,7 @@ class _Channel:
         with _failures():
             return self._communicator.get_last_error() or "NCCL_DEBUG=INFO says more"
 
-    def mark(self) -> Mark:
+    def mark(self) -> CompletionEvent:
         with _failures(), self._device:
             # block: it sleeps, and keeps no core busy
             event = self._cupy.cuda.Event(block=True, disable_timing=True)
@@ -249,7 +249,7 @@ class _Channel:
 
 
 class _Event:
-    """`Mark` on a CUDA event."""
+    """`CompletionEvent` on a CUDA event."""
 
     __slots__ = ("_event",)
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from jaxpp_async.errors import TransferError
 from jaxpp_async.transport.base import Memory, OnEnd, Peer
-from jaxpp_async.transport.nccl.library import Channel, Mark, NcclFailure, NcclLibrary
-from jaxpp_async.transport.nccl.order import Line, Link, Queue
+from jaxpp_async.transport.nccl.library import Channel, CompletionEvent, NcclFailure, NcclLibrary
+from jaxpp_async.transport.nccl.order import LinkOrder, NcclLink, TurnQueue
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -36,7 +36,7 @@ _LOOKS, _BUSY_S = 20, 100e-6
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class NcclTransfer:
     """A posted transfer. Holds the memory: NCCL keeps no reference.
 
     Args:
@@ -60,14 +60,14 @@ class LinkEnd:
         failure: why nothing can be posted any more; None while something can.
     """
 
-    def __init__(self, link: Link, here: Peer):
+    def __init__(self, link: NcclLink, here: Peer):
         self.link, self.sends = link, link.sender == here
         self.failure: str | None = None
         self._loop, self._here = asyncio.get_running_loop(), here
-        self._queue: Queue[Transfer] = Queue()
-        self._going: deque[Transfer] = deque()  # it is or was their turn; oldest first
-        self._posts: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self._marks: queue.SimpleQueue[tuple[Mark, Transfer] | None] = queue.SimpleQueue()
+        self._queue: TurnQueue[NcclTransfer] = TurnQueue()
+        self._going: deque[NcclTransfer] = deque()  # it is or was their turn; oldest first
+        self._posts: queue.SimpleQueue[NcclTransfer | None] = queue.SimpleQueue()
+        self._marks: queue.SimpleQueue[tuple[CompletionEvent, NcclTransfer] | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._opened: asyncio.Future[Memory] = self._loop.create_future()
         self._gone: asyncio.Future[None] | None = None
@@ -101,7 +101,7 @@ class LinkEnd:
         )
         self._start(f"wait for the {self.link}", self._wait_for_marks)
         word = await self._opened
-        heard: asyncio.Future[None] = self._loop.create_future()
+        record_heartbeat: asyncio.Future[None] = self._loop.create_future()
 
         def check() -> None:
             if (got := library.read_word(word)) != greeting:
@@ -110,31 +110,31 @@ class LinkEnd:
                 )
 
         def done(error: Exception | None) -> None:
-            _settle(heard, None, error and NcclFailure(self.failure or str(error)))
+            _settle(record_heartbeat, None, error and NcclFailure(self.failure or str(error)))
 
-        self._go(Transfer(word, 0, done, check))
-        await heard
+        self._go(NcclTransfer(word, 0, done, check))
+        await record_heartbeat
 
     # ------------------------------------------------------------ transferring
 
-    def begin(self, line: Line) -> None:
+    def begin(self, line: LinkOrder) -> None:
         """A step begins, with these transfers in this order.
 
         Raises:
-            ProtocolError: as `Queue.begin`.
+            ProtocolError: as `TurnQueue.begin`.
         """
         self._queue.begin(line)
 
-    def post(self, sequence: int, transfer: Transfer) -> None:
+    def post(self, sequence: int, transfer: NcclTransfer) -> None:
         """Take a transfer, to go when it is its turn.
 
         Raises:
-            ProtocolError: as `Queue.offer`.
+            ProtocolError: as `TurnQueue.offer`.
         """
         for one in self._queue.offer(sequence, transfer):
             self._go(one)
 
-    def _go(self, transfer: Transfer) -> None:
+    def _go(self, transfer: NcclTransfer) -> None:
         self._going.append(transfer)
         self._posts.put(transfer)
 
@@ -143,7 +143,7 @@ class LinkEnd:
         if self.failure is None:  # else `_end` tells of it, when nothing can be written any more
             self._tell(self._going.popleft(), None)
 
-    def _tell(self, transfer: Transfer, error: Exception | None) -> None:
+    def _tell(self, transfer: NcclTransfer, error: Exception | None) -> None:
         try:
             transfer.done(error)
         except Exception as failure:
@@ -215,7 +215,7 @@ class LinkEnd:
                 channel.abort()
         self._marks.put(None)
 
-    def _next(self, channel: Channel) -> Transfer | None:
+    def _next(self, channel: Channel) -> NcclTransfer | None:
         while not self._stop.is_set():
             try:
                 return self._posts.get(timeout=_CHECK_S)

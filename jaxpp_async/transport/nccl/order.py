@@ -55,7 +55,7 @@ def ranks_may_share(version: str, environ: Mapping[str, str]) -> bool:
     return numbers >= _MULTI_RANK_FROM and environ.get(MULTI_RANK, "").strip() not in ("", "0")
 
 
-class Link(NamedTuple):
+class NcclLink(NamedTuple):
     """One direction between a device of one process and a device of another: a communicator of its own.
 
     Args:
@@ -96,14 +96,14 @@ class Link(NamedTuple):
         return f"communicator from {name(self.sender)} to {name(self.receiver)}, {devices}"
 
 
-class Turn(NamedTuple):
+class OrderedMessage(NamedTuple):
     """One message of a program: the sequence part of its tag, and the link that it takes."""
 
     sequence: int
-    link: Link
+    link: NcclLink
 
 
-class Way(NamedTuple):
+class TransferDirection(NamedTuple):
     """What a process has to do with a peer: sends to it, or receives from it."""
 
     peer: ProcessId
@@ -111,19 +111,19 @@ class Way(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LinkOrder:
     """Who goes when on one link: sequences in order, and each one's place."""
 
     sequences: tuple[int, ...]
     places: Mapping[int, int]
 
 
-NO_LINE = Line((), {})
+NO_LINE = LinkOrder((), {})
 """Of a step that sends nothing there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class StepOrder:
     """One process's transfers in one step of a program.
 
     Args:
@@ -131,11 +131,11 @@ class Order:
         links: for each way, the link of each sequence.
     """
 
-    lines: Mapping[Link, Line]
-    links: Mapping[Way, Mapping[int, Link]]
+    lines: Mapping[NcclLink, LinkOrder]
+    links: Mapping[TransferDirection, Mapping[int, NcclLink]]
 
 
-def order_of(here: ProcessId, turns: Iterable[Turn]) -> Order:
+def order_of(here: ProcessId, turns: Iterable[OrderedMessage]) -> StepOrder:
     """The order in which a program transfers.
 
     Args:
@@ -144,22 +144,23 @@ def order_of(here: ProcessId, turns: Iterable[Turn]) -> Order:
     Raises:
         ValueError: a sequence stands twice on one way.
     """
-    sequences: dict[Link, list[int]] = {}
-    links: dict[Way, dict[int, Link]] = {}
+    sequences: dict[NcclLink, list[int]] = {}
+    links: dict[TransferDirection, dict[int, NcclLink]] = {}
     for sequence, link in turns:
-        of_way = links.setdefault(Way(link.peer_of(here), link.sender == here), {})
+        of_way = links.setdefault(TransferDirection(link.peer_of(here), link.sender == here), {})
         if sequence in of_way:
             raise ValueError(
                 f"sequence {sequence} stands twice between two peers; both take it for one message"
             )
         of_way[sequence] = link
         sequences.setdefault(link, []).append(sequence)
-    return Order(
-        {key: Line(tuple(line), {s: i for i, s in enumerate(line)}) for key, line in sequences.items()}, links
+    return StepOrder(
+        {key: LinkOrder(tuple(line), {s: i for i, s in enumerate(line)}) for key, line in sequences.items()},
+        links,
     )
 
 
-class Queue(Generic[T]):
+class TurnQueue(Generic[T]):
     """Whose turn it is on one end of one link: nobody's, before a step has begun."""
 
     __slots__ = ("_held", "_line", "_next")
@@ -169,7 +170,7 @@ class Queue(Generic[T]):
         self._next = 0
         self._held: dict[int, T] = {}
 
-    def begin(self, line: Line) -> None:
+    def begin(self, line: LinkOrder) -> None:
         """A step begins, in which these go in this order.
 
         Raises:
@@ -215,14 +216,14 @@ class Queue(Generic[T]):
         return held
 
 
-def rounds(links: Iterable[Link]) -> list[list[Link]]:
+def rounds(links: Iterable[NcclLink]) -> list[list[NcclLink]]:
     """The order in which links are made: each process makes its own one by one, round after round.
 
     It is one order for all, so that nobody waits in a circle. And nobody waits long: in a round each process has one
     link at most, and as few rounds follow each other as is easy to find. (In ascending order the last of a pipeline
     would wait until all before it have made theirs.)
     """
-    found: list[list[Link]] = []
+    found: list[list[NcclLink]] = []
     taken: dict[ProcessId, set[int]] = {}
     for link in sorted(set(links)):
         ends = [taken.setdefault(end, set()) for end in (link.sender, link.receiver)]
@@ -234,9 +235,9 @@ def rounds(links: Iterable[Link]) -> list[list[Link]]:
     return found
 
 
-def batches(links: Iterable[Link]) -> dict[ProcessId, list[Link]]:
+def batches(links: Iterable[NcclLink]) -> dict[ProcessId, list[NcclLink]]:
     """Links by who makes their ids, each in ascending order."""
-    made: dict[ProcessId, list[Link]] = {}
+    made: dict[ProcessId, list[NcclLink]] = {}
     for link in sorted(set(links)):
         made.setdefault(link.maker, []).append(link)
     return made

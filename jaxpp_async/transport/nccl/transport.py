@@ -31,8 +31,8 @@ from jaxpp_async.transport.base import (
     unseal,
 )
 from jaxpp_async.transport.nccl.library import NcclFailure, NcclLibrary
-from jaxpp_async.transport.nccl.link_end import LinkEnd, Transfer
-from jaxpp_async.transport.nccl.order import NO_LINE, Link, Order, Way
+from jaxpp_async.transport.nccl.link_end import LinkEnd, NcclTransfer
+from jaxpp_async.transport.nccl.order import NO_LINE, NcclLink, StepOrder, TransferDirection
 
 MEDIUM = "nccl"
 """In its addresses."""
@@ -62,9 +62,9 @@ class NcclTransport:
         self._library = library
         self._loop = asyncio.get_running_loop()
         self._peers: set[Peer] = set()
-        self._ends: dict[Link, LinkEnd] = {}
-        self._joined: dict[Link, LinkEnd] = {}
-        self._order = Order({}, {})
+        self._ends: dict[NcclLink, LinkEnd] = {}
+        self._joined: dict[NcclLink, LinkEnd] = {}
+        self._order = StepOrder({}, {})
         self._closing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -116,7 +116,7 @@ class NcclTransport:
         except NcclFailure as error:
             raise TransferError(f"peer {self.peer_id}: NCCL makes no id: {error}") from error
 
-    async def join(self, link: Link, unique_id: bytes, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
+    async def join(self, link: NcclLink, unique_id: bytes, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
         """Make our end of a link; the other end does the same meanwhile. Ends when a first message has passed.
 
         Args:
@@ -166,7 +166,7 @@ class NcclTransport:
 
     # ------------------------------------------------------------ transferring
 
-    def begin(self, order: Order) -> None:
+    def begin(self, order: StepOrder) -> None:
         """A step begins: on each link, transfers go in this order from here on, whenever they are posted.
 
         Posting what no order has raises ProtocolError: NCCL would match it with something else.
@@ -193,15 +193,15 @@ class NcclTransport:
         return post_future(self._loop, self.post_recv, memory_of(buffer, writable=True), peer, tag)
 
     def post_send(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
-        return self._post(Way(peer, True), memory, tag, done)
+        return self._post(TransferDirection(peer, True), memory, tag, done)
 
     def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
-        return self._post(Way(peer, False), memory, tag, done)
+        return self._post(TransferDirection(peer, False), memory, tag, done)
 
     def hurry(self, on: bool) -> None:
         """Does nothing: the thread that waits for the device sleeps in any case."""
 
-    def _post(self, way: Way, memory: Memory, tag: int, done: OnEnd) -> bool:
+    def _post(self, way: TransferDirection, memory: Memory, tag: int, done: OnEnd) -> bool:
         check_tag(tag)
         sequence = tag & _SEQUENCE_MASK
         links = self._order.links.get(way)
@@ -213,11 +213,11 @@ class NcclTransport:
         end = self._joined.get(link) if link else None
         if end is None or end.failure is not None:
             raise self._refusal(way.peer, end)
-        end.post(sequence, Transfer(memory, tag, done))
+        end.post(sequence, NcclTransfer(memory, tag, done))
         return False
 
-    def _way_of(self, link: Link) -> Way:
-        return Way(link.peer_of(self.peer_id), link.sender == self.peer_id)
+    def _way_of(self, link: NcclLink) -> TransferDirection:
+        return TransferDirection(link.peer_of(self.peer_id), link.sender == self.peer_id)
 
     # ------------------------------------------------------------ ending
 
@@ -250,7 +250,7 @@ class NcclTransport:
         return TransferError(f"peer {self.peer_id}, link to peer {peer}: {why}")
 
 
-def _greeting(link: Link, epoch: int) -> int:
+def _greeting(link: NcclLink, epoch: int) -> int:
     """What the first message on a link says; another on every link of every epoch."""
     devices = (link.from_device & 0xFF) << 8 | link.to_device & 0xFF
     return (epoch & 0xFFFF) << 48 | (link.sender & 0xFFFF) << 32 | (link.receiver & 0xFFFF) << 16 | devices

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxpp_async.errors import ProtocolError, TransferError
 from jaxpp_async.transport.base import SENDER_BITS, SENDER_SHIFT, Memory, OnEnd, Peer
-from jaxpp_async.transport.shared_memory import Neighbour
+from jaxpp_async.transport.shared_memory import LocalPeer
 from jaxpp_async.transport.ucx.offers import LinkOffers
 from jaxpp_async.transport.ucx.tag_api import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED
 
@@ -17,7 +17,7 @@ SENDING = -1
 """In the place of the size that is expected."""
 
 
-class Link:
+class UcxLink:
     """One connected peer: its endpoint, why it ended if it did, and its process if that is on this host."""
 
     __slots__ = (
@@ -25,17 +25,17 @@ class Link:
         "epoch",
         "failure",
         "handle",
-        "neighbour",
+        "local_peer",
         "offers",
         "peer",
         "sender_bits",
         "was_heard",
     )
 
-    def __init__(self, peer: Peer, endpoint: Any, neighbour: Neighbour | None, own_bits: int):
+    def __init__(self, peer: Peer, endpoint: Any, local_peer: LocalPeer | None, own_bits: int):
         self.peer, self.endpoint = peer, endpoint
-        self.neighbour: Neighbour | None = neighbour  # None, as `offers`, also once the link is closed
-        self.offers = LinkOffers(neighbour.ring, own_bits) if neighbour is not None else None
+        self.local_peer: LocalPeer | None = local_peer  # None, as `offers`, also once the link is closed
+        self.offers = LinkOffers(local_peer.ring, own_bits) if local_peer is not None else None
         self.handle: int = endpoint.handle
         self.sender_bits = sender_bits_of(peer)
         self.epoch: int | None = None  # of its transfers
@@ -51,7 +51,7 @@ class Link:
         return "closed"
 
 
-class Transfer:
+class UcxTransfer:
     """An operation that UCX has not finished. Holds the memory: UCX itself keeps no reference.
 
     Its end is told to `done`, or, for what only the transport itself says, to `then`: status and length.
@@ -66,7 +66,7 @@ class Transfer:
 
     def __init__(
         self,
-        link: Link,
+        link: UcxLink,
         memory: Memory,
         size_bytes: int,
         tag: int,

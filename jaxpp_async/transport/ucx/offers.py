@@ -73,7 +73,7 @@ class OfferRing:
         return serial
 
 
-class Numbers:
+class MessageNumbers:
     """Which message of its tag each is, from 0, in one direction. Both sides count alike: see above."""
 
     __slots__ = ("_next",)
@@ -116,7 +116,7 @@ class LinkOffers:
         self._cursor = 0
         self._held: dict[tuple[int, int], Offer] = {}
         self._asked: dict[int, int] = {}  # the latest number by tag: offers for those before it are past
-        self.sent, self.received = Numbers(), Numbers()
+        self.sent, self.received = MessageNumbers(), MessageNumbers()
         self.in_vain = 0
 
     def take(self, tag: int, number: int) -> Offer | None:

@@ -59,13 +59,13 @@ from time import monotonic
 from typing import NamedTuple, Protocol
 
 from jaxpp_async.transport.base import EPOCH_SHIFT, SEQUENCE_BITS, Memory
-from jaxpp_async.transport.shared_memory import BlockTicket, Board, Neighbour, Placed, SharedBlock
-from jaxpp_async.transport.ucx.links import Link, Transfer
+from jaxpp_async.transport.shared_memory import BlockTicket, LocalPeer, Mailbox, MappedBlock, SharedBlock
+from jaxpp_async.transport.ucx.links import UcxLink, UcxTransfer
 from jaxpp_async.transport.ucx.offers import Offer, OfferRing
 from jaxpp_async.transport.ucx.tag_api import STATUS_CANCELED, STATUS_OK, STATUS_TRUNCATED
 
 
-class Direct:
+class OneCopyMessages:
     """One transport's direct messages.
 
     Args:
@@ -77,18 +77,18 @@ class Direct:
 
     def __init__(self, carrier: Carrier, loop: asyncio.AbstractEventLoop, own_bits: int):
         try:
-            self._board: Board | None = Board()
+            self._mailbox: Mailbox | None = Mailbox()
         except (OSError, AttributeError):  # not Linux, or nothing to be had: every message goes through UCX
-            self._board = None
-        self.sender = Sender(carrier, loop, self._board)
+            self._mailbox = None
+        self.sender = Sender(carrier, loop, self._mailbox)
         self.receiver = Receiver(
-            carrier, OfferRing(self._board.ring) if self._board is not None else None, own_bits
+            carrier, OfferRing(self._mailbox.ring) if self._mailbox is not None else None, own_bits
         )
 
     @property
     def ticket(self) -> bytes:
         """For peers, to find out whether they are on this host; empty if that does not help them."""
-        return self._board.ticket if self._board is not None else b""
+        return self._mailbox.ticket if self._mailbox is not None else b""
 
     @property
     def busy(self) -> bool:
@@ -96,25 +96,25 @@ class Direct:
         than looking for messages may, and looking takes memory bandwidth from whoever copies."""
         return self.sender.busy or self.receiver.num_written > 0
 
-    def meet(self, ticket: bytes) -> Neighbour | None:
+    def meet(self, ticket: bytes) -> LocalPeer | None:
         """The process of a peer's ticket, if it is on this host. It is told that it may announce messages."""
-        neighbour = Neighbour.of(ticket) if self._board is not None else None
-        if self._board is not None and neighbour is not None:
-            self._board.see(neighbour)
-        return neighbour
+        local_peer = LocalPeer.of(ticket) if self._mailbox is not None else None
+        if self._mailbox is not None and local_peer is not None:
+            self._mailbox.see(local_peer)
+        return local_peer
 
-    def drop(self, link: Link) -> None:
+    def drop(self, link: UcxLink) -> None:
         """Copy nothing more for a link: its buffers are their owners' again when this returns, and no block of the
         peer's is kept."""
         self.sender.drop(link)
-        if self._board is not None and link.neighbour is not None:
-            self._board.unsee(link.neighbour)
-            link.neighbour.forget()
+        if self._mailbox is not None and link.local_peer is not None:
+            self._mailbox.unsee(link.local_peer)
+            link.local_peer.forget()
 
     def close(self) -> None:
         """Give back what peers could read. Every link has been dropped."""
-        if self._board is not None:
-            self._board.close()
+        if self._mailbox is not None:
+            self._mailbox.close()
 
 
 # ---------------------------------------------------------------- direct words
@@ -148,27 +148,27 @@ _SEQUENCES = 1 << SEQUENCE_BITS
 class Carrier(Protocol):
     """The transport that says what is said, and tells how transfers end."""
 
-    def post_own_send(self, link: Link, memory: Memory, tag: int, transfer: Transfer | None) -> bool:
+    def post_own_send(self, link: UcxLink, memory: Memory, tag: int, transfer: UcxTransfer | None) -> bool:
         """Send; tells `transfer` when it has ended, or nobody. False: it was refused, which is told too."""
         ...
 
     def post_own_recv(
-        self, link: Link, memory: Memory, tag: int, then: Callable[[int, int], None] | Transfer
+        self, link: UcxLink, memory: Memory, tag: int, then: Callable[[int, int], None] | UcxTransfer
     ) -> None:
         """Receive; calls `then` with status and length, or tells the transfer."""
         ...
 
-    def finish(self, transfer: Transfer, status: int, length: int) -> None:
+    def finish(self, transfer: UcxTransfer, status: int, length: int) -> None:
         """Tell how a transfer has ended; nothing if that was told before."""
         ...
 
 
-def may_be_written(transfer: Transfer) -> bool:
+def may_be_written(transfer: UcxTransfer) -> bool:
     """Whether a message may be direct at all."""
     return transfer.memory.size_bytes >= DIRECT_BYTES and not transfer.memory.on_device
 
 
-def may_be_offered(transfer: Transfer) -> bool:
+def may_be_offered(transfer: UcxTransfer) -> bool:
     """Whether a receive of this size may be offered."""
     return transfer.number is not None and DIRECT_BYTES <= transfer.memory.size_bytes <= PIECE_BYTES
 
@@ -203,7 +203,7 @@ class Receiver:
     def __init__(self, carrier: Carrier, ring: OfferRing | None, own_bits: int):
         self._carrier, self._ring, self._own_bits = carrier, ring, own_bits
         self.num_written = 0
-        self.exposed: list[Transfer] = []
+        self.exposed: list[UcxTransfer] = []
 
     @staticmethod
     def prepare(memory: Memory) -> None:
@@ -212,7 +212,7 @@ class Receiver:
         if isinstance(memory.owner, SharedBlock):
             memory.owner.share_again()
 
-    def invite(self, transfer: Transfer) -> None:
+    def invite(self, transfer: UcxTransfer) -> None:
         """Offer a receive that was posted, if it has a number and a block."""
         number, block = transfer.number, transfer.memory.owner
         if self._ring is None or not isinstance(block, SharedBlock) or block.ticket is None:
@@ -222,7 +222,7 @@ class Receiver:
         block.mark.value = 0
         transfer.offer = self._ring.put(transfer.tag | transfer.link.sender_bits, number, block.ticket)
 
-    def heard(self, transfer: Transfer, status: int, length: int) -> tuple[int, int] | None:
+    def record_heartbeat(self, transfer: UcxTransfer, status: int, length: int) -> tuple[int, int] | None:
         """What a receive has got that is not what it expected, or looks like a header.
 
         Returns:
@@ -242,21 +242,21 @@ class Receiver:
             self._retire(transfer)
         return status, length
 
-    def _header(self, transfer: Transfer, status: int) -> tuple[int, int] | None:
+    def _header(self, transfer: UcxTransfer, status: int) -> tuple[int, int] | None:
         """Serial number and size of the message that it announces, if what a receive got is a header.
 
         Args:
             transfer: the receive, which got as much as a header has. status: truncated, it does not lie in its memory.
         """
-        neighbour, memory = transfer.link.neighbour, transfer.memory
-        if neighbour is None or status not in (STATUS_OK, STATUS_TRUNCATED):
+        local_peer, memory = transfer.link.local_peer, transfer.memory
+        if local_peer is None or status not in (STATUS_OK, STATUS_TRUNCATED):
             return None
         if status == STATUS_OK and not memory.on_device:
             key, serial, size_bytes = HEADER.unpack(ctypes.string_at(memory.address, HEADER_BYTES))
-            return (serial, size_bytes) if key == neighbour.key else None
-        return next(iter(neighbour.announced(transfer.tag | self._own_bits)), None)
+            return (serial, size_bytes) if key == local_peer.key else None
+        return next(iter(local_peer.announced(transfer.tag | self._own_bits)), None)
 
-    def _accept(self, transfer: Transfer, serial: int) -> None:
+    def _accept(self, transfer: UcxTransfer, serial: int) -> None:
         """Say where to write the message that a header announced; it has the right size."""
         memory, data_tag = transfer.memory, own_tag(transfer.tag, DATA_CHANNEL, serial)
         block = memory.owner
@@ -272,17 +272,17 @@ class Receiver:
         )
         self._answer(transfer, serial, ANSWER.pack(WRITE, *ticket))
 
-    def _refuse(self, transfer: Transfer, serial: int) -> None:
+    def _refuse(self, transfer: UcxTransfer, serial: int) -> None:
         """Let the sender of a message of another size go."""
         self._answer(transfer, serial, ANSWER.pack(REFUSED, 0, bytes(16), 0))
 
-    def _answer(self, transfer: Transfer, serial: int, answer: bytes) -> None:
-        assert transfer.link.neighbour is not None
-        transfer.link.neighbour.note_answered(serial)
+    def _answer(self, transfer: UcxTransfer, serial: int, answer: bytes) -> None:
+        assert transfer.link.local_peer is not None
+        transfer.link.local_peer.note_answered(serial)
         tag = own_tag(transfer.tag, ANSWER_CHANNEL, serial)
         self._carrier.post_own_send(transfer.link, memory_with(len(answer), answer), tag, None)
 
-    def _hear_end(self, transfer: Transfer, data_tag: int, end: Memory, status: int, length: int) -> None:
+    def _hear_end(self, transfer: UcxTransfer, data_tag: int, end: Memory, status: int, length: int) -> None:
         memory = transfer.memory
         self.num_written -= 1
         (verdict,) = END.unpack(end.owner)
@@ -296,7 +296,7 @@ class Receiver:
         else:
             self._carrier.post_own_recv(transfer.link, memory, data_tag, transfer)
 
-    def _retire(self, transfer: Transfer) -> None:
+    def _retire(self, transfer: UcxTransfer) -> None:
         """Let a peer's late writes go to memory that nobody reads."""
         try:
             transfer.memory.owner.retire()
@@ -324,8 +324,8 @@ class _Wait(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    transfer: Transfer
-    target: Placed  # held: it stays mapped, also when its owner has let go of it meanwhile
+    transfer: UcxTransfer
+    target: MappedBlock  # held: it stays mapped, also when its owner has let go of it meanwhile
     data_tag: int
 
 
@@ -336,17 +336,17 @@ class Sender:
         carrier: the transport. loop: on which copies are made. board: where messages are announced, if there is one.
     """
 
-    def __init__(self, carrier: Carrier, loop: asyncio.AbstractEventLoop, board: Board | None):
-        self._carrier, self._loop, self._board = carrier, loop, board
+    def __init__(self, carrier: Carrier, loop: asyncio.AbstractEventLoop, mailbox: Mailbox | None):
+        self._carrier, self._loop, self._mailbox = carrier, loop, mailbox
         self._serials = itertools.count(1)
         self._copies: deque[_Copy] = deque()
         self._written_bytes = 0  # of the first of them
         self._scheduled = False
-        self._ended: deque[Transfer] = deque()
-        self._waiting: dict[Transfer, _Wait] = {}
+        self._ended: deque[UcxTransfer] = deque()
+        self._waiting: dict[UcxTransfer, _Wait] = {}
         self._filled_bytes = 0  # in this pass of the loop
         self._looking = False
-        self._mapped: set[Neighbour] = set()  # whose blocks are mapped here
+        self._mapped: set[LocalPeer] = set()  # whose blocks are mapped here
 
     @property
     def busy(self) -> bool:
@@ -358,7 +358,7 @@ class Sender:
         """Whether messages wait: what is sent under their tags, however small, has to go behind them."""
         return bool(self._waiting)
 
-    def send(self, transfer: Transfer, hurried: bool) -> bool:
+    def send(self, transfer: UcxTransfer, hurried: bool) -> bool:
         """Send a large message this way, or any that waiting ones of its tag are ahead of.
 
         Args:
@@ -389,18 +389,18 @@ class Sender:
         self._hold_back(transfer)
         return True
 
-    def _hold_back(self, transfer: Transfer, offer: Offer | None = None) -> None:
+    def _hold_back(self, transfer: UcxTransfer, offer: Offer | None = None) -> None:
         self._waiting[transfer] = _Wait(monotonic() + _PATIENCE_S, offer)
         self._look_soon()
 
-    def _offer_for(self, transfer: Transfer) -> Offer | None:
+    def _offer_for(self, transfer: UcxTransfer) -> Offer | None:
         number, offers = transfer.number, transfer.link.offers
         if number is None or offers is None or not may_be_offered(transfer):
             return None
         offer = offers.take(transfer.tag, number)
         return offer if offer is not None and offer.ticket.size_bytes == transfer.memory.size_bytes else None
 
-    def _is_full(self, transfer: Transfer) -> bool:
+    def _is_full(self, transfer: UcxTransfer) -> bool:
         """Whether a message is written in a later pass of the loop, for enough was in this one."""
         return 0 < self._filled_bytes > PIECE_BYTES - transfer.memory.size_bytes
 
@@ -423,7 +423,7 @@ class Sender:
                 os.sched_yield()  # to the receiver, which may be on this core
             self._look_soon()
 
-    def _leaves(self, transfer: Transfer, wait: _Wait, now_s: float) -> bool:
+    def _leaves(self, transfer: UcxTransfer, wait: _Wait, now_s: float) -> bool:
         """Send what waits, if it is time. Returns: whether it was."""
         if transfer.link.failure is not None:
             del self._waiting[transfer]
@@ -445,14 +445,14 @@ class Sender:
             self._carrier.post_own_send(transfer.link, transfer.memory, transfer.tag, transfer)
         return True
 
-    def _fill(self, transfer: Transfer, offer: Offer) -> bool:
+    def _fill(self, transfer: UcxTransfer, offer: Offer) -> bool:
         """Write to where a receive waits. False: it cannot be reached, or the link has failed; nothing was sent."""
         memory, link, (serial, ticket) = transfer.memory, transfer.link, offer
-        assert link.neighbour is not None
+        assert link.local_peer is not None
         assert link.offers is not None
         link.offers.in_vain = 0
         try:
-            placed = link.neighbour.place(ticket)
+            placed = link.local_peer.place(ticket)
         except (OSError, ValueError):
             return False
         ctypes.memmove(placed.address, memory.address, memory.size_bytes)
@@ -472,35 +472,35 @@ class Sender:
             self._carrier.finish(transfer, STATUS_OK, 0)
             self._forget_freed(transfer.link)
 
-    def _forget_freed(self, link: Link) -> None:
-        if link.neighbour is not None:
-            link.neighbour.forget_freed()
+    def _forget_freed(self, link: UcxLink) -> None:
+        if link.local_peer is not None:
+            link.local_peer.forget_freed()
             if not self._mapped:
                 self._loop.call_later(_SWEEP_S, self._sweep)
-            self._mapped.add(link.neighbour)
+            self._mapped.add(link.local_peer)
 
     def _sweep(self) -> None:
-        for neighbour in self._mapped:
-            neighbour.forget_freed()
-        self._mapped = {neighbour for neighbour in self._mapped if neighbour.has_blocks}
+        for local_peer in self._mapped:
+            local_peer.forget_freed()
+        self._mapped = {local_peer for local_peer in self._mapped if local_peer.has_blocks}
         if self._mapped:
             self._loop.call_later(_SWEEP_S, self._sweep)
 
-    def _announce(self, transfer: Transfer) -> bool:
+    def _announce(self, transfer: UcxTransfer) -> bool:
         """Send a header, if the message is large enough. False: not possible now; nothing has been sent."""
         memory, link = transfer.memory, transfer.link
-        if self._board is None or link.neighbour is None or memory.size_bytes < ANSWER_BYTES:
+        if self._mailbox is None or link.local_peer is None or memory.size_bytes < ANSWER_BYTES:
             return False
-        if not link.neighbour.sees(self._board):
+        if not link.local_peer.sees(self._mailbox):
             return False
         serial = next(self._serials)
-        row = self._board.announce(serial, transfer.tag | link.sender_bits, memory.size_bytes)
+        row = self._mailbox.announce(serial, transfer.tag | link.sender_bits, memory.size_bytes)
         if row is None:
             return False
         answer = memory_with(ANSWER.size)
-        header = memory_with(HEADER_BYTES, HEADER.pack(self._board.key, serial, memory.size_bytes))
+        header = memory_with(HEADER_BYTES, HEADER.pack(self._mailbox.key, serial, memory.size_bytes))
         if not self._carrier.post_own_send(link, header, transfer.tag, None):
-            self._board.withdraw(row)
+            self._mailbox.withdraw(row)
             return False
         tag = own_tag(transfer.tag, ANSWER_CHANNEL, serial)
         self._carrier.post_own_recv(
@@ -509,10 +509,10 @@ class Sender:
         return True
 
     def _hear_answer(
-        self, transfer: Transfer, row: int, serial: int, answer: Memory, status: int, length: int
+        self, transfer: UcxTransfer, row: int, serial: int, answer: Memory, status: int, length: int
     ) -> None:
-        assert self._board is not None
-        self._board.withdraw(row)
+        assert self._mailbox is not None
+        self._mailbox.withdraw(row)
         if status != STATUS_OK or transfer.link.failure is not None:
             self._carrier.finish(transfer, status or STATUS_CANCELED, 0)
             return
@@ -528,10 +528,10 @@ class Sender:
         else:
             self._begin(transfer, data_tag, BlockTicket(descriptor, key, size_bytes))
 
-    def _begin(self, transfer: Transfer, data_tag: int, ticket: BlockTicket) -> None:
-        assert transfer.link.neighbour is not None
+    def _begin(self, transfer: UcxTransfer, data_tag: int, ticket: BlockTicket) -> None:
+        assert transfer.link.local_peer is not None
         try:
-            target = transfer.link.neighbour.place(ticket)
+            target = transfer.link.local_peer.place(ticket)
         except (OSError, ValueError):
             end = memory_with(END.size, END.pack(MESSAGE_FOLLOWS))
             self._carrier.post_own_send(transfer.link, end, data_tag, None)
@@ -569,7 +569,7 @@ class Sender:
         self._carrier.finish(transfer, status, 0)
         self._forget_freed(transfer.link)
 
-    def drop(self, link: Link) -> None:
+    def drop(self, link: UcxLink) -> None:
         """Copy nothing more for a link: its buffers are their owners' again when this returns."""
         first = self._copies[0] if self._copies else None
         dropped = [copy for copy in self._copies if copy.transfer.link is link]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sized
 from time import monotonic
 from typing import Any
 
-from jaxpp_async.transport.adaptive_spin import Lookout
+from jaxpp_async.transport.adaptive_spin import AdaptiveSpin
 
 _STEPS_PER_ROUND, _ROUNDS_PER_CALLBACK = 256, 4
 """Bounds on one callback's progress, so that a flood of messages does not starve the loop's other work."""
@@ -65,7 +65,7 @@ class Progress:
         self._loop = asyncio.get_running_loop()
         self._kicked = self._running = self._stalled = False
         self._idle_since_s: float | None = None
-        self.lookout = Lookout(_LOOK_S)
+        self.adaptive_spin = AdaptiveSpin(_LOOK_S)
         self._descriptor: int = worker.epoll_file_descriptor
         self._loop.add_reader(self._descriptor, self.run)
 
@@ -119,7 +119,7 @@ class Progress:
             if self._deliver():
                 was_idle = False
             elif num_steps < _STEPS_PER_ROUND:
-                if self._looks() and self.lookout.goes_on(monotonic()):
+                if self._looks() and self.adaptive_spin.goes_on(monotonic()):
                     self._poll(worker)
                     # Others' turn: what has come is told to futures, which run in the loop's next pass.
                     return False, False

@@ -40,8 +40,8 @@ from jaxpp_async.transport.base import (
 )
 from jaxpp_async.transport.network import AddressFilter, ListeningSocket, Network, listening_sockets
 from jaxpp_async.transport.ucx.context import Context, describe_limits, open_context, resources, shares_memory
-from jaxpp_async.transport.ucx.links import SENDING, Link, Transfer, sender_bits_of
-from jaxpp_async.transport.ucx.one_copy import DIRECT_BYTES, HEADER_BYTES, Direct
+from jaxpp_async.transport.ucx.links import SENDING, UcxLink, UcxTransfer, sender_bits_of
+from jaxpp_async.transport.ucx.one_copy import DIRECT_BYTES, HEADER_BYTES, OneCopyMessages
 from jaxpp_async.transport.ucx.progress import Progress
 from jaxpp_async.transport.ucx.tag_api import STATUS_CANCELED, STATUS_OK, TagPort, is_error
 
@@ -86,14 +86,14 @@ class UCXTransport:
         self._worker: Any = self._context.worker
         self._port = TagPort(self._worker.handle)
         self._raw_address: bytes = self._worker.address.tobytes()
-        self._links: dict[Peer, Link] = {}
-        self._open: dict[int, Transfer] = {}
+        self._links: dict[Peer, UcxLink] = {}
+        self._open: dict[int, UcxTransfer] = {}
         self._discarding: dict[int, int] = {}  # UCX's requests
         self._identities = itertools.count(1)
-        self._failed: list[Link] = []
+        self._failed: list[UcxLink] = []
         self._past_epochs: dict[Peer, int] = {}
         self._hurried = False
-        self._direct = Direct(self, self._loop, self._sender_bits)
+        self._direct = OneCopyMessages(self, self._loop, self._sender_bits)
         self._closing: asyncio.Task[None] | None = None
         self._closing_late: asyncio.TimerHandle | None = None
         self._progress = Progress(
@@ -154,7 +154,9 @@ class UCXTransport:
             raise TransferError(
                 f"peer {self.peer_id} cannot reach peer {peer}: {error} ({describe_limits()}){alone}"
             ) from error
-        link = Link(peer, endpoint, self._direct.meet(ticket) if shares_memory() else None, self._sender_bits)
+        link = UcxLink(
+            peer, endpoint, self._direct.meet(ticket) if shares_memory() else None, self._sender_bits
+        )
         # Runs inside UCX's progress: only note it, _progress acts on it.
         failed = self._failed
         endpoint.set_close_callback(lambda: failed.append(link))
@@ -183,7 +185,7 @@ class UCXTransport:
         if (
             offers is not None
             and (memory.size_bytes >= DIRECT_BYTES or self._direct.sender.holds_back)
-            and self._direct.sender.send(Transfer(link, memory, SENDING, tag, done, number), self._hurried)
+            and self._direct.sender.send(UcxTransfer(link, memory, SENDING, tag, done, number), self._hurried)
         ):
             return False
         if link.failure is not None:  # UCX has just refused what was to be said of it
@@ -193,7 +195,7 @@ class UCXTransport:
             link.handle, memory.address, memory.size_bytes, tag | self._sender_bits, identity
         )
         if result:
-            self._track(Transfer(link, memory, SENDING, tag, done, number), identity, result)
+            self._track(UcxTransfer(link, memory, SENDING, tag, done, number), identity, result)
         return result == 0  # a message that is on its way leaves UCX nothing to do
 
     def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
@@ -216,7 +218,7 @@ class UCXTransport:
             self._hear(link)
             self._kick()
             return True
-        transfer = Transfer(link, memory, size_bytes, tag, done, number)
+        transfer = UcxTransfer(link, memory, size_bytes, tag, done, number)
         self._track(transfer, identity, result)
         if size_bytes >= DIRECT_BYTES and number is not None:
             self._direct.receiver.invite(transfer)
@@ -225,7 +227,7 @@ class UCXTransport:
     def hurry(self, on: bool) -> None:
         self._hurried = on
         if not on:
-            self._progress.lookout.stop()
+            self._progress.adaptive_spin.stop()
         elif self._open:
             self._kick()
 
@@ -275,7 +277,7 @@ class UCXTransport:
         if not completed:
             return False
         if self._hurried:
-            self._progress.lookout.came(monotonic())
+            self._progress.adaptive_spin.came(monotonic())
         # A transfer's `done` may post, and what then ends at once is appended while this goes on.
         for identity, status, length in completed:
             transfer = self._open.pop(identity, None)
@@ -289,7 +291,7 @@ class UCXTransport:
         completed.clear()
         return True
 
-    def _track(self, transfer: Transfer, identity: int, result: int) -> None:
+    def _track(self, transfer: UcxTransfer, identity: int, result: int) -> None:
         """Note an operation that has not ended, or has ended badly.
 
         Raises:
@@ -304,7 +306,7 @@ class UCXTransport:
         transfer.request = result
         self._open[identity] = transfer
 
-    def finish(self, transfer: Transfer, status: int, length: int) -> None:
+    def finish(self, transfer: UcxTransfer, status: int, length: int) -> None:
         """Tell how a transfer has ended; nothing if that was told before."""
         done = transfer.done
         if done is None:  # something of our own, or told already
@@ -316,10 +318,10 @@ class UCXTransport:
             return
         expected = transfer.size_bytes
         if expected != SENDING and (status != STATUS_OK or length != expected or length == HEADER_BYTES):
-            heard = self._direct.receiver.heard(transfer, status, length)
-            if heard is None:
+            record_heartbeat = self._direct.receiver.record_heartbeat(transfer, status, length)
+            if record_heartbeat is None:
                 return  # it goes on
-            status, length = heard
+            status, length = record_heartbeat
         transfer.done = None
         if expected != SENDING:
             self._hear(transfer.link)
@@ -334,7 +336,7 @@ class UCXTransport:
             # of the caller's code; the other transfers' ends have to be told all the same
             self._loop.call_exception_handler({"message": f"{done} failed", "exception": failure})
 
-    def _hear(self, link: Link) -> None:
+    def _hear(self, link: UcxLink) -> None:
         """Something has come from a peer: the connection that it came by, UCX has accepted. Where both peers called
         each other at once, there is another, which UCX may accept a moment later."""
         if not link.was_heard:
@@ -342,19 +344,19 @@ class UCXTransport:
             keep_accepted_from_children()
             self._loop.call_later(_LOOK_AGAIN_S, keep_accepted_from_children)
 
-    def _miss(self, transfer: Transfer, cause: str) -> None:
+    def _miss(self, transfer: UcxTransfer, cause: str) -> None:
         """Something that the peer waits for will never come, or not be numbered as it counts: so nothing more may."""
         if transfer.link.failure is None:
             self._fail_link(transfer.link, cause)
             self._kick()
 
-    def _refusal(self, peer: Peer, link: Link | None) -> TransferError:
+    def _refusal(self, peer: Peer, link: UcxLink | None) -> TransferError:
         why = "the transport has closed" if self._closing else "not connected; call connect first"
         return TransferError(f"peer {self.peer_id}, link to peer {peer}: {(link and link.failure) or why}")
 
     # ------------------------------------------------------------ for direct messages
 
-    def post_own_send(self, link: Link, memory: Memory, tag: int, transfer: Transfer | None) -> bool:
+    def post_own_send(self, link: UcxLink, memory: Memory, tag: int, transfer: UcxTransfer | None) -> bool:
         """See `direct_words.Carrier`."""
         if link.failure is not None:
             result = STATUS_CANCELED
@@ -365,21 +367,21 @@ class UCXTransport:
             )
             self._kick()
             if result and not is_error(result):
-                own = transfer or Transfer(link, memory, SENDING, tag, None)
+                own = transfer or UcxTransfer(link, memory, SENDING, tag, None)
                 own.request, self._open[identity] = result, own
                 return True
         if transfer is not None or is_error(result):
-            self.finish(transfer or Transfer(link, memory, SENDING, tag, None), result, 0)
+            self.finish(transfer or UcxTransfer(link, memory, SENDING, tag, None), result, 0)
         return not is_error(result)
 
     def post_own_recv(
-        self, link: Link, memory: Memory, tag: int, then: Callable[[int, int], None] | Transfer
+        self, link: UcxLink, memory: Memory, tag: int, then: Callable[[int, int], None] | UcxTransfer
     ) -> None:
         """See `direct_words.Carrier`."""
-        if isinstance(then, Transfer):
+        if isinstance(then, UcxTransfer):
             own = then
         else:
-            own = Transfer(link, memory, memory.size_bytes, tag, None)
+            own = UcxTransfer(link, memory, memory.size_bytes, tag, None)
             own.then = then
         result, identity = STATUS_CANCELED, next(self._identities)
         if link.failure is None:
@@ -393,17 +395,17 @@ class UCXTransport:
 
     # ------------------------------------------------------------ ending
 
-    def _fail_link(self, link: Link, cause: str) -> None:
+    def _fail_link(self, link: UcxLink, cause: str) -> None:
         """UCX reported the peer lost: end what it cannot end itself, the receives it has not matched."""
         link.failure = f"link lost ({cause})"
         self._cancel_receives(link)
 
-    def _close_link(self, link: Link) -> None:
+    def _close_link(self, link: UcxLink) -> None:
         endpoint, link.endpoint = link.endpoint, None
         endpoint.remove_close_callback()
         link.failure = link.failure or "aborted"
         self._direct.drop(link)
-        link.neighbour = link.offers = None
+        link.local_peer = link.offers = None
         self._cancel_receives(link)
         if endpoint.alive:
             endpoint.close_blocking()
@@ -411,7 +413,7 @@ class UCXTransport:
             # It has failed: closed for ucxx, which will do no more, but not for UCX.
             self._port.close_endpoint(link.handle)
 
-    def _cancel_receives(self, link: Link) -> None:
+    def _cancel_receives(self, link: UcxLink) -> None:
         ended = {identity for identity, _, _ in self._port.completed}
         for identity, transfer in self._open.items():
             if transfer.link is link and transfer.size_bytes != SENDING and identity not in ended:
@@ -439,7 +441,7 @@ class UCXTransport:
                 )
             await asyncio.sleep(0.0005)
 
-    def _is_ending(self, transfer: Transfer, peer: Peer | None) -> bool:
+    def _is_ending(self, transfer: UcxTransfer, peer: Peer | None) -> bool:
         link = transfer.link
         if peer is not None and link.peer != peer:
             return False
