@@ -93,7 +93,7 @@ installed = missing=; for pair in $(1); do \
 # Needs no rights but to install sshd where it is missing; the tests start theirs themselves, with throwaway keys.
 test-ssh: setup
 	@$(call installed,sshd:openssh-server ssh:openssh-client)
-	JAXPP_TEST_SSH=1 $(BIN)/python -m pytest tests/test_launch_ssh.py $(ARGS)
+	JAXPP_TEST_SSH=1 $(BIN)/python -m pytest tests/launch/test_ssh.py $(ARGS)
 
 # Hosts are network namespaces. What uses them runs in a namespace of its own, so this machine's network is never
 # touched, with a /sys that shows it (UCX looks for devices there): $(call in_net_room,command ...)
@@ -106,7 +106,7 @@ in_net_room = export $(SBIN); if $(NET_ROOM) true 2>/dev/null; \
 
 test-net: setup
 	@$(net_installed)
-	@$(call in_net_room,$(BIN)/python -m pytest -rs tests/test_net.py $(ARGS))
+	@$(call in_net_room,$(BIN)/python -m pytest -rs tests/integration/test_network_faults.py $(ARGS))
 
 soak: setup
 ifeq ($(filter --local,$(ARGS)),)
@@ -181,11 +181,11 @@ test-contracts: setup
 	    "$$($(CONTRACTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth" && \
 	  $(CONTRACTS)/bin/python -m pip install --quiet --disable-pip-version-check $(CONTRACTS_LIST) && \
 	  echo $(CONTRACTS_FROM) > $(CONTRACTS)/.installed; fi
-	CUDA_VISIBLE_DEVICES= JAXPP_TEST_CONTRACTS=1 $(CONTRACTS)/bin/python -m pytest -rs tests/test_gpu_contracts.py $(ARGS)
+	CUDA_VISIBLE_DEVICES= JAXPP_TEST_CONTRACTS=1 $(CONTRACTS)/bin/python -m pytest -rs tests/gpu/test_contracts.py $(ARGS)
 
 # On a machine with a GPU, with jaxpp-async[cuda13] (or [cuda12]) installed into .venv. See docs/gpu.md.
 .PHONY: test-gpu bench-gpu
-GPU_TESTS := tests/test_on_gpu.py tests/test_on_gpu_nccl.py
+GPU_TESTS := tests/gpu/test_on_gpu.py tests/gpu/test_on_gpu_nccl.py
 test-gpu: setup
 	JAXPP_TEST_GPU=cuda $(BIN)/python -m pytest -rs $(GPU_TESTS) $(ARGS)
 

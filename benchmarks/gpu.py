@@ -7,7 +7,7 @@ results/gpu.json. `make bench-gpu`.
     python benchmarks/gpu.py --markdown               # the table as docs/gpu.md has it
 
 All of it on one GPU, the first that `CUDA_VISIBLE_DEVICES` leaves, but for NCCL's bandwidth, which is that between the
-first two. Measures nothing itself: it starts `tests/test_on_gpu*.py`, `ours/device_peer.py`, `ours/nccl_peer.py` and
+first two. Measures nothing itself: it starts `tests/gpu/test_on_gpu*.py`, `ours/device_peer.py`, `ours/nccl_peer.py` and
 `ours/device_step.py`, one after the other, each with a process group and an end of its own, and goes on when one fails.
 Ends with 1 if any did.
 """
@@ -45,7 +45,7 @@ ROOT = HERE.parent
 BUDGET_S = 570.0
 """Of all programs together: what each may take adds up to no more, so that one that hangs costs only itself."""
 
-GPU_TESTS = {"tests/test_on_gpu.py": 165.0, "tests/test_on_gpu_nccl.py": 85.0}
+GPU_TESTS = {"tests/gpu/test_on_gpu.py": 165.0, "tests/gpu/test_on_gpu_nccl.py": 85.0}
 """As `make test-gpu` runs them, and how long each file may take, in seconds."""
 
 PYTEST = ("-m", "pytest", "-v", "-rsfE", "--color=no", "-p", "no:cacheprovider")

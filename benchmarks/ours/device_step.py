@@ -58,7 +58,7 @@ def stand_in() -> dict[str, Any]:
     """Options of a mesh whose actors compute late on CPUs, from the tests."""
     from jaxpp_async.launch import LocalLauncher
 
-    tests = str(Path(__file__).parents[2] / "tests")
+    tests = str(Path(__file__).parents[2] / "tests" / "support")
     path = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return {"launcher": LocalLauncher(actor="fake_device:DeviceActor"), "env": {"PYTHONPATH": path}}
 

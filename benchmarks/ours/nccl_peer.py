@@ -28,7 +28,7 @@ from jaxpp_async.base.gpu_inventory import VISIBLE
 from jaxpp_async.transport.nccl.order import NcclLink, OrderedMessage, order_of
 from jaxpp_async.transport.nccl.transport import NcclTransport
 
-TESTS = Path(__file__).parents[2] / "tests"
+TESTS = Path(__file__).parents[2] / "tests" / "support"
 
 THERE, BACK = NcclLink(0, 1), NcclLink(1, 0)
 

@@ -1,6 +1,6 @@
 """compiler.primitives: what the compiler knows of JAX's primitives, by name; every list of such names is here. No jax.
 
-`tests/test_primitives.py` holds them against the installed JAX: a name that JAX changes is noticed there, and nowhere
+`tests/compiler/test_primitives.py` holds them against the installed JAX: a name that JAX changes is noticed there, and nowhere
 else, since a missing one only makes programs slower or larger.
 """
 

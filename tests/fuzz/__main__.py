@@ -11,7 +11,7 @@ import random
 import sys
 
 HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "support")]
 
 import conftest  # noqa: F401, E402  (settings of JAX, before it starts)
 import hypothesis  # noqa: E402

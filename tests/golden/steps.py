@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for runs outside pytest
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # for runs outside pytest
 
 from planning import f32, plan_step
 

@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 
-sys.path[:0] = [str(pathlib.Path(__file__).parent)]
+sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[1] / "support")]
 
 from campaign import Campaign, Tally  # noqa: E402
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "support")]
 
 import conftest  # noqa: F401, E402  (settings of JAX, before it starts)
 import psutil  # noqa: E402

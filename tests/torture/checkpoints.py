@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from torture.blocks import chain, cut, dense, error
-from torture.registry import loss
+from tests.torture.blocks import chain, cut, dense, error
+from tests.torture.registry import loss
 
 policies = jax.checkpoint_policies
 

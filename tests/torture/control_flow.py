@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 import jaxpp_async as jpp
-from torture.blocks import cut, dense, error
-from torture.registry import array, batch, loss, step
+from tests.torture.blocks import cut, dense, error
+from tests.torture.registry import array, batch, loss, step
 
 
 def stacked(layers=4):

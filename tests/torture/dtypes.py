@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 
 import jaxpp_async as jpp
-from torture.blocks import chain, cut, dense, descended, error
-from torture.registry import array, batch, loss, step, usual, weights
+from tests.torture.blocks import chain, cut, dense, descended, error
+from tests.torture.registry import array, batch, loss, step, usual, weights
 
 # bfloat16 keeps 8 bits: sums in another order differ by several units in the last place, 2**-8 each.
 BF16, FP16 = 2e-2, 5e-3

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpp_async as jpp
-from torture.blocks import chain, cut, dense, error
-from torture.registry import array, batch, loss, step, weights
+from tests.torture.blocks import chain, cut, dense, error
+from tests.torture.registry import array, batch, loss, step, weights
 
 # ---------------------------------------------------------------- skips
 

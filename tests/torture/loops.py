@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpp_async as jpp
-from torture.blocks import chain, cut, dense, descended, error
-from torture.registry import batch, gradients_of, loss, step, usual, weights
+from tests.torture.blocks import chain, cut, dense, descended, error
+from tests.torture.registry import batch, gradients_of, loss, step, usual, weights
 
 
 def chain_loss(w, mb):

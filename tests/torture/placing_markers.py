@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from torture.blocks import cut, dense, error
-from torture.registry import array, batch, loss, weights
+from tests.torture.blocks import cut, dense, error
+from tests.torture.registry import array, batch, loss, weights
 
 
 @loss(stages=2)

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 
 import jaxpp_async as jpp
-from torture.blocks import chain, cut, dense, descended, error
-from torture.registry import array, batch, gradients_of, loss, step, weights
+from tests.torture.blocks import chain, cut, dense, descended, error
+from tests.torture.registry import array, batch, gradients_of, loss, step, weights
 
 
 def experts():

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 import jaxpp_async as jpp
-from torture.blocks import chain, cut, dense, descended, error
-from torture.placing_markers import Layer
-from torture.registry import batch, step, weights
+from tests.torture.blocks import chain, cut, dense, descended, error
+from tests.torture.placing_markers import Layer
+from tests.torture.registry import batch, step, weights
 
 OPERATORS = {
     "sum": jpp.Sum(),

@@ -15,7 +15,7 @@ from planning import plan_step
 import jaxpp_async as jpp
 from jaxpp_async.compiler.pipeline import CompilePlan
 from jaxpp_async.testing import assert_close
-from torture import (  # noqa: F401  # importing them registers their cases
+from tests.torture import (  # noqa: F401  # importing them registers their cases
     checkpoints,
     control_flow,
     dtypes,
@@ -28,7 +28,7 @@ from torture import (  # noqa: F401  # importing them registers their cases
     transforms,
     weights,
 )
-from torture.registry import CASES, SCHEDULES, WIDTH, Case, Chosen, Pipe
+from tests.torture.registry import CASES, SCHEDULES, WIDTH, Case, Chosen, Pipe
 
 # What plain JAX is compiled with. Strict: what crosses a stage as bfloat16 is rounded to it. And little optimized:
 # compiling is what the suite costs.

@@ -13,8 +13,8 @@ from planning import plan_step
 
 import jaxpp_async as jpp
 from jaxpp_async.errors import StageError, UnsupportedError
-from torture.blocks import chain, cut, dense, descended, error
-from torture.registry import gradients_of, usual
+from tests.torture.blocks import chain, cut, dense, descended, error
+from tests.torture.registry import gradients_of, usual
 
 
 def line_of(fn, text):

@@ -7,8 +7,8 @@ import optax
 
 import jaxpp_async as jpp
 from jaxpp_async.testing import assert_close
-from torture.blocks import chain, descended, error
-from torture.registry import batch, gradients_of, weights
+from tests.torture.blocks import chain, descended, error
+from tests.torture.registry import batch, gradients_of, weights
 
 OPTIMIZERS = {
     "momentum": optax.sgd(0.1, momentum=0.9),

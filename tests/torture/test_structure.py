@@ -13,8 +13,8 @@ import jaxpp_async as jpp
 from jaxpp_async.compiler.evaluate import recipe_function
 from jaxpp_async.jax_bridge import private_api
 from jaxpp_async.session import report
-from torture.registry import NUM_MICROBATCHES, WIDTH, Chosen
-from torture.test_programs import CASES, weights_that_cross
+from tests.torture.registry import NUM_MICROBATCHES, WIDTH, Chosen
+from tests.torture.test_programs import CASES, weights_that_cross
 
 WEIGHT_BYTES = 4 * WIDTH * WIDTH
 

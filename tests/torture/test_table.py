@@ -6,7 +6,7 @@ import fnmatch
 import pathlib
 import re
 
-from torture.test_programs import CASES
+from tests.torture.test_programs import CASES
 
 TESTS = pathlib.Path(__file__).parents[1]
 TABLE = (TESTS.parent / "docs" / "programs.md").read_text()

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxpp_async as jpp
-from torture.blocks import chain, cut, dense, error
-from torture.registry import array, batch, loss, step, weights
+from tests.torture.blocks import chain, cut, dense, error
+from tests.torture.registry import array, batch, loss, step, weights
 
 
 def chain_loss(w, mb):

@@ -19,7 +19,7 @@ from collections import Counter
 
 HERE = pathlib.Path(__file__).parent
 # Before what is imported from there: this is a program, and pytest is not there to find it.
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "support")]
 
 from performing import all_held, perform  # noqa: E402
 from resources import differences, shared_memory  # noqa: E402

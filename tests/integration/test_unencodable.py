@@ -1,0 +1,137 @@
+"""A request that cannot be encoded fails alone: nothing is sent or remembered of it, and the mesh goes on."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxpp_async as jpp
+from jaxpp_async.actors import server
+from jaxpp_async.actors.actor import failed
+from jaxpp_async.controller.requests import PendingRequest, RequestLog, SentRequest
+from jaxpp_async.errors import MeshError
+from jaxpp_async.protocol import codec
+from jaxpp_async.protocol import messages as m
+from jaxpp_async.protocol.log_forwarding import as_message
+from tests.controller.test_request_log import Desk
+
+LONE = "name-\udcff"
+"""No text that UTF-8 can hold: a file's name with a byte 0xff, as Python has it."""
+
+BAD = {
+    "surrogates": lambda request: m.Abort(request, 0, LONE),
+    "more than 64 bits": lambda request: m.Abort(request, 2**64, ""),
+    "takes .* bytes": lambda request: m.Abort(request, 0, "x" * 200_000),
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_what_cannot_be_encoded_is_neither_sent_nor_remembered(said, is_open):
+    desk = Desk()
+    desk.request_log = RequestLog(desk.links, lambda: None, remembers=True, max_frame_bytes=100_000)  # type: ignore[arg-type]
+    desk.step()
+    desk.finish(0)
+    if not is_open:  # during a restart
+        desk.request_log.hold_back()
+    asked = [len(link.asked) for link in desk.links.values()]
+    for _ in range(3):
+        with pytest.raises(MeshError, match=rf"^Abort (cannot be sent: .*)?{said}"):
+            desk.request_log.send(0, BAD[said], m.Done)
+        reply_handler, number = PendingRequest(m.Done), desk.request_log.number
+        with pytest.raises(MeshError):  # all of them, or none
+            desk.request_log.post(
+                SentRequest(1, m.Inspect(number()), reply_handler),
+                SentRequest(0, BAD[said](number()), reply_handler),
+            )
+    assert [len(link.asked) for link in desk.links.values()] == asked
+    assert (
+        not desk.request_log._open and len(desk.request_log._sent) == 2 and desk.request_log.size_bytes == 0
+    )
+    assert desk.again() == ["Step"]
+
+
+def test_an_encoder_goes_on_behind_what_it_could_not_encode():
+    encoder = codec.Encoder(1000)
+    for make in BAD.values():
+        with pytest.raises(MeshError):
+            encoder.encode(make(0))
+        assert encoder.encode(m.Inspect(1)) == codec.encode(m.Inspect(1))
+
+
+@pytest.mark.parametrize("max_restarts", [0, 3])
+async def test_what_cannot_be_sent_fails_alone(remote_mesh, monkeypatch, max_restarts):
+    mesh = await remote_mesh(1, launcher="inline", max_restarts=max_restarts)
+    request_log = mesh._running().request_log
+    step, small = mesh.distributed(lambda tree: jax.tree.map(lambda x: x * 3, tree)), np.float32(2)
+    many = [np.ones(1000, np.float32)] * 3
+    with monkeypatch.context() as patch:
+        patch.setattr(request_log, "_encoder", codec.Encoder(500))
+        with pytest.raises(MeshError, match="Load takes"):
+            await mesh.run(step, many)
+        assert not request_log._open and not request_log._sent
+    like = await mesh.run(step, many)  # the executable that was not sent is sent now
+    with monkeypatch.context() as patch:
+        patch.setattr(request_log, "_encoder", codec.Encoder(500))
+        remembered = len(request_log._sent)
+        with pytest.raises(MeshError, match="Step takes"):  # their values go with it
+            await mesh.run(step, many)
+        with pytest.raises(MeshError, match="Store takes"):
+            await mesh.put(many, like)
+        assert (
+            len(request_log._sent) == remembered and not mesh._running()._under_way and not request_log._open
+        )
+    assert float(await (await mesh.run(step, small))) == 6.0
+
+
+async def test_setup_that_cannot_be_sent_is_told_before_anything_runs():
+    with pytest.raises(MeshError, match="Configure cannot be sent"):
+        async with jpp.RemoteMesh(1, launcher="local", setup=f"{LONE}:f"):
+            pass
+
+
+async def test_what_a_step_that_cannot_be_sent_was_given_stays(remote_mesh, monkeypatch):
+    """Also what the step would have freed, since it does not use it, and what it would have handed back."""
+    mesh = await remote_mesh(2, launcher="inline")
+    step = mesh.distributed(
+        lambda gone, back, used, more: (back, used + more.sum()), donate_argnums=(0, 1, 2)
+    )
+    xs = await mesh.run(mesh.distributed(lambda: tuple(np.arange(3.0, dtype="f4") + k for k in range(3))))
+    more = np.ones(1000, np.float32)
+    await step.compile(*xs, more)
+    with monkeypatch.context() as patch:
+        patch.setattr(mesh._running().request_log, "_encoder", codec.Encoder(500))
+        with pytest.raises(MeshError, match="Step takes"):
+            await mesh.run(step, *xs, more)
+    await mesh._running().inspect()  # whatever is to be freed is freed
+    assert [float((await x)[0]) for x in xs] == [0.0, 1.0, 2.0]
+
+
+# ---------------------------------------------------------------- the other way
+
+
+def test_errors_and_records_of_actors_are_text_that_can_be_sent():
+    reply = failed(1, ValueError(LONE))
+    assert reply.message == "name-\\udcff" and codec.encode(reply)
+    record = logging.LogRecord(LONE, logging.INFO, LONE, 1, "%s", (LONE,), None)
+    assert codec.encode(as_message(record, None))
+
+
+async def test_a_reply_that_cannot_be_sent_is_told_as_a_failure(caplog):
+    sent: list[Any] = []
+
+    class Connection:
+        def send(self, message: Any) -> None:
+            codec.Encoder(1000).encode(message)
+            sent.append(message)
+
+    desk = server._Desk()
+    desk.connection = Connection()  # type: ignore[assignment]
+    desk.reply(m.Inspected(7, {LONE: 1}))
+    desk.reply(m.Log(10**30, "", "", None))
+    assert [(type(message), message.request) for message in sent] == [(m.Failed, 7)]
+    assert "surrogates" in sent[0].message
