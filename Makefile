@@ -16,7 +16,7 @@ STAMP  := $(VENV)/.installed
 INTERPRETER := import sys; print(sys.base_prefix, sys.version.split()[0])
 INSTALLED_FROM = "$$("$(PYTHON)" -c '$(INTERPRETER)') $(CURDIR) $$(cksum < pyproject.toml)"
 
-.PHONY: help setup demo test check fmt golden fuzz bench bench-peers bench-plots bench-compile test-ssh test-net soak
+.PHONY: help setup demo test check fmt layout golden fuzz bench bench-peers bench-plots bench-compile test-ssh test-net soak
 .NOTPARALLEL:
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "             as root, on Linux, with network namespaces as hosts: their links are cut as well (ARGS=--local: not)"
 	@echo "make check   lint, format, types, import rules"
 	@echo "make fmt     format the code"
+	@echo "make layout  count modules, lines, names and long lines: the rules that tests/test_layout.py asserts"
 	@echo "make fuzz    draw random training steps and compare them with plain JAX (ARGS=\"--examples 20000\")"
 	@echo "make fuzz-protocol  attack the control protocol with mutated frames (ARGS=\"--frames 1000000\")"
 	@echo "make fuzz-transport  offers, copies, wrong sizes and aborts among UCX transports, at random (ARGS=\"--minutes 20\")"
@@ -125,6 +126,9 @@ check: setup
 fmt: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+layout: setup
+	@PYTHONPATH=tests/support $(BIN)/python tests/support/layout.py
 
 golden: setup
 	$(BIN)/python -m pytest tests/golden --golden $(ARGS)
