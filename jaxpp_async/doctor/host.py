@@ -69,8 +69,6 @@ class ProbeServer:
         return await self._measure(order)
 
     async def _open(self, order: protocol.OpenEnd) -> protocol.Record:
-        pass  # here: a host without UCX answers everything else
-
         await self.aclose()
         self._end = ProbeEnd(order.peer)
         return protocol.End(base64.b64encode(self._end.address).decode())
@@ -150,10 +148,6 @@ def main() -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
-
-
-if __name__ == "__main__":
-    main()
 
 
 # ---------------------------------------------------------------- probe
@@ -249,3 +243,7 @@ class ProbeEnd:
             await self._transport.send(sign, peer, _READY)
             if not more[0]:
                 return 0.0
+
+
+if __name__ == "__main__":
+    main()

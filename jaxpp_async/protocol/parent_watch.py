@@ -100,10 +100,6 @@ def _watch(descriptor: int, lease_s: float, leave: Callable[[ExitCode, str], Non
             return leave(ExitCode.LEASE_EXPIRED, last_words(lease_s))
 
 
-if __name__ == "__main__":
-    run_with_parent()
-
-
 # ---------------------------------------------------------------- exit codes
 
 LEASE_S = 15.0
@@ -146,3 +142,7 @@ def last_words(lease_s: float) -> str:
         f"the driver was silent for {lease_s:g} s (lease_s={lease_s:g}): it was stopped, or a native call in it holds "
         "Python's GIL; a longer lease_s= of RemoteMesh waits for that"
     )
+
+
+if __name__ == "__main__":
+    run_with_parent()

@@ -517,7 +517,10 @@ def bad_setup():
     [
         ("nonsense", "not of the form"),
         ("no_such_module_here:f", "cannot import 'no_such_module_here'"),
-        ("test_actor:bad_setup", "setup='test_actor:bad_setup' raised RuntimeError: no licence"),
+        (
+            "tests.actors.test_actor:bad_setup",
+            "setup='tests.actors.test_actor:bad_setup' raised RuntimeError: no licence",
+        ),
     ],
 )
 async def test_setup_hooks_that_cannot_run(setup, message):

@@ -10,7 +10,7 @@ SCRIPT = """
 import asyncio, json, os, sys
 import numpy as np
 sys.path.insert(0, sys.argv[1])
-from jaxpp_async.actors import messages as m
+from jaxpp_async.protocol import messages as m
 from jaxpp_async.actors.actor import Actor
 from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
 
@@ -27,7 +27,8 @@ async def main():
 
     import jax
     from jax import export
-    from jaxpp_async.program.instructions import ActorProgram, Aval, Input, Output, Run
+    from jaxpp_async.program.actor_program import ActorProgram
+    from jaxpp_async.program.instructions import Aval, Input, Output, Run
     aval = Aval((4,), "float64", ("data",))
     spec = jax.sharding.NamedSharding(actor._equipment.machine.layouts.devices.mesh, jax.sharding.PartitionSpec("data"))
     double = jax.jit(lambda x: (x * 2,), in_shardings=spec, out_shardings=spec)

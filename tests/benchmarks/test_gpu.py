@@ -45,7 +45,7 @@ def test_where_a_gpu_is_wanted_an_nccl_that_is_missing_fails_and_does_not_skip(t
     assert gpu.results(ran) == {
         "counts": {},
         "why_skipped": [],
-        "failed": "1 failed: gpu/test_on_gpu_nccl.py",
+        "failed": "1 failed: test_on_gpu_nccl.py",
     }
 
 
@@ -256,7 +256,7 @@ def test_all_of_it_runs_tests_first_within_ten_minutes(programs, capsys, small):
     printed = capsys.readouterr().out
     for row in (
         "| UCX's error handling | keep on |",
-        "| gpu/test_on_gpu.py | 1 passed |",
+        "| test_on_gpu.py | 1 passed |",
         "| step, ours to jit | 1.00x |",
     ):
         assert row in printed
@@ -266,7 +266,7 @@ def test_all_of_it_runs_tests_first_within_ten_minutes(programs, capsys, small):
 @pytest.mark.parametrize(
     "name, ran, text",
     [
-        ("tests", gpu.Ran(1, "FAILED tests/gpu/test_on_gpu.py::test_a - boom\n", "", 9.0), "1 failed: gpu/test_on_gpu.py::"),
+        ("tests", gpu.Ran(1, "FAILED tests/gpu/test_on_gpu.py::test_a - boom\n", "", 9.0), "1 failed: test_on_gpu.py::"),
         ("tests", gpu.Ran(None, "tests/t.py::a PASSED\ntests/t.py::b ", "", 9.0), "longer than 9 s, in t.py::b"),
         ("tests", gpu.Ran(4, "", "ERROR: not found", 9.0), "tests, tests/gpu/test_on_gpu.py: ended with code 4: ERROR"),
         ("device_peer", gpu.Ran(-11, "", "", 9.0), "transfers, tcp, staged: ended with code -11: no output"),
@@ -311,7 +311,7 @@ FAILED tests/gpu/test_on_gpu.py::TestX::test_c - AssertionError
     assert found == {
         "counts": {"passed": 1, "skipped": 1, "failed": 1},
         "why_skipped": ["NCCL does not: take it", "NCCL needs a GPU"],
-        "failed": "1 failed: gpu/test_on_gpu.py::TestX::test_c",
+        "failed": "1 failed: test_on_gpu.py::TestX::test_c",
     }
     assert gpu.results(gpu.Ran(5, "collected 0 items", "", 9.0)) == {"counts": {}, "why_skipped": []}
 

@@ -90,9 +90,8 @@ async def test_controller_sends_one_request_an_actor_and_step(remote_mesh, monke
     mesh = await remote_mesh(2, launcher="local")
     controller = mesh._controller
     loop_spin = LoopSpin(asyncio.get_running_loop(), lambda: bool(controller._under_way))
-    monkeypatch.setattr(
-        controller, "_loop_spin", loop_spin
-    )  # whether this machine has a core to spare or not
+    # whether this machine has a core to spare or not
+    monkeypatch.setattr(controller, "_loop_spin", loop_spin)
     once = await steady(mesh, problem()[1])
     before = frames(mesh)
     for _ in range(10):

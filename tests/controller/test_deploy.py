@@ -1,0 +1,194 @@
+"""Direct tests of what the controller remembers of programs, of the links they need, and of loading them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from jaxpp_async.controller.deploy import Deployment, LoadedPrograms, MessageEnd, links_of
+from jaxpp_async.errors import ActorDiedError, ProtocolError
+from jaxpp_async.layout.array_parts import Scattering
+from jaxpp_async.program.actor_program import ActorProgram, parse_program
+from jaxpp_async.program.instructions import Aval, Input, Recv, Run, Send
+from jaxpp_async.protocol.actor_info import Position, Topology
+from jaxpp_async.protocol.messages import Load, Loaded
+from jaxpp_async.transport.nccl.order import NcclLink
+
+F4 = Aval((4,), "float32")
+FIRST = ActorProgram(0, (Input(0, 0, F4), Run("fwd(stage 0, mb 0)", 2, (0,), (1,)), Send(1, 1, 0)), (F4, F4))
+SECOND = ActorProgram(1, (Recv(0, 0, 0, F4),), (F4,))
+PARTS = {1: SECOND, 0: FIRST}
+
+
+def programs(*, for_successors: bool = False, per_actor: int = 1) -> LoadedPrograms:
+    made = LoadedPrograms(Topology(2, per_actor), for_successors=for_successors)
+    made.add(made.new_id(), PARTS, {0: {2: "k0", 3: "k1"}}, {"k0": b"zero", "k1": b"one"}, {0: "x"})
+    return made
+
+
+# ---------------------------------------------------------------- what is remembered
+
+
+def test_an_actor_is_sent_only_executables_that_it_has_not_had():
+    known = {"k1"}
+    message = programs().load_message(9, 0, 0, known)
+    assert message == Load(9, 0, str(FIRST), {2: "k0", 3: "k1"}, {"k0": b"zero"}, {0: "x"})
+    assert known == {"k0", "k1"}
+    assert parse_program(message.program) == FIRST
+
+
+def test_an_actor_without_executables_is_sent_its_program_alone():
+    message = programs().load_message(9, 0, 1, set())
+    assert (message.executables, message.blobs, message.program) == ({}, {}, str(SECOND))
+
+
+def test_a_program_knows_its_actors_and_their_processes_in_order():
+    made = programs(per_actor=2)
+    assert made.places_of(0) == ((0, (0, 1)), (1, (2, 3)))
+    assert list(made.parts(0)) == [0, 1]
+
+
+def test_what_only_travels_is_dropped_once_loaded_unless_a_successor_needs_it():
+    forgets, keeps = programs(), programs(for_successors=True)
+    for made in (forgets, keeps):
+        made.note_loaded(0)
+        assert made.part(0, 0) == FIRST
+    with pytest.raises(KeyError):
+        forgets.load_message(1, 0, 0, set())
+    assert keeps.load_message(1, 0, 0, set()).blobs == {"k0": b"zero", "k1": b"one"}
+
+
+def test_a_program_that_could_not_be_loaded_is_gone_and_its_id_is_never_given_again():
+    made = programs()
+    made.remove(0)
+    made.remove(0)
+    assert (made.of(0), made.parts(0), made.part(0, 0), made.all_parts()) == ((), {}, None, [])
+    assert made.new_id() == 1
+
+
+def test_programs_of_an_actor_are_listed_in_order_of_their_ids():
+    made = programs()
+    made.add(4, {0: FIRST}, {}, {}, {})
+    made.add(2, {0: FIRST}, {}, {}, {})
+    assert (made.of(0), made.of(1)) == ((0, 2, 4), (0,))
+    assert made.all_parts() == [{0: FIRST, 1: SECOND}, {0: FIRST}, {0: FIRST}]
+
+
+@pytest.mark.parametrize(
+    ("actor", "at", "text"),
+    [
+        (0, Position(0, 0, 2, waiting=False), "send   b1 to 1 tag 0"),
+        (0, Position(0, 0, 2, waiting=True), "send   b1 to 1 tag 0 (waiting for data)"),
+        (0, Position(0, 0, 3, waiting=True), None),  # the end
+        (0, Position(0, 0, -1, waiting=True), None),
+        (0, Position(0, 5, 0, waiting=True), None),
+        (7, Position(0, 0, 0, waiting=True), None),
+    ],
+)
+def test_the_instruction_at_a_position_reads_as_in_the_program_if_there_is_one(actor, at, text):
+    assert programs().instruction_at(actor, at) == text
+
+
+# ---------------------------------------------------------------- links
+
+
+def test_a_program_needs_one_link_for_each_direction_between_two_processes():
+    back = ActorProgram(1, (*SECOND.instructions, Send(0, 0, 1)), SECOND.avals)
+    forth = ActorProgram(0, (*FIRST.instructions, Recv(2, 1, 1, F4)), (F4, F4, F4))
+    assert links_of(PARTS, Scattering((), 1)) == [NcclLink(0, 1)]
+    assert links_of({0: forth, 1: back}, Scattering((), 1)) == [NcclLink(0, 1), NcclLink(1, 0)]
+
+
+def test_of_actors_of_two_processes_a_replicated_array_takes_a_link_across_and_one_to_the_mate():
+    assert links_of(PARTS, Scattering((("x", 2),), 2)) == [NcclLink(0, 2), NcclLink(2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("received", "says"),
+    [
+        ((), f"the one sends tag 0, {F4}, the other receives nothing"),
+        ((Recv(0, 0, 1, F4),), f"the one sends tag 0, {F4}, the other receives tag 1, {F4}"),
+    ],
+)
+def test_ends_that_do_not_agree_on_a_transfer_are_a_protocol_error_that_names_both(received, says):
+    with pytest.raises(ProtocolError) as caught:
+        links_of({0: FIRST, 1: ActorProgram(1, received, (F4,))}, Scattering((), 1))
+    assert str(caught.value) == (
+        f"transfer 0 from actor 0 to actor 1: {says}; this is a bug in jaxpp_async.compiler.lowering"
+    )
+
+
+def test_a_message_reads_as_its_tag_and_its_array():
+    assert str(MessageEnd(12, 3, F4)) == f"tag 3, {F4}"
+
+
+# ---------------------------------------------------------------- loading
+
+
+class Actors:
+    """Stands in for the controller's actors, requests and links: each process answers at once."""
+
+    def __init__(self, error: Exception | None = None):
+        self.processes, self.error = Topology(2), error
+        self.links = {process: SimpleNamespace(known_blobs=set()) for process in self.processes.everyone}
+        self.posted, self.linked, self.said, self.log = [], [], [], []
+        self._number = 0
+
+    def number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def post(self, post) -> None:
+        self.posted.append((post.process, post.message))
+        if self.error is not None and post.process == 1:
+            post.reply_handler.fail(self.error)
+        else:
+            post.reply_handler.on_reply(
+                SimpleNamespace(), Loaded(post.message.request, 0.5, {post.process: 8})
+            )
+
+    async def drain(self, process: int) -> None:
+        await asyncio.sleep(0)
+
+    async def link(self, program_id: int) -> None:
+        self.linked.append(program_id)
+
+    @contextlib.contextmanager
+    def paused(self):
+        self.log.append("paused")
+        yield
+        self.log.append("goes on")
+
+
+async def deploy(actors: Actors, made: LoadedPrograms) -> dict[int, Loaded]:
+    deploying = Deployment(actors, actors, made, actors, paused=actors.paused, tell=actors.said.append)
+    return await deploying.deploy(made.new_id(), PARTS, {0: {2: "k0"}}, {"k0": b"zero"}, {})
+
+
+async def test_a_program_is_loaded_on_all_of_its_actors_and_then_linked():
+    actors, made = Actors(), LoadedPrograms(Topology(2))
+    loaded = await deploy(actors, made)
+    assert {actor: reply.temp_bytes for actor, reply in loaded.items()} == {0: {0: 8}, 1: {1: 8}}
+    assert [(process, message.blobs) for process, message in actors.posted] == [(0, {"k0": b"zero"}), (1, {})]
+    assert (actors.linked, actors.said) == ([0], ["compiling on 2 actors"])
+    assert actors.log == ["paused", "goes on"]
+    assert actors.links[0].known_blobs == {"k0"}
+    assert made.of(0) == (0,)
+
+
+async def test_a_program_that_one_actor_cannot_load_is_forgotten_and_not_linked():
+    actors, made = Actors(ActorDiedError("gone", actor=1)), LoadedPrograms(Topology(2))
+    with pytest.raises(ActorDiedError, match="gone"):
+        await deploy(actors, made)
+    assert (made.of(0), actors.linked) == ((), [])
+
+
+async def test_what_a_failed_request_carried_is_sent_again_with_the_next_one():
+    actors, made = Actors(ActorDiedError("gone", actor=1)), LoadedPrograms(Topology(2))
+    deploying = Deployment(actors, actors, made, actors, paused=actors.paused, tell=actors.said.append)
+    with pytest.raises(ActorDiedError):
+        await deploying.deploy(made.new_id(), PARTS, {1: {2: "k0"}}, {"k0": b"zero"}, {})
+    assert actors.links[1].known_blobs == set()

@@ -1,0 +1,86 @@
+"""Direct tests of what every built-in schedule shares."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxpp_async.errors import ScheduleError
+from jaxpp_async.program.instructions import Task
+from jaxpp_async.schedules.base import (
+    BuiltIn,
+    Schedule,
+    check_count,
+    flat,
+    frozen_schedule,
+    neighbouring_stages,
+    through,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_actors", "groups"),
+    [
+        (4, 2, [[0, 1], [2, 3]]),
+        (5, 2, [[0, 1, 2], [3, 4]]),
+        (2, 3, [[0], [1], []]),
+        (1, 2, [[0], []]),
+        (3, 1, [[0, 1, 2]]),
+    ],
+)
+def test_stage_s_is_on_actor_s_times_a_over_s(num_stages, num_actors, groups):
+    found = [list(stages) for stages in neighbouring_stages(num_stages, num_actors)]
+    assert found == groups
+    assert all(s * num_actors // num_stages == actor for actor, stages in enumerate(found) for s in stages)
+
+
+def test_stages_that_run_as_one_go_forward_in_order_and_backward_the_other_way_round():
+    assert through(range(1, 3), "fwd", 5) == [Task(5, "fwd", 1), Task(5, "fwd", 2)]
+    for ty in ("bwd", "bwd_input", "bwd_weight"):
+        assert through(range(1, 3), ty, 5) == [Task(5, ty, 2), Task(5, ty, 1)]
+    assert flat([[Task(0, "fwd", 0)], [], [Task(1, "fwd", 0)]]) == [Task(0, "fwd", 0), Task(1, "fwd", 0)]
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "2", None])
+def test_a_count_is_a_positive_int(value):
+    check_count("num_actors", 1)
+    with pytest.raises(ScheduleError) as caught:
+        check_count("num_actors", value)
+    assert str(caught.value) == f"num_actors: expected a positive int, got {value!r}"
+
+
+@frozen_schedule
+class Backwards(BuiltIn):
+    """A schedule of one's own on the common base."""
+
+    extra: int = 3
+
+    def _rows(self, num_microbatches, num_actors):
+        return [[Task(num_microbatches, "fwd", self.extra)]] * num_actors
+
+
+def test_a_schedule_on_the_base_is_a_frozen_value_that_checks_its_counts():
+    made = Backwards(2, extra=4)
+    assert made == Backwards(num_stages=2, extra=4)
+    assert hash(made) == hash(Backwards(2, 4))
+    assert isinstance(made, Schedule)
+    assert made.tasks(1, 2) == [[Task(1, "fwd", 4)]] * 2
+    with pytest.raises(ScheduleError, match=r"^Backwards\(num_stages=...\): expected a positive int, got 0$"):
+        Backwards(0)
+    with pytest.raises(ScheduleError, match=r"^num_microbatches: expected a positive int, got 0$"):
+        made.tasks(0, 1)
+    with pytest.raises(ScheduleError, match=r"^num_actors: expected a positive int, got 0$"):
+        made.tasks(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("option", "where"),
+    [("num_microbatches", "how many there are says the leading axis"), ("num_actors", "the mesh says")],
+)
+def test_a_count_that_a_schedule_does_not_take_is_refused_with_where_it_goes(option, where):
+    with pytest.raises(TypeError) as caught:
+        Backwards(2, **{option: 4})
+    assert str(caught.value).startswith(f"Backwards has no option {option}=; {where}")
+
+
+def test_what_has_no_tasks_is_no_schedule():
+    assert not isinstance([[Task(0, "fwd", 0)]], Schedule)

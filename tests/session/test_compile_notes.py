@@ -1,0 +1,73 @@
+"""Direct tests of what is said about a step that was compiled without an error."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from jaxpp_async.program.actor_program import ActorProgram
+from jaxpp_async.program.instructions import Aval, Run
+from jaxpp_async.session import report
+from jaxpp_async.session.report import report_notes
+
+F4 = Aval((4,), "float32")
+WORKS = ActorProgram(0, (Run("fwd(stage 0, mb 0)", 0, (), (0,)),), (F4,))
+
+
+def compiled(*programs: ActorProgram, microbatches: int = 2, leaves=("batch['x']",)) -> SimpleNamespace:
+    """What is looked at of a compiled step of one loop; of none with `microbatches=0`."""
+    loop = SimpleNamespace(num_microbatches=microbatches, leaves=leaves, line="train.py:7")
+    loops = {0: SimpleNamespace(staged=SimpleNamespace(loop=loop))} if microbatches else {}
+    return SimpleNamespace(placed=SimpleNamespace(loops=loops), programs=programs, traced=None, continues={})
+
+
+def notes(step: SimpleNamespace, monkeypatch, changed=()) -> None:
+    monkeypatch.setattr(report, "changed_arguments", lambda *_: list(changed))
+    report_notes("train", "train.py:41", SimpleNamespace(num_actors=len(step.programs), donated=()), step)
+
+
+@pytest.mark.parametrize(
+    ("count", "leaves", "text"),
+    [
+        (1, ("batch",), "step 'train': 1 microbatch of batch (train.py:7)"),
+        (
+            4,
+            ("batch['x']", "batch['y']"),
+            "step 'train': 4 microbatches of batch['x'], batch['y'] (train.py:7)",
+        ),
+        (2, tuple("abcdefgh"), "step 'train': 2 microbatches of a, b, c, d, e, f, g, h (train.py:7)"),
+        (2, tuple("abcdefghij"), "step 'train': 2 microbatches of a, b, c, d, e, f, g, 3 more (train.py:7)"),
+    ],
+)
+def test_the_microbatches_of_each_loop_are_logged(monkeypatch, caplog, count, leaves, text):
+    caplog.set_level(logging.INFO, "jaxpp_async")
+    notes(compiled(WORKS, microbatches=count, leaves=leaves), monkeypatch)
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [(logging.INFO, text)]
+
+
+def test_actors_without_a_task_are_named(monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, "jaxpp_async")
+    notes(compiled(WORKS, ActorProgram(1, (), ()), ActorProgram(2, (), ())), monkeypatch)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("step 'train' leaves actors [1, 2] of 3 idle: its schedule ")
+
+
+def test_of_a_step_without_a_loop_idle_actors_are_no_news(monkeypatch, caplog):
+    notes(compiled(WORKS, ActorProgram(1, (), ()), microbatches=0), monkeypatch)
+    assert caplog.records == []
+
+
+def test_a_donated_argument_that_no_result_replaces_is_a_warning_at_the_users_line(monkeypatch):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        notes(compiled(WORKS), monkeypatch, ["state['w'] float32[2] as result[0] float32[3]"])
+    (found,) = caught
+    assert (found.filename, found.lineno, found.category) == ("train.py", 41, UserWarning)
+    assert str(found.message) == (
+        "Some donated buffers were not usable: step 'train' returns state['w'] float32[2] as result[0] "
+        "float32[3]; a result can take an argument's memory only with its shape and dtype: return it as it "
+        "came, or do not donate it"
+    )

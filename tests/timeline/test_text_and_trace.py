@@ -1,0 +1,154 @@
+"""Direct tests of a timeline's numbers as text, and of its trace."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jaxpp_async.timeline.breakdown import StepBreakdown, TimeShares
+from jaxpp_async.timeline.events import ActorTimeline, Recorded, TimelineEvent, TimelineTransfer
+from jaxpp_async.timeline.timeline import (
+    Timeline,
+    bill_table,
+    chrome_trace,
+    make_timeline,
+    shares_table,
+    tasks_table,
+    title,
+    write_trace,
+)
+
+# ---------------------------------------------------------------- text
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "num_actors", "error_s", "text"),
+    [
+        (1.5, 2, 0.0, "step 7 of 'train': 1.50 s on 2 actors"),
+        (0.0015, 1, 0.0, "step 7 of 'train': 1.50 ms on 1 actor"),
+        (0.00025, 2, 2e-6, "step 7 of 'train': 250 us on 2 actors, clocks within 2 us"),
+        (0.9996, 0, 0.0, "step 7 of 'train': 1.00 s on 0 actors"),
+        (0.0, 2, 0.0, "step 7 of 'train': 0 on 2 actors"),
+    ],
+)
+def test_the_title_has_the_time_in_its_unit(duration_s, num_actors, error_s, text):
+    assert title(7, "train", duration_s, num_actors, error_s) == text
+
+
+def test_shares_are_parts_of_the_span_in_aligned_columns():
+    assert shares_table([TimeShares(0, 0.5, 0.25, 0.125, 0.125, 0.0), TimeShares(11, 1, 0, 0, 0, 0)]).split(
+        "\n"
+    ) == [
+        "of 1.00 s  computing  waiting  transfers  dispatch  idle",
+        "actor 0          50%      25%        12%       12%    0%",
+        "actor 11        100%       0%         0%        0%    0%",
+    ]
+
+
+def test_tasks_are_listed_with_how_often_they_ran():
+    assert tasks_table([("fwd(stage 0)", 8, 0.001, 0.008)]).split("\n") == [
+        "task          runs   median  together",
+        "fwd(stage 0)     8  1.00 ms   8.00 ms",
+    ]
+
+
+def test_a_bill_adds_up_in_its_last_line():
+    lines = bill_table(StepBreakdown(1, 2, 1, 1, 2, 0, 1, 2)).split("\n")
+    assert lines[1].split()[:3] == ["queue", "1.00", "s"]
+    assert lines[-1].endswith(
+        "100%  57% of what the schedule allows: 4.00 s (compute, imbalance, schedule) at best, 7.00 s taken "
+        "(all but queue and reply)"
+    )
+    assert len(lines) == 10
+
+
+# ---------------------------------------------------------------- trace
+
+SEND = TimelineEvent(0, 1, "send", "x", 0.5, 0.75, size_bytes=16, peer=1, tag=3, text="send")
+RECV = TimelineEvent(1, 0, "recv", "x", 0.0, 1.0, size_bytes=16, peer=0, tag=3, text="recv")
+RUN = TimelineEvent(0, 0, "run", "fwd(stage 0, mb 0)", 0.0, 0.5, text="run")
+ACTORS = (ActorTimeline(0, (RUN, SEND), host="n1", pid=9), ActorTimeline(1, (RECV,), host="n2", pid=8))
+STEP = Timeline(7, "train", 100.0, 1.25, ACTORS, (TimelineTransfer(SEND, RECV),))
+
+
+def drawn(*steps: Timeline) -> tuple[list[dict], dict]:
+    """The slices and arrows of a trace, and names of its processes and threads."""
+    trace = chrome_trace(steps)
+    names = {
+        (entry["pid"], entry.get("tid")): entry["args"]["name"]
+        for entry in trace["traceEvents"]
+        if entry["name"] in ("process_name", "thread_name")
+    }
+    return [entry for entry in trace["traceEvents"] if entry["ph"] != "M"], names
+
+
+def test_each_slice_has_its_process_its_thread_and_its_time_in_microseconds():
+    events, names = drawn(STEP)
+    slices = [
+        (names[e["pid"], None], names[e["pid"], e["tid"]], e["name"], e["ts"], e["dur"])
+        for e in events
+        if e["ph"] == "X"
+    ]
+    assert slices == [
+        ("controller", "steps", "step 7", 0.0, 1250000.0),
+        ("actor 0 (n1, pid 9)", "tasks", "fwd(stage 0, mb 0)", 0.0, 500000.0),
+        ("actor 0 (n1, pid 9)", "sends", "x", 500000.0, 250000.0),
+        ("actor 1 (n2, pid 8)", "receives", "x", 500000.0, 500000.0),  # from when it was sent
+    ]
+
+
+def test_a_transfer_is_an_arrow_that_ends_inside_of_its_receive():
+    events, _ = drawn(STEP)
+    start, end = (e for e in events if e["ph"] in "sf")
+    assert (start["ts"], start["id"], end["id"]) == (500000.0, 1, 1)
+    assert 500000.0 < end["ts"] < 1000000.0
+
+
+def test_an_arrow_into_the_past_is_not_drawn():
+    early = TimelineEvent(1, 0, "recv", "x", 0.0, 0.25, peer=0, tag=3)
+    step = Timeline(
+        7, "train", 100.0, 1.0, (ACTORS[0], ActorTimeline(1, (early,))), (TimelineTransfer(SEND, early),)
+    )
+    assert [e for e in drawn(step)[0] if e["ph"] in "sf"] == []
+
+
+def test_slices_that_overlap_take_a_second_thread_which_is_free_again_afterwards():
+    runs = [TimelineEvent(0, k, "run", f"r{k}", k, k + 2) for k in range(3)]
+    events, names = drawn(Timeline(0, "s", 0.0, 4.0, (ActorTimeline(0, tuple(runs)),), ()))
+    assert [names[e["pid"], e["tid"]] for e in events if e["name"].startswith("r")] == [
+        "tasks",
+        "tasks 2",
+        "tasks",
+    ]
+
+
+def test_the_first_step_is_the_zero_of_all_and_no_thread_has_a_process_number():
+    later = Timeline(8, "train", 102.0, 0.5, (), ())
+    events, names = drawn(later, STEP)
+    assert [(e["name"], e["ts"]) for e in events if e["cat"] == "steps"] == [
+        ("step 7", 0.0),
+        ("step 8", 2000000.0),
+    ]
+    assert {tid for _, tid in names if tid is not None}.isdisjoint(pid for pid, _ in names)
+
+
+def test_a_trace_is_written_as_json(tmp_path):
+    write_trace(tmp_path / "trace.json", [STEP])
+    assert json.loads((tmp_path / "trace.json").read_text()) == chrome_trace([STEP])
+
+
+# ---------------------------------------------------------------- a timeline
+
+
+def test_the_median_of_an_unknown_task_names_those_that_there_are():
+    assert STEP.median_s("fwd(stage 0)") == 0.5
+    with pytest.raises(KeyError, match="the step has no task 'bwd', but fwd"):
+        STEP.median_s("bwd")
+    with pytest.raises(KeyError, match="the step has no task 'bwd', but none at all"):
+        make_timeline(0, "empty", 0.0, {}).median_s("bwd")
+
+
+def test_what_is_recorded_of_an_actor_is_by_default_of_our_own_clock():
+    recorded = Recorded(program=None, stamps=b"", heard_s=1.0)
+    assert (recorded.offset_s, recorded.error_s, recorded.host, recorded.pid) == (0.0, 0.0, "", 0)
