@@ -263,7 +263,8 @@ async def test_a_cancelled_run_leaves_the_mesh_usable(remote_mesh, launcher):
 
 DRIVER = """
 import asyncio
-import faults, test_failures as t
+import faults
+from tests.integration import test_failures as t
 import jaxpp_async as jpp
 
 async def main():
