@@ -1,5 +1,5 @@
-"""bench: measures the project, alone or beside the peers, and writes `results/latest.json`; prints what became of the
-targets. `make bench`, `make bench-peers`.
+"""bench: measures the project, alone or beside the peers, and writes `results/latest.json`; prints what
+became of the targets. `make bench`, `make bench-peers`.
 
     python benchmarks/bench.py                      # all parts, and what runs in this environment
     python benchmarks/bench.py tiny_step big_step   # these parts; the others keep their figures
@@ -48,7 +48,8 @@ Keep = Callable[[str, Any, dict[str, Any]], None]
 
 
 async def measure(names: Sequence[str], with_peers: bool, console: Console, keep: Keep) -> list[str]:
-    """Run parts one after the other. Whatever is wrong with one is told, and the others are measured all the same.
+    """Run parts one after the other. Whatever is wrong with one is told, and the others are measured all the
+    same.
 
     Args:
         names: of parts.

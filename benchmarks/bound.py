@@ -1,6 +1,8 @@
-"""bound: actors' instruction streams and their measured task times in, the length of the critical path out. Pure.
+"""bound: actors' instruction streams and their measured task times in, the length of the critical path out.
+Pure.
 
-The critical path is what the step would take if transfers and dispatch took nothing: each actor runs its `Run`s in
+The critical path is what the step would take if transfers and dispatch took nothing: each actor runs its
+    `Run`s in
 order, each as soon as its inputs are there, wherever they are made.
 """
 
@@ -66,7 +68,8 @@ def critical_path_s(
 
     Args:
         programs: one an actor; they do not deadlock.
-        seconds: of each actor, how long each of its `Run`s takes, in its order: `run_seconds`, or `usual_seconds`.
+        seconds: of each actor, how long each of its `Run`s takes, in its order: `run_seconds`, or
+            `usual_seconds`.
         transfer_s: what each transfer takes, beside all others.
     """
     actors = [

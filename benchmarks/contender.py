@@ -1,6 +1,6 @@
-"""contender: the measured side of a benchmark that alternates between programs. In: lines of JSON on stdin; out: lines
-of JSON on stdout. Needs nothing but the standard library, since contenders run in environments of their own. Never
-measures anything itself: what a step is, the program says.
+"""contender: the measured side of a benchmark that alternates between programs. In: lines of JSON on stdin;
+out: lines of JSON on stdout. Needs nothing but the standard library, since contenders run in environments of
+their own. Never measures anything itself: what a step is, the program says.
 
 A contender sets up, warms up, says that it is ready and then does what it is told:
 
@@ -9,11 +9,12 @@ A contender sets up, warms up, says that it is ready and then does what it is to
     <- {"ms": [8.1, ...], ...}              one duration a step; further keys reach the results as they are
     -> {"quit": true}                       end (the end of stdin means the same)
 
-A duration is what a user waits for, by `time.perf_counter`: from the call to the step and its outputs being ready.
-Between measurements a contender must be idle (others are being measured): no spinning threads, no polling.
+A duration is what a user waits for, by `time.perf_counter`: from the call to the step and its outputs being
+ready. Between measurements a contender must be idle (others are being measured): no spinning threads, no
+polling.
 
-    channel = Channel()                                     # first of all: what libraries print goes to stderr
-    step = ...                                              # set up, run it a few times
+    channel = Channel()                                     # first of all: what libraries print goes to
+    stderr step = ...                                              # set up, run it a few times
     channel.serve(lambda n: timed(step, n), torch=torch.__version__)
 """
 
@@ -61,7 +62,8 @@ async def timed_async(step: Callable[[], Awaitable[Any]], times: int) -> list[fl
 class Channel:
     """The line to the driver.
 
-    Making one claims stdout: whatever this process and its children print from then on goes to stderr, so that a
+    Making one claims stdout: whatever this process and its children print from then on goes to stderr, so
+        that a
     library's banner cannot be taken for an answer. Make it before anything else is imported that prints.
     """
 

@@ -1,5 +1,5 @@
-"""controller: what a step costs the controller's process, by number of actors: `mesh.run` with actors that execute
-nothing.
+"""controller: what a step costs the controller's process, by number of actors: `mesh.run` with actors that
+execute nothing.
 
 python benchmarks/controller.py [--actors 2 8 32 64] [--steps 200] [--profile]
 """

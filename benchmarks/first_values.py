@@ -1,4 +1,5 @@
-"""first_values: a shape in, the weights, batch and targets that every contender starts from out. Needs numpy only."""
+"""first_values: a shape in, the weights, batch and targets that every contender starts from out. Needs numpy
+only."""
 
 from __future__ import annotations
 

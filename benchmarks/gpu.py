@@ -2,14 +2,14 @@
 results/gpu.json. `make bench-gpu`.
 
     python benchmarks/gpu.py                          # on a GPU; takes less than ten minutes
-    python benchmarks/gpu.py --platform cpu --small   # the same programs where there is none, to see that they run
-    python benchmarks/gpu.py transfers step           # these parts
-    python benchmarks/gpu.py --markdown               # the table as docs/gpu.md has it
+    python benchmarks/gpu.py --platform cpu --small   # the same programs where there is none, to see that
+    they run python benchmarks/gpu.py transfers step           # these parts python benchmarks/gpu.py
+    --markdown               # the table as docs/gpu.md has it
 
-All of it on one GPU, the first that `CUDA_VISIBLE_DEVICES` leaves, but for NCCL's bandwidth, which is that between the
-first two. Measures nothing itself: it starts `tests/gpu/test_on_gpu*.py`, `ours/device_peer.py`, `ours/nccl_peer.py` and
-`ours/device_step.py`, one after the other, each with a process group and an end of its own, and goes on when one fails.
-Ends with 1 if any did.
+All of it on one GPU, the first that `CUDA_VISIBLE_DEVICES` leaves, but for NCCL's bandwidth, which is that
+between the first two. Measures nothing itself: it starts `tests/gpu/test_on_gpu*.py`, `ours/device_peer.py`,
+`ours/nccl_peer.py` and `ours/device_step.py`, one after the other, each with a process group and an end of
+its own, and goes on when one fails. Ends with 1 if any did.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from jaxpp_async.transport.nccl.order import ENVIRONMENT as NCCL_ENVIRONMENT
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 BUDGET_S = 570.0
-"""Of all programs together: what each may take adds up to no more, so that one that hangs costs only itself."""
+"""Of all programs together: what each may take adds up to no more, so that one that hangs costs only itself.
+"""
 
 GPU_TESTS = {"tests/gpu/test_on_gpu.py": 165.0, "tests/gpu/test_on_gpu_nccl.py": 85.0}
 """As `make test-gpu` runs them, and how long each file may take, in seconds."""
@@ -58,11 +59,12 @@ FULL = 0.9
 """Of an actor's memory, by estimate; a first actor that runs out of it has measured nothing."""
 
 COPIES = 8
-"""Of the parameters: themselves, two moments, a microbatch's gradients and their sum, and what the optimizer makes."""
+"""Of the parameters: themselves, two moments, a microbatch's gradients and their sum, and what the optimizer
+makes."""
 
 ACTIVATION_BYTES = {2048: 260 << 20, 1024: 194 << 20}
-"""Of a layer of that width, for a sequence of 1024 tokens in bfloat16: what autodiff keeps (232 and 172 MiB on JAX
-0.12; 248 and 180 on JAX 0.10, whose gelu keeps one array more), and some 12 % for what XLA adds."""
+"""Of a layer of that width, for a sequence of 1024 tokens in bfloat16: what autodiff keeps (232 and 172 MiB
+on JAX 0.12; 248 and 180 on JAX 0.10, whose gelu keeps one array more), and some 12 % for what XLA adds."""
 
 UNKNOWN_BYTES = 16 << 30
 """Taken for the memory of a GPU that nobody can be asked about."""
@@ -120,8 +122,8 @@ class Bench:
         platform: `"cuda"` or `"cpu"`.
         small: sizes for a machine without a GPU.
         say: told what is going on.
-        gpu: the one that all programs get, as CUDA names it; empty: what they find. memory_bytes: that it has; 0: not
-            known.
+        gpu: the one that all programs get, as CUDA names it; empty: what they find. memory_bytes: that it
+            has; 0: not known.
         second: another one, for what takes two; empty: there is none.
     """
 
@@ -235,7 +237,8 @@ def nccl(bench: Bench) -> dict[str, Any]:
 
 
 def step(bench: Bench) -> dict[str, Any]:
-    """The step of examples/train_gpt.py, bfloat16, by two actors that share the device, and by `jax.jit` on it."""
+    """The step of examples/train_gpt.py, bfloat16, by two actors that share the device, and by `jax.jit` on
+    it."""
     sizes = step_sizes(bench.small, bench.memory_bytes)
     found: dict[str, Any] = {"sizes": sizes}
     arguments = tuple(str(part) for name, value in sizes.items() for part in (f"--{name}", value))
@@ -248,9 +251,10 @@ def step(bench: Bench) -> dict[str, Any]:
 
 
 def step_sizes(small: bool, gpu_bytes: int) -> dict[str, int]:
-    """What fills the memory of the actor that needs most, by estimate to `FULL` of its part: the microbatches are as
-    large as fit. The first of two actors has half the state and gradients, and activations of its layers for as many
-    microbatches as there are stages; the second has those of one, so it, and the GPU, are less full."""
+    """What fills the memory of the actor that needs most, by estimate to `FULL` of its part: the microbatches
+    are as large as fit. The first of two actors has half the state and gradients, and activations of its
+    layers for as many microbatches as there are stages; the second has those of one, so it, and the GPU, are
+    less full."""
     if small:
         return {
             "layers": 2,
@@ -273,7 +277,8 @@ def step_sizes(small: bool, gpu_bytes: int) -> dict[str, int]:
 
 
 def step_bytes(sizes: Mapping[str, int]) -> tuple[float, float]:
-    """What the first actor has, in bytes: whatever the microbatches are, and for each sequence of a microbatch."""
+    """What the first actor has, in bytes: whatever the microbatches are, and for each sequence of a
+    microbatch."""
     fixed = COPIES * 2 * 12 * sizes["layers"] * sizes["dim"] ** 2 / 2
     return fixed, 2 * sizes["layers"] / 2 * ACTIVATION_BYTES[sizes["dim"]]
 
@@ -290,11 +295,12 @@ PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
 
 
 def the_one(named: Sequence[str], there: Sequence[Gpu]) -> tuple[str, Gpu | None]:
-    """The first GPU that may be used: everything is about actors on one. What CUDA is to be given for it, and what is
-    known of it: of a part of a GPU (MIG), nothing.
+    """The first GPU that may be used: everything is about actors on one. What CUDA is to be given for it, and
+    what is known of it: of a part of a GPU (MIG), nothing.
 
     Args:
-        named: those that may be used, as `CUDA_VISIBLE_DEVICES` has them; numbers count as NVIDIA's tools count.
+        named: those that may be used, as `CUDA_VISIBLE_DEVICES` has them; numbers count as NVIDIA's tools
+            count.
         there: all.
     """
     if not named:

@@ -1,7 +1,8 @@
-"""harness: what every benchmark shares: timing on one core, medians, growth, and results as JSON. Measures no product
-code itself.
+"""harness: what every benchmark shares: timing on one core, medians, growth, and results as JSON. Measures no
+product code itself.
 
-A benchmark is a program of this folder. It calls `measure` or `Stopwatch` for its figures and `write` at the end.
+A benchmark is a program of this folder. It calls `measure` or `Stopwatch` for its figures and `write` at the
+end.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ RESULTS = Path(__file__).parent / "results"
 class Stopwatch:
     """CPU seconds of this process, lap by lap.
 
-    CPU time and not the wall's: other programs on the machine then cost a figure little, and what several threads
-    compute counts several times, so that it reads as time on one core.
+    CPU time and not the wall's: other programs on the machine then cost a figure little, and what several
+    threads compute counts several times, so that it reads as time on one core.
     """
 
     laps: dict[str, float] = field(default_factory=dict)

@@ -1,7 +1,9 @@
-"""light: actors that execute nothing, for benchmarks of the controller. Any number of them in one process, each with a
-control connection of its own. They answer every request at once; no JAX, no data plane, no heartbeats.
+"""light: actors that execute nothing, for benchmarks of the controller. Any number of them in one process,
+each with a control connection of its own. They answer every request at once; no JAX, no data plane, no
+heartbeats.
 
-    RemoteMesh(64, launcher=LightLauncher())      # steps are compiled here as ever; the actors take them as text
+    RemoteMesh(64, launcher=LightLauncher())      # steps are compiled here as ever; the actors take them as
+    text
 """
 
 from __future__ import annotations

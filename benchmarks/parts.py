@@ -1,5 +1,5 @@
-"""parts: what a benchmark run consists of: each part measures one thing and returns its figures, as they stand in
-`results/latest.json`. Starts contenders through `rounds`; computes no ratio that mixes runs.
+"""parts: what a benchmark run consists of: each part measures one thing and returns its figures, as they
+stand in `results/latest.json`. Starts contenders through `rounds`; computes no ratio that mixes runs.
 """
 
 from __future__ import annotations
@@ -243,8 +243,8 @@ def _medians(taken: Mapping[str, Taken], ms: float = 1.0) -> Figures:
 
 
 def _first_losses(taken: Mapping[str, Taken], tell: Tell) -> Figures:
-    """By how much contenders' first losses differ: the largest distance from their median, relative to it. All train
-    the same model from the same values, so that a loss of its own means another computation."""
+    """By how much contenders' first losses differ: the largest distance from their median, relative to it.
+    All train the same model from the same values, so that a loss of its own means another computation."""
     losses = {name: float(t.facts["loss"]) for name, t in taken.items() if "loss" in t.facts}
     if not losses:
         return {}
@@ -276,7 +276,8 @@ def _median_bound(taken: Taken) -> float | None:
 
 
 def _efficiency(taken: Taken) -> float | None:
-    """Each step's bound over the step. What makes a task longer, the machine or our loop on its core, is in both."""
+    """Each step's bound over the step. What makes a task longer, the machine or our loop on its core, is in
+    both."""
     found = [
         bound_ms / step_ms
         for extra, of_round in zip(taken.extras, taken.rounds, strict=True)
@@ -286,8 +287,8 @@ def _efficiency(taken: Taken) -> float | None:
 
 
 def _usual_efficiency(taken: Taken) -> float | None:
-    """The bound of a step with usual task times over the usual step, within rounds. What makes a task longer now and
-    then, the machine or our loop on its core, makes the step longer and the bound not."""
+    """The bound of a step with usual task times over the usual step, within rounds. What makes a task longer
+    now and then, the machine or our loop on its core, makes the step longer and the bound not."""
     pairs = zip(taken.extras, taken.rounds, strict=True)
     found = [
         extra["usual_bound_ms"] / statistics.median(ms) for extra, ms in pairs if "usual_bound_ms" in extra

@@ -1,5 +1,5 @@
-"""plots: `results/latest.json` in, pictures of it beside it out: `make bench-plots`. Measures nothing; what a run did
-not measure is left out, and a picture without any figures is not drawn.
+"""plots: `results/latest.json` in, pictures of it beside it out: `make bench-plots`. Measures nothing; what a
+run did not measure is left out, and a picture without any figures is not drawn.
 
 One look: horizontal bars, what is ours in colour, the median written beside each bar, and the distance of the
 quartiles as a line through its end.

@@ -1,7 +1,8 @@
-"""rounds: contenders in, their durations out, measured alternately. Starts and ends processes; knows nothing of what
-they do (`contender.py` is their side of the line) and never raises because one of them fails.
+"""rounds: contenders in, their durations out, measured alternately. Starts and ends processes; knows nothing
+of what they do (`contender.py` is their side of the line) and never raises because one of them fails.
 
-Machines drift: other programs come and go, clocks change. So contenders take turns, a few steps at a time, in another
+Machines drift: other programs come and go, clocks change. So contenders take turns, a few steps at a time, in
+    another
 order each round, and ratios are taken within a round.
 """
 
@@ -58,7 +59,8 @@ class Plan:
     Args:
         num_rounds: turns of each contender.
         num_steps: measured steps a turn.
-        num_settling: steps before them that are not counted: caches are somebody else's after the others' turns.
+        num_settling: steps before them that are not counted: caches are somebody else's after the others'
+            turns.
         seed: of the orders.
     """
 
@@ -101,7 +103,8 @@ class Taken:
 
 
 def ratio(one: Taken, other: Taken) -> float | None:
-    """How long `one` takes in terms of `other`: the median over rounds of the quotient of the round's medians."""
+    """How long `one` takes in terms of `other`: the median over rounds of the quotient of the round's
+    medians."""
     pairs = [(a, b) for a, b in zip(one.rounds, other.rounds, strict=False) if a and b]
     return statistics.median(statistics.median(a) / statistics.median(b) for a, b in pairs) if pairs else None
 

@@ -1,5 +1,5 @@
-"""rpc: two contenders: an empty step to two actor processes and back (one request and one reply each, and nothing to
-execute), and the same bytes over bare sockets, which is what waking three processes takes.
+"""rpc: two contenders: an empty step to two actor processes and back (one request and one reply each, and
+nothing to execute), and the same bytes over bare sockets, which is what waking three processes takes.
 
     python benchmarks/rpc.py [--calls 1000] [--asyncio] [--profile]    # an empty step, by hand
     python benchmarks/rpc.py --serve ours                              # as a contender (`contender.py`)
@@ -42,7 +42,8 @@ Call = Callable[[], Awaitable[None]]
 async def empty_step() -> AsyncIterator[Call]:
     """A step of a program without instructions, which is sent to both actors and awaited.
 
-    This is `Controller.start_step`, which `mesh.run` ends in: the actors are ordinary ones, with JAX and UCX up.
+    This is `Controller.start_step`, which `mesh.run` ends in: the actors are ordinary ones, with JAX and UCX
+    up.
     """
     controller = await Controller.start(2, LocalLauncher())
     try:
@@ -78,8 +79,8 @@ async def by_hand(calls: int, profile: bool) -> list[float]:
 
 @contextlib.contextmanager
 def bare_sockets(size_bytes: int = 150) -> Iterator[Callable[[], None]]:
-    """The least there can be: as many bytes to two processes that send them back, over bare sockets, with neither
-    asyncio nor messages nor signatures. Nobody spins between calls."""
+    """The least there can be: as many bytes to two processes that send them back, over bare sockets, with
+    neither asyncio nor messages nor signatures. Nobody spins between calls."""
     ends, children = [], []
     for core in range(2):
         here, there = _tcp_pair()

@@ -1,8 +1,9 @@
-"""shapes: the two models that all contenders train, as plain numbers. Standard library only, for every environment.
+"""shapes: the two models that all contenders train, as plain numbers. Standard library only, for every
+environment.
 
-Both are pipelines of two stages, float32, plain SGD. A step's loss is the mean squared error of a microbatch against
-its target (mean over all its elements), and the mean of that over the microbatches; gradients are those of this loss.
-Nothing has a bias.
+Both are pipelines of two stages, float32, plain SGD. A step's loss is the mean squared error of a microbatch
+against its target (mean over all its elements), and the mean of that over the microbatches; gradients are
+those of this loss. Nothing has a bias.
 
 tiny: stage 0 is tanh(x @ a), stage 1 is h @ b.
 big:  each stage is four blocks x + gelu(x @ w1) @ w2, gelu in its tanh approximation.

@@ -2,9 +2,9 @@
 
     python benchmarks/stamps.py
 
-Counts the stamps of one step, times one (a reading of the clock, kept in an array) and their way to the driver (packed,
-encoded, signed, checked, decoded), and sets both against the median step. It adds what actors do one after the other,
-though they stamp side by side: the share is too high, if anything.
+Counts the stamps of one step, times one (a reading of the clock, kept in an array) and their way to the
+driver (packed, encoded, signed, checked, decoded), and sets both against the median step. It adds what actors
+do one after the other, though they stamp side by side: the share is too high, if anything.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""targets: what the project promises of its speed, as a table. In: figures, the JSON of `results/latest.json`. Out:
-rows. Pure; measures nothing.
+"""targets: what the project promises of its speed, as a table. In: figures, the JSON of
+`results/latest.json`. Out: rows. Pure; measures nothing.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Target:
         unit: "x" (a ratio), "ms", "us", "%" or "".
         at_least: the figure must be no smaller; otherwise no larger.
         strictly: the limit itself is a miss.
-        scale: what limit and wish are multiplied with, from the JSON, where they were set on a machine on which
-            somebody else's time is known; raises KeyError where that was not measured, and they stand as they are.
+        scale: what limit and wish are multiplied with, from the JSON, where they were set on a machine on
+            which somebody else's time is known; raises KeyError where that was not measured, and they stand
+            as they are.
     """
 
     what: str
@@ -111,12 +112,13 @@ def best_schedule(figures: Figures) -> float | None:
 
 
 def hidden_percent(compute: float, transfer: float, together: float, no_slack: float) -> float:
-    """How much of what could be saved by doing both at once was saved: 0 where together takes as long as both, one
-    after the other.
+    """How much of what could be saved by doing both at once was saved: 0 where together takes as long as
+    both, one after the other.
 
     Args:
         compute, transfer, together: a step's time (any unit): computing alone, transferring alone, both.
-        no_slack: time of the transfers beside which the schedule has nothing to compute: the first and the last.
+        no_slack: time of the transfers beside which the schedule has nothing to compute: the first and the
+            last.
     """
     return 100 * (compute + transfer - together) / (min(compute, transfer) - no_slack)
 

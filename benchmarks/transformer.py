@@ -1,7 +1,7 @@
 """transformer: the model that benchmarks train: one transformer block a stage, small shapes. Holds no data.
 
-The first stage also embeds and the last has the head, so all stages between are one computation. The step takes
-gradients over microbatches, clips by their global norm and updates with adam.
+The first stage also embeds and the last has the head, so all stages between are one computation. The step
+takes gradients over microbatches, clips by their global norm and updates with adam.
 """
 
 from __future__ import annotations

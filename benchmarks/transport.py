@@ -1,5 +1,5 @@
-"""transport: moving bytes between two processes of one host, beside a copy in memory and beside ucxx's own asyncio API.
-Starts the processes, measures, prints; touches no device and no jax.
+"""transport: moving bytes between two processes of one host, beside a copy in memory and beside ucxx's own
+asyncio API. Starts the processes, measures, prints; touches no device and no jax.
 
     python benchmarks/transport.py            # both, as JSON; also in results/transport.json
     python benchmarks/transport.py ours       # one of the two only, as JSON; or: ucxx
@@ -141,7 +141,8 @@ async def awaited(link: Link, serves: bool, buffers: list[Any], count: int) -> N
 
 
 async def posted(link: OurLink, serves: bool, buffers: list[Any], count: int) -> None:
-    """So many messages through `post_send` and `post_recv`, each posted where the one before it in its buffer ended."""
+    """So many messages through `post_send` and `post_recv`, each posted where the one before it in its buffer
+    ended."""
     from jaxpp_async.transport.base import memory_of
 
     post = link.transport.post_recv if serves else link.transport.post_send
@@ -273,7 +274,8 @@ async def side(kind: str, number: int) -> dict[str, Any]:
 
 
 def be_side(kind: str, number: int) -> None:
-    """A process's life: figures on its standard output, then out, for ucxx's own threads may hold it for ever."""
+    """A process's life: figures on its standard output, then out, for ucxx's own threads may hold it for
+    ever."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > 1:
         os.sched_setaffinity(0, {cores[number]})  # as actors of one host get one each
@@ -318,8 +320,8 @@ def run() -> dict[str, Any]:
     """Measure both, one after the other.
 
     Returns:
-        `memcpy_gb_s`, `half_rtt_us`, `gb_s`, `awaited_gb_s` and `ucxx_asyncio_gb_s` by size in bytes, and more of
-        `README.md`'s.
+        `memcpy_gb_s`, `half_rtt_us`, `gb_s`, `awaited_gb_s` and `ucxx_asyncio_gb_s` by size in bytes, and
+        more of `README.md`'s.
     """
     ours, theirs = pair("ours"), pair("ucxx")
     return {

@@ -2,9 +2,10 @@
 
     python examples/train_encoder_decoder.py --help
 
-The encoder reads the first half of a window, the decoder predicts the second. What the encoder makes is used by every
-stage of the decoder, and the decoder's own input once more at its end: such values skip stages. They are passed on as
-in any JAX program; the compiler sends each from the stage that makes it straight to those that use it.
+The encoder reads the first half of a window, the decoder predicts the second. What the encoder makes is used
+by every stage of the decoder, and the decoder's own input once more at its end: such values skip stages. They
+are passed on as in any JAX program; the compiler sends each from the stage that makes it straight to those
+that use it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python examples/train_equinox.py --help
 
-Has: a model of one sequence under `vmap`, `eqx.partition` of arrays and static fields, `eqx.filter_value_and_grad`,
+Has: a model of one sequence under `vmap`, `eqx.partition` of arrays and static fields,
+    `eqx.filter_value_and_grad`,
 `eqx.filter_checkpoint` around blocks, dropout keys, `eqx.nn.State` of BatchNorm, a tied embedding.
 """
 
@@ -117,7 +118,8 @@ def make_program(
             (loss, statistics), grads = value_and_grad(model, state["statistics"], microbatch, key)
             return grads, loss, statistics
 
-        # Gradients and losses are averaged. Statistics hold a counter, so their last value is taken, not the mean.
+        # Gradients and losses are averaged. Statistics hold a counter, so their last value is taken, not the
+        # mean.
         reduce = (jpp.Mean(), jpp.Mean(), jpp.Stack())
         loop = jpp.accumulate_grads(microbatch_grads, schedule, reduce=reduce, pass_index=True)
         grads, loss, stacked = loop(batch)

@@ -2,11 +2,12 @@
 
     python examples/train_gpt.py --help
 
-In: bytes of text (by default the sources of Python's standard library). Out: progress, a sample of the trained model,
+In: bytes of text (by default the sources of Python's standard library). Out: progress, a sample of the
+    trained model,
 where the time went, and the validation loss beside what byte and byte-pair frequencies alone achieve.
 
-The model is in `gpt/model.py` and the step functions in `gpt/steps.py`; neither knows about processes. `Pipeline`,
-below, is all it takes to run them on a mesh.
+The model is in `gpt/model.py` and the step functions in `gpt/steps.py`; neither knows about processes.
+`Pipeline`, below, is all it takes to run them on a mesh.
 """
 
 from __future__ import annotations
@@ -181,8 +182,8 @@ class Pipeline:
 
     # -------------------------------------------------------- checkpoints
     #
-    # What a run needs to go on as if nothing had happened: its state, how many steps it has done, and which batch comes
-    # next. All of it is one tree, saved together.
+    # What a run needs to go on as if nothing had happened: its state, how many steps it has done, and which
+    # batch comes next. All of it is one tree, saved together.
 
     async def _save(self, step_number: int, state: steps.State, batches: data.TrainBatches) -> None:
         """Save the run as it is after `step_number` steps; files are written while training goes on."""
@@ -191,11 +192,13 @@ class Pipeline:
         await self.checkpoints.save(step_number, run, on_progress=self.reporter.saving)
 
     async def _restore(self, step: Any, batches: data.TrainBatches) -> steps.State | None:
-        """Go on from the newest checkpoint, if asked to and if there is one: its state, with `batches` moved on."""
+        """Go on from the newest checkpoint, if asked to and if there is one: its state, with `batches` moved
+        on."""
         if not self.options.resume or self.checkpoints is None or self.checkpoints.latest() is None:
             return None
         with self.reporter.phase("restoring"):
-            # The state goes where the step keeps it; the rest comes back as what `batches.position` is made of.
+            # The state goes where the step keeps it; the rest comes back as what `batches.position` is made
+            # of.
             run = await self.checkpoints.restore({"state": (step, 0), "step": 0, "batches": batches.position})
         self.first_step, batches.position = run["step"], run["batches"]
         self.reporter.line(f"going on after step {self.first_step}")
@@ -225,7 +228,8 @@ class Pipeline:
         numbers: range,
         progress: report.TrainingProgress,
     ) -> steps.State:
-        """The steps of these numbers, counted from 1. The next is under way before the loss of this is looked at."""
+        """The steps of these numbers, counted from 1. The next is under way before the loss of this is looked
+        at."""
         pending: tuple[Any, Any] | None = None
         number, position = numbers.start - 1, batches.position
         try:

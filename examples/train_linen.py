@@ -2,7 +2,8 @@
 
     python examples/train_linen.py --help
 
-Has: layers of a stage as one `nn.scan` over `nn.remat`, a tied embedding, dropout with a key for each step and
+Has: layers of a stage as one `nn.scan` over `nn.remat`, a tied embedding, dropout with a key for each step
+    and
 microbatch, BatchNorm statistics as a mutable collection, a `TrainState`.
 """
 

@@ -2,7 +2,8 @@
 
     python examples/train_nnx.py --help
 
-Has: a tied embedding, dropout whose keys are the model's own state, BatchNorm statistics, remat around blocks.
+Has: a tied embedding, dropout whose keys are the model's own state, BatchNorm statistics, remat around
+    blocks.
 """
 
 from __future__ import annotations

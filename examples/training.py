@@ -1,6 +1,8 @@
-"""training: what the small examples share: options, the loop over batches, the comparison with plain `jax.jit`.
+"""training: what the small examples share: options, the loop over batches, the comparison with plain
+`jax.jit`.
 
-In: a `Program`, which an example builds for a schedule. Out: lines with the loss. Knows no model and no framework.
+In: a `Program`, which an example builds for a schedule. Out: lines with the loss. Knows no model and no
+    framework.
 """
 
 from __future__ import annotations

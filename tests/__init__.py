@@ -1,1 +1,2 @@
-"""Tests of `jaxpp_async`, a folder for each package; `support` is on the path, `integration` runs whole meshes."""
+"""Tests of `jaxpp_async`, a folder for each package; `support` is on the path, `integration` runs whole
+meshes."""

@@ -20,9 +20,9 @@ if ON_GPU:
     jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_platforms", "cuda,cpu" if ON_GPU else "cpu")
 
-# Compiling is what the suite costs when nothing is cached, and XLA's optimizations are more than half of that. Actors
-# inherit it, so plain JAX and they still compile alike; who sets XLA_FLAGS (also to nothing) gets what users get. XLA
-# ends a process over a flag it does not know: only for versions that were tried.
+# Compiling is what the suite costs when nothing is cached, and XLA's optimizations are more than half of
+# that. Actors inherit it, so plain JAX and they still compile alike; who sets XLA_FLAGS (also to nothing)
+# gets what users get. XLA ends a process over a flag it does not know: only for versions that were tried.
 QUICK_COMPILES = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):
     QUICK_COMPILES += " --xla_cpu_use_fusion_emitters=false"  # later versions have no others
@@ -30,13 +30,13 @@ if not ON_GPU and jax.__version_info__ < (0, 13):
     os.environ.setdefault("XLA_FLAGS", QUICK_COMPILES)
 jax.config.update("jax_num_cpu_devices", 4)
 
-# A shell's script starts what it puts into the background (`make test &`) with Ctrl-C ignored, and so would be every
-# driver that the tests start and interrupt.
+# A shell's script starts what it puts into the background (`make test &`) with Ctrl-C ignored, and so would
+# be every driver that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Compiling is what the suite costs: meshes, plain JAX and later runs share their executables. One folder a host, since
-# an executable fits the CPU that it was made for.
+# Compiling is what the suite costs: meshes, plain JAX and later runs share their executables. One folder a
+# host, since an executable fits the CPU that it was made for.
 _CACHE = pathlib.Path(__file__).parents[1] / ".cache" / socket.gethostname() / f"jax-{jax.__version__}"
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -50,8 +50,8 @@ def pytest_addoption(parser):
     )
 
 
-# What costs most, first: `make test` gives files to two workers in this order, and none is left with a long one at the
-# end. A file that is missing here only comes later.
+# What costs most, first: `make test` gives files to two workers in this order, and none is left with a long
+# one at the end. A file that is missing here only comes later.
 LONG_FILES = (
     "torture/test_programs.py",
     "integration/test_numerics.py",

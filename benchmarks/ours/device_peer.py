@@ -1,9 +1,10 @@
-"""device_peer: one of two processes that send each other device memory; measures, and prints JSON. `gpu.py` starts side
-0, which starts side 1.
+"""device_peer: one of two processes that send each other device memory; measures, and prints JSON. `gpu.py`
+starts side 0, which starts side 1.
 
     python benchmarks/ours/device_peer.py cuda          # or cpu: the same, with host memory
 
-Latency: half a round trip of 8 bytes. Bandwidth: messages one way, four under way, each from and to memory of JAX's own
+Latency: half a round trip of 8 bytes. Bandwidth: messages one way, four under way, each from and to memory of
+    JAX's own
 allocator. Then what becomes of transfers that are aborted under way.
 """
 

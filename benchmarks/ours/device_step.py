@@ -1,5 +1,5 @@
-"""device_step: the step of examples/train_gpt.py in bfloat16, by a pipeline of actors or by plain `jax.jit`; measures,
-and prints JSON. `gpu.py` starts it.
+"""device_step: the step of examples/train_gpt.py in bfloat16, by a pipeline of actors or by plain `jax.jit`;
+measures, and prints JSON. `gpu.py` starts it.
 
     python benchmarks/ours/device_step.py ours cuda --actors 2 --dim 2048      # or: jit; or: cpu
 

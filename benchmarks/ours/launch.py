@@ -1,5 +1,5 @@
-"""launch: a contender: how long two actors take to start, from entering the mesh to being inside it. A "step" is one
-start; the mesh is closed again outside the time. Nothing runs between measurements."""
+"""launch: a contender: how long two actors take to start, from entering the mesh to being inside it. A "step"
+is one start; the mesh is closed again outside the time. Nothing runs between measurements."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""nccl_peer: one of two processes, with a GPU each, that send each other its memory over NCCL; measures, and prints
-JSON. `gpu.py` starts side 0, which starts side 1.
+"""nccl_peer: one of two processes, with a GPU each, that send each other its memory over NCCL; measures, and
+prints JSON. `gpu.py` starts side 0, which starts side 1.
 
     python benchmarks/ours/nccl_peer.py cuda --other 1      # this process's GPU, and the one of the other
     python benchmarks/ours/nccl_peer.py cpu --small         # the same, with the tests' stand-in for NCCL
 
-Bandwidth: messages one way, four under way, as `device_peer` has it over UCX; the transport is that of the actors.
+Bandwidth: messages one way, four under way, as `device_peer` has it over UCX; the transport is that of the
+    actors.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     python benchmarks/ours/overlap.py --delay-ms 6            # computes, on slow links
     python benchmarks/ours/overlap.py --delay-ms 6 --idle     # the same transfers, next to no computation
 
-Two stages of two blocks x + w2 gelu(w1 x) each, on two actors (a process and a core each), under Eager1F1B: so many
-forwards ahead that every transfer but the first and the last has tasks beside it, if it takes as long as a forward.
-Slow links: `slow_link.py`. Its answers also hold what `step.py` answers, `forward_ms`, and `bound_slow_ms`: the
-critical path with transfers that take the delay. Nothing spins between measurements.
+Two stages of two blocks x + w2 gelu(w1 x) each, on two actors (a process and a core each), under Eager1F1B:
+so many forwards ahead that every transfer but the first and the last has tasks beside it, if it takes as long
+as a forward. Slow links: `slow_link.py`. Its answers also hold what `step.py` answers, `forward_ms`, and
+`bound_slow_ms`: the critical path with transfers that take the delay. Nothing spins between measurements.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""part: runs a benchmark module's `run()` in a process of its own: `part.py transport`. Prints its figures as one line
-of JSON."""
+"""part: runs a benchmark module's `run()` in a process of its own: `part.py transport`. Prints its figures as
+one line of JSON."""
 
 from __future__ import annotations
 

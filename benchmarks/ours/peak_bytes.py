@@ -1,7 +1,9 @@
-"""peak_bytes: the most bytes that an actor's buffer table holds in a step of the big model, as the actors count them
-while they run it. Prints one line of JSON: schedule, number of microbatches, bytes of the actor that holds most.
+"""peak_bytes: the most bytes that an actor's buffer table holds in a step of the big model, as the actors
+count them while they run it. Prints one line of JSON: schedule, number of microbatches, bytes of the actor
+that holds most.
 
-What counts is what the schedule decides: activations, gradients, received values. Left out are the step's arguments and
+What counts is what the schedule decides: activations, gradients, received values. Left out are the step's
+    arguments and
 what must grow with the number of microbatches (the batch, the stacked losses); `docs/memory.md`.
 """
 

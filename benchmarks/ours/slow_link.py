@@ -1,7 +1,8 @@
-"""slow_link: an actor whose links to other actors are slow: a message takes `SLOW_LINK_MS`, one after the other.
+"""slow_link: an actor whose links to other actors are slow: a message takes `SLOW_LINK_MS`, one after the
+other.
 
-The receiver is told of a message when such a link would have delivered it; the sender's buffer is free as soon as the
-real transport has taken the bytes. What comes from the controller is not held up.
+The receiver is told of a message when such a link would have delivered it; the sender's buffer is free as
+soon as the real transport has taken the bytes. What comes from the controller is not held up.
 
     RemoteMesh(2, launcher=LocalLauncher(actor="slow_link:SlowActor"), env={"SLOW_LINK_MS": "5"})
 """

@@ -1,10 +1,11 @@
-"""start: from entering a mesh to the end of the first step, once, with the compilation cache in a given folder. Prints
-one line of JSON: seconds of the parts. Run it twice on one folder: what is compiled then lies there.
+"""start: from entering a mesh to the end of the first step, once, with the compilation cache in a given
+folder. Prints one line of JSON: seconds of the parts. Run it twice on one folder: what is compiled then lies
+there.
 
     python benchmarks/ours/start.py /tmp/cache
 
-The step is `transformer.py`'s: a transformer block a stage, four stages on two actors under Interleaved1F1B, eight
-microbatches, clipping by the global norm, adam.
+The step is `transformer.py`'s: a transformer block a stage, four stages on two actors under Interleaved1F1B,
+eight microbatches, clipping by the global norm, adam.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ NUM_MICROBATCHES = 8
 
 
 async def start(cache: str) -> dict[str, float]:
-    """Seconds: `launch_s` until the mesh is entered, `compile_s` until every actor has the step loaded (the compiler
-    here and XLA there), `step_s` of the first step (host values of the state on their way included)."""
+    """Seconds: `launch_s` until the mesh is entered, `compile_s` until every actor has the step loaded (the
+    compiler here and XLA there), `step_s` of the first step (host values of the state on their way included).
+    """
     step_fn, types = transformer.train_step(SHAPE, jpp.Interleaved1F1B(SHAPE.num_stages))
     rng = np.random.default_rng(0)
     state = jax.tree.map(lambda t: 0.02 * rng.standard_normal(t.shape).astype(t.dtype), types)

@@ -3,15 +3,15 @@
     python benchmarks/ours/step.py big --schedule ZeroBubbleV --blocks 2
     python benchmarks/ours/step.py tiny --in-flight 2
 
-Two actors, each a process on a core of its own. The state stays on them and is donated; the batch comes from the
-controller's host memory with every step, as in a training loop. The controller runs uvloop, as `examples/` do. Between
-measurements everybody waits for messages; nothing spins.
-A step has ended when `mesh.run` returns: every actor has finished it. `--fetch` also brings the losses here.
+Two actors, each a process on a core of its own. The state stays on them and is donated; the batch comes from
+the controller's host memory with every step, as in a training loop. The controller runs uvloop, as
+`examples/` do. Between measurements everybody waits for messages; nothing spins. A step has ended when
+`mesh.run` returns: every actor has finished it. `--fetch` also brings the losses here.
 
-`--in-flight 2` submits each step before the one before it has ended; a step's duration is then the whole run's, divided
-by its steps. Otherwise the answers also hold, of the steps that were measured, `bounds_ms` (each one's critical path,
-made of what each of its own tasks took), `usual_bound_ms` (the same of the median time of each kind of task),
-`busiest_ms` (what the busiest actor then computes), `task_ms`.
+`--in-flight 2` submits each step before the one before it has ended; a step's duration is then the whole
+run's, divided by its steps. Otherwise the answers also hold, of the steps that were measured, `bounds_ms`
+(each one's critical path, made of what each of its own tasks took), `usual_bound_ms` (the same of the median
+time of each kind of task), `busiest_ms` (what the busiest actor then computes), `task_ms`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""contenders: a part of the benchmark in, the programs of this folder that are measured in it out. Starts nothing."""
+"""contenders: a part of the benchmark in, the programs of this folder that are measured in it out. Starts
+nothing."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ def contenders(part: str, *, with_peers: bool) -> Sequence[Contender]:
 
     Args:
         part: a key of `results/latest.json`.
-        with_peers: also what needs the peers' environment. One that is not installed there fails when it is started,
-            and its last words say what is missing.
+        with_peers: also what needs the peers' environment. One that is not installed there fails when it is
+            started, and its last words say what is missing.
     """
     ours = {
         "tiny_step": [_jax("jit", "jax_jit.py", "tiny"), _jax("jax_spmd", "jax_spmd.py", "tiny")],

@@ -1,5 +1,5 @@
-"""jax_spmd: the training steps of `shapes.py` under JAX SPMD pipelining: GPipe as shard_map and ppermute, on two CPU
-devices of one process.
+"""jax_spmd: the training steps of `shapes.py` under JAX SPMD pipelining: GPipe as shard_map and ppermute, on
+two CPU devices of one process.
 
 `jax_spmd.py tiny|big` is a contender (`contender.py`).
 """

@@ -1,5 +1,5 @@
-"""jax_steps: the training steps of `shapes.py` as plain JAX, without this package. Import it after the environment that
-JAX reads (affinity, XLA_FLAGS) is set."""
+"""jax_steps: the training steps of `shapes.py` as plain JAX, without this package. Import it after the
+environment that JAX reads (affinity, XLA_FLAGS) is set."""
 
 from __future__ import annotations
 
@@ -78,10 +78,11 @@ def stacked(stages: tuple[tuple[Array, ...], ...]) -> Weights:
 
 
 def spmd_step(shape: Shape, mesh: jax.sharding.Mesh) -> Step:
-    """GPipe as one program for all stages: weights stacked over the axis `stage`, values handed on by ppermute.
+    """GPipe as one program for all stages: weights stacked over the axis `stage`, values handed on by
+    ppermute.
 
-    A scan over microbatches + stages - 1 ticks, in each of which every stage computes; what it computes while the
-    pipeline fills and drains is thrown away. The backward pipeline is the derivative of the scan.
+    A scan over microbatches + stages - 1 ticks, in each of which every stage computes; what it computes while
+    the pipeline fills and drains is thrown away. The backward pipeline is the derivative of the scan.
     """
 
     def loss_of(weights: Weights, x: jax.Array, target: jax.Array) -> jax.Array:

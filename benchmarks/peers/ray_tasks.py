@@ -1,8 +1,9 @@
 """ray_tasks: the tiny training step and an empty call as Ray actor tasks.
 
 `ray_tasks.py tiny|rpc` is a contender (`contender.py`). tiny: two actors and the 32 calls of a 1F1B step (8
-microbatches, 2 stages, forward and backward); the last backward of each stage updates its weights. Results travel as
-object references. The actors compute 8x8 matrices with numpy: quicker for them than a jitted call of JAX.
+microbatches, 2 stages, forward and backward); the last backward of each stage updates its weights. Results
+travel as object references. The actors compute 8x8 matrices with numpy: quicker for them than a jitted call
+of JAX.
 """
 
 from __future__ import annotations

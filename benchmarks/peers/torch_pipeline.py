@@ -1,9 +1,12 @@
-"""torch_pipeline: the training steps of `shapes.py` under torch.distributed.pipelining: Schedule1F1B over gloo.
+"""torch_pipeline: the training steps of `shapes.py` under torch.distributed.pipelining: Schedule1F1B over
+gloo.
 
-`torch_pipeline.py tiny|big` is a contender (`contender.py`). It is rank 0, serves the line and starts rank 1, which
-follows it. A step ends when the loss of rank 1 has arrived at rank 0: rank 1 sends it after its own update.
+`torch_pipeline.py tiny|big` is a contender (`contender.py`). It is rank 0, serves the line and starts rank 1,
+which follows it. A step ends when the loss of rank 1 has arrived at rank 0: rank 1 sends it after its own
+update.
 
-Each rank has a core and a thread of its own, as our actors do. With `--default-threads` both have what torch takes by
+Each rank has a core and a thread of its own, as our actors do. With `--default-threads` both have what torch
+takes by
 itself: as many threads as there are cores, wherever the system puts them.
 """
 

@@ -1,4 +1,5 @@
-"""warm_up: what every contender does before it is measured: some steps, whose losses must go down. In: what runs steps;
+"""warm_up: what every contender does before it is measured: some steps, whose losses must go down. In: what
+runs steps;
 out: the loss of the first one, which is the same for all contenders. Standard library only."""
 
 from __future__ import annotations

@@ -93,8 +93,10 @@ def read_texts(folder: Path, names: Iterable[Path]) -> dict[str, bytes]:
 
 
 def split_corpus(files: dict[str, bytes], source: str) -> Corpus:
-    """Hold out whole files where there are many, else the end of the text. Depends on names and contents alone."""
-    # By checksum of the name: near alphabetical neighbours resemble each other, and every machine orders alike.
+    """Hold out whole files where there are many, else the end of the text. Depends on names and contents
+    alone."""
+    # By checksum of the name: near alphabetical neighbours resemble each other, and every machine orders
+    # alike.
     order = sorted(files, key=lambda name: (zlib.crc32(name.encode()), name))
     if len(files) >= MIN_FILES_TO_SPLIT_BY_FILE:
         num_held_out = len(files) // VALIDATION_SHARE
@@ -125,8 +127,8 @@ class TrainBatches(Iterator[Batch]):
         seed: the same seed gives the same batches.
 
     Attributes:
-        position: which batch comes next: a tree of numbers and strings. Once it is set, what follows is what followed
-            when it was read: a run that is to go on saves it.
+        position: which batch comes next: a tree of numbers and strings. Once it is set, what follows is what
+            followed when it was read: a run that is to go on saves it.
 
     Raises:
         DataError: `text` is shorter than one window.

@@ -1,6 +1,8 @@
-"""model: bytes in, the loss of a small decoder-only transformer out. Plain JAX; never touches a device or a mesh.
+"""model: bytes in, the loss of a small decoder-only transformer out. Plain JAX; never touches a device or a
+mesh.
 
-Two calls make it a pipeline: `jpp.pipeline_yield` between stages, and `jpp.shard`, which says how an activation is cut
+Two calls make it a pipeline: `jpp.pipeline_yield` between stages, and `jpp.shard`, which says how an
+    activation is cut
 inside one actor. Under plain `jax.jit` both are the identity.
 """
 
@@ -19,7 +21,8 @@ import jaxpp_async as jpp
 VOCAB_SIZE = 256
 
 AXIS_RULES = {"batch": "data", "heads": "model", "mlp": "model"}
-"""Logical axis to mesh axis: batches over "data", attention heads and hidden units over "model" (Megatron-LM's cut)."""
+"""Logical axis to mesh axis: batches over "data", attention heads and hidden units over "model"
+(Megatron-LM's cut)."""
 
 LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
     "qkv": (None, None, "heads", None),
@@ -91,8 +94,8 @@ def forward(params: dict[str, Any], tokens: jax.Array, config: ModelConfig) -> j
 
 
 def last_layers(num_layers: int, num_stages: int) -> frozenset[int]:
-    """Layers after which a stage ends; sizes of stages differ by at most one layer, the last stage (it has the output
-    projection and the loss too) never being the larger."""
+    """Layers after which a stage ends; sizes of stages differ by at most one layer, the last stage (it has
+    the output projection and the loss too) never being the larger."""
     return frozenset(-(-num_layers * stage // num_stages) - 1 for stage in range(1, num_stages))
 
 
@@ -124,7 +127,8 @@ def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _rotate(x: jax.Array) -> jax.Array:
-    """Rotary position embedding of (batch, heads, seq, head_dim). Source: Su et al., RoFormer, 2021, section 3.4."""
+    """Rotary position embedding of (batch, heads, seq, head_dim). Source: Su et al., RoFormer, 2021, section
+    3.4."""
     half = x.shape[-1] // 2
     angle = jnp.arange(x.shape[-2])[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
@@ -133,7 +137,8 @@ def _rotate(x: jax.Array) -> jax.Array:
 
 
 def state_specs(state: Any) -> Any:
-    """A `PartitionSpec` for each leaf of `state`: a parameter's, also for the optimizer's moments of that parameter.
+    """A `PartitionSpec` for each leaf of `state`: a parameter's, also for the optimizer's moments of that
+    parameter.
 
     Args:
         state: any tree whose leaves hang below the parameter names of `init_params`; shapes suffice.

@@ -1,4 +1,5 @@
-"""options: the command line in, checked `Options` out. Never imports jax, so a mistyped option is answered at once."""
+"""options: the command line in, checked `Options` out. Never imports jax, so a mistyped option is answered at
+once."""
 
 from __future__ import annotations
 
@@ -100,7 +101,8 @@ _AT_LEAST_ZERO = ("seed", "verify", "max_restarts")
 
 
 def parse_options(argv: Sequence[str] | None = None) -> Options:
-    """Read and check a command line; a mistake ends the process with status 2 and one line that says what to change."""
+    """Read and check a command line; a mistake ends the process with status 2 and one line that says what to
+    change."""
     parser = _parser()
     options = Options(**vars(parser.parse_args(argv)))
     try:

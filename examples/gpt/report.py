@@ -1,4 +1,5 @@
-"""report: what the user sees while a run goes on and at its end: a progress bar in a terminal, else plain lines."""
+"""report: what the user sees while a run goes on and at its end: a progress bar in a terminal, else plain
+lines."""
 
 from __future__ import annotations
 
@@ -137,7 +138,8 @@ class ActorTime:
 
 
 def actor_table(times: Sequence[ActorTime], wall_s: float) -> list[str]:
-    """Lines that say where each actor's share of `wall_s` went. Idle is neither computing nor waiting for data."""
+    """Lines that say where each actor's share of `wall_s` went. Idle is neither computing nor waiting for
+    data."""
     lines = [f"{'':8}  {'computing':>9}  {'waiting for data':>16}  {'idle':>6}  {'peak buffers':>12}"]
     for actor, spent in enumerate(times):
         idle_s = max(0.0, wall_s - spent.compute_s - spent.wait_s)

@@ -19,7 +19,8 @@ State = dict[str, Any]
 
 
 def make_optimizer(num_steps: int, peak_learning_rate: float = 3e-3) -> optax.GradientTransformation:
-    """AdamW under a global-norm clip; the learning rate warms up for a tenth of the steps, then falls as a cosine."""
+    """AdamW under a global-norm clip; the learning rate warms up for a tenth of the steps, then falls as a
+    cosine."""
     warmup_steps = max(1, min(50, num_steps // 10))
     learning_rate = optax.warmup_cosine_decay_schedule(
         init_value=peak_learning_rate / warmup_steps,
@@ -74,7 +75,8 @@ def num_steps(state: State) -> Any:
 
 
 def make_eval_step(config: ModelConfig, schedule: Any) -> Callable[[Any, Any], jax.Array]:
-    """`(params, batch) -> mean loss`: a loop without gradients, in which the schedule's backward tasks are empty."""
+    """`(params, batch) -> mean loss`: a loop without gradients, in which the schedule's backward tasks are
+    empty."""
 
     def eval_step(params: Any, batch: Any) -> jax.Array:
         return jpp.accumulate_grads(partial(loss_fn, params, config=config), schedule, reduce=jpp.Mean())(
@@ -85,7 +87,8 @@ def make_eval_step(config: ModelConfig, schedule: Any) -> Callable[[Any, Any], j
 
 
 def run_plain(train_step: Callable, state: State, batches: Iterable[Any]) -> tuple[State, list[float]]:
-    """The state and losses after `batches` under plain `jax.jit` in this process: what the pipeline must agree with."""
+    """The state and losses after `batches` under plain `jax.jit` in this process: what the pipeline must
+    agree with."""
     step = jax.jit(train_step, donate_argnums=0)
     losses = []
     for batch in batches:

@@ -224,7 +224,8 @@ def test_receives_that_are_kept_or_donated_are_private():
 
 
 def random_program(rng: random.Random) -> ActorProgram:
-    """A valid program: every buffer is used after its definition, deleted at most once, never donated while kept."""
+    """A valid program: every buffer is used after its definition, deleted at most once, never donated while
+    kept."""
     instructions, free_slots, held = [], [], []
     fresh, tags, results = count(), count(), count()
 

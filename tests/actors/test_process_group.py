@@ -48,8 +48,9 @@ async def test_a_task_that_used_to_take_long_is_no_dead_one(monkeypatch, longest
 
 
 async def test_transfers_end_and_processes_catch_up_at_the_same_time(monkeypatch):
-    """Ending a communicator may wait for all that its device does: here for a task that ends once another process has
-    caught up. And who has caught up may wait for a transfer to end. Either one first would wait for ever."""
+    """Ending a communicator may wait for all that its device does: here for a task that ends once another
+    process has caught up. And who has caught up may wait for a transfer to end. Either one first would wait
+    for ever."""
     abort_has_begun, caught_up = threading.Event(), threading.Event()
 
     def agree(name: str, mine: int, *_: Any) -> int:

@@ -1,5 +1,5 @@
-"""Which GPUs an actor's process gets, what the compiler makes for actors with GPUs from here, where there is none, and
-what is said to who asks for what cannot be."""
+"""Which GPUs an actor's process gets, what the compiler makes for actors with GPUs from here, where there is
+none, and what is said to who asks for what cannot be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Descriptors of a process alone: programs that it starts do not inherit them, nor do forked workers hold them."""
+"""Descriptors of a process alone: programs that it starts do not inherit them, nor do forked workers hold
+them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from jaxpp_async.base.own_descriptors import (
 )
 from tests.launch.test_local import Driver, environment
 
-# Two ends in one process over TCP; then what a program that is started, and what a forked worker, has of them.
+# Two ends in one process over TCP; then what a program that is started, and what a forked worker, has of
+# them.
 ENDS = """
 import asyncio, os, subprocess, sys
 import numpy as np

@@ -1,4 +1,5 @@
-"""The pure parts of `benchmarks/`: ratios, critical paths, targets, and the line between driver and contender."""
+"""The pure parts of `benchmarks/`: ratios, critical paths, targets, and the line between driver and
+contender."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def test_the_critical_path_of_a_pipeline(forward, last, backward, transfer, expe
 
 
 def test_each_task_counts_with_the_time_that_it_took():
-    # The second forward is late: everything after it is. A late first backward hides behind the second forward's way.
+    # The second forward is late: everything after it is. A late first backward hides behind the second
+    # forward's way.
     assert bound.critical_path_s(PIPELINE, [[1, 4, 1, 1], [1, 1]]) == 7
     assert bound.critical_path_s(PIPELINE, [[1, 1, 1, 1], [1, 1]]) == 4
 

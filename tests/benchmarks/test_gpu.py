@@ -1,4 +1,5 @@
-"""`make bench-gpu` where there is no GPU: its programs run small, and what it makes of what they say is a table.
+"""`make bench-gpu` where there is no GPU: its programs run small, and what it makes of what they say is a
+table.
 
 python benchmarks/gpu.py --platform cpu --small      # all of it, in a minute
 """
@@ -196,7 +197,8 @@ def test_a_program_sees_the_one_gpu_alone(monkeypatch):
     assert shown == ["GPU-8f11", "0,1"]
 
 
-# ---------------------------------------------------------------- the whole run, with programs that say what is wanted
+# ---------------------------------------------------------------- the whole run, with programs that say what
+# is wanted
 
 PEER = {
     "routes": ["cuda_copy", "cuda_ipc"],
@@ -287,7 +289,8 @@ def test_what_fails_costs_only_itself_and_is_said_at_the_end(programs, capsys, n
     [
         (PEER, NOT_TRIED, "keep on", "1.00x the bandwidth without (1 MiB), 1.00x the half round trip; an abort takes"),
         (PEER | {"gb_s": PEER["gb_s"] | {"268435456": 450.0}}, NOT_TRIED, "look again", "0.50x the bandwidth"),
-        (PEER | {"gb_s": PEER["gb_s"] | {"65536": 0.4}}, NOT_TRIED, "keep on", "1.00x"),  # small ones are of latency
+        # small ones are of latency
+        (PEER | {"gb_s": PEER["gb_s"] | {"65536": 0.4}}, NOT_TRIED, "keep on", "1.00x"),
         (PEER | {"routes": ["cuda_copy", "posix"]}, NOT_TRIED, "switch off", "no cuda_ipc"),
         (PEER | {"abort": {"failed": "TimeoutError"}}, NOT_TRIED, "look again", "does not end transfers: TimeoutError"),
         ({"failed": "hung"}, NOT_TRIED, "not decided", "both"),

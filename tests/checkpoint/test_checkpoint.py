@@ -1,4 +1,5 @@
-"""Checkpoints: what is written, read back, refused and left behind; and that training goes on from one bit for bit."""
+"""Checkpoints: what is written, read back, refused and left behind; and that training goes on from one bit
+for bit."""
 
 from __future__ import annotations
 

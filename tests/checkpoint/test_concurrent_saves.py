@@ -1,5 +1,6 @@
-"""Several savers in one folder: whatever comes between their file operations, the manifest in place names whole files,
-who is told "saved" was in place, and who is told otherwise leaves nothing. Then the same with meshes."""
+"""Several savers in one folder: whatever comes between their file operations, the manifest in place names
+whole files, who is told "saved" was in place, and who is told otherwise leaves nothing. Then the same with
+meshes."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ class Killed(BaseException):
 
 
 class Turns:
-    """Lets one of several threads at a time do one file operation; a seed decides which. A thread may be killed, as a
-    process is: between two of its operations, with its descriptors closed and nothing of its own done any more."""
+    """Lets one of several threads at a time do one file operation; a seed decides which. A thread may be
+    killed, as a process is: between two of its operations, with its descriptors closed and nothing of its own
+    done any more."""
 
     def __init__(self, rng: random.Random, kills: int) -> None:
         self._rng, self.kills = rng, kills

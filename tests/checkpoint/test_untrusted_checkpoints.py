@@ -1,4 +1,5 @@
-"""Checkpoints from anywhere: what a manifest or a file says is refused by name, costs no memory and leads nowhere."""
+"""Checkpoints from anywhere: what a manifest or a file says is refused by name, costs no memory and leads
+nowhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`jax.debug.print` and `jax.debug.callback` in a step: printed here, what plain `jax.jit` prints and in its order."""
+"""`jax.debug.print` and `jax.debug.callback` in a step: printed here, what plain `jax.jit` prints and in its
+order."""
 
 from __future__ import annotations
 

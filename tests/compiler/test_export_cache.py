@@ -134,8 +134,8 @@ async def test_compilations_do_not_grow_with_equal_stages(remote_mesh):
         compiled = await mesh.distributed(step, donate_argnums=0).compile(weights, batch)
         counts.append(await compilations(mesh) - before)
         calls.append(len(compiled.compiled.executables))
-    # Of other widths, so that the second step finds compiled at most what starts the losses' accumulator; so may the
-    # first, where another test on this mesh made it.
+    # Of other widths, so that the second step finds compiled at most what starts the losses' accumulator; so
+    # may the first, where another test on this mesh made it.
     assert counts[1] in (counts[0] - 1, counts[0])
     assert calls[1] - calls[0] == 5 * 3, "a forward, a backward and accumulators for each stage more"
 
@@ -153,7 +153,8 @@ def test_texts_are_made_when_they_are_read():
     assert made.passes["schedule"] == made.passes["schedule"] != ""
 
 
-# ---------------------------------------------------------------- a shared executable is the one that it stands for
+# ---------------------------------------------------------------- a shared executable is the one that it
+# stands for
 
 
 @jax.custom_vjp

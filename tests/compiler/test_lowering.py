@@ -416,7 +416,8 @@ def test_peak_of_1f1b_does_not_depend_on_the_number_of_microbatches(num_stages):
 def test_peak_of_1f1b_follows_the_formula():
     residual, activation, weight = RESIDUAL.size_bytes, ACTIVATION.size_bytes, WEIGHT.size_bytes
     first, last = _peaks(std_1f1b, 2, 8)
-    # At a forward: two residuals, the gradient, the activation just made and the two cotangents asked for ahead.
+    # At a forward: two residuals, the gradient, the activation just made and the two cotangents asked for
+    # ahead.
     assert first == 2 * residual + weight + 3 * activation
     # At a forward: its residual, the gradient, the activation it reads and the one asked for ahead.
     assert last == residual + weight + 2 * activation

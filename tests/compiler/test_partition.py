@@ -350,7 +350,8 @@ def test_a_cast_of_a_weight_is_repeated():
 
 
 def test_an_inner_gradient_in_a_forward_stage_is_forward():
-    """The score of an inner energy feeds the next stage: JAX's transpose made it, the pipeline runs it forward."""
+    """The score of an inner energy feeds the next stage: JAX's transpose made it, the pipeline runs it
+    forward."""
 
     def loss(ws, x):
         score = jax.grad(lambda x: square(jnp.tanh(x @ ws[0])))(x)

@@ -10,7 +10,8 @@ from jaxpp_async.compiler import primitives
 from jaxpp_async.compiler.primitives import inlines
 from jaxpp_async.markers import logical_axes, markers
 
-# The primitives of `markers` and `sharding` are among those that exist; these name operations that no jaxpr has.
+# The primitives of `markers` and `sharding` are among those that exist; these name operations that no jaxpr
+# has.
 OURS = {primitives.STACK, primitives.INDEX}
 
 # Names that other versions of JAX have or had.
@@ -25,7 +26,8 @@ OF_OTHER_VERSIONS = {
 }
 OF_OTHER_VERSIONS |= {"log2", "one_minus_square", "polynomial"}  # from JAX 0.12 on
 
-# Elementwise, and not to be run again: random bits, series and iterations, and what is no computation on an array.
+# Elementwise, and not to be run again: random bits, series and iterations, and what is no computation on an
+# array.
 NOT_AGAIN = {
     "bessel_i0e",
     "bessel_i1e",
@@ -68,7 +70,8 @@ def test_every_name_exists(name, existing):
 
 
 def test_every_elementwise_primitive_is_known():
-    """One that no table knows is kept for the backward where it could be made again: 0.12's tanh cost gelu that."""
+    """One that no table knows is kept for the backward where it could be made again: 0.12's tanh cost gelu
+    that."""
     # of a batch they are what they are of one
     alike = (batching.vectorized_batcher, batching.broadcast_batcher)
     rules = batching.fancy_primitive_batchers.items()

@@ -127,7 +127,8 @@ def test_the_numbers_are_those_of_plain_jax(name):
 
 
 def test_nothing_costly_is_run_again():
-    """Random bits, reductions, products and shardings; a mask is kept as booleans, not as the bits it was made of."""
+    """Random bits, reductions, products and shardings; a mask is kept as booleans, not as the bits it was
+    made of."""
 
     def loss(params, mb):
         x, seed = mb

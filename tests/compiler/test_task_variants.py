@@ -1,4 +1,5 @@
-"""Backward tasks in two parts, the fused last stage, scans unrolled at markers: what each form computes and takes."""
+"""Backward tasks in two parts, the fused last stage, scans unrolled at markers: what each form computes and
+takes."""
 
 from __future__ import annotations
 
@@ -145,8 +146,8 @@ def count(jaxpr, times=1):
 
 @pytest.mark.parametrize(
     ("block", "in_input", "in_weight"),
-    # Of two layers, the backward has two products for inputs and two for weights; a checkpoint computes both layers
-    # again, once.
+    # Of two layers, the backward has two products for inputs and two for weights; a checkpoint computes both
+    # layers again, once.
     [
         ("plain", 2, 2),
         ("checkpoint", 4, 2),
@@ -173,7 +174,8 @@ def test_nothing_that_costs_is_computed_in_both_parts(block, in_input, in_weight
 
 
 def test_first_stage_and_frozen_stages_have_one_part():
-    """Stage 0 has no input gradient to make, a frozen stage no weight gradient: what is left is the whole task."""
+    """Stage 0 has no input gradient to make, a frozen stage no weight gradient: what is left is the whole
+    task."""
 
     def loss(params, x):
         frozen = jax.lax.stop_gradient(params[1])

@@ -90,7 +90,8 @@ async def any_mesh(request) -> AsyncIterator[Controller]:
 
 @contextlib.asynccontextmanager
 async def nothing_left(caplog: pytest.LogCaptureFixture):
-    """Checks that children, descriptors, threads and asyncio tasks are as before, and that asyncio had no complaint."""
+    """Checks that children, descriptors, threads and asyncio tasks are as before, and that asyncio had no
+    complaint."""
 
     def now() -> tuple[Any, ...]:
         gc.collect()

@@ -19,7 +19,8 @@ def run(script: str, tick_s: float = 0.5) -> list[tuple[float, Verdict]]:
     """What a monitor of actors 0 and 1 says, and when.
 
     Args:
-        script: `"0: 0-4, 6-20"`: actor 0 beats every 0.5 s in these seconds; `"blocked: 5-12"`: this process was.
+        script: `"0: 0-4, 6-20"`: actor 0 beats every 0.5 s in these seconds; `"blocked: 5-12"`: this process
+            was.
     """
     beats: dict[str, list[tuple[float, float]]] = {}
     for line in script.strip().splitlines():

@@ -1,4 +1,5 @@
-"""The asyncio shell around monitor and stuck: beats, reports and a real clock in, errors and logged warnings out."""
+"""The asyncio shell around monitor and stuck: beats, reports and a real clock in, errors and logged warnings
+out."""
 
 from __future__ import annotations
 

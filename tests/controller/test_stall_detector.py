@@ -1,4 +1,5 @@
-"""When a step counts as stuck, and what the autopsy says: programs, positions and reports in, no process anywhere."""
+"""When a step counts as stuck, and what the autopsy says: programs, positions and reports in, no process
+anywhere."""
 
 from __future__ import annotations
 

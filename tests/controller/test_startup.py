@@ -1,4 +1,5 @@
-"""What actors have for devices is compared before anything is compiled; what is missing on an actor is said plainly."""
+"""What actors have for devices is compared before anything is compiled; what is missing on an actor is said
+plainly."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The doctor: what is found out about hosts becomes findings with remedies; its command prints them, and says by its
-exit status whether a run would work.
+"""The doctor: what is found out about hosts becomes findings with remedies; its command prints them, and says
+by its exit status whether a run would work.
 
 Findings are pure, and most tests are a table of them. Hosts over ssh: `launch/test_ssh.py`.
 """
@@ -183,7 +183,8 @@ def test_what_is_well_is_said_to_be(name, found):
     assert would_work(findings) and {f.section for f in findings} <= set(SECTIONS)
 
 
-# Name, examination, then of the one finding: its level, section and host, and what stands in it and in its remedy.
+# Name, examination, then of the one finding: its level, section and host, and what stands in it and in its
+# remedy.
 WRONG = [
     ("no ucxx", on_one(CPU, replace(without(CPU_HOST, "ucxx-cu13"), ucx=None, ucx_error="no module")),
      "error", "ucx", "n1", "ucxx is not installed", "pip install 'jaxpp-async[cpu]'"),
@@ -348,7 +349,8 @@ def test_what_is_wrong_is_said_once_and_with_a_remedy(found, level, section, hos
 
 
 def test_several_things_are_wrong_at_once():
-    """Hosts of mixed kinds, and different CUDAs: each is said where it is, and what they have to have in common."""
+    """Hosts of mixed kinds, and different CUDAs: each is said where it is, and what they have to have in
+    common."""
     other = having(without(OLD_DRIVER, "jax-cuda13-plugin", "cupy-cuda13x", "ucxx-cu13"), jax_cuda12_plugin="0.10.2",
                    cupy_cuda12x="14", ucxx_cu12="0.52")  # fmt: skip
     assert errors(on_two(GPU, GPU_HOST, other)) == {("versions", "all hosts")}

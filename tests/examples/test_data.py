@@ -109,7 +109,8 @@ def test_validation_predicts_no_byte_twice(size: int, max_batches: int, expected
 
 
 def test_counting_losses_of_a_text_known_by_hand():
-    # "ab" * 100: every pair is known, so the bigram knows all but the smoothing; the unigram knows one bit a byte.
+    # "ab" * 100: every pair is known, so the bigram knows all but the smoothing; the unigram knows one bit a
+    # byte.
     text = np.frombuffer(b"ab" * 100, np.uint8)
     batches = data.validation_batches(text, SHAPE, max_batches=1)
     assert data.unigram_loss(text, batches) == pytest.approx(-math.log(101 / 456))

@@ -1,7 +1,8 @@
-"""Write the function of a loop at random: stages of a few layers, branches, metrics and markers, as Python lines.
+"""Write the function of a loop at random: stages of a few layers, branches, metrics and markers, as Python
+lines.
 
-Every line has the value flowing through the stages in `x`. What is drawn first is the simplest, since a failing
-program is shrunk toward the first choice of every draw.
+Every line has the value flowing through the stages in `x`. What is drawn first is the simplest, since a
+failing program is shrunk toward the first choice of every draw.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Draw whole training steps: what comes before the loops, the loops, and the update, as the text of a Python program.
+"""Draw whole training steps: what comes before the loops, the loops, and the update, as the text of a Python
+program.
 
 The text runs by itself: a failing one is its own reproduction.
 """

@@ -1,6 +1,7 @@
 """What generated programs are written with: names they import, and the arguments that they are called with.
 
-A program works on a few shapes, so that programs share their compiled operations. Activations are float32 (2, 4).
+A program works on a few shapes, so that programs share their compiled operations. Activations are float32 (2,
+4).
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def finite(tree: Any) -> jax.Array:
 def random_rows(
     stages: int, microbatches: int, actors: int, seed: int, *, backward: bool = True
 ) -> list[list[Task]]:
-    """A random order of all tasks along their dependencies, dealt to a random actor a stage; some backwards split."""
+    """A random order of all tasks along their dependencies, dealt to a random actor a stage; some backwards
+    split."""
     rng = random.Random(seed)
     places = [rng.randrange(actors) for _ in range(stages)]
     pairs = [(s, i) for s in range(stages) for i in range(microbatches)]

@@ -1,5 +1,5 @@
-"""Three small steps and the schedules they are compiled under. Linear layers and relu only: the residuals of other
-functions differ between versions of JAX.
+"""Three small steps and the schedules they are compiled under. Linear layers and relu only: the residuals of
+other functions differ between versions of JAX.
 
 Run as a program it prints the digest of every text, for comparing processes.
 """
@@ -88,7 +88,8 @@ def tied(schedule) -> CompilePlan:
 
 
 def sharded(schedule) -> CompilePlan:
-    """Data and tensor parallel inside each actor, by a constraint and a logical name; aux values; nothing donated."""
+    """Data and tensor parallel inside each actor, by a constraint and a logical name; aux values; nothing
+    donated."""
 
     def step(weights, batch):
         def loss(weights, x):

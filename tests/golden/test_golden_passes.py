@@ -1,4 +1,5 @@
-"""What every pass makes of three small steps under each schedule, as text in `passes/`; `make golden` rewrites it."""
+"""What every pass makes of three small steps under each schedule, as text in `passes/`; `make golden`
+rewrites it."""
 
 from __future__ import annotations
 

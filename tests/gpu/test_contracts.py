@@ -1,7 +1,9 @@
-"""The real CuPy, nccl4py and NCCL have what the code calls, as it calls it; without a GPU they refuse just for that.
+"""The real CuPy, nccl4py and NCCL have what the code calls, as it calls it; without a GPU they refuse just
+for that.
 
-Stand-ins (`fake_nccl`, `fake_device`, `nccl_over_sockets`) take the place of `NcclLibrary` and `CudaDevice`; behind
-those stand the two modules that are held against the real libraries here. `make test-contracts` installs them.
+Stand-ins (`fake_nccl`, `fake_device`, `nccl_over_sockets`) take the place of `NcclLibrary` and `CudaDevice`;
+behind those stand the two modules that are held against the real libraries here. `make test-contracts`
+installs them.
 """
 
 from __future__ import annotations

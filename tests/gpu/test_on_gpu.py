@@ -32,7 +32,8 @@ if PLATFORM not in ("cuda", "cpu"):
 
 
 class OnDevice(UCXTransport):
-    """UCX between arrays of JAX's own allocator: what the suite sends is copied there, what arrives back to it."""
+    """UCX between arrays of JAX's own allocator: what the suite sends is copied there, what arrives back to
+    it."""
 
     def post_send(self, memory, peer, tag, done):
         return super().post_send(

@@ -345,7 +345,8 @@ async def test_another_schedule_compiles_no_task_again(remote_mesh):
         return await numbers(mesh, "compilations") - before
 
     assert await compiled_by(jpp.Eager1F1B(2)) == 0
-    # Here the last stage's forward and backward do not follow each other: they were one executable and become two.
+    # Here the last stage's forward and backward do not follow each other: they were one executable and become
+    # two.
     assert await compiled_by(jpp.GPipe(2)) == 2
     assert [await compiled_by(s) for s in (jpp.GPipe(2).tasks(4, 2), jpp.LoopedBFS(2), jpp.Std1F1B(2))] == [
         0,

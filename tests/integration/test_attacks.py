@@ -1,5 +1,6 @@
-"""Attacks on the control port of a mesh whose actors are at work (cases 22 and 23): each is refused in time, logged
-without the secret, and the job goes on. The actors are fakes in processes of their own; the port is the real one.
+"""Attacks on the control port of a mesh whose actors are at work (cases 22 and 23): each is refused in time,
+logged without the secret, and the job goes on. The actors are fakes in processes of their own; the port is
+the real one.
 """
 
 from __future__ import annotations
@@ -359,7 +360,8 @@ async def test_mutated_conversations(attacked, caplog):
 
 
 async def test_half_open_and_slow_peers(attacked, caplog, monkeypatch):
-    """Nothing at all, the beginning of a greeting, a byte now and then: each has until the deadline and no longer."""
+    """Nothing at all, the beginning of a greeting, a byte now and then: each has until the deadline and no
+    longer."""
     assert HANDSHAKE_TIMEOUT_S <= WITHIN_S
     monkeypatch.setattr(connection_module, "HANDSHAKE_TIMEOUT_S", 0.6)
     hello = Wire("actor", b"w" * 32, version=VERSION, identity=Identity(0, 0)).take_outgoing()
@@ -401,7 +403,8 @@ async def test_lengths_that_are_none(attacked):
 
 
 async def test_a_flood_of_connections(attacked, caplog):
-    """More than may be in their handshake: they go, oldest first, and whoever knows the secret gets in meanwhile."""
+    """More than may be in their handshake: they go, oldest first, and whoever knows the secret gets in
+    meanwhile."""
     before = psutil.Process().num_fds()
     loop, silent = asyncio.get_running_loop(), []
     began_s = time.monotonic()

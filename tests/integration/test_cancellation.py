@@ -1,6 +1,8 @@
-"""Cancelling any await, at any moment, leaves the mesh usable and nothing behind (case 26 of `docs/failures.md`).
+"""Cancelling any await, at any moment, leaves the mesh usable and nothing behind (case 26 of
+`docs/failures.md`).
 
-Each operation is cancelled at each of its waits in turn, in several ways and some turns of the event loop later.
+Each operation is cancelled at each of its waits in turn, in several ways and some turns of the event loop
+later.
 """
 
 from __future__ import annotations
@@ -185,7 +187,8 @@ MANY_TURNS = (0, 2, 8, 21)
 
 @contextlib.asynccontextmanager
 async def goes_on(bench: Bench, caplog: pytest.LogCaptureFixture) -> AsyncIterator[None]:
-    """Checks that mesh and process hold in the end what they held, and that asyncio had nothing to complain of."""
+    """Checks that mesh and process hold in the end what they held, and that asyncio had nothing to complain
+    of."""
     await bench.check()
     before = await everything(bench.mesh)
     yield

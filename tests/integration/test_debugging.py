@@ -1,4 +1,5 @@
-"""What a user sees who looks for a mistake: NaNs, options of JAX, arrays that are not here, warnings, retraces."""
+"""What a user sees who looks for a mistake: NaNs, options of JAX, arrays that are not here, warnings,
+retraces."""
 
 from __future__ import annotations
 

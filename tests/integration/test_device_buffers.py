@@ -1,4 +1,5 @@
-"""What differs where devices compute after a call has returned, and the transport reads and writes their memory.
+"""What differs where devices compute after a call has returned, and the transport reads and writes their
+memory.
 
 Without a GPU: `fake_device` computes on CPUs and is late. With one, `make test-gpu` walks the same paths.
 """
@@ -332,8 +333,8 @@ SPLIT = Aval((8, 4), "float32", ("a",))
 async def test_a_device_that_refuses_a_copy_ends_the_step_and_frees_nothing_early(
     gate, doors, monkeypatch, what, late
 ):
-    """A copy between devices, or waiting for an argument that is to be sent: the step fails with the device's words,
-    once, its buffers stay in use, and the actors go on in the next epoch."""
+    """A copy between devices, or waiting for an argument that is to be sent: the step fails with the device's
+    words, once, its buffers stay in use, and the actors go on in the next epoch."""
     culprit, instruction = (1, "recv") if what == "spreading" else (0, "send")
     gate.open = True
     async with harness(2, **AXES) as h:

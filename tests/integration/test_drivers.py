@@ -151,7 +151,8 @@ def driver(code: str) -> Iterator[Driver]:
 LONG = "mesh.distributed(lambda x: [x := x @ x.T + 1 for _ in range(60)])"
 INTERRUPTED = {
     "launch": FAKE.format(setup="silent", text=""),
-    # Not inline: what XLA does in this process while it ends makes Python forget that it was interrupted (exit code 1).
+    # Not inline: what XLA does in this process while it ends makes Python forget that it was interrupted
+    # (exit code 1).
     "compile": real(f"say('now'); await mesh.run({LONG}, x[None])", launcher="local"),
     "save": real("await mesh.save('{folder}', await mesh.run(step, x))"),
     "aclose": FAKE.format(setup=None, text="stubborn"),

@@ -1,5 +1,5 @@
-"""Events of a mesh: each reader sees each event, late, slow and cancelled readers too, and none of them holds the mesh
-up."""
+"""Events of a mesh: each reader sees each event, late, slow and cancelled readers too, and none of them holds
+the mesh up."""
 
 from __future__ import annotations
 

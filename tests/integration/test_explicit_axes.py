@@ -1,4 +1,5 @@
-"""Explicit axes inside actors: shardings stand in the types of values, from the arguments to the accumulators."""
+"""Explicit axes inside actors: shardings stand in the types of values, from the arguments to the
+accumulators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rows of `docs/failures.md` that `integration/test_failures.py` has not: waiting senders, memory, wrong sizes, slow readers."""
+"""Rows of `docs/failures.md` that `integration/test_failures.py` has not: waiting senders, memory, wrong
+sizes, slow readers."""
 
 from __future__ import annotations
 
@@ -141,7 +142,8 @@ async def test_the_kernel_ends_an_actor_at_its_memory_limit():
 
 
 async def test_a_transfer_of_the_wrong_size(monkeypatch):
-    """Case 13. Between processes, over UCX: `transport/ucx/test_transport.py::test_wrong_size_from_another_process`."""
+    """Case 13. Between processes, over UCX:
+    `transport/ucx/test_transport.py::test_wrong_size_from_another_process`."""
     memories = step_run.send_memories
     monkeypatch.setattr(
         step_run,

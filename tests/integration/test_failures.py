@@ -52,7 +52,8 @@ def arguments() -> tuple[Any, Any]:
 
 @pytest.fixture(autouse=True)
 async def warm(remote_mesh, caplog) -> AsyncIterator[None]:
-    """What a first mesh opens for good (libraries, pools) is open before; what each test's mesh opens is gone after.
+    """What a first mesh opens for good (libraries, pools) is open before; what each test's mesh opens is gone
+    after.
 
     Another mesh of this driver works all the while.
     """

@@ -1,6 +1,8 @@
-"""Hung actors and stuck steps under real meshes: cases 4, 5, 9 (without namespaces) and 21 of the table of failures.
+"""Hung actors and stuck steps under real meshes: cases 4, 5, 9 (without namespaces) and 21 of the table of
+failures.
 
-They take ten seconds each by design, most of it waiting, so they run beside each other: every test awaits its own.
+They take ten seconds each by design, most of it waiting, so they run beside each other: every test awaits its
+    own.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A `run` that is cancelled or interrupted loses nothing: donated arguments stand for the results that continue them
-(case 26 of `docs/failures.md`). Training that is interrupted goes on like training that never was, bit for bit."""
+"""A `run` that is cancelled or interrupted loses nothing: donated arguments stand for the results that
+continue them (case 26 of `docs/failures.md`). Training that is interrupted goes on like training that never
+was, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The order of a loop's results: `(loss, grads)` is refused where it would sum the loss and stack the gradients."""
+"""The order of a loop's results: `(loss, grads)` is refused where it would sum the loss and stack the
+gradients."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What actors hold: peak bytes as planned and as measured, their formulas, the buffer table against JAX's own list of
-arrays, memory that is used in place. `docs/memory.md` explains the numbers."""
+"""What actors hold: peak bytes as planned and as measured, their formulas, the buffer table against JAX's own
+list of arrays, memory that is used in place. `docs/memory.md` explains the numbers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ WEIGHT = WIDTH * WIDTH * 4
 
 
 def sine_chain(num_stages: int, *, tied: bool = False) -> Model:
-    """Stages whose residuals are plain to see: `sin(x @ w)` keeps `cos(x @ w)` and, unless it is the microbatch's own
-    slice, `x`. `tied`: one weight for all of them."""
+    """Stages whose residuals are plain to see: `sin(x @ w)` keeps `cos(x @ w)` and, unless it is the
+    microbatch's own slice, `x`. `tied`: one weight for all of them."""
 
     def loss(params, mb):
         x = mb["x"]
@@ -94,14 +94,15 @@ def residuals(num_stages: int) -> list[int]:
 
 
 def gpipe_peaks(num_stages: int, num_microbatches: int) -> list[int]:
-    """At the first backward: all residuals, the gradient, the cotangent it makes (not in the first stage), the one it
-    reads and the two received ahead (not in the last)."""
+    """At the first backward: all residuals, the gradient, the cotangent it makes (not in the first stage),
+    the one it reads and the two received ahead (not in the last)."""
     transfers = [3 * ACTIVATION] + [4 * ACTIVATION] * (num_stages - 2) + [ACTIVATION]
     return [num_microbatches * r + WEIGHT + t for r, t in zip(residuals(num_stages), transfers, strict=True)]
 
 
 def one_f_one_b_peaks(num_stages: int) -> list[int]:
-    """As GPipe, with the residuals of `num_stages - stage` microbatches; the last stage receives two inputs ahead."""
+    """As GPipe, with the residuals of `num_stages - stage` microbatches; the last stage receives two inputs
+    ahead."""
     transfers = [3 * ACTIVATION] + [4 * ACTIVATION] * (num_stages - 2) + [3 * ACTIVATION]
     held = [n * r for n, r in zip(range(num_stages, 0, -1), residuals(num_stages), strict=True)]
     held[-1] = ACTIVATION  # its forward and backward are one executable: only its input is held
@@ -156,8 +157,9 @@ async def test_before_every_run_the_table_is_what_jax_holds(remote_mesh, monkeyp
     # One run at a time, so that between two of them nothing is on its way.
     everything = range(10_000)
     monkeypatch.setattr(step_run, "Executor", lambda plan, alone: Executor(plan, alone=everything))
-    # Nothing of other tests may go while this step is measured: not what they left in cycles, whose ids actors free
-    # with the next message, and not what a task or a mesh of theirs still holds. What the step donates goes anyway.
+    # Nothing of other tests may go while this step is measured: not what they left in cycles, whose ids
+    # actors free with the next message, and not what a task or a mesh of theirs still holds. What the step
+    # donates goes anyway.
     gc.collect()
     await mesh._running().inspect()
     others = jax.live_arrays()

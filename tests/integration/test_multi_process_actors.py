@@ -1,4 +1,5 @@
-"""Actors of several processes: who holds and sends what, and that a mesh of them computes what `jax.jit` does."""
+"""Actors of several processes: who holds and sends what, and that a mesh of them computes what `jax.jit`
+does."""
 
 from __future__ import annotations
 
@@ -253,7 +254,8 @@ def test_what_cannot_be_is_said_before_anything_starts(options, said):
         jpp.RemoteMesh(2, **options)
 
 
-# ---------------------------------------------------------------- a mesh of two actors of two processes of two devices
+# ---------------------------------------------------------------- a mesh of two actors of two processes of
+# two devices
 
 
 def loss_fn(params: Any, mb: Any) -> Any:
@@ -291,7 +293,8 @@ def close(got: Any, expected: Any) -> None:
 
 
 async def test_a_mesh_of_them_computes_what_jit_does(remote_mesh, tmp_path):
-    """One mesh for all: across its processes lie the data axis, and with it all of dp, tp and sharded parameters."""
+    """One mesh for all: across its processes lie the data axis, and with it all of dp, tp and sharded
+    parameters."""
     mesh = await remote_mesh(2, spmd_mesh={"data": 2, "model": 2}, processes_per_actor=2, launcher="local")
     assert [len(actor.processes) for actor in mesh.actors] == [2, 2]
     assert len({p.pid for actor in mesh.actors for p in actor.processes}) == 4

@@ -1,4 +1,5 @@
-"""Whole meshes whose programs transfer over NCCL, on the library that stands in for it: steps, failures, restarts."""
+"""Whole meshes whose programs transfer over NCCL, on the library that stands in for it: steps, failures,
+restarts."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from tests.transport.nccl.test_transport import reply_handlers
 
 
 class Nccl(InlineLauncher):
-    """Actors inside this process: programs transfer over the library that stands in for NCCL, the rest over memory.
+    """Actors inside this process: programs transfer over the library that stands in for NCCL, the rest over
+    memory.
 
     Attributes:
         library: what all actors share.
@@ -222,8 +224,8 @@ class _Asked:
 
 
 async def test_nobody_is_told_to_join_a_link_while_its_peer_makes_others():
-    """A star: its centre has a link with each leaf, in both directions, and makes one after the other. The deadline of
-    a leaf's link must not run meanwhile."""
+    """A star: its centre has a link with each leaf, in both directions, and makes one after the other. The
+    deadline of a leaf's link must not run meanwhile."""
     leaves = range(1, 9)
     sends = [Send(0, leaf, leaf) for leaf in leaves]
     parts = {0: _part(0, *sends, *(Recv(1, leaf, 10 + leaf, AVAL) for leaf in leaves))}
@@ -257,7 +259,8 @@ async def test_a_step_without_its_links_fails_and_hangs_nobody(launcher, monkeyp
 
 
 async def test_a_death_while_links_are_made_is_mended(launcher):
-    """The survivor is in the middle of joining; its half is given up, and the load ends as if nothing had been."""
+    """The survivor is in the middle of joining; its half is given up, and the load ends as if nothing had
+    been."""
     library, join = launcher.library, launcher.library.join
     held = []
 

@@ -1,5 +1,5 @@
-"""NCCL between actors of several processes: who sends what to whom over which link, in an order that nobody has to wait
-for ever for; and a mesh of them, over the library that stands in for NCCL.
+"""NCCL between actors of several processes: who sends what to whom over which link, in an order that nobody
+has to wait for ever for; and a mesh of them, over the library that stands in for NCCL.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def test_links_are_between_the_processes_that_have_a_part_in_a_transfer():
 
 
 def test_what_is_passed_on_goes_from_where_it_lies_to_where_it_lies_there():
-    """Of six devices in two processes the columns of `b` are on 0, 2, 4 and on 1, 3, 5: on devices of other positions
-    here and there."""
+    """Of six devices in two processes the columns of `b` are on 0, 2, 4 and on 1, 3, 5: on devices of other
+    positions here and there."""
     links = links_of(transfers(COLUMNS, COLUMNS), Scattering((("a", 3), ("b", 2)), 2))
     assert {link[2:] for link in links if {link.sender, link.receiver} in ({0, 1}, {2, 3})} == {
         (0, 1),
@@ -93,9 +93,9 @@ def test_both_ends_of_every_link_have_the_same_messages_in_the_same_order(seed):
 
 
 class InTurn:
-    """Programs of actors of two processes of one device, every array whole on both: one of them receives it and passes
-    it on. All goes as strictly as may be: a message waits for all before it on its link and for its receive, a run for
-    the other process. What ends so ends whatever takes how long."""
+    """Programs of actors of two processes of one device, every array whole on both: one of them receives it
+    and passes it on. All goes as strictly as may be: a message waits for all before it on its link and for
+    its receive, a run for the other process. What ends so ends whatever takes how long."""
 
     def __init__(self, programs: Sequence[ActorProgram]):
         self.streams = {2 * p.actor + rank: p.instructions for p in programs for rank in (0, 1)}

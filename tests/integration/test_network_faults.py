@@ -1,4 +1,5 @@
-"""Actors on hosts of their own (network namespaces): links that are cut or slow, firewalls, addresses. `make test-net`.
+"""Actors on hosts of their own (network namespaces): links that are cut or slow, firewalls, addresses.
+`make test-net`.
 
 After each: no process is left on the hosts, nothing here, and the driver's next mesh works.
 """
@@ -124,7 +125,8 @@ def new_mesh(net: Network, hosts: Sequence[Host], **options: Any) -> jpp.RemoteM
 
 @pytest.fixture(scope="module")
 async def shared(net: Network) -> AsyncIterator[tuple[jpp.RemoteMesh, Any, Any]]:
-    """A mesh on hosts 0 and 1, its step, and what plain JAX computes. Tests that break something break it on host 2."""
+    """A mesh on hosts 0 and 1, its step, and what plain JAX computes. Tests that break something break it on
+    host 2."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("UCX_TLS", "tcp")
         monkeypatch.setenv("UCX_NET_DEVICES", namespaces.INTERFACE["data"])
@@ -315,8 +317,8 @@ def answered(host: Host, sockets: Iterable[str], count: int) -> set[str]:
 
 
 async def test_a_plain_mesh_listens_on_one_interface_and_answers_its_hosts_alone(net, monkeypatch):
-    """A stranger's message killed driver and actors, another wrote where it said, and a thousand idle connections left
-    an actor no descriptor. Now they are not answered, also after a restart."""
+    """A stranger's message killed driver and actors, another wrote where it said, and a thousand idle
+    connections left an actor no descriptor. Now they are not answered, also after a restart."""
     earlier = namespaces.listening().get(os.getpid(), set())
     async with a_plain_mesh(net, monkeypatch) as mesh:
         step, expected = mesh.distributed(train_step), jax.jit(train_step)(*arguments())
@@ -400,8 +402,8 @@ async def test_a_firewall_on_the_way_back(net, caplog, how):
 
 
 def test_the_doctor_finds_what_does_not_come_through(net, tmp_path):
-    """A firewall on one host's way back, and a cut data link to it; what is well is said as well. The cut lasts longer
-    than UCX keeps an idle connection alive, so it is none of the shared mesh's."""
+    """A firewall on one host's way back, and a cut data link to it; what is well is said as well. The cut
+    lasts longer than UCX keeps an idle connection alive, so it is none of the shared mesh's."""
     (tmp_path / "hosts").write_text(
         "".join(f"{address} env=UCX_TLS=tcp\n" for address in control_addresses(net.hosts))
     )
@@ -516,7 +518,8 @@ async def test_a_link_that_is_gone_for_two_seconds(net, shared, link):
 
 
 async def test_a_data_link_is_cut_in_the_middle_of_steps(net, caplog):
-    """Case 9. The two actors lose each other; both still talk to the controller, and the driver's next mesh works."""
+    """Case 9. The two actors lose each other; both still talk to the controller, and the driver's next mesh
+    works."""
     async with nothing_left(caplog), new_mesh(net, net.hosts[1:]) as mesh:
         step = mesh.distributed(train_step)
         await mesh.run(step, *arguments())

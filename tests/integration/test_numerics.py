@@ -121,7 +121,8 @@ async def test_equals_jit_across_processes(remote_mesh, num_actors, name, kind):
 
 
 def adamw_step(model):
-    """AdamW, clipping by the global norm (which needs every actor), a warm-up and cosine schedule (a step count)."""
+    """AdamW, clipping by the global norm (which needs every actor), a warm-up and cosine schedule (a step
+    count)."""
     schedule = optax.warmup_cosine_decay_schedule(1e-3, 5e-3, 2, 10)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(schedule, weight_decay=0.01))
 
@@ -167,7 +168,8 @@ async def test_adamw_with_clipping_and_tied_embedding(remote_mesh, num_actors, l
     assert (await mesh.fetch(state))["step"] == NUM_STEPS
     count = optax.tree_utils.tree_get_all_with_path(await mesh.fetch(state["opt"]), "count")
     assert [int(value) for _, value in count] == [NUM_STEPS] * len(count) and count
-    # Adam turns rounding into real differences where a gradient is nearly zero; a wrong update would be far off.
+    # Adam turns rounding into real differences where a gradient is nearly zero; a wrong update would be far
+    # off.
     assert_close(await mesh.fetch(state["params"]), plain["params"], rtol=1e-3)
 
 

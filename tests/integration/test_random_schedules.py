@@ -59,7 +59,8 @@ def test_programs_of_random_schedules_end_in_any_order_of_events(drawn, seed):
 def draw_schedule(
     num_stages: int, num_microbatches: int, num_actors: int, rng: random.Random
 ) -> list[list[Task]]:
-    """A random order of all tasks along their dependencies, each stage on a random actor; some backwards are split."""
+    """A random order of all tasks along their dependencies, each stage on a random actor; some backwards are
+    split."""
     places = [rng.randrange(num_actors) for _ in range(num_stages)]
     pairs = [(s, i) for s in range(num_stages) for i in range(num_microbatches)]
     split = {pair for pair in pairs if rng.random() < 0.4}

@@ -1,6 +1,8 @@
-"""`max_restarts`: actors are killed at every kind of moment; the numbers are those of an undisturbed run, bit for bit.
+"""`max_restarts`: actors are killed at every kind of moment; the numbers are those of an undisturbed run, bit
+for bit.
 
-Inline actors die when their task is cancelled: same controller, same protocol, no process to start. One test has
+Inline actors die when their task is cancelled: same controller, same protocol, no process to start. One test
+    has
 processes, UCX and SIGKILL.
 """
 
@@ -55,7 +57,8 @@ MODEL = mlp(2)
 BATCHES = [MODEL.batch(seed, 4) for seed in range(8)]
 RESTART_S = 30.0
 TURNS = (0, 1, 2, 3, 5, 8, 13, 21)
-"""Turns of the event loop between the start of an operation and the death: all of it lies within the first dozens."""
+"""Turns of the event loop between the start of an operation and the death: all of it lies within the first
+dozens."""
 
 
 def train_step(state: Any, batch: Any) -> tuple[Any, Any]:
@@ -124,8 +127,8 @@ async def killing(mesh: jpp.RemoteMesh, actor: int, turns: int, work: Awaitable[
 
 
 async def killing_one_of_all(mesh: jpp.RemoteMesh, actor: int, turns: int, work: Awaitable[Any]) -> Any:
-    """The same, until it is replaced too, which may be after the result: if another one died meanwhile, the state would
-    be lost."""
+    """The same, until it is replaced too, which may be after the result: if another one died meanwhile, the
+    state would be lost."""
     controller: Any = mesh._running()
     before = controller._actor_group.handles[actor]
     result = await killing(mesh, actor, turns, work)

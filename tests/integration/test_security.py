@@ -1,4 +1,5 @@
-"""What comes from outside and must lead nowhere: lines of keepers, names of hosts, code in data. Starts no actor."""
+"""What comes from outside and must lead nowhere: lines of keepers, names of hosts, code in data. Starts no
+actor."""
 
 from __future__ import annotations
 

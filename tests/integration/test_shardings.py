@@ -31,7 +31,8 @@ NAMES = {"act": ("batch", None), "hidden": ("batch", "mlp")}
 
 
 def make_step(constrain=lambda x, what: x):
-    """Two stages of a residual block, a head in the second; (parameters, batch) to (parameters, gradients, losses)."""
+    """Two stages of a residual block, a head in the second; (parameters, batch) to (parameters, gradients,
+    losses)."""
 
     def loss(params, mb):
         x = constrain(mb["x"], "act")
@@ -114,7 +115,8 @@ async def get_mesh(remote_mesh, axes, launcher="inline"):
 
 
 def held(shape, axes):
-    """How the live arrays of a shape are split on the devices of inline actors, which are those of this process."""
+    """How the live arrays of a shape are split on the devices of inline actors, which are those of this
+    process."""
     arrays = [a for a in jax.live_arrays() if a.shape == shape and isinstance(a.sharding, NamedSharding)]
     return {a.addressable_data(0).shape for a in arrays if dict(a.sharding.mesh.shape) == axes}
 
@@ -184,7 +186,8 @@ def shard_names(**names):
     return lambda x, what: jpp.shard(x, names[what])
 
 
-# step; axes; rules; in_shardings; collectives in forward, backward and update tasks; specs of activations and weights
+# step; axes; rules; in_shardings; collectives in forward, backward and update tasks; specs of activations and
+# weights
 W, HEAD, ACT = "8x16", "4x8", "4x6x8"
 PARALLEL = {
     "data": (
@@ -258,7 +261,8 @@ PARALLEL = {
 
 @pytest.mark.parametrize("kind", PARALLEL)
 def test_parallelism_inside_actors(kind):
-    """The numbers, what XLA makes of each task (a CPU has no reduce-scatter), and that nothing is a whole copy."""
+    """The numbers, what XLA makes of each task (a CPU has no reduce-scatter), and that nothing is a whole
+    copy."""
     step, (axes, rules, shardings), collectives, split = PARALLEL[kind]
     args = parallel_model.make_params(), parallel_model.make_batch()
     ran = run_on_devices(step, *args, axes=axes, axis_rules=rules, in_shardings=shardings)
@@ -306,7 +310,8 @@ async def test_tasks_have_the_collectives_that_their_shardings_ask_for(remote_me
     fn, shardings = VARIANTS["PartitionSpec"](BOTH)
     compiled = await mesh.distributed(fn, in_shardings=shardings).compile(make_params(), make_batch())
     forward, backward = hlo_of(mesh, compiled, "fwd0"), hlo_of(mesh, compiled, "bwd0")
-    # Over "model" after the row-split matrix; over "data" for gradients. Never a gather: everything fits as it lies.
+    # Over "model" after the row-split matrix; over "data" for gradients. Never a gather: everything fits as
+    # it lies.
     assert "all-reduce" in forward and "all-reduce" in backward
     assert "all-gather" not in forward and "all-gather" not in backward
     # One device's part of microbatch and hidden units, and never the whole.

@@ -125,7 +125,8 @@ async def test_controller_wakes_up_once_a_reply(remote_mesh, monkeypatch):
         before = passes()
         await once()
         counts.append(passes() - before)
-    # One a reply, and one in which the caller goes on; heartbeats and a step's late frames come between in some steps.
+    # One a reply, and one in which the caller goes on; heartbeats and a step's late frames come between in
+    # some steps.
     assert statistics.median(counts) <= 3, counts
 
 
@@ -234,13 +235,14 @@ async def test_actors_do_no_more_than_their_programs_say(remote_mesh, monkeypatc
         "post_send": transfers,
         "post_recv": transfers,
         "arrived": transfers,  # an argument that is there is not asked for
-        # The only bytes that are copied on the host, and the only arrays that no executable made. None of them by
-        # `jax.device_put`, which takes ten times as long.
+        # The only bytes that are copied on the host, and the only arrays that no executable made. None of
+        # them by `jax.device_put`, which takes ten times as long.
         "place": sum(leaf.nbytes for leaf in batch.values()),
     }
     assert {name: count / steps for name, count in tally.items()} == expected
     assert sum(e.kind == "run" for e in instructions) == runs
-    # Controller and actors share the loop here, and what is sent to each other in one pass is taken up in the next.
+    # Controller and actors share the loop here, and what is sent to each other in one pass is taken up in the
+    # next.
     assert statistics.median(passes) <= 8, passes
 
 

@@ -1,4 +1,5 @@
-"""Settings of JAX that hold for the caller's thread: a step's numbers are those of `jax.jit` in the same context."""
+"""Settings of JAX that hold for the caller's thread: a step's numbers are those of `jax.jit` in the same
+context."""
 
 from __future__ import annotations
 

@@ -294,7 +294,8 @@ async def test_init_put_and_restore_for_a_step_that_does_not_use_all(remote_mesh
 
 
 async def test_shardings_of_what_is_not_used(remote_mesh):
-    """What is handed back is given the sharding that is asked for, where it lies; else everything stays as it is."""
+    """What is handed back is given the sharding that is asked for, where it lies; else everything stays as it
+    is."""
     mesh = await remote_mesh(2, launcher="inline", spmd_mesh={"data": 2})
     w = np.arange(16, dtype="float32").reshape(4, 4)
 

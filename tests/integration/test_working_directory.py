@@ -1,4 +1,5 @@
-"""What lies in the working directory is not imported: not by actors, and not by any other program of the package."""
+"""What lies in the working directory is not imported: not by actors, and not by any other program of the
+package."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ async def test_a_folder_that_cannot_be_is_named():
 
 
 async def losses_of_one_step(cache: Path) -> tuple[np.ndarray, Counter[str], int]:
-    """On a new mesh: the losses, how often each event of the cache happened, and how many executables there were."""
+    """On a new mesh: the losses, how often each event of the cache happened, and how many executables there
+    were."""
     events: Counter[str] = Counter()
     launcher = LocalLauncher(forward=lambda line: events.update([line.rpartition("/")[2]]))
     options = {"setup": "faults:report_compilations", "env": {"PYTHONPATH": faults.HERE}}
@@ -210,7 +211,8 @@ def test_the_default_is_refused_where_another_user_owns_it(home, what):
     ],
 )
 def test_a_group_of_the_users_own_may_write(home, monkeypatch, name, members, others, is_taken):
-    """Where each user has one, folders are made so (umask 002): those of an older version were, in every home."""
+    """Where each user has one, folders are made so (umask 002): those of an older version were, in every
+    home."""
     gid = os.getegid() or 12345
     os.chown(home, -1, gid)
     home.chmod(0o775)

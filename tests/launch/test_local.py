@@ -372,7 +372,8 @@ async def test_without_pidfds_deaths_are_polled(monkeypatch):
 
 
 async def test_a_death_that_is_seen_before_the_last_words(monkeypatch):
-    """Both in one round, the death first: what is then left of the round is about descriptors that are closed."""
+    """Both in one round, the death first: what is then left of the round is about descriptors that are
+    closed."""
     supervisor, select, lines = ProcessSupervisor(beat_s=5.0), selectors.DefaultSelector.select, []
 
     def deaths_first(self, timeout=None):

@@ -1,5 +1,6 @@
-"""Launchers of one's own: the `Launcher` interface done by hand, and a command that runs a keeper elsewhere. Also what
-every launcher on other hosts shares: at most eight handshakes at once, one address, one line a host.
+"""Launchers of one's own: the `Launcher` interface done by hand, and a command that runs a keeper elsewhere.
+Also what every launcher on other hosts shares: at most eight handshakes at once, one address, one line a
+host.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from jaxpp_async.protocol.frames import version_mismatch
 from jaxpp_async.protocol.line_protocol import RECORD
 from tests.launch.test_local import HERE, environment, is_running
 
-# ---------------------------------------------------------------- the interface, by hand (docs/launching.md shows it)
+# ---------------------------------------------------------------- the interface, by hand (docs/launching.md
+# shows it)
 
 
 class MyHandle:

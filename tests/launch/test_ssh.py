@@ -1,4 +1,5 @@
-"""Actors over ssh: what goes wrong says where, why and what to do; nothing is left behind; results equal plain JAX.
+"""Actors over ssh: what goes wrong says where, why and what to do; nothing is left behind; results equal
+plain JAX.
 
 Tests with `sshd` in them talk to an sshd of their own: `make test-ssh`.
 """
@@ -150,7 +151,8 @@ def sshd(tmp_path_factory) -> Iterator[Sshd]:
 
 @pytest.fixture
 def rc(sshd) -> Iterator[Path]:
-    """What the login shell reads before anything else: bash does so over ssh, also where it is not interactive."""
+    """What the login shell reads before anything else: bash does so over ssh, also where it is not
+    interactive."""
     path = sshd.folder / "home" / ".bashrc"
     yield path
     path.unlink(missing_ok=True)
@@ -179,7 +181,8 @@ async def hanging_step(controller: Controller) -> Any:
 
 
 def host_agents(sshd: Sshd) -> set[int]:
-    """Keepers and actors that were started by way of an sshd: by its home, as others run tests on this machine too."""
+    """Keepers and actors that were started by way of an sshd: by its home, as others run tests on this
+    machine too."""
     found, home = set(), str(sshd.folder / "home")
     for process in psutil.process_iter(["cmdline", "environ"]):
         is_its = (process.info["environ"] or {}).get("HOME") == home

@@ -1,4 +1,5 @@
-"""`pipeline_yield` and `accumulate_grads` in plain JAX: no mesh, no stage, only the values (and where markers stay)."""
+"""`pipeline_yield` and `accumulate_grads` in plain JAX: no mesh, no stage, only the values (and where markers
+stay)."""
 
 import jax
 import jax.numpy as jnp
@@ -121,8 +122,8 @@ def test_a_jitted_block_called_three_times_is_three_markers():
     "wrap", [jax.checkpoint, lambda f: jax.checkpoint(jax.checkpoint(f))], ids=["one", "two"]
 )
 def test_a_checkpoint_around_a_marker_saves_what_it_marks(wrap):
-    """The backward computes again from the marker, so the marker is there once and the stage before it is not run
-    again behind it."""
+    """The backward computes again from the marker, so the marker is there once and the stage before it is not
+    run again behind it."""
 
     def loss(w, x):
         return jnp.sum(wrap(lambda x: jnp.sin(jpp.pipeline_yield(jnp.tanh(x @ w)) @ w))(x))

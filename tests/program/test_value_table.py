@@ -1,4 +1,5 @@
-"""Values by column are the values that they stand for; values that nobody freezes are compared like frozen ones."""
+"""Values by column are the values that they stand for; values that nobody freezes are compared like frozen
+ones."""
 
 import dataclasses
 

@@ -53,7 +53,8 @@ def test_the_answer_that_came_back_soonest_says_most():
 
 
 def test_errors_bound_what_is_wrong_whatever_the_way_takes():
-    """A clock ahead by 1000 s that gains 50 millionths, ways of 0.1 to 30 ms that are not alike there and back."""
+    """A clock ahead by 1000 s that gains 50 millionths, ways of 0.1 to 30 ms that are not alike there and
+    back."""
     rng = random.Random(7)
     clocks = Clocks("a")
     for k in range(3 * NUM_READINGS):

@@ -1,4 +1,5 @@
-"""Log records of actors: they reach the controller's `logging` with actor, host and step, and hold no actor up."""
+"""Log records of actors: they reach the controller's `logging` with actor, host and step, and hold no actor
+up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Attack the control protocol for as long as asked, from a fresh seed: `make fuzz-protocol ARGS="--frames 1000000"`.
+"""Attack the control protocol for as long as asked, from a fresh seed:
+`make fuzz-protocol ARGS="--frames 1000000"`.
 
 Ends with the number of the first trial that broke something; `--seed S --only N` runs it again by itself.
 """

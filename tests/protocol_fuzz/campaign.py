@@ -1,6 +1,8 @@
-"""Conversations and changes in, a verdict out: what an attacker must never get from a `Wire`, checked trial by trial.
+"""Conversations and changes in, a verdict out: what an attacker must never get from a `Wire`, checked trial
+by trial.
 
-Each trial depends on the campaign's seed and its own number only, so one that fails can be run again by itself.
+Each trial depends on the campaign's seed and its own number only, so one that fails can be run again by
+itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Real conversations of the control protocol, drawn from a seed: handshakes, and frames of every message type.
+"""Real conversations of the control protocol, drawn from a seed: handshakes, and frames of every message
+type.
 
 What a message type carries is read from its type hints, so a new type is fuzzed without a line here.
 """

@@ -1,4 +1,5 @@
-"""Hostile changes: to the pieces of a conversation, to bytes, and to the plain values of a message. All from a seed."""
+"""Hostile changes: to the pieces of a conversation, to bytes, and to the plain values of a message. All from
+a seed."""
 
 from __future__ import annotations
 

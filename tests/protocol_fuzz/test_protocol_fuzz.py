@@ -1,6 +1,7 @@
 """Ten thousand mutated frames against a `Wire`, in every state and role, with and without the keys (case 23).
 
-`make fuzz-protocol` goes on from another seed. A trial that fails names itself: `--seed 1 --only N` runs it alone.
+`make fuzz-protocol` goes on from another seed. A trial that fails names itself: `--seed 1 --only N` runs it
+alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Schedules drawn at random: valid ones always resolve and never deadlock, broken ones always raise `ScheduleError`."""
+"""Schedules drawn at random: valid ones always resolve and never deadlock, broken ones always raise
+`ScheduleError`."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ BUILT_IN = [
 
 @st.composite
 def schedules(draw, *, min_actors=1):
-    """(rows, sizes): a random interleaving of all tasks along their dependencies, dealt to a random actor a stage."""
+    """(rows, sizes): a random interleaving of all tasks along their dependencies, dealt to a random actor a
+    stage."""
     num_stages = draw(st.integers(1, 4))
     num_microbatches = draw(st.integers(1, 4))
     num_actors = draw(st.integers(min_actors, 5))
@@ -189,14 +191,16 @@ def test_broken_schedules_raise(kind, drawn, random):
 @settings(max_examples=50, deadline=None)
 @given(drawn=schedules(min_actors=2), random=st.randoms(use_true_random=False))
 def test_cycles_across_actors_raise_with_the_cycle(drawn, random):
-    """Exchange a task's dependency chain across actors: put on each list the later task of another microbatch first."""
+    """Exchange a task's dependency chain across actors: put on each list the later task of another microbatch
+    first."""
     rows, sizes = drawn
     places = stage_actors(rows)
     crossings = [s for s in range(sizes["num_stages"] - 1) if places[s] != places[s + 1]]
     assume(crossings and sizes["num_microbatches"] >= 2)
     stage = random.choice(crossings)
     first, second = random.sample(range(sizes["num_microbatches"]), 2)
-    # bwd(stage, first) ahead of fwd(stage, second) here, fwd(stage + 1, second) ahead of bwd(stage + 1, first) there.
+    # bwd(stage, first) ahead of fwd(stage, second) here, fwd(stage + 1, second) ahead of bwd(stage + 1,
+    # first) there.
     rows = [list(row) for row in rows]
     _put_ahead(
         rows[places[stage]],
@@ -225,7 +229,8 @@ def _put_ahead(row, moved, anchor):
 @QUICK
 @given(drawn=schedules(), random=st.randoms(use_true_random=False))
 def test_a_shuffled_list_is_refused_exactly_when_it_cannot_run(drawn, random):
-    """An independent oracle: rows can run if and only if some pass over the actors' heads always makes progress."""
+    """An independent oracle: rows can run if and only if some pass over the actors' heads always makes
+    progress."""
     rows, sizes = drawn
     rows = [list(row) for row in rows]
     for row in rows:

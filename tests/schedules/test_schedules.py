@@ -112,7 +112,8 @@ def test_bubble_of_stages_dealt_round(cls, v, m, a):
     assert bubble_fraction(rows) == pytest.approx((a - 1) / (v * m + a - 1))
 
 
-# Schedule, fewest microbatches for A actors, units of work an actor and microbatch, units an actor idles in between.
+# Schedule, fewest microbatches for A actors, units of work an actor and microbatch, units an actor idles in
+# between.
 SPLIT = [
     (ZeroBubbleH1, lambda a: a, 3, lambda a, actor: a - 1 - actor),
     (ZeroBubbleH2, lambda a: 2 * a - 1, 3, lambda a, actor: 0),

@@ -1,8 +1,10 @@
-"""Train while everything goes wrong: `make soak MINUTES=20`. Exit status 1, and the seed, if something is not right.
+"""Train while everything goes wrong: `make soak MINUTES=20`. Exit status 1, and the seed, if something is not
+right.
 
-Two meshes train the same model on the same data; faults are let loose on one of them. Each step's losses must be
-equal bit for bit, and in the end nothing may be left: processes, buffers, descriptors, shared memory. Where network
-namespaces can be made (as root, on Linux), they are its actors' hosts, and their links are cut and restored as well.
+Two meshes train the same model on the same data; faults are let loose on one of them. Each step's losses must
+be equal bit for bit, and in the end nothing may be left: processes, buffers, descriptors, shared memory.
+Where network namespaces can be made (as root, on Linux), they are its actors' hosts, and their links are cut
+and restored as well.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ SETTLE_S = 10.0
 """What frees and ends that are on their way may take."""
 
 HOSTS_SETTLE_S = 30.0
-"""The same on other hosts: an sshd notices only by TCP's own clocks that a client went away while its link was cut."""
+"""The same on other hosts: an sshd notices only by TCP's own clocks that a client went away while its link
+was cut."""
 
 CONSOLE = Console(width=110)
 
@@ -191,8 +194,8 @@ async def _disturb(disturber: Disturber, plan: Sequence[Fault], seconds: float) 
 
 
 async def _same_buffers(mesh: jpp.RemoteMesh, reference: jpp.RemoteMesh, trainer: Trainer) -> None:
-    """Both hold the same number of arrays on each actor, at the same distance from the last copy of the state: that has
-    the memory of the arrays of then."""
+    """Both hold the same number of arrays on each actor, at the same distance from the last copy of the
+    state: that has the memory of the arrays of then."""
     ours = await _buffers(mesh)
     seen = []
     for _ in range(2 * BACKUP_EVERY):

@@ -24,7 +24,8 @@ RESTART_LIMIT_S = 60.0
 """What it may take until an actor that is lost has been replaced."""
 
 SILENCE_LIMIT_S = 16.0
-"""What it may take until an actor that cannot be heard is given up: 10 s, on a machine that is not too busy."""
+"""What it may take until an actor that cannot be heard is given up: 10 s, on a machine that is not too busy.
+"""
 
 MOST_RESTARTS = 6
 """How many attempts one fault may take of a mesh's `max_restarts`: who allows as many is not let down."""
@@ -62,8 +63,8 @@ class Tally:
 class Disturber:
     """Disturbs one mesh.
 
-    Two actors lost at once may be more than the copies in their neighbours' memory can mend, so what is lethal waits
-    until the mesh has recovered and copied its state; everything else may happen at any time.
+    Two actors lost at once may be more than the copies in their neighbours' memory can mend, so what is
+    lethal waits until the mesh has recovered and copied its state; everything else may happen at any time.
 
     Args:
         steps_between: how many steps lie between a recovery and the next lethal fault.

@@ -1,4 +1,5 @@
-"""fault_plan: a seed in, a list of faults out: what happens when to whom. Pure, so that a seed repeats a soak."""
+"""fault_plan: a seed in, a list of faults out: what happens when to whom. Pure, so that a seed repeats a
+soak."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ KINDS: tuple[Kind, ...] = (*get_args(Lethal), *get_args(Harmless), *get_args(Ask
 """What can happen anywhere."""
 
 PAUSE_S, BREATHER_S, BREATHERS = 0.8, 6.0, 0.5
-"""Longest pause between two faults that come close together, and between others; how many of these there are."""
+"""Longest pause between two faults that come close together, and between others; how many of these there are.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ class Fault:
     Args:
         at_s: when it is due, in seconds from the start; what must not meet another one waits longer.
         actor: whom it happens to.
-        seconds: what it takes, where it takes any: until a successor is killed, an await cancelled, or a link restored
-            (after its actor was given up, where that is awaited).
+        seconds: what it takes, where it takes any: until a successor is killed, an await cancelled, or a link
+            restored (after its actor was given up, where that is awaited).
         number: for what else has to be drawn.
     """
 

@@ -1,5 +1,5 @@
-"""injecting: faults from outside: signals, connections that are cut, strangers at the control port. Knows processes and
-sockets only; nothing in the mesh is asked to play along."""
+"""injecting: faults from outside: signals, connections that are cut, strangers at the control port. Knows
+processes and sockets only; nothing in the mesh is asked to play along."""
 
 from __future__ import annotations
 

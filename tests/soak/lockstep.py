@@ -1,5 +1,5 @@
-"""lockstep: trains one tiny model on two meshes, one that faults are let loose on and one that is left alone, and
-compares the losses of every step bit for bit. Knows nothing of how faults are made."""
+"""lockstep: trains one tiny model on two meshes, one that faults are let loose on and one that is left alone,
+and compares the losses of every step bit for bit. Knows nothing of how faults are made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from fault_plan import Fault
 import jaxpp_async as jpp
 
 STEP_LIMIT_S = 90.0
-"""What a step may take: an actor that is stopped for ever is noticed after 10 s and replaced in a few more."""
+"""What a step may take: an actor that is stopped for ever is noticed after 10 s and replaced in a few more.
+"""
 
 NUM_MICROBATCHES = 4
 
@@ -170,7 +171,8 @@ class Trainer:
         return await self._mesh.run(self._kept_step, self._state, batch)
 
     async def _interrupted_run(self, wish: Fault, batch: Any) -> None:
-        """A `run` with donation that is cut short, as training is that somebody stops; the state knows if it counts."""
+        """A `run` with donation that is cut short, as training is that somebody stops; the state knows if it
+        counts."""
 
         async def one() -> None:
             self._state, _ = await self._mesh.run(self._step, self._state, batch)
@@ -212,8 +214,8 @@ class Trainer:
         _check_is_one_of((await self._mesh.restore(path, {"state": state}))["state"], [state], str(path))
 
     async def _save_beside_another(self, wish: Fault) -> None:
-        """The other mesh saves its own state into the same folder at the same time, or a little later. Whoever is told
-        that it has saved has; the other one is told that it has not."""
+        """The other mesh saves its own state into the same folder at the same time, or a little later.
+        Whoever is told that it has saved has; the other one is told that it has not."""
         path = self._folder / "of two drivers"
         states = await self._mesh.fetch(self._state), await self._reference.fetch(self._reference_state)
 

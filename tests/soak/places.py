@@ -1,5 +1,5 @@
-"""places: where a soak's actors run: on this machine, or on hosts of their own, with links that can be cut. Out: what
-`RemoteMesh` has to be told, and the network."""
+"""places: where a soak's actors run: on this machine, or on hosts of their own, with links that can be cut.
+Out: what `RemoteMesh` has to be told, and the network."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Faults while actors write: `RemoteMesh(setup="checkpoint_faults:install", env=checkpoint_faults.ENV)`. What is in the
-tree says what happens to the actor that writes it: a leaf `full` meets a full disk, a leaf `die` kills the process."""
+"""Faults while actors write: `RemoteMesh(setup="checkpoint_faults:install", env=checkpoint_faults.ENV)`. What
+is in the tree says what happens to the actor that writes it: a leaf `full` meets a full disk, a leaf `die`
+kills the process."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Plain JAX without compiling programs: a jaxpr is evaluated operation by operation, loops and branches in Python.
+"""Plain JAX without compiling programs: a jaxpr is evaluated operation by operation, loops and branches in
+Python.
 
-A compiled operation of one shape serves every program that has it, so a new program costs milliseconds. In: a function
-and its arguments, or `with control_flow():` around anything that runs operations eagerly. Out: what `jax.jit` gives,
-in the order of the program as it is written.
+A compiled operation of one shape serves every program that has it, so a new program costs milliseconds. In: a
+function and its arguments, or `with control_flow():` around anything that runs operations eagerly. Out: what
+`jax.jit` gives, in the order of the program as it is written.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def run_eagerly(fn: Callable, *args: Any) -> Any:
 
 
 class Once:
-    """A function, traced once: half of what a new program costs is tracing it. Calling it repeats its operations."""
+    """A function, traced once: half of what a new program costs is tracing it. Calling it repeats its
+    operations."""
 
     def __init__(self, fn: Callable, *args: Any):
         self._closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)

@@ -1,4 +1,5 @@
-"""A stand-in for `actors.actor.Actor` that the tests of the control plane steer through the program's text. No JAX.
+"""A stand-in for `actors.actor.Actor` that the tests of the control plane steer through the program's text.
+No JAX.
 
 `Load.program` says what a step does, e.g. `"done"`, `"hang"`, `"raise"`; host values are kept as bytes.
 """
@@ -58,7 +59,8 @@ async def start_fakes(
     on_progress: Any = None,
     **options: Any,
 ) -> Controller:
-    """A controller of actors that `launcher` starts, without a data plane; `options` as of `ControllerOptions`."""
+    """A controller of actors that `launcher` starts, without a data plane; `options` as of
+    `ControllerOptions`."""
     from jaxpp_async.controller.controller import (
         Controller,  # here: actors import this module, and need no controller
     )

@@ -1,8 +1,9 @@
-"""A stand-in for GPUs on a machine without: devices whose work is done some time after the call that asked for it.
+"""A stand-in for GPUs on a machine without: devices whose work is done some time after the call that asked
+for it.
 
-Arrays are those of JAX's CPU devices. What a real device does late, this one does late: a copy between devices is made
-when its mark is reached, and a mark is reached after a random moment, or when a test says so. The walk of buffers,
-events and messages is that of a GPU; only the memory is the host's.
+Arrays are those of JAX's CPU devices. What a real device does late, this one does late: a copy between
+devices is made when its mark is reached, and a mark is reached after a random moment, or when a test says so.
+The walk of buffers, events and messages is that of a GPU; only the memory is the host's.
 """
 
 from __future__ import annotations

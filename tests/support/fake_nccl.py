@@ -1,9 +1,10 @@
 """A library that stands in for NCCL: ranks are threads or transports of one process, memory is the host's.
 
-It keeps NCCL's rules and takes down whoever breaks them (`FakeNccl.violations`): an id is joined once by each of two
-ranks; what one end is given runs in that order, sends and receives alike; the n-th send meets the n-th receive, and
-they have one size; nothing is called while a call is in progress, and nothing after `abort`. Where NCCL would look for
-data for ever, this hangs too: a peer that is gone, a mismatch, both ends receiving. Only `abort` ends that.
+It keeps NCCL's rules and takes down whoever breaks them (`FakeNccl.violations`): an id is joined once by each
+of two ranks; what one end is given runs in that order, sends and receives alike; the n-th send meets the n-th
+receive, and they have one size; nothing is called while a call is in progress, and nothing after `abort`.
+Where NCCL would look for data for ever, this hangs too: a peer that is gone, a mismatch, both ends receiving.
+Only `abort` ends that.
 """
 
 from __future__ import annotations

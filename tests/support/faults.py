@@ -1,6 +1,8 @@
-"""Faults inside real actors: `RemoteMesh(setup="faults:install", env=faults.at(...))`. The first run of that label in
-that step or a later one goes wrong, inside the actor's own way of calling an executable. Some faults are not of one
-run: `"die while sending"` and `"lose"` (whatever the label) and `"slow"` (every run whose label begins like it)."""
+"""Faults inside real actors: `RemoteMesh(setup="faults:install", env=faults.at(...))`. The first run of that
+label in that step or a later one goes wrong, inside the actor's own way of calling an executable. Some faults
+are not of one
+run: `"die while sending"` and `"lose"` (whatever the label) and `"slow"` (every run whose label begins like
+    it)."""
 
 from __future__ import annotations
 

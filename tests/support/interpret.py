@@ -1,7 +1,8 @@
 """Run a planned step in this process, operation by operation: no actors, nothing exported, little compiled.
 
-Two stages take 6 ms and six stages 16 ms, once each operation's shape has been compiled; with `jax.jit` around each
-executable it is 80 and 200 ms. What `check_step` costs beyond that is the plain `jax.jit` it compares with.
+Two stages take 6 ms and six stages 16 ms, once each operation's shape has been compiled; with `jax.jit`
+around each executable it is 80 and 200 ms. What `check_step` costs beyond that is the plain `jax.jit` it
+compares with.
 
 For a test that compares a step with plain JAX, on several schedules, at the price of planning it:
 
@@ -13,9 +14,11 @@ For a test that compares a step with plain JAX, on several schedules, at the pri
 
     run_plan(plan_step(train_step, params, batch), params, batch)      # just the results
 
-In: a `CompilePlan` (see `planning.plan_step`) and arguments: numpy or jax arrays, keys, scalars, static values. Out: results
-as numpy arrays, keys as key arrays. What an actor's program may not do (read a slot that is empty, donated or deleted,
-wait for ever, make another shape than declared) fails, and so do copies of a result that differ between actors.
+In: a `CompilePlan` (see `planning.plan_step`) and arguments: numpy or jax arrays, keys, scalars, static
+    values. Out: results
+as numpy arrays, keys as key arrays. What an actor's program may not do (read a slot that is empty, donated or
+deleted, wait for ever, make another shape than declared) fails, and so do copies of a result that differ
+between actors.
 
 Not here: meshes inside actors (`spmd_mesh`), prints, memory; those need real actors.
 """
@@ -58,7 +61,8 @@ def run_plan(done: CompilePlan, *args: Any, static: Sequence[int] = ()) -> Any:
         The step's result tree; numpy arrays, or key arrays.
 
     Raises:
-        InterpreterError: a program breaks a rule, or copies of a result on several actors are not the same bits.
+        InterpreterError: a program breaks a rule, or copies of a result on several actors are not the same
+            bits.
     """
     dynamic = tuple(a for i, a in enumerate(args) if i not in static)
     leaves, tree = jax.tree.flatten(dynamic)
@@ -99,8 +103,8 @@ def check_step(
     Args:
         fn, args: the step.
         schedules: one run each; None is the step's own.
-        steps: how often it runs; with more than one, its result (of a tuple, the first element) is argument 0 of the
-            next run, and it is not planned again.
+        steps: how often it runs; with more than one, its result (of a tuple, the first element) is argument 0
+            of the next run, and it is not planned again.
         donate, static: numbers of arguments.
         rtol, atol: see `jaxpp_async.testing.assert_close`.
 

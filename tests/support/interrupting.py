@@ -1,5 +1,5 @@
-"""Cancels an operation at each of its awaits in turn: not after some time, so that what a failing point did, it does
-again."""
+"""Cancels an operation at each of its awaits in turn: not after some time, so that what a failing point did,
+it does again."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ class Point:
     Args:
         wait: at which of its waits, counted from 0.
         turns: how many turns of the event loop later: what it waits for may have come by then.
-        way: one of `WAYS`: `"task"` (`task.cancel`), `"timeout"` (`asyncio.timeout`), `"group"` (a sibling in a task
-            group fails),
-            `"twice"` (cancelled again while it cleans up).
+        way: one of `WAYS`: `"task"` (`task.cancel`), `"timeout"` (`asyncio.timeout`), `"group"` (a sibling in
+            a task group fails), `"twice"` (cancelled again while it cleans up).
     """
 
     wait: int

@@ -1,4 +1,5 @@
-"""Three small models, cut into stages, and training steps made of them. The same code runs under plain `jax.jit`."""
+"""Three small models, cut into stages, and training steps made of them. The same code runs under plain
+`jax.jit`."""
 
 from __future__ import annotations
 
@@ -149,7 +150,8 @@ def gpt(num_stages: int = 2, layers: int = 4, tied: bool = False, dim: int = 8, 
 
 
 def uneven() -> Model:
-    """Three stages of different shapes, ranks and dtypes: int32, bool, bfloat16 and complex64 values cross them too."""
+    """Three stages of different shapes, ranks and dtypes: int32, bool, bfloat16 and complex64 values cross
+    them too."""
 
     def init(seed):
         draw = _Draw(seed)

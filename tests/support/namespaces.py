@@ -1,12 +1,13 @@
-"""Hosts for tests: network namespaces of this machine, each with an sshd and two links: one for control, one for data.
+"""Hosts for tests: network namespaces of this machine, each with an sshd and two links: one for control, one
+for data.
 
     this process      control0 10.213.0.1    data0 10.214.0.1
     host i            control0 10.213.0.1i   data0 10.214.0.1i   namespace jaxpp-PID-i
     the switch        a bridge a network, a port a link           namespace jaxpp-PID-switch
 
-`make test-net` runs pytest in a network and mount namespace of its own, so that this machine's network is never
-touched, and the kernel takes everything back when the last process in there ends, however it ends. Cutting is done at
-the switch: no end of a link is told.
+`make test-net` runs pytest in a network and mount namespace of its own, so that this machine's network is
+never touched, and the kernel takes everything back when the last process in there ends, however it ends.
+Cutting is done at the switch: no end of a link is told.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def run(*words: str, text: str | None = None) -> str:
 
 
 def listening(namespace: str | None = None) -> dict[int, set[str]]:
-    """Addresses (`"10.213.0.1:47000"`) of the TCP sockets that listen in a namespace (None: this process's), by pid."""
+    """Addresses (`"10.213.0.1:47000"`) of the TCP sockets that listen in a namespace (None: this process's),
+    by pid."""
     within = ("ip", "netns", "exec", namespace) if namespace else ()
     found: dict[int, set[str]] = {}
     for line in run(*within, "ss", "-Htlnp").splitlines():

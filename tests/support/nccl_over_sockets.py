@@ -1,8 +1,11 @@
-"""The library of `fake_nccl` for ranks in processes of their own: a communicator is a socket between two of them.
+"""The library of `fake_nccl` for ranks in processes of their own: a communicator is a socket between two of
+them.
 
-The same rules: what an end is given runs in order; a send waits for its receive; sizes agree; a peer that is gone is
-looked for until `abort`. What breaks a rule is written to the file that the variable `VIOLATIONS` names. And an actor
-whose programs take it, on the devices of `fake_device`; for launchers, as `"nccl_over_sockets:NcclActor"`.
+The same rules: what an end is given runs in order; a send waits for its receive; sizes agree; a peer that is
+    gone is
+looked for until `abort`. What breaks a rule is written to the file that the variable `VIOLATIONS` names. And
+an actor whose programs take it, on the devices of `fake_device`; for launchers, as
+`"nccl_over_sockets:NcclActor"`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Run a planned step on meshes of this process's devices, without actors: what is compiled, how arrays are split.
+"""Run a planned step on meshes of this process's devices, without actors: what is compiled, how arrays are
+split.
 
-In: a step, a mesh's axes, shardings. Out: its results, and for each task the collectives in its compiled HLO. Every
+In: a step, a mesh's axes, shardings. Out: its results, and for each task the collectives in its compiled HLO.
+    Every
 executable is checked against the plan: one that takes or gives an array split in another way fails the run.
 
     ran = run_on_devices(step, params, batch, axes={"data": 2}, in_shardings=(P(), P(None, "data")))
@@ -39,8 +41,8 @@ class Ran:
     Args:
         results: as the step returns them.
         collectives: of each task that has any: an entry an array that one device gets out of it, such as
-            `"all-reduce 8x16"`, in alphabetical order. Sizes in ascending order, since XLA transposes as it likes, and
-            arrays singly, since it joins operations as it likes. Scalars (losses) are left out.
+            `"all-reduce 8x16"`, in alphabetical order. Sizes in ascending order, since XLA transposes as it
+            likes, and arrays singly, since it joins operations as it likes. Scalars (losses) are left out.
         split: global shape of every value between tasks to its specs.
     """
 

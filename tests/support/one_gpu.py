@@ -13,8 +13,8 @@ from jaxpp_async.transport.nccl.order import ONE_GPU
 
 
 def first_gpu(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that leave one GPU of those that this process may use: actors would have one each, where there are
-    several, and the tests are about actors that share one."""
+    """Variables that leave one GPU of those that this process may use: actors would have one each, where
+    there are several, and the tests are about actors that share one."""
     named = host_gpus(environ)[:1]
     env = gpu_environment(GpuShare(named, 1), environ) if named else {}
     return {name: value for name, value in env.items() if name.startswith("CUDA_")}

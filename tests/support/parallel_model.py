@@ -1,5 +1,5 @@
-"""Two stages of a residual block on (batch, sequence, features), and a head: what tests of parallelism inside actors
-train. The ways to split it are in the tests."""
+"""Two stages of a residual block on (batch, sequence, features), and a head: what tests of parallelism inside
+actors train. The ways to split it are in the tests."""
 
 from __future__ import annotations
 

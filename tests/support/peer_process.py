@@ -1,6 +1,8 @@
-"""peer_process: a process with a UCX transport of its own, peer 1, that does what it reads, for tests of two processes.
+"""peer_process: a process with a UCX transport of its own, peer 1, that does what it reads, for tests of two
+processes.
 
-Run as a program it is that process. It says its transport's address, reads the other's, and then a line a command:
+Run as a program it is that process. It says its transport's address, reads the other's, and then a line a
+command:
 
     echo NUMBER SIZE ...    receive messages of these sizes and send them back
     send NUMBER SIZE        send `data(SIZE, NUMBER)`

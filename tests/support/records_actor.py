@@ -1,4 +1,5 @@
-"""A fake actor that logs: what a program's text says, `"log"` or `"storm"`, it does at each step before it answers."""
+"""A fake actor that logs: what a program's text says, `"log"` or `"storm"`, it does at each step before it
+answers."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ from jaxpp_async.actors.shards import memory_held
 
 
 def held() -> dict[str, Any]:
-    """Children, descriptors, threads of this package (those of pools come as they are needed), and asyncio tasks."""
+    """Children, descriptors, threads of this package (those of pools come as they are needed), and asyncio
+    tasks."""
     gc.collect()
     process = psutil.Process()
     return {
@@ -68,7 +69,8 @@ def shared_memory() -> set[str]:
 
 
 async def no_new_shared_memory(before: set[str], timeout_s: float = 5.0) -> None:
-    """Others on this machine may be starting: what is there for a moment is not what this process left behind."""
+    """Others on this machine may be starting: what is there for a moment is not what this process left
+    behind."""
     deadline = time.monotonic() + timeout_s
     while left := shared_memory() - before:
         assert time.monotonic() < deadline, f"left in /dev/shm: {left}"
@@ -82,7 +84,8 @@ def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def nothing_left(caplog: pytest.LogCaptureFixture) -> AsyncIterator[None]:
-    """Checks that all that `held` names is as before, /dev/shm too, and that asyncio had nothing to complain of."""
+    """Checks that all that `held` names is as before, /dev/shm too, and that asyncio had nothing to complain
+    of."""
     before, files = held(), shared_memory()
     yield
     changed = differences(before, held())

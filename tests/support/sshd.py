@@ -1,4 +1,5 @@
-"""An sshd of the tests' own, with throwaway keys in a temporary folder: on a loopback port, or within a namespace."""
+"""An sshd of the tests' own, with throwaway keys in a temporary folder: on a loopback port, or within a
+namespace."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """transport_conformance: what every transport has to do, as one suite.
 
-A test module for a transport subclasses `TransportConformance` and has a fixture `make_transport`: an async callable
-from a peer id to an open transport (with an attribute `peer_id`) on the running loop, which it closes after the test.
+A test module for a transport subclasses `TransportConformance` and has a fixture `make_transport`: an async
+callable from a peer id to an open transport (with an attribute `peer_id`) on the running loop, which it
+closes after the test.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ class TransportConformance:
     """Subclass as `Test...` in a module that has the fixture `make_transport`.
 
     Attributes:
-        matches_by_tag: messages find their receives by tag, in any order, and a wrong size is found out. What does not
-            (NCCL) has to be told the order, which here is that of the posts.
+        matches_by_tag: messages find their receives by tag, in any order, and a wrong size is found out. What
+            does not (NCCL) has to be told the order, which here is that of the posts.
         is_eager: a small send completes though nobody receives it.
     """
 

@@ -1,4 +1,5 @@
-"""Waiting for what nobody tells: threads, other processes, sockets, logs. Whatever has an event is awaited instead."""
+"""Waiting for what nobody tells: threads, other processes, sockets, logs. Whatever has an event is awaited
+instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Cases: `scan`, `cond`, `while`, solvers and custom derivative rules inside stages, and markers inside those."""
+"""Cases: `scan`, `cond`, `while`, solvers and custom derivative rules inside stages, and markers inside
+those."""
 
 from __future__ import annotations
 

@@ -87,7 +87,8 @@ def two_losses_with_a_loop_each(pipe, w, batches):
     return descended(generator, grads), critic, losses
 
 
-# ---------------------------------------------------------------- loops without gradients, steps without loops
+# ---------------------------------------------------------------- loops without gradients, steps without
+# loops
 
 
 @step(stages=3, on="inline")

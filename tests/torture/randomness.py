@@ -1,4 +1,5 @@
-"""Cases: dropout and other randomness. The numbers are those of `jax.jit`, bit for bit where they are not rounded."""
+"""Cases: dropout and other randomness. The numbers are those of `jax.jit`, bit for bit where they are not
+rounded."""
 
 from __future__ import annotations
 

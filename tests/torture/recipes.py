@@ -162,7 +162,8 @@ def attention_with_norms_and_residuals(w, mb):
 
 @step(stages=2)
 def weights_normalized_before_the_loop(pipe, w, batches):
-    """Weight normalization: the gradient goes through work that is done once, by the chain rule in the user's hands."""
+    """Weight normalization: the gradient goes through work that is done once, by the chain rule in the user's
+    hands."""
 
     def normalized(w):
         return [x / jnp.sqrt(jnp.sum(x**2)) for x in w]

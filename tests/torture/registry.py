@@ -1,7 +1,7 @@
 """What a case of the torture suite is. Decorated functions in, `CASES` by name out; runs nothing.
 
-A case's first argument, `pipe`, makes the schedules of its loops: `pipe(3)` is one for three stages. So the same case
-runs under any kind of schedule, and under plain `jax.jit`, where the schedule does not matter.
+A case's first argument, `pipe`, makes the schedules of its loops: `pipe(3)` is one for three stages. So the
+same case runs under any kind of schedule, and under plain `jax.jit`, where the schedule does not matter.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class RandomOrder:
         return rows
 
 
-# THE list of schedules: kind and number of actors (None: one a stage, at most four). Every case runs under the first
-# two and one of the others, which are dealt round; under all of them with TORTURE=all in the environment.
+# THE list of schedules: kind and number of actors (None: one a stage, at most four). Every case runs under
+# the first two and one of the others, which are dealt round; under all of them with TORTURE=all in the
+# environment.
 SCHEDULES: dict[str, tuple[Pipe, int | None]] = {
     "GPipe": (jpp.GPipe, 2),
     "Std1F1B": (jpp.Std1F1B, None),
@@ -59,7 +60,8 @@ SCHEDULES: dict[str, tuple[Pipe, int | None]] = {
 
 
 class Chosen:
-    """A pipe whose schedules are of the kind that is chosen when they are asked: a step is traced once for all."""
+    """A pipe whose schedules are of the kind that is chosen when they are asked: a step is traced once for
+    all."""
 
     kind: Pipe = jpp.GPipe
 
@@ -149,7 +151,8 @@ def step(
 def loss(
     stages: int, make_args: Callable[[], tuple[Any, ...]] = usual, **options: Any
 ) -> Callable[[Callable], Callable]:
-    """Register `fn(weights, microbatch, *more)`, a loss: the step returns its gradients, summed, and its values."""
+    """Register `fn(weights, microbatch, *more)`, a loss: the step returns its gradients, summed, and its
+    values."""
 
     def register(fn: Callable) -> Callable:
         step(stages, make_args, **options)(gradients_of(fn, stages))

@@ -1,4 +1,5 @@
-"""Cases: what a loop and a step return: metrics of any stage, any operator, any type; arguments, constants, slices."""
+"""Cases: what a loop and a step return: metrics of any stage, any operator, any type; arguments, constants,
+slices."""
 
 from __future__ import annotations
 

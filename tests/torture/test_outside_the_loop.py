@@ -1,6 +1,8 @@
-"""What a step does outside its loops: optimizers, reductions over all stages, skipped steps, casts, preprocessing.
+"""What a step does outside its loops: optimizers, reductions over all stages, skipped steps, casts,
+preprocessing.
 
-Each equals plain JAX over three steps, the second on a batch with a NaN, and sends only scalars outside the loop.
+Each equals plain JAX over three steps, the second on a batch with a NaN, and sends only scalars outside the
+loop.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ def training(optimizer: optax.GradientTransformation) -> Callable:
 
 
 def check(step: Callable, state: Any, actors: int, rtol: float = 1e-5, export: bool = False) -> Any:
-    """Equal to plain JAX on the three batches, one after the other, with nothing but scalars sent outside the loop."""
+    """Equal to plain JAX on the three batches, one after the other, with nothing but scalars sent outside the
+    loop."""
     data = batches()
     plan = plan_step(step, state, data[0], actors=actors, donate=(0,))
     for recipe in plan.placed.recipes:  # what runs eagerly may still not be lowered

@@ -30,8 +30,8 @@ from tests.torture import (  # noqa: F401  # importing them registers their case
 )
 from tests.torture.registry import CASES, SCHEDULES, WIDTH, Case, Chosen, Pipe
 
-# What plain JAX is compiled with. Strict: what crosses a stage as bfloat16 is rounded to it. And little optimized:
-# compiling is what the suite costs.
+# What plain JAX is compiled with. Strict: what crosses a stage as bfloat16 is rounded to it. And little
+# optimized: compiling is what the suite costs.
 OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 
 
@@ -61,8 +61,8 @@ def params(cases: Any) -> list[Any]:
     ]
 
 
-# Where something of a weight's shape has to cross in the loop: Jacobians, a gradient a row, gradients that wait for
-# those of other stages; and what test_structure.py knows as broken.
+# Where something of a weight's shape has to cross in the loop: Jacobians, a gradient a row, gradients that
+# wait for those of other stages; and what test_structure.py knows as broken.
 MAY_CROSS = {
     "jacobian_in_forward_mode",
     "jacobian_in_reverse_mode",

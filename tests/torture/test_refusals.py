@@ -1,4 +1,5 @@
-"""Programs that cannot be pipelined: the error, or the warning, names the user's line and says what to do instead."""
+"""Programs that cannot be pipelined: the error, or the warning, names the user's line and says what to do
+instead."""
 
 from __future__ import annotations
 

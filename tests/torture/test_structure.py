@@ -1,4 +1,5 @@
-"""What the compiler promises beside the numbers: what crosses between actors in the loop, what is computed where."""
+"""What the compiler promises beside the numbers: what crosses between actors in the loop, what is computed
+where."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def test_tied_weights_meet_once_after_the_loop(name):
     assert all("float32[3, 4]" in t.what for t in large if t.per_microbatch), (
         "only activations cross in the loop"
     )
-    # Every part but one to where they meet, and the sum to where the weight lives, which the result continues.
+    # Every part but one to where they meet, and the sum to where the weight lives, which the result
+    # continues.
     weights = [t for t in large if not t.per_microbatch]
     assert sum(t.count for t in weights) == sum(2 * (uses - 1) for uses in TIED[name])
 

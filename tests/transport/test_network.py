@@ -1,4 +1,5 @@
-"""Where a mesh listens: nowhere, if all of it is on this machine. And what a process may lack for the data plane.
+"""Where a mesh listens: nowhere, if all of it is on this machine. And what a process may lack for the data
+plane.
 
 Hosts of their own: `integration/test_network_faults.py`.
 """
@@ -65,8 +66,8 @@ def pair(addresses: tuple[str, ...]) -> tuple[UCXTransport, UCXTransport]:
 
 
 async def test_a_mesh_of_this_machine_listens_for_its_control_channel_alone():
-    """One unauthenticated message to a data port killed driver and actors, another wrote 16 chosen bytes at a chosen
-    address, idle connections used up an actor's descriptors. There is none to send them to."""
+    """One unauthenticated message to a data port killed driver and actors, another wrote 16 chosen bytes at a
+    chosen address, idle connections used up an actor's descriptors. There is none to send them to."""
     before = inet_sockets(os.getpid())
     async with jpp.RemoteMesh(2, compilation_cache=CACHE) as mesh:
         assert [inet_sockets(actor.pid) for actor in mesh.actors] == [[], []]

@@ -1,8 +1,8 @@
 """memory_apart: sizes in, memory that shares no page with any other out. Knows no transport.
 
-Two transports of one process whose transfers are in the same region of UCX's registration cache hold each other's
-aborts up (DESIGN.md, 9). Between processes, as actors are, there is nothing of that: so what is tried here has memory
-of its own for each transfer, or for each two peers.
+Two transports of one process whose transfers are in the same region of UCX's registration cache hold each
+other's aborts up (DESIGN.md, 9). Between processes, as actors are, there is nothing of that: so what is tried
+here has memory of its own for each transfer, or for each two peers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Buffer:
 
 
 class Pool:
-    """Buffers that are used again, as an actor's are: registered with UCX, mapped by senders, retired by aborts."""
+    """Buffers that are used again, as an actor's are: registered with UCX, mapped by senders, retired by
+    aborts."""
 
     def __init__(self) -> None:
         self._free: defaultdict[tuple[int, bool], list[Buffer]] = defaultdict(list)

@@ -1,6 +1,7 @@
 """performing: a seed and numbers of rounds in, those rounds performed, and what came of them out.
 
-Some of what a seed means concerns all of its rounds: which event loop they run on, and how soon offers are overwritten
+Some of what a seed means concerns all of its rounds: which event loop they run on, and how soon offers are
+    overwritten
 and forgotten.
 """
 
@@ -70,13 +71,15 @@ async def _perform(
 
 @contextlib.contextmanager
 def _few_offers() -> Iterator[None]:
-    """A ring and a memory so small that offers are overwritten and forgotten all the time: constants of `offers`."""
+    """A ring and a memory so small that offers are overwritten and forgotten all the time: constants of
+    `offers`."""
     with mock.patch.multiple(offers, _ROWS=8, MOST_HELD=3):
         yield
 
 
 def all_held() -> dict[str, Any]:
-    """What this process has, that no transport may leave behind: `resources.held`, and mapped memory of peers."""
+    """What this process has, that no transport may leave behind: `resources.held`, and mapped memory of
+    peers."""
 
     async def of_a_loop() -> dict[str, Any]:
         return held()

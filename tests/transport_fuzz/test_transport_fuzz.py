@@ -1,4 +1,5 @@
-"""A few rounds of the transport fuzzer, on either loop and with either ring; `make fuzz-transport` has more of them."""
+"""A few rounds of the transport fuzzer, on either loop and with either ring; `make fuzz-transport` has more
+of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""traffic: random numbers in, what three transports do in one round out. Draws only: touches no transport, no clock.
+"""traffic: random numbers in, what three transports do in one round out. Draws only: touches no transport, no
+clock.
 
-A round depends on its numbers alone, so that it is the same wherever it is performed; how its parts fall together in
-time is not in it.
+A round depends on its numbers alone, so that it is the same wherever it is performed; how its parts fall
+together in time is not in it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ SIZES = (
     *(DIRECT_BYTES - 1, DIRECT_BYTES, DIRECT_BYTES, DIRECT_BYTES + 1, 2 * DIRECT_BYTES),
     *(ANSWER_BYTES - 1, ANSWER_BYTES, ANSWER_BYTES + 1, 2 * PIECE_BYTES + DIRECT_BYTES),
 )
-"""On both sides of every threshold: of UCX's own protocols, of what is offered, of what is announced by a header."""
+"""On both sides of every threshold: of UCX's own protocols, of what is offered, of what is announced by a
+header."""
 
 _DIRECT_SIZES = tuple(size for size in SIZES if size <= HEADER_BYTES or size >= ANSWER_BYTES)
 """What within a host is never a large message of UCX's own, if it is received into a block."""
@@ -105,7 +107,8 @@ class Round:
 
     Attributes:
         unseen: (who, whom): who may not open whose memory, as on another host or of another user.
-        bouts: what is posted at the same time, one after the other; each but the last has ended before the next.
+        bouts: what is posted at the same time, one after the other; each but the last has ended before the
+            next.
         is_cut: the endings come into the middle of the last one.
         endings: each transport's abort or closing with all peers, and aborts with one peer alone.
     """
@@ -118,9 +121,9 @@ class Round:
 
 def draw_round(rng: random.Random) -> Round:
     """Any round."""
-    # Through shared memory, who closes in the middle of UCX's own large messages both ways may leave the other one's
-    # abort without an end (UCX 1.21 keeps receives whose sender's worker is gone; not so over TCP). So closings come
-    # after all aborts, or where no message is UCX's own.
+    # Through shared memory, who closes in the middle of UCX's own large messages both ways may leave the
+    # other one's abort without an end (UCX 1.21 keeps receives whose sender's worker is gone; not so over
+    # TCP). So closings come after all aborts, or where no message is UCX's own.
     all_direct = rng.random() < 0.3
     bouts = tuple(_draw_bout(rng, all_direct) for _ in range(rng.choice((1, 1, 2, 3, 5))))
     endings = _draw_endings(rng)
@@ -150,8 +153,8 @@ def _draw_message(rng: random.Random, wrong: float, all_direct: bool) -> Message
     size = rng.choice(sizes)
     expected = rng.choice(sizes) if rng.random() < wrong else size
     if size == HEADER_BYTES > expected:
-        # Cut short, a message of a header's size is taken for the header of one that follows under its tag, if that
-        # was announced already: which is let go of then, and its own receive waits for ever.
+        # Cut short, a message of a header's size is taken for the header of one that follows under its tag,
+        # if that was announced already: which is let go of then, and its own receive waits for ever.
         expected = size
     return Message(
         sequence=rng.randrange(_NUM_TAGS),

@@ -1,8 +1,9 @@
 """trio: rounds in, three UCX transports of one process put through them, and what came of it out.
 
-It checks what the contract of transports says: every transfer ends, with the right bytes or the right error; a send
-that has ended reads no more; what an abort has given back is written by nobody; and nothing stays under way. For the
-last of these there is no public way: `_left` looks into the transport.
+It checks what the contract of transports says: every transfer ends, with the right bytes or the right error;
+    a send
+that has ended reads no more; what an abort has given back is written by nobody; and nothing stays under way.
+For the last of these there is no public way: `_left` looks into the transport.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ STUCK_S = 30.0
 
 _MOST_EPOCHS = 60_000
 _AFTERWARDS, _OVERWRITTEN = 7, 9
-"""Bytes that a receiver finds unchanged after an abort, and that a sender puts into memory that is its own again."""
+"""Bytes that a receiver finds unchanged after an abort, and that a sender puts into memory that is its own
+again."""
 
 
 class Broken(Exception):
@@ -113,7 +115,8 @@ class Trio:
             transport.epoch = self._epoch
         addresses = {peer: transport.address for peer, transport in self._transports.items()}
         for who, whom in PAIRS:
-            # As transports' own tests do it: whose memory cannot be opened is taken for a peer on another host.
+            # As transports' own tests do it: whose memory cannot be opened is taken for a peer on another
+            # host.
             blind = mock.patch.object(shared_memory.LocalPeer, "of", lambda ticket: None)
             with blind if (who, whom) in unseen else nullcontext():
                 await self._transports[who].connect(whom, addresses[whom])

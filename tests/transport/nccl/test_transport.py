@@ -1,5 +1,5 @@
-"""NCCL as a transport: the conformance suite on a library that stands in for NCCL and, with a GPU, on the real one;
-then what only it has: turns, communicators that fail, aborts.
+"""NCCL as a transport: the conformance suite on a library that stands in for NCCL and, with a GPU, on the
+real one; then what only it has: turns, communicators that fail, aborts.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class SelfJoining(NcclTransport):
 
 
 class InOrderOfPosts(SelfJoining):
-    """Has an order of its own for each post. The suite knows no orders and has tags more than once, but posts what
-    belongs together in the same order at both ends of each link."""
+    """Has an order of its own for each post. The suite knows no orders and has tags more than once, but posts
+    what belongs together in the same order at both ends of each link."""
 
     def _post(self, way, memory, tag, done):
         check_tag(tag)

@@ -1,4 +1,5 @@
-"""A peer is killed between its offer and the copy, or in the middle of the copy, at the very byte that is asked for."""
+"""A peer is killed between its offer and the copy, or in the middle of the copy, at the very byte that is
+asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Offers: receives that are told ahead to senders of the same host, and messages that are written where they wait."""
+"""Offers: receives that are told ahead to senders of the same host, and messages that are written where they
+wait."""
 
 from __future__ import annotations
 

@@ -505,7 +505,8 @@ async def test_what_is_written_after_an_abort_reaches_nobody(make_transport, mon
 
 
 async def test_a_block_stays_mapped_while_it_is_written(make_transport, monkeypatch):
-    """Its owner lets go of it in the middle, and the sender, who has not heard of that, looks what was let go of."""
+    """Its owner lets go of it in the middle, and the sender, who has not heard of that, looks what was let go
+    of."""
     monkeypatch.setattr(one_copy, "PIECE_BYTES", LARGE // 4)
     a, b = await make_transport(0), await make_transport(1)
     await join(a, b)
