@@ -1,391 +1,123 @@
-"""Backward tasks in two parts, the fused last stage, scans unrolled at markers: what each form computes and
-takes."""
+"""The forms in which a stage's tasks run under a schedule, and what each takes and makes."""
 
 from __future__ import annotations
 
-from collections import Counter
+import dataclasses
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from interpret import check_step
-from planning import sent
+from compiler_inputs import Body, scheduled, two_stages
 
 import jaxpp_async as jpp
-from jaxpp_async.compiler.evaluate import recipe_function
-from jaxpp_async.jax_bridge import private_api
-
-D, ROWS, MICROBATCHES = 4, 3, 4
-RNG = np.random.default_rng(0)
-X = RNG.normal(size=(MICROBATCHES, ROWS, D)).astype(np.float32)
+from jaxpp_async.compiler.ir_slicing import eliminate_dead
+from jaxpp_async.compiler.partition import partition
+from jaxpp_async.compiler.task_variants import schedule_loop
+from jaxpp_async.program.instructions import Aval, Task
 
 
-def weights(*shape):
-    return (RNG.normal(size=(*shape, D, D)) * 0.5).astype(np.float32)
+def rows(text: str, stage_of_row=(0, 1)) -> list[list[Task]]:
+    """`f0` is a forward of microbatch 0, `b0` a backward, `i0` and `w0` its halves; a line an actor."""
+    kinds = {"f": "fwd", "b": "bwd", "i": "bwd_input", "w": "bwd_weight"}
+    return [
+        [Task(int(word[1:]), kinds[word[0]], stage) for word in line.split()]
+        for stage, line in zip(stage_of_row, text.split("|"), strict=True)
+    ]
 
 
-def layer(w, x):
-    return jnp.tanh(x @ w)
+def forms(body: Body, outputs: str, schedule: str) -> tuple[dict[str, str], list[str]]:
+    """Each form with what it takes and makes, and the order of what runs."""
+    loop = body.loop(outputs)
+    staged = partition(dataclasses.replace(loop, body=eliminate_dead(loop.body)), body.types)
+    found = schedule_loop(staged, rows(schedule), body.types)
+    shown = {
+        f"{ty}{stage}": f"{body.names(v.takes)} -> {body.names(v.makes)}"
+        for (ty, stage), v in found.variants.items()
+    }
+    return shown, [f"{actor}:{ty}{stage}@{task.i}" for actor, task, (ty, stage) in found.order]
 
 
-def sgd(loss, num_stages=3):
-    def step(params, batch):
-        def microbatch_grads(mb):
-            value, grads = jax.value_and_grad(loss)(params, mb)
-            return grads, value
-
-        grads, losses = jpp.accumulate_grads(microbatch_grads, jpp.GPipe(num_stages))(batch)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), losses
-
-    return step
+def test_a_backward_right_behind_its_forward_runs_with_it_in_the_last_stage():
+    shown, order = forms(two_stages(), "a b", "f0 b0|f0 b0")
+    assert shown == {"fwd0": " -> h", "fwd_bwd1": "h -> dy", "bwd0": "dy -> "}
+    assert order == ["0:fwd0@0", "1:fwd_bwd1@0", "0:bwd0@0"]
 
 
-def stages_of(block):
-    """A loss of three stages, each `block(weights, x)`."""
-
-    def loss(params, x):
-        for i, w in enumerate(params):
-            x = block(w, x)
-            if i + 1 < len(params):
-                x = jpp.pipeline_yield(x)
-        return jnp.sum(x**2)
-
-    return loss
-
-
-def plain(w, x):
-    return layer(w[1], layer(w[0], x))
-
-
-def scanned(w, x):
-    return jax.lax.scan(lambda x, w: (layer(w, x), None), x, w)[0]
-
-
-def scanned_checkpoint(w, x):
-    return jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(w, x), jnp.sum(x)), x, w)[0]
-
-
-def scanned_with_shared(w, x):
-    """The second layer's weight is used by every iteration, and a second carry counts."""
-
-    def body(carry, w0):
-        x, n = carry
-        return (layer(w[1], layer(w0, x)) * jnp.cos(n), n + 1.0), None
-
-    return jax.lax.scan(body, (x, jnp.float32(0)), w)[0][0]
-
-
-def scan_of_scans(w, x):
-    return jax.lax.scan(lambda x, w: (scanned(w, x), None), x, w.reshape(2, 1, D, D))[0]
-
-
-def checkpoint_in_a_scanned_scan(w, x):
-    def inner(x, w):
-        return jax.checkpoint(layer)(w, x), None
-
-    return jax.lax.scan(lambda x, w: (jax.lax.scan(inner, x, w)[0], None), x, w.reshape(1, 2, D, D))[0]
-
-
-BLOCKS = {
-    "scan of scans": scan_of_scans,
-    "checkpoint in a scan of scans": checkpoint_in_a_scanned_scan,
-    "plain": plain,
-    "checkpoint": jax.checkpoint(plain),
-    "checkpoint of checkpoint": jax.checkpoint(lambda w, x: jax.checkpoint(layer)(w[1], layer(w[0], x))),
-    "scan": scanned,
-    "scan of checkpoint": scanned_checkpoint,
-    "checkpoint of scan": jax.checkpoint(scanned),
-    "scan with a shared weight": scanned_with_shared,
-    "cond": lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda: layer(w[0], x), lambda: layer(w[1], x)),
-}
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_equals_jit_under_every_form(block):
-    check_step(
-        sgd(stages_of(BLOCKS[block])),
-        [weights(2) for _ in range(3)],
-        X,
-        actors=3,
-        schedules=(jpp.GPipe(3), jpp.Std1F1B(3), jpp.ZeroBubbleH1(3), mixed(3, 3)),
+def test_forward_and_backward_apart_hand_over_what_the_backward_needs():
+    shown, order = forms(two_stages(), "a b", "f0 f1 b0 b1|f0 f1 b0 b1")
+    assert shown == {"fwd0": " -> h", "fwd1": "h -> z", "bwd1": "h z -> dy", "bwd0": "dy -> "}
+    assert sorted(order) == sorted(
+        f"{s}:{ty}{s}@{i}" for s in (0, 1) for ty in ("fwd", "bwd") for i in (0, 1)
     )
 
 
-def mixed(num_stages, num_actors):
-    """Split for even microbatches, whole for odd ones."""
-    rows = [[] for _ in range(num_actors)]
-    for i in range(MICROBATCHES):
-        for s in range(num_stages):
-            rows[s % num_actors].append(jpp.Task(i, "fwd", s))
-        for s in reversed(range(num_stages)):
-            rows[s % num_actors] += (
-                [jpp.Task(i, "bwd", s)]
-                if i % 2
-                else [jpp.Task(i, "bwd_input", s), jpp.Task(i, "bwd_weight", s)]
-            )
-    return rows
+def test_a_backward_in_halves_makes_first_what_other_stages_wait_for():
+    shown, _ = forms(two_stages(), "a b", "f0 f1 b0 b1|f0 f1 i0 i1 w0 w1")
+    assert shown["bwd_input1"] == "z -> dy"
+    assert shown["bwd_weight1"] == "h z -> "
 
 
-def products(plan, name):
-    """Matrix products of one executable, those of its loops counted once an iteration."""
-    types = plan.traced.types
-    recipe = next(r for r in plan.placed.recipes if r.name == name)
-    avals = [jax.ShapeDtypeStruct(types[v].aval.shape, types[v].aval.dtype) for v in recipe.inputs]
-    return count(jax.make_jaxpr(recipe_function(recipe, types))(*avals).jaxpr)
+def test_the_first_stages_backward_is_all_weights_and_goes_by_its_whole_name():
+    shown, order = forms(two_stages(), "a b", "f0 f1 i0 i1 w0 w1|f0 b0 f1 b1")
+    assert "bwd_input0" not in shown and "bwd_weight0" not in shown
+    assert [o for o in order if o.startswith("0:bwd")] == ["0:bwd0@0", "0:bwd0@1"]
 
 
-def count(jaxpr, times=1):
-    total = 0
-    for eqn in jaxpr.eqns:
-        total += times * (eqn.primitive.name == "dot_general")
-        for inner in private_api.sub_jaxprs(eqn):
-            total += count(inner, times * eqn.params.get("length", 1))
-    return total
+def test_an_input_half_may_run_with_its_forward():
+    shown, _ = forms(two_stages(), "a b", "f0 b0|f0 i0 w0")
+    assert shown == {
+        "fwd0": " -> h",
+        "fwd_bwd_input1": "h -> dy z",
+        "bwd_weight1": "h z -> ",
+        "bwd0": "dy -> ",
+    }
 
 
-@pytest.mark.parametrize(
-    ("block", "in_input", "in_weight"),
-    # Of two layers, the backward has two products for inputs and two for weights; a checkpoint computes both
-    # layers again, once.
-    [
-        ("plain", 2, 2),
-        ("checkpoint", 4, 2),
-        ("checkpoint of checkpoint", 4, 2),
-        ("scan", 2, 2),
-        ("scan of checkpoint", 4, 2),
-        ("checkpoint of scan", 4, 2),
-        ("scan of scans", 2, 2),
-        ("checkpoint in a scan of scans", 4, 2),
-    ],
-)
-def test_nothing_that_costs_is_computed_in_both_parts(block, in_input, in_weight):
-    whole, split = check_step(
-        sgd(stages_of(BLOCKS[block])),
-        [weights(2) for _ in range(3)],
-        X,
-        actors=3,
-        schedules=(jpp.GPipe(3), jpp.ZeroBubbleH1(3)),
-    )
-
-    assert products(split, "bwd_input1") == in_input
-    assert products(split, "bwd_weight1") == in_weight
-    assert products(whole, "bwd1") == in_input + in_weight
+def test_a_joint_form_whose_weight_half_has_nothing_to_do_is_the_whole():
+    shown, order = forms(two_stages(), "b", "f0 b0|f0 i0 w0")
+    assert shown == {"fwd0": " -> h", "fwd_bwd1": "h -> dy", "bwd0": "dy -> "}
+    assert order == ["0:fwd0@0", "1:fwd_bwd1@0", "0:bwd0@0"]
 
 
-def test_first_stage_and_frozen_stages_have_one_part():
-    """Stage 0 has no input gradient to make, a frozen stage no weight gradient: what is left is the whole
-    task."""
-
-    def loss(params, x):
-        frozen = jax.lax.stop_gradient(params[1])
-        x = jpp.pipeline_yield(layer(params[0], x))
-        x = jpp.pipeline_yield(layer(frozen, x))
-        return jnp.sum(layer(params[2], x))
-
-    (done,) = check_step(
-        sgd(loss), [weights() for _ in range(3)], X, actors=3, schedules=(jpp.ZeroBubbleH1(3),)
-    )
-    labels = Counter(n.label.partition(",")[0] for n in done.placed.graph.nodes)
-    assert labels["bwd(stage 0"] == labels["bwd(stage 1"] == MICROBATCHES
-    assert "bwd_weight(stage 1" not in labels and "bwd_input(stage 0" not in labels
-    assert labels["fwd_bwd_input(stage 2"] == labels["bwd_weight(stage 2"] == MICROBATCHES
+def test_a_task_with_nothing_to_compute_is_left_out():
+    shown, order = forms(two_stages(), "a", "f0 b0|f0 b0")  # no gradient of stage 0
+    assert shown == {"fwd0": " -> h", "fwd_bwd1": "h -> "}
+    assert order == ["0:fwd0@0", "1:fwd_bwd1@0"]
 
 
-def test_forward_and_backward_of_the_last_stage_are_one_where_they_follow_each_other():
-    gpipe, std, split = check_step(
-        sgd(stages_of(plain)),
-        [weights(2) for _ in range(3)],
-        X,
-        actors=3,
-        schedules=(jpp.GPipe(3), jpp.Std1F1B(3), jpp.ZeroBubbleH1(3)),
-    )
-
-    def last(plan):
-        return {n.label.partition("(")[0] for n in plan.placed.graph.nodes if "stage 2, mb" in n.label}
-
-    assert last(gpipe) == {"fwd", "bwd"}
-    assert last(std) == {"fwd_bwd"}
-    assert last(split) == {"fwd_bwd_input", "bwd_weight"}
+def test_a_joint_form_runs_what_both_repeat_once():
+    body = Body(w=(3, 3), x=(2, 3), i=Aval((), "int32"))
+    body.add("h[2,3] = dot_general x w", "y t[0] = pipeline_yield h", "w2 = mul w #2.0")
+    body.add("z = dot_general y w2", "loss[] = reduce_sum z", "dy[2,3] = dot_general z w2 '")
+    body.add("dh = pipeline_yield_side t dy '", side="cotangent")
+    body.add("b[3,3] = dot_general x dh '")
+    staged = partition(body.loop("b loss"), body.types)
+    assert [op.name for op in staged.tasks["bwd", 1].ops] == ["mul", "dot_general"]
+    found = schedule_loop(staged, rows("f0 b0|f0 b0"), body.types)
+    names = [op.name for op in found.variants["fwd_bwd", 1].task.ops]
+    assert names == ["mul", "dot_general", "reduce_sum", "dot_general"]
 
 
-# ---------------------------------------------------------------- markers in a scan
+@pytest.mark.parametrize(("order", "joint"), [("f0 b0 f1 b1", True), ("f0 f1 b1 b0", False)])
+def test_only_a_forward_whose_own_backward_is_next_is_joined(order, joint):
+    shown, names = forms(two_stages(), "a b", f"f0 f1 b0 b1|{order}")
+    if joint:
+        assert "fwd1" not in shown and "bwd1" not in shown
+    else:
+        assert [n for n in names if n[0] == "1"] == ["1:fwd1@0", "1:fwd_bwd1@1", "1:bwd1@0"]
 
 
-def scan_of_stages(params, x):
-    """A stage a layer, and the head."""
-    x, means = jax.lax.scan(lambda x, w: (jpp.pipeline_yield(layer(w, x)), jnp.mean(x)), x, params["layers"])
-    return jnp.sum((x @ params["head"]) ** 2) + jnp.sum(means)
+def test_stages_know_their_actor_whatever_the_order_of_rows():
+    body = two_stages()
+    staged = partition(body.loop("a b"), body.types)
+    found = schedule_loop(staged, rows("f0 b0|f0 b0", (1, 0)), body.types)
+    assert found.stage_actors == (1, 0)
+    by_stage = {v.task.key: actor for v, actor in found.on_actors()}
+    assert by_stage == {("fwd", 0): 1, ("fwd_bwd", 1): 0, ("bwd", 0): 1}
+    assert list(found.variants) == [("fwd", 0), ("fwd_bwd", 1), ("bwd", 0)]
+    assert found.tasks == (tuple(rows("f0 b0", (1,))[0]), tuple(rows("f0 b0", (0,))[0]))
 
 
-def scan_of_scans(params, x):
-    """Two stages of three layers each, and the head."""
-
-    def stage(x, layers):
-        return jpp.pipeline_yield(scanned(layers, x)), None
-
-    x, _ = jax.lax.scan(stage, x, params["layers"])
-    return jnp.sum((x @ params["head"]) ** 2)
-
-
-def scan_of_checkpoints(params, x):
-    x, _ = jax.lax.scan(
-        jax.checkpoint(lambda x, w: (jpp.pipeline_yield(layer(w, x)), None)), x, params["layers"]
-    )
-    return jnp.sum((x @ params["head"]) ** 2)
-
-
-def scan_backwards(params, x):
-    x, _ = jax.lax.scan(
-        lambda x, w: (jpp.pipeline_yield(layer(w, x)), None), x, params["layers"], reverse=True
-    )
-    return jnp.sum((x @ params["head"]) ** 2)
-
-
-@pytest.mark.parametrize(
-    ("loss", "layers"),
-    [
-        (scan_of_stages, (2,)),
-        (scan_of_scans, (2, 3)),
-        (scan_of_checkpoints, (2,)),
-        (jax.jit(scan_of_stages), (2,)),
-        (scan_backwards, (2,)),
-    ],
-    ids=["stage a layer", "scan of scans", "checkpoint", "in a jit", "reverse"],
-)
-def test_a_scan_is_unrolled_at_its_markers(loss, layers):
-    params = {"layers": weights(*layers), "head": weights()}
-    for done in check_step(
-        sgd(loss), params, X, actors=3, schedules=(jpp.GPipe(3), jpp.Std1F1B(3), jpp.ZeroBubbleH1(3))
-    ):
-        shapes = Counter(shape for *_, shape in sent(done))
-        # Behind the loop one layer's gradient and the updated stack travel, once.
-        assert shapes[(D, D)] + shapes[(3, D, D)] == 1 and shapes[np.shape(params["layers"])] == 1
-        assert shapes[ROWS, D] == 4 * MICROBATCHES
-
-
-def test_a_stage_a_scan_of_stages_holds_only_its_layer():
-    """One stack a stage instead of one for all: nothing of a weight's size travels."""
-
-    def loss(params, x):
-        for i, layers in enumerate(params["stages"]):
-            x = scanned(layers, x)
-            if i < 2:
-                x = jpp.pipeline_yield(x)
-        return jnp.sum(x**2)
-
-    (done,) = check_step(
-        sgd(loss), {"stages": [weights(2) for _ in range(3)]}, X, actors=3, schedules=(jpp.Std1F1B(3),)
-    )
-    assert {shape for *_, shape in sent(done)} == {(ROWS, D)}
-
-
-# ---------------------------------------------------------------- ends of sums behind the loop
-
-
-def tied(use):
-    def loss(params, x):
-        w = params["tied"]
-        x = jpp.pipeline_yield(layer(w, x))
-        x = jpp.pipeline_yield(layer(params["own"], x))
-        return jnp.sum(use(w, x))
-
-    return loss
-
-
-TIED = {
-    "as it is": layer,
-    "transposed": lambda w, x: layer(w.T, x),
-    "scaled": lambda w, x: layer(2 * w, x),
-    "a slice": lambda w, x: x[:, :2] @ w[:2],
-    "reshaped": lambda w, x: layer(w.reshape(-1).reshape(D, D).T, x),
-}
-
-
-@pytest.mark.parametrize("use", TIED)
-def test_no_weight_travels_inside_the_loop(use):
-    params = {"tied": weights(), "own": weights()}
-    for done in check_step(
-        sgd(tied(TIED[use])),
-        params,
-        X,
-        actors=3,
-        schedules=(jpp.GPipe(3), jpp.Std1F1B(3), jpp.ZeroBubbleH1(3)),
-    ):
-        assert Counter(shape for *_, shape in sent(done) if shape != (ROWS, D)) in (
-            Counter({(D, D): 2}),  # a partial gradient one way, the new weight the other
-            Counter({(D, D): 1, (2, D): 1}),
-        )
-
-
-def test_casts_stay_inside_the_stages():
-    """Each stage's part of a tied gradient is accumulated in float32, though stages compute in bfloat16."""
-
-    def loss(params, x):
-        w = params["tied"].astype(jnp.bfloat16)
-        x = jpp.pipeline_yield(layer(w, x.astype(jnp.bfloat16)))
-        x = jpp.pipeline_yield(layer(params["own"].astype(jnp.bfloat16), x))
-        return jnp.sum(layer(w.T, x).astype(jnp.float32))
-
-    params = {"tied": weights(), "own": weights()}
-    for done in check_step(
-        sgd(loss), params, X, actors=3, schedules=(jpp.GPipe(3), jpp.Std1F1B(3)), rtol=2e-2
-    ):
-        weight_sized = [
-            v for v in done.placed.graph.values if v.kind == "accumulator" and v.aval.shape == (D, D)
-        ]
-        assert weight_sized and {v.aval.dtype for v in weight_sized} == {"float32"}
-        assert Counter(shape for *_, shape in sent(done))[(D, D)] == 2
-
-
-def test_a_penalty_is_added_where_its_weight_lives():
-    """Weight decay inside the loss: a term that no stage computes goes to the stage that holds the weight."""
-
-    def loss(params, x):
-        penalty = 0.1 * sum(jnp.sum(w * w) for w in params)
-        return stages_of(layer)(params, x) + penalty
-
-    for done in check_step(
-        sgd(loss), [weights() for _ in range(3)], X, actors=3, schedules=(jpp.GPipe(3), jpp.Std1F1B(3))
-    ):
-        assert (D, D) not in [shape for *_, shape in sent(done)]
-
-
-# ---------------------------------------------------------------- what no stage may do on its own part
-
-
-def of_two_stages(join):
-    """The sum over microbatches of what `join` makes of a value of each of two stages."""
-
-    def step(scale, batch):
-        def one(x):
-            first = jnp.cumsum(x) * scale
-            second = jnp.cumsum(jpp.pipeline_yield(first))
-            return join(first, second)
-
-        return jpp.accumulate_grads(one, jpp.GPipe(2), reduce=jpp.Sum())(batch)
-
-    return step
-
-
-NOT_LINEAR = {
-    "whole numbers divided": lambda a, b: (a.astype(jnp.uint32) + b.astype(jnp.uint32)) // 2,
-    "signed ones": lambda a, b: jax.lax.div(a.astype(jnp.int32) + b.astype(jnp.int32), jnp.int32(2)),
-    "a sum that fits where its terms do not": lambda a, b: (
-        (1e6 * a + (a - 1e6 * a)).astype(jnp.float16) + 0 * b
-    ),
-    "in a narrow type": lambda a, b: ((a + 1e5) + -(b + 1e5)).astype(jnp.float16),
-    "terms that cancel": lambda a, b: (a + 1e5) + -(b + 1e5),
-}
-
-
-@pytest.mark.parametrize("join", NOT_LINEAR)
-def test_only_what_is_linear_is_accumulated_apart(join):
-    batch = np.arange(20, dtype=np.float32).reshape(4, 5) / 8
-    check_step(
-        of_two_stages(NOT_LINEAR[join]),
-        np.float32(1.5),
-        batch,
-        schedules=(jpp.GPipe(2), jpp.Std1F1B(2)),
-        rtol=1e-5,
-    )
+def test_schedules_of_the_same_forms_have_the_same_variants():
+    body = two_stages()
+    loop = body.loop("a b", microbatches=4)
+    first, second = (scheduled(loop, body.types, s, 2) for s in (jpp.GPipe(2), jpp.LoopedBFS(2)))
+    assert list(first.variants) == list(second.variants)

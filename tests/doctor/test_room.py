@@ -24,11 +24,8 @@ def found(*slots: int, **asked) -> Examination:
         ((4, 4), {"devices_per_actor": 2}, ProcessSlots((2, 2), 1, 2, slots_each=2)),
         ((4, 4), {"devices_per_actor": 8}, ProcessSlots((1, 1), 2, 4, slots_each=4)),  # one actor over both
         ((4, 4, 4, 4), {"devices_per_actor": 8}, ProcessSlots((1, 1, 1, 1), 2, 4, slots_each=4)),
-        (
-            (1, 1),
-            {"devices_per_actor": 2},
-            ProcessSlots((1, 1), 1, 2),
-        ),  # one slot each: a process of whatever size
+        # one slot each: a process of whatever size
+        ((1, 1), {"devices_per_actor": 2}, ProcessSlots((1, 1), 1, 2)),
         (
             (4, 4),
             {"devices_per_actor": 4, "processes_per_actor": 2},

@@ -1,0 +1,178 @@
+"""What each stage accumulates of a summed result, and what is left to do behind the loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from compiler_inputs import Body, two_stages
+
+from jaxpp_async.compiler.ir import Types
+from jaxpp_async.compiler.loop_commuting import Results, results
+from jaxpp_async.compiler.stage_assignment import Stages
+from jaxpp_async.markers.reductions import Max, Sum
+from jaxpp_async.program.instructions import Aval
+
+
+def found_for(body: Body, outputs: str, *reductions) -> Results:
+    return results(Stages(body.loop(outputs, reductions=reductions), body.types), body.types)
+
+
+def texts(
+    body: Body, found: Results, result: int = 0
+) -> tuple[list[str], list[str] | None, dict[str, list[str]]]:
+    """Of one result: its parts, its tail, and what tasks do more."""
+    added = {f"{ty}{stage}": body.show(ops) for (ty, stage), ops in found.added.items()}
+    parts = [f"{body.name(p.value)} of {p.task[0]}{p.task[1]}" for p in found.parts[result]]
+    tail = found.tails[result]
+    return parts, None if tail is None else body.show(tail.ops), added
+
+
+APART = ["a of bwd1", "b of bwd0"]
+HALVED = {"bwd1": ["v1 = mul a #0.5"], "bwd0": ["v2 = mul b #0.5"]}
+
+
+@pytest.mark.parametrize(
+    ("lines", "parts", "tail", "added"),
+    [
+        pytest.param(["g = add_any a b '"], APART, ["v1 = add_partial a b"], {}, id="a sum"),
+        pytest.param(
+            ["g[6,3] = concatenate a b '"], APART, ["v1 = concatenate a b"], {}, id="a concatenation"
+        ),
+        pytest.param(
+            ["s = add_any a b '", "g = transpose s '"],
+            APART,
+            ["v1 = add_partial a b", "v2 = transpose v1"],
+            {},
+            id="a layout of a sum",
+        ),
+        pytest.param(
+            ["s = add_any a b '", "g = add_any s a2 '"],
+            ["v1 of bwd1", "b of bwd0"],
+            ["v2 = add_partial v1 b"],
+            {"bwd1": ["v1 = add_any a a2"]},
+            id="terms of one stage are added there",
+        ),
+        pytest.param(
+            ["s = add_any a b '", "g = mul s #0.5"],
+            ["v1 of bwd1", "v2 of bwd0"],
+            ["v3 = add_partial v1 v2"],
+            HALVED,
+            id="a scaling is done in each stage",
+        ),
+        pytest.param(
+            ["s[6,3] = concatenate a b '", "g = mul s #0.5"],
+            ["v1 of bwd1", "v2 of bwd0"],
+            ["v3 = concatenate v1 v2"],
+            HALVED,
+            id="a scaling by a constant goes through a concatenation",
+        ),
+        pytest.param(
+            ["s = add_any a b '", "g:float64 = convert_element_type s '"],
+            ["v1 of bwd1", "v2 of bwd0"],
+            ["v3 = add_partial v1 v2"],
+            {"bwd1": ["v1 = convert_element_type a '"], "bwd0": ["v2 = convert_element_type b '"]},
+            id="a widening cast is done in each stage",
+        ),
+    ],
+)
+def test_a_gradient_of_two_stages_is_accumulated_in_each_and_joined_behind_the_loop(
+    lines, parts, tail, added
+):
+    body = two_stages()
+    body.add("a2[3,3] = dot_general dy y '", *lines)
+    assert texts(body, found_for(body, "g")) == (parts, tail, added)
+
+
+def test_what_the_tail_replaces_is_dropped_from_the_loop():
+    body = two_stages()
+    body.add("s = add_any a b '", "g = mul s #0.5")
+    found = found_for(body, "g loss")
+    assert sorted(found.dropped) == [8, 9]  # both new operations
+    assert texts(body, found, 1)[:2] == (["loss of fwd1"], None)
+
+
+@pytest.mark.parametrize(
+    ("lines", "task"),
+    [
+        pytest.param(["g = add_any h z"], "fwd1", id="a metric"),
+        pytest.param(
+            ["s = add_any a b '", "g:bfloat16 = convert_element_type s '"], "bwd0", id="a narrowing cast"
+        ),
+        pytest.param(
+            ["r[1,3] = dot_general x dh '", "g[3,3] = add a r '"], "bwd0", id="a sum that stretches"
+        ),
+        pytest.param(["s = add_any a b '", "g = add_any s #1.0 '"], "bwd0", id="a constant added"),
+        pytest.param(["s = add_any a b '", "g = div #1.0 s '"], "bwd0", id="a division by a sum"),
+        pytest.param(["s = add_any a b '", "g = mul s s '"], "bwd0", id="a square"),
+        pytest.param(
+            ["s = add_any a b '", "k = mul s s '", "g = add_any s k '"], "bwd0", id="a sum used twice"
+        ),
+        pytest.param(["s[6,3] = concatenate a b '", "g = pad s #1.0 '"], "bwd0", id="a pad with ones"),
+        pytest.param(["s = add_any a b '", "g = tanh s '"], "bwd0", id="something that is not linear"),
+    ],
+)
+def test_what_a_sum_does_not_commute_with_stays_whole_in_its_task(lines, task):
+    body = two_stages()
+    body.add(*lines)
+    found = found_for(body, "g")
+    assert texts(body, found) == ([f"g of {task}"], None, {})
+    assert not found.dropped
+
+
+def test_integers_are_not_scaled_in_each_stage():
+    body = Body(Types(), w=Aval((3, 3), "int32"), x=Aval((2, 3), "int32"), i=Aval((), "int32"))
+    body.add("h = dot_general x w", "y t[0] = pipeline_yield h", "z = dot_general y w")
+    body.add("a[3,3] = dot_general y z '", "dy = dot_general z w '")
+    body.add("dh = pipeline_yield_side t dy '", side="cotangent")
+    body.add("b[3,3] = dot_general x dh '", "s = add_any a b '", "g = div s #2 '")
+    assert texts(body, found_for(body, "g")) == (["g of bwd0"], None, {})
+
+
+def test_a_maximum_over_microbatches_is_never_taken_apart():
+    body = two_stages()
+    body.add("g = add_any a b '")
+    assert texts(body, found_for(body, "g", Max())) == (["g of bwd0"], None, {})
+
+
+def test_results_that_were_split_from_one_sum_share_its_parts():
+    body = two_stages()
+    body.add("s = add_any a b '", "p[1,3] q[2,3] = split s '")
+    found = found_for(body, "p q", Sum(), Sum())
+    assert found.parts[0] == found.parts[1]
+    assert texts(body, found, 0) == (APART, ["v1 = add_partial a b", "v2 _ = split v1"], {})
+    assert texts(body, found, 1) == (APART, ["v3 = add_partial a b", "_ v4 = split v3"], {})
+    assert sorted(found.dropped) == [8, 9]
+
+
+@pytest.mark.parametrize("outputs", ["p r", "p q r"])
+def test_a_split_of_which_one_part_is_read_in_the_loop_stays_there(outputs):
+    body = two_stages()
+    body.add("s = add_any a b '", "p[1,3] q[2,3] = split s '", "r = tanh q '")
+    assert texts(body, found_for(body, outputs)) == (["p of bwd0"], None, {})
+
+
+def test_a_result_that_no_operation_makes_is_accumulated_where_its_value_lies():
+    body = Body(u=(3,), w=(3, 3), x=(2, 3), i=Aval((), "int32"))
+    body.add("h[2,3] = dot_general x w", "y t[0] = pipeline_yield h", "z = dot_general y u", "k = mul u #2.0")
+    found = found_for(body, "k #1.0 z")
+    assert [texts(body, found, k)[0] for k in range(3)] == [["k of fwd1"], ["#1.0 of fwd0"], ["z of fwd1"]]
+
+
+def test_parts_summed_apart_and_joined_are_the_sum_of_the_whole():
+    body = two_stages()
+    body.add("a2[3,3] = dot_general dy y '", "s = add_any a b '", "u = add_any s a2 '", "g = mul u #0.5")
+    found = found_for(body, "g")
+    rng = np.random.default_rng(0)
+    whole, totals = np.zeros((3, 3)), {}
+    for _ in range(2):  # microbatches
+        env = {body.ref(n): rng.integers(0, 9, (3, 3)).astype("float32") for n in ("a", "b", "a2")}
+        whole = whole + (env[body.ref("a")] + env[body.ref("b")] + env[body.ref("a2")]) * 0.5
+        for ops in found.added.values():
+            for op in ops:
+                env[op.outputs[0]] = op.run([env[r] if isinstance(r, int) else r.value for r in op.inputs])[0]
+        for p in found.parts[0]:
+            totals[p.value] = totals.get(p.value, 0) + env[p.value]
+    (tail,) = found.tails
+    for op in tail.ops:
+        totals[op.outputs[0]] = op.run([totals[r] for r in op.inputs])[0]
+    assert (totals[tail.value] == whole).all()
