@@ -278,7 +278,5 @@ def test_what_is_printed_stays_on_its_actor(kind, actors):
 async def test_host_code_does_not_travel(mesh):
     """What actors are sent is exported code and text, and no executable calls the host."""
     compiled = await mesh.distributed(PROGRAMS["everything"]).compile([W, W], X)
-    assert not any(
-        b"callback" in e.blob.replace(b"test_prints", b"") for e in compiled.compiled.executables
-    )
+    assert not any(b"callback" in e.blob.replace(b"test_prints", b"") for e in compiled.compiled.executables)
     assert "a printed value" in str(compiled.report())

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from jaxpp_async.launch import run_module
 from jaxpp_async.launch.commands import command_here, command_there, inherited_environment, script_folder
 
 
@@ -50,6 +51,19 @@ def test_without_a_script_it_is_the_working_directory_unless_told_otherwise(monk
     monkeypatch.setattr(sys, "flags", SimpleNamespace(safe_path=is_safe))
     monkeypatch.chdir(tmp_path)
     assert script_folder() == (None if is_safe else os.getcwdb())
+
+
+def test_a_module_runs_as_main_with_its_arguments_and_the_import_path_as_it_was(
+    monkeypatch, capsys, tmp_path
+):
+    (tmp_path / "shown.py").write_text("import sys; print(__name__, sys.argv[1:], sys.path[0])")
+    path = [str(tmp_path), *sys.path]
+    monkeypatch.setattr(sys, "path", path)
+    monkeypatch.setattr(sys, "argv", [run_module.__file__, "shown", "word"])
+    monkeypatch.setitem(sys.modules, "jaxpp_async", sys.modules["jaxpp_async"])  # put back behind the test
+    run_module.main()
+    assert capsys.readouterr().out == f"__main__ ['word'] {tmp_path}\n"
+    assert sys.path == path
 
 
 def test_a_module_of_this_very_package_is_run_from_anywhere(tmp_path):

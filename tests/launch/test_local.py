@@ -24,6 +24,7 @@ from paths import ROOT, SUPPORT
 from jaxpp_async.controller.error_messages import describe_end
 from jaxpp_async.errors import MeshError
 from jaxpp_async.launch import share_out
+from jaxpp_async.launch.local import LocalLauncher
 from jaxpp_async.launch.process_supervisor import TAIL_LINES, OutputLines, ProcessSupervisor
 from jaxpp_async.launch.spawn import ActorRequest, spawn_actor
 from jaxpp_async.protocol.parent_watch import ExitCode
@@ -466,3 +467,8 @@ def test_specs_hide_their_secret():
     spec = LaunchSpec(0, 1, 0, b"secret" * 5, ("127.0.0.1", 1))
     assert "secret" not in repr(spec)
     assert bytes.fromhex(spec.config()["secret"]) == b"secret" * 5
+
+
+def test_a_launcher_here_carries_control_connections_within_this_machine():
+    launcher = LocalLauncher()
+    assert launcher.listen_host == "127.0.0.1"
