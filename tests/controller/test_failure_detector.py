@@ -54,9 +54,9 @@ def run(script: str, tick_s: float = 0.5) -> list[tuple[float, Verdict]]:
         ("0: 0-30\n1: 0-30", []),
         ("0: 0-30\n1: 0-5, 7.5-30", []),
         ("0: 0-30\n1: 0-5, 9-30", [(8.0, "Suspect 1"), (9.0, "Recovered 1")]),
-        ("0: 0-30\n1: 0-5", [(8.0, "Suspect 1"), (15.0, "Dead 1")]),
-        ("0: 0-30\n1: 0-5, 16-30", [(8.0, "Suspect 1"), (15.0, "Dead 1")]),
-        ("0: 0-4\n1: 0-30", [(7.0, "Suspect 0"), (14.0, "Dead 0")]),
+        ("0: 0-30\n1: 0-5", [(8.0, "Suspect 1"), (15.0, "DeclaredDead 1")]),
+        ("0: 0-30\n1: 0-5, 16-30", [(8.0, "Suspect 1"), (15.0, "DeclaredDead 1")]),
+        ("0: 0-4\n1: 0-30", [(7.0, "Suspect 0"), (14.0, "DeclaredDead 0")]),
         (
             "0: 0-40\n1: 0-5, 9-20, 24-40",
             [(8.0, "Suspect 1"), (9.0, "Recovered 1"), (23.0, "Suspect 1"), (24.0, "Recovered 1")],
@@ -67,8 +67,8 @@ def run(script: str, tick_s: float = 0.5) -> list[tuple[float, Verdict]]:
         ("0: 0-5, 45.5-60\n1: 0-60\nblocked: 5-45", []),
         ("0: 0-70\n1: 0-70\nblocked: 5-24, 24-43, 43-62", []),
         # Silence from before counts on afterwards; so does one that begins then, and no sooner.
-        ("0: 0-60\n1: 0-4\nblocked: 6-46", [(46.0, "Suspect 1"), (53.0, "Dead 1")]),
-        ("0: 0-60\n1: 0-45\nblocked: 5-45", [(48.0, "Suspect 1"), (55.0, "Dead 1")]),
+        ("0: 0-60\n1: 0-4\nblocked: 6-46", [(46.0, "Suspect 1"), (53.0, "DeclaredDead 1")]),
+        ("0: 0-60\n1: 0-45\nblocked: 5-45", [(48.0, "Suspect 1"), (55.0, "DeclaredDead 1")]),
     ],
 )
 def test_verdicts(script, said):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jaxpp_async.controller.error_messages import ActorInfo
+from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import PendingRequest, RequestLog, SentRequest, StepHandle
 from jaxpp_async.errors import ActorDiedError, StepAbortedError
 from jaxpp_async.protocol import messages as m
@@ -26,7 +27,7 @@ class Link:
         self.asked.append(message)
         self.reply_handlers[message.request] = reply_handler
 
-    def drop_waiters(self) -> None:
+    def drop_reply_handlers(self) -> None:
         self.reply_handlers.clear()
         self.asked.clear()
 
@@ -41,7 +42,9 @@ class Desk:
 
     def __init__(self, *, remembers: bool = True) -> None:
         self.links = {0: Link(0), 1: Link(1)}
-        self.request_log = RequestLog(self.links, lambda: None, remembers=remembers)  # type: ignore[arg-type]
+        self.request_log = RequestLog(
+            self.links, lambda: None, ControllerOptions(max_restarts=int(remembers))
+        )  # type: ignore[arg-type]
         self.num_steps = 0
 
     def post(self, kind: type, *fields: Any, actor: int = 0, reply: type = m.Done) -> PendingRequest:
@@ -181,5 +184,5 @@ async def test_the_end_reaches_everyone_once(remembers):
         (second, StepAbortedError),
     ):
         with pytest.raises(kind):
-            await reply_handler.future
+            await reply_handler
     assert not desk.request_log.fail_all(ActorDiedError("gone"), None)
