@@ -73,8 +73,7 @@ class ActorGroup:
         number: gives request numbers.
         on_progress: called with a line of text at each stage.
         on_transfer_error: called with the error of a transfer between actors and controller.
-        on_routes: called with a process and its routes to the others (UCX's transports, by peer) once it is
-            connected.
+        on_routes: called with a connected process and its routes to the others: UCX's transports, by peer.
 
     Attributes:
         processes, links: as given.

@@ -1,10 +1,8 @@
-"""Ask actors on other machines what their clocks show, and keep the differences from this process's clock up
-to date.
+"""Ask actors on other machines what their clocks show, to know how these differ from this process's clock.
 
 A heartbeat says which clock its actor has. If that is another clock than ours, the actor is asked with each
-heartbeat, as
-soon as it has answered the last question: two small messages every half second, without a timer or an asyncio
-    task.
+heartbeat, as soon as it has answered the last question: two small messages every half second, without a timer
+or an asyncio task.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Do for a mesh whatever it asks of its actors: load programs, run steps, put and fetch values, and end all
-of it.
+"""Do what a mesh asks of its actors: load programs, run steps, put and fetch values, and close all of it.
 
 `Controller` takes programs and numpy arrays, and gives step statistics and numpy arrays. Requests leave
 through the `RequestLog`, and the processes belong to the `ActorGroup`. The `FailurePolicy` says which error a
@@ -249,8 +248,7 @@ class Controller:
         blobs: Mapping[str, bytes],
         names: Mapping[int, str] = {},
     ) -> dict[ActorId, Loaded]:
-        """Compile one program on every actor that has a part in it. There is no deadline, but a death ends
-        it.
+        """Compile one program on every actor that has a part in it. No deadline ends this, but a death does.
 
         Args:
             program_id: from `new_program_id`.
@@ -276,8 +274,7 @@ class Controller:
         frees_after: Mapping[ActorId, Sequence[ArrayId]] | None = None,
         kind: RunKind = "step",
     ) -> StepHandle:
-        """Send one frame to each process of a loaded program's actors, without waiting. Steps run in their
-        order.
+        """Send one frame to each process of a loaded program's actors. Steps run in the order of these calls.
 
         Args:
             program_id: the program to run.
@@ -386,8 +383,7 @@ class Controller:
         self._frees.add(actor, array_id)
 
     async def inspect(self) -> dict[ProcessId, dict[str, int]]:
-        """Give each process's numbers, such as `live_arrays` and `file_descriptors`; pending frees are sent
-        before.
+        """Give each process's numbers, such as `live_arrays`, behind all pending frees.
 
         Raises:
             ActorError: an actor or the mesh failed.

@@ -69,8 +69,7 @@ def remote_error(actor: ActorInfo, failed: Failed, *, ends_mesh: bool = False) -
     """Make the error for a request that failed on an actor: `RemoteError`, or a class of `_OF_A_STEP`.
 
     Args:
-        ends_mesh: whether it concerns more than that request; a failed transfer or link is then a
-            `TransferError`.
+        ends_mesh: whether it concerns more than that request; a failed link is then a `TransferError`.
     """
     where = str(actor)
     if failed.step is not None:

@@ -167,9 +167,8 @@ class HealthMonitor:
         return found
 
     def _steps(self, unfinished: Mapping[ProcessId, int]) -> dict[ActorId, int]:
-        return {
-            a: min(unfinished[p] for p in processes) for a, processes in self._by_actor(unfinished).items()
-        }
+        by_actor = self._by_actor(unfinished)
+        return {a: min(unfinished[p] for p in processes) for a, processes in by_actor.items()}
 
     def _silent_actors(self, now: float, for_s: float) -> frozenset[ActorId]:
         return frozenset(map(self._actor_of, self._failure_detector.silent(now, for_s)))
@@ -214,8 +213,7 @@ class HealthMonitor:
 
 
 def _hindmost(processes: Sequence[ProcessId], told: Mapping[ProcessId, Reported | None]) -> ProcessId:
-    """Choose the process whose report counts for its actor: one that does not answer, or the one furthest
-    behind.
+    """Choose the process whose report counts for its actor: a silent one, or the one furthest behind.
 
     The processes before it may only wait for it, in a task that they compute together.
     """

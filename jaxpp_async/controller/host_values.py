@@ -1,8 +1,8 @@
-"""Move numpy arrays between the controller and its actors: small ones in control frames, larger ones on the
-data plane.
+"""Move numpy arrays between the controller and its actors.
 
-On the data plane the controller is a peer like any actor. `HostTransfers` is its end; `PendingFetch` waits
-for arrays that an actor was asked for.
+Small arrays go in control frames, larger ones on the data plane, where the controller is a peer like any
+actor. `HostTransfers` is the controller's end of it; `PendingFetch` waits for arrays that an actor was asked
+for.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ class _ExpectedTransfers:
 
 
 class HostTransfers:
-    """The controller's end of the data plane, for host values that travel between the controller and its
-    actors.
+    """The controller's end of the data plane, for host values between the controller and its actors.
 
     With `max_restarts`, large values are copied before they are sent, since they may have to be sent again. A
     transfer may take `progress_s` seconds, and a second more for each 50 MB.
@@ -234,8 +233,7 @@ class PendingFetch(PendingRequest):
     """A request for arrays of one process that waits for the reply and for the data behind it.
 
     A transfer that fails leaves the request open: the mesh learns why it failed, now or a moment later.
-        Cancelling the
-    future leaves the transfers going on, whose memory belongs to the transport until they end.
+    Cancelling the future leaves the transfers going on, whose memory belongs to the transport until they end.
     """
 
     def __init__(

@@ -28,10 +28,8 @@ _LOG = logging.getLogger("jaxpp_async.control")
 
 MAX_UNPROVEN = 256
 """How many connections may be in their handshake at one time; fewer, where this process may not open so many.
-With one
-more, the oldest from the address that has most of them is closed: it had the most time, and silent peers
-    could otherwise
-keep all others out until their own handshakes time out."""
+With one more, the oldest from the address that has most of them is closed: it had the most time, and silent
+peers could otherwise keep all others out until their own handshakes time out."""
 
 BACKLOG = 100
 """How many connections may wait to be accepted. asyncio accepts so many at once before it reports any: they
@@ -214,10 +212,9 @@ WINDOW_S = 10.0
 
 
 class RateLimitedLog:
-    """A log of refusals with at most `MOST` lines in `WINDOW_S` seconds; the next line says how many were
-    left out.
+    """A log of refusals with at most `MOST` lines in `WINDOW_S` seconds; the next line counts the others.
 
-    Whoever can reach a port can be refused as often as it likes, and the log must not grow with that.
+    Any peer that reaches a port can be refused as often as it likes, and the log must not grow with that.
 
     Args:
         log: takes a line.

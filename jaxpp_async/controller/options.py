@@ -1,5 +1,4 @@
-"""Hold how a mesh's actors are set up, started, watched and replaced: the options of this package, as plain
-data.
+"""Hold the options of this package as plain data: how actors are set up, started, watched and replaced.
 
 `ControllerOptions` is the one value that the constructors of this package hand on, and it has every default.
 `session.mesh_options` checks what a user gives before it comes here.

@@ -3,11 +3,10 @@
 The lost actors are replaced, all actors go back to the last whole copy of their arrays, and the requests
 since then are sent again.
 
-The living actors keep their processes, their JAX and their compiled programs. Whoever awaits a step waits a
-little
-longer: its arrays come out as they would have, since the same programs run on the same values in the same
-    order.
-`failure_policy` says which error a failure is; `requests` and `state_replicas` remember what a restart needs.
+The living actors keep their processes, their JAX and their compiled programs. A caller that awaits a step
+waits longer: its arrays come out as they would have, since the same programs run on the same values in the
+same order. `failure_policy` says which error a failure is; `requests` and `state_replicas` remember what a
+restart needs.
 """
 
 from __future__ import annotations

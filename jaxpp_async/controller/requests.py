@@ -1,13 +1,10 @@
-"""Send requests to actors, pair each reply with the request's caller, and remember what a restart has to send
-again.
+"""Send requests to actors, pair each reply with its request, and remember what a restart has to send again.
 
 Reading order: `PendingRequest` and `StepHandle` take replies; `ActorLink` is one process's connection with
-    its open
-requests; `RequestLog` is the only way for ordinary requests to all processes; `FreeList` collects arrays to
+its open requests; ordinary requests to all processes go through `RequestLog`; `FreeList` collects arrays to
 free.
 
-A request takes no asyncio task and no extra pass of the event loop: the replies of a step end its
-    `StepHandle` directly.
+A request takes no asyncio task and no extra pass of the event loop: a step's replies end its `StepHandle`.
 """
 
 from __future__ import annotations
@@ -53,8 +50,7 @@ from jaxpp_async.protocol.task_group import retrieve
 
 
 class PendingRequest:
-    """A request to one process that waits for its reply. Awaiting it gives the reply or raises the request's
-    error.
+    """A request to one process that waits for its reply. Awaiting it gives the reply or raises the error.
 
     Args:
         expected: the reply's type.
@@ -62,11 +58,7 @@ class PendingRequest:
 
     Attributes:
         future: the reply. A cancelled future leaves the request running on the actor.
-        takes_failures: whether a failure of the request on the actor concerns its caller alone, and not the
-            mesh.
     """
-
-    takes_failures = True
 
     def __init__(self, expected: type, *, awaited: bool = True):
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -116,8 +108,7 @@ class StepHandle:
     the step's error. A cancelled await leaves the step running, and the step may be awaited again.
 
     The handle is not a future itself: its end calls back at once and wakes those who await it with the next
-        pass of the
-    event loop, where a shielded future takes two passes.
+    pass of the event loop, where a shielded future takes two passes.
 
     Args:
         step: the step's id.
@@ -127,11 +118,10 @@ class StepHandle:
     Attributes:
         sends: the transfers of its host values, one future each.
         error: why it failed, or None.
-        sent_s, heard_s: when the step was sent, and when each actor's reply came, by this process's monotonic
+        sent_s, heard_s: when it was sent, and when each actor's reply came, by this process's monotonic
             clock.
     """
 
-    takes_failures = False
     error: Exception | None = None
     _traceback: TracebackType | None = None
     _done = False
@@ -176,12 +166,11 @@ class StepHandle:
         return self._done
 
     async def wait_sent(self) -> None:
-        """Wait until the step's host values have left, or it has failed: their arrays may then be changed
-        again.
+        """Wait until the step's host values have left, or it has failed, so that their arrays may be changed.
 
         The transfers of a failed step may go on for long, since UCX releases memory that another transfer
-        also uses only when all of them end. The transfers keep their memory alive, and nobody takes the data
-        that they bring.
+        also uses only when all of them end. The transfers keep their memory alive, and their data goes
+        nowhere.
         """
         waiting = sum(not send.done() for send in self.sends)
         if not waiting or self.error is not None:
@@ -205,12 +194,10 @@ class StepHandle:
         await ended
 
     def when_done(self, callback: Callable[[], object]) -> None:
-        """Call back when the step is done, at once and in the order of these calls; now, if it is done
-        already.
+        """Call back when the step is done, at once and in the order of these calls; now, if it is done.
 
         A callback that raises does not keep the others from being called: the event loop's exception handler
-            gets its
-        error.
+        gets its error.
         """
         if self._done:
             self._call(callback)
@@ -228,8 +215,7 @@ class StepHandle:
         self.sent_s = time.monotonic()
 
     def on_reply(self, link: ActorLink, reply: Any) -> None:
-        """Take the reply of the process at `link`. A reply after the step's end is dropped: a restart ran it
-        again.
+        """Take the reply of the process at `link`. A reply after the step's end is of a second run: drop it.
 
         Raises:
             ProtocolError: the reply is not this step's `StepDone`.
@@ -366,8 +352,9 @@ class ActorLink:
             self._dropped.discard(failed.request)
             return None
         reply_handler = self.reply_handlers.get(failed.request)
-        if reply_handler is None or not reply_handler.takes_failures or is_consequence(failed):
-            # The handler stays: the mesh's failure will reach it, or the reply after a restart.
+        if not isinstance(reply_handler, PendingRequest) or is_consequence(failed):
+            # It concerns the mesh. A handler stays: the mesh's failure or a reply after a restart will reach
+            # it.
             return failed
         del self.reply_handlers[failed.request]
         reply_handler.fail(remote_error(self.info, failed))
@@ -436,14 +423,11 @@ class SentRequest:
 
 
 class RequestLog:
-    """The requests to the actors of one mesh, remembered for as long as a restart may have to send them
-    again.
+    """The requests to the actors of one mesh, remembered while a restart may have to send them again.
 
     An actor's arrays follow from the requests that it was sent, in their order. After a restart, when every
-    actor is
-    back at a copy of its arrays, the same requests bring it to where it was: all requests that change what it
-        holds,
-    answered or not, and whatever has had no answer yet.
+    actor is back at a copy of its arrays, the same requests bring it to where it was: all requests that
+    change what it holds, answered or not, and all requests that have had no answer yet.
 
     Args:
         links: the processes as they are now, by number.
@@ -607,14 +591,11 @@ class RequestLog:
             link.drop_reply_handlers()
 
     def replay(self, epoch: int) -> int:
-        """Send again all requests that are needed, in their old order, then send new requests at once as
-        before.
+        """Send again all requests that are needed, in their old order, and from then on new ones at once.
 
         A request that had its answer before is sent again as well if it changes what its actor holds. Its
-        handler is
-        done, so it drops the second reply and a second failure: arrays that cannot be put or read again fail
-            whoever
-        uses them, if anyone still does.
+        handler is done, so it drops the second reply and a second failure: arrays that cannot be put or read
+        again fail their users, if there are any left.
 
         Args:
             epoch: the epoch of the steps from here on.
@@ -681,8 +662,7 @@ class RequestLog:
 
 
 class FreeList:
-    """Arrays that nobody needs any more, collected from any thread until the next request to their actor
-    frees them.
+    """Arrays that are no longer needed, collected from any thread for the next request to their actor.
 
     `add` takes no lock: garbage collection may call it on any thread at any point, also inside `take`.
     """

@@ -100,8 +100,7 @@ class StallDetector:
         reports: Mapping[ActorId, Reported | None],
         silent: Collection[ActorId] = (),
     ) -> StallDiagnosis | None:
-        """Say why actors are stuck, now that all actors with unfinished steps were asked; None if they are
-        not stuck.
+        """Say why actors are stuck, now that all with unfinished steps were asked; None if they are not.
 
         Args:
             now, unfinished, silent: as of `judge`.

@@ -1,5 +1,4 @@
-"""Start actor processes up to connected, configured actors; check their devices together; wait for their
-ends.
+"""Start actor processes up to connected, configured actors, check their devices, and wait for their ends.
 
 `Startup` starts the actors of one mesh, and later the successors of lost ones. All actors come up in
 parallel. The first that fails ends the launch, and the caller stops whatever has started.
@@ -77,8 +76,8 @@ class Startup:
         """Start one process and wait for its connection.
 
         Raises:
-            LaunchError: it did not start, died, or did not connect in time. HandshakeError: it runs another
-                version.
+            LaunchError: it did not start, died, or did not connect in time.
+            HandshakeError: it runs another version.
         """
         arrival = self._listener.expect(Identity(spec.process_id, spec.incarnation))
         process_rank, remedy = spec.process_rank, _connection_remedy(spec.controller)
@@ -175,8 +174,7 @@ class Startup:
 
 
 def unready_error(actor: ActorInfo, error: RemoteError) -> JaxppAsyncError:
-    """Make the error for an actor that could not be configured, without a traceback where its user can mend
-    it.
+    """Make the error for an actor that could not be configured; without a traceback where users can help.
 
     Args:
         error: the actor's answer, with its traceback.
@@ -249,8 +247,7 @@ def check_library_versions(actor: ActorInfo, versions: Mapping[str, str]) -> Non
 
 
 async def all_of(coroutines: Mapping[int, Coroutine[Any, Any, T]], what: str) -> dict[int, T]:
-    """Run a coroutine for each actor, or process, at once. The first error ends the others and is raised as
-    it is.
+    """Run a coroutine for each actor, or process, at once. The first error ends the others and is raised.
 
     Args:
         coroutines: by number of the actor or process; results have the same keys.
@@ -401,7 +398,7 @@ def _cuda_conflict(members: Sequence[ProcessDevices]) -> str | None:
 
 
 def _nccl_conflict(members: Sequence[ProcessDevices]) -> str | None:
-    """Both ends of a communicator need the same NCCL."""
+    """Find different NCCLs: both ends of a communicator need the same version."""
     by_nccl = _grouped((member.nccl, member.who) for member in members if member.nccl)
     if len(by_nccl) < 2:
         return None
@@ -413,7 +410,7 @@ def _nccl_conflict(members: Sequence[ProcessDevices]) -> str | None:
 
 
 def _gpu_twice_in_actor(members: Sequence[ProcessDevices]) -> str | None:
-    """XLA's collectives run between different GPUs: an actor cannot have one GPU as two of its devices."""
+    """Find a GPU that is two devices of one actor: XLA's collectives run between different GPUs."""
     by_gpu = _grouped(((gpu, member.actor), member.who) for member in members for gpu in member.named_gpus)
     for (gpu, actor), who in by_gpu.items():
         if len(who) > 1:
@@ -425,8 +422,7 @@ def _gpu_twice_in_actor(members: Sequence[ProcessDevices]) -> str | None:
 
 
 def _gpu_of_neighbours(members: Sequence[ProcessDevices]) -> str | None:
-    """Actors that follow each other send to each other in every pipeline, and NCCL may refuse that on one
-    GPU.
+    """Find actors that follow each other on one GPU: they send to each other, which NCCL may refuse.
 
     Whether other actors send to each other depends on the program, so their links report it later.
     """

@@ -1,5 +1,4 @@
-"""Take copies of all actors' arrays, keep each copy in another actor's memory, and bring actors back to the
-last one.
+"""Take copies of all actors' arrays, keep each in another actor's memory, and bring actors back to the last.
 
 A copy is whole once every actor has its own, its holder has it too, and no request from before it is under
 way. Only then the copy before it is dropped, and the requests before it are forgotten. `recovery` restarts

@@ -200,8 +200,8 @@ async def test_the_thread_tries_again_until_it_is_let_in(monkeypatch):
     monkeypatch.setattr(heartbeat, "_PAUSE_S", 0.02)
     left: list[ExitCode] = []
     async with open_gate() as (gate, address, record_heartbeat):
-        refused, refuse = asyncio.Event(), gate._is_here
-        monkeypatch.setattr(gate, "_is_here", lambda identity: refused.set() or refuse(identity))
+        refused, refuse = asyncio.Event(), gate._is_connected
+        monkeypatch.setattr(gate, "_is_connected", lambda identity: refused.set() or refuse(identity))
         thread = start_beating(Heartbeat(ACTOR, SECRET, address), lambda: None, left.append)
         await refused.wait()
         arrival = gate.expect(ACTOR)

@@ -154,7 +154,7 @@ class FakeActor:
         print(f"aborted: {message.cause.splitlines()[0]}", flush=True)
         self._send(m.Done(message.request))
 
-    def _on_renew(self, message: m.ResetTransport) -> None:
+    def _on_resettransport(self, message: m.ResetTransport) -> None:
         self._send(m.TransportReset(message.request, b"null"))
 
     def _on_rollback(self, message: m.Rollback) -> None:
