@@ -112,7 +112,7 @@ class HostTransfers:
         puts, sendings = [], []
         for value in values:
             sequence = self._next_sequence(actor) if value.value.nbytes > INLINE_BYTES else 0
-            put, data = prepare_put(value, sequence)
+            put, data = _prepare_put(value, sequence)
             puts.append(put)
             if data is not None:
                 sendings.append((sequence, data.copy() if self._copies else data))
@@ -125,7 +125,7 @@ class HostTransfers:
         how, puts = self._scattering, list[Put]()
         sendings: dict[ProcessId, list[Sending]] = {}
         for value in values:
-            put, data = prepare_put(value, 0)
+            put, data = _prepare_put(value, 0)
             if data is not None:
                 pieces = how.pieces(value.array_id, value.aval, value.value)
                 sequence = self._next_sequence(how.process(actor, 0), len(pieces))
@@ -300,13 +300,13 @@ def _read(
 ) -> np.ndarray[Any, Any]:
     shape, dtype, data = entry
     if arrived is not None and data is None:
-        return from_bytes(arrived[0], shape, dtype)
+        return _from_bytes(arrived[0], shape, dtype)
     if arrived is None and data is not None:
-        return from_bytes(data, shape, dtype)
+        return _from_bytes(data, shape, dtype)
     raise ProtocolError(f"process {process} sent {dtype}{list(shape)} by another way than its size calls for")
 
 
-def prepare_put(host: HostValue, sequence: int) -> tuple[Put, np.ndarray[Any, Any] | None]:
+def _prepare_put(host: HostValue, sequence: int) -> tuple[Put, np.ndarray[Any, Any] | None]:
     """Make the `Put` for a value.
 
     Args:
@@ -328,7 +328,7 @@ def prepare_put(host: HostValue, sequence: int) -> tuple[Put, np.ndarray[Any, An
     return Put(host.array_id, host.aval, None, sequence), array.reshape(-1).view(np.uint8)
 
 
-def from_bytes(
+def _from_bytes(
     data: bytes | np.ndarray[Any, Any], shape: tuple[int, ...], dtype: str
 ) -> np.ndarray[Any, Any]:
     """Make an array of fetched bytes.

@@ -2,8 +2,8 @@
 
 An actor stands still while its position does not change. It is stuck when it and every actor that it may wait
 for, and they in turn, have stood still until the deadline, and none of them computes or is silent. Then the
-actors are asked what they wait for (`Report`), and `examine` says why. The clock is a parameter, so that
-tests choose the time.
+actors are asked what they wait for (`Report`), and `_Examination` finds out why. The clock is a parameter, so
+that tests choose the time.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class StallDetector:
                 gone_on.append(actor)
         if gone_on or not set(stall.actors) <= set(unfinished):
             return None
-        diagnosis = examine(stall.actors[0], unfinished, reports, self._program_of)
+        diagnosis = _Examination(unfinished, reports, self._program_of).follow(stall.actors[0])
         if diagnosis is None or set(diagnosis.chain) & set(silent):
             return None
         extra_s = _extra_s([r for a in diagnosis.chain if (r := reports.get(a)) is not None])
@@ -266,26 +266,6 @@ class StallDiagnosis:
         return f"{self.culprit}\nWho waits for whom:{waits}\nWhere each actor is:{_lines(places)}"
 
 
-def examine(
-    first: ActorId,
-    unfinished: Mapping[ActorId, int],
-    reports: Mapping[ActorId, Reported | None],
-    program_of: ProgramOf,
-) -> StallDiagnosis | None:
-    """Follow from actor to actor who waits for whom.
-
-    Args:
-        first: an actor that waits.
-        unfinished: each actor's oldest step that it has not finished.
-        reports: the reports of all these actors; None for one that did not answer.
-        program_of: gives the programs.
-
-    Returns:
-        The diagnosis; None if an actor that is waited for is at work.
-    """
-    return _Examination(unfinished, reports, program_of).follow(first)
-
-
 def describe_position(program_of: ProgramOf, actor: ActorId, at: Position) -> str:
     """Say where an actor is, by its last position; such as `"run fwd(stage 1, mb 3) ... of step 7"`."""
     program = program_of(at.program_id, actor)
@@ -298,7 +278,13 @@ def describe_position(program_of: ProgramOf, actor: ActorId, at: Position) -> st
 
 
 class _Examination:
-    """One walk from wait to wait, breadth first; the constructor takes the arguments of `examine`."""
+    """A walk from actor to actor, breadth first, that finds who waits for whom.
+
+    Args:
+        unfinished: each actor's oldest step that it has not finished.
+        reports: the reports of all these actors; None for one that did not answer.
+        program_of: gives the programs.
+    """
 
     def __init__(
         self,
@@ -312,6 +298,7 @@ class _Examination:
         self._waits: list[ActorWait] = []
 
     def follow(self, first: ActorId) -> StallDiagnosis | None:
+        """Walk from `first`, an actor that waits; None if an actor that is waited for is at work."""
         self._chain.append(first)
         for actor in self._chain:  # grows meanwhile
             reported = self._reports.get(actor)
