@@ -76,8 +76,9 @@ async def test_what_changes_an_actor_is_made_again_and_questions_only_without_an
     desk = Desk()
     desk.post(m.Store, (), (1,))
     desk.links[0].answer()
-    desk.step()
+    ran = desk.step()
     desk.finish(0)
+    heard_s = dict(ran.heard_s)
     desk.post(m.Inspect, reply=m.Inspected)
     desk.links[0].answer(lambda request: m.Inspected(request, {}))
     open_question, open_step = desk.post(m.Inspect, reply=m.Inspected), desk.step()
@@ -88,6 +89,7 @@ async def test_what_changes_an_actor_is_made_again_and_questions_only_without_an
     assert not open_question.done and open_step.waits_for(0) and open_step.waits_for(1)
     desk.links[0].answer()  # nobody waits for these any more
     desk.finish(0)
+    assert ran.heard_s == heard_s
     desk.links[0].answer(lambda request: m.Inspected(request, {"a": 1}))
     assert (await open_question.future).numbers == {"a": 1}
 
