@@ -1,4 +1,4 @@
-"""Decide from signs of life and a clock which processes are suspect, heard again, or dead.
+"""Decide from heartbeats and a clock which processes are suspect, heard again, or dead.
 
 A silence counts only while this process could have heard: time in which it was stopped, or its event loop
 blocked, does not count (`SuspendAwareClock`). Wall clocks are not used. The clock is a parameter, so that

@@ -92,7 +92,7 @@ class FailurePolicy:
             self._on_lost(link, None)
 
     def unwatch(self, process: ProcessId) -> None:
-        """Stop expecting signs of life of a process, which is dead or will be killed."""
+        """Stop expecting heartbeats of a process, which is dead or will be killed."""
         self.health_monitor.unwatch(process)
 
     def suspect(self, error: ActorError) -> None:
@@ -121,7 +121,7 @@ class FailurePolicy:
         await self.health_monitor.aclose()
         await self._tasks.aclose()
 
-    # ------------------------------------------------------------ signs of life and failures
+    # ------------------------------------------------------------ heartbeats and failures
 
     def _on_beat(self, identity: Identity, beat: Beat) -> None:
         self.health_monitor.record_heartbeat(identity, beat)

@@ -87,7 +87,7 @@ class HealthMonitor:
         self._failure_detector.unwatch(process)
 
     def record_heartbeat(self, identity: Identity, beat: Beat) -> None:
-        """Take a sign of life (`ControlListener.on_beat`)."""
+        """Take a heartbeat (`ControlListener.on_beat`)."""
         position = Position(*beat.position) if beat.position is not None else None
         self._failure_detector.record_heartbeat(identity.process_id, self._now(), position)
 
@@ -186,14 +186,16 @@ class HealthMonitor:
 
     async def _examine(self, stall: Stall) -> None:
         """Ask the actors why a step stands still, and fail the mesh if it is stuck."""
-        told = await self._ask_for_reports(self._unfinished(self._failure_detector.watched))
+        reports_of = await self._ask_for_reports(self._unfinished(self._failure_detector.watched))
         now = self._now()
         silent = self._silent_actors(now, min(_QUIET_S, self._options.suspect_s))
         unfinished = self._unfinished(
-            [process for process in self._failure_detector.watched if process in told]
+            [process for process in self._failure_detector.watched if process in reports_of]
         )
-        hindmost_of = {a: _hindmost(processes, told) for a, processes in self._by_actor(unfinished).items()}
-        reports = {actor: told[process] for actor, process in hindmost_of.items()}
+        hindmost_of = {
+            a: _hindmost(processes, reports_of) for a, processes in self._by_actor(unfinished).items()
+        }
+        reports = {actor: reports_of[process] for actor, process in hindmost_of.items()}
         diagnosis = self._stall_detector.conclude(now, stall, self._steps(unfinished), reports, silent)
         if diagnosis is None or self._is_paused or self._closed:
             return
@@ -212,14 +214,14 @@ class HealthMonitor:
             return {}
 
 
-def _hindmost(processes: Sequence[ProcessId], told: Mapping[ProcessId, Reported | None]) -> ProcessId:
+def _hindmost(processes: Sequence[ProcessId], reports_of: Mapping[ProcessId, Reported | None]) -> ProcessId:
     """Choose the process whose report counts for its actor: a silent one, or the one furthest behind.
 
     The processes before it may only wait for it, in a task that they compute together.
     """
 
     def position(process: ProcessId) -> tuple[int, int, bool]:
-        report = told[process]
+        report = reports_of[process]
         return (
             (report.step or 0, report.instruction, report.running) if report is not None else (-1, 0, False)
         )

@@ -61,6 +61,7 @@ class _ExpectedTransfers:
 
     @property
     def done(self) -> bool:
+        """Whether all of them have ended."""
         return all(transfer.done() for transfer in self.transfers)
 
 
@@ -253,9 +254,11 @@ class PendingFetch(PendingRequest):
                 arriving[1].add_done_callback(lambda _: self._finish_if_complete())
 
     def reset(self) -> None:
+        """Forget the reply and the receives: after a restart the request is about to be sent again."""
         self._arriving, self._reply = {}, None
 
     def on_reply(self, link: ActorLink, reply: Any) -> None:
+        """Take the reply, behind which the data comes that is too large for it."""
         if not isinstance(reply, Fetched) or len(reply.arrays) != len(self._avals):
             self.fail(
                 ProtocolError(f"{link.info} answered a fetch of {len(self._avals)} arrays with another reply")
@@ -267,6 +270,7 @@ class PendingFetch(PendingRequest):
         self._finish_if_complete()
 
     def fail(self, error: Exception) -> None:
+        """End with an error, and cancel the receives."""
         super().fail(error)
         for receive in self._receives:
             receive.cancel()  # nothing will be sent

@@ -93,9 +93,9 @@ class Recovery:
         self._tasks = OwnedTasks()
         self._task: asyncio.Task[None] | None = None
         self._lost: set[ActorId] = set()
-        self._is_new_epoch = (
-            False  # a transfer that fails before belongs to the failure that is being recovered from
-        )
+        # Until a new epoch has begun, a transfer that fails belongs to the failure that is being recovered
+        # from.
+        self._is_new_epoch = False
         self._replaced: set[ActorId] = set()
         self._failed_starts = 0
 

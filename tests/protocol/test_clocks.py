@@ -130,7 +130,10 @@ async def test_only_other_clocks_are_asked_and_one_question_is_open():
         actors.beat(0, "ours")
         actors.beat(1, "theirs")
     assert [actor for actor, _ in actors.asked] == [1]
-    assert actors.watch.clock_of(0).offset(0.0) == Offset(0.0, 0.0) and actors.watch.clock_of(1).offset(0.0) is None
+    assert (
+        actors.watch.clock_of(0).offset(0.0) == Offset(0.0, 0.0)
+        and actors.watch.clock_of(1).offset(0.0) is None
+    )
     await actors.answer(0, now_s=1e6)
     now = asyncio.get_running_loop().time()
     offset = actors.watch.clock_of(1).offset(now)
