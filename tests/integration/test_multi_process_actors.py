@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec as P
 import jaxpp_async as jpp
 from jaxpp_async.actors.host_values import HostCopy, HostValues
 from jaxpp_async.checkpoint.restore import load_manifest
-from jaxpp_async.controller.options import Deadlines
 from jaxpp_async.errors import ActorDiedError, ActorUnresponsiveError, CheckpointError, MeshError
 from jaxpp_async.launch.hosts import addresses_of_hosts, parse_hosts, place, spread
 from jaxpp_async.layout import array_parts
@@ -378,7 +377,7 @@ async def test_the_death_of_one_process_is_told_with_its_name(remote_mesh):
 
 async def test_a_process_that_hangs_is_told_with_its_name():
     mesh = jpp.RemoteMesh(2, spmd_mesh={"data": 4}, processes_per_actor=2, launcher="local", max_restarts=0)
-    mesh._options = replace(mesh._options, deadlines=Deadlines(suspect_s=1.0, dead_s=2.0))
+    mesh._options = replace(mesh._options, suspect_s=1.0, dead_s=2.0)
     async with mesh:
         params, batch = problem()
         step = mesh.distributed(train_step(jpp.Std1F1B(2)), in_shardings=(P(), P(None, "data")))

@@ -266,7 +266,7 @@ async def test_nothing_is_left_of_a_restart(mesh, undisturbed):
 
 async def settled(mesh: jpp.RemoteMesh) -> dict[str, Any]:
     """What is held, once the last copy of the state is whole."""
-    replication: Any = mesh._running()._replication
+    replication: Any = mesh._running()._recovery.replication
     while replication._task is not None:
         await asyncio.wait([replication._task])
     gc.collect()
@@ -355,7 +355,7 @@ async def test_a_link_that_stays_broken_counts(monkeypatch):
 
 async def test_copies_are_taken_between_saves_that_follow_each_other(mesh, tmp_path):
     step, state = mesh.distributed(train_step, donate_argnums=0), start()
-    replication: Any = mesh._running()._replication
+    replication: Any = mesh._running()._recovery.replication
     state, _ = await mesh.run(step, state, BATCHES[0])
     await settled(mesh)
     before, saving = replication._generation, None
@@ -405,7 +405,7 @@ async def test_a_copy_that_lacks_an_array_is_none(monkeypatch, caplog):
         step = mesh.distributed(train_step, donate_argnums=0)
         state, _ = await mesh.run(step, start(), BATCHES[0])
         await settled(mesh)
-        replication: Any = mesh._running()._replication
+        replication: Any = mesh._running()._recovery.replication
         before = replication._generation
         monkeypatch.setattr(rollback, "hold_pieces", hold)
         await asyncio.wait([replication.take()])

@@ -12,6 +12,7 @@ import pytest
 import jaxpp_async as jpp
 from jaxpp_async.actors import server
 from jaxpp_async.actors.actor import failed
+from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import PendingRequest, RequestLog, SentRequest
 from jaxpp_async.errors import MeshError
 from jaxpp_async.protocol import codec
@@ -33,7 +34,8 @@ BAD = {
 @pytest.mark.parametrize("is_open", [True, False])
 async def test_what_cannot_be_encoded_is_neither_sent_nor_remembered(said, is_open):
     desk = Desk()
-    desk.request_log = RequestLog(desk.links, lambda: None, remembers=True, max_frame_bytes=100_000)  # type: ignore[arg-type]
+    options = ControllerOptions(max_restarts=1, max_frame_bytes=100_000)
+    desk.request_log = RequestLog(desk.links, lambda: None, options)  # type: ignore[arg-type]
     desk.step()
     desk.finish(0)
     if not is_open:  # during a restart

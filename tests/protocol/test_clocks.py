@@ -131,10 +131,13 @@ async def test_only_other_clocks_are_asked_and_one_question_is_open():
         actors.beat(0, "ours")
         actors.beat(1, "theirs")
     assert [actor for actor, _ in actors.asked] == [1]
-    assert actors.watch.of(0).offset(0.0) == Offset(0.0, 0.0) and actors.watch.of(1).offset(0.0) is None
+    assert (
+        actors.watch.clock_of(0).offset(0.0) == Offset(0.0, 0.0)
+        and actors.watch.clock_of(1).offset(0.0) is None
+    )
     await actors.answer(0, now_s=1e6)
     now = asyncio.get_running_loop().time()
-    offset = actors.watch.of(1).offset(now)
+    offset = actors.watch.clock_of(1).offset(now)
     assert offset is not None and abs(offset.offset_s - (1e6 - now)) <= offset.error_s + 1.0
     actors.beat(1, "theirs")
     assert len(actors.asked) == 2
@@ -151,7 +154,7 @@ async def test_answers_that_say_nothing():
     actors.watch.begin(1)  # replaced meanwhile: the answer is of another life
     actors.beat(1, "theirs")
     await actors.answer(2, now_s=5.0)
-    assert actors.watch.of(1).offset(0.0) is None
+    assert actors.watch.clock_of(1).offset(0.0) is None
     actors.over = True
     actors.watch.begin(1)
     actors.beat(1, "theirs")  # nobody to ask
@@ -169,4 +172,4 @@ async def test_a_question_that_was_lost_is_asked_again(monkeypatch):
     actors.beat(1, "theirs")
     assert len(actors.asked) == 2
     await actors.answer(0, now_s=7.0)  # the first comes after all
-    assert actors.watch.of(1).offset(now[0]) is None
+    assert actors.watch.clock_of(1).offset(now[0]) is None
