@@ -350,7 +350,8 @@ def test_jaxs_error_of_a_backend_that_is_not_here_is_known(platform):
 SPARING = """
 import json, os, sys
 sys.modules["pynvml"] = None
-from jaxpp_async import jax_config, mesh_options
+from jaxpp_async.jax_bridge import jax_config
+from jaxpp_async.session import mesh_options
 import jax
 found = [mesh_options.platform(None), jax_config.spare_gpus(), jax.config.jax_pjrt_client_create_options]
 jax.devices()
