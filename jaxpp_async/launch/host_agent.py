@@ -27,13 +27,7 @@ from jaxpp_async.launch import host_agent_protocol as kp
 from jaxpp_async.launch.process_supervisor import ProcessSupervisor
 from jaxpp_async.launch.spawn import ActorProcess, spawn_actor
 from jaxpp_async.protocol.line_protocol import SIGN_OF_LIFE
-from jaxpp_async.protocol.parent_watch import (
-    LEASE_S,
-    ExitCode,
-    beat_s_of,
-    last_words,
-    signal_at_parents_death,
-)
+from jaxpp_async.protocol.parent_watch import ExitCode, Lease, signal_at_parents_death
 
 VERSIONED = ("jax", "jaxlib")
 
@@ -50,10 +44,10 @@ class HostAgent:
         lease_s: how long it, and each actor, waits for a sign of life.
     """
 
-    def __init__(self, lease_s: float = LEASE_S):
-        self._lease_s = lease_s
+    def __init__(self, lease: Lease):
+        self._lease = lease
         self._is_expired = False
-        self._supervisor = ProcessSupervisor(beat_s_of(lease_s))
+        self._supervisor = ProcessSupervisor(lease.beat_s)
         self._actors: dict[str, ActorProcess] = {}
         self._records: queue.Queue[bytes | None] = queue.Queue()
         self._writer = threading.Thread(target=self._write_records, name="jaxpp-async records", daemon=True)
@@ -75,7 +69,7 @@ class HostAgent:
         """Have the driver hear, should it ever wake up, that it was its own silence that ended the actors."""
         self._is_expired = True
         for key in tuple(self._actors):
-            self._forward(key, last_words(self._lease_s))
+            self._forward(key, self._lease.last_words)
 
     def end(self) -> None:
         """Kill every actor and whatever came of it, and send the last records."""
@@ -125,7 +119,7 @@ class HostAgent:
 
 def main() -> None:
     """Keep actors until told to stop, or nobody is left to tell."""
-    lease_s = float(sys.argv[1]) if len(sys.argv) == 2 else LEASE_S
+    lease = Lease(float(sys.argv[1])) if len(sys.argv) == 2 else Lease()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # Somebody may have stopped this process, and neither end of file nor a lease can end one that is: when sshd, or
@@ -133,11 +127,11 @@ def main() -> None:
     signal_at_parents_death(signal.SIGCONT)
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, _on_signal)
-    host_agent = HostAgent(lease_s)
+    host_agent = HostAgent(lease)
     code = ExitCode.CRASH
     try:
         host_agent.say(hello())
-        code = keep(host_agent, 0, lease_s)
+        code = obey_orders(host_agent, 0, lease)
     except _Ended:
         code = ExitCode.CONTROLLER_GONE
     finally:
@@ -146,16 +140,16 @@ def main() -> None:
         os._exit(code)
 
 
-def keep(host_agent: HostAgent, descriptor: int, lease_s: float) -> ExitCode:
+def obey_orders(host_agent: HostAgent, descriptor: int, lease: Lease) -> ExitCode:
     """Read orders from `descriptor` and carry them out, to the end."""
     poller, buffer = select.poll(), bytearray()
     poller.register(descriptor, select.POLLIN | select.POLLHUP)
-    deadline = time.monotonic() + lease_s
+    deadline = time.monotonic() + lease.seconds
     while poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
         data = os.read(descriptor, 1 << 16)
         if not data:
             return ExitCode.CONTROLLER_GONE
-        deadline = time.monotonic() + lease_s
+        deadline = time.monotonic() + lease.seconds
         *lines, rest = (bytes(buffer) + data).split(b"\n")
         buffer[:] = rest.lstrip(SIGN_OF_LIFE)
         if len(buffer) > _MAX_ORDER_BYTES:

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from jaxpp_async.launch import host_agent_protocol as kp
+from jaxpp_async.launch.hosts import Host, ProcessPlacement
+from jaxpp_async.launch.login_errors import Explanation
 from jaxpp_async.launch.process_supervisor import TAIL_LINES, Death
 from jaxpp_async.launch.spawn import ActorRequest
 from jaxpp_async.protocol.actor_info import Position
 from jaxpp_async.protocol.line_protocol import RECORD
-from jaxpp_async.protocol.parent_watch import ExitCode
+from jaxpp_async.protocol.parent_watch import ExitCode, Lease
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -53,6 +55,45 @@ class NotUpError(Exception):
     def __init__(self, said: tuple[str, ...], ended: int | None, is_logged_in: bool):
         super().__init__(f"no answer: {ended}, {said[-3:]}")
         self.said, self.ended, self.is_logged_in = said, ended, is_logged_in
+
+
+class Reach(Protocol):
+    """How a program is run on a host."""
+
+    agent_per_process: bool
+    """Whether every process has a keeper, and so a stream, of its own, instead of one a host. A slot is a process there
+    (a task, a bundle), elsewhere a device."""
+
+    login_mark: str | None
+    """A line that tells that the host let us in, before Python starts; None if there is none."""
+
+    lease: Lease
+    """How long what it runs waits for a sign of life; its launcher sets it."""
+
+    async def resolve(self, hosts: Sequence[Host]) -> list[str]:
+        """Names or addresses by which to find the route to the hosts."""
+        ...
+
+    async def open(
+        self, placement: ProcessPlacement, host_agent: Sequence[str], on_line: Callable[[str], None]
+    ) -> Stream:
+        """Run `keeper` (an argument vector) on the placement's host.
+
+        Args:
+            on_line: to be called with each line of its stdout, and of whatever complains on the way; from any thread.
+
+        Raises:
+            OSError: not even that could begin.
+        """
+        ...
+
+    def explain(self, host: Host, error: NotUpError) -> Explanation | None:
+        """Why there is no keeper, if it has to do with the way there."""
+        ...
+
+    async def aclose(self) -> None:
+        """Give everything back."""
+        ...
 
 
 class HostProgram(Generic[R]):
@@ -238,9 +279,9 @@ class HostAgentClient(HostProgram[kp.Record]):
             if not self.hello.done():
                 self.hello.set_result(record)
         elif record.key in self._actors:
-            self._tell(self._actors[record.key], record)
+            self._deliver(self._actors[record.key], record)
 
-    def _tell(
+    def _deliver(
         self, actor: _Actor, record: kp.ActorStarted | kp.StartFailed | kp.OutputLine | kp.ActorEnded
     ) -> None:
         if isinstance(record, kp.OutputLine):

@@ -14,7 +14,8 @@ from typing import Any
 
 from jaxpp_async.actors.server import load_actor_class, serve
 from jaxpp_async.errors import MeshError
-from jaxpp_async.launch import DEFAULT_ACTOR, ActorHandle, LaunchSpec
+from jaxpp_async.launch.launcher import DEFAULT_ACTOR, ActorHandle, LaunchSpec
+from jaxpp_async.launch.options import LauncherKind
 from jaxpp_async.launch.process_supervisor import Death
 from jaxpp_async.program.instructions import CONTROLLER
 from jaxpp_async.protocol.actor_info import Position
@@ -121,3 +122,10 @@ class _InlineHandle:
 
     def output_tail(self) -> tuple[str, ...]:
         return ()
+
+
+KIND = LauncherKind(
+    make=lambda options, num_processes: InlineLauncher(),
+    phrase="launcher='inline', whose actors run inside this process",
+    splits_actors=False,
+)

@@ -15,6 +15,7 @@ import queue
 import selectors
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -70,6 +71,12 @@ class OutputLines:
                 self.forward(line)
 
 
+def print_to_stderr(line: str) -> None:
+    """doc"""
+    with contextlib.suppress(OSError, ValueError):  # stderr is closed; `output_tail` still has the line
+        print(line, file=sys.stderr, flush=True)
+
+
 class SupervisedProcess:
     """One process of the warden. Every method may be called from any thread."""
 
@@ -110,7 +117,7 @@ class ProcessSupervisor:
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wake)
         self._closing = False
         self._finished: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._thread = threading.Thread(target=self._run, name="jaxpp-async warden", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="jaxpp-async process supervisor", daemon=True)
         self._thread.start()
         # A mesh that nobody closed: its actors end with the interpreter, and this thread before stderr does.
         atexit.register(self._at_exit)

@@ -23,9 +23,10 @@ from jaxpp_async.errors import InstallError, MeshError
 from jaxpp_async.launch.host_agent_client import NotUpError, Stream
 from jaxpp_async.launch.hosts import Host, ProcessPlacement
 from jaxpp_async.launch.login_errors import Explanation
+from jaxpp_async.launch.options import OF_HOSTS, LauncherKind, LaunchOptions
 from jaxpp_async.launch.process_supervisor import Death, OutputLines
 from jaxpp_async.launch.remote import RemoteLauncher
-from jaxpp_async.protocol.parent_watch import LEASE_S, beat_s_of
+from jaxpp_async.protocol.parent_watch import Lease
 
 PLACEMENT_TIMEOUT_S = 30.0
 _READ_BYTES = 1 << 16
@@ -70,9 +71,9 @@ class RayReach:
         own_python: an interpreter was named; else the keepers run under that of Ray's workers.
     """
 
-    keeper_each = True
+    agent_per_process = True
     login_mark: str | None = None
-    lease_s = LEASE_S
+    lease = Lease()
 
     def __init__(self, bundle: Mapping[str, float], *, own_python: bool):
         self._bundle, self._own_python = dict(bundle), own_python
@@ -143,7 +144,7 @@ class RayReach:
             concurrency_groups={"read": 1, "write": 1},
             max_restarts=0,
         )(HostAgentRunner)
-        return _RayStream(self._ray, runner.remote(list(command)), on_line, beat_s_of(self.lease_s))
+        return _RayStream(self._ray, runner.remote(list(command)), on_line, self.lease.beat_s)
 
     def explain(self, host: Host, error: NotUpError) -> Explanation | None:
         """See `Reach`."""
@@ -280,3 +281,14 @@ def _import_ray() -> Any:
 
 def _numbers(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{n} {resources[n]:g}" for n in ("CPU", "GPU") if n in resources) or "nothing"
+
+
+def _make(options: LaunchOptions, num_processes: int) -> RayLauncher:
+    gpus = options.gpus_per_actor / (options.processes_per_actor or 1)
+    bundle = {"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 1.0}
+    return RayLauncher(num_processes, bundle=bundle, **options.of_remote())
+
+
+KIND = LauncherKind(
+    make=_make, uses=OF_HOSTS, phrase="launcher='ray', which takes the hosts of the Ray cluster"
+)

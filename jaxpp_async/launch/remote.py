@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -29,7 +29,7 @@ import jaxpp_async
 from jaxpp_async.errors import HandshakeError, LaunchError
 from jaxpp_async.launch.commands import command_here, command_there, inherited_environment
 from jaxpp_async.launch.host_agent import VERSIONED
-from jaxpp_async.launch.host_agent_client import HostAgentClient, NotUpError, Stream
+from jaxpp_async.launch.host_agent_client import HostAgentClient, NotUpError, Reach, Stream
 from jaxpp_async.launch.host_agent_protocol import AgentHello
 from jaxpp_async.launch.hosts import (
     ANY,
@@ -43,13 +43,12 @@ from jaxpp_async.launch.hosts import (
     place,
 )
 from jaxpp_async.launch.launcher import DEFAULT_ACTOR, ActorHandle, LaunchSpec
-from jaxpp_async.launch.local import print_to_stderr
 from jaxpp_async.launch.login_errors import Explanation, explain_python
-from jaxpp_async.launch.process_supervisor import Death, ProcessSupervisor, SupervisedProcess
+from jaxpp_async.launch.process_supervisor import Death, ProcessSupervisor, SupervisedProcess, print_to_stderr
 from jaxpp_async.launch.spawn import ActorRequest
 from jaxpp_async.program.instructions import CONTROLLER
 from jaxpp_async.protocol.frames import version_mismatch
-from jaxpp_async.protocol.parent_watch import LEASE_S, beat_s_of
+from jaxpp_async.protocol.parent_watch import LEASE_S, Lease
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.network import Network
 from jaxpp_async.transport.registry import make_process_transport
@@ -70,45 +69,6 @@ class Timeouts:
 
     login_s: float = 12.0
     python_s: float = 60.0
-
-
-class Reach(Protocol):
-    """How a program is run on a host."""
-
-    keeper_each: bool
-    """Whether every process has a keeper, and so a stream, of its own, instead of one a host. A slot is a process there
-    (a task, a bundle), elsewhere a device."""
-
-    login_mark: str | None
-    """A line that tells that the host let us in, before Python starts; None if there is none."""
-
-    lease_s: float
-    """How long what it runs waits for a sign of life; its launcher sets it."""
-
-    async def resolve(self, hosts: Sequence[Host]) -> list[str]:
-        """Names or addresses by which to find the route to the hosts."""
-        ...
-
-    async def open(
-        self, placement: ProcessPlacement, host_agent: Sequence[str], on_line: Callable[[str], None]
-    ) -> Stream:
-        """Run `keeper` (an argument vector) on the placement's host.
-
-        Args:
-            on_line: to be called with each line of its stdout, and of whatever complains on the way; from any thread.
-
-        Raises:
-            OSError: not even that could begin.
-        """
-        ...
-
-    def explain(self, host: Host, error: NotUpError) -> Explanation | None:
-        """Why there is no keeper, if it has to do with the way there."""
-        ...
-
-    async def aclose(self) -> None:
-        """Give everything back."""
-        ...
 
 
 class RemoteLauncher:
@@ -145,10 +105,10 @@ class RemoteLauncher:
     ):
         self.hosts, self.slots_each = tuple(hosts), 1
         self._reach, self._settings, self._actor = reach, settings or Settings(), actor
-        self.slots_are_processes = reach.keeper_each
+        self.slots_are_processes = reach.agent_per_process
         self._control_address = control_address
         self._forward = forward or print_to_stderr
-        self._lease_s = reach.lease_s = lease_s
+        self._lease = reach.lease = Lease(lease_s)
         self._timeouts = timeouts or Timeouts()
         self._handshakes = asyncio.Semaphore(MAX_HANDSHAKES)
         self._links: dict[Hashable, asyncio.Task[HostAgentClient]] = {}
@@ -214,7 +174,7 @@ class RemoteLauncher:
 
     async def _link(self, placement: ProcessPlacement, spec: LaunchSpec) -> HostAgentClient:
         """The keeper that a process belongs to: started by the first that asks; one that is gone is replaced."""
-        key: Hashable = spec.process_id if self._reach.keeper_each else placement.host.where
+        key: Hashable = spec.process_id if self._reach.agent_per_process else placement.host.where
         task = self._links.get(key)
         if task is None or (task.done() and _is_over(task)):
             work = self._open(placement, spec.process_rank.actor)
@@ -227,7 +187,7 @@ class RemoteLauncher:
         host = placement.host
         settings = host.settings.over(self._settings)
         python = settings.python or sys.executable
-        command = command_there(python, KEEPER, f"{self._lease_s:g}")
+        command = command_there(python, KEEPER, f"{self._lease.seconds:g}")
         prefix = f"[host {host}] "
         link = HostAgentClient(
             str(host), lambda line: self._forward(prefix + line), login_mark=self._reach.login_mark
@@ -275,7 +235,7 @@ class RemoteLauncher:
         settings = placement.host.settings.over(
             replace(self._settings, env={**self._settings.env, **spec.env})
         )
-        config = spec.config(actor=self._actor, lease_s=self._lease_s)
+        config = spec.config(actor=self._actor, lease_s=self._lease.seconds)
         if config["controller"][0] == ANY:
             names = await self._reach.resolve([placement.host])
             address = await asyncio.to_thread(address_towards, names[0])
@@ -288,7 +248,7 @@ class RemoteLauncher:
             count=placement.count,
             cpus=settings.cpus,
             gpus=spec.gpus,
-            gpus_are_its_own=self._reach.keeper_each,
+            gpus_are_its_own=self._reach.agent_per_process,
             defaults={**defaults(settings), **spec.defaults},
         )
 
@@ -310,9 +270,9 @@ class CommandReach:
         command: (placement, argument vector of the keeper) to the argument vector of a process here.
     """
 
-    keeper_each = False
+    agent_per_process = False
     login_mark: str | None = None
-    lease_s = LEASE_S
+    lease = Lease()
 
     def __init__(self, command: Callable[[ProcessPlacement, Sequence[str]], Sequence[str]]):
         self._command = command
@@ -327,7 +287,7 @@ class CommandReach:
     ) -> Stream:
         """See `Reach`."""
         if self._supervisor is None:
-            self._supervisor = ProcessSupervisor(beat_s_of(self.lease_s))
+            self._supervisor = ProcessSupervisor(self.lease.beat_s)
         command = self._command(placement, host_agent)
         if shutil.which(command[0]) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])

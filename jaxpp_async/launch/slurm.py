@@ -16,6 +16,7 @@ from jaxpp_async.errors import MeshError
 from jaxpp_async.launch.host_agent_client import NotUpError
 from jaxpp_async.launch.hosts import Host, ProcessPlacement
 from jaxpp_async.launch.login_errors import Explanation
+from jaxpp_async.launch.options import OF_HOSTS, LauncherKind
 from jaxpp_async.launch.remote import CommandReach, RemoteLauncher
 
 _TOOL_S = 10.0
@@ -46,7 +47,7 @@ class SlurmReach(CommandReach):
         version: of Slurm.
     """
 
-    keeper_each = True
+    agent_per_process = True
 
     def __init__(self, version: tuple[int, ...]):
         super().__init__(lambda placement, host_agent: srun_command(placement, host_agent, version))
@@ -165,3 +166,11 @@ def _output(*command: str) -> str:
     if done.returncode:
         raise MeshError(f"`{' '.join(command)}` ended with code {done.returncode}: {done.stderr.strip()}")
     return done.stdout
+
+
+KIND = LauncherKind(
+    make=lambda options, num_processes: slurm_launcher(**options.of_remote()),
+    find_hosts=lambda options: slurm_reach(),
+    uses=OF_HOSTS,
+    phrase="launcher='slurm', which takes the hosts of the allocation",
+)

@@ -13,12 +13,14 @@ import re
 import shlex
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxpp_async.errors import MeshError
 from jaxpp_async.launch.host_agent_client import NotUpError
-from jaxpp_async.launch.hosts import Host
+from jaxpp_async.launch.hosts import Host, load_hostfile, parse_hosts
 from jaxpp_async.launch.login_errors import Explanation, explain_ssh
+from jaxpp_async.launch.options import OF_HOSTS, LauncherKind, LaunchOptions
 from jaxpp_async.launch.remote import CommandReach, RemoteLauncher
 
 LOGIN_MARK = "jaxpp-async-login"
@@ -121,3 +123,25 @@ def ssh_reach(ssh_options: Sequence[str] = ()) -> SSHReach:
             "hosts are reached with ssh, which is not installed here; Debian: apt install openssh-client"
         )
     return SSHReach(ssh_options)
+
+
+def _hosts(given: Any) -> tuple[Host, ...]:
+    if given is None:
+        raise MeshError("launcher='ssh' needs hosts=: a hostfile's path, or a list such as ['node1 slots=2']")
+    if isinstance(given, str | Path):
+        return load_hostfile(given)
+    if not isinstance(given, Sequence):
+        raise MeshError(f"hosts is {given!r}; it is a hostfile's path or a list of hosts")
+    return parse_hosts(given)
+
+
+def _make(options: LaunchOptions, num_processes: int) -> RemoteLauncher:
+    return ssh_launcher(_hosts(options.hosts), ssh_options=options.ssh_options, **options.of_remote())
+
+
+KIND = LauncherKind(
+    make=_make,
+    find_hosts=lambda options: (_hosts(options.hosts), ssh_reach(options.ssh_options)),
+    uses=OF_HOSTS | {"hosts", "ssh_options"},
+    phrase="launcher='ssh'",
+)

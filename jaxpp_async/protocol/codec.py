@@ -28,9 +28,8 @@ MAX_DEPTH = 32
 _PLAIN = (int, str, bytes, bool, float)
 _SCALARS = frozenset({type(None), *_PLAIN})
 
-# msgpack makes room for an array before it has seen its elements, and for a thousand nested ones: 4 KiB of headers
-# would take 32 MiB. With this many at most it is 2 MiB; longer arrays are looked through before.
 _UNSEEN_ELEMENTS = 256
+"""doc"""
 
 _KEEP_BYTES = 1 << 20
 """An encoder that has had a longer message gives its memory back."""
@@ -39,9 +38,9 @@ _KEEP_BYTES = 1 << 20
 class _BadValue(Exception):
     """A value has the wrong type. `path` grows on the way out, so that the message names the field."""
 
-    def __init__(self, expected: str, value: object):
+    def __init__(self, expected: str, value: object, got: str = ""):
         super().__init__(expected)
-        self.expected, self.got, self.path = expected, type(value).__name__, ""
+        self.expected, self.got, self.path = expected, got or type(value).__name__, ""
 
 
 def pack(values: object) -> bytes:
@@ -51,7 +50,7 @@ def pack(values: object) -> bytes:
         TypeError: a value of a type that msgpack cannot carry (our own bug, never a peer's doing).
     """
     packed = msgpack.packb(values, default=fields_of)
-    assert packed is not None  # its stubs allow None, for subclasses that write to a stream
+    assert packed is not None  # the stubs allow None, for subclasses that write to a stream
     return packed
 
 
@@ -75,7 +74,9 @@ class Encoder:
 
     def __init__(self, max_bytes: int):
         self._max_bytes = max_bytes
-        self._packer: msgpack.Packer | None = None  # not before the first message: it takes memory
+        self._packer: msgpack.Packer | None = (
+            None  # it takes memory, so there is none before the first message
+        )
 
     def encode(self, message: object) -> bytes:
         """A message to bytes.
@@ -90,7 +91,7 @@ class Encoder:
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             self._packer = None
             raise MeshError(f"{type(message).__name__} cannot be sent: {_reason(error)}") from None
-        assert payload is not None  # its stubs allow None, for packers that do not reset themselves
+        assert payload is not None  # the stubs allow None, for packers that do not reset themselves
         if len(payload) > _KEEP_BYTES:
             self._packer = None
         if len(payload) > self._max_bytes:
@@ -168,13 +169,13 @@ def _unpack(data: bytes | memoryview) -> Any:
     try:
         return msgpack.unpackb(data, use_list=False, strict_map_key=False, max_array_len=_UNSEEN_ELEMENTS)
     except _UNPACK_ERRORS as error:
-        # It may have a longer array, which is no mistake.
+        # The message may have a longer array, which is no mistake.
         if len(data) <= _UNSEEN_ELEMENTS or isinstance(error, msgpack.exceptions.StackError):
             raise _not_msgpack(error) from None
     try:
         skipper = msgpack.Unpacker(max_buffer_size=len(data))
         skipper.feed(data)
-        skipper.skip()  # makes nothing; past it, every element that a header promises is there
+        skipper.skip()  # creates nothing; afterwards every element that a header announces is known to be there
         return msgpack.unpackb(data, use_list=False, strict_map_key=False, max_array_len=len(data))
     except _UNPACK_ERRORS as error:
         raise _not_msgpack(error) from None
@@ -223,7 +224,7 @@ def _decoder(hint: Any) -> Decode:
         return _literal_decoder(args)
     if origin in (typing.Union, types.UnionType):
         return _union_decoder(args)
-    raise TypeError(f"messages cannot carry {hint!r}; teach actors.protocol.codec about it")
+    raise TypeError(f"messages cannot carry {hint!r}; teach protocol.codec about it")
 
 
 def _exactly(cls: type) -> Decode:
@@ -262,22 +263,22 @@ def _dataclass_decoder(cls: type) -> Decode:
     names = tuple(f.name for f in dataclasses.fields(cls))
     decoders = tuple(_decoder(hints[name]) for name in names)
     usual = tuple(_wire_type(hints[name]) for name in names)
-    # Where every field has just the type of its hint, plain ones need no look of their own, and empty arrays and maps
-    # of any length neither.
+    # Where every field has exactly the type of its hint, plain fields need no check of their own, and neither do empty
+    # arrays and maps.
     fields = [(k, decoders[k], _may_be_empty(hints[name])) for k, name in enumerate(names)]
     not_plain = tuple(field for field in fields if hints[names[field[0]]] not in _PLAIN)
     unusual = tuple((k, decode_field, False) for k, decode_field in enumerate(decoders))
 
     def decode_dataclass(values: Any) -> Any:
         if type(values) is not tuple or len(values) != len(names):
-            got = f"{len(values)} fields" if type(values) is tuple else type(values).__name__
-            raise _named(_BadValue(f"{len(names)} fields ({', '.join(names)})", values), got)
-        looked_at = not_plain if tuple(map(type, values)) == usual else unusual
-        if not looked_at:
+            got = f"{len(values)} fields" if type(values) is tuple else ""
+            raise _BadValue(f"{len(names)} fields ({', '.join(names)})", values, got)
+        checked = not_plain if tuple(map(type, values)) == usual else unusual
+        if not checked:
             return cls(*values)
         position, decoded = 0, list(values)
         try:
-            for position, decode_field, may_be_empty in looked_at:
+            for position, decode_field, may_be_empty in checked:
                 value = values[position]
                 if value or not may_be_empty:
                     decoded[position] = decode_field(value)
@@ -293,11 +294,6 @@ def _may_be_empty(hint: Any) -> bool:
     """Whether an empty array or map is always one of this hint."""
     origin = typing.get_origin(hint)
     return origin in (dict, Mapping) or (origin is tuple and typing.get_args(hint)[-1:] == (Ellipsis,))
-
-
-def _named(bad: _BadValue, got: str) -> _BadValue:
-    bad.got = got
-    return bad
 
 
 def _sequence_decoder(item: Any) -> Decode:

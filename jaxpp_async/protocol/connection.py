@@ -22,7 +22,7 @@ from jaxpp_async.protocol.task_group import retrieve
 
 _LOG = logging.getLogger("jaxpp_async.control")
 
-_LATER_S = 5.0
+_GRACE_S = 5.0
 """A connection for signs of life is lost first: it says what is wrong."""
 
 DRAIN_ABOVE_BYTES = 1 << 20
@@ -61,11 +61,11 @@ class Connection(asyncio.Protocol):
         self._closed: asyncio.Future[None] = loop.create_future()
         self._transport: asyncio.Transport | None = None
         self._error: Exception | None = None
-        self._lost_s = lost_s + _LATER_S
+        self._lost_s = lost_s + _GRACE_S
         self._is_aborted = False
         self._writable = asyncio.Event()
         self._writable.set()
-        self._late = loop.call_later(HANDSHAKE_TIMEOUT_S, self._handshake_late)
+        self._handshake_timer = loop.call_later(HANDSHAKE_TIMEOUT_S, self._on_handshake_timeout)
 
     # ------------------------------------------------------------ for owners
 
@@ -116,13 +116,13 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Send what is left, then close. Does not wait."""
-        self._late.cancel()
+        self._handshake_timer.cancel()
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
         """Close at once; unsent data is lost. One that has no socket yet closes as soon as it gets it."""
-        self._late.cancel()
+        self._handshake_timer.cancel()
         self._is_aborted = True
         if self._transport is not None:
             self._transport.abort()
@@ -134,7 +134,9 @@ class Connection(asyncio.Protocol):
     # ------------------------------------------------------------ for asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
+        self._transport = transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's transports do not inherit from it
         if self._is_aborted:
             transport.abort()
             return
@@ -148,16 +150,16 @@ class Connection(asyncio.Protocol):
         try:
             messages = self.wire.feed(data)
         except ProtocolError as error:
-            self._send_greeting()  # the proof that lets the peer, too, name a version mismatch
+            self._send_greeting()  # with this proof the peer, too, can name a version mismatch
             self.fail(error)
             return
         if not self.opened.done():
             self._send_greeting()
-            if self.wire.error is not None:  # nobody has this connection yet: there is nobody to tell
+            if self.wire.error is not None:  # the connection has no owner yet that could be told
                 self.fail(self.wire.error)
                 return
             if self.wire.state == "open":
-                self._late.cancel()
+                self._handshake_timer.cancel()
                 self.opened.set_result(None)
         for message in messages:
             if self.on_message is None:
@@ -165,7 +167,7 @@ class Connection(asyncio.Protocol):
                 return
             try:
                 self.on_message(message)
-            except ProtocolError as error:  # an authenticated peer that does not keep to the protocol
+            except ProtocolError as error:  # an authenticated peer breaks the protocol
                 self.fail(error)
                 return
         if self.wire.error is not None:
@@ -178,7 +180,7 @@ class Connection(asyncio.Protocol):
         self._writable.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._late.cancel()
+        self._handshake_timer.cancel()
         self._writable.set()
         error = self._error or exc
         if not self.opened.done():
@@ -188,7 +190,7 @@ class Connection(asyncio.Protocol):
             self._closed.set_result(None)
         if self.on_closed is not None:
             self.on_closed(error)
-        self.on_message = self.on_closed = None  # they hold their owners, who hold this
+        self.on_message = self.on_closed = None  # they refer to their owners, which refer to this
 
     # ------------------------------------------------------------ inside
 
@@ -204,11 +206,11 @@ class Connection(asyncio.Protocol):
         if not self.opened.done():
             self.opened.set_exception(self._error)
         if isinstance(error, HandshakeError):
-            self.close()  # what was said so far may still reach the peer
+            self.close()  # what was sent so far may still reach the peer
         else:
             self.abort()
 
-    def _handshake_late(self) -> None:
+    def _on_handshake_timeout(self) -> None:
         self.fail(HandshakeError(f"a peer did not prove itself within {HANDSHAKE_TIMEOUT_S:g} s; refused"))
 
 
@@ -240,5 +242,5 @@ def _tune(sock: Any, lost_s: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         with contextlib.suppress(OSError):
-            # some sandboxes do not know the option; then the kernel's default holds
+            # Some sandboxes do not know the option; then the kernel's default holds.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(lost_s * 1000))

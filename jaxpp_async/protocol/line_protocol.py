@@ -31,11 +31,8 @@ class LineProtocol(Generic[O, R]):
     """
 
     def __init__(self, whose: str, orders: Any, records: Any):
-        self._whose, self._orders, self._records = (
-            whose,
-            codec.message_types(orders),
-            codec.message_types(records),
-        )
+        self._whose = whose
+        self._orders, self._records = codec.message_types(orders), codec.message_types(records)
 
     def write_order(self, order: O) -> bytes:
         """An order as a line."""
@@ -72,10 +69,8 @@ class LineProtocol(Generic[O, R]):
 
 
 def _write(message: object) -> bytes:
-    return (
-        json.dumps([type(message).__name__, codec.fields_of(message)], default=codec.fields_of).encode()
-        + b"\n"
-    )
+    text = json.dumps([type(message).__name__, codec.fields_of(message)], default=codec.fields_of)
+    return text.encode() + b"\n"
 
 
 def _with_tuples(value: Any) -> Any:

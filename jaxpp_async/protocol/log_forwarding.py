@@ -26,7 +26,7 @@ RECORDS_PER_S = 200.0
 BURST = 400
 """How many it may send, and have waiting, at once."""
 
-TELL_AFTER_S = 1.0
+REPORT_AFTER_S = 1.0
 """How long dropped records are counted before the controller is told."""
 
 PER_TURN = 16
@@ -37,9 +37,6 @@ MAX_MESSAGE_CHARS, MAX_TRACEBACK_CHARS, MAX_NAME_CHARS = 4096, 16384, 200
 PACKAGE = "jaxpp_async"
 _OWN_LOGGERS = (PACKAGE, f"{PACKAGE}.control", f"{PACKAGE}.events", f"{PACKAGE}.records")
 _HERE: contextvars.ContextVar[int | None] = contextvars.ContextVar("jaxpp_async_actor", default=None)
-
-
-# ---------------------------------------------------------------- pure: how many
 
 
 class RateLimit:
@@ -84,11 +81,11 @@ class RecordSender(logging.Handler):
         self.step: Callable[[], int | None] = lambda: None
         self._send, self._clock = send, clock
         self._loop = asyncio.get_running_loop()
-        self._guard = threading.Lock()  # of what follows; never held while text is made
+        self._guard = threading.Lock()  # of the fields below; never held while text is made
         self._limit = RateLimit(RECORDS_PER_S, BURST, clock())
         self._waiting: deque[Log] = deque()
         self._is_woken = False
-        self._mesh_events: asyncio.TimerHandle | None = None
+        self._report_timer: asyncio.TimerHandle | None = None
 
     def handle(self, record: logging.LogRecord) -> bool:
         """As `logging`'s own, but without its lock while a text is made: an array's waits for the device, and the loop,
@@ -100,13 +97,13 @@ class RecordSender(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Called by `logging`, on any thread."""
-        with self._guard:  # before any text is made: a storm must cost little
+        with self._guard:  # before any text is made: a flood of records must cost little
             is_wanted = self._limit.lets_through(self._clock(), len(self._waiting))
         if is_wanted:
             try:
                 message = as_message(record, self.step())
             except Exception:
-                # as every handler of `logging` does: the place that logs may not fail because of it
+                # As in every handler of `logging`: the code that logs may not fail because of that.
                 self.handleError(record)
                 return
             with self._guard:
@@ -117,16 +114,16 @@ class RecordSender(logging.Handler):
         """Take leave of `logging` and send what waits. On the event loop."""
         super().close()
         logging.getLogger().removeHandler(self)
-        if self._mesh_events is not None:
-            self._mesh_events.cancel()
-            self._tell_refused()
+        if self._report_timer is not None:
+            self._report_timer.cancel()
+            self._report_refused()
         while self._waiting:
             self._send(self._waiting.popleft())
 
     def _wake(self) -> None:
         with self._guard:
             if self._is_woken or not (
-                self._waiting or (self._limit.num_refused and self._mesh_events is None)
+                self._waiting or (self._limit.num_refused and self._report_timer is None)
             ):
                 return
             self._is_woken = True
@@ -137,16 +134,16 @@ class RecordSender(logging.Handler):
         with self._guard:
             batch = [self._waiting.popleft() for _ in range(min(PER_TURN, len(self._waiting)))]
             self._is_woken = more = bool(self._waiting)
-            if self._limit.num_refused and self._mesh_events is None:
-                self._mesh_events = self._loop.call_later(TELL_AFTER_S, self._tell_refused)
+            if self._limit.num_refused and self._report_timer is None:
+                self._report_timer = self._loop.call_later(REPORT_AFTER_S, self._report_refused)
         for message in batch:
             self._send(message)
         if more:
             self._loop.call_soon(self._flush)
 
-    def _tell_refused(self) -> None:
+    def _report_refused(self) -> None:
         with self._guard:
-            self._mesh_events = None
+            self._report_timer = None
             count, self._limit.num_refused = self._limit.num_refused, 0
         text = f"{count} log records were dropped: this actor logs more than {RECORDS_PER_S:g} a second"
         self._send(Log(logging.WARNING, f"{PACKAGE}.records", text, self.step()))
@@ -187,7 +184,7 @@ def _traceback(record: logging.LogRecord) -> str:
         texts.append(record.exc_text)
     if record.stack_info:
         texts.append(record.stack_info)
-    return "\n".join(texts)[-MAX_TRACEBACK_CHARS:]  # its end says most
+    return "\n".join(texts)[-MAX_TRACEBACK_CHARS:]  # the end says most
 
 
 def _cut(text: str, limit: int) -> str:
@@ -231,7 +228,7 @@ def _level_of(logger: logging.Logger) -> int:
     return package.getEffectiveLevel()
 
 
-# ---------------------------------------------------------------- the package's own records
+# ---------------------------------------------------------------- attributes of the package's own records
 
 
 def name_actor(actor_id: int) -> contextvars.Context:
@@ -253,7 +250,7 @@ def _label(record: logging.LogRecord) -> bool:
 
 def label_own_records() -> None:
     """Give every record of this package's loggers `actor`, `host` and `step`. A second call changes nothing."""
-    for name in _OWN_LOGGERS:  # a logger's filters do not hold for those below it
+    for name in _OWN_LOGGERS:  # a logger's filters do not hold for its children
         logging.getLogger(name).addFilter(_label)
 
 

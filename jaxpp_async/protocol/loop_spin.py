@@ -50,35 +50,31 @@ class LoopSpin:
         is_idle: Callable[[], bool],
         now_s: Callable[[], float] = time.monotonic,
     ):
-        self._loop, self._is_idle, self._now_s, self._adaptive_spin = (
-            loop,
-            is_idle,
-            now_s,
-            AdaptiveSpin(LONGEST_S),
-        )
-        self._is_kept = self._is_scheduled = False
+        self._loop, self._is_idle, self._now_s = loop, is_idle, now_s
+        self._adaptive_spin = AdaptiveSpin(LONGEST_S)
+        self._is_expecting = self._is_scheduled = False
 
     def begin(self) -> None:
         """From now on a message may come: the next step, or a reply to one."""
-        self._is_kept = True
-        self._look_again()
+        self._is_expecting = True
+        self._schedule()
 
     def end(self) -> None:
         """It has come, or none will."""
-        if self._is_kept:
-            self._is_kept = False
+        if self._is_expecting:
+            self._is_expecting = False
             self._adaptive_spin.came(self._now_s())
 
-    def _look_again(self) -> None:
+    def _schedule(self) -> None:
         if not self._is_scheduled:
             self._is_scheduled = True
-            self._loop.call_soon(self._look)
+            self._loop.call_soon(self._poll)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         self._is_scheduled = False
         if not self._is_idle():
-            self._is_kept = False  # the next step was here before the last one's reply had left: nobody waits
+            self._is_expecting = False  # the next step came before the reply to the last one had left
             self._adaptive_spin.stop()
-        elif self._is_kept and self._adaptive_spin.goes_on(self._now_s()):
+        elif self._is_expecting and self._adaptive_spin.goes_on(self._now_s()):
             os.sched_yield()
-            self._look_again()
+            self._schedule()

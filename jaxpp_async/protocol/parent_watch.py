@@ -19,100 +19,37 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn
 
-_LAST_WORDS_S = 1.0
+_PRINT_S = 1.0
 """How long printing the last words may take: a driver that is stopped does not read them."""
 
 _PR_SET_PDEATHSIG = 1
 
 
-def signal_at_parents_death(signum: signal.Signals) -> None:
-    """Ask the kernel to send this process a signal when the thread that spawned it ends.
-
-    Only Linux has this; elsewhere the other means stand alone. It stays when another program takes the process over.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
-
-
-def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Have this process end by a signal when the thread that spawned it ends; leave at once if it already has."""
-    signal_at_parents_death(signum)
-    if os.getppid() != parent_pid:  # it died before the call
-        leave(ExitCode.CONTROLLER_GONE)
-
-
-def watch_stdin(descriptor: int, lease_s: float, leave: Callable[[ExitCode, str], None]) -> threading.Thread:
-    """Start the thread that ends this process at end of file or after `lease_s` of silence.
-
-    Args:
-        descriptor: the read end of the pipe from the controller.
-        lease_s: how long silence may last, in seconds.
-        leave: ends the process, after its last words.
-    """
-    watcher = threading.Thread(
-        target=_watch, args=(descriptor, lease_s, leave), name="jaxpp-async lifeline", daemon=True
-    )
-    watcher.start()
-    return watcher
-
-
-def leave(code: ExitCode, said: str = "") -> None:
-    """End this process now: flush what it printed, then leave without waiting for UCX's or JAX's threads.
-
-    Args:
-        said: its last words.
-    """
-    with contextlib.suppress(RuntimeError):  # no thread can be started any more
-        speaker = threading.Thread(target=_say, args=(said,), name="jaxpp-async last words", daemon=True)
-        speaker.start()
-        speaker.join(_LAST_WORDS_S)
-    os._exit(code)
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # the reader is gone; nobody is left to tell
-        sys.stdout.flush()
-        print(text, end="\n" if text else "", file=sys.stderr, flush=True)
-
-
-def run_with_parent() -> NoReturn:
-    """The program `... -m jaxpp_async.protocol.parent_watch PARENT COMMAND...`: becomes another program, such as
-    ssh, which does not do for itself what `die_with_parent` does. It gets SIGTERM, to end what it has started."""
-    parent_pid, *command = sys.argv[1:]
-    die_with_parent(int(parent_pid), signal.SIGTERM)
-    for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and so would the other program
-        signal.signal(signum, signal.SIG_DFL)
-    os.execvp(command[0], command)
-
-
-def _watch(descriptor: int, lease_s: float, leave: Callable[[ExitCode, str], None]) -> None:
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN | select.POLLHUP)
-    deadline = time.monotonic() + lease_s
-    while True:
-        if poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            if not os.read(descriptor, 4096):
-                return leave(ExitCode.CONTROLLER_GONE, "")
-            deadline = time.monotonic() + lease_s
-        elif time.monotonic() >= deadline:
-            return leave(ExitCode.LEASE_EXPIRED, last_words(lease_s))
-
-
-if __name__ == "__main__":
-    run_with_parent()
-
-
-# ---------------------------------------------------------------- exit codes
-
 LEASE_S = 15.0
 """Silence of the driver after which an actor, or a host's keeper, ends itself, unless a mesh says otherwise."""
 
 
-def beat_s_of(lease_s: float) -> float:
-    """How often the driver gives a sign of life, on each stdin, to keep a lease."""
-    return min(lease_s / 5, 3.0)
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """doc"""
+
+    seconds: float = LEASE_S
+
+    @property
+    def beat_s(self) -> float:
+        """doc"""
+        return min(self.seconds / 5, 3.0)
+
+    @property
+    def last_words(self) -> str:
+        """doc"""
+        return (
+            f"the driver was silent for {self.seconds:g} s (lease_s={self.seconds:g}): it was stopped, or a native "
+            "call in it holds Python's GIL; a longer lease_s= of RemoteMesh waits for that"
+        )
 
 
 class ExitCode(enum.IntEnum):
@@ -140,9 +77,78 @@ EXIT_REASONS: dict[int, str] = {
 }
 
 
-def last_words(lease_s: float) -> str:
-    """Say, for a process that ends itself with `ExitCode.LEASE_EXPIRED`, why."""
-    return (
-        f"the driver was silent for {lease_s:g} s (lease_s={lease_s:g}): it was stopped, or a native call in it holds "
-        "Python's GIL; a longer lease_s= of RemoteMesh waits for that"
+def signal_at_parents_death(signum: signal.Signals) -> None:
+    """Ask the kernel to send this process a signal when the thread that spawned it ends.
+
+    Only Linux has this; elsewhere the other means stand alone. It stays when another program takes the process over.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+
+
+def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:
+    """Have this process end by a signal when the thread that spawned it ends; leave at once if it already has."""
+    signal_at_parents_death(signum)
+    if os.getppid() != parent_pid:  # the parent died before the call
+        leave(ExitCode.CONTROLLER_GONE)
+
+
+def watch_stdin(descriptor: int, lease_s: float, leave: Callable[[ExitCode, str], None]) -> threading.Thread:
+    """Start the thread that ends this process at end of file or after `lease_s` of silence.
+
+    Args:
+        descriptor: the read end of the pipe from the controller.
+        lease_s: how long silence may last, in seconds.
+        leave: ends the process, after its last words.
+    """
+    watcher = threading.Thread(
+        target=_watch, args=(descriptor, lease_s, leave), name="jaxpp-async parent watch", daemon=True
     )
+    watcher.start()
+    return watcher
+
+
+def leave(code: ExitCode, said: str = "") -> None:
+    """End this process now: flush what it printed, then leave without waiting for UCX's or JAX's threads.
+
+    Args:
+        said: its last words.
+    """
+    with contextlib.suppress(RuntimeError):  # no thread can be started any more
+        printer = threading.Thread(target=_print, args=(said,), name="jaxpp-async last words", daemon=True)
+        printer.start()
+        printer.join(_PRINT_S)
+    os._exit(code)
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the reader is gone
+        sys.stdout.flush()
+        print(text, end="\n" if text else "", file=sys.stderr, flush=True)
+
+
+def run_with_parent() -> NoReturn:
+    """The program `... -m jaxpp_async.protocol.parent_watch PARENT COMMAND...`: becomes another program, such as
+    ssh, which does not do for itself what `die_with_parent` does. It gets SIGTERM, to end what it has started."""
+    parent_pid, *command = sys.argv[1:]
+    die_with_parent(int(parent_pid), signal.SIGTERM)
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and so would the other program
+        signal.signal(signum, signal.SIG_DFL)
+    os.execvp(command[0], command)
+
+
+def _watch(descriptor: int, lease_s: float, leave: Callable[[ExitCode, str], None]) -> None:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN | select.POLLHUP)
+    deadline = time.monotonic() + lease_s
+    while True:
+        if poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            if not os.read(descriptor, 4096):
+                return leave(ExitCode.CONTROLLER_GONE, "")
+            deadline = time.monotonic() + lease_s
+        elif time.monotonic() >= deadline:
+            return leave(ExitCode.LEASE_EXPIRED, Lease(lease_s).last_words)
+
+
+if __name__ == "__main__":
+    run_with_parent()

@@ -48,7 +48,7 @@ class OwnedTasks:
 
     def _on_done_awaited(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        retrieve(task)  # all who waited may have been cancelled
+        retrieve(task)  # all that waited may have been cancelled
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -62,9 +62,6 @@ def retrieve(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-# ---------------------------------------------------------------- deadlines
-
-
 @contextlib.asynccontextmanager
 async def awake_timeout(seconds: float) -> AsyncIterator[None]:
     """`asyncio.timeout`, counted in time awake: what came while the loop was blocked is heard before it is too late.
@@ -75,15 +72,15 @@ async def awake_timeout(seconds: float) -> AsyncIterator[None]:
     loop, clock = asyncio.get_running_loop(), SuspendAwareClock(time.monotonic())
     async with asyncio.timeout(None) as scope:
 
-        def look() -> None:
+        def check() -> None:
             nonlocal timer
             left = seconds - clock.tick(time.monotonic())
             if left > 0:
-                timer = loop.call_later(min(left, TICK_S), look)
+                timer = loop.call_later(min(left, TICK_S), check)
             else:
                 scope.reschedule(loop.time())
 
-        timer = loop.call_later(min(seconds, TICK_S), look)
+        timer = loop.call_later(min(seconds, TICK_S), check)
         try:
             yield
         finally:
