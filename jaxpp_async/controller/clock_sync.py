@@ -43,7 +43,7 @@ class ClockWatch:
         """Take a sign of life (`Gate.on_beat`)."""
         actor, now = identity.process_id, time.monotonic()
         self._clocks.name(actor, beat.clock)
-        if self._clocks.of(actor).is_ours or now - self._asked.get(actor, -math.inf) < FORGET_S:
+        if self._clocks.clock_of(actor).is_ours or now - self._asked.get(actor, -math.inf) < FORGET_S:
             return
         try:
             answer = self._ask(actor)
@@ -54,7 +54,7 @@ class ClockWatch:
 
     def of(self, actor: ActorId) -> Clock:
         """What is known, and will be, of the clock of the process that is this actor now."""
-        return self._clocks.of(actor)
+        return self._clocks.clock_of(actor)
 
     def _take(self, actor: ActorId, sent_s: float, answer: asyncio.Future[Reported]) -> None:
         if self._asked.get(actor) != sent_s:

@@ -443,7 +443,7 @@ class Controller:
                 f"RemoteMesh(max_restarts=n) replaces actors that die or hang, and goes on: {more}"
             )
         if isinstance(error, ActorUnresponsiveError) and error.actor is not None:
-            for process in self._actor_group.processes.of(error.actor):
+            for process in self._actor_group.processes.processes_of(error.actor):
                 self._actor_group.handles[process].kill()  # it would hold up the end
         step = min((s for s in self._under_way if error.step in (None, step_number(s))), default=None)
         self._cause_raised |= self.request_log.fail_all(error, step)
@@ -541,7 +541,7 @@ class HostRequests:
         frees, calls, posts = self._frees.take(), dict[ProcessId, PendingRequest](), list[SentRequest]()
         for actor in sorted(set(values) | set(frees)):
             small, large = self._actor_group.plane.prepare(actor, values.get(actor, ()))
-            for process in self._actor_group.processes.of(actor):
+            for process in self._actor_group.processes.processes_of(actor):
                 calls[process] = PendingRequest(Done)
                 message = Store(self._request_log.number(), small, frees.get(actor, ()))
                 posts.append(self.with_values(process, message, calls[process], large.get(process, ()), []))
@@ -594,7 +594,7 @@ class HostRequests:
     def send_frees(self) -> None:
         """Free what is to be freed, now."""
         for actor, array_ids in self._frees.take().items():
-            for process in self._actor_group.processes.of(actor):
+            for process in self._actor_group.processes.processes_of(actor):
                 message = Store(self._request_log.number(), (), array_ids)
                 self._request_log.post(SentRequest(process, message, PendingRequest(Done, awaited=False)))
 

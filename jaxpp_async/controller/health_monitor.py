@@ -17,7 +17,7 @@ from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.controller.stall_detector import ProgramOf, Stall, StallDetector, place
 from jaxpp_async.errors import ActorError
 from jaxpp_async.program.instructions import ActorId, ProcessId
-from jaxpp_async.protocol.actor_info import ActorInfo, Position, Topology, hindmost, place_of
+from jaxpp_async.protocol.actor_info import ActorInfo, Position, Topology, furthest_behind, actor_and_rank
 from jaxpp_async.protocol.clocks import TICK_S, SuspendAwareClock
 from jaxpp_async.protocol.frames import Identity
 from jaxpp_async.protocol.messages import Beat, Reported
@@ -169,7 +169,7 @@ class HealthMonitor:
     def _by_actor(self, unfinished: Mapping[ProcessId, int]) -> dict[ActorId, list[ProcessId]]:
         found: dict[ActorId, list[ProcessId]] = {}
         for process in unfinished:
-            found.setdefault(place_of(process, self._per_actor)[0], []).append(process)
+            found.setdefault(actor_and_rank(process, self._per_actor)[0], []).append(process)
         return found
 
     def _steps(self, unfinished: Mapping[ProcessId, int]) -> dict[ActorId, int]:
@@ -178,12 +178,12 @@ class HealthMonitor:
         }
 
     def _actors(self, processes: Collection[ProcessId]) -> frozenset[ActorId]:
-        return frozenset(place_of(process, self._per_actor)[0] for process in processes)
+        return frozenset(actor_and_rank(process, self._per_actor)[0] for process in processes)
 
     def _judge_steps(self, now: float) -> None:
         unfinished = self._unfinished(self._monitor.watched)
         positions = {
-            actor: hindmost([self._monitor.position(process) for process in processes])
+            actor: furthest_behind([self._monitor.position(process) for process in processes])
             for actor, processes in self._by_actor(unfinished).items()
         }
         silent = self._actors(self._monitor.silent(now, self._deadlines.suspect_s))
@@ -220,11 +220,11 @@ def _speaker(processes: Sequence[ProcessId], told: Mapping[ProcessId, Reported |
     """Who tells where an actor is: one that says nothing, or the one that is furthest behind. Those before it may only
     wait for it, in a task that they compute together."""
 
-    def place_of(process: ProcessId) -> tuple[int, int, bool]:
+    def actor_and_rank(process: ProcessId) -> tuple[int, int, bool]:
         said = told[process]
         return (said.step or 0, said.instruction, said.running) if said is not None else (-1, 0, False)
 
-    return min(processes, key=place_of)
+    return min(processes, key=actor_and_rank)
 
 
 def _where(info: ActorInfo) -> dict[str, object]:

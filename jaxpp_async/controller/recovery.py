@@ -157,7 +157,7 @@ class Recovery:
             return
         if error.actor is not None and not isinstance(error, TransferError | RemoteError):
             self._lost.add(error.actor)
-            for process in self._actor_group.processes.of(error.actor):
+            for process in self._actor_group.processes.processes_of(error.actor):
                 self._unwatch(process)
         where = {"actor": error.actor, "host": error.host, "step": error.step}
         _LOG.warning("restarting because of a failure: %s", error, extra=where)
@@ -220,7 +220,7 @@ class Recovery:
         await self._prepare(living, lost, str(cause).partition("\n")[0])
         actor_group.check_devices()
         await self._connect()
-        await all_of({process: self._load(process) for process in actor_group.processes.of_all(lost)}, "load")
+        await all_of({process: self._load(process) for process in actor_group.processes.processes_of_all(lost)}, "load")
         await self._linking.link_again()
         await self._replication.roll_back(lost)
         self._lost.clear()
@@ -244,7 +244,7 @@ class Recovery:
         await all_of({**replacing, **settling, CONTROLLER: self._actor_group.renew_plane()}, "prepare")
 
     async def _settle_all(self, actor: ActorId, cause: str) -> None:
-        processes = self._actor_group.processes.of(actor)
+        processes = self._actor_group.processes.processes_of(actor)
         await all_of({process: self._settle(process, cause) for process in processes}, "settle")
 
     async def _settle(self, process: ProcessId, cause: str) -> None:

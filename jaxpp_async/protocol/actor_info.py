@@ -7,7 +7,7 @@ whoever started it when it has died and nobody is left to ask. No file, no name:
 
 seats: how many actors a mesh has and of how many processes each in; which process is whose out. Plain numbers.
 
-Processes are numbered flat, an actor's one after the other: `process_of` and `place_of` count, nobody else does. With
+Processes are numbered flat, an actor's one after the other: `process_of` and `actor_and_rank` count, nobody else does. With
 one process an actor the two numbers are the same. Whatever runs, listens, beats, dies or sends is a process; whatever
 has a program is an actor.
 """
@@ -68,7 +68,7 @@ class ActorInfo:
         return f"<actor {self.id}: {self.state}{devices}; {len(self.processes)} processes: {processes}>"
 
 
-def of_actor(processes: Sequence[ActorInfo]) -> ActorInfo:
+def merge_processes(processes: Sequence[ActorInfo]) -> ActorInfo:
     """What is known of an actor, from what is known of its processes, in order of rank."""
     first = processes[0]
     if len(processes) == 1:
@@ -109,7 +109,7 @@ class Position:
     computing: bool = False
 
 
-def hindmost(positions: Sequence[Position | None]) -> Position | None:
+def furthest_behind(positions: Sequence[Position | None]) -> Position | None:
     """Where an actor is, by where its processes are: the one that is furthest behind. Those before it may only wait for
     it, in a task that they compute together. None if one has told nothing."""
     known = [position for position in positions if position is not None]
@@ -165,7 +165,7 @@ def process_of(actor: ActorId, rank: int, size: int) -> ProcessId:
     return actor * size + rank
 
 
-def place_of(process: ProcessId, size: int) -> tuple[ActorId, int]:
+def actor_and_rank(process: ProcessId, size: int) -> tuple[ActorId, int]:
     """The other way round: which actor's, and which of its processes, counted from 0."""
     return divmod(process, size)
 
@@ -194,33 +194,33 @@ class Topology:
 
     def actor_of(self, process: ProcessId) -> ActorId:
         """The actor that a process belongs to."""
-        return place_of(process, self.per_actor)[0]
+        return actor_and_rank(process, self.per_actor)[0]
 
     def rank_of(self, process: ProcessId) -> int:
         """Which of its actor's processes it is, counted from 0."""
-        return place_of(process, self.per_actor)[1]
+        return actor_and_rank(process, self.per_actor)[1]
 
     def process(self, actor: ActorId, rank: int) -> ProcessId:
         """The process of this rank of an actor."""
         return process_of(actor, rank, self.per_actor)
 
-    def of(self, actor: ActorId) -> range:
+    def processes_of(self, actor: ActorId) -> range:
         """An actor's processes, in order of rank."""
         return range(self.process(actor, 0), self.process(actor + 1, 0))
 
-    def mates_of(self, process: ProcessId) -> range:
+    def group_of(self, process: ProcessId) -> range:
         """All processes of the actor that a process belongs to, itself among them."""
-        return self.of(self.actor_of(process))
+        return self.processes_of(self.actor_of(process))
 
     def peers_of(self, process: ProcessId) -> set[ProcessId]:
         """The processes with which it exchanges data: its mates, and those of its rank in other actors."""
-        return {*self.mates_of(process), *range(self.rank_of(process), self.count, self.per_actor)} - {
+        return {*self.group_of(process), *range(self.rank_of(process), self.count, self.per_actor)} - {
             process
         }
 
-    def of_all(self, actors: Iterable[ActorId]) -> list[ProcessId]:
+    def processes_of_all(self, actors: Iterable[ActorId]) -> list[ProcessId]:
         """The processes of several actors, in order."""
-        return [process for actor in sorted(actors) for process in self.of(actor)]
+        return [process for actor in sorted(actors) for process in self.processes_of(actor)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +238,12 @@ class ProcessRank:
     @property
     def actor(self) -> ActorId:
         """The actor that it belongs to."""
-        return place_of(self.process, self.size)[0]
+        return actor_and_rank(self.process, self.size)[0]
 
     @property
     def rank(self) -> int:
         """Which of its actor's processes it is, counted from 0."""
-        return place_of(self.process, self.size)[1]
+        return actor_and_rank(self.process, self.size)[1]
 
     def __str__(self) -> str:
         """Such as `"actor 1"`, or `"actor 1 (process 1 of 2)"`, counted from 0."""
@@ -253,10 +253,10 @@ class ProcessRank:
             else f"actor {self.actor} (process {self.rank} of {self.size})"
         )
 
-    def mate(self, rank: int) -> ProcessId:
+    def process_of_rank(self, rank: int) -> ProcessId:
         """Another process of its actor."""
         return process_of(self.actor, rank, self.size)
 
-    def partner(self, actor: ActorId) -> ProcessId:
+    def counterpart_in(self, actor: ActorId) -> ProcessId:
         """The process of another actor with which it exchanges what the two actors exchange: that of its own rank."""
         return process_of(actor, self.rank, self.size)

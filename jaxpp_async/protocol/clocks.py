@@ -117,7 +117,7 @@ class Clocks:
         self._own = own
         self._clocks: dict[ActorId, Clock] = {}
 
-    def of(self, actor: ActorId) -> Clock:
+    def clock_of(self, actor: ActorId) -> Clock:
         """The clock of the process that is this actor now."""
         if actor not in self._clocks:
             self._clocks[actor] = Clock()
@@ -125,12 +125,12 @@ class Clocks:
 
     def name(self, actor: ActorId, name: str) -> None:
         """An actor says which clock it has; that of another life of it is forgotten."""
-        clock = self.of(actor)
+        clock = self.clock_of(actor)
         if clock.name == name:
             return
         if clock.name is not None:
             self.forget(actor)
-            clock = self.of(actor)
+            clock = self.clock_of(actor)
         clock.name, clock.is_ours = name, bool(self._own) and name == self._own
 
     def forget(self, actor: ActorId) -> None:
@@ -139,7 +139,7 @@ class Clocks:
 
     def note(self, actor: ActorId, sent_s: float, there_s: float, received_s: float) -> None:
         """An actor was asked at `sent_s`, its clock showed `there_s`, and its answer came at `received_s`."""
-        self.of(actor).note(Reading(sent_s, there_s, received_s))
+        self.clock_of(actor).note(Reading(sent_s, there_s, received_s))
 
 
 # ---------------------------------------------------------------- awake

@@ -720,20 +720,20 @@ class SendReplica:
     Args:
         epoch: of the tags.
         generation: of the replica.
-        of: the process whose arrays they are: the sender itself, or another one whose replica it holds.
+        owner: the process whose arrays they are: the sender itself, or another one whose replica it holds.
         to: the peer, which was told to `ReceiveReplica`.
     """
 
     request: int
     epoch: int
     generation: int
-    of: ProcessId
+    owner: ProcessId
     to: ProcessId
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveReplica:
-    """Have a process receive the replica of `of`'s arrays from a peer and keep it in host memory. The
+    """Have a process receive the replica of another process's arrays from a peer and keep it in host memory. The
     controller sends it together with the peer's `SendReplica`.
 
     Reply: `Done`, once all of the replica is here.
@@ -741,7 +741,7 @@ class ReceiveReplica:
     Args:
         epoch: of the tags.
         generation: of the replica.
-        of: the process whose arrays they are.
+        owner: the process whose arrays they are.
         source: the process that sends them.
         arrays: in the order in which they come.
     """
@@ -749,7 +749,7 @@ class ReceiveReplica:
     request: int
     epoch: int
     generation: int
-    of: ProcessId
+    owner: ProcessId
     source: ProcessId
     arrays: tuple[ReplicaArray, ...]
 
