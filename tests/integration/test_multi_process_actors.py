@@ -30,7 +30,14 @@ from jaxpp_async.layout import array_parts
 from jaxpp_async.layout.array_parts import Gathering, Scattering, parts_of
 from jaxpp_async.layout.state_replicas import holders
 from jaxpp_async.program.instructions import Aval
-from jaxpp_async.protocol.actor_info import ActorInfo, Position, ProcessRank, Topology, furthest_behind, merge_processes
+from jaxpp_async.protocol.actor_info import (
+    ActorInfo,
+    Position,
+    ProcessRank,
+    Topology,
+    furthest_behind,
+    merge_processes,
+)
 from jaxpp_async.protocol.messages import Fetch
 
 AXES = (("data", 2), ("model", 2))
@@ -43,7 +50,9 @@ def test_an_actors_processes_are_neighbours():
     assert [(processes.actor_of(p), processes.rank_of(p)) for p in processes.everyone] == [
         (actor, rank) for actor in range(3) for rank in range(2)
     ]
-    assert list(processes.of(1)) == [2, 3] == list(processes.group_of(3)) and processes.processes_of_all([2, 0]) == [
+    assert list(processes.processes_of(1)) == [2, 3] == list(
+        processes.group_of(3)
+    ) and processes.processes_of_all([2, 0]) == [
         0,
         1,
         4,
