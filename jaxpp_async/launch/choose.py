@@ -1,4 +1,9 @@
-"""doc"""
+"""Make the launcher that the options of a mesh ask for, from a table of launchers.
+
+To add a launcher, write its module with a `LauncherKind` and add one line to `LAUNCHERS`. Options that
+contradict each other are errors, and so are options that would have no effect: there is never a silent local
+run. This module may read a hostfile and ask Slurm, and it starts nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ LAUNCHERS = {
     "slurm": slurm.KIND,
     "ray": ray.KIND,
 }
-"""doc"""
+"""The launchers by the names that users give."""
 
 _OWN = LauncherKind(
     make=lambda options, num_processes: options.launcher,
@@ -29,7 +34,18 @@ _METHODS = ("listen_host", "transports", "make_transport", "start", "aclose")
 
 
 def choose_launcher(options: LaunchOptions, num_actors: int) -> tuple[Any, int]:
-    """doc"""
+    """Make the launcher.
+
+    Args:
+        options: of the mesh.
+        num_actors: number of actors of the mesh.
+
+    Returns:
+        The launcher, and the number of processes of each actor.
+
+    Raises:
+        MeshError: options contradict each other, the hostfile is wrong, or there are more actors than slots.
+    """
     kind = _checked_kind(options)
     launcher = kind.make(options, num_actors * (options.processes_per_actor or 1))
     each = _spread(options, launcher, num_actors)
@@ -39,7 +55,15 @@ def choose_launcher(options: LaunchOptions, num_actors: int) -> tuple[Any, int]:
 
 
 def choose_hosts(options: LaunchOptions) -> tuple[tuple[Host, ...] | None, Reach | None]:
-    """doc"""
+    """Find the hosts that the launcher would use, and the way to reach them, without starting anything.
+
+    Returns:
+        Hosts and way; None and None if there is this machine alone.
+
+    Raises:
+        MeshError: as `choose_launcher`; also for launchers that know their hosts only once they have started
+            something.
+    """
     kind = _checked_kind(options)
     if kind.find_hosts is None:
         raise MeshError(f"launcher {options.launcher!r} does not say beforehand which hosts it takes")
@@ -47,7 +71,9 @@ def choose_hosts(options: LaunchOptions) -> tuple[tuple[Host, ...] | None, Reach
 
 
 def _checked_kind(options: LaunchOptions) -> LauncherKind:
-    """doc"""
+    """Find the kind of launcher that the options ask for, and refuse options for which that
+    kind has no use.
+    """
     kind = _kind(options)
     for name in options.given:
         if name not in kind.uses:
@@ -80,7 +106,11 @@ def _kind(options: LaunchOptions) -> LauncherKind:
 
 
 def _spread(options: LaunchOptions, launcher: Any, num_actors: int) -> int:
-    """doc"""
+    """Have a launcher with hosts place processes by their slots.
+
+    Returns:
+        The number of processes of each actor.
+    """
     each = options.processes_per_actor or 1
     if not isinstance(launcher, RemoteLauncher) or not launcher.hosts:  # Ray chooses its hosts later
         return each
@@ -104,7 +134,9 @@ def _spread(options: LaunchOptions, launcher: Any, num_actors: int) -> int:
 
 
 def _check_ports(options: LaunchOptions, launcher: Any, num_processes: int) -> None:
-    """doc"""
+    """Refuse a range of ports that has not one port for each process of a host, and with restarts one more
+    for each.
+    """
     settings = options.settings()
     used = [(settings.ports, num_processes, "this machine")]
     if isinstance(launcher, RemoteLauncher):

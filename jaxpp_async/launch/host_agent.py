@@ -1,10 +1,13 @@
-"""The entry of a keeper: `python -m jaxpp_async.launch.host_agent`, run on another host by a launcher.
+"""Start and end actors on another host; the program `python -m jaxpp_async.launch.host_agent`, which a
+launcher runs there.
 
-Orders on stdin, records on stdout (`keeper_protocol`). It starts actors, forwards what they print, tells how they end,
-and ends them when its stdin reaches its end or is silent for longer than the lease: whatever they started goes with
-them, also what left their process group, because a keeper is the parent of every orphan below it.
+Orders come on stdin, and records leave on stdout (`host_agent_protocol`). The agent starts actors, forwards
+what they print and reports how they end. It ends them when its stdin reaches its end or is silent for longer
+than the lease. Whatever the actors started ends with them, also what left their process group, because the
+agent is the parent of every orphan below it.
 
-It says hello before it is told anything: no secret is sent to whatever else may have been started instead.
+The agent greets before it is sent anything: no secret goes to another program that may have been started
+instead.
 """
 
 from __future__ import annotations
@@ -38,10 +41,10 @@ _END_S = 2.0
 
 
 class HostAgent:
-    """The actors of one host. `obey` and `end` are called from one thread.
+    """Runs the actors of one host. `obey` and `end` are called from one thread.
 
     Args:
-        lease_s: how long it, and each actor, waits for a sign of life.
+        lease: how long the agent, and each actor, goes on without a sign of life.
     """
 
     def __init__(self, lease: Lease):
@@ -54,25 +57,25 @@ class HostAgent:
         self._writer.start()
 
     def say(self, record: kp.Record) -> None:
-        """Send a record, without waiting. Lines of actors are dropped while nobody reads."""
+        """Send a record, without waiting. While nobody reads, lines of actors are dropped."""
         if self._records.qsize() < _MAX_WAITING or not isinstance(record, kp.OutputLine):
             self._records.put(kp.write_record(record))
 
     def obey(self, order: kp.Order) -> None:
-        """Carry out one order; `Close` is the caller's."""
+        """Carry out one order. The caller handles `Close`."""
         if isinstance(order, kp.StartActor):
             self._start(order)
         elif isinstance(order, kp.SignalActor) and order.key in self._actors:
             self._actors[order.key].process.signal_group(order.signum)
 
     def expire(self) -> None:
-        """Have the driver hear, should it ever wake up, that it was its own silence that ended the actors."""
+        """Report that the driver's own silence ended the actors, in case that the driver goes on later."""
         self._is_expired = True
         for key in tuple(self._actors):
             self._forward(key, self._lease.last_words)
 
     def end(self) -> None:
-        """Kill every actor and whatever came of it, and send the last records."""
+        """Kill every actor and all processes that it started, and send the last records."""
         with contextlib.suppress(TimeoutError):  # one that cannot be killed is the kernel's
             self._supervisor.close().result(_END_S)
         kill_descendants(_END_S)
@@ -118,7 +121,7 @@ class HostAgent:
 
 
 def main() -> None:
-    """Keep actors until told to stop, or nobody is left to tell."""
+    """Run the agent until it is told to stop, or until the driver is gone."""
     lease = Lease(float(sys.argv[1])) if len(sys.argv) == 2 else Lease()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -141,7 +144,11 @@ def main() -> None:
 
 
 def obey_orders(host_agent: HostAgent, descriptor: int, lease: Lease) -> ExitCode:
-    """Read orders from `descriptor` and carry them out, to the end."""
+    """Read orders from `descriptor` and carry them out, until the end.
+
+    Returns:
+        The exit code of the agent.
+    """
     poller, buffer = select.poll(), bytearray()
     poller.register(descriptor, select.POLLIN | select.POLLHUP)
     deadline = time.monotonic() + lease.seconds
@@ -172,7 +179,7 @@ def obey_orders(host_agent: HostAgent, descriptor: int, lease: Lease) -> ExitCod
 
 
 def hello() -> kp.AgentHello:
-    """Who this is, and what is installed here."""
+    """Describe this process, and the packages that are installed here."""
     versions: dict[str, str | None] = {"jaxpp-async": jaxpp_async.__version__}
     for name in VERSIONED:
         try:
@@ -183,7 +190,9 @@ def hello() -> kp.AgentHello:
 
 
 def kill_descendants(timeout_s: float) -> None:
-    """Kill every process below this one: orphans come to this one (a subreaper), so none is out of reach."""
+    """Kill every process below this one. Orphans become children of this process (a subreaper), so that none
+    is out of reach.
+    """
     deadline = time.monotonic() + timeout_s
     while (living := descendants(os.getpid())) and time.monotonic() < deadline:
         for pid in living:
@@ -196,7 +205,7 @@ def kill_descendants(timeout_s: float) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """Living processes below `root`, from /proc; zombies left out."""
+    """List the living processes below `root`, from /proc, without zombies."""
     children: dict[int, list[int]] = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc"):
@@ -214,7 +223,7 @@ def descendants(root: int) -> list[int]:
 
 
 class _Ended(BaseException):
-    """A signal asks this process to end."""
+    """Raised when a signal asks this process to end."""
 
 
 def _on_signal(signum: int, frame: object) -> None:

@@ -174,9 +174,10 @@ def spread(hosts: Sequence[Host], num_actors: int, num_devices: int, per_actor: 
     room = f"{sum(host.slots for host in hosts)} slots on {len(hosts)} host{'s' * (len(hosts) != 1)}"
     of_each = f" in {per_actor} processes of {num_devices // per_actor} each" if per_actor else ""
     raise MeshError(
-        f"{num_actors} actor{'s' * (num_actors != 1)} of {num_devices} devices{of_each} do not fit {room}; a slot "
-        "is a device, and a process lies on one host: add hosts, raise slots=, or start fewer or smaller actors "
-        "(spmd_mesh)"
+        f"{num_actors} actor{'s' * (num_actors != 1)} of {num_devices} devices{of_each} do not fit {room}; "
+        "a slot "
+        "is a device, and a process lies on one host: add hosts, raise slots=, or start fewer or smaller "
+        "actors (spmd_mesh)"
     )
 
 

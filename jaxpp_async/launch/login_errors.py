@@ -36,15 +36,15 @@ def explain_ssh(
     if ended is None:
         return Explanation(
             "did not finish the login in time",
-            f"try `{_by_hand(host)} true`: it has to end by itself, asking nothing; start-up files of the login shell "
-            "must not wait for input",
+            f"try `{_by_hand(host)} true`: it has to end by itself, asking nothing; start-up files of the "
+            "login shell must not wait for input",
         )
     if ended != SSH_FAILED:
         return Explanation(
             f"let us in, but its login shell ended with code {ended} before it ran our command"
             + (", after it wrote a banner" if text else ""),
-            f"`{_by_hand(host)} true` has to succeed: no forced command, no start-up file (.bashrc, .profile) that "
-            "exits or starts another program where there is no terminal",
+            f"`{_by_hand(host)} true` has to succeed: no forced command, no start-up file (.bashrc, "
+            ".profile) that exits or starts another program where there is no terminal",
         )
     for pattern, what, remedy in _SSH:
         match = re.search(pattern, text, re.IGNORECASE | re.MULTILINE)
@@ -64,7 +64,8 @@ _SSH: Final = (
     (
         r"HOST IDENTIFICATION HAS CHANGED",
         "its host key has changed: another machine answers by this name, or it was installed anew",
-        "if that is expected, `ssh-keygen -R '{known}'`, then `{by_hand} true` once by hand to accept the new key",
+        "if that is expected, `ssh-keygen -R '{known}'`, then `{by_hand} true` once by hand to accept the "
+        "new key",
     ),
     (
         r"Host key verification failed|No .* host key is known",
@@ -74,8 +75,8 @@ _SSH: Final = (
     (
         r"^.*Permission denied \(.*\)|Too many authentication failures",
         "refused our key: {match}",
-        "`{by_hand} true` has to work without a password: put your public key in ~/.ssh/authorized_keys there, load "
-        "it into ssh-agent, and check the user name (user=)",
+        "`{by_hand} true` has to work without a password: put your public key in ~/.ssh/authorized_keys "
+        "there, load it into ssh-agent, and check the user name (user=)",
     ),
     (
         r"Connection refused",
@@ -98,7 +99,8 @@ _SSH: Final = (
         "its sshd may be overloaded (MaxStartups) or may refuse this machine; is this port an ssh server's?",
     ),
     (
-        r"Bad configuration option|Bad owner or permissions|terminating, \d+ bad config|unknown option|illegal option",
+        r"Bad configuration option|Bad owner or permissions|terminating, \d+ bad config|unknown "
+        r"option|illegal option",
         "ssh does not accept its configuration: {match}",
         "correct ~/.ssh/config or ssh_options=",
     ),

@@ -1,4 +1,6 @@
-"""doc"""
+"""Hold the options of `RemoteMesh` that say where and how actors start, and describe what a kind of launcher
+makes of them.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,26 @@ from jaxpp_async.protocol.parent_watch import LEASE_S
 from jaxpp_async.transport.ucx.net_devices import check_devices
 
 OF_PROCESSES = frozenset({"lease_s", "python", "cpus", "devices", "interface", "ports"})
-"""doc"""
+"""Options that every launcher uses which starts processes."""
 
 OF_HOSTS = OF_PROCESSES | {"control_address"}
-"""doc"""
+"""Options that every launcher uses which starts processes on other hosts."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """doc"""
+    """The options of `RemoteMesh` that say where and how actors start; `RemoteMesh` documents those that are
+    not listed here.
+
+    Args:
+        processes_per_actor: number of processes of each actor; None: as few as the hosts allow.
+        num_devices: number of devices of one actor.
+        platform: of the devices: `"cpu"` or `"cuda"`.
+        lease_s: how long actors go on without a sign of life from this process, in seconds.
+        max_restarts: of the mesh; after a restart, ports cannot be used again for a minute.
+        env: variables that actors get. They matter here for where programs are found; other code checks them
+            and passes them on.
+    """
 
     launcher: Any = None
     hosts: Any = None
@@ -44,12 +57,12 @@ class LaunchOptions:
 
     @property
     def gpus_per_actor(self) -> int:
-        """doc"""
+        """Number of GPUs that a cluster which hands out devices has to reserve for an actor."""
         return self.num_devices if self.platform == "cuda" else 0
 
     @property
     def given(self) -> tuple[str, ...]:
-        """doc"""
+        """Names of the given options that some launchers do not use."""
         is_given = {
             "hosts": self.hosts is not None,
             "ssh_options": bool(self.ssh_options),
@@ -64,7 +77,11 @@ class LaunchOptions:
         return tuple(name for name in is_given if is_given[name])
 
     def settings(self) -> Settings:
-        """doc"""
+        """Make the settings that hold for every host.
+
+        Raises:
+            MeshError: a value is not possible.
+        """
         return Settings(
             python=self.python,
             cpus=_read("cpus", self.cpus, parse_cpus),
@@ -74,7 +91,11 @@ class LaunchOptions:
         )
 
     def settings_here(self) -> Settings:
-        """doc"""
+        """Make the settings of actors on this machine, after a check that the machine has what they name.
+
+        Raises:
+            MeshError: a value is not possible, or this machine does not have it.
+        """
         settings = self.settings()
         if settings.cpus is not None:
             check_cpus(settings.cpus)
@@ -89,7 +110,7 @@ class LaunchOptions:
         return settings
 
     def of_remote(self) -> dict[str, Any]:
-        """doc"""
+        """Give the options of `RemoteLauncher`."""
         return {
             "settings": self.settings(),
             "control_address": self.control_address,
@@ -99,7 +120,17 @@ class LaunchOptions:
 
 @dataclass(frozen=True, slots=True)
 class LauncherKind:
-    """doc"""
+    """Describes one kind of launcher. The launcher's module makes one, and `choose.LAUNCHERS` has a line for
+    it.
+
+    Args:
+        make: called with the options and the number of processes; makes the launcher.
+        phrase: names the launcher in errors, such as `"launcher='local', whose actors run on this machine"`.
+        uses: names of the options (of those in `LaunchOptions.given`) that it uses; others are errors.
+        find_hosts: finds the hosts and the way to reach them without starting anything. It returns (None,
+            None) for this machine. None: such a launcher knows its hosts only once it has started something.
+        splits_actors: whether an actor may be of several processes.
+    """
 
     make: Callable[[LaunchOptions, int], Any]
     phrase: str
@@ -109,7 +140,7 @@ class LauncherKind:
 
 
 def _read(name: str, value: Any, parse: Any, convert: Any = None) -> Any:
-    """doc"""
+    """Read a setting that is given as text or as a sequence."""
     if value is None:
         return None
     try:

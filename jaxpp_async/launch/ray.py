@@ -95,15 +95,16 @@ class RayReach:
                 ray.init(address="auto", log_to_driver=False, logging_level="warning")
             except (ConnectionError, RuntimeError) as error:
                 raise MeshError(
-                    f"launcher='ray' found no Ray cluster ({str(error).splitlines()[0]}); start one (`ray start "
-                    "--head`), set RAY_ADDRESS, or call ray.init(...) yourself before"
+                    f"launcher='ray' found no Ray cluster ({str(error).splitlines()[0]}); start one (`ray "
+                    "start --head`), set RAY_ADDRESS, or call ray.init(...) yourself before"
                 ) from None
             self._is_ours = True
         self._group = ray.util.placement_group([self._bundle] * num_processes, strategy="PACK")
         if not self._group.wait(PLACEMENT_TIMEOUT_S):
             raise MeshError(
                 f"the Ray cluster has no room for {num_processes} processes of {self._bundle} within "
-                f"{PLACEMENT_TIMEOUT_S:g} s; free now: {_numbers(ray.available_resources())}; see `ray status`"
+                f"{PLACEMENT_TIMEOUT_S:g} s; free now: {_numbers(ray.available_resources())}; see `ray "
+                "status`"
             )
         table = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}

@@ -68,7 +68,8 @@ def explain_srun(said: Sequence[str], *, is_late: bool) -> Explanation | None:
     if re.search(r"busy|temporarily (disabled|unable)|queued and waiting", text):
         return Explanation(
             f"Slurm did not start a task there: {own[-1]}",
-            "the allocation has no room: allocate more (--ntasks, --cpus-per-task, --mem), or start fewer actors",
+            "the allocation has no room: allocate more (--ntasks, --cpus-per-task, --mem), or start fewer "
+            "actors",
         )
     if re.search(
         r"(expired|invalid|not exist).*job|job.*(expired|invalid|revoked|not exist)", text, re.IGNORECASE
@@ -117,8 +118,8 @@ def allocation(env: Mapping[str, str]) -> tuple[Host, ...]:
     nodes = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
     if not env.get("SLURM_JOB_ID") or not nodes:
         raise MeshError(
-            "launcher='slurm' works inside an allocation, and this process is in none (no SLURM_JOB_ID); start it with "
-            "salloc or sbatch, e.g. salloc --nodes=2 --ntasks-per-node=1 python train.py"
+            "launcher='slurm' works inside an allocation, and this process is in none (no SLURM_JOB_ID); "
+            "start it with salloc or sbatch, e.g. salloc --nodes=2 --ntasks-per-node=1 python train.py"
         )
     names = _output("scontrol", "show", "hostnames", nodes).split()
     tasks = parse_tasks_per_node(env.get("SLURM_TASKS_PER_NODE") or "1")

@@ -130,8 +130,8 @@ class ActorRequest:
             return {}  # the process says itself what is missing: a GPU, its driver, or a JAX for it
         if visible.stopped_at and VISIBLE in self.env:  # asked for, and not just how this host is set up
             raise MeshError(
-                f"devices= (or {VISIBLE} of env=) is {env[VISIBLE]!r}, and this host has no GPU {visible.stopped_at}, "
-                "or more than one of that name; `nvidia-smi -L` there lists them"
+                f"devices= (or {VISIBLE} of env=) is {env[VISIBLE]!r}, and this host has no GPU "
+                f"{visible.stopped_at}, or more than one of that name; `nvidia-smi -L` there lists them"
             )
         alone = self.gpus_are_its_own and len(there) == self.gpus
         given = GpuShare(there, 1) if alone else share(there, self.index, self.count, self.gpus)

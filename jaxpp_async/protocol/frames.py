@@ -1,6 +1,8 @@
-"""wire: bytes in, messages out, and back. Sans-I/O: no sockets, no clock, no asyncio, no pickle.
+"""Authenticate both sides of a control connection and protect every message on it, as a pure state machine
+over bytes.
 
-A `Wire` is one side of one conversation. Feed it what came from the peer; send what `take_outgoing` and `encode` give.
+A `Wire` is one side of one conversation. Feed it the bytes that came from the peer; send the bytes that
+`take_outgoing` and `encode` return.
 
     actor                                   controller
     greeting   --- Hello(nonce) --------->  greeting
@@ -8,17 +10,17 @@ A `Wire` is one side of one conversation. Feed it what came from the peer; send 
     open       --- Proof ---------------->  open
                <=== frames, both ways ===>
 
-A frame is: length 8, sequence number 8; payload; MAC of all before. Where the payload is longer than `SHORT_BYTES` a
-MAC of the first 16 bytes stands before it, which is checked while the frame is not whole yet: of what nobody has proved
-to have sent no more than `SHORT_BYTES` are kept. Any error is final: the wire then refuses everything. What was
-verified before it is handed over all the same: it may say why the rest is broken.
+Handshake: the actor sends a nonce, the controller answers with its own nonce and its proof, and the actor
+sends its proof. Both proofs and both keys are HMAC-SHA256, under the secret, of a label and of everything
+sent before (both nonces, roles, process, incarnation, versions, channel). A proof therefore holds for one
+conversation, one role, one actor and one channel, and can be neither replayed nor reflected. The secret is
+never printed or stored.
 
-handshake: proofs and keys from a shared secret, as pure functions over bytes. Never prints or stores the secret.
-
-The actor says hello with a nonce; the controller answers with its own nonce and its proof; the actor proves itself.
-Both proofs and both keys are HMAC-SHA256, under the secret, of a label and of everything said before (both nonces,
-roles, process, incarnation, versions, channel): a proof is good for one conversation, one role, one actor and one
-channel only, so it can be neither replayed nor reflected.
+Frames: length (8 bytes), sequence number (8 bytes), payload, MAC of all before. Where the payload is longer
+than `SHORT_BYTES`, a MAC of the first 16 bytes stands before it and is checked while the frame is still
+incomplete: of data that nobody has proved to have sent, no more than `SHORT_BYTES` are kept. Every error is
+final, and the wire then refuses everything. Messages that were verified before the error are still handed
+over, since they may explain it.
 """
 
 from __future__ import annotations
@@ -42,11 +44,14 @@ T = TypeVar("T")
 Role: TypeAlias = Literal["actor", "controller"]
 
 Channel: TypeAlias = Literal["control", "beats"]
-"""What a conversation is for: requests and replies, or signs of life alone."""
+"""The purpose of a conversation: `"control"` carries requests and replies, `"beats"` carries heartbeats
+alone.
+"""
 
 MAGIC = b"jpp2"
-"""Opens every handshake message: `jpp` and the format's number. It grows with every change of handshake or frames, so
-that copies of the package that cannot talk to each other say so. `jpp1` had two MACs a frame.
+"""Opens every handshake message: `jpp` and the number of the format. The number grows with every change of
+handshake or frames, so that copies of the package that cannot talk to each other report it. `jpp1` had two
+MACs a frame.
 """
 
 SECRET_BYTES = NONCE_BYTES = 32
@@ -57,13 +62,13 @@ State: TypeAlias = Literal["greeting", "proving", "open", "failed"]
 
 MAX_HANDSHAKE_BYTES: Final = 4096
 HANDSHAKE_TIMEOUT_S: Final = 5.0
-"""What the caller allows a peer until the wire is open."""
+"""How long the caller gives a peer until the wire is open."""
 
 DEFAULT_MAX_FRAME_BYTES: Final = 1 << 30
-"""Programs travel in frames, so this is generous; only an authenticated peer may use it."""
+"""Generous, since programs travel in frames; only an authenticated peer may use it."""
 
 MAX_BEAT_BYTES: Final = 256
-"""The longest frame of a channel that carries signs of life alone."""
+"""The longest frame of a channel that carries heartbeats alone."""
 
 _GREETING = struct.Struct(">4sH")
 _HEADER = struct.Struct(">QQ")
@@ -71,7 +76,7 @@ _PREFIX_BYTES: Final = _HEADER.size + MAC_BYTES
 _JOIN_BYTES: Final = 1 << 16  # below this size one copy is cheaper than one more write
 
 SHORT_BYTES: Final = 4096
-"""A payload of at most so many bytes comes without a MAC of its length."""
+"""A payload of at most this many bytes comes without a MAC of its length."""
 
 TO_ACTOR = codec.message_types(Request)
 TO_CONTROLLER = codec.message_types(Reply | Log)
@@ -80,7 +85,7 @@ BEATS = codec.message_types(Beat)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which process, which life of it, and which channel a conversation belongs to."""
+    """Tells to which process, which incarnation of it, and which channel a conversation belongs."""
 
     process_id: int
     incarnation: int
@@ -94,14 +99,14 @@ class Wire:
         role: which side this is.
         secret: the mesh's 32 bytes.
         version: this side's package version.
-        identity: who this actor is; the controller leaves it None and learns it.
+        identity: of this actor; the controller passes None and learns it from the peer.
         max_frame_bytes: the longest payload to accept or send.
         nonce: 32 fresh random bytes; given only by tests.
 
     Attributes:
         state: `"greeting"`, `"proving"`, `"open"` or `"failed"`.
-        identity: the actor's identity; on the controller's side None until the actor has proved itself.
-        error: what was wrong behind the last messages that `feed` gave, or None.
+        identity: the actor's; on the controller's side None until the actor has authenticated itself.
+        error: what was wrong after the last messages that `feed` returned, or None.
     """
 
     error: ProtocolError | None = None
@@ -143,19 +148,20 @@ class Wire:
             self._greet(self._hello)
 
     def take_outgoing(self) -> bytes:
-        """Handshake bytes to send now, perhaps none."""
+        """Take the handshake bytes that have to be sent now, perhaps none."""
         data = b"".join(self._outgoing)
         self._outgoing.clear()
         return data
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[Message]:
-        """Take bytes from the peer, in any pieces; give the messages that are now complete.
+        """Take bytes from the peer, in any pieces, and return the messages that are now complete.
 
-        Where something is wrong behind one of them they are given, the wire has failed, and `error` says what it was.
+        If an error follows after some messages, they are returned, the wire has failed, and `error` has the
+        reason.
 
         Raises:
-            HandshakeError: the peer is not of this mesh, or of another version (then `identity` says who).
-            ProtocolError: a wrong length, sequence number, MAC or message. Both leave the wire failed.
+            HandshakeError: the peer is not of this mesh, or of another version (then `identity` names it).
+            ProtocolError: a length, sequence number, MAC or message is wrong. Both leave the wire failed.
         """
         if self.state == "failed":
             raise ProtocolError("this conversation has already failed")
@@ -177,15 +183,16 @@ class Wire:
         return messages
 
     def encode(self, message: Message) -> list[bytes]:
-        """A message as a frame, in pieces to be written in order.
+        """Make a frame of a message, in pieces to be written in order.
 
         Raises:
-            ProtocolError: the wire is not open. MeshError: the message cannot be encoded; the wire goes on.
+            ProtocolError: the wire is not open.
+            MeshError: the message cannot be encoded; the wire goes on.
         """
         return self.frame(self._encoder.encode(message))
 
     def frame(self, payload: bytes) -> list[bytes]:
-        """An encoded message as a frame, in pieces to be written in order.
+        """Make a frame of an encoded message, in pieces to be written in order.
 
         Raises:
             ProtocolError: the wire is not open.
@@ -276,7 +283,7 @@ class Wire:
     # ------------------------------------------------------------ frames
 
     def _take_whole(self, data: bytes, messages: list[Message]) -> None:
-        """Frames of which each has come in one piece, as those of a step do; what is left waits in the buffer."""
+        """Read frames that each came in one piece, as those of a step do; the rest goes to the buffer."""
         at, count = 0, len(data)
         while count - at >= _HEADER.size:
             size, sequence = _HEADER.unpack_from(data, at)
@@ -308,7 +315,9 @@ class Wire:
             self._num_received += 1
 
     def _check_beginning(self, size: int, sequence: int) -> None:
-        """Before more of a frame is kept: that the peer has sent this length, or that it is short."""
+        """Check, before more of an incomplete frame is kept, that the peer has sent its length, or that it is
+        short.
+        """
         if self._is_prefix_checked or (size > SHORT_BYTES and len(self._buffer) < _PREFIX_BYTES):
             return
         if size > SHORT_BYTES:
@@ -326,7 +335,8 @@ class Wire:
             )
         if size > self._max_frame_bytes:
             raise ProtocolError(
-                f"frame {sequence} has {size} bytes, at most {self._max_frame_bytes} are allowed; raise max_frame_bytes"
+                f"frame {sequence} has {size} bytes, at most {self._max_frame_bytes} are allowed; raise "
+                "max_frame_bytes"
             )
 
     def _read_frame(self, start: int, frame_bytes: int, size: int, sequence: int) -> Message:
@@ -352,7 +362,7 @@ _HANDSHAKE_STEPS: Final[dict[tuple[Role, State], Callable[[Wire, bytes], None]]]
     ("controller", "proving"): Wire._on_proof,
     ("actor", "greeting"): Wire._on_challenge,
 }
-"""What a handshake message means, by side and state."""
+"""The method that handles the next handshake message, by role and state."""
 
 
 # ---------------------------------------------------------------- greetings, proofs and keys
@@ -360,7 +370,7 @@ _HANDSHAKE_STEPS: Final[dict[tuple[Role, State], Callable[[Wire, bytes], None]]]
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Actor to controller, first."""
+    """First handshake message, from the actor to the controller."""
 
     role: str
     process_id: int
@@ -372,7 +382,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Challenge:
-    """Controller to actor: its nonce and its proof."""
+    """Second handshake message, from the controller to the actor: its nonce and its proof."""
 
     role: str
     version: str
@@ -382,16 +392,16 @@ class Challenge:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Actor to controller, last."""
+    """Last handshake message, from the actor to the controller."""
 
     proof: bytes
 
 
 class FrameKey:
-    """What one direction of a conversation is signed with: HMAC-SHA256, cut to `MAC_BYTES`.
+    """Signs one direction of a conversation: HMAC-SHA256, cut to `MAC_BYTES`.
 
-    The hash state behind the padded key is made once and copied for each frame, which for short ones is half of what
-    `hmac.digest` takes.
+    The hash state after the padded key is computed once and copied for each frame, which for short frames
+    takes half the time of `hmac.digest`.
 
     Args:
         key: 32 secret bytes.
@@ -405,7 +415,7 @@ class FrameKey:
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
 
     def sign(self, *pieces: bytes | bytearray | memoryview) -> bytes:
-        """The MAC of some bytes, given in pieces."""
+        """Compute the MAC of bytes that are given in pieces."""
         inner, outer = self._inner.copy(), self._outer.copy()
         for piece in pieces:
             inner.update(piece)
@@ -415,39 +425,43 @@ class FrameKey:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What an authenticated conversation is signed with, one key a direction."""
+    """The keys of an authenticated conversation, one for each direction."""
 
     to_actor: FrameKey = field(repr=False)
     to_controller: FrameKey = field(repr=False)
 
 
 def transcript(hello: Hello, role: str, version: str, nonce: bytes) -> bytes:
-    """A digest of all that both sides said before the first proof."""
+    """Hash everything that both sides sent before the first proof."""
     return hashlib.sha256(MAGIC + pack((hello, role, version, nonce))).digest()
 
 
 def prove(secret: bytes, role: Role, said: bytes) -> bytes:
-    """The proof of `role` for one conversation."""
+    """Compute the proof of a role for one conversation."""
     return _mac(secret, f"{role} proof", said)
 
 
 def check_proof(secret: bytes, role: Role, said: bytes, proof: bytes) -> None:
-    """Raises:
-    HandshakeError: the peer does not know the secret, or proved another conversation or role.
+    """Check the proof of a peer.
+
+    Raises:
+        HandshakeError: the peer does not know the secret, or proved another conversation or role.
     """
     if not hmac.compare_digest(prove(secret, role, said), proof):
         raise HandshakeError(f"a peer claimed to be the {role} but does not know this mesh's secret; refused")
 
 
 def derive_keys(secret: bytes, said: bytes) -> Keys:
-    """Both directions' keys."""
+    """Derive the keys of both directions."""
     to_actor, to_controller = (_mac(secret, f"key to {side}", said) for side in ("actor", "controller"))
     return Keys(FrameKey(to_actor), FrameKey(to_controller))
 
 
 def check_greeting(role: str, expected: Role, nonce: bytes) -> None:
-    """Raises:
-    HandshakeError: a reflected or malformed greeting.
+    """Check the role and the nonce of a greeting.
+
+    Raises:
+        HandshakeError: the greeting is reflected or malformed.
     """
     if role != expected:
         raise HandshakeError(
@@ -458,8 +472,10 @@ def check_greeting(role: str, expected: Role, nonce: bytes) -> None:
 
 
 def check_versions(process_id: int, actor: str, controller: str) -> None:
-    """Raises:
-    HandshakeError: actor and controller run different versions of this package.
+    """Check that actor and controller run one version of this package.
+
+    Raises:
+        HandshakeError: they run different ones.
     """
     if actor != controller:
         raise HandshakeError(
@@ -469,11 +485,14 @@ def check_versions(process_id: int, actor: str, controller: str) -> None:
 
 
 def format_mismatch(version: str, theirs: bytes) -> str | None:
-    """What to do about a peer that greets in another format than this side; None if its words are no greeting at all.
+    """Tell what to do about a peer whose greeting has another format than this side's.
 
     Args:
         version: this side's.
-        theirs: the peer's first bytes, at least as many as `MAGIC` has. Nobody has proved anything yet.
+        theirs: the peer's first bytes, at least as many as `MAGIC` has; the peer is not authenticated yet.
+
+    Returns:
+        The text; None if the bytes are no greeting at all.
     """
     number = theirs[len(MAGIC) - 1 : len(MAGIC)]
     if theirs[: len(MAGIC) - 1] != MAGIC[:-1] or not number.isdigit():
@@ -482,25 +501,30 @@ def format_mismatch(version: str, theirs: bytes) -> str | None:
         said = decode_as(Hello, theirs[len(MAGIC) + 2 :]).version
         number += f" (its jaxpp-async says it is {said[:40]!r})".encode()
     return (
-        f"a peer speaks format {number.decode()} of the control channel, this process, of jaxpp-async {version}, "
-        f"format {MAGIC[-1:].decode()}: they run different versions or commits; install the same one on every host"
+        f"a peer speaks format {number.decode()} of the control channel, this process, of jaxpp-async "
+        f"{version}, "
+        f"format {MAGIC[-1:].decode()}: they run different versions or commits; install the same one on "
+        "every host"
     )
 
 
 def version_mismatch(ours: Mapping[str, str], theirs: Mapping[str, str | None], python: str) -> str | None:
-    """What to install there, so that both sides run the same; None if they do.
+    """Tell what to install on another host, so that both sides run the same versions.
 
     Args:
-        ours, theirs: version by package, None for one that is missing there.
+        ours, theirs: version by package; None for a package that is missing there.
         python: the interpreter there.
+
+    Returns:
+        The text; None if the versions agree.
     """
     for name, version in ours.items():
         other = theirs.get(name)
         if other != version:
             has = f"has {name} {other[:40]}" if other is not None else f"has no {name}"
             return (
-                f"{python} {has}, this machine has {name} {version}; programs are made here and run there, so install "
-                f"the same version on both: {python} -m pip install '{name}=={version}'"
+                f"{python} {has}, this machine has {name} {version}; programs are made here and run there, "
+                f"so install the same version on both: {python} -m pip install '{name}=={version}'"
             )
     return None
 
