@@ -27,8 +27,8 @@ def command_there(python: str, module: str, *arguments: str) -> list[str]:
     """Make the argument vector that runs a module of the package that another interpreter, or another host,
     has.
     """
-    deaf = ["-E"] if sys.flags.ignore_environment else []
-    return [python, *_options(), *deaf, "-m", module, *arguments]
+    ignoring = ["-E"] if sys.flags.ignore_environment else []
+    return [python, *_options(), *ignoring, "-m", module, *arguments]
 
 
 def inherited_environment() -> dict[str, str]:

@@ -76,7 +76,7 @@ class HostAgent:
 
     def end(self) -> None:
         """Kill every actor and all processes that it started, and send the last records."""
-        with contextlib.suppress(TimeoutError):  # one that cannot be killed is the kernel's
+        with contextlib.suppress(TimeoutError):  # a process that cannot be killed is left to the kernel
             self._supervisor.close().result(_END_S)
         kill_descendants(_END_S)
         self._records.put(None)
@@ -84,7 +84,7 @@ class HostAgent:
 
     def _start(self, order: kp.StartActor) -> None:
         key = order.key
-        # The same folder as here, if there is one: a setup hook then imports what it does locally.
+        # The driver's folder, if it exists here: a setup hook then imports what it imports locally.
         with contextlib.suppress(OSError):
             os.chdir(order.folder)
         try:
@@ -116,7 +116,7 @@ class HostAgent:
             try:
                 while record:
                     record = record[os.write(1, record) :]
-            except OSError:  # nobody reads any more; stdin tells the same
+            except OSError:  # nobody reads any more, which stdin shows too
                 return
 
 
@@ -125,8 +125,8 @@ def main() -> None:
     lease = Lease(float(sys.argv[1])) if len(sys.argv) == 2 else Lease()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # Somebody may have stopped this process, and neither end of file nor a lease can end one that is: when sshd, or
-    # whoever else started it, goes, it goes on, and sees both. (SIGKILL would leave behind what its actors started.)
+    # Neither end of file nor a lease can end a process that was stopped (SIGSTOP). When its parent, such as sshd,
+    # ends, this process goes on and sees both. (SIGKILL would leave behind what its actors started.)
     signal_at_parents_death(signal.SIGCONT)
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, _on_signal)
@@ -164,7 +164,7 @@ def obey_orders(host_agent: HostAgent, descriptor: int, lease: Lease) -> ExitCod
         for line in lines:
             try:
                 order = kp.read_order(line)
-            except ValueError as error:  # never the line itself: it may hold the secret
+            except ValueError as error:  # the line itself may hold the secret and is not printed
                 print(
                     f"python -m jaxpp_async.launch.host_agent is run by a mesh, not by hand: {error}",
                     file=sys.stderr,

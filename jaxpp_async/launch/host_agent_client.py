@@ -134,7 +134,7 @@ class HostProgram(Generic[R]):
         """Take a line of the program's output. Any thread may call this."""
         try:
             self._loop.call_soon_threadsafe(self._take, line)
-        except RuntimeError:  # the loop has closed: nobody is left to tell
+        except RuntimeError:  # the loop has closed
             return
 
     def attach(self, stream: Stream) -> None:
@@ -197,7 +197,7 @@ class HostProgram(Generic[R]):
         else:
             self._take_text(line)
 
-    # ------------------------------------------------------------ for each kind to say
+    # ------------------------------------------------------------ for subclasses
 
     def _take_record(self, record: R) -> None:
         raise NotImplementedError
@@ -212,7 +212,7 @@ class HostProgram(Generic[R]):
         """Act on the end of the stream."""
 
 
-# ---------------------------------------------------------------- keeper link
+# ---------------------------------------------------------------- host agents
 
 
 @dataclass(slots=True)
@@ -324,7 +324,7 @@ class HostAgentClient(HostProgram[kp.Record]):
         for actor in self._actors.values():
             if not actor.started.done():
                 actor.started.set_exception(OSError(f"the connection to {self.name} has ended"))
-                actor.started.exception()  # whoever awaits it still gets it
+                actor.started.exception()  # code that awaits it still gets it
             if not actor.dead.done():
                 last_words = (*actor.tail, f"the connection to {self.name} has ended", *said[-3:])
                 expired = end.returncode == ExitCode.LEASE_EXPIRED

@@ -1,4 +1,4 @@
-"""local: the processes of actors, on this machine."""
+"""Start actors as processes of this machine."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from jaxpp_async.transport.registry import make_process_transport
 
 
 class LocalLauncher:
-    """Processes of this machine, one an actor or several.
+    """A launcher that starts the processes of actors on this machine.
 
     Args:
         pin_cores: share this process's CPU cores out among the actors.
-        python: the interpreter; default this one.
+        python: the interpreter; default: this one.
         settings: devices, CPUs and network of the actors.
         actor: `module:name` of the actor class, for tests of the control plane.
-        forward: called with each line that an actor prints, prefixed; default: to `sys.stderr`.
-        lease_s: how long an actor waits for a sign of life on its stdin.
+        forward: called with each line that an actor prints, prefixed; default: prints to `sys.stderr`.
+        lease_s: how long an actor goes on without a sign of life on its stdin, in seconds.
     """
 
     listen_host = "127.0.0.1"
@@ -53,7 +53,7 @@ class LocalLauncher:
         self._pages: list[ProgressPage] = []
 
     def make_transport(self, kind: str, network: Network) -> Transport:
-        """The controller's UCX end."""
+        """Make the controller's transport, over UCX."""
         return make_process_transport(kind, CONTROLLER, network)
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
@@ -93,7 +93,7 @@ class LocalLauncher:
 
 
 class _LocalHandle:
-    """An `ActorHandle` on a process of the warden."""
+    """An `ActorHandle` on a process of the process supervisor."""
 
     def __init__(self, actor: ActorProcess):
         self._process, self.host, self.pid = actor.process, socket.gethostname(), actor.process.pid

@@ -81,9 +81,7 @@ class Encoder:
 
     def __init__(self, max_bytes: int):
         self._max_bytes = max_bytes
-        self._packer: msgpack.Packer | None = (
-            None  # it takes memory, so there is none before the first message
-        )
+        self._packer: msgpack.Packer | None = None  # made with the first message, since it takes memory
 
     def encode(self, message: object) -> bytes:
         """Encode a message.
@@ -189,7 +187,7 @@ def _unpack(data: bytes | memoryview) -> Any:
     try:
         skipper = msgpack.Unpacker(max_buffer_size=len(data))
         skipper.feed(data)
-        skipper.skip()  # creates nothing; afterwards every element that a header announces is known to be there
+        skipper.skip()  # creates nothing, and fails if an element is missing that a header announces
         return msgpack.unpackb(data, use_list=False, strict_map_key=False, max_array_len=len(data))
     except _UNPACK_ERRORS as error:
         raise _not_msgpack(error) from None
@@ -277,8 +275,8 @@ def _dataclass_decoder(cls: type) -> Decode:
     names = tuple(f.name for f in dataclasses.fields(cls))
     decoders = tuple(_decoder(hints[name]) for name in names)
     usual = tuple(_wire_type(hints[name]) for name in names)
-    # Where every field has exactly the type of its hint, plain fields need no check of their own, and neither do empty
-    # arrays and maps.
+    # Where every field has exactly the type of its hint, plain fields need no check of their own, and neither do
+    # empty arrays and maps.
     fields = [(k, decoders[k], _may_be_empty(hints[name])) for k, name in enumerate(names)]
     not_plain = tuple(field for field in fields if hints[names[field[0]]] not in _PLAIN)
     unusual = tuple((k, decode_field, False) for k, decode_field in enumerate(decoders))

@@ -164,7 +164,7 @@ class Connection(asyncio.Protocol):
             return
         if not self.opened.done():
             self._send_greeting()
-            if self.wire.error is not None:  # the connection has no owner yet that could be told
+            if self.wire.error is not None:  # the connection has no owner yet
                 self.fail(self.wire.error)
                 return
             if self.wire.state == "open":

@@ -733,7 +733,7 @@ class SendReplica:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveReplica:
-    """Have a process receive the replica of another process's arrays from a peer and keep it in host memory. The
+    """Have a process receive a replica of `owner`'s arrays from a peer and keep it in host memory. The
     controller sends it together with the peer's `SendReplica`.
 
     Reply: `Done`, once all of the replica is here.
