@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import astuple
 from importlib import metadata
 
 import jaxpp_async
@@ -106,9 +107,7 @@ class HostAgent:
         actor = self._actors.pop(key)
         at = actor.page.read()
         actor.page.close()
-        position = (
-            (at.step, at.program_id, at.instruction, at.waiting, at.computing) if at is not None else None
-        )
+        position = astuple(at) if at is not None else None
         self.say(kp.ActorEnded(key, ExitCode.LEASE_EXPIRED if self._is_expired else returncode, position))
 
     def _write_records(self) -> None:
@@ -125,8 +124,8 @@ def main() -> None:
     lease = Lease(float(sys.argv[1])) if len(sys.argv) == 2 else Lease()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # Neither end of file nor a lease can end a process that was stopped (SIGSTOP). When its parent, such as sshd,
-    # ends, this process goes on and sees both. (SIGKILL would leave behind what its actors started.)
+    # Neither end of file nor a lease can end a process that was stopped (SIGSTOP). When its parent, such as
+    # sshd, ends, this process goes on and sees both. (SIGKILL would leave behind what its actors started.)
     signal_at_parents_death(signal.SIGCONT)
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, _on_signal)

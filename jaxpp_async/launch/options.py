@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from jaxpp_async.errors import MeshError
@@ -22,6 +22,8 @@ OF_PROCESSES = frozenset({"lease_s", "python", "cpus", "devices", "interface", "
 
 OF_HOSTS = OF_PROCESSES | {"control_address"}
 """Options that every launcher uses which starts processes on other hosts."""
+
+_OF_SOME = ("hosts", "ssh_options", *sorted(OF_HOSTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +65,9 @@ class LaunchOptions:
     @property
     def given(self) -> tuple[str, ...]:
         """Names of the given options that some launchers do not use."""
-        is_given = {
-            "hosts": self.hosts is not None,
-            "ssh_options": bool(self.ssh_options),
-            "control_address": self.control_address is not None,
-            "lease_s": self.lease_s != LEASE_S,
-            "python": self.python is not None,
-            "cpus": self.cpus is not None,
-            "devices": self.devices is not None,
-            "interface": self.interface is not None,
-            "ports": self.ports is not None,
-        }
-        return tuple(name for name in is_given if is_given[name])
+        default = {f.name: f.default for f in fields(self)}
+        names = [name for name in _OF_SOME if getattr(self, name) != default[name]]
+        return tuple(name for name in names if name != "ssh_options" or self.ssh_options)  # it may be []
 
     def settings(self) -> Settings:
         """Make the settings that hold for every host.

@@ -130,7 +130,7 @@ class ProcessSupervisor:
         self._finished: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="jaxpp-async process supervisor", daemon=True)
         self._thread.start()
-        # The actors of a mesh that nobody closed end with the interpreter, and this thread ends before stderr.
+        # The actors of a mesh that nobody closed end with the interpreter, this thread before stderr does.
         atexit.register(self._at_exit)
 
     def spawn(

@@ -275,8 +275,8 @@ def _dataclass_decoder(cls: type) -> Decode:
     names = tuple(f.name for f in dataclasses.fields(cls))
     decoders = tuple(_decoder(hints[name]) for name in names)
     usual = tuple(_wire_type(hints[name]) for name in names)
-    # Where every field has exactly the type of its hint, plain fields need no check of their own, and neither do
-    # empty arrays and maps.
+    # Where every field has exactly the type of its hint, plain fields need no check of their own, and neither
+    # do empty arrays and maps.
     fields = [(k, decoders[k], _may_be_empty(hints[name])) for k, name in enumerate(names)]
     not_plain = tuple(field for field in fields if hints[names[field[0]]] not in _PLAIN)
     unusual = tuple((k, decode_field, False) for k, decode_field in enumerate(decoders))
