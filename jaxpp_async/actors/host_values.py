@@ -112,9 +112,9 @@ class HostValues:
                 make_tag(epoch, HOST_CHANNEL, put.sequence + shard.part.number),
             )
             is_ours = owner == self._process_rank.rank
-            source = CONTROLLER if is_ours else self._process_rank.mate(owner)
+            source = CONTROLLER if is_ours else self._process_rank.process_of_rank(owner)
             others = (
-                [self._process_rank.mate(rank) for rank in shard.part.ranks if rank != owner]
+                [self._process_rank.process_of_rank(rank) for rank in shard.part.ranks if rank != owner]
                 if is_ours
                 else []
             )

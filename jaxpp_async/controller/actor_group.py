@@ -31,7 +31,7 @@ from jaxpp_async.launch import ActorHandle, Launcher, LaunchSpec
 from jaxpp_async.launch.hosts import address_towards, addresses_of_hosts
 from jaxpp_async.layout.array_parts import Scattering
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, ProcessId
-from jaxpp_async.protocol.actor_info import ActorInfo, Topology, of_actor
+from jaxpp_async.protocol.actor_info import ActorInfo, Topology, merge_processes
 from jaxpp_async.protocol.frames import SECRET_BYTES
 from jaxpp_async.protocol.messages import (
     Abort,
@@ -143,7 +143,7 @@ class ActorGroup:
 
     def info(self, actor: ActorId) -> ActorInfo:
         """Say where an actor is and how it does."""
-        return of_actor([link.info for link in self._links_of(actor)])
+        return merge_processes([link.info for link in self._links_of(actor)])
 
     def set_state(self, actor: ActorId, state: str) -> None:
         """Note how an actor does."""
@@ -151,7 +151,9 @@ class ActorGroup:
             link.info = replace(link.info, state=state)
 
     def _links_of(self, actor: ActorId) -> list[ActorLink]:
-        return [self.links[process] for process in self.processes.of(actor) if process in self.links]
+        return [
+            self.links[process] for process in self.processes.processes_of(actor) if process in self.links
+        ]
 
     # ------------------------------------------------------------ starting
 
@@ -204,7 +206,7 @@ class ActorGroup:
         Raises:
             LaunchError, HandshakeError: as `start`.
         """
-        processes = self.processes.of(actor)
+        processes = self.processes.processes_of(actor)
         links = await all_of({process: self._start_process(process) for process in processes}, "start")
         clusters = await self._clusters(list(links.values()))
         await all_of(
@@ -342,7 +344,9 @@ class ActorGroup:
     async def remove(self, actor: ActorId) -> None:
         """Kill an actor's processes, if they have not ended, and drop their connections."""
         handles: dict[int, ActorHandle] = {}
-        for process in reversed(self.processes.of(actor)):  # the others end loudly when they miss the first
+        for process in reversed(
+            self.processes.processes_of(actor)
+        ):  # the others end loudly when they miss the first
             if process in self.links:
                 self._drop(self.links[process])
             if process in self.handles:

@@ -44,7 +44,7 @@ class ClockWatch:
         """Take a heartbeat (`ControlListener.on_beat`), and ask for the actor's time if that is of use."""
         actor, now = identity.process_id, time.monotonic()
         self._clocks.name(actor, beat.clock)
-        if self._clocks.of(actor).is_ours or now - self._asked.get(actor, -math.inf) < FORGET_S:
+        if self._clocks.clock_of(actor).is_ours or now - self._asked.get(actor, -math.inf) < FORGET_S:
             return
         try:
             answer = self._ask(actor)
@@ -55,7 +55,7 @@ class ClockWatch:
 
     def clock_of(self, actor: ActorId) -> Clock:
         """Give the clock of the process that is this actor now, which later answers keep up to date."""
-        return self._clocks.of(actor)
+        return self._clocks.clock_of(actor)
 
     def _note_answer(self, actor: ActorId, sent_s: float, answer: asyncio.Future[Reported]) -> None:
         if self._asked.get(actor) != sent_s:

@@ -352,7 +352,7 @@ class Controller:
         frees, calls, posts = self._frees.take(), dict[ProcessId, PendingRequest](), list[SentRequest]()
         for actor in sorted(set(values) | set(frees)):
             small, large = self._actor_group.host_transfers.prepare(actor, values.get(actor, ()))
-            for process in self.processes.of(actor):
+            for process in self.processes.processes_of(actor):
                 calls[process] = PendingRequest(Done)
                 message = Store(self.request_log.number(), small, frees.get(actor, ()))
                 posts.append(self._with_values(process, message, calls[process], large.get(process, ()), []))
@@ -430,7 +430,7 @@ class Controller:
 
     def _send_frees(self) -> None:
         for actor, array_ids in self._frees.take().items():
-            for process in self.processes.of(actor):
+            for process in self.processes.processes_of(actor):
                 message = Store(self.request_log.number(), (), array_ids)
                 self.request_log.post(SentRequest(process, message, PendingRequest(Done, awaited=False)))
 
@@ -488,7 +488,7 @@ class Controller:
                 f"RemoteMesh(max_restarts=n) replaces actors that die or hang, and goes on: {more}"
             )
         if isinstance(error, ActorUnresponsiveError) and error.actor is not None:
-            for process in self.processes.of(error.actor):
+            for process in self.processes.processes_of(error.actor):
                 self._actor_group.handles[process].kill()  # it would hold up the end
         step = min((s for s in self._under_way if error.step in (None, step_number(s))), default=None)
         self._cause_raised |= self.request_log.fail_all(error, step)

@@ -68,7 +68,9 @@ class Deployment:
         processes = self._actor_group.processes
         try:
             with self._paused():
-                loading = {process: self._load(program_id, process) for process in processes.of_all(parts)}
+                loading = {
+                    process: self._load(program_id, process) for process in processes.processes_of_all(parts)
+                }
                 loaded = await all_of(loading, "load")
                 await self._linking.link(program_id)
         except BaseException:  # also a cancellation: nobody will run it
@@ -321,7 +323,7 @@ class LoadedPrograms:
         order = sorted(parts)
         texts = {actor: str(parts[actor]) for actor in order}
         used = {actor: dict(keys.get(actor, {})) for actor in order}
-        places = tuple((actor, tuple(self._processes.of(actor))) for actor in order)
+        places = tuple((actor, tuple(self._processes.processes_of(actor))) for actor in order)
         # Tests of the control plane load plain text instead of programs.
         in_order = {a: part for a in order if isinstance(part := parts[a], ActorProgram)}
         self._programs[program_id] = _Program(places, in_order, texts, used, dict(blobs), dict(names))

@@ -20,7 +20,7 @@ from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.controller.stall_detector import ProgramOf, Stall, StallDetector, describe_position
 from jaxpp_async.errors import ActorError
 from jaxpp_async.program.instructions import ActorId, ProcessId
-from jaxpp_async.protocol.actor_info import ActorInfo, Position, hindmost, place_of
+from jaxpp_async.protocol.actor_info import ActorInfo, Position, actor_and_rank, furthest_behind
 from jaxpp_async.protocol.clocks import TICK_S, SuspendAwareClock
 from jaxpp_async.protocol.frames import Identity
 from jaxpp_async.protocol.messages import Beat, Reported
@@ -158,7 +158,7 @@ class HealthMonitor:
         return found
 
     def _actor_of(self, process: ProcessId) -> ActorId:
-        return place_of(process, self._options.actors.processes_per_actor)[0]
+        return actor_and_rank(process, self._options.actors.processes_per_actor)[0]
 
     def _by_actor(self, unfinished: Mapping[ProcessId, int]) -> dict[ActorId, list[ProcessId]]:
         found: dict[ActorId, list[ProcessId]] = {}
@@ -176,7 +176,7 @@ class HealthMonitor:
     def _judge_steps(self, now: float) -> None:
         unfinished = self._unfinished(self._failure_detector.watched)
         positions = {
-            actor: hindmost([self._failure_detector.position(process) for process in processes])
+            actor: furthest_behind([self._failure_detector.position(process) for process in processes])
             for actor, processes in self._by_actor(unfinished).items()
         }
         silent = self._silent_actors(now, self._options.suspect_s)

@@ -140,7 +140,7 @@ class Recovery:
             return
         if error.actor is not None and not isinstance(error, TransferError | RemoteError):
             self._lost.add(error.actor)
-            for process in self._actor_group.processes.of(error.actor):
+            for process in self._actor_group.processes.processes_of(error.actor):
                 self._failure_policy.unwatch(process)
         where = {"actor": error.actor, "host": error.host, "step": error.step}
         _LOG.warning("restarting because of a failure: %s", error, extra=where)
@@ -212,7 +212,9 @@ class Recovery:
         await self._prepare(living, lost, str(cause).partition("\n")[0])
         actor_group.check_devices()
         await self._connect()
-        await all_of({process: self._load(process) for process in actor_group.processes.of_all(lost)}, "load")
+        await all_of(
+            {process: self._load(process) for process in actor_group.processes.processes_of_all(lost)}, "load"
+        )
         await self._linking.link_again()
         await self.replication.roll_back(lost)
         self._lost.clear()
@@ -233,7 +235,7 @@ class Recovery:
         """Start new processes for the lost actors, and new ends of the data plane for the living ones."""
         processes = self._actor_group.processes
         replacing = {processes.process(actor, 0): self._replace(actor) for actor in lost}
-        settling = {process: self._settle(process, cause) for process in processes.of_all(living)}
+        settling = {process: self._settle(process, cause) for process in processes.processes_of_all(living)}
         host = self._actor_group.reset_host_transport()
         await all_of({**replacing, **settling, CONTROLLER: host}, "prepare")
 

@@ -143,7 +143,7 @@ class StateReplication:
             await self._bring_back(generation, lost)
             # The copies that the lost actors held for others; until they are there again, one more loss would
             # be one too many.
-            gone = self._actor_group.processes.of_all(lost)
+            gone = self._actor_group.processes.processes_of_all(lost)
             orphans = {p: self._contents[p] for p in everyone if self._holder_of(p) in gone}
             await self._hand_over(generation, orphans)
         size_bytes = sum(n for kept in self._contents.values() for array in kept for n in array.shard_bytes)
@@ -203,7 +203,7 @@ class StateReplication:
     async def _bring_back(self, generation: int, lost: Collection[ActorId]) -> None:
         """Move copies from the holders to the successors of the lost actors."""
         processes = self._actor_group.processes
-        for process in processes.of_all(lost):
+        for process in processes.processes_of_all(lost):
             holder, actor = self._holder_of(process), processes.actor_of(process)
             if holder != CONTROLLER and (other := processes.actor_of(holder)) in lost:
                 raise StateLostError(
@@ -212,7 +212,9 @@ class StateReplication:
                     actor=actor,
                     host=self._actor_group.links[process].info.host,
                 )
-        routes = {process: (self._holder_of(process), process) for process in processes.of_all(lost)}
+        routes = {
+            process: (self._holder_of(process), process) for process in processes.processes_of_all(lost)
+        }
         await self._move(generation, self._contents, routes)
 
     async def _move(
@@ -247,13 +249,15 @@ class StateReplication:
         except TimeoutError:
             of = next(of for of in routes if of not in arrived)
             source, to = routes[of]
-            of_actor, *ends = (self._actor_group.processes.actor_of(process) for process in (of, source, to))
+            merge_processes, *ends = (
+                self._actor_group.processes.actor_of(process) for process in (of, source, to)
+            )
             link = (
                 "with the controller"
                 if CONTROLLER in (source, to)
                 else f"between actors {ends[0]} and {ends[1]}"
             )
-            what = f"the copy of actor {of_actor}'s arrays does not arrive: the link {link} is broken"
+            what = f"the copy of actor {merge_processes}'s arrays does not arrive: the link {link} is broken"
             raise TransferError(
                 f"{what}, or slower than 50 MB/s (progress_timeout_s)", actor=ends[1]
             ) from None
@@ -273,7 +277,7 @@ class StateReplication:
         if processes.num_actors == 1:
             return CONTROLLER
         hosts = [
-            [self._actor_group.links[p].info.host for p in processes.of(actor)]
+            [self._actor_group.links[p].info.host for p in processes.processes_of(actor)]
             for actor in self._actor_group.actors
         ]
         return processes.process(holders(hosts)[processes.actor_of(process)], processes.rank_of(process))

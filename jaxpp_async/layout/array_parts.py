@@ -38,7 +38,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxpp_async.program.instructions import ActorId, Aval, ProcessId, Tag
-from jaxpp_async.protocol.actor_info import ProcessRank, place_of, process_of
+from jaxpp_async.protocol.actor_info import ProcessRank, actor_and_rank, process_of
 from jaxpp_async.protocol.messages import ArrayId
 from jaxpp_async.transport.nccl.order import NcclLink, OrderedMessage
 
@@ -162,7 +162,7 @@ def sends(
         held: the parts of the array that it holds.
         num_devices: of the actor.
     """
-    peer = process_rank.partner(to_actor)
+    peer = process_rank.counterpart_in(to_actor)
     return tuple(
         PieceTransfer(piece, peer, sequence(tag, part, num_devices))
         for piece, part in enumerate(held)
@@ -174,11 +174,13 @@ def receives(
     process_rank: ProcessRank, held: Sequence[Part], tag: Tag, from_actor: ActorId, num_devices: int
 ) -> tuple[PieceTransfer, ...]:
     """What it receives: every part that it holds, from the other actor or from the mate that has it from there."""
-    partner = process_rank.partner(from_actor)
+    partner = process_rank.counterpart_in(from_actor)
     return tuple(
         PieceTransfer(
             piece,
-            partner if part.owner(tag) == process_rank.rank else process_rank.mate(part.owner(tag)),
+            partner
+            if part.owner(tag) == process_rank.rank
+            else process_rank.process_of_rank(part.owner(tag)),
             sequence(tag, part, num_devices),
         )
         for piece, part in enumerate(held)
@@ -194,7 +196,7 @@ def relays(
         if part.owner(tag) == process_rank.rank and len(part.ranks) > 1:
             others = [rank for rank in part.ranks if rank != process_rank.rank]
             found[piece] = tuple(
-                PieceTransfer(piece, process_rank.mate(rank), sequence(tag, part, num_devices))
+                PieceTransfer(piece, process_rank.process_of_rank(rank), sequence(tag, part, num_devices))
                 for rank in others
             )
     return found
@@ -239,7 +241,7 @@ def _turns(
     for piece, peer, sequence in legs:
         here = _first_device(held[piece], process_rank.rank, num_devices // process_rank.size)
         there = _first_device(
-            held[piece], place_of(peer, process_rank.size)[1], num_devices // process_rank.size
+            held[piece], actor_and_rank(peer, process_rank.size)[1], num_devices // process_rank.size
         )
         ends = (
             (process_rank.process, peer, here, there) if sends else (peer, process_rank.process, there, here)
@@ -281,7 +283,7 @@ class Scattering:
 
     def first_of(self, process: ProcessId) -> ProcessId:
         """The first process of the actor that a process belongs to."""
-        return self.process(place_of(process, self.per_actor)[0], 0)
+        return self.process(actor_and_rank(process, self.per_actor)[0], 0)
 
     def parts(self, aval: Aval) -> tuple[Part, ...]:
         """The distinct parts of an array."""

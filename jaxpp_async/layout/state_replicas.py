@@ -78,7 +78,7 @@ class ReplicaStore:
         Raises:
             ProtocolError: it is not here. TransferError: the link failed.
         """
-        flat = self.get(message.generation, message.of)._flat
+        flat = self.get(message.generation, message.owner)._flat
         await _all(
             [
                 transport.send(data, message.to, _tag(message.epoch, k))
@@ -102,7 +102,7 @@ class ReplicaStore:
                 if data.nbytes
             ]
         )
-        self.put(message.generation, message.of, copy)
+        self.put(message.generation, message.owner, copy)
 
 
 def holders(hosts: Sequence[Sequence[str]]) -> dict[int, int]:

@@ -39,7 +39,7 @@ from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.launch.hosts import KEEP_MEMORY, Settings, defaults
 from jaxpp_async.launch.launcher import LaunchSpec
 from jaxpp_async.launch.spawn import ActorRequest
-from jaxpp_async.protocol.actor_info import ActorInfo, of_actor
+from jaxpp_async.protocol.actor_info import ActorInfo, merge_processes
 from jaxpp_async.session import mesh_options
 from jaxpp_async.transport.nccl import library as nccl_library
 from jaxpp_async.transport.ucx import context as ucx_context
@@ -546,8 +546,8 @@ def test_an_actor_tells_which_gpus_it_has():
     processes = [
         ActorInfo(0, "n1", 7 + k, (f"cuda:{k}",), "ready", k, 2, gpus=(f"GPU-{k}",)) for k in range(2)
     ]
-    assert of_actor(processes).gpus == ("GPU-0", "GPU-1")
-    assert [process.gpus for process in of_actor(processes).processes] == [("GPU-0",), ("GPU-1",)]
+    assert merge_processes(processes).gpus == ("GPU-0", "GPU-1")
+    assert [process.gpus for process in merge_processes(processes).processes] == [("GPU-0",), ("GPU-1",)]
 
 
 def test_the_door_has_a_stream_wait_and_records_an_event_there(monkeypatch):

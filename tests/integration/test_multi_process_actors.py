@@ -30,7 +30,14 @@ from jaxpp_async.layout import array_parts
 from jaxpp_async.layout.array_parts import Gathering, Scattering, parts_of
 from jaxpp_async.layout.state_replicas import holders
 from jaxpp_async.program.instructions import Aval
-from jaxpp_async.protocol.actor_info import ActorInfo, Position, ProcessRank, Topology, hindmost, of_actor
+from jaxpp_async.protocol.actor_info import (
+    ActorInfo,
+    Position,
+    ProcessRank,
+    Topology,
+    furthest_behind,
+    merge_processes,
+)
 from jaxpp_async.protocol.messages import Fetch
 
 AXES = (("data", 2), ("model", 2))
@@ -43,7 +50,9 @@ def test_an_actors_processes_are_neighbours():
     assert [(processes.actor_of(p), processes.rank_of(p)) for p in processes.everyone] == [
         (actor, rank) for actor in range(3) for rank in range(2)
     ]
-    assert list(processes.of(1)) == [2, 3] == list(processes.mates_of(3)) and processes.of_all([2, 0]) == [
+    assert list(processes.processes_of(1)) == [2, 3] == list(
+        processes.group_of(3)
+    ) and processes.processes_of_all([2, 0]) == [
         0,
         1,
         4,
@@ -54,8 +63,8 @@ def test_an_actors_processes_are_neighbours():
     assert (
         process_rank.actor,
         process_rank.rank,
-        process_rank.mate(0),
-        process_rank.partner(2),
+        process_rank.process_of_rank(0),
+        process_rank.counterpart_in(2),
         str(process_rank),
     ) == (
         1,
@@ -72,7 +81,7 @@ def test_an_actor_is_as_its_worst_process():
         ActorInfo(1, "a", 7, ("cpu:0",), "ready", 0, 2),
         ActorInfo(1, "b", 8, ("cpu:1",), "failed", 1, 2),
     ]
-    actor = of_actor(infos)
+    actor = merge_processes(infos)
     assert (actor.id, actor.host, actor.pid, actor.devices, actor.state) == (
         1,
         "a",
@@ -86,14 +95,14 @@ def test_an_actor_is_as_its_worst_process():
         "<actor 1: failed cpu:0 cpu:1; 2 processes: host a pid 7 ready, host b pid 8 failed>"
     )
     assert (
-        repr(of_actor([ActorInfo(0, "a", 7, ("cpu:0",), "ready")]))
+        repr(merge_processes([ActorInfo(0, "a", 7, ("cpu:0",), "ready")]))
         == "<actor 0 (host a, pid 7): ready cpu:0>"
     )
 
 
 def test_where_an_actor_is_says_the_hindmost():
     behind, ahead = Position(3, 0, 5, waiting=True), Position(3, 0, 5, waiting=False, computing=True)
-    assert hindmost([ahead, behind]) == behind and hindmost([ahead, None]) is None
+    assert furthest_behind([ahead, behind]) == behind and furthest_behind([ahead, None]) is None
 
 
 def test_copies_lie_on_other_hosts_rank_by_rank():
