@@ -256,13 +256,13 @@ class StateReplication:
 
     async def _hold(self, process: ProcessId, message: ReceiveReplica) -> None:
         if process == CONTROLLER:
-            await self._replica_store.hold(self._actor_group.plane.transport, message)
+            await self._replica_store.receive(self._actor_group.plane.transport, message)
         else:
             await self._ask(process, message, Done)
 
     async def _lend(self, process: ProcessId, message: SendReplica) -> None:
         if process == CONTROLLER:
-            await self._replica_store.lend(self._actor_group.plane.transport, message)
+            await self._replica_store.send(self._actor_group.plane.transport, message)
         else:
             await self._ask(process, message, Done)
 

@@ -10,7 +10,7 @@ SCRIPT = """
 import asyncio, json, os, sys
 import numpy as np
 sys.path.insert(0, sys.argv[1])
-from jaxpp_async.actors import messages as m
+from jaxpp_async.protocol import messages as m
 from jaxpp_async.actors.actor import Actor
 from jaxpp_async.transport.memory import MemoryNetwork, MemoryTransport
 
@@ -27,13 +27,14 @@ async def main():
 
     import jax
     from jax import export
-    from jaxpp_async.program.instructions import ActorProgram, Aval, Input, Output, Run
+    from jaxpp_async.program.actor_program import ActorProgram
+    from jaxpp_async.program.instructions import Aval, Input, Output, Run
     aval = Aval((4,), "float64", ("data",))
-    spec = jax.sharding.NamedSharding(actor._equipment.machine.layouts.devices.mesh, jax.sharding.PartitionSpec("data"))
+    spec = jax.sharding.NamedSharding(actor._resources.step_resources.layouts.devices.mesh, jax.sharding.PartitionSpec("data"))
     double = jax.jit(lambda x: (x * 2,), in_shardings=spec, out_shardings=spec)
     blob = bytes(export.export(double)(jax.ShapeDtypeStruct((4,), "float64")).serialize())
     program = ActorProgram(0, (Input(0, 0, aval), Run("f", 0, (0,), (1,)), Output(1, 0)), (aval, aval))
-    actor.handle(m.Load(2, 0, format_program(program), {0: "f"}, {"f": blob}))
+    actor.handle(m.Load(2, 0, str(program), {0: "f"}, {"f": blob}))
     loaded = await replies.get()
     assert isinstance(loaded, m.Loaded), loaded.traceback
     put = m.Put(1, aval, np.arange(4.0).tobytes())
