@@ -237,7 +237,7 @@ def call_checked(
     arguments: Sequence[jax.Array],
     *,
     infs: bool,
-    explain: Callable[[], str | None],
+    explain: Callable[[], str | None] | None,
 ) -> Sequence[jax.Array]:
     """Call an executable and check its results.
 
@@ -246,7 +246,8 @@ def call_checked(
         arguments: its arguments.
         infs: check for infinities, if the configuration forbids them; an accumulator of `Max` begins with
             one.
-        explain: returns, once `call` has returned, which operation made the value; None if that is not known.
+        explain: returns, once `call` has returned, which operation made the value, or None; None for a task
+            that does not check its operations.
 
     Raises:
         FloatingPointError: a result has a NaN (or an infinity) and the configuration forbids it.
@@ -262,7 +263,7 @@ def call_checked(
             kind = _kind(np.asarray(shard.data), nans, infs)
             if kind is not None:
                 result = f"result {position} ({array.dtype}{list(array.shape)}) of the task"
-                blame = explain() or f"invalid value ({kind}) in {result}"
+                blame = (explain() if explain else None) or f"invalid value ({kind}) in {result}"
                 raise FloatingPointError(f"{blame}; jax_debug_{kind}s is on")
     return outputs
 

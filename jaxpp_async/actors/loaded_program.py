@@ -67,7 +67,7 @@ class LoadedTask:
     __slots__ = ("_call", "_check_infs", "_explain")
 
     def __init__(self, call: Call, label: str, places: Sequence[str] | None, names: Sequence[str | None]):
-        self._call, self._explain = call, _explain_nothing
+        self._call, self._explain = call, None
         if places is not None:
             self._call = checked = executables.SelfChecked(call, places, names)
             self._explain = checked.explain
@@ -95,12 +95,8 @@ class LoadedTask:
         return outputs
 
 
-def _explain_nothing() -> str | None:
-    return None
-
-
 class _RunTimes:
-    """How long the runs of one executable take."""
+    """Estimates how long the runs of one executable take."""
 
     __slots__ = ("instructions", "is_quick", "runs", "typical_s")
 

@@ -62,7 +62,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How arrays of one aval lie on a process's devices.
+    """The distribution of arrays of one aval over a process's devices.
 
     Args:
         aval: the aval.

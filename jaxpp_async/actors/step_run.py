@@ -54,7 +54,7 @@ MAX_PASS_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class StepFailure:
-    """Why a step ended early, and the text of the instruction that failed or was under way."""
+    """The error that ended a step early, and the text of the instruction that failed or was under way."""
 
     error: BaseException
     instruction: str | None
@@ -240,7 +240,7 @@ class StepRun:
             self._received(command, self._receiving[command.buffer])
 
     def _received(self, command: PostRecv, buffer: ReceiveBuffer) -> None:
-        """All pieces of a receive are in: make the array available."""
+        """Make the array available, once all pieces of a receive are in."""
         key = command.buffer
         if command.private or buffer.array is None:
             try:
@@ -363,7 +363,7 @@ class StepRun:
     def _compute(self, command: Execute) -> Callable[[], None] | None:
         """Run a task, on the compute thread."""
         if self.ended or not self._may_begin():
-            return _do_nothing
+            return None
         self._note(command.instruction, computing=True)
         lock: AbstractContextManager = self._resources.device_lock or nullcontext()
         try:
@@ -447,10 +447,6 @@ def _shared_entries(bound: Mapping[int, StoredArray]) -> frozenset[int]:
     return frozenset(id(entry) for entry in bound.values() if id(entry) in seen or seen.add(id(entry)))
 
 
-def _do_nothing() -> None:
-    """Wake the event loop after a run that was dropped, since the step ended before it."""
-
-
 @dataclass(frozen=True, slots=True)
 class TransferRelay:
     """One transfer whose pieces other processes of the actor need as well: receives each piece, and passes it
@@ -524,7 +520,7 @@ class DeviceStepRun(StepRun):
     def _compute(self, command: Execute) -> Callable[[], None] | None:
         """Give a run to the device, on the compute thread, without waiting for it."""
         if self.ended or not self._may_begin():
-            return _do_nothing
+            return None
         self._note(command.instruction, computing=True)
         called_s = time.monotonic()
         try:
@@ -561,7 +557,7 @@ class DeviceStepRun(StepRun):
             self.fail(error, command.instruction)
 
     def _received_everywhere(self, command: PostRecv, buffer: ReceiveBuffer) -> None:
-        """The data is in on every device: make the array available, or begin its private copy."""
+        """Make the array available, or begin its private copy, once the data is in on every device."""
         if command.private:
             self._resources.compute.submit(partial(self._copy_out, command, buffer))
             return
@@ -579,10 +575,9 @@ class DeviceStepRun(StepRun):
 
         try:
             copy = duplicate(buffer.array)
-            self._device.after_copy((copy,), self._unless_failed(command, use_copy))
         except Exception as error:  # such as too little memory: the step's failure
             return partial(self.fail, error, command.instruction)
-        return None
+        return self._after_copy(copy, command, use_copy)
 
     def _memories(self, command: StartSend, array: jax.Array, layout: Layout) -> Sequence[Memory] | None:
         if command.buffer in self._unready and not is_ready(array):
@@ -597,8 +592,15 @@ class DeviceStepRun(StepRun):
             self._unready.discard(command.buffer)
             self._carry_out([command])
 
+        return self._after_copy(array, command, send)
+
+    def _after_copy(
+        self, array: jax.Array, command: PostRecv | StartSend, go_on: Callable[[], None]
+    ) -> Callable[[], None] | None:
+        """Have the device call `go_on` when an array is there; return the step's failure if the device
+        refuses."""
         try:
-            self._device.after_copy((array,), self._unless_failed(command, send))
+            self._device.after_copy((array,), self._unless_failed(command, go_on))
         except Exception as error:  # the array failed
             return partial(self.fail, error, command.instruction)
         return None

@@ -177,7 +177,7 @@ def plan_relays(
 ) -> dict[int, tuple[PieceTransfer, ...]]:
     """Map each received piece that a process passes on within its actor to the messages that carry it.
 
-    Arguments are those of `plan_sends`. Pieces that the process passes on to nobody are left out.
+    Arguments are those of `plan_sends`. Pieces that it does not pass on are left out.
     """
     return {
         piece: tuple(
@@ -254,7 +254,7 @@ def _first_device(part: Part, rank: int, devices_each: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Scattering:
-    """How host values are split among the processes of an actor, for all actors of one mesh.
+    """Splits host values among the processes of an actor, for all actors of one mesh.
 
     Args:
         axes: the mesh of an actor: (axis name, size).

@@ -203,8 +203,8 @@ def check_files(folder: str, files: Mapping[str, int]) -> None:
 def _locked(folder: str) -> Iterator[None]:
     """Keep other processes from replacing the manifest.
 
-    A file system without locks keeps nobody out: two saves may then both replace one checkpoint. The last of
-    them stays whole, and the other's files are left over.
+    A file system without locks cannot exclude other processes: two saves may then both replace one
+    checkpoint. The last of them stays whole, and the other's files are left over.
 
     Raises:
         CheckpointError: another process has held the lock for too long. OSError: no file can be made in the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,7 @@ async def test_notes_say_who_computes_who_waits_and_when_it_is_over():
     notes: list[tuple[int, bool, bool]] = []
     h = Harness(2, MemoryNetwork())
     note = lambda step, program, at, waiting, computing=False: notes.append((at, waiting, computing))  # noqa: E731
-    h.actors[0]._note_progress = note
+    h.actors[0]._make_resources = partial(h.actors[0]._make_resources, note_progress=note)
     try:
         await h.configure()
         await h.load(0, AHEAD, [V] * 5, [blob(double, V), blob(add, V, V)])
