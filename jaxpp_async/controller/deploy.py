@@ -149,9 +149,9 @@ def _messages(
         aval = part.avals[instruction.buffer] if isinstance(instruction, Send) else instruction.aval
         held = [piece for piece in scattering.parts(aval) if process_rank.rank in piece.ranks]
         if isinstance(instruction, Send):
-            found = array_parts.sent(process_rank, held, tag, instruction.to_actor, num_devices)
+            found = array_parts.order_sends(process_rank, held, tag, instruction.to_actor, num_devices)
         else:
-            found = array_parts.received(process_rank, held, tag, instruction.from_actor, num_devices)
+            found = array_parts.order_receives(process_rank, held, tag, instruction.from_actor, num_devices)
         for sequence, link in found:
             yield link, MessageEnd(sequence, tag, aval)
 

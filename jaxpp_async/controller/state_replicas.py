@@ -267,9 +267,9 @@ class StateReplication:
         if process != CONTROLLER:
             await self._actor_group.links[process].ask(message, Done)
         elif isinstance(message, ReceiveReplica):
-            await self._replica_store.hold(self._actor_group.host_transfers.transport, message)
+            await self._replica_store.receive(self._actor_group.host_transfers.transport, message)
         else:
-            await self._replica_store.lend(self._actor_group.host_transfers.transport, message)
+            await self._replica_store.send(self._actor_group.host_transfers.transport, message)
 
     def _holder_of(self, process: ProcessId) -> ProcessId:
         """Find who holds the copy of a process: the process of equal rank of another actor."""

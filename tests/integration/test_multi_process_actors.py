@@ -162,12 +162,12 @@ def test_each_part_crosses_once_and_reaches_everyone(spec):
         for rank in range(k):
             held = [part for part in parts if rank in part.ranks]
             one, other = ProcessRank(rank, k), ProcessRank(k + rank, k)
-            out = array_parts.sends(one, held, tag, 1, 4)
+            out = array_parts.plan_sends(one, held, tag, 1, 4)
             assert all(leg.peer == k + rank for leg in out)
             sent += [(rank, leg.peer, leg.sequence) for leg in out]
-            for legs in array_parts.relays(other, held, tag, 4).values():
+            for legs in array_parts.plan_relays(other, held, tag, 4).values():
                 sent += [(other.process, leg.peer, leg.sequence) for leg in legs]
-            legs = array_parts.receives(other, held, tag, 0, 4)
+            legs = array_parts.plan_receives(other, held, tag, 0, 4)
             assert [leg.piece for leg in legs] == list(range(len(held)))
             received += [(leg.peer, other.process, leg.sequence) for leg in legs]
         assert sorted(sent) == sorted(received) and len(set(sent)) == len(sent)
@@ -200,7 +200,7 @@ async def test_no_loop_waits_for_parts_that_are_still_on_a_device():
     shard: Any = SimpleNamespace(part=SimpleNamespace(owner=lambda array_id: 0))
     layout: Any = SimpleNamespace(is_here=False, shards=[shard, shard])
     look = HostCopy(layout, asyncio.get_running_loop().create_future())
-    look.pieces.set_result([OnItsWay(), OnItsWay()])
+    look.shards.set_result([OnItsWay(), OnItsWay()])
     with ThreadPoolExecutor(1) as workers:
         nothing: Any = None
         values = HostValues(nothing, nothing, nothing, workers, nothing, ProcessRank(0))

@@ -28,8 +28,7 @@ from resources import everything, nothing_left
 from waiting import until
 
 import jaxpp_async as jpp
-from jaxpp_async.actors import rollback
-from jaxpp_async.actors.shards import hold_pieces
+from jaxpp_async.actors import host_values
 from jaxpp_async.controller import failure_policy, recovery
 from jaxpp_async.controller.recovery import Budget
 from jaxpp_async.controller.requests import ActorLink, PendingRequest
@@ -390,16 +389,13 @@ async def test_what_is_restored_beside_a_save_does_not_need_its_files_later(tmp_
 
 
 async def test_a_copy_that_lacks_an_array_is_none(monkeypatch, caplog):
-    refused = []
+    refused, real = [], host_values.fetch_shards
 
-    def hold(devices: Any) -> Any:
-        def read(array: Any, layout: Any) -> Any:
-            if array.ndim == 2 and not refused:
-                refused.append(array)
-                raise MemoryError("no host memory")
-            return hold_pieces(devices)(array, layout)
-
-        return read
+    def fetch(array: Any, layout: Any) -> Any:
+        if array.ndim == 2 and not refused:
+            refused.append(array)
+            raise MemoryError("no host memory")
+        return real(array, layout)
 
     async with a_mesh(backup_every=1000) as mesh:
         step = mesh.distributed(train_step, donate_argnums=0)
@@ -407,7 +403,7 @@ async def test_a_copy_that_lacks_an_array_is_none(monkeypatch, caplog):
         await settled(mesh)
         replication: Any = mesh._running()._recovery.replication
         before = replication._generation
-        monkeypatch.setattr(rollback, "hold_pieces", hold)
+        monkeypatch.setattr(host_values, "fetch_shards", fetch)
         await asyncio.wait([replication.take()])
         assert replication._generation == before and "no copy of the state could be taken" in caplog.text
         kill(mesh, 1)
