@@ -51,7 +51,7 @@ from jaxpp_async.compiler.ir import Flat, Loop, Op, Traced, Types
 from jaxpp_async.compiler.partition import StagedLoop, partition
 from jaxpp_async.compiler.rematerialization import minimize_residuals
 from jaxpp_async.compiler.sharding_propagation import Spec, propagate, sharded
-from jaxpp_async.compiler.task_graph import PlacedStep, build
+from jaxpp_async.compiler.task_graph import PlacedStep, build_task_graph
 from jaxpp_async.compiler.task_variants import ScheduledLoop, schedule_loop
 from jaxpp_async.compiler.trace import trace, trace_settled, warn_of_markers_outside
 from jaxpp_async.program.actor_program import ActorProgram
@@ -216,7 +216,7 @@ def plan(request: StepRequest, passed: Passed = _unobserved) -> CompilePlan:
         loops = {i: _scheduled(s, request, traced.types) for i, s in staged.items()}
     passed("schedule")
     continues = continued_arguments(traced)
-    placed = build(
+    placed = build_task_graph(
         traced,
         loops,
         num_actors=request.num_actors,
