@@ -29,6 +29,7 @@ from jaxpp_async.program.instructions import (
     Node,
     TaskGraph,
     ValueId,
+    ValueKind,
 )
 
 
@@ -334,8 +335,9 @@ class _StepBuilder:
         name = f"outer{level}_actor{actor}"
         recipe = self.draft.add_recipe(Recipe(name, tuple(inputs), tuple(outputs), tuple(ops)))
         sources = tuple(self.draft.value_on(v, actor) for v in inputs)
-        avals, count = [self.types[o].aval for o in outputs], len(outputs)
-        results = self.draft.add_values(outputs, avals, ["temp"] * count, f"outer({level})", count)
+        avals = [self.types[o].aval for o in outputs]
+        temps: list[ValueKind] = ["temp"] * len(outputs)
+        results = self.draft.add_values(outputs, avals, temps, f"outer({level})", len(outputs))
         self.draft.held.update(((o, actor), value) for o, value in zip(outputs, results, strict=True))
         donatable = self._outer_donations(inputs, outputs)
         label = f"outer({level}, actor {actor})"

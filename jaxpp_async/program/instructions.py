@@ -8,7 +8,8 @@ A step becomes, in this order:
 
 An `ActorProgram` prints as text and parses back; the text is also what travels to the actor.
 
-compiler.columns: the values of a task graph by columns, and the columns of values that are given one by one. No jax.
+compiler.columns: the values of a task graph by columns, and the columns of values that are given one by one.
+No jax.
 
 A step has a hundred thousand values; hardly any is ever looked at but for its type.
 """
@@ -68,7 +69,8 @@ class Aval:
 
     Args:
         shape: global shape, in elements.
-        dtype: numpy or ml_dtypes name, such as `"float32"` or `"bfloat16"`. Keys stand here as their `uint32` data.
+        dtype: numpy or ml_dtypes name, such as `"float32"` or `"bfloat16"`. Keys stand here as their `uint32`
+            data.
         spec: one entry a dimension, as in `jax.sharding.PartitionSpec`; missing trailing entries are None.
         unreduced: mesh axes over which every device holds a part of a sum that nobody has added up yet.
     """
@@ -114,8 +116,8 @@ class Value:
         aval: shape, dtype and sharding.
         label: what a user reads in reports, such as `"x@fwd(stage 0, mb 3)"` or `"state['w']"`.
         kind: `"input"` for a step argument, `"accumulator"` for a partial result carried through the loop,
-            `"result"` for a stacked or concatenated one (it grows with the number of microbatches and is left out of
-            peak bytes), `"temp"` for everything else.
+            `"result"` for a stacked or concatenated one (it grows with the number of microbatches and is left
+            out of peak bytes), `"temp"` for everything else.
     """
 
     aval: Aval
@@ -133,8 +135,8 @@ class Node:
         executable: index into the step's executables.
         inputs: values read, in the executable's argument order.
         outputs: values made, in the executable's result order.
-        donatable: positions in `inputs` which the executable may alias with a result when nothing else needs the
-            value afterwards. Lowering decides per executable and position; see `compiler.lowering`.
+        donatable: positions in `inputs` which the executable may alias with a result when nothing else needs
+            the value afterwards. Lowering decides per executable and position; see `compiler.lowering`.
         task: the schedule entry, for nodes of a loop.
     """
 
@@ -149,7 +151,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class GraphInput:
-    """A step argument (flat index `arg`) and every actor that holds it when the step starts; none: nobody uses it."""
+    """A step argument (flat index `arg`) and every actor that holds it when the step starts; none: nobody
+    uses it."""
 
     value: ValueId
     arg: int
@@ -170,9 +173,10 @@ class GraphOutput:
 class TaskGraph:
     """All tasks of one step, placed.
 
-    `nodes` is in a topological order that, restricted to one actor, is that actor's order of execution. Every value is
-    an input or an output of exactly one node; a value used or returned on another actor than it is made on is
-    transferred there once. `values` may be any sequence (`compiler.columns` has one that makes them when asked for).
+    `nodes` is in a topological order that, restricted to one actor, is that actor's order of execution. Every
+    value is an input or an output of exactly one node; a value used or returned on another actor than it is
+    made on is transferred there once. `values` may be any sequence (`compiler.columns` has one that makes
+    them when asked for).
     """
 
     num_actors: int
@@ -208,7 +212,8 @@ class Run:
 
 @frozen()
 class Send:
-    """Start a send as soon as the buffer is ready; never waits. Tags count from zero over all programs of a step."""
+    """Start a send as soon as the buffer is ready; never waits. Tags count from zero over all programs of a
+    step."""
 
     buffer: BufferId
     to_actor: ActorId
@@ -234,13 +239,21 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The buffer becomes step result `result` and leaves the program; only another `Output` may name it afterwards."""
+    """The buffer becomes step result `result` and leaves the program; only another `Output` may name it
+    afterwards."""
 
     buffer: BufferId
     result: int
 
 
 Instruction: TypeAlias = Input | Run | Send | Recv | Delete | Output
+
+
+def buffers_made(instruction: Instruction) -> tuple[BufferId, ...]:
+    """Return the buffers that an instruction defines."""
+    if isinstance(instruction, Run):
+        return instruction.outputs
+    return (instruction.buffer,) if isinstance(instruction, Input | Recv) else ()
 
 
 def runs(instructions: Iterable[Instruction]) -> list[Run]:

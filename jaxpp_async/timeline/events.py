@@ -26,6 +26,7 @@ from jaxpp_async.program.instructions import (
     Run,
     Send,
     Tag,
+    buffers_made,
 )
 
 Kind: TypeAlias = Literal["run", "send", "recv", "input", "output", "delete"]
@@ -46,15 +47,18 @@ _KINDS: dict[type[Instruction], Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """One instruction of an actor in one step. Times are seconds since the step's start, on the controller's clock.
+    """One instruction of an actor in one step. Times are seconds since the step's start, on the controller's
+    clock.
 
     Args:
         actor: whose.
         instruction: its index in the actor's program.
         kind: `"run"`, `"send"`, `"recv"`, `"input"`, `"output"` or `"delete"`.
-        label: as a user reads it: of a run `"fwd(stage 0, mb 3)"`, of a transfer what made the value that travels.
-        start_s, end_s: a run: of the call; a send: until the buffer is free again; a receive: from when there was a
-            place for the data until it was there; an input: from asked for to there; output, delete: the moment.
+        label: as a user reads it: of a run `"fwd(stage 0, mb 3)"`, of a transfer what made the value that
+            travels.
+        start_s, end_s: a run: of the call; a send: until the buffer is free again; a receive: from when there
+            was a place for the data until it was there; an input: from asked for to there; output, delete:
+            the moment.
         size_bytes: of the value that is sent, received, bound, returned or freed; 0 of a run.
         peer: the other actor of a transfer.
         tag: the transfer's; with both actors it names it.
@@ -86,7 +90,8 @@ class ActorTimeline:
 
     Args:
         events: in program order; an instruction that was given no time (such as a delete) is not among them.
-        clock_error_s: by how much all its times may be off against those of the controller; 0: they share a clock.
+        clock_error_s: by how much all its times may be off against those of the controller; 0: they share a
+            clock.
         host, pid: where it ran.
     """
 
@@ -188,14 +193,15 @@ def read_events(
 
 
 def transfer_labels(programs: Sequence[ActorProgram]) -> dict[TransferKey, str]:
-    """For each transfer, by (from, to, tag), what made the value: a task, `"arg 3"`, or, passed on, what made that."""
+    """For each transfer, by (from, to, tag), what made the value: a task, `"arg 3"`, or, passed on, what made
+    that."""
     makers: dict[TransferKey, Instruction | None] = {}
     for program in programs:
         made: dict[BufferId, Instruction] = {}
         for instruction in program.instructions:
             if isinstance(instruction, Send):
                 makers[(program.actor, instruction.to_actor, instruction.tag)] = made.get(instruction.buffer)
-            for buffer in _made(instruction):
+            for buffer in buffers_made(instruction):
                 made[buffer] = instruction
 
     def name(key: TransferKey, hops: int) -> str:
@@ -241,17 +247,11 @@ class _Makers:
         self._by_buffer: dict[BufferId, int] = {}
 
     def note(self, index: int, instruction: Instruction) -> None:
-        for buffer in _made(instruction):
+        for buffer in buffers_made(instruction):
             self._by_buffer[buffer] = index
 
     def read(self, instruction: Instruction) -> tuple[int, ...]:
         return tuple(dict.fromkeys(self._by_buffer[b] for b in _read(instruction) if b in self._by_buffer))
-
-
-def _made(instruction: Instruction) -> tuple[BufferId, ...]:
-    if isinstance(instruction, Run):
-        return instruction.outputs
-    return (instruction.buffer,) if isinstance(instruction, Input | Recv) else ()
 
 
 def _read(instruction: Instruction) -> tuple[BufferId, ...]:
