@@ -1,4 +1,5 @@
-"""compile: how long the compiler takes from a step function to every actor's instruction stream, pass by pass.
+"""compile: how long the compiler takes from a step function to every actor's instruction stream, pass by
+pass.
 
 Runs no step and starts no actor. `python benchmarks/compile.py --help`; results in `results/compile.json`.
 """
@@ -20,7 +21,7 @@ import jax
 import transformer
 
 import jaxpp_async as jpp
-from jaxpp_async.compiler.pipeline import StepRequest, compile_step, plan, uncollected
+from jaxpp_async.compiler.pipeline import StepRequest, compile_step, gc_paused, plan
 from jaxpp_async.session import mesh_options
 from jaxpp_async.session.step import DistributedStep, StepOptions
 
@@ -51,7 +52,8 @@ def compile_once(args: argparse.Namespace) -> Callable[[Callable[[str], None]], 
 
 
 def case(args: argparse.Namespace) -> dict[str, Any]:
-    """Figures of one size, in this process: the first run, which has to fill JAX's own caches, and later ones."""
+    """Figures of one size, in this process: the first run, which has to fill JAX's own caches, and later
+    ones."""
     (first,) = harness.measure(compile_once(args), 1)
     # A step function of its own for each run: JAX would know the first one's trace.
     runs = [harness.measure(compile_once(args), 1)[0] for _ in range(args.runs)]
@@ -71,7 +73,7 @@ def jax_alone(args: argparse.Namespace) -> float:
     """What `jax.make_jaxpr` takes of the same step: the part of `trace` that no compiler of jaxprs can save."""
 
     def run(passed: Callable[[str], None]) -> None:
-        with uncollected():
+        with gc_paused():
             jax.make_jaxpr(wanted.fn)(*wanted.args)
         passed("jax")
 
@@ -115,8 +117,8 @@ def all_cases(args: argparse.Namespace) -> None:
 
 
 def _growth(cases: list[dict[str, Any]]) -> dict[str, float]:
-    """Exponents for the whole and for each pass. Tracing, partitioning and placing see no microbatches, so the whole
-    grows with less than the product; along one axis alone it must stay at most 1."""
+    """Exponents for the whole and for each pass. Tracing, partitioning and placing see no microbatches, so
+    the whole grows with less than the product; along one axis alone it must stay at most 1."""
     fixed_stages = [c for c in cases if c["stages"] == TARGET[0]]
     fixed_microbatches = [c for c in cases if c["microbatches"] == TARGET[1]]
     found = {

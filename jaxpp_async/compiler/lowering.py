@@ -53,8 +53,8 @@ Programs = tuple[ActorProgram, ...]
 RECEIVES_AHEAD = 2
 """How many runs ahead of its reader a receive is posted.
 
-Where forwards and backwards alternate, a transfer may then take as long as both of them. One run ahead allowed it the
-shorter of the two, and a link that is as slow as a forward delayed every task a little.
+Where forwards and backwards alternate, a transfer may then take as long as both of them. One run ahead allowed
+it the shorter of the two, and a link that is as slow as a forward delayed every task a little.
 """
 
 

@@ -345,7 +345,7 @@ class _StepBuilder:
         self.draft.nodes.append(Node(label, actor, recipe, sources, tuple(results), donatable))
 
     def _outer_donations(self, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[int, ...]:
-        """Choose the argument positions that are worth donating: a result of equal type can take their place."""
+        """Choose the argument positions that are worth donating, each to a result of equal type."""
         indices = set(self.draft.index_ids)
         free = {v: p for p, v in enumerate(inputs) if v not in self.kept and v not in indices}
         chosen: list[int] = []

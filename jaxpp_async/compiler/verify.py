@@ -474,8 +474,8 @@ def verify_signatures(programs: Sequence[ActorProgram]) -> None:
                 continue
             wanted, found = _shapes_and_dtypes(*known[1:]), _shapes_and_dtypes(operands, results)
             if wanted != found:
-                calls = f"{i.label!r} calls executable {i.executable} with {found}, {known[0].label!r} with {wanted}"
-                _fail(f"actor {p.actor}: {calls}", "placement")
+                calls = f"{i.label!r} calls executable {i.executable} with {found}"
+                _fail(f"actor {p.actor}: {calls}, {known[0].label!r} with {wanted}", "placement")
 
 
 def _shapes_and_dtypes(operands: Sequence[Aval], results: Sequence[Aval]) -> tuple[list, list]:

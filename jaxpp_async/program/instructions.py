@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, overload
@@ -61,6 +62,14 @@ class Task:
 
     def __str__(self) -> str:
         return f"{self.ty}(stage {self.stage}, mb {self.i})"
+
+
+_MICROBATCH = re.compile(r",? ?\bmb \d+")
+
+
+def task_kind(label: str) -> str:
+    """Strip the microbatch from the label of a task: `"fwd(stage 0)"`."""
+    return _MICROBATCH.sub("", label).replace("()", "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ recorded: what is known of one actor's part in a step: its program, its stamps, 
 from __future__ import annotations
 
 import math
-import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -230,14 +229,6 @@ def pair(actors: Sequence[ActorTimeline]) -> tuple[TimelineTransfer, ...]:
         if r is not None
     ]
     return tuple(sorted(both, key=lambda t: (t.send.start_s, t.send.actor, t.send.instruction)))
-
-
-_MICROBATCH = re.compile(r",? ?\bmb \d+")
-
-
-def task_kind(label: str) -> str:
-    """A task's label without its microbatch: `"fwd(stage 0)"`."""
-    return _MICROBATCH.sub("", label).replace("()", "")
 
 
 class _Makers:

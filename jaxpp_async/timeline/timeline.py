@@ -1,14 +1,15 @@
-"""step: each actor's part in one step in; its `Timeline` out, which answers, prints and writes what was asked of it.
+"""step: each actor's part in one step in; its `Timeline` out, which answers, prints and writes what was asked
+of it.
 
 text: a timeline's numbers in, a page for people out.
 
 trace: timelines in, one trace in Chrome's event format out, for https://ui.perfetto.dev or chrome://tracing.
 
-A process a track for the controller and for each actor, with a thread each for tasks, sends and receives, and an arrow
-from each send to its receive. Times are microseconds since the first step's start.
+A process a track for the controller and for each actor, with a thread each for tasks, sends and receives, and
+an arrow from each send to its receive. Times are microseconds since the first step's start.
 
-Source: "Trace Event Format", the JSON that Chrome's tracing writes: `X` a slice, `s` and `f` the ends of an arrow, `M`
-names.
+Source: "Trace Event Format", the JSON that Chrome's tracing writes: `X` a slice, `s` and `f` the ends of an
+arrow, `M` names.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpp_async.base.frozen import cached_value
-from jaxpp_async.program.instructions import ActorId
+from jaxpp_async.program.instructions import ActorId, task_kind
 from jaxpp_async.timeline.breakdown import StepBreakdown, TimeShares, make_bill, shares
 from jaxpp_async.timeline.clock_alignment import align_step
 from jaxpp_async.timeline.events import (
@@ -37,7 +38,6 @@ from jaxpp_async.timeline.events import (
     pair,
     read_events,
     read_stamps,
-    task_kind,
     transfer_labels,
 )
 
@@ -46,7 +46,8 @@ from jaxpp_async.timeline.events import (
 class Timeline:
     """One step, instruction by instruction. `print` shows where its time went.
 
-    All times are seconds since the step's start on the controller's clock: when it sent the step to the actors.
+    All times are seconds since the step's start on the controller's clock: when it sent the step to the
+    actors.
 
     Args:
         step: its number, counted from 0 over the mesh's life.
@@ -55,7 +56,8 @@ class Timeline:
         duration_s: until the controller had heard of the last actor.
         actors: those that have a part in the step.
         transfers: each send with its receive, in the order in which the sends were started.
-        clock_error_s: by how much times of two actors may be off against each other, at most; 0: all are on this host.
+        clock_error_s: by how much times of two actors may be off against each other, at most; 0: all are on
+            this host.
     """
 
     step: int
@@ -73,7 +75,8 @@ class Timeline:
 
     @property
     def begin_s(self) -> float:
-        """When the first actor took the step up: with several steps under way, not before it was done with another."""
+        """When the first actor took the step up: with several steps under way, not before it was done with
+        another."""
         return min((a.begin_s for a in self.actors if a.events), default=0.0)
 
     @property
@@ -186,7 +189,8 @@ def title(step: int, name: str, duration_s: float, num_actors: int, clock_error_
 
 
 def shares_table(rows: Sequence[TimeShares]) -> str:
-    """Where each actor's time went, in parts of what its first cell says: from the first actor's start to the end."""
+    """Where each actor's time went, in parts of what its first cell says: from the first actor's start to the
+    end."""
     span_s = rows[0].duration_s if rows else 0.0
     header = (f"of {_time(span_s)}", "computing", "waiting", "transfers", "dispatch", "idle")
     return _table(
@@ -310,7 +314,8 @@ def write_trace(path: str | os.PathLike[str], timelines: Iterable[DrawnStep]) ->
 
 
 def _names(timelines: Sequence[DrawnStep]) -> dict[int, str]:
-    """Processes of actors, and what each is called: after a restart an actor is another process, in the same track."""
+    """Processes of actors, and what each is called: after a restart an actor is another process, in the same
+    track."""
     places: dict[ActorId, dict[str, None]] = {}
     for actor in (actor for timeline in timelines for actor in timeline.actors):
         known = places.setdefault(actor.actor, {})
@@ -382,7 +387,8 @@ class _Tracks:
 
     Args:
         first_s: the trace's zero.
-        first_tid: threads are numbered from it: by number none is a process, which viewers take for its main thread.
+        first_tid: threads are numbered from it: by number none is a process, which viewers take for its main
+            thread.
 
     Attributes:
         origin_s: what times that are added are since.

@@ -22,11 +22,11 @@ from models import grads_step, mlp
 import jaxpp_async as jpp
 from jaxpp_async.errors import ActorDiedError, MeshClosedError, MeshError, StepAbortedError
 from jaxpp_async.program.actor_program import ActorProgram, format_program, parse_program
-from jaxpp_async.program.instructions import Recv, Run, Send
+from jaxpp_async.program.instructions import Recv, Run, Send, task_kind
 from jaxpp_async.protocol.clocks import Clocks
 from jaxpp_async.timeline import Recorded, Timeline, chrome_trace, make_timeline, write_trace
 from jaxpp_async.timeline.clock_alignment import align
-from jaxpp_async.timeline.events import read_stamps, task_kind, transfer_labels
+from jaxpp_async.timeline.events import read_stamps, transfer_labels
 
 NAN = math.nan
 NO = (NAN, NAN)
