@@ -1,7 +1,8 @@
-"""bound: actors' instruction streams and their measured task times in, the length of the critical path out. Pure.
+"""bound: actors' instruction streams and their measured task times in, the length of the critical path out.
+Pure.
 
-The critical path is what the step would take if transfers and dispatch took nothing: each actor runs its `Run`s in
-order, each as soon as its inputs are there, wherever they are made.
+The critical path is what the step would take if transfers and dispatch took nothing: each actor runs its
+`Run`s in order, each as soon as its inputs are there, wherever they are made.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import ActorId, ExecutableId, Recv, Run
 from jaxpp_async.timeline import breakdown
-from jaxpp_async.timeline.events import ActorTimeline, pair, read_events
+from jaxpp_async.timeline.events import ActorTimeline, pair_transfers, read_events
 
 Kind = tuple[ActorId, ExecutableId]
 """A task by where it runs and what it runs: the forward of a stage is one kind, whatever the microbatch."""
@@ -66,14 +67,15 @@ def critical_path_s(
 
     Args:
         programs: one an actor; they do not deadlock.
-        seconds: of each actor, how long each of its `Run`s takes, in its order: `run_seconds`, or `usual_seconds`.
+        seconds: of each actor, how long each of its `Run`s takes, in its order: `run_seconds`, or
+            `usual_seconds`.
         transfer_s: what each transfer takes, beside all others.
     """
     actors = [
         ActorTimeline(program.actor, read_events(program, list(_stamps(program, own, transfer_s)), 0.0, {}))
         for program, own in zip(programs, seconds, strict=True)
     ]
-    return breakdown.critical_path_s(actors, pair(actors), moves=True)
+    return breakdown.StepReplay(actors, pair_transfers(actors)).length_s(moves=True)
 
 
 def _stamps(

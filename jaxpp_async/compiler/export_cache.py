@@ -99,7 +99,7 @@ def _outline(recipe: Recipe) -> Hashable:
 
 @dataclass(frozen=True, eq=False)
 class _ExportContext:
-    """What the recipes of one step have in common."""
+    """The things that the recipes of one step share."""
 
     types: Types
     specs: Specs

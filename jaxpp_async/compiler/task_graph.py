@@ -210,10 +210,10 @@ class _StepBuilder:
         staged = scheduled.staged
         body = dict(zip(loop.body.inputs, loop.inputs, strict=False))
         totals: dict[OutputPart, int] = {}  # several results may be made of one part
-        for parts, tail, reduction, result in zip(
+        for parts, epilogue, reduction, result in zip(
             staged.outputs, staged.tails, loop.reductions, loop.outputs, strict=True
         ):
-            if tail is None:
+            if epilogue is None:
                 ids = [self.types.new(self.types[result]) if reduction.has_end else result]
             else:
                 ids = [
@@ -222,11 +222,11 @@ class _StepBuilder:
             made.update((i, scheduled.stage_actors[p.task[1]]) for i, p in zip(ids, parts, strict=True))
             self.parts[position].append(ids)
             whole = ids[0]
-            if tail is not None:
+            if epilogue is not None:
                 names: dict[Ref, Ref] = {**body, **{p.value: i for p, i in zip(parts, ids, strict=True)}}
                 whole = result if not reduction.has_end else self.types.new(self.types[result])
-                names[tail.value] = whole
-                after += self._renamed(tail, names)
+                names[epilogue.value] = whole
+                after += self._renamed(epilogue, names)
             if reduction.has_end:
                 ender = _ReductionEnd(reduction, loop.num_microbatches)
                 after.append(Op("reduction_end", (whole,), (result,), ender, loop.line))
@@ -237,10 +237,10 @@ class _StepBuilder:
         value_type = self.types[part.value if isinstance(part.value, int) else result]
         return self.types.new(dataclasses.replace(value_type, weak=self.types[result].weak))
 
-    def _renamed(self, tail: Epilogue, names: dict[Ref, Ref]) -> list[Op]:
+    def _renamed(self, epilogue: Epilogue, names: dict[Ref, Ref]) -> list[Op]:
         """Rewrite an epilogue's operations over ids outside the loop."""
         ops = []
-        for op in tail.ops:
+        for op in epilogue.ops:
             for o in op.outputs:
                 if o not in names:
                     names[o] = self.types.new(self.types[o]) if o >= 0 else o

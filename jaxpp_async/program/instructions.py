@@ -1,17 +1,14 @@
-"""program: the frozen values that compiler, protocol and executor speak. No jax, no I/O.
+"""Define the values between a schedule and an actor: tasks, the task graph, and the instructions of a
+program.
 
 A step becomes, in this order:
 
 * `Task`s, the entries of a schedule;
 * a `TaskGraph`: every task of every microbatch, placed on its actor, joined by values (single assignment);
-* one `ActorProgram` an actor: a flat instruction stream over integer buffer slots.
+* one `ActorProgram` an actor (see `actor_program`): a flat instruction stream over integer buffer slots.
 
-An `ActorProgram` prints as text and parses back; the text is also what travels to the actor.
-
-compiler.columns: the values of a task graph by columns, and the columns of values that are given one by one.
-No jax.
-
-A step has a hundred thousand values; hardly any is ever looked at but for its type.
+A step has a hundred thousand values, and hardly any is ever looked at but for its type. So `ValueTable` keeps
+them as columns, and makes a `Value` when it is asked for.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from jaxpp_async.base.frozen import frozen
 
 ActorId: TypeAlias = int
 ProcessId: TypeAlias = int
-"""Processes are numbered over the mesh: those of actor 0 first. With one an actor it is the actor's number."""
+"""Processes are numbered over the mesh, those of actor 0 first; with one an actor it is the actor's number."""
 
 BufferId: TypeAlias = int
 ValueId: TypeAlias = int
@@ -100,7 +97,7 @@ _ITEMSIZES = {"bool": 1, "bfloat16": 2, "int2": 1, "int4": 1, "uint2": 1, "uint4
 
 @functools.cache  # bounded by the types there are
 def itemsize(dtype: str) -> int:
-    """Bytes of one element in host memory. Sub-byte types take a byte each, as in numpy."""
+    """Return the bytes of one element in host memory. Sub-byte types take a byte each, as in numpy."""
     if dtype in _ITEMSIZES:
         return _ITEMSIZES[dtype]
     if dtype.startswith(("float8_", "float4_", "float6_")):  # with the underscore: float64 is none of them
@@ -160,8 +157,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class GraphInput:
-    """A step argument (flat index `arg`) and every actor that holds it when the step starts; none: nobody
-    uses it."""
+    """A step argument, and every actor that holds it when the step starts; none: nobody uses it.
+
+    Args:
+        value: the value in the graph.
+        arg: flat index of the argument.
+        actors: its homes.
+        donated: whether the step may overwrite it.
+    """
 
     value: ValueId
     arg: int
@@ -171,7 +174,13 @@ class GraphInput:
 
 @dataclass(frozen=True, slots=True)
 class GraphOutput:
-    """A step result (flat index `result`) and every actor that holds it when the step ends."""
+    """A step result, and every actor that holds it when the step ends.
+
+    Args:
+        value: the value in the graph.
+        result: flat index of the result.
+        actors: its homes.
+    """
 
     value: ValueId
     result: int
@@ -184,8 +193,7 @@ class TaskGraph:
 
     `nodes` is in a topological order that, restricted to one actor, is that actor's order of execution. Every
     value is an input or an output of exactly one node; a value used or returned on another actor than it is
-    made on is transferred there once. `values` may be any sequence (`compiler.columns` has one that makes
-    them when asked for).
+    made on is transferred there once. `values` may be any sequence, such as a `ValueTable`.
     """
 
     num_actors: int
@@ -200,7 +208,7 @@ class TaskGraph:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """Bind step argument `arg` to `buffer`. A donated argument belongs to the program and is deleted by it."""
+    """Bind step argument `arg` to `buffer`. A donated argument belongs to the program, which deletes it."""
 
     buffer: BufferId
     arg: int
@@ -221,8 +229,8 @@ class Run:
 
 @frozen()
 class Send:
-    """Start a send as soon as the buffer is ready; never waits. Tags count from zero over all programs of a
-    step."""
+    """Start a send as soon as the buffer is ready, without waiting. Tags count from zero over all programs of
+    a step."""
 
     buffer: BufferId
     to_actor: ActorId
@@ -248,7 +256,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The buffer becomes step result `result` and leaves the program; only another `Output` may name it
+    """Turn the buffer into step result `result`: it leaves the program, and only another `Output` may name it
     afterwards."""
 
     buffer: BufferId
@@ -266,7 +274,7 @@ def buffers_made(instruction: Instruction) -> tuple[BufferId, ...]:
 
 
 def runs(instructions: Iterable[Instruction]) -> list[Run]:
-    """The `Run`s among `instructions`, in order."""
+    """Return the `Run`s among `instructions`, in order."""
     return [i for i in instructions if isinstance(i, Run)]
 
 
@@ -274,7 +282,7 @@ def runs(instructions: Iterable[Instruction]) -> list[Run]:
 
 
 class ValueTable(Sequence[Value]):
-    """A `Value` for each row, made when it is asked for.
+    """A sequence of values that is kept as columns, and makes a `Value` when it is asked for.
 
     Args:
         avals, kinds: a column each.
@@ -309,15 +317,15 @@ class ValueTable(Sequence[Value]):
         return hash(tuple(self.avals))
 
     def with_avals(self, avals: Sequence[Aval]) -> ValueTable:
-        """The same values with other types."""
+        """Return the same values with other types."""
         return ValueTable(avals, self.kinds, self.label)
 
 
 def avals_of(values: Sequence[Value]) -> Sequence[Aval]:
-    """The type of each value."""
+    """Return the type of each value."""
     return values.avals if isinstance(values, ValueTable) else [v.aval for v in values]
 
 
 def kinds_of(values: Sequence[Value]) -> Sequence[ValueKind]:
-    """The kind of each value."""
+    """Return the kind of each value."""
     return values.kinds if isinstance(values, ValueTable) else [v.kind for v in values]

@@ -1,5 +1,5 @@
-"""Timelines: stamps to events and transfers, where time went, the bill, clocks of other hosts, the trace, and what real
-steps say. The pure ones are played on programs of a few lines with stamps that add up by hand."""
+"""Timelines: stamps to events and transfers, where time went, the bill, clocks of other hosts, the trace, and
+what real steps say. The pure ones are played on programs of a few lines with stamps that add up by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jaxpp_async.program.actor_program import ActorProgram, format_program, pars
 from jaxpp_async.program.instructions import Recv, Run, Send, task_kind
 from jaxpp_async.protocol.clocks import Clocks
 from jaxpp_async.timeline import Recorded, Timeline, chrome_trace, make_timeline, write_trace
-from jaxpp_async.timeline.clock_alignment import align
+from jaxpp_async.timeline.clock_alignment import align_clocks
 from jaxpp_async.timeline.events import read_stamps, transfer_labels
 
 NAN = math.nan
@@ -54,7 +54,8 @@ output b3 = result 1
 """
 PROGRAMS = [parse_program(STAGE_0), parse_program(STAGE_1)]
 
-# In seconds since the step was sent, at 100 on the controller's clock. Actor 0 takes it up at 1, actor 1 at 2.
+# In seconds since the step was sent, at 100 on the controller's clock. Actor 0 takes it up at 1, actor 1 at
+# 2.
 STAMPS: list[list[tuple[float, float]]] = [
     [(1, 1), (2, 4), (4, 5), NO, (4, 6), (7, 8), (1, 16), (17, 20), (20, 20)],
     [(2, 5), (2, 9), (5, 9), (9, 15), (10, 14), (14, NAN)],
@@ -160,8 +161,8 @@ def test_stamps_of_another_program_are_refused():
 
 
 def test_shares_say_what_each_actor_did():
-    """Actor 0, from 1 on: 1-2 dispatch, 2-6 fwd, then nothing until its gradient, which is sent at 9 and there at 16,
-    17-20 bwd. Actor 1, from 2 on: the first activation is sent at 4 and there at 5, ..."""
+    """Actor 0, from 1 on: 1-2 dispatch, 2-6 fwd, then nothing until its gradient, which is sent at 9 and
+    there at 16, 17-20 bwd. Actor 1, from 2 on: the first activation is sent at 4 and there at 5, ..."""
     zero, one = made().shares
     assert (zero.compute_s, zero.wait_s, zero.transfer_s, zero.dispatch_s, zero.idle_s) == (7, 3, 7, 2, 0)
     assert (one.compute_s, one.wait_s, one.transfer_s, one.dispatch_s, one.idle_s) == (8, 2, 2, 1, 6)
@@ -266,7 +267,8 @@ BOTH_WAYS = [
 @pytest.mark.parametrize(
     ("stamps", "expected"),
     [
-        # Sent at 3 and 5, there at 4 and 6, by clocks that agree; with ways of no time they could be 1 apart each way.
+        # Sent at 3 and 5, there at 4 and 6, by clocks that agree; with ways of no time they could be 1 apart
+        # each way.
         ([[(3, 3), (3, 4), (2, 6)], [(3, 3), (5, 6), (2, 4)]], (0.0, 1.0)),
         # Clock 1 is 2 ahead: its data seems to have left at 7 and been there at 6, which cannot be.
         ([[(3, 3), (3, 4), (2, 6)], [(5, 5), (7, 8), (4, 6)]], (2.0, 1.0)),
@@ -292,7 +294,8 @@ def test_transfers_bound_two_clocks_against_each_other(stamps, expected):
 
 
 def test_what_transfers_say_must_agree_with_the_step():
-    """Data that is there before it was sent by clocks that are known: transfers are then not asked, arrows left out."""
+    """Data that is there before it was sent by clocks that are known: transfers are then not asked, arrows
+    left out."""
     stamps = [[(3, 3), (8, 9), (2, 2)], [(3, 3), (5, 6), (2, 4)]]
     timeline = made(BOTH_WAYS, stamps, record_heartbeat=12.0, offset_s=0.0, error_s=1e-3)
     assert timeline.actors[0].events[0].start_s == pytest.approx(3)
@@ -304,13 +307,14 @@ def test_what_transfers_say_must_agree_with_the_step():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_true_clocks_are_within_what_alignment_says(seed):
-    """Five clocks, bounds and leads that hold of them: the offsets keep to all, and errors cover what is true."""
+    """Five clocks, bounds and leads that hold of them: the offsets keep to all, and errors cover what is
+    true."""
     rng = random.Random(seed)
     true = {a: rng.uniform(-50, 50) for a in range(5)}
     bounds = {a: (t - rng.uniform(0, 3), t + rng.uniform(0, 3)) for a, t in true.items()}
     pairs = [(a, b) for a in true for b in true if a != b and rng.random() < 0.6]
     leads = {(a, b): true[b] - true[a] + rng.expovariate(5) for a, b in pairs}
-    aligned = align(bounds, leads)
+    aligned = align_clocks(bounds, leads)
     assert aligned is not None
     for a, (low, high) in bounds.items():
         assert low - 1e-9 <= aligned.offset_s[a] <= high + 1e-9
@@ -319,7 +323,7 @@ def test_true_clocks_are_within_what_alignment_says(seed):
         assert aligned.offset_s[b] - aligned.offset_s[a] <= lead + 1e-9
     wrong = [aligned.offset_s[b] - aligned.offset_s[a] - (true[b] - true[a]) for a in true for b in true]
     assert max(wrong) <= aligned.pair_error_s + 1e-9
-    assert align(bounds, {**leads, (0, 1): -200.0}) is None
+    assert align_clocks(bounds, {**leads, (0, 1): -200.0}) is None
 
 
 # ---------------------------------------------------------------- the trace
@@ -335,7 +339,8 @@ NEEDED = {
 
 
 def check_trace(trace: dict[str, Any]) -> None:
-    """What a viewer needs: whole events, names for all tracks, slices that do not overlap on one, arrows inside."""
+    """What a viewer needs: whole events, names for all tracks, slices that do not overlap on one, arrows
+    inside."""
     trace = json.loads(json.dumps(trace, allow_nan=False))
     assert set(trace) == {"traceEvents", "displayTimeUnit"} and trace["displayTimeUnit"] == "ms"
     events = trace["traceEvents"]
@@ -384,7 +389,8 @@ def _slice_around(end: dict, tracks: dict[tuple[int, int], list[tuple[float, flo
 
 
 def _check_names(named: list[dict[str, Any]], pids: set[int], tids: set[int | None]) -> None:
-    """Each process and thread has one name and one place, and each thread one process; no number is that of both."""
+    """Each process and thread has one name and one place, and each thread one process; no number is that of
+    both."""
     for what, numbers in (("process", pids), ("thread", tids - {None})):
         for field in (f"{what}_name", f"{what}_sort_index"):
             found = [e["pid" if what == "process" else "tid"] for e in named if e["name"] == field]
@@ -599,7 +605,8 @@ async def test_a_step_that_a_restart_ran_again_has_the_timeline_of_the_run_that_
 
 
 async def test_steps_that_fail_or_are_aborted_leave_the_last_timeline():
-    """A death without restarts fails one step and aborts those behind it; the mesh's end does neither any harm."""
+    """A death without restarts fails one step and aborts those behind it; the mesh's end does neither any
+    harm."""
     async with jpp.RemoteMesh(2, launcher="inline") as mesh:
         step, args = a_step(mesh)
         await mesh.run(step, *args)
