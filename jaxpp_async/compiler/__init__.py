@@ -1,4 +1,4 @@
-"""The compiler turns a step function and its arguments' types into programs for actors, and their executables.
+"""The compiler turns a step function and its arguments' types into actors' programs and their executables.
 
 `pipeline` runs the passes; each pass is a module:
 

@@ -192,7 +192,7 @@ def _find_culprit(
             )
             try:
                 emit(alone, types, {}, target)
-            except Exception as error:  # as above
+            except Exception as error:  # see `explained`
                 return recipe, op, error
     return None
 

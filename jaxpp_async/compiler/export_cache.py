@@ -58,14 +58,14 @@ class ExportCache:
         for position, recipe in enumerate(recipes):
             resembling[_outline(recipe)].append(position)
         found: dict[int, Emitted] = {}
-        again = bool(self._known or self._without_key)
+        is_first = not (self._known or self._without_key)
         for positions in resembling.values():
-            if len(positions) > 1 or again:
-                found.update((p, self._shared(context, recipes[p])) for p in positions)
-            else:
+            if is_first and len(positions) == 1:
                 (p,) = positions
                 found[p] = self._export(context, recipes[p])
                 self._without_key.append((context, recipes[p], found[p]))
+            else:
+                found.update((p, self._shared(context, recipes[p])) for p in positions)
         return tuple(found[p] for p in range(len(recipes)))
 
     def _shared(self, context: _ExportContext, recipe: Recipe) -> Emitted:
@@ -84,14 +84,8 @@ class ExportCache:
 
 def _outline(recipe: Recipe) -> Hashable:
     """Return what equal recipes have in common and is cheap to find."""
-    sizes = (
-        len(recipe.inputs),
-        len(recipe.outputs),
-        len(recipe.slices),
-        len(recipe.starts),
-        len(recipe.accumulates),
-    )
-    return recipe.stem, sizes, tuple(op.name for op in recipe.ops)
+    lists = recipe.inputs, recipe.outputs, recipe.slices, recipe.starts, recipe.accumulates
+    return recipe.stem, tuple(map(len, lists)), tuple(op.name for op in recipe.ops)
 
 
 # ---------------------------------------------------------------- keys of recipes
@@ -104,7 +98,7 @@ class _ExportContext:
     types: Types
     specs: Specs
     target: Target
-    config: Hashable  # as it is now: a recipe's key may be asked for later
+    config: Hashable  # the settings now: a recipe's key may be made later
 
     @functools.cached_property
     def _common(self) -> Hashable:
@@ -133,38 +127,21 @@ class _RecipeKey:
 
     def key(self, r: Recipe) -> Hashable:
         self.literals = r.literals
-        inputs = tuple((self.make(v), self.boundary(v)) for v in r.inputs)
-        index = r.index if r.index is None else self.read(r.index)
-        slices = tuple((self.read(whole), self.make(part)) for whole, part in r.slices)
+        make, read, boundary, key = self.make, self.read, self.boundary, self.contents.key
+        inputs = tuple((make(v), boundary(v)) for v in r.inputs)
+        index = r.index if r.index is None else read(r.index)
+        slices = tuple((read(whole), make(part)) for whole, part in r.slices)
         starts = tuple(
-            (
-                s.aval,
-                self.contents.key(s.reduction),
-                s.num_microbatches,
-                self.make(s.result),
-                self.boundary(s.result),
-            )
+            (s.aval, key(s.reduction), s.num_microbatches, make(s.result), boundary(s.result))
             for s in r.starts
         )
         ops = tuple(
-            (
-                op.name,
-                self.contents.key(op.run),
-                tuple(map(self.read, op.inputs)),
-                tuple(map(self.make, op.outputs)),
-            )
-            for op in r.ops
+            (op.name, key(op.run), tuple(map(read, op.inputs)), tuple(map(make, op.outputs))) for op in r.ops
         )
         accumulates = tuple(
-            (
-                self.read(a.accumulator),
-                self.read(a.value),
-                self.contents.key(a.reduction),
-                self.make(a.result),
-            )
-            for a in r.accumulates
+            (read(a.accumulator), read(a.value), key(a.reduction), make(a.result)) for a in r.accumulates
         )
-        outputs = tuple((self.read(ref), self.boundary(ref)) for ref in r.outputs)
+        outputs = tuple((read(ref), boundary(ref)) for ref in r.outputs)
         return r.stem, inputs, index, slices, starts, ops, accumulates, outputs
 
     def make(self, value: int) -> int:
@@ -208,7 +185,7 @@ class _ContentKeys:
 
     def __init__(self) -> None:
         self._jaxprs: dict[int, int] = {}
-        self._open: list[Any] = []  # functions that are being looked at: one may close over itself
+        self._open: list[Any] = []  # functions whose key is being made: one may close over itself
 
     def key(self, value: Any) -> Hashable:
         """Return a key that is equal for values that emission cannot tell apart; an `_Identity` when in
@@ -217,7 +194,7 @@ class _ContentKeys:
         if kind in _PLAIN:
             return kind, value
         if kind is float:
-            return kind, value.hex()  # tells zeros apart
+            return kind, value.hex()  # 0.0 and -0.0 differ
         if kind in (tuple, list):
             return kind, tuple([self.key(v) for v in value])
         if (special := next((f for t, f in _SPECIAL.items() if isinstance(value, t)), None)) is not None:
@@ -225,10 +202,10 @@ class _ContentKeys:
         if hasattr(value, "dtype") and hasattr(value, "__array__"):
             return self.array(value)
         if dataclasses.is_dataclass(kind) and kind.__module__.startswith("jaxpp_async."):
-            # Of our own values type and fields are all there is.
+            # A dataclass of this package is its type and its fields.
             return kind, tuple([self.key(getattr(value, f.name)) for f in dataclasses.fields(kind)])
         if kind.__module__.startswith("jax") and kind.__hash__ not in (object.__hash__, None):
-            return kind, value  # JAX's own caches rely on the equality of these just so
+            return kind, value  # JAX's own caches rely on the equality of these values, too
         return _Identity(value)
 
     # ---- JAX
@@ -278,21 +255,16 @@ class _ContentKeys:
             return "itself", next(i for i, f in enumerate(self._open) if value is f)
         self._open.append(value)
         try:
-            cells = [self.cell(c) for c in value.__closure__ or ()]
-            return (
-                _Identity(value.__code__),
-                _Identity(value.__globals__),
-                self.key(value.__defaults__),
-                self.key(value.__kwdefaults__),
-                tuple(cells),
-            )
+            cells = tuple([self.cell(c) for c in value.__closure__ or ()])
+            defaults = self.key((value.__defaults__, value.__kwdefaults__))
+            return _Identity(value.__code__), _Identity(value.__globals__), defaults, cells
         finally:
             self._open.pop()
 
     def cell(self, cell: Any) -> Hashable:
         try:
             return self.key(cell.cell_contents)
-        except ValueError:  # not assigned yet
+        except ValueError:  # the cell is empty so far
             return _Identity(cell)
 
     def partial(self, value: Any) -> Hashable:
@@ -330,7 +302,7 @@ _SPECIAL: dict[type, Callable[[_ContentKeys, Any], Hashable]] = {
 }
 
 _NEVER_LOWERED = {
-    # Rules of differentiation: a task is differentiated no more.
+    # These are rules of differentiation, and a task is not differentiated any more.
     "custom_jvp_call": ("jvp_jaxpr_fun",),
     "custom_vjp_call": ("fwd_jaxpr_thunk", "bwd", "out_trees"),
 }

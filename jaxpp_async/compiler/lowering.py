@@ -53,8 +53,8 @@ Programs = tuple[ActorProgram, ...]
 RECEIVES_AHEAD = 2
 """How many runs ahead of its reader a receive is posted.
 
-Where forwards and backwards alternate, a transfer may then take as long as both of them. One run ahead allowed
-it the shorter of the two, and a link that is as slow as a forward delayed every task a little.
+Where forwards and backwards alternate, a transfer may then take as long as both of them. One run ahead
+gave it the shorter of the two, and a link that is as slow as a forward delayed every task a little.
 """
 
 
@@ -303,7 +303,7 @@ def _choose_donations(nodes: Sequence[Node], program: ActorProgram) -> dict[Exec
         nodes: of this actor, in order.
         program: of this actor.
     """
-    # and, from the end of the program back, whatever is still read
+    # To these come, from the end of the program back, the slots that are still read.
     taken = _find_never_donated(program.instructions)
     remaining = reversed(nodes)
     common: dict[ExecutableId, set[int]] = {}
@@ -343,7 +343,7 @@ def donate_buffers(graph: TaskGraph, programs: Programs) -> Programs:
     def donate(program: ActorProgram) -> ActorProgram:
         donations = _choose_donations(nodes[program.actor], program)
         instructions = tuple(
-            # As `replace` would, which costs more than all the rest of this pass.
+            # `replace` would do the same, and costs more than all the rest of this pass.
             Run(i.label, i.executable, i.inputs, i.outputs, donations[i.executable])
             if isinstance(i, Run)
             else i
@@ -368,7 +368,7 @@ def _find_not_deleted(program: ActorProgram) -> set[BufferId]:
 
 def _find_last_uses(program: ActorProgram) -> list[Sequence[BufferId]]:
     """Find for each instruction the slots that are deleted behind it, in the order in which it names them."""
-    needed = _find_not_deleted(program)  # and whatever the instructions behind use
+    needed = _find_not_deleted(program)  # to these come the slots that later instructions use
     ends: list[Sequence[BufferId]] = []
     for i in reversed(program.instructions):
         if not isinstance(i, Run):  # reads or makes one slot
@@ -390,7 +390,7 @@ def _insert_deletes(program: ActorProgram, deletes: Sequence[Delete]) -> tuple[I
     found: list[Instruction] = []
     due: list[BufferId] = []
     for instruction, ended in zip(program.instructions, _find_last_uses(program), strict=True):
-        # Sends first: a peer waits for them. Deletes before receives and runs: those take memory.
+        # Sends go first, since a peer waits for them; deletes go before receives and runs, which take memory.
         if due and not isinstance(instruction, (Input, Send)):
             found += map(deletes.__getitem__, due)
             due.clear()
@@ -454,7 +454,8 @@ def peak_plan(program: ActorProgram) -> PeakPlan:
     Returns:
         The peak and where it is reached. The executor measures the same number.
     """
-    # By identity: hashing an aval costs more than this whole walk, and equal ones are mostly one object.
+    # Avals are looked up by identity: hashing one costs more than this whole walk, and equal ones are mostly
+    # one object.
     by_id = {id(a): a.size_bytes for a in {id(a): a for a in program.avals}.values()}
     sizes = [by_id[id(a)] for a in program.avals]
     held: dict[BufferId, int] = {}

@@ -185,7 +185,7 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
             request.static_argnums,
             continued_arguments,
         )
-    if not request.result_homes:  # a model's own init calls the model; that is no step
+    if not request.result_homes:  # a model's own init calls the model outside of a step
         warn_of_markers_outside(traced)
     in_specs, out_specs = request.in_specs(traced), request.out_specs(traced)
     traced = _separate_results(traced, in_specs, out_specs)
@@ -193,10 +193,9 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
     found = {
         i: partition(item, traced.types) for i, item in enumerate(traced.flat.ops) if isinstance(item, Loop)
     }
-    with lowering_context(request.target):  # new values, whose types know the mesh
+    with lowering_context(request.target):  # both passes make new values, whose types know the mesh
         staged = {i: minimize_residuals(loop, traced.types) for i, loop in found.items()}
-    passed("partition")
-    with lowering_context(request.target):  # cutting a backward makes new values, whose types know the mesh
+        passed("partition")
         loops = {i: _schedule(s, request, traced.types) for i, s in staged.items()}
     passed("schedule")
     continues = continued_arguments(traced)

@@ -63,7 +63,7 @@ def place(step: OuterStep, types: Types) -> Placement:
     step = _split_conds(step, types)
     draft = _Placer(step, types)
     while draft.joining:
-        # What joins actors is taken apart; it may have held further conds, so this ends with the deepest.
+        # Open the operations that join actors. They may hold further conds, so this ends with the deepest.
         others = {i: cond_split.opened(draft.ops[i], types) for i in draft.joining}
         draft = _Placer(_split_conds(replaced(draft.step, others), types), types)
     regrouped = regroup(draft.grouping_inputs())
@@ -146,13 +146,14 @@ class _Placer:
         self.single = self.bound | self.anchored
         self.owned = self._owned_ops()
         self.free: dict[int, set[ActorId]] = {i: set() for i in self.ops.keys() - self.single}
-        self.chosen: dict[int, Actors] = {}  # of operations on one actor (or few), once they are decided
+        self.chosen: dict[int, Actors] = {}  # the actors of single operations, once decided
         self.homes: dict[int, set[ActorId]] = {}  # of inputs
-        # Where values are: the very sets above. Free operations that nobody needs yet: where they would run.
+        # Where values are, as the very sets above; for free operations that nobody needs yet, where they
+        # would run.
         self.at: dict[int, Set[ActorId]] = dict(loop_home)
-        # Values whose makers do not care who reads them.
+        # Values whose makers run where they run, whoever reads the values.
         self.settled = {o for i in self.single for o in self.ops[i].outputs} | loop_home.keys()
-        self.joining: list[int] = []  # can be opened, and read large values of several actors
+        self.joining: list[int] = []  # operations that can be opened and read large values of several actors
         self.output_homes: list[Actors] = []
         self.handed_back: dict[int, int] = {}
         self._decide()
@@ -214,7 +215,7 @@ class _Placer:
         for needs in self.step.loop_needs.values():
             for value, actors in needs.items():
                 self._need(value, actors)
-        # What large values say first: it settles where most inputs live.
+        # Operations on large values go first: they settle where most inputs live.
         large = [i for i in sorted(self.bound) if self._is_large(self.ops[i])]
         deferred = {i for i in large if not self._choose(i, SMALL_BYTES)}
         self._guess_free_ops()
@@ -308,7 +309,7 @@ class _Placer:
             best = self._weights(op.reads)
             actors = {min((a for a in best if best[a] == max(best.values())), default=0)}
         elif op.name in LAID_OUT:
-            # Its operand is a scalar: that is sent, and not what is laid out from it.
+            # Its operand is a scalar: the scalar is sent, and not the array that is made of it.
             actors = held
         else:
             actors = {min(a for a in held if held[a] == max(held.values()))}
@@ -340,7 +341,7 @@ class _Placer:
         homes: list[set[ActorId]] = [set() for _ in results]
         untouched = self.step.untouched
         for k in sorted(range(len(results)), key=untouched.__contains__):
-            # these last: others may use the input
+            # untouched ones come last: others may use the input
             old = self.homes.get(continued[k], ()) if k in continued else ()
             asked = self.step.result_homes.get(k, ())
             if k in untouched and not (asked or old or untouched[k] in self.homes):
@@ -350,7 +351,8 @@ class _Placer:
             self._need(results[k], homes[k])
             if old:
                 self._need(continued[k], homes[k])
-        # A later result may have drawn an argument to more actors: what continues it goes there, too.
+        # A later result may have drawn an argument to more actors: the result that continues it goes there,
+        # too.
         changed = True
         while changed:
             changed = False

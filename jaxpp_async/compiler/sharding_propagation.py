@@ -146,7 +146,7 @@ def _run_loop_once(
     for v, ref in zip(batch, loop.batch, strict=True):
         env[v] = lax.index_in_dim(evaluate.read(env, ref), 0, 0, keepdims=False)
     env[index] = jnp.int32(0)
-    # By first use in the schedule, where nothing runs before what it needs.
+    # Forms run in the order of their first use in the schedule, where nothing runs before what it needs.
     for key in dict.fromkeys(key for _, _, key in scheduled.order):
         evaluate.run_ops(scheduled.variants[key].task.ops, env)
     for ids, parts, reduction in zip(finals, scheduled.staged.outputs, loop.reductions, strict=True):

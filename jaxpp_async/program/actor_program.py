@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxpp_async.errors import ProtocolError
@@ -105,10 +105,9 @@ def parse_program(text: str) -> ActorProgram:
         if instruction is not None:
             instructions.append(instruction)
     try:
-        avals = parser.all_avals()
+        return parser.program(instructions)
     except ValueError as e:
         raise ProtocolError(f"program text, at its end: {e}") from e
-    return ActorProgram(parser.actor, tuple(instructions), avals, parser.uncounted)
 
 
 # ---------------------------------------------------------------- format
@@ -306,8 +305,7 @@ class _Parser:
     """The state of `parse_program`: the avals seen so far, and one method for each opcode."""
 
     def __init__(self) -> None:
-        self.begun = False
-        self.actor = 0
+        self.actor: ActorId | None = None  # None: the header has not been read
         self.num_slots = 0
         self.avals = _Avals()
         self.slots: dict[BufferId, Aval] = {}
@@ -318,7 +316,7 @@ class _Parser:
         match = _HEADER.fullmatch(line)
         if not match:
             raise ValueError(_NO_HEADER)
-        self.begun, self.actor, self.num_slots = True, int(match[1]), int(match[2])
+        self.actor, self.num_slots = int(match[1]), int(match[2])
 
     def define(self, buffer: BufferId, aval: Aval) -> None:
         if buffer < self.num_slots:
@@ -376,8 +374,8 @@ class _Parser:
     def output(self, m: re.Match[str]) -> Output:
         return Output(int(m[1]), int(m[2]))
 
-    def all_avals(self) -> tuple[Aval, ...]:
-        if not self.begun:
+    def program(self, instructions: Sequence[Instruction]) -> ActorProgram:
+        if self.actor is None:
             raise ValueError(_NO_HEADER)
         known = self.slots | self.pinned
         if len(known) != self.num_slots:
@@ -386,7 +384,8 @@ class _Parser:
             raise ValueError(
                 f"nothing tells the aval of slot b{missing}; add a line such as 'slot b{missing} f32[]'"
             )
-        return tuple([known[b] for b in range(self.num_slots)])
+        avals = tuple([known[b] for b in range(self.num_slots)])
+        return ActorProgram(self.actor, tuple(instructions), avals, self.uncounted)
 
 
 _OPCODES: dict[str, tuple[re.Pattern[str], Callable[[_Parser, re.Match[str]], Instruction | None]]] = {
@@ -401,7 +400,7 @@ _OPCODES: dict[str, tuple[re.Pattern[str], Callable[[_Parser, re.Match[str]], In
 
 
 def _parse_line(parser: _Parser, line: str) -> Instruction | None:
-    if not parser.begun:
+    if parser.actor is None:
         return parser.header(line)
     opcode = line.partition(" ")[0]
     if opcode == "uncounted":

@@ -24,7 +24,7 @@ from jaxpp_async.base.frozen import frozen
 
 ActorId: TypeAlias = int
 ProcessId: TypeAlias = int
-"""Processes are numbered over the mesh, those of actor 0 first; with one an actor it is the actor's number."""
+"""Processes are numbered over the mesh, those of actor 0 first; with one an actor it is its number."""
 
 BufferId: TypeAlias = int
 ValueId: TypeAlias = int

@@ -15,7 +15,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from statistics import median
 from typing import Any, TypeAlias
 
@@ -187,7 +187,7 @@ def _shares_table(rows: Sequence[TimeShares]) -> str:
     header = (f"of {_time(span_s)}", "computing", "waiting", "transfers", "dispatch", "idle")
     return _table(
         header,
-        ((f"actor {s.actor}", *(_share(x, s.duration_s) for x in _five(s))) for s in rows),
+        ((f"actor {s.actor}", *(_share(x, s.duration_s) for x in astuple(s)[1:])) for s in rows),
     )
 
 
@@ -214,10 +214,6 @@ def _breakdown_table(bill: StepBreakdown) -> str:
         )
     )
     return _table(("bill", "time", "share", ""), rows, left=(0, 3))
-
-
-def _five(s: TimeShares) -> tuple[float, float, float, float, float]:
-    return s.compute_s, s.wait_s, s.transfer_s, s.dispatch_s, s.idle_s
 
 
 def _share(part_s: float, whole_s: float) -> str:
