@@ -355,8 +355,7 @@ class Explainer:
         return "not used: stays where it is"
 
     def _used_through(self, value: ValueId, actor: ActorId) -> list[str]:
-        """Find the tasks of loops on an actor that use what is made of an argument outside of them, such as a
-        cast of it."""
+        """Find an actor's tasks that use what is made of an argument outside the loops, such as a cast."""
         argument, homes = self.placed.value_ids[value], self.placed.placement.op_actors
         made = {o for i, op in self._items if actor in homes[i] and argument in op.reads for o in op.outputs}
         here = (n for n in self.graph.nodes if n.actor == actor and n.task is not None)

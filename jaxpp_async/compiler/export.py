@@ -115,8 +115,7 @@ def emit(
 
 
 def lowering_context(target: Target) -> Any:
-    """Set up JAX for tracing steps and lowering tasks: the mesh for bare `PartitionSpec`s, the rules for
-    `shard`."""
+    """Set up JAX for tracing and lowering: the mesh for bare `PartitionSpec`s, the rules for `shard`."""
     stack = contextlib.ExitStack()
     stack.enter_context(logical_axes.axis_rules(target.axis_rules if target.mesh is not None else {}))
     stack.enter_context(jax_config.mesh_context(target.mesh))

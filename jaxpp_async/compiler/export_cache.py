@@ -106,8 +106,7 @@ class _ExportContext:
         return self.target.mesh, self.target.platform, rules, self.config
 
     def key(self, recipe: Recipe) -> Hashable:
-        """Return a key that is equal for recipes whose executables have equal bytes, and unequal when in
-        doubt."""
+        """Return a key that recipes share only if their executables have equal bytes."""
         if {f.name for f in dataclasses.fields(recipe)} != _HANDLED:
             return _Identity(recipe)
         return self._common, _RecipeKey(self).key(recipe)
@@ -188,8 +187,7 @@ class _ContentKeys:
         self._open: list[Any] = []  # functions whose key is being made: one may close over itself
 
     def key(self, value: Any) -> Hashable:
-        """Return a key that is equal for values that emission cannot tell apart; an `_Identity` when in
-        doubt."""
+        """Return a key that values share only if they export alike; an `_Identity` when in doubt."""
         kind = type(value)
         if kind in _PLAIN:
             return kind, value

@@ -1,5 +1,4 @@
-"""Unroll one scheduled loop into a task graph: a node for each task of each microbatch, in the schedule's
-order.
+"""Unroll one scheduled loop into a task graph: a node a task, in the schedule's order.
 
 All microbatches of a task run the same recipe, and each hands its accumulators to the next one.
 """
@@ -219,8 +218,8 @@ class _LoopUnroller:
         )
 
     def _held(self, value: int, variant: Variant, actor: ActorId) -> ValueId | None:
-        """Return the graph value of an input that all microbatches share, or None where the microbatch's
-        tasks make it."""
+        """Return the graph value of an input that all microbatches share; None: the microbatch's tasks make
+        it."""
         if value in variant.takes:
             return None
         if value == self.index:
@@ -236,8 +235,7 @@ class _LoopUnroller:
         return self.finals[add[0]][add[1]]
 
     def _start_accumulators(self, actor: ActorId, whole: TaskKey) -> None:
-        """Add a node that makes the accumulators of one whole task, on its actor, just before their first
-        use."""
+        """Add the node that makes the accumulators of one whole task, just before their first use."""
         self.started.add(whole)
         starts = []
         outputs = []

@@ -101,8 +101,7 @@ class PlannedTransfer:
 
 
 def _find_missing(graph: TaskGraph) -> list[tuple[ValueId, ActorId, int]]:
-    """Find every value that an actor needs and neither makes nor holds, with the index of its first node that
-    reads it."""
+    """Find every value that an actor needs and neither makes nor holds, and its first node that reads it."""
     held: list[set[ValueId]] = [set() for _ in range(graph.num_actors)]
     for i in graph.inputs:
         for actor in i.actors:
@@ -154,8 +153,7 @@ def plan_transfers(graph: TaskGraph) -> tuple[PlannedTransfer, ...]:
 def _receive_positions(
     transfers: Sequence[PlannedTransfer], position_of: dict[int, int], num_runs: int, ahead: int
 ) -> dict[int, list[PlannedTransfer]]:
-    """Choose the run of this actor before which each of its receives is posted; `num_runs` is the end of the
-    program."""
+    """Choose the run before which each receive of this actor is posted; `num_runs` is the end."""
     # Between two actors receives are posted in the order of the sends (NCCL pairs them by order alone), so a
     # receive moves up to the earliest one that follows it on its link.
     link_limit: dict[ActorId, int] = {}

@@ -47,8 +47,7 @@ class OuterStep:
 
 
 def source_actor(actors: Collection[ActorId], wanted: ActorId) -> ActorId:
-    """Choose the actor that sends a value to `wanted`: `wanted` itself where it has the value, else the
-    lowest that has.
+    """Choose the actor that gives a value to `wanted`: itself where it is among `actors`, else the lowest.
 
     `lowering.plan_transfers` sends from there.
     """
@@ -56,11 +55,10 @@ def source_actor(actors: Collection[ActorId], wanted: ActorId) -> ActorId:
 
 
 def replaced(step: OuterStep, others: Mapping[int, Sequence[Op]], removed: Collection[int] = ()) -> OuterStep:
-    """Replace the operations at some positions of a step by others, or remove them; loops keep what is known
-    of them.
+    """Replace the operations at some positions of a step by others, or remove them.
 
     Args:
-        step: the step.
+        step: the step; what is known of its loops stays.
         others: the new operations, by position in `items`.
         removed: positions.
     """

@@ -87,8 +87,10 @@ def place(step: OuterStep, types: Types) -> Placement:
 
 
 def _split_conds(step: OuterStep, types: Types) -> OuterStep:
-    """Split each cond into one for each group of results. In a step with a loop, open each `jit` that is
-    pinned by the user."""
+    """Split each cond into one for each group of results.
+
+    In a step with a loop, a `jit` with shardings of its own becomes the operations inside it.
+    """
     while ops := {
         i: cond_split.opened(op, types)
         for i, op in enumerate(step.items)
@@ -107,8 +109,7 @@ def _split_conds(step: OuterStep, types: Types) -> OuterStep:
 
 
 def _merge_conds(draft: _Placer) -> OuterStep | None:
-    """Merge the parts of one cond that run on the same actors into one operation again; None if there are
-    none."""
+    """Merge the parts of one cond that run on the same actors into one operation; None if there are none."""
     parts: dict[tuple[int, Actors], list[int]] = defaultdict(list)
     actors = draft.actors()
     for i, op in enumerate(draft.items):
@@ -186,8 +187,10 @@ class _Placer:
         return ops
 
     def _owned_ops(self) -> set[int]:
-        """Find the free operations that make a floating result: each runs once and its value is sent, so that
-        copies are equal."""
+        """Find the free operations that make a floating result.
+
+        Each of them runs once and its value is sent, so that copies are equal.
+        """
         results = self.step.outputs[: self.step.num_results]  # a print changes nothing of how a value is made
         made = {self.producer[r] for r in results if isinstance(r, int) and r in self.producer}
         return {
@@ -252,8 +255,7 @@ class _Placer:
     # ---- operations on one actor
 
     def _guess_free_ops(self) -> None:
-        """Guess where free operations that nobody needs yet would run: where most of their operands' bytes
-        are."""
+        """Guess where free operations that nobody needs yet would run: with most of their operands' bytes."""
         for i in sorted(self.free):
             if not self.free[i]:
                 held = self._weights(self.ops[i].reads)
@@ -274,8 +276,11 @@ class _Placer:
         return held
 
     def _choose(self, position: int, threshold: int) -> bool:
-        """Run an operation where most of its operands' bytes are. False: they are scalars, and the operation
-        is large."""
+        """Run an operation where most of its operands' bytes are.
+
+        Returns:
+            False, where it is not decided: the operands are scalars, and the operation is large.
+        """
         op = self.ops[position]
         held = self._weights(op.reads)
         if len(held) == 1:  # nearly always

@@ -35,8 +35,7 @@ from jaxpp_async.program.instructions import (
 
 @dataclass(frozen=True, eq=False)
 class PlacedStep:
-    """A step that is placed but has no shardings yet: its graph, its recipes, and the facts that reports are
-    made of.
+    """A step that is placed but has no shardings yet: its graph, its recipes, and facts for reports.
 
     Args:
         graph: the graph; `GraphInput.arg` counts argument leaves, then captured arrays, then microbatch
@@ -177,8 +176,8 @@ class _StepBuilder:
         )
 
     def _untouched(self, outputs: Sequence[int]) -> dict[int, int]:
-        """Find the results that are an argument as it came: result to value. A value that is two results has
-        to be copied."""
+        """Find the results that are an argument as it came: result to value. One that is there twice is
+        copied."""
         arguments = set(self.traced.flat.inputs[: len(self.traced.arg_names)])
         return {
             k: v
@@ -200,8 +199,7 @@ class _StepBuilder:
         return {v: frozenset(a) for v, a in needs.items()}
 
     def _loop_results(self, position: int) -> tuple[dict[int, ActorId], list[Op]]:
-        """Find the actor of each accumulator that a loop leaves, and the operations that make its results of
-        them."""
+        """Find the actor of each accumulator that a loop leaves, and the operations that make its results."""
         scheduled = self.loops[position]
         loop = scheduled.staged.loop
         made: dict[int, ActorId] = {}

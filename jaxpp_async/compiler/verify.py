@@ -184,8 +184,7 @@ def _find_repeated(things: Sequence[_T]) -> _T | None:
 
 
 class AssignedIds:
-    """A set of the numbers that were assigned so far. Mostly they come in order: then one number says which
-    they are.
+    """The numbers that were assigned so far. Mostly they come in order: then one number says which they are.
 
     Args:
         size: numbers from 0 to below this are valid.
@@ -562,8 +561,7 @@ class _DeadlockSimulation:
         self.counter[actor] = index
 
     def link(self, sender: ActorId, receiver: ActorId, tag: Tag) -> _Link:
-        """Return the queue of a transfer: one for the pair of actors, or one of its own where nothing holds
-        it up."""
+        """Return the queue of a transfer: one for the pair of actors, or under loose rules one of its own."""
         return (sender, receiver, None if self.rendezvous else tag)
 
     def match(self, link: _Link) -> None:
@@ -613,8 +611,7 @@ def simulate(programs: Sequence[ActorProgram], *, rendezvous: bool = True) -> li
 
 
 def _find_cycle(waits: list[BlockedActor]) -> list[BlockedActor]:
-    """Find the circle of waiting that the first actor's chain leads into; the chain itself where it ends
-    elsewhere."""
+    """Find the circle of waiting that the first actor's chain leads into; else the chain itself."""
     by_actor = {w.actor: w for w in waits}
     chain: list[BlockedActor] = []
     actor = waits[0].actor

@@ -1,2 +1,1 @@
-"""The frozen values that compiler, protocol and actors share: tasks, task graphs, instructions, actor
-programs."""
+"""The frozen values that compiler, protocol and actors share: tasks, task graphs, instructions, programs."""

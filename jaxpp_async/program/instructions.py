@@ -1,5 +1,4 @@
-"""Define the values between a schedule and an actor: tasks, the task graph, and the instructions of a
-program.
+"""Define the values between a schedule and an actor: tasks, the task graph, a program's instructions.
 
 A step becomes, in this order:
 
@@ -229,8 +228,10 @@ class Run:
 
 @frozen()
 class Send:
-    """Start a send as soon as the buffer is ready, without waiting. Tags count from zero over all programs of
-    a step."""
+    """Start a send as soon as the buffer is ready, without waiting.
+
+    Tags count from zero over all programs of a step.
+    """
 
     buffer: BufferId
     to_actor: ActorId
@@ -256,8 +257,10 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Turn the buffer into step result `result`: it leaves the program, and only another `Output` may name it
-    afterwards."""
+    """Turn the buffer into step result `result`, which leaves the program.
+
+    Only another `Output` may name the buffer afterwards.
+    """
 
     buffer: BufferId
     result: int

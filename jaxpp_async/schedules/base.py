@@ -100,8 +100,8 @@ class BuiltIn(Schedule):
         _check_count(f"{type(self).__name__}(num_stages=...)", self.num_stages)
 
     def tasks(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
-        """Return one list of tasks an actor, in order of execution; empty for actors beyond the number of
-        stages.
+        """Return one list of tasks an actor, in order of execution; an actor beyond the number of stages has
+        none.
 
         Args:
             num_microbatches: microbatches of one step, at least 1.
@@ -130,8 +130,7 @@ def neighbouring_stages(num_stages: int, num_actors: int) -> list[range]:
 
 
 def through(stages: range, ty: TaskType, i: int) -> list[Task]:
-    """Return the tasks of microbatch `i` in neighbouring `stages` that run as one: backwards from the last
-    stage."""
+    """Return microbatch `i`'s tasks in `stages` that run as one: a backward from the last stage."""
     return [Task(i, ty, stage) for stage in (stages if ty == "fwd" else reversed(stages))]
 
 

@@ -28,7 +28,7 @@ from jaxpp_async.schedules.base import BuiltIn, flat, neighbouring_stages, throu
 
 
 class GPipe(BuiltIn):
-    """All forwards, then all backwards. Stage s is on actor s*A//S.
+    """Run all forwards, then all backwards. Stage s is on actor s*A//S.
 
     Several stages on one actor run one after the other for each microbatch, as one longer stage would: only
     the group's ends talk to other actors, so nothing finer is faster.
@@ -48,8 +48,9 @@ class GPipe(BuiltIn):
 
 
 class Std1F1B(BuiltIn):
-    """One forward, one backward (PipeDream-Flush). Stage s is on actor s*A//S; several on one actor run as
-    one longer stage (see `GPipe`).
+    """Run one forward and one backward in turn (PipeDream-Flush).
+
+    Stage s is on actor s*A//S; several on one actor run as one longer stage (see `GPipe`).
 
     Bubble fraction (A divides S): (A-1)/(M+A-1), as GPipe. Activations on actor a with k stages: k*min(M,
     A-a), however large M is. With S = A stage s holds min(M, S-s).
@@ -64,9 +65,9 @@ class Std1F1B(BuiltIn):
 
 
 class Eager1F1B(BuiltIn):
-    """1F1B that runs forwards further ahead: two warm-up forwards for each actor behind, where `Std1F1B` has
-    one. An activation then arrives one slot before it is needed, which hides the transfer. Placed as
-    `Std1F1B`.
+    """Run 1F1B with forwards further ahead: two warm-up forwards for each actor behind, for `Std1F1B`'s one.
+
+    An activation then arrives one slot before it is needed, which hides the transfer. Placed as `Std1F1B`.
 
     Bubble fraction (A divides S): (A-1)/(M+A-1). Activations on actor a with k stages: k*min(M, 2*(A-a)-1).
 
@@ -161,8 +162,9 @@ def _groups(num_microbatches: int, num_actors: int) -> tuple[int, list[range]]:
 
 
 class LoopedBFS(BuiltIn):
-    """Breadth-first: an actor runs all microbatches through one of its stages before the next stage. Stage s
-    is on actor s % A. Each stage's weights are used, and its gradient is finished, in one go.
+    """Run all microbatches through one of an actor's stages before the next stage (breadth-first).
+
+    Stage s is on actor s % A. Each stage's weights are used, and its gradient is finished, in one go.
 
     Bubble fraction (A divides S, v = S/A, M >= A): (A-1)/(v*M+A-1). Activations on an actor with k stages:
     k*M.
@@ -202,9 +204,10 @@ def _alternate(
 
 
 class ZeroBubbleH1(BuiltIn):
-    """1F1B with each weight gradient put off by one microbatch for each actor ahead. Input gradients reach
-    the first actor sooner, and weight gradients fill the end. Also called ZB1P. Stage s is on actor s*A//S;
-    several on one actor run as one longer stage (see `GPipe`).
+    """Run 1F1B with each weight gradient put off by one microbatch for each actor ahead. Also called ZB1P.
+
+    Input gradients reach the first actor sooner, and weight gradients fill the end. Stage s is on actor
+    s*A//S; several on one actor run as one longer stage (see `GPipe`).
 
     Bubble fraction (A divides S, M >= A): (A-1)/(3M+A-1), a third of 1F1B's. Activations on every actor with
     k stages: k*min(M, A), as on 1F1B's first actor.
@@ -218,8 +221,9 @@ class ZeroBubbleH1(BuiltIn):
 
 
 class ZeroBubbleH2(BuiltIn):
-    """`ZeroBubbleH1` with twice the warm-up forwards and twice the delay of weight gradients: from M = 2A-1
-    on no actor idles between its first and its last task. Also called ZB2P. Placed as `ZeroBubbleH1`.
+    """Run `ZeroBubbleH1` with twice the warm-up forwards and twice the delay. Also called ZB2P.
+
+    From M = 2A-1 on no actor idles between its first and its last task. Placed as `ZeroBubbleH1`.
 
     Actor a still begins and ends a units after the first. So the bubble fraction of one step by itself is
     (A-1)/(3M+A-1), as H1's; it vanishes where steps follow each other without all actors waiting for one
@@ -256,8 +260,10 @@ def one_forward_two_halves(
 
 
 def _split_row(stages: range, num_microbatches: int, num_warmup: int, delay: int) -> list[Task]:
-    """Order one actor's tasks: input gradient i is behind forward i + `num_warmup` and ahead of weight
-    gradient i - `delay`."""
+    """Order one actor's tasks.
+
+    Input gradient i runs behind forward i + `num_warmup` and ahead of weight gradient i - `delay`.
+    """
     row: list[Task] = []
     for i in range(-num_warmup, num_microbatches + delay):
         if i + num_warmup < num_microbatches:

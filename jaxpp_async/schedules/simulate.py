@@ -64,8 +64,7 @@ def num_stages_of(tasks: Rows) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleTiming:
-    """The times of all tasks: `starts[actor][step]` and `ends[actor][step]`, in the unit of the durations
-    given."""
+    """The times of all tasks, `starts[actor][step]` and `ends[actor][step]`, in the unit of the durations."""
 
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
@@ -94,8 +93,7 @@ def simulate(tasks: Rows, durations: Durations = UNIT) -> ScheduleTiming:
 
 
 def run_ahead(tasks: Rows, durations: Durations = UNIT) -> ScheduleTiming:
-    """Run the lists as `simulate` does; where the schedule deadlocks, return the times of what runs until
-    then."""
+    """Run the lists as `simulate` does; of a schedule that deadlocks, return the times of what runs."""
     duration = durations if callable(durations) else lambda task: durations[task.ty]
     rows = _number_tasks(tasks)
     starts: list[list[float]] = [[] for _ in tasks]
@@ -251,8 +249,11 @@ def idle_times(tasks: Rows, durations: Durations = UNIT) -> tuple[float, ...]:
 
 
 def peak_activations(tasks: Rows) -> tuple[int, ...]:
-    """Return for each actor the most (stage, microbatch) pairs whose forward it has run and whose backward it
-    has not finished (`bwd`, or for a split backward `bwd_weight`)."""
+    """Return for each actor the most activations that it holds.
+
+    An activation is a (stage, microbatch) pair whose forward the actor has run and whose backward it has not
+    finished (`bwd`, or for a split backward `bwd_weight`).
+    """
     change = {"fwd": 1, "bwd": -1, "bwd_input": 0, "bwd_weight": -1}
     peaks = []
     for row in tasks:

@@ -54,8 +54,10 @@ class _VShaped(BuiltIn):
 
 
 class ZeroBubbleV(_VShaped):
-    """No idle actor between its first and its last task, with the activations of 1F1B's first actor: each
-    microbatch takes the same time on every actor, down and up. Placed in a V (see the module's first lines).
+    """Run each microbatch for the same time on every actor, down and up a V: no actor idles between its
+    tasks.
+
+    The activations are those of 1F1B's first actor. Stages are placed in a V (see the module's first lines).
 
     Bubble fraction (S = 2A, M >= 2A-1): (A-1)/(6M+A-1), all of it before an actor's first task and after its
     last; none in between. Activations on every actor: min(2M, 2A) parts, as much as A stages of 1F1B. With
@@ -83,12 +85,14 @@ class ZeroBubbleV(_VShaped):
 
 
 class DualPipeV(_VShaped):
-    """DeepSeek's DualPipe cut in half: in the steady state a forward of one direction and a whole backward of
-    the other stand side by side, so that what one communicates can overlap what the other computes. Placed in
-    a V (see the module's first lines). Backwards are split only near both ends.
+    """Run a forward of one direction and a whole backward of the other side by side, in a V.
 
-    The paper runs such a pair as one block. Here it is just two neighbouring tasks, forward first: transfers
-    overlap computation under any schedule, and each of the two hands its result on when it ends.
+    This is DeepSeek's DualPipe cut in half: what one task of a pair communicates can overlap what the other
+    computes. Stages are placed in a V (see the module's first lines). Backwards are split only near both
+    ends.
+
+    The paper runs such a pair as one block. Here it is just two tasks one after the other, forward first:
+    transfers overlap computation under any schedule, and each of the two hands its result on when it ends.
 
     Bubble fraction (S = 2A, M >= 2A): (A-1)/(6M+A-1). With pairs as blocks of F&B = F+B the step takes twice
     as much more than 6M, the published (A-1)(F&B+B-3W) = 2(A-1) units. Activations on every actor: 2A+1

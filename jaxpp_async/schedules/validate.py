@@ -94,8 +94,7 @@ def resolve(
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """The schedule that is checked, for its errors, and the sizes that it must have; `fail` and `stages`
-    raise."""
+    """The schedule that is checked and the sizes that it must have, for errors; `fail` and `stages` raise."""
 
     where: str
     name: str
@@ -134,8 +133,12 @@ class _Check:
     def stages(
         self, count: int, rows: Sequence[Sequence[Any]] | None = None, marks: Collection[Place] = ()
     ) -> None:
-        """Fail unless the schedule's number of stages is the loop body's. `rows` and `marks` are as `fail`
-        takes them."""
+        """Fail unless `count`, the schedule's number of stages, is the loop body's.
+
+        Args:
+            count: the schedule's number of stages.
+            rows, marks: as `fail` takes them.
+        """
         expected = self.num_stages
         if count != expected:
             self.fail(
@@ -150,8 +153,10 @@ class _Check:
 
 
 def _list_markers(markers: Sequence[str]) -> str:
-    """List the stage boundaries, those of one line together; a call in the body counts in whichever forward
-    it is."""
+    """List the stage boundaries, those of one line together.
+
+    A call in the body is one, whichever forward it belongs to.
+    """
     if not markers:
         return ""
     lines = [f"  {m}" + (f" ({n} calls)" if n > 1 else "") for m, n in Counter(markers).items()]
@@ -275,8 +280,7 @@ def _placed(rows: Sequence[Sequence[_T]]) -> Iterator[tuple[int, int, _T]]:
 
 
 def _check_num_stages(check: _Check, rows: Rows) -> None:
-    """Check that a list has tasks of as many stages as the loop body; the error marks its first task beyond
-    them."""
+    """Check that a list has tasks of as many stages as the loop body, and mark the first one beyond."""
     beyond = next(
         ((actor, step) for actor, step, task in _placed(rows) if task.stage >= check.num_stages), None
     )
@@ -489,8 +493,7 @@ def _cell(entry: Any) -> str:
 
 
 def _nearest(count: int, centres: Sequence[int], limit: int) -> list[int]:
-    """Choose at most `limit` of range(count), the nearest to any of `centres` (the first ones without any),
-    in order."""
+    """Choose at most `limit` of range(count), in order: those nearest to `centres`, or the first ones."""
     if count <= limit:
         return list(range(count))
     return sorted(sorted(range(count), key=lambda x: min((abs(x - c) for c in centres), default=x))[:limit])

@@ -128,8 +128,8 @@ class StepBreakdown:
 
     @property
     def bound_s(self) -> float:
-        """The shortest time that the schedule and the measured task times allow: the critical path of the
-        step's tasks."""
+        """The critical path of the step's tasks: the least that the schedule and the measured task times
+        allow."""
         return self.compute_s + self.imbalance_s + self.schedule_s
 
     @property

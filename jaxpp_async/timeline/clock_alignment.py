@@ -49,8 +49,9 @@ def align_step(
     stamps: Mapping[ActorId, Sequence[tuple[float, float]]],
     origin_s: float,
 ) -> ClockAlignment:
-    """Align the actors' clocks with the controller's. Where facts contradict each other, the step's own
-    bounds hold.
+    """Align the actors' clocks with the controller's.
+
+    Where facts contradict each other, the step's own bounds hold.
 
     Args:
         recorded: each actor's part.
@@ -140,8 +141,7 @@ def _shorten(most: list[list[float]], a: int, b: int, lead_s: float) -> None:
 
 
 def _step_bounds(r: Recorded, stamps: Sequence[tuple[float, float]], origin_s: float) -> Bounds:
-    """Return the bounds of the step itself: an actor took it up after it was sent, and was done before its
-    reply came."""
+    """Bound a clock by the step: taken up after it was sent, and done before the reply came."""
     between = stamp_range(stamps)
     if r.error_s == 0.0 or between is None:
         return r.offset_s, r.offset_s
@@ -150,8 +150,7 @@ def _step_bounds(r: Recorded, stamps: Sequence[tuple[float, float]], origin_s: f
 
 
 def _estimated_bounds(r: Recorded, step: Bounds) -> Bounds:
-    """Narrow the step's bounds by the estimate, unless the two contradict each other: then the estimate is
-    wrong."""
+    """Narrow the step's bounds by the estimate, unless the two contradict each other: then it is wrong."""
     if r.error_s is None:
         return step
     low_s, high_s = max(step[0], r.offset_s - r.error_s), min(step[1], r.offset_s + r.error_s)

@@ -215,8 +215,11 @@ def read_events(
 
 
 def transfer_labels(programs: Sequence[ActorProgram]) -> dict[TransferKey, str]:
-    """Find for each transfer, by (from, to, tag), what made the value: a task, `"arg 3"`, or, passed on, what
-    made that."""
+    """Find what made the value of each transfer, by (from, to, tag): a task, or an argument such as `"arg
+    3"`.
+
+    For a value that was passed on, that is what made it at its origin.
+    """
     makers: dict[TransferKey, Instruction | None] = {}
     for program in programs:
         made: dict[BufferId, Instruction] = {}

@@ -71,8 +71,7 @@ class Timeline:
 
     @property
     def begin_s(self) -> float:
-        """When the first actor took the step up: with several steps under way, not before it was done with
-        another."""
+        """When the first actor took the step up, which may be after it was done with an earlier step."""
         return min((a.begin_s for a in self.actors if a.events), default=0.0)
 
     @property
@@ -181,8 +180,7 @@ _ITEMS = (
 
 
 def _shares_table(rows: Sequence[TimeShares]) -> str:
-    """Tabulate where each actor's time went, in parts of what its first cell says: from the first actor's
-    start to the end."""
+    """Tabulate where each actor's time went, in parts of the time from the first actor's start to the end."""
     span_s = rows[0].duration_s if rows else 0.0
     header = (f"of {_time(span_s)}", "computing", "waiting", "transfers", "dispatch", "idle")
     return _table(
@@ -398,8 +396,10 @@ class _Tracks:
         return _Slice(pid, tid, start_us, end_us)
 
     def arrow(self, name: str, start: _Slice, end: _Slice) -> None:
-        """Add an arrow from the start of a slice to the end of another, inside of both: viewers bind it to
-        what encloses it."""
+        """Add an arrow from the start of a slice to the end of another.
+
+        Both ends are inside of their slices: viewers bind them to that.
+        """
         self._num_arrows += 1
         common = {"cat": "transfers", "name": name, "id": self._num_arrows}
         # still inside when viewers cut it off
