@@ -70,8 +70,8 @@ class ExportCache:
 
     def _shared(self, context: _ExportContext, recipe: Recipe) -> Emitted:
         while self._without_key:
-            context, other, emitted = self._without_key.pop()
-            self._known[context.key(other)] = emitted
+            earlier, other, emitted = self._without_key.pop()
+            self._known[earlier.key(other)] = emitted
         key = context.key(recipe)
         if key not in self._known:
             self._known[key] = self._export(context, recipe)
