@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_async.actors.jax_runtime import Devices
 from jaxpp_async.actors.shards import Layout
 from jaxpp_async.jax_bridge import jax_config
-from jaxpp_async.markers import markers
+from jaxpp_async.markers import nonfinite
 
 ContentKey = str
 _LOOP = b"while_v1"
@@ -280,4 +280,4 @@ class SelfChecked:
         """Which operation made the first NaN or infinity of the last call, and which arguments came with one."""
         if self._seen is None:
             return None
-        return markers.blame(self._seen.addressable_shards[0].data, self._places, self._names)
+        return nonfinite.describe_origin(self._seen.addressable_shards[0].data, self._places, self._names)

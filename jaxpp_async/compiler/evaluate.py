@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding
 from jaxpp_async.compiler.ir import Lit, Op, Ref, Types, ValueType
 from jaxpp_async.compiler.recipes import Recipe
 from jaxpp_async.jax_bridge import private_api
-from jaxpp_async.markers import logical_axes, markers
+from jaxpp_async.markers import logical_axes
+from jaxpp_async.markers.nonfinite import NonfiniteChecker
 from jaxpp_async.program.instructions import Aval
 
 
@@ -41,14 +42,14 @@ def checked_function(recipe: Recipe, types: Types) -> Callable[..., tuple[list[A
     """
 
     def run(*args: Any) -> tuple[list[Any], dict[str, Any]]:
-        checker = markers.Checker()
+        checker = NonfiniteChecker()
         results = _run(recipe, types, args, checker)
         return results, {"\n".join(checker.places): checker.found()}
 
     return run
 
 
-def _run(recipe: Recipe, types: Types, args: Sequence[Any], checker: markers.Checker | None) -> list[Any]:
+def _run(recipe: Recipe, types: Types, args: Sequence[Any], checker: NonfiniteChecker | None) -> list[Any]:
     env: dict[int, Any] = {v: lit.value for v, lit in recipe.literals.items()}
     env.update((v, wrap(types[v], x)) for v, x in zip(recipe.inputs, args, strict=True))
     index = env[recipe.index] if recipe.index is not None else None
@@ -81,7 +82,7 @@ def run_ops(ops: Sequence[Op], env: dict[int, Any]) -> None:
         env.update((o, x) for o, x in zip(op.outputs, results, strict=True) if o >= 0)
 
 
-def _run_checked(ops: Sequence[Op], env: dict[int, Any], checker: markers.Checker) -> None:
+def _run_checked(ops: Sequence[Op], env: dict[int, Any], checker: NonfiniteChecker) -> None:
     """As `run_ops`, looking at each value that is made, also inside what an operation wraps."""
     for op in ops:
         operands, run = [read(env, r) for r in op.inputs], op.run
@@ -102,15 +103,15 @@ def read(env: Mapping[int, Any], ref: Ref) -> Any:
 def wrap(value_type: ValueType, x: Any) -> Any:
     """A value at the boundary as its operations know it: key data as keys, with the sharding of its type."""
     keyed = jax.random.wrap_key_data(x, impl=value_type.key_impl) if value_type.key_impl else x
-    return logical_axes.bring(keyed, value_type.sharding)
+    return logical_axes.reshard_to(keyed, value_type.sharding)
 
 
 def leave(x: Any) -> Any:
     """The reverse of `wrap`: keys as key data; what is whole on every device, for whatever use, is just whole."""
     x = jnp.asarray(x)
-    mesh, known = jax.sharding.get_abstract_mesh(), logical_axes.of(jax.typeof(x))
+    mesh, known = jax.sharding.get_abstract_mesh(), logical_axes.explicit_sharding(jax.typeof(x))
     if known is not None and (known.mesh != mesh or known.spec.reduced):
-        x = logical_axes.bring(x, NamedSharding(mesh, known.spec.update(reduced=frozenset())))
+        x = logical_axes.reshard_to(x, NamedSharding(mesh, known.spec.update(reduced=frozenset())))
     return unwrap(x)
 
 
@@ -124,7 +125,7 @@ def unwrap(x: Any) -> Any:
 
 def value_type(aval: Any) -> ValueType:
     """The `ValueType` of a JAX aval (sharding is filled in later)."""
-    weak, types = bool(getattr(aval, "weak_type", False)), logical_axes.of(aval)
+    weak, types = bool(getattr(aval, "weak_type", False)), logical_axes.explicit_sharding(aval)
     on_host = private_api.is_host_memory(aval)
     if private_api.is_key_dtype(aval.dtype):
         data, impl = Aval(private_api.key_data_shape(aval), "uint32"), private_api.key_impl(aval.dtype)

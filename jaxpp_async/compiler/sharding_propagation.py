@@ -66,7 +66,7 @@ def propagate(
 
 def _refuse_unreduced_results(traced: Traced, placed: PlacedStep) -> None:
     for name, v in zip(traced.out_names, placed.output_ids, strict=False):
-        if axes := logical_axes.unreduced(placed.types[v].sharding):
+        if axes := logical_axes.unreduced_axes(placed.types[v].sharding):
             raise ShardingError(
                 f"{name} is unreduced over {', '.join(axes)}: each device has a part of a sum; add the parts up with "
                 "jax.sharding.reshard before the step returns it"
@@ -77,7 +77,7 @@ def sharded(aval: Aval, value_type: ValueType, spec: Spec) -> Aval:
     """A value's aval between executables."""
     while spec and spec[-1] is None:  # so that equal shardings compare equal
         spec = spec[:-1]
-    return replace(aval, spec=spec, unreduced=logical_axes.unreduced(value_type.sharding))
+    return replace(aval, spec=spec, unreduced=logical_axes.unreduced_axes(value_type.sharding))
 
 
 def _inferred(

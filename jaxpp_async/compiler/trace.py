@@ -92,7 +92,7 @@ def trace(
                 raise tracebacks.deliberate(TypeError(leaf.advice()))
         return _with_no_tangents(results)
 
-    dynamic_args = jax.tree.map(logical_axes.replicated_unless_given, tuple(args[i] for i in dynamic))
+    dynamic_args = jax.tree.map(logical_axes.replicate_unless_given, tuple(args[i] for i in dynamic))
     closed, out_shapes = _traced(flat_fn, dynamic_args)
     named, in_tree = jax.tree_util.tree_flatten_with_path(dynamic_args)
     names, arg_of = [], []
