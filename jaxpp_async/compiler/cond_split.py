@@ -21,9 +21,9 @@ SCALAR_BYTES = 16
 
 def repeatable(op: Op, types: Types) -> bool:
     """Whether computing `op` again costs less than it would to share its result."""
-    if any(types.size_bytes(r) > SCALAR_BYTES for r in op.reads):
+    if any(types.sizes[r] > SCALAR_BYTES for r in op.reads):
         return False
-    return op.name in LAID_OUT or all(types.size_bytes(o) <= SCALAR_BYTES for o in op.outputs if o >= 0)
+    return op.name in LAID_OUT or all(types.sizes[o] <= SCALAR_BYTES for o in op.outputs if o >= 0)
 
 
 # ---------------------------------------------------------------- one cond into several
@@ -151,7 +151,8 @@ class _Whole:
         )
 
     def _reduced(self, branch: int, results: Sequence[int]) -> Flat:
-        """A branch's body with what only these results need, conds in it whole again where it has several parts."""
+        """A branch's body with what only these results need, conds in it whole again where it has several "
+        "parts."""
         body, makers = self.branches.bodies[branch], self.makers[branch]
         outputs = tuple(body.outputs[k] for k in results)
         kept: set[int] = set()
@@ -233,7 +234,8 @@ def _copy(ops: Iterable[Op], mapping: dict[int, Ref], made: list[Op], types: Typ
 
 
 def _among(op: Op, mapping: dict[int, Ref], wholes: dict[int, Op]) -> Op:
-    """A part of a cond, with the cond over new value ids too; the same one (in `wholes`) for all its parts."""
+    """A part of a cond, with the cond over new value ids too; the same one (in `wholes`) for all its "
+    "parts."""
     if op.branches is None or (whole := op.branches.whole) is None:
         return op
     if id(whole) not in wholes:

@@ -66,7 +66,8 @@ def continued_arguments(traced: Traced) -> dict[int, int]:
 
 
 _LOOP_STEPS, _FAR = 1 << 10, 1 << 20
-"""How many operations a loop counts for, and how many it takes from an argument to a result that is not made of it."""
+"""How many operations a loop counts for, and how many it takes from an argument to a result that is not "
+"made of it."""
 
 _LOOKED_AT = 3
 """Leaves of a tree that are asked how far they are from a result."""

@@ -53,7 +53,7 @@ from jaxpp_async.compiler.rematerialization import minimize_residuals
 from jaxpp_async.compiler.sharding_propagation import Spec, propagate, sharded
 from jaxpp_async.compiler.task_graph import PlacedStep, build
 from jaxpp_async.compiler.task_variants import ScheduledLoop, schedule_loop
-from jaxpp_async.compiler.trace import trace, trace_settled, warn_of_markers_outside
+from jaxpp_async.compiler.trace import trace_settled, warn_of_markers_outside
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import Aval, TaskGraph, ValueTable
 
@@ -191,15 +191,10 @@ def plan(request: StepRequest, passed: Passed = _unobserved) -> CompilePlan:
     """
     with lowering_context(request.target):
         traced, settled = trace_settled(
-            functools.partial(
-                trace,
-                request.fn,
-                static_argnums=request.static_argnums,
-                argument_names=request.argument_names,
-            ),
+            request.fn,
             request.args,
-            request.static_argnums,
-            continued_arguments,
+            static_argnums=request.static_argnums,
+            argument_names=request.argument_names,
         )
     if not request.result_homes:  # a model's own init calls the model; that is no step
         warn_of_markers_outside(traced)

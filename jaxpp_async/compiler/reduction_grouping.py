@@ -137,7 +137,7 @@ def _stacked(seen: GroupingInputs, kept: set[int]) -> dict[int, int]:
         stack = seen.op(p)
         parts, alone = stack.reads, len(seen.users[stack.outputs[0]]) == 1 and stack.outputs[0] not in kept
         flat = len(parts) == len(stack.inputs) > 2 and all(
-            len(seen.types[v].aval.shape) == 1 and seen.types.size_bytes(v) <= SMALL_BYTES for v in parts
+            len(seen.types[v].aval.shape) == 1 and seen.types.sizes[v] <= SMALL_BYTES for v in parts
         )
         if alone and flat and len({seen.home(v) for v in parts}) > 1:
             found[i] = p

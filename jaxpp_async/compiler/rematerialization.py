@@ -18,6 +18,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from jaxpp_async.compiler.ir import Op, Ref, Types, renamed
+from jaxpp_async.compiler.ir_slicing import select_needed
 from jaxpp_async.compiler.partition import StagedLoop
 from jaxpp_async.compiler.primitives import REPEATED, TRANSCENDENTAL
 
@@ -71,7 +72,7 @@ def minimize_residuals(staged: StagedLoop, types: Types) -> StagedLoop:
     for stage in changed:
         forward = tasks["fwd", stage]
         read = {v for key, values in taken.items() if key != forward.key for v in values}
-        tasks[forward.key] = replace(forward, ops=_needed(forward.ops, read.union(less.added(forward))))
+        tasks[forward.key] = replace(forward, ops=select_needed(forward.ops, read.union(less.added(forward))))
     return replace(less, tasks=tasks)
 
 
@@ -150,13 +151,3 @@ def _repeated(
     # Of several minimum cuts the one next to the end: the fewest operations are run again.
     reaching = set(breadth_first_order(csr_array(left.T), end, return_predecessors=False).tolist())
     return frozenset(k for k in range(count) if int(enters[k]) in reaching)
-
-
-def _needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[Op, ...]:
-    """The operations that `wanted` depends on."""
-    needed, found = set(wanted), list[Op]()
-    for op in reversed(ops):
-        if not needed.isdisjoint(op.outputs):
-            found.append(op)
-            needed.update(op.reads)
-    return tuple(reversed(found))

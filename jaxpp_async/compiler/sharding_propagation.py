@@ -122,13 +122,13 @@ def _whole_step(traced: Traced, placed: PlacedStep, boundary: Sequence[int]) -> 
     loops = {id(item): position for position, item in enumerate(traced.flat.ops) if isinstance(item, Loop)}
 
     def run(*args: Any) -> list[Any]:
-        env = {v: evaluate.wrap(types[v], x) for v, x in zip(traced.flat.inputs, args, strict=True)}
+        env = {v: evaluate.wrap_input(types[v], x) for v, x in zip(traced.flat.inputs, args, strict=True)}
         for item in placed.placement.items:
             if isinstance(item, Op):
                 evaluate.run_ops([item], env)
             else:
                 _run_loop_once(item, placed.parts[loops[id(item)]], placed.loops[loops[id(item)]], env, types)
-        return [evaluate.leave(env[v]) for v in boundary]
+        return [evaluate.unwrap_result(env[v]) for v in boundary]
 
     return run
 
@@ -138,16 +138,16 @@ def _run_loop_once(
 ) -> None:
     invariants, batch, index = loop.body_inputs()
     for v, ref in zip(invariants, loop.invariants, strict=True):
-        env[v] = evaluate.read(env, ref)
+        env[v] = evaluate.read_operand(env, ref)
     for v, ref in zip(batch, loop.batch, strict=True):
-        env[v] = lax.index_in_dim(evaluate.read(env, ref), 0, 0, keepdims=False)
+        env[v] = lax.index_in_dim(evaluate.read_operand(env, ref), 0, 0, keepdims=False)
     env[index] = jnp.int32(0)
     # By first use in the schedule, where nothing runs before what it needs.
     for key in dict.fromkeys(key for _, _, key in scheduled.order):
         evaluate.run_ops(scheduled.variants[key].task.ops, env)
     for ids, parts, reduction in zip(finals, scheduled.staged.outputs, loop.reductions, strict=True):
         for final, part in zip(ids, parts, strict=True):
-            value = evaluate.unwrap(jnp.asarray(evaluate.read(env, part.value)))
+            value = evaluate.key_data(jnp.asarray(evaluate.read_operand(env, part.value)))
             start = reduction.start(value.shape, value.dtype, loop.num_microbatches)
-            start = evaluate.unwrap(evaluate.wrap(types[final], start))
-            env[final] = evaluate.wrap(types[final], reduction.step(start, value, env[index]))
+            start = evaluate.key_data(evaluate.wrap_input(types[final], start))
+            env[final] = evaluate.wrap_input(types[final], reduction.step(start, value, env[index]))

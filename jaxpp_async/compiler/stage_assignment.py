@@ -88,8 +88,8 @@ class Stages:
         source = self.producer.get(token) if isinstance(token, int) else None
         if source is None or source not in self.marker_index:
             raise UnsupportedError(
-                f"{op.line}: the gradient of pipeline_yield was separated from its forward side (by a scan or a custom "
-                "rule); move the pipeline_yield out of it"
+                f"{op.line}: the gradient of pipeline_yield was separated from its forward side (by a scan "
+                "or a custom rule); move the pipeline_yield out of it"
             )
         return self.marker_index[source]
 
@@ -105,9 +105,9 @@ class Stages:
             after = not backward.isdisjoint(reads)
             if after and op.name == MARKER_SIDE and op.params["side"] == "tangent":
                 raise StageError(
-                    f"{op.line}: the gradient of a gradient that goes through this pipeline_yield needs its stages "
-                    "forward again, behind the backward pass of the same microbatch; take the inner gradient without a "
-                    "pipeline_yield inside"
+                    f"{op.line}: the gradient of a gradient that goes through this pipeline_yield needs its "
+                    "stages forward again, behind the backward pass of the same microbatch; take the inner "
+                    "gradient without a pipeline_yield inside"
                 )
             if op.name == MARKER or (op.name == MARKER_SIDE and op.params["side"] == "tangent"):
                 kind = MARK
@@ -122,10 +122,11 @@ class Stages:
             if i in ancestors and kind == BACKWARD:
                 what = "the gradient of pipeline_yield" if op.name == MARKER_SIDE else f"`{op.name}`"
                 raise StageError(
-                    f"{op.line}: stage {ancestors[i]} needs {what}, which depends on the backward pass of a later "
-                    "stage in the same microbatch; a stage may use only what earlier stages made: take this gradient "
-                    "without a pipeline_yield inside, use it behind the last one, or make it in an accumulate_grads "
-                    "loop of its own first, reduced by Stack(), and give the result to this loop in its batch"
+                    f"{op.line}: stage {ancestors[i]} needs {what}, which depends on the backward pass of a "
+                    "later stage in the same microbatch; a stage may use only what earlier stages made: take "
+                    "this gradient without a pipeline_yield inside, use it behind the last one, or make it "
+                    "in an accumulate_grads loop of its own first, reduced by Stack(), and give the result "
+                    "to this loop in its batch"
                 )
             self.kind[i] = kind
             if kind == BACKWARD:
@@ -150,7 +151,8 @@ class Stages:
     # ---- stages of forward operations
 
     def _place_forward(self) -> None:
-        """The earliest stage whose marker needs it; else the latest of its operands; else its first user's."""
+        """The earliest stage whose marker needs it; else the latest of its operands; else its first "
+        "user's."""
         for i, op in enumerate(self.ops):
             if op.name == MARKER:
                 self.stage[i] = self.marker_index[i] + 1
@@ -229,9 +231,9 @@ class Stages:
                 continue
             last = self._last_home(op, homes, limit)
             self.stage[i] = limit if last is None else last
-        # What comes from roots alone (a checkpoint computes it again, or the cotangent is a constant, as a sum's is)
-        # belongs to whoever uses it first.
-        # So does what its operands would put behind its user: values of an early stage alone, handed on at a later one.
+        # What comes from roots alone (a checkpoint computes it again, or the cotangent is a constant, as a
+        # sum's is) belongs to whoever uses it first. So does what its operands would put behind its user:
+        # values of an early stage alone, handed on at a later one.
         for i in reversed(range(len(self.ops))):
             if self.kind[i] != BACKWARD or self.ops[i].name == MARKER_SIDE:
                 continue
@@ -259,7 +261,8 @@ class Stages:
         return max([s for s in common if s <= limit], default=None)
 
     def _wanted_by(self, user: int) -> int | None:
-        """The stage whose backward hands a value to `user`: a cotangent marker takes it from the stage behind it."""
+        """The stage whose backward hands a value to `user`: a cotangent marker takes it from the stage "
+        "behind it."""
         stage = self.stage[user]
         return stage + 1 if stage is not None and self.ops[user].name == MARKER_SIDE else stage
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from jaxpp_async import schedules
 from jaxpp_async.compiler.ir import Types
-from jaxpp_async.compiler.ir_slicing import LightOps, cut
+from jaxpp_async.compiler.ir_slicing import LightOps, split_needed
 from jaxpp_async.compiler.partition import StagedLoop, StageTask
 from jaxpp_async.compiler.rematerialization import made_again
 from jaxpp_async.compiler.stage_assignment import TaskKey
@@ -216,7 +216,7 @@ def split_backward(
     stage = task.key[1]
     if not wanted:
         return None, replace(task, key=("bwd_weight", stage))
-    first, second = cut(task.ops, wanted)
+    first, second = split_needed(task.ops, wanted)
     early = {o for op in first for o in op.outputs}
     adds_first = tuple(a for a in task.adds if _value(staged, a) in early)
     adds_second = tuple(a for a in task.adds if _value(staged, a) not in early)

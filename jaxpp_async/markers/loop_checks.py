@@ -51,8 +51,8 @@ def refuse_batch_as_schedule(schedule: Any, line: str) -> None:
         raise deliberate(
             TypeError(
                 f"{line}: argument 2 of accumulate_grads is a {type(schedule).__name__}, not a schedule; "
-                "write `accumulate_grads(fn, Std1F1B(num_stages=2))(batch)`, with the schedule that you want: "
-                "what accumulate_grads returns takes the batch"
+                "write `accumulate_grads(fn, Std1F1B(num_stages=2))(batch)`, with the schedule that you "
+                "want: what accumulate_grads returns takes the batch"
             )
         )
 

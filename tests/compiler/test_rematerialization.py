@@ -95,7 +95,7 @@ def kept_bytes(step, *args):
         for stage in range(staged.num_stages - 1):
             made = staged.tasks["fwd", stage].made
             taken = [v for v in staged.takes(staged.tasks["bwd", stage]) if v in made]
-            found.append(sum(traced.types.size_bytes(v) for v in taken))
+            found.append(sum(traced.types.sizes[v] for v in taken))
     return found[: len(found) // 2], found[len(found) // 2 :]
 
 
@@ -162,7 +162,7 @@ def test_nothing_costly_is_run_again():
             assert names.count(name) <= [op.name for op in before.tasks[key].ops].count(name), (key, name)
     bits = ROWS * 4 * D * 4
     taken = [v for v in after.takes(after.tasks["bwd", 0]) if v in after.tasks["fwd", 0].made]
-    assert sum(traced.types.size_bytes(v) for v in taken) < 2 * bits + bits // 4 + 2 * ROWS * D * 4 + 100
+    assert sum(traced.types.sizes[v] for v in taken) < 2 * bits + bits // 4 + 2 * ROWS * D * 4 + 100
 
 
 def test_an_operation_that_reads_a_value_twice():
