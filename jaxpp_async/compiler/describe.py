@@ -98,7 +98,7 @@ def format_staged(staged: StagedLoop) -> str:
 def format_scheduled(scheduled: ScheduledLoop) -> str:
     """Who runs what when, and what it is that runs: each form of a task with what it reads and what it makes."""
     lines = [schedules.format_grid(scheduled.tasks)]
-    for variant, actor in scheduled.on_actors():
+    for variant, actor in scheduled.variants_on_actors():
         task = variant.task
         reads = _refs(scheduled.staged.reads(task))
         lines.append(

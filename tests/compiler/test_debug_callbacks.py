@@ -277,6 +277,8 @@ def test_what_is_printed_stays_on_its_actor(kind, actors):
 async def test_host_code_does_not_travel(mesh):
     """What actors are sent is exported code and text, and no executable calls the host."""
     compiled = await mesh.distributed(PROGRAMS["everything"]).compile([W, W], X)
-    blobs = [e.blob.replace(b"test_debug_callbacks", b"") for e in compiled.compiled.executables]  # source lines
+    blobs = [
+        e.blob.replace(b"test_debug_callbacks", b"") for e in compiled.compiled.executables
+    ]  # source lines
     assert not any(b"callback" in blob for blob in blobs)
     assert "a printed value" in str(compiled.report())

@@ -15,7 +15,7 @@ from planning import f32, plan_step
 import jaxpp_async as jpp
 from jaxpp_async.compiler.ir import Loop
 from jaxpp_async.compiler.partition import partition
-from jaxpp_async.compiler.rematerialization import _repeated, minimize_residuals
+from jaxpp_async.compiler.rematerialization import _cut, minimize_residuals
 from jaxpp_async.compiler.trace import trace
 
 D, ROWS, MICROBATCHES = 8, 4, 4
@@ -49,7 +49,7 @@ def test_no_other_choice_costs_less(seed):
         int(rng.integers(0, 5)) if k in readers or rng.random() < 0.3 else -1 for k in range(count)
     )
     num_taken = int(rng.integers(1, count + 1))
-    found = _repeated(keep, making, edges, num_taken)
+    found = _cut(keep, making, edges, num_taken)
     everything = frozenset(range(count))
     # What is not made again is kept where it is read.
     choices = [frozenset(c) for n in range(count + 1) for c in itertools.combinations(range(count), n)]
