@@ -50,7 +50,7 @@ class Epilogue:
 
 @dataclass(frozen=True, eq=False)
 class LoopResults:
-    """How tasks and epilogues make a loop's results.
+    """The parts and epilogues that make a loop's results.
 
     Args:
         parts: for each result, the values that are accumulated apart.
