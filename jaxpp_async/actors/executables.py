@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_async.actors.jax_runtime import Devices
 from jaxpp_async.actors.shards import Layout
 from jaxpp_async.jax_bridge import jax_config
-from jaxpp_async.markers import markers
+from jaxpp_async.markers import nonfinite
 
 ContentKey = str
 """Identifies a serialized task by its content."""
@@ -299,4 +299,4 @@ class SelfChecked:
         one."""
         if self._findings is None:
             return None
-        return markers.blame(self._findings.addressable_shards[0].data, self._places, self._names)
+        return nonfinite.describe_origin(self._findings.addressable_shards[0].data, self._places, self._names)

@@ -44,7 +44,7 @@ from jaxpp_async.actors.setup import StepResources
 from jaxpp_async.actors.shards import Layout, device_memories, duplicate, is_ready, send_memories
 from jaxpp_async.errors import TransferError
 from jaxpp_async.layout.array_parts import PieceTransfer
-from jaxpp_async.markers import markers
+from jaxpp_async.markers import nonfinite
 from jaxpp_async.protocol.messages import Step, StepStats
 from jaxpp_async.transport.base import PROGRAM_CHANNEL, Memory, OnEnd, Transport, make_tag
 
@@ -110,7 +110,7 @@ class StepRun:
         self._pieces_left: dict[int, int] = {}
         self._tag_base = make_tag(message.epoch, PROGRAM_CHANNEL, 0)
         self._todo: deque[Command] = deque()
-        self._checked = markers.wanted()
+        self._checked = nonfinite.forbids_nonfinite()
         self._stamps = packed("d", program.blank_stamps)
 
     @property

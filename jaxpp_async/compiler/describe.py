@@ -97,7 +97,7 @@ def format_staged(staged: StagedLoop) -> str:
 def format_scheduled(scheduled: ScheduledLoop) -> str:
     """Format who runs what when, and each form of a task with what it reads and makes."""
     lines = [schedules.format_grid(scheduled.tasks)]
-    for variant, actor in scheduled.on_actors():
+    for variant, actor in scheduled.variants_on_actors():
         task = variant.task
         reads = _format_refs(scheduled.staged.reads(task))
         lines.append(

@@ -29,7 +29,7 @@ from jaxpp_async.compiler.recipes import Recipe
 from jaxpp_async.compiler.task_graph import PlacedStep
 from jaxpp_async.errors import JaxppAsyncError, UnsupportedError
 from jaxpp_async.jax_bridge import jax_config, private_api
-from jaxpp_async.markers import logical_axes, markers
+from jaxpp_async.markers import logical_axes, nonfinite
 from jaxpp_async.program.instructions import SpecEntry
 
 
@@ -88,7 +88,7 @@ def emit(
     if out_specs is None:
         out_specs = [specs.get(v, ()) if isinstance(v, int) else () for v in recipe.outputs]
     inputs = [types[v] for v in recipe.inputs]
-    checked = markers.wanted() and bool(recipe.ops or recipe.accumulates)
+    checked = nonfinite.forbids_nonfinite() and bool(recipe.ops or recipe.accumulates)
     fn = checked_function(recipe, types) if checked else recipe_function(recipe, types)
     fn.__name__ = recipe.stem
     options: dict[str, Any] = {}
@@ -102,7 +102,7 @@ def emit(
         ]
         if checked:
             options["out_shardings"] = options["out_shardings"], NamedSharding(target.mesh, PartitionSpec())
-    in_types = shardings if logical_axes.has_axes(target.mesh) else [None] * len(inputs)
+    in_types = shardings if logical_axes.has_explicit_axes(target.mesh) else [None] * len(inputs)
     avals = [
         jax.ShapeDtypeStruct(t.aval.shape, jnp.dtype(t.aval.dtype), sharding=s)
         for t, s in zip(inputs, in_types, strict=True)
@@ -124,7 +124,7 @@ def lowering_context(target: Target) -> Any:
 
 def _sharding(mesh: AbstractMesh, spec: Sequence[SpecEntry], value_type: ValueType | None) -> NamedSharding:
     """Return how a value lies between executables."""
-    pending = logical_axes.unreduced(value_type.sharding) if value_type is not None else ()
+    pending = logical_axes.unreduced_axes(value_type.sharding) if value_type is not None else ()
     return NamedSharding(mesh, PartitionSpec(*spec, unreduced=frozenset(pending)))
 
 

@@ -46,7 +46,7 @@ from jaxpp_async.compiler.rematerialization import minimize_residuals
 from jaxpp_async.compiler.sharding_propagation import Spec, propagate, sharded
 from jaxpp_async.compiler.task_graph import PlacedStep, build_task_graph
 from jaxpp_async.compiler.task_variants import ScheduledLoop, schedule_loop
-from jaxpp_async.compiler.trace import trace, trace_settled, warn_of_markers_outside
+from jaxpp_async.compiler.trace import trace_settled, warn_of_markers_outside
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import Aval, TaskGraph, ValueTable
 
@@ -175,15 +175,10 @@ def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
     """
     with lowering_context(request.target):
         traced, settled = trace_settled(
-            functools.partial(
-                trace,
-                request.fn,
-                static_argnums=request.static_argnums,
-                argument_names=request.argument_names,
-            ),
+            request.fn,
             request.args,
-            request.static_argnums,
-            continued_arguments,
+            static_argnums=request.static_argnums,
+            argument_names=request.argument_names,
         )
     if not request.result_homes:  # a model's own init calls the model outside of a step
         warn_of_markers_outside(traced)

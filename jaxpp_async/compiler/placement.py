@@ -19,7 +19,7 @@ from jaxpp_async.compiler.cond_split import SCALAR_BYTES, SMALL_BYTES
 from jaxpp_async.compiler.ir import Loop, Op, Types, used_ids
 from jaxpp_async.compiler.outer_ops import Actors, OuterStep, replaced, source_actor, without_dead
 from jaxpp_async.compiler.primitives import CALLS, LAID_OUT
-from jaxpp_async.compiler.reduction_grouping import GroupingInputs, regroup
+from jaxpp_async.compiler.reduction_grouping import GroupingInputs, regroup_reductions
 from jaxpp_async.program.instructions import ActorId
 
 
@@ -64,9 +64,9 @@ def place(step: OuterStep, types: Types) -> Placement:
     draft = _Placer(step, types)
     while draft.joining:
         # Open the operations that join actors. They may hold further conds, so this ends with the deepest.
-        others = {i: cond_split.opened(draft.ops[i], types) for i in draft.joining}
+        others = {i: cond_split.expanded(draft.ops[i], types) for i in draft.joining}
         draft = _Placer(_split_conds(replaced(draft.step, others), types), types)
-    regrouped = regroup(draft.grouping_inputs())
+    regrouped = regroup_reductions(draft.grouping_inputs())
     if regrouped is not None:
         draft = _Placer(regrouped, types)
     if (merged := _merge_conds(draft)) is not None:
@@ -92,16 +92,16 @@ def _split_conds(step: OuterStep, types: Types) -> OuterStep:
     In a step with a loop, a `jit` with shardings of its own becomes the operations inside it.
     """
     while ops := {
-        i: cond_split.opened(op, types)
+        i: cond_split.expanded(op, types)
         for i, op in enumerate(step.items)
         if isinstance(op, Op)
-        and (cond_split.is_decided(op) or (step.loop_needs and op.name in CALLS and op.expand))
+        and (cond_split.has_constant_choice(op) or (step.loop_needs and op.name in CALLS and op.expand))
     }:
         step = replaced(step, ops)
     used = used_ids((i for i in step.items if isinstance(i, Op)), step.outputs)
     used.update(v for needs in step.loop_needs.values() for v in needs)
     parts = {
-        i: cond_split.split(op, used, types)
+        i: cond_split.split_cond(op, used, types)
         for i, op in enumerate(step.items)
         if isinstance(op, Op) and op.branches is not None
     }
@@ -116,7 +116,7 @@ def _merge_conds(draft: _Placer) -> OuterStep | None:
         if isinstance(op, Op) and op.branches is not None and op.branches.whole is not None:
             parts[id(op.branches.whole), actors[i]].append(i)
     groups = [group for group in parts.values() if len(group) > 1]
-    others = {group[0]: [cond_split.merged([draft.ops[i] for i in group])] for group in groups}
+    others = {group[0]: [cond_split.merge_parts([draft.ops[i] for i in group])] for group in groups}
     return replaced(draft.step, others, {i for group in groups for i in group[1:]}) if groups else None
 
 
@@ -138,7 +138,7 @@ class _Placer:
         for i, op in self.ops.items():
             for r in op.reads:
                 self.users[r].append(i)
-        self.can_open = {i for i, op in self.ops.items() if cond_split.can_open(op)}
+        self.can_open = {i for i, op in self.ops.items() if cond_split.can_expand(op)}
         self.large = {v for v in (*self.users, *self.producer) if self.size[v] > SMALL_BYTES}
         self.alone = {a: frozenset((a,)) for a in range(step.num_actors)}
         loop_home = {v: self.alone[a] for makes in step.loop_makes.values() for v, a in makes.items()}

@@ -69,7 +69,7 @@ def propagate(
 
 def _refuse_unreduced_results(traced: Traced, placed: PlacedStep) -> None:
     for name, v in zip(traced.out_names, placed.output_ids, strict=False):
-        if axes := logical_axes.unreduced(placed.types[v].sharding):
+        if axes := logical_axes.unreduced_axes(placed.types[v].sharding):
             raise ShardingError(
                 f"{name} is unreduced over {', '.join(axes)}: each device has a part of a sum; add the "
                 "parts up with "
@@ -81,7 +81,7 @@ def sharded(aval: Aval, value_type: ValueType, spec: Spec) -> Aval:
     """Return the aval of a value as it lies between executables."""
     while spec and spec[-1] is None:  # so that equal shardings compare equal
         spec = spec[:-1]
-    return replace(aval, spec=spec, unreduced=logical_axes.unreduced(value_type.sharding))
+    return replace(aval, spec=spec, unreduced=logical_axes.unreduced_axes(value_type.sharding))
 
 
 def _inferred(
@@ -126,13 +126,13 @@ def _whole_step(traced: Traced, placed: PlacedStep, boundary: Sequence[int]) -> 
     loops = {id(item): position for position, item in enumerate(traced.flat.ops) if isinstance(item, Loop)}
 
     def run(*args: Any) -> list[Any]:
-        env = {v: evaluate.wrap(types[v], x) for v, x in zip(traced.flat.inputs, args, strict=True)}
+        env = {v: evaluate.wrap_input(types[v], x) for v, x in zip(traced.flat.inputs, args, strict=True)}
         for item in placed.placement.items:
             if isinstance(item, Op):
                 evaluate.run_ops([item], env)
             else:
                 _run_loop_once(item, placed.parts[loops[id(item)]], placed.loops[loops[id(item)]], env, types)
-        return [evaluate.leave(env[v]) for v in boundary]
+        return [evaluate.unwrap_result(env[v]) for v in boundary]
 
     return run
 
@@ -142,16 +142,16 @@ def _run_loop_once(
 ) -> None:
     invariants, batch, index = loop.body_inputs()
     for v, ref in zip(invariants, loop.invariants, strict=True):
-        env[v] = evaluate.read(env, ref)
+        env[v] = evaluate.read_operand(env, ref)
     for v, ref in zip(batch, loop.batch, strict=True):
-        env[v] = lax.index_in_dim(evaluate.read(env, ref), 0, 0, keepdims=False)
+        env[v] = lax.index_in_dim(evaluate.read_operand(env, ref), 0, 0, keepdims=False)
     env[index] = jnp.int32(0)
     # Forms run in the order of their first use in the schedule, where nothing runs before what it needs.
     for key in dict.fromkeys(key for _, _, key in scheduled.order):
         evaluate.run_ops(scheduled.variants[key].task.ops, env)
     for ids, parts, reduction in zip(finals, scheduled.staged.outputs, loop.reductions, strict=True):
         for final, part in zip(ids, parts, strict=True):
-            value = evaluate.unwrap(jnp.asarray(evaluate.read(env, part.value)))
+            value = evaluate.key_data(jnp.asarray(evaluate.read_operand(env, part.value)))
             start = reduction.start(value.shape, value.dtype, loop.num_microbatches)
-            start = evaluate.unwrap(evaluate.wrap(types[final], start))
-            env[final] = evaluate.wrap(types[final], reduction.step(start, value, env[index]))
+            start = evaluate.key_data(evaluate.wrap_input(types[final], start))
+            env[final] = evaluate.wrap_input(types[final], reduction.step(start, value, env[index]))

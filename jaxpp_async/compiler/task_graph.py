@@ -192,7 +192,7 @@ class _StepBuilder:
         invariants, batch, _ = loop.body_inputs()
         outer = dict(zip((*invariants, *batch), loop.inputs, strict=True))
         needs: dict[int, set[ActorId]] = defaultdict(set)
-        for variant, actor in scheduled.on_actors():
+        for variant, actor in scheduled.variants_on_actors():
             for r in staged.reads(variant.task):
                 if isinstance(ref := outer.get(r), int):
                     needs[ref].add(actor)
@@ -209,7 +209,7 @@ class _StepBuilder:
         body = dict(zip(loop.body.inputs, loop.inputs, strict=False))
         totals: dict[OutputPart, int] = {}  # several results may be made of one part
         for parts, epilogue, reduction, result in zip(
-            staged.outputs, staged.tails, loop.reductions, loop.outputs, strict=True
+            staged.outputs, staged.epilogues, loop.reductions, loop.outputs, strict=True
         ):
             if epilogue is None:
                 ids = [self.types.new(self.types[result]) if reduction.has_end else result]
@@ -259,7 +259,7 @@ class _StepBuilder:
         users: set[ActorId] = set()
         count = 0
         for scheduled in self.loops.values():
-            for variant, actor in scheduled.on_actors():
+            for variant, actor in scheduled.variants_on_actors():
                 if needs_index(scheduled.staged, variant.task):
                     users.add(actor)
                     count = max(count, scheduled.staged.loop.num_microbatches)
