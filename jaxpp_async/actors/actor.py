@@ -12,6 +12,7 @@ import contextlib
 import os
 import socket
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -388,6 +389,8 @@ class Actor:
             if self._closed:
                 return
             reply = failed_reply(message.request, error)
+            # Its frames hold arrays, and futures that have the error: only the garbage collector would free those.
+            traceback.clear_frames(error.__traceback__)
         self._send(reply)
 
     def _count_resources(self) -> dict[str, int]:

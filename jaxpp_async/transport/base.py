@@ -230,7 +230,7 @@ def post_future(
         if post(memory, peer, tag, done):
             future.set_result(None)
     except TransferError as error:
-        done(error)
+        done(error.with_traceback(None))  # the traceback has this frame, which holds future and memory
     return future
 
 
