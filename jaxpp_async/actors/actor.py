@@ -37,6 +37,7 @@ from jaxpp_async.actors.server import failed
 from jaxpp_async.actors.setup import ActorResources, equip
 from jaxpp_async.actors.shards import memory_held
 from jaxpp_async.actors.step_run import DeviceStepRun, StepFailure, StepRun
+from jaxpp_async.base.descriptors import num_descriptors
 from jaxpp_async.errors import MeshError, ProtocolError, StepAbortedError
 from jaxpp_async.layout.state_replicas import ReplicaStore
 from jaxpp_async.program.instructions import CONTROLLER, ActorId, Input, ProcessId, Recv, Send
@@ -47,7 +48,7 @@ from jaxpp_async.protocol.task_group import OwnedTasks
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.nccl.order import NcclLink
 from jaxpp_async.transport.network import Network
-from jaxpp_async.transport.registry import open_planes
+from jaxpp_async.transport.registry import open_transports
 
 REPLIES_KEPT = 16
 """How many steps' replies are kept for requests that come twice."""
@@ -254,12 +255,12 @@ class Actor:
         return m.Connected(message.request, routes)
 
     async def _offer_links(self, message: m.OfferLinks) -> m.LinksOffered:
-        plane, loop = self._resources.transports.with_links, asyncio.get_running_loop()
+        plane, loop = self._resources.transports.required_ordered, asyncio.get_running_loop()
         ids = [await loop.run_in_executor(self._workers, plane.make_id) for _ in range(message.num_ids)]
         return m.LinksOffered(message.request, plane.address, tuple(ids))
 
     async def _join_links(self, message: m.JoinLinks) -> m.Done:
-        plane = self._resources.transports.with_links
+        plane = self._resources.transports.required_ordered
         plane.name = lambda process: str(ProcessRank(process, self._process_rank.size))
         for peer, address in message.addresses.items():
             if not plane.is_connected(peer):
@@ -447,7 +448,7 @@ class Actor:
     async def _renew(self, message: m.ResetTransport) -> m.TransportReset:
         resources = self._resources
         await resources.transports.aclose()
-        transports = open_planes(
+        transports = open_transports(
             resources.transport_kind, self._epoch, resources.network, self._make_transport
         )
         resources.host_values.transport = transports.host
@@ -532,7 +533,7 @@ def numbers(
         "copied_bytes": replica_store.size_bytes,
         "free_receive_buffers": resources.machine.pool.free_buffers,
         "free_receive_bytes": resources.machine.pool.free_bytes,
-        "file_descriptors": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
+        "file_descriptors": num_descriptors(),
         "compilations": resources.executables.compilations,
         "tasks": num_tasks,
     }

@@ -33,6 +33,7 @@ from jaxpp_async.base.gpu_inventory import VISIBLE, is_part, memory_fraction, re
 from jaxpp_async.base.install_hints import cuda_install, jax_cuda_majors
 from jaxpp_async.errors import InstallError
 from jaxpp_async.protocol.messages import Hardware
+from jaxpp_async.transport.registry import kind_of
 
 _NO_DLPACK = ("float8", "float4", "float6", "int2", "int4", "uint2", "uint4")
 """Types that not every JAX can say to others; such an array is waited for by JAX itself."""
@@ -105,7 +106,7 @@ def open_door(devices: Sequence[Any], transport: str) -> CudaDevice | None:
     """The door to an actor's devices.
 
     Args:
-        transport: the data plane's name; `"memory"` moves host memory only, also for actors with GPUs.
+        transport: the name of the transport of programs, which may move host memory only, also for actors with GPUs.
 
     Returns:
         None: arrays go through host memory, as they do on CPUs.
@@ -113,7 +114,7 @@ def open_door(devices: Sequence[Any], transport: str) -> CudaDevice | None:
     Raises:
         InstallError: CuPy is missing.
     """
-    if devices[0].platform not in ("gpu", "cuda") or transport == "memory":
+    if devices[0].platform not in ("gpu", "cuda") or not kind_of(transport).device_memory:
         return None
     return CupyDevice(devices)
 

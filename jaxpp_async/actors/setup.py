@@ -38,9 +38,7 @@ from jaxpp_async.protocol.messages import Configure, Ready
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.nccl.order import ranks_may_share
 from jaxpp_async.transport.network import Network, network_by
-from jaxpp_async.transport.registry import ActorTransports, open_planes
-from jaxpp_async.transport.ucx.context import check_takes_gpu_memory
-from jaxpp_async.transport.ucx.transport import UCXTransport
+from jaxpp_async.transport.registry import ActorTransports, open_transports
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +89,9 @@ async def equip(
     if door is not None:
         door.enter()  # on this thread, and before UCX begins: it keeps to the context that it finds
     network = network_by(message.address)
-    transports = open_planes(message.transport, message.epoch, network, make_transport)
-    if not devices.is_cpu and isinstance(transports.programs, UCXTransport):
-        check_takes_gpu_memory(transports.programs.resources)
+    transports = open_transports(message.transport, message.epoch, network, make_transport)
+    if not devices.is_cpu:
+        transports.programs.check_device_memory()
     layouts = Layouts(devices)
     shared = inline and len(devices.devices) > 1
     name = f"jaxpp-actor-{process_rank.process}"

@@ -52,7 +52,7 @@ from jaxpp_async.protocol.frames import version_mismatch
 from jaxpp_async.protocol.parent_watch import LEASE_S, beat_s_of
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.network import Network
-from jaxpp_async.transport.registry import make_process_transport
+from jaxpp_async.transport.registry import make_process_transport, transport_names
 
 KEEPER = "jaxpp_async.launch.host_agent"
 """The program that holds actors on other hosts."""
@@ -129,8 +129,6 @@ class RemoteLauncher:
         slots_are_processes: whether a slot is a process instead of a device.
     """
 
-    transports = ("ucx", "nccl")
-
     def __init__(
         self,
         reach: Reach,
@@ -174,8 +172,13 @@ class RemoteLauncher:
             names = await self._reach.resolve(self.hosts)
             self._control_address = await asyncio.to_thread(control_address, names)
 
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The transports that join processes."""
+        return transport_names(within_process=False)
+
     def make_transport(self, kind: str, network: Network) -> Transport:
-        """The controller's UCX end."""
+        """Make the controller's end of the transport."""
         return make_process_transport(kind, CONTROLLER, network)
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:

@@ -18,11 +18,11 @@ from jaxpp_async.timeline.timeline import Timeline, chrome_trace, make_timeline,
 
 __all__ = (
     "ActorTimeline",
-    "StepBreakdown",
-    "TimelineEvent",
     "Recorded",
+    "StepBreakdown",
     "TimeShares",
     "Timeline",
+    "TimelineEvent",
     "TimelineTransfer",
     "chrome_trace",
     "make_timeline",

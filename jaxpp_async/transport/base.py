@@ -114,6 +114,14 @@ class Transport(Protocol):
         """
         ...
 
+    def check_device_memory(self) -> None:
+        """Check that this transport can take the memory of this process's GPUs, before it is given any.
+
+        Raises:
+            MeshError: the medium was built or set without.
+        """
+        ...
+
     async def connect(self, peer: Peer, address: bytes) -> None:
         """Make `peer` reachable. Both sides connect before either sends.
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import ctypes
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from jaxpp_async.errors import ProtocolError, TransferError
 from jaxpp_async.transport.base import Memory, OnEnd, Peer, check_tag, memory_of, post_future
+from jaxpp_async.transport.network import Network
 
 Rule: TypeAlias = Callable[[Peer, Peer, int, int], float]
 """(from, to, tag, size in bytes) to a delay in seconds."""
@@ -125,6 +126,9 @@ class MemoryTransport:
 
     def routes(self, peer: Peer) -> tuple[str, ...]:
         return ()
+
+    def check_device_memory(self) -> None:
+        """See `Transport`: arrays of GPUs go through host memory."""
 
     def admit(self, addresses: Iterable[bytes]) -> None:
         """See `Transport`: nobody but this process reaches it."""
@@ -294,6 +298,13 @@ class MemoryTransport:
     def _sent(self, peer: Peer, transfer: _Transfer) -> None:
         self._links[peer].sends.pop(transfer, None)
         self._end(transfer)
+
+
+def make_transport(
+    peer_id: Peer, network: Network | None, shared: MutableMapping[str, Any]
+) -> MemoryTransport:
+    """Make a transport on the mesh's one `MemoryNetwork`; a `registry.Factory`."""
+    return MemoryTransport(shared.setdefault("memory", MemoryNetwork()), peer_id)
 
 
 def _host_memory(buffer: Any, *, writable: bool) -> Memory:

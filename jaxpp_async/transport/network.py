@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network, summarize_address_range
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from jaxpp_async.base.own_descriptors import borrowed_socket, is_tcp, open_descriptors
+from jaxpp_async.base.descriptors import borrowed_socket, is_tcp, open_descriptors
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ It moves no host memory: host values, copies and all that has no order take the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 from jaxpp_async.errors import ProtocolError, TransferError
@@ -30,9 +30,10 @@ from jaxpp_async.transport.base import (
     seal,
     unseal,
 )
-from jaxpp_async.transport.nccl.library import NcclFailure, NcclLibrary
+from jaxpp_async.transport.nccl.library import NcclFailure, NcclLibrary, load_library
 from jaxpp_async.transport.nccl.link_end import LinkEnd, NcclTransfer
 from jaxpp_async.transport.nccl.order import NO_LINE, NcclLink, StepOrder, TransferDirection
+from jaxpp_async.transport.network import Network
 
 MEDIUM = "nccl"
 """In its addresses."""
@@ -81,6 +82,9 @@ class NcclTransport:
     @property
     def address(self) -> bytes:
         return seal(MEDIUM, self._library.version.encode("ascii"), self.peer_id, self.epoch)
+
+    def check_device_memory(self) -> None:
+        """See `Transport`: NCCL takes nothing else."""
 
     def admit(self, addresses: Iterable[bytes]) -> None:
         """See `Transport`: NCCL opens its sockets itself."""
@@ -248,6 +252,11 @@ class NcclTransport:
         else:
             why = "not connected; call connect first"
         return TransferError(f"peer {self.peer_id}, link to peer {peer}: {why}")
+
+
+def make_transport(peer_id: Peer, network: Network | None, shared: MutableMapping[str, Any]) -> NcclTransport:
+    """Make a process's transport; NCCL chooses the network itself. A `registry.Factory`."""
+    return NcclTransport(peer_id, load_library())
 
 
 def _greeting(link: NcclLink, epoch: int) -> int:

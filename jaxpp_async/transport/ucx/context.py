@@ -17,21 +17,15 @@ import re
 import resource
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple, TypeVar
 
+from jaxpp_async.base.descriptors import check_descriptors, num_descriptors
 from jaxpp_async.base.install_hints import CUDA_MAJORS, SYSTEM_UCX, pip_install
 from jaxpp_async.errors import InstallError, MeshError, TransferError
 from jaxpp_async.transport.network import Network
-from jaxpp_async.transport.ucx.limits import (
-    FOLDER,
-    LEAST_ROOM,
-    START_DESCRIPTORS,
-    check_descriptors,
-    num_descriptors,
-    shared_memory_folder,
-)
 from jaxpp_async.transport.ucx.net_devices import DEVICES, addresses_of_devices, check_devices, devices_with
 
 _LOG = logging.getLogger("jaxpp_async")
@@ -49,6 +43,10 @@ _ENVIRONMENT = {
 
 
 CONFIG_FILE = "ucx.conf"
+
+START_DESCRIPTORS: Final = 24
+"""How many descriptors a UCX context and its worker open at once: 16 with shared memory alone, 2 more for each network
+device."""
 
 
 @cache
@@ -121,7 +119,7 @@ def _settings(network: Network | None) -> dict[str, str]:
             )
         else:
             found["NET_DEVICES"] = devices
-    if FOLDER not in os.environ and LEAST_ROOM not in os.environ and shares_memory():
+    if FOLDER not in os.environ and MIN_SIZE not in os.environ and shares_memory():
         folder, why = shared_memory_folder()
         if folder is None and found.get("NET_DEVICES") == "":
             raise MeshError(
@@ -232,6 +230,45 @@ def _import_remedy() -> str:
     if _wants_system_ucx():
         return f"it looks for the system's UCX first ({SYSTEM_UCX}): have it find a newer one, or unset that"
     return f"install it with: {pip_install('cpu')}  (with GPUs: {' or '.join(f'[cuda{n}]' for n in CUDA_MAJORS)})"
+
+
+# ---------------------------------------------------------------- shared memory
+
+SHARED_MEMORY: Final = "/dev/shm"
+FOLDER: Final = "UCX_POSIX_DIR"
+MIN_SIZE: Final = "UCX_POSIX_SHM_MIN_SIZE"
+MIN_FREE_BYTES: Final = 16 << 20
+"""UCX does without shared memory where the folder has less free space than this."""
+
+
+def shared_memory_folder() -> tuple[str | None, str]:
+    """Choose the folder in which UCX keeps the memory that processes of this host share.
+
+    Returns:
+        The folder: /dev/shm, else one where this user may have files that are deleted already; None: there is no fit
+        one. And the reason why it is not /dev/shm; empty if it is.
+    """
+    why = _unfit(SHARED_MEMORY)
+    if not why:
+        return SHARED_MEMORY, ""
+    others = [os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir()]
+    return next((folder for folder in others if folder and not _unfit(folder)), None), why
+
+
+def _unfit(folder: str) -> str:
+    """Say why a folder cannot hold shared memory; empty if it can."""
+    try:
+        found = os.statvfs(folder)
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+    free_bytes = found.f_bsize * found.f_bavail
+    if found.f_flag & os.ST_RDONLY:
+        return f"{folder} is read-only"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"{folder} may not be written"
+    if free_bytes < MIN_FREE_BYTES:
+        return f"{folder} has {free_bytes >> 10:,} KiB left, and UCX wants {MIN_FREE_BYTES >> 20} MiB"
+    return ""
 
 
 # ---------------------------------------------------------------- ports

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, MutableMapping
 from time import monotonic
 from typing import Any
 
-from jaxpp_async.base.own_descriptors import keep_accepted_from_children, keeping_new_from_children
+from jaxpp_async.base.descriptors import keep_accepted_from_children, keeping_new_from_children
 from jaxpp_async.errors import MeshError, TransferError
 from jaxpp_async.transport.base import (
     EPOCH_SHIFT,
@@ -39,7 +40,14 @@ from jaxpp_async.transport.base import (
     unseal,
 )
 from jaxpp_async.transport.network import AddressFilter, ListeningSocket, Network, listening_sockets
-from jaxpp_async.transport.ucx.context import Context, describe_limits, open_context, resources, shares_memory
+from jaxpp_async.transport.ucx.context import (
+    Context,
+    check_takes_gpu_memory,
+    describe_limits,
+    open_context,
+    resources,
+    shares_memory,
+)
 from jaxpp_async.transport.ucx.links import SENDING, UcxLink, UcxTransfer, sender_bits_of
 from jaxpp_async.transport.ucx.one_copy import DIRECT_BYTES, HEADER_BYTES, OneCopyMessages
 from jaxpp_async.transport.ucx.progress import Progress
@@ -57,6 +65,10 @@ _TRIES = 3
 
 MEDIUM = "ucx"
 """In its addresses."""
+
+
+ERROR_HANDLING = "JAXPP_UCX_ERROR_HANDLING"
+"""`n` switches UCX's error handling off, for this process and the actors it starts here; see `UCXTransport`."""
 
 
 class UCXTransport:
@@ -116,10 +128,9 @@ class UCXTransport:
         raw = bytes([len(ticket)]) + ticket + self._raw_address
         return seal(MEDIUM, raw, self.peer_id, self.epoch, (one.address for one in self._listening))
 
-    @property
-    def resources(self) -> list[tuple[str, str]]:
-        """UCX's transports here, and their devices."""
-        return resources(self._context.ucp.info) if self._context is not None else []
+    def check_device_memory(self) -> None:
+        if self._context is not None:
+            check_takes_gpu_memory(resources(self._context.ucp.info))
 
     def admit(self, addresses: Iterable[bytes]) -> None:
         if self._filter is not None:
@@ -484,6 +495,11 @@ class UCXTransport:
             self._close(), name=f"close UCX transport of peer {self.peer_id} late"
         )
         self._closing.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+
+def make_transport(peer_id: Peer, network: Network | None, shared: MutableMapping[str, Any]) -> UCXTransport:
+    """Make a process's transport, with error handling unless the environment says otherwise; a `registry.Factory`."""
+    return UCXTransport(peer_id, network=network, error_handling=os.environ.get(ERROR_HANDLING, "y") != "n")
 
 
 def _open(network: Network | None) -> tuple[Context, tuple[ListeningSocket, ...], AddressFilter | None]:
