@@ -67,7 +67,7 @@ class LoopSpin:
         """It has come, or none will."""
         if self._is_kept:
             self._is_kept = False
-            self._adaptive_spin.came(self._now_s())
+            self._adaptive_spin.record_message(self._now_s())
 
     def _look_again(self) -> None:
         if not self._is_scheduled:
@@ -78,7 +78,7 @@ class LoopSpin:
         self._is_scheduled = False
         if not self._is_idle():
             self._is_kept = False  # the next step was here before the last one's reply had left: nobody waits
-            self._adaptive_spin.stop()
-        elif self._is_kept and self._adaptive_spin.goes_on(self._now_s()):
+            self._adaptive_spin.cancel_wait()
+        elif self._is_kept and self._adaptive_spin.should_spin(self._now_s()):
             os.sched_yield()
             self._look_again()

@@ -5,14 +5,15 @@ A transport moves plain buffers between peers. It knows nothing of programs, ste
 buffers: a user's buffer in, its `Memory` out, after checking. Never copies.
 
 Accepts numpy arrays of any dtype (bfloat16 and the like too) and device arrays with
-`__cuda_array_interface__`. What is not C-contiguous, or read-only where bytes will arrive, is refused: UCX would take
-it and write over other memory.
+`__cuda_array_interface__`. What is not C-contiguous, or read-only where bytes will arrive, is refused: UCX
+would take it and write over other memory.
 
 addresses: a medium's raw address in, one that can be checked out, and back. Pure: no I/O.
 
-A raw address goes into code that trusts it: one garbage byte in a UCX worker address ends the process. So it travels
-with what it is, whose, of which epoch, and a SHA-256 of all of that. This finds damage, mix-ups and what is out of
-date; who made it is for the control channel to know, whose frames carry a MAC and are the one way that addresses come.
+A raw address goes into code that trusts it: one garbage byte in a UCX worker address ends the process. So it
+travels with what it is, whose, of which epoch, and a SHA-256 of all of that. This finds damage, mix-ups and
+what is out of date; who made it is for the control channel to know, whose frames carry a MAC and are the one
+way that addresses come.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ PROGRAM_CHANNEL, HOST_CHANNEL, COPY_CHANNEL = 1, 2, 3
 def make_tag(epoch: int, channel: int, sequence: int) -> int:
     """Pack a 64-bit tag: epoch 16, sender 16 (left zero), channel 8, sequence 24 bits.
 
-    `epoch` changes at every restart and abort, so that a late message of an old life never matches. The sender's bits
-    belong to the transport: a medium that matches by tag alone (UCX) tells its peers apart with them.
+    `epoch` changes at every restart and abort, so that a late message of an old life never matches. The
+    sender's bits belong to the transport: a medium that matches by tag alone (UCX) tells its peers apart with
+    them.
 
     Raises:
         ValueError: a part does not fit its bits.
@@ -83,20 +85,24 @@ class Transport(Protocol):
     """Awaitable point-to-point transfers on one event loop.
 
     Every method is called on the loop's thread. Buffers are C-contiguous numpy arrays (or device arrays with
-    `__cuda_array_interface__` where the transport can take them); a receive's must be writable. A buffer belongs to
-    the transport until the transfer has ended, also after its future was cancelled: a cancelled receive stays posted
-    and takes its message, and only `abort` and `aclose` end it early. A misused call (a read-only or strided buffer, a
-    malformed tag) raises ValueError at once; everything that happens later is raised on the future.
+    `__cuda_array_interface__` where the transport can take them); a receive's must be writable. A buffer
+    belongs to the transport until the transfer has ended, also after its future was cancelled: a cancelled
+    receive stays posted and takes its message, and only `abort` and `aclose` end it early. A misused call (a
+    read-only or strided buffer, a malformed tag) raises ValueError at once; everything that happens later is
+    raised on the future.
 
-    `send` and `recv` are `post_send` and `post_recv` with a future made for each. Whoever moves thousands of messages a
-    second posts: a future costs more than a small message does, and its callbacks run a pass of the loop later.
+    `send` and `recv` are `post_send` and `post_recv` with a future made for each. Whoever moves thousands of
+    messages a second posts: a future costs more than a small message does, and its callbacks run a pass of
+    the loop later.
 
     Attributes:
-        epoch: of the mesh, 0 at first. Whoever made the transport sets it before `address` is read and `connect` is
-            called: an address is good in its epoch only, so that one of a transport that is gone is never taken.
+        epoch: of the mesh, 0 at first. Whoever made the transport sets it before `address` is read and
+            `connect` is
+            called: an address is good in its epoch only, so that one of a transport that is gone is never
+                taken.
 
-    Messages of one (peer, tag) pair arrive in the order they were sent and match receives in the order they were
-    posted. A completed send means "the buffer may be reused", not "delivered".
+    Messages of one (peer, tag) pair arrive in the order they were sent and match receives in the order they
+    were posted. A completed send means "the buffer may be reused", not "delivered".
     """
 
     epoch: int
@@ -107,7 +113,8 @@ class Transport(Protocol):
         ...
 
     def admit(self, addresses: Iterable[bytes]) -> None:
-        """Let the peers of these addresses connect here, and nobody else, where strangers could. Before any connects.
+        """Let the peers of these addresses connect here, and nobody else, where strangers could. Before any
+        connects.
 
         Raises:
             TransferError: the system does not allow it.
@@ -127,21 +134,23 @@ class Transport(Protocol):
 
         Raises:
             ValueError: `peer` is this transport itself, or is connected already.
-            ProtocolError: `address` is damaged, of another kind of transport, another peer's, or of another epoch.
-            TransferError: the medium could not make the link, or the transport has closed.
+            ProtocolError: `address` is damaged, of another kind of transport, another peer's, or of another
+            epoch. TransferError: the medium could not make the link, or the transport has closed.
         """
         ...
 
     def routes(self, peer: Peer) -> tuple[str, ...]:
-        """The ways that it has chosen for messages to and from a connected peer, by the medium's names for them
-        (`"posix"`, `"cuda_ipc"`, `"rc_mlx5"`, `"tcp"`), sorted; none if the medium has but one, or does not say."""
+        """The ways that it has chosen for messages to and from a connected peer, by the medium's names for
+        them (`"posix"`, `"cuda_ipc"`, `"rc_mlx5"`, `"tcp"`), sorted; none if the medium has but one, or does
+        not say."""
         ...
 
     def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
         """Start sending the whole of `buffer`.
 
         Raises (on the future):
-            TransferError: the link failed or was aborted. ProtocolError: the receiver expected another size, where
+            TransferError: the link failed or was aborted. ProtocolError: the receiver expected another size,
+            where
                 the medium tells the sender so (UCX does not: there only the receive fails).
         """
         ...
@@ -159,15 +168,16 @@ class Transport(Protocol):
 
         Args:
             memory: of `buffers.memory_of`; it belongs to the transport until the transfer has ended.
-            done: called exactly once, with None or with what `send` would raise on its future, and only where the
-                result is False: on the loop's thread, from the transport's own progress or its `abort`, never inside a
-                post call. It may post, and may not wait.
+            done: called exactly once, with None or with what `send` would raise on its future, and only where
+                the result is False: on the loop's thread, from the transport's own progress or its `abort`,
+                never inside a post call. It may post, and may not wait.
 
         Returns:
             True: the send has completed already, and `done` is never called.
 
         Raises:
-            TransferError: `peer` is not connected, its link has failed, or the medium refuses. ValueError: a malformed
+            TransferError: `peer` is not connected, its link has failed, or the medium refuses. ValueError: a
+            malformed
                 tag. `done` is not called then, and the memory is the caller's.
         """
         ...
@@ -190,23 +200,26 @@ class Transport(Protocol):
     def hurry(self, on: bool) -> None:
         """Say whether the caller has nothing to compute and waits for transfers only. A hint, off at first.
 
-        While it is on, the transport may look for messages for up to a millisecond before the loop sleeps, where that
-        has helped lately. And it may hold a large send back for as long, with what follows under its tag, if it can be
-        carried faster once the peer has posted the receive. The core is offered to others meanwhile, and the loop's
-        other work is not kept waiting.
+        While it is on, the transport may look for messages for up to a millisecond before the loop sleeps,
+        where that has helped lately. And it may hold a large send back for as long, with what follows under
+        its tag, if it can be carried faster once the peer has posted the receive. The core is offered to
+        others meanwhile, and the loop's other work is not kept waiting.
         """
         ...
 
     async def abort(self, peer: Peer | None = None) -> None:
-        """End every open transfer with `peer` (with all peers: None) with `TransferError`, and forget the peer.
+        """End every open transfer with `peer` (with all peers: None) with `TransferError`, and forget the
+        peer.
 
-        When it returns, no buffer of those transfers belongs to the transport any more. Memory that another transfer of
-        this process has as well, with whichever peer, may be waited for until that ends (UCX does so). `connect` works
-        again afterwards, with a new epoch in every tag. After a peer's death, close and make a new transport instead:
-        a process that is killed may leave what it shared with this one (UCX's shared-memory queues) beyond repair.
+        When it returns, no buffer of those transfers belongs to the transport any more. Memory that another
+        transfer of this process has as well, with whichever peer, may be waited for until that ends (UCX does
+        so). `connect` works again afterwards, with a new epoch in every tag. After a peer's death, close and
+        make a new transport instead: a process that is killed may leave what it shared with this one (UCX's
+        shared-memory queues) beyond repair.
 
         Raises:
-            TransferError: the medium still holds buffers after 5 s. Leave the process; do not reuse the buffers.
+            TransferError: the medium still holds buffers after 5 s. Leave the process; do not reuse the
+            buffers.
         """
         ...
 
@@ -251,7 +264,8 @@ _Start = ctypes.c_char * 0
 class Memory(NamedTuple):
     """Bytes that a transport may read or, if they were checked for it, write. Made by `memory_of`.
 
-    Whoever sends or receives from the same buffer again and again keeps one: checking costs more than posting.
+    Whoever sends or receives from the same buffer again and again keeps one: checking costs more than
+    posting.
 
     Args:
         address: of the first byte, on the host or on a device.
@@ -290,7 +304,8 @@ def locate(buffer: Any, *, writable: bool) -> tuple[int, int]:
     """
     if type(buffer) is np.ndarray and not buffer.dtype.hasobject:
         try:
-            # A third of the cost of __array_interface__; takes only contiguous, writable arrays of plain dtypes.
+            # A third of the cost of __array_interface__; takes only contiguous, writable arrays of plain
+            # dtypes.
             return ctypes.addressof(_Start.from_buffer(buffer)), buffer.nbytes  # pyright: ignore[reportArgumentType]
         except (TypeError, ValueError, BufferError):
             pass

@@ -1,8 +1,10 @@
-"""memory: transfers between transports of one process and one event loop, through an object instead of a network.
+"""memory: transfers between transports of one process and one event loop, through an object instead of a
+network.
 
-Deterministic: what is sent without a delay arrives at once, in the order of the calls. Like UCX it completes a small
-send at once and a larger one only when its receive is matched, and never touches a buffer that the receiver has not
-posted. Tests set delays and faults on the `MemoryNetwork`. It never starts a thread and keeps no module state.
+Deterministic: what is sent without a delay arrives at once, in the order of the calls. Like UCX it completes
+a small send at once and a larger one only when its receive is matched, and never touches a buffer that the
+receiver has not posted. Tests set delays and faults on the `MemoryNetwork`. It never starts a thread and
+keeps no module state.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ class MemoryNetwork:
     """The medium that joins `MemoryTransport`s; tests may set its attributes at any time.
 
     Attributes:
-        eager_bytes: sends up to this size complete at once, larger ones when matched; None: all complete at once.
-        delay: how long a message is under way; order within a (peer, tag) pair holds all the same. None: no time.
+        eager_bytes: sends up to this size complete at once, larger ones when matched; None: all complete at
+            once.
+        delay: how long a message is under way; order within a (peer, tag) pair holds all the same. None: no
+            time.
         drop: which messages vanish: an eager send completes, a larger one stays open. None: none.
     """
 
@@ -42,7 +46,8 @@ class MemoryNetwork:
         self._num_addresses = 0
 
     def fail_link(self, one: Peer, other: Peer) -> None:
-        """End every transfer between the two with `TransferError`, and later ones until both abort and connect anew."""
+        """End every transfer between the two with `TransferError`, and later ones until both abort and
+        connect anew."""
         for transport in self._transports.values():
             for here, there in ((one, other), (other, one)):
                 if transport.peer_id == here:
@@ -77,7 +82,8 @@ class _Transfer:
 
 @dataclass(slots=True, eq=False)
 class _Message:
-    """A message on its way or arrived: its own copy of the bytes or, for a large one, the sender's open transfer."""
+    """A message on its way or arrived: its own copy of the bytes or, for a large one, the sender's open
+    transfer."""
 
     bytes: bytes | Memory
     sending: _Transfer | None
@@ -191,7 +197,8 @@ class MemoryTransport:
         self._network.leave(self._address)
 
     def fail_link(self, peer: Peer, cause: str) -> None:
-        """End the transfers with `peer` as if the medium had lost it. For tests, through `MemoryNetwork.fail_link`."""
+        """End the transfers with `peer` as if the medium had lost it. For tests, through
+        `MemoryNetwork.fail_link`."""
         if peer in self._links:
             self._links[peer].failure = cause
             self._end_transfers(peer, cause)
@@ -209,7 +216,8 @@ class MemoryTransport:
     # ------------------------------------------------------------ telling
 
     def _end(self, transfer: _Transfer, error: Exception | None = None) -> None:
-        """Note the end of a transfer. It is told in the loop's next pass: this may be inside somebody's post call."""
+        """Note the end of a transfer. It is told in the loop's next pass: this may be inside somebody's post
+        call."""
         if not self._ended:
             self._loop.call_soon(self._tell)
         transfer.ended, transfer.error = True, error

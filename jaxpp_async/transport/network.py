@@ -2,12 +2,13 @@
 
 listening: TCP sockets on which this process listens, and from which addresses one may connect to them.
 
-A medium that opens its own sockets (UCX, gloo, the coordinator of `jax.distributed`) lets everybody connect. The kernel
-lets every process, without any right, say which connections a socket of its own refuses: a listening socket may ask for
-packets from a range of addresses to be signed (TCP's MD5 option, RFC 2385). Here all addresses are such ranges but
-those that are let in, and nobody has the key. So a stranger's first packet is dropped before there is a connection, and
-packets of those that are let in are neither signed nor looked at: it costs them nothing. (A socket filter would say the
-same, but since 2026 Linux lets only administrators attach one to a TCP socket.)
+A medium that opens its own sockets (UCX, gloo, the coordinator of `jax.distributed`) lets everybody connect.
+The kernel lets every process, without any right, say which connections a socket of its own refuses: a
+listening socket may ask for packets from a range of addresses to be signed (TCP's MD5 option, RFC 2385). Here
+all addresses are such ranges but those that are let in, and nobody has the key. So a stranger's first packet
+is dropped before there is a connection, and packets of those that are let in are neither signed nor looked
+at: it costs them nothing. (A socket filter would say the same, but since 2026 Linux lets only administrators
+    attach one to a TCP socket.)
 
 It does not tell users of one machine apart, and believes the address that a packet bears.
 """
@@ -34,9 +35,9 @@ class Network:
     """Where an end of a data plane listens.
 
     Args:
-        addresses: IP addresses of this machine by which the other processes reach it: it listens on their interfaces
-            and on no other. Empty: every process is on this machine, and no network is needed. None: nobody knows, so
-            that it listens wherever its medium does.
+        addresses: IP addresses of this machine by which the other processes reach it: it listens on their
+            interfaces and on no other. Empty: every process is on this machine, and no network is needed.
+            None: nobody knows, so that it listens wherever its medium does.
     """
 
     addresses: tuple[str, ...] | None = None
@@ -73,8 +74,8 @@ _TCP_MD5SIG_EXT: Final = 32
 _PREFIX: Final = 1  # TCP_MD5SIG_FLAG_PREFIX
 _KEY_BYTES: Final = 80
 _COARSER: Final = {4: (32, 28, 24, 20, 16, 12, 8, 0), 6: (128, 96, 64, 48, 32, 0)}
-"""Lengths of the prefixes that are let in, by IP version; the next shorter one is tried where the ranges that then
-remain to be shut are more than the kernel keeps for a socket."""
+"""Lengths of the prefixes that are let in, by IP version; the next shorter one is tried where the ranges that
+then remain to be shut are more than the kernel keeps for a socket."""
 
 
 _MOST_RANGES: Final = 256
@@ -85,7 +86,8 @@ _MAPPED: Final = bytes(10) + b"\xff\xff"
 
 
 class ListeningSocket(NamedTuple):
-    """One of this process's: its descriptor, the inode that tells whether it is still that one, where it listens."""
+    """One of this process's: its descriptor, the inode that tells whether it is still that one, where it
+    listens."""
 
     descriptor: int
     inode: int
@@ -104,7 +106,8 @@ def listening_sockets() -> set[ListeningSocket]:
 
 
 class AddressFilter:
-    """Says from which addresses one may connect to some listening sockets of this process: at first from none.
+    """Says from which addresses one may connect to some listening sockets of this process: at first from
+    none.
 
     Args:
         sockets: which.
@@ -127,15 +130,15 @@ class AddressFilter:
 
     @classmethod
     def for_reached(cls, sockets: Iterable[ListeningSocket]) -> AddressFilter | None:
-        """The filter of those sockets that other machines reach. None: there are none, or the kernel cannot shut them,
-        which is logged."""
+        """The filter of those sockets that other machines reach. None: there are none, or the kernel cannot
+        shut them, which is logged."""
         reached = [one for one in sockets if not is_loopback(one.address)]
         try:
             return cls(reached) if reached else None
         except OSError as error:
             _LOG.warning(
-                "the kernel here does not let this process refuse strangers' connections (%s): keep them from %s by a "
-                "firewall",
+                "the kernel here does not let this process refuse strangers' connections (%s): keep them "
+                "from %s by a firewall",
                 error,
                 ", ".join(f"{one.address}:{one.port}" for one in reached),
             )
@@ -185,8 +188,8 @@ class AddressFilter:
                     shut.symmetric_difference_update({net})
 
     def has_connections(self) -> bool:
-        """Whether anybody connected to one of the sockets, or is about to be accepted. To be asked where nobody knows
-        of them yet."""
+        """Whether anybody connected to one of the sockets, or is about to be accepted. To be asked where
+        nobody knows of them yet."""
         places = {(one.address, one.port) for one in self._sockets}
         for one in self._sockets:
             with contextlib.suppress(_GoneError), _own(one) as sock:
@@ -260,6 +263,7 @@ def _own(one: ListeningSocket):
 
 
 def _place(sock: socket.socket) -> tuple[str, int]:
-    """Address and port of a socket's own end; an IPv4 address as such, also where the socket is for both versions."""
+    """Address and port of a socket's own end; an IPv4 address as such, also where the socket is for both
+    versions."""
     address, port = sock.getsockname()[:2]
     return address.partition("%")[0].removeprefix("::ffff:"), port

@@ -1,7 +1,7 @@
 """Name every transport with its capabilities, and make the transports of one process from such a name.
 
-A new transport is a module with a factory, and one line in `TRANSPORTS`. A transport's module is imported when the
-transport is first made: a process without a GPU needs no NCCL.
+A new transport is a module with a factory, and one line in `TRANSPORTS`. A transport's module is imported
+when the transport is first made: a process without a GPU needs no NCCL.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jaxpp_async.transport.nccl.order import NcclLink, StepOrder
 from jaxpp_async.transport.network import Network
 
 Factory: TypeAlias = Callable[[Peer, Network | None, MutableMapping[str, Any]], Transport]
-"""Makes the transport of a process: its id; the network on which it listens (None: as the environment says, and
-everybody may connect); a dict that all transports of one inline mesh share."""
+"""Makes the transport of a process: its id; the network on which it listens (None: as the environment says,
+and everybody may connect); a dict that all transports of one inline mesh share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,14 @@ class TransportKind:
 
     Args:
         factory: `module:function`, a `Factory`.
-        within_process: it joins actors of one process only (`launcher="inline"`); else it joins processes only.
+        within_process: it joins actors of one process only (`launcher="inline"`); else it joins processes
+            only.
         device_memory: it moves GPU memory itself; else arrays of GPUs go through host memory.
         ordered: it is an `OrderedTransport`, and moves GPU memory only.
-        host_transport: the name of the transport that carries host values and replicas beside it; None: it carries
-            them itself. The controller has only this one.
-        environment: variables that actors have before CUDA starts, unless their host or their user says otherwise.
+        host_transport: the name of the transport that carries host values and replicas beside it; None: it
+            carries them itself. The controller has only this one.
+        environment: variables that actors have before CUDA starts, unless their host or their user says
+            otherwise.
     """
 
     factory: str
@@ -69,8 +71,8 @@ _OWN_KIND = TransportKind("")
 
 
 def kind_of(name: str) -> TransportKind:
-    """The capabilities of a transport. A launcher may have a transport of its own, which is not in the registry: programs
-    then use it for everything."""
+    """The capabilities of a transport. A launcher may have a transport of its own, which is not in the
+    registry: programs then use it for everything."""
     return TRANSPORTS.get(name, _OWN_KIND)
 
 
@@ -88,7 +90,8 @@ def make_process_transport(name: str, peer_id: Peer, network: Network | None = N
 
     Raises:
         InstallError: a package that it needs is missing.
-        MeshError: there is no such transport, it does not leave the process, or it lacks something that it needs.
+        MeshError: there is no such transport, it does not leave the process, or it lacks something that it
+        needs.
     """
     between = transport_names(within_process=False)
     if name not in TRANSPORTS:
@@ -123,7 +126,8 @@ def _listed(names: Iterable[str]) -> str:
 
 
 class OrderedTransport(Transport, Protocol):
-    """A transport that has to know the order of a program's transfers before a step, over links that are made before.
+    """A transport that has to know the order of a program's transfers before a step, over links that are made
+    before.
 
     Attributes:
         name: says what to call a process where a link to it cannot be made.

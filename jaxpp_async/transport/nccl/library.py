@@ -135,14 +135,14 @@ def load_library() -> NcclLibrary:
         import nccl.core as core  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise InstallError(
-            f"transport 'nccl' needs the packages nccl4py and cupy, which do not import here ({error}); install them "
-            f"with: {cuda_install()}, or leave transport= out for UCX"
+            f"transport 'nccl' needs the packages nccl4py and cupy, which do not import here ({error}); "
+            f"install them with: {cuda_install()}, or leave transport= out for UCX"
         ) from error
     found = core.get_version().libnccl
     if found is None or found.path is None:
         raise InstallError(
-            "transport 'nccl' needs NCCL's library, libnccl.so.2, which is not found here; JAX's CUDA wheels bring it: "
-            f"{cuda_install()}"
+            "transport 'nccl' needs NCCL's library, libnccl.so.2, which is not found here; JAX's CUDA wheels "
+            f"bring it: {cuda_install()}"
         )
     try:
         num_devices = cupy.cuda.runtime.getDeviceCount()

@@ -180,8 +180,8 @@ class LinkEnd:
             await asyncio.wait([self._gone], timeout=RELEASE_TIMEOUT_S)
             if not self._gone.done() and self._going:  # without, NCCL may take its time
                 raise TransferError(
-                    f"{self.link}: NCCL still holds {self.num_open} buffers {RELEASE_TIMEOUT_S:.0f} s after the abort; "
-                    "this process has to end"
+                    f"{self.link}: NCCL still holds {self.num_open} buffers {RELEASE_TIMEOUT_S:.0f} s after "
+                    "the abort; this process has to end"
                 )
         left = [*self._going, *self._queue.clear()]
         self._going.clear()

@@ -179,8 +179,8 @@ class TurnQueue(Generic[T]):
         if self._next < len(self._line.sequences):
             left = len(self._line.sequences) - self._next
             raise ProtocolError(
-                f"a step begins while {left} transfers of the one before are still to be posted, the first of them "
-                f"with sequence {self._line.sequences[self._next]}"
+                f"a step begins while {left} transfers of the one before are still to be posted, the first "
+                f"of them with sequence {self._line.sequences[self._next]}"
             )
         self._line, self._next = line, 0
 

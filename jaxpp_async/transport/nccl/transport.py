@@ -100,8 +100,8 @@ class NcclTransport:
         theirs = unseal(MEDIUM, address, peer, self.epoch).decode("ascii", "replace")
         if theirs != self._library.version:
             raise ProtocolError(
-                f"peer {peer} has NCCL {theirs}, peer {self.peer_id} has {self._library.version}; install the same "
-                "version of NCCL (nvidia-nccl-cu13 or -cu12) on all hosts"
+                f"peer {peer} has NCCL {theirs}, peer {self.peer_id} has {self._library.version}; install "
+                "the same version of NCCL (nvidia-nccl-cu13 or -cu12) on all hosts"
             )
         self._peers.add(peer)
 

@@ -4,8 +4,8 @@ It never overrides a setting that the user has made.
 
 ports: a port for UCX to listen on, found before UCX looks for one. What makes a worker in, that worker out.
 
-Where every port of `UCX_TCP_PORT_RANGE` is taken, UCX draws one after the other for ever; where the range is one port,
-it prints lines of its own. Never listens itself.
+Where every port of `UCX_TCP_PORT_RANGE` is taken, UCX draws one after the other for ever; where the range is
+one port, it prints lines of its own. Never listens itself.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from jaxpp_async.transport.ucx.net_devices import DEVICES, addresses_of_devices,
 
 _LOG = logging.getLogger("jaxpp_async")
 
-# Not set, after measuring: larger segments (UCX_POSIX_SEG_SIZE) make messages of 16 MiB a tenth faster, but then each
-# small message that comes before its receive holds a larger one; and from 64 KiB on a full one has length 0 (16 bits).
-# A copy from process to process (cma) is not to be had: UCX keeps it from endpoints with error handling.
+# Not set, after measuring: larger segments (UCX_POSIX_SEG_SIZE) make messages of 16 MiB a tenth faster, but
+# then each small message that comes before its receive holds a larger one; and from 64 KiB on a full one has
+# length 0 (16 bits). A copy from process to process (cma) is not to be had: UCX keeps it from endpoints with
+# error handling.
 _ENVIRONMENT = {
     "UCX_MM_ERROR_HANDLING": "y",  # else error handling drops shared memory, which is four times faster than TCP
     "UCX_TLS": "^sysv",  # the user's whole group may map its segments; POSIX shared memory is the user's own
@@ -45,8 +46,8 @@ _ENVIRONMENT = {
 CONFIG_FILE = "ucx.conf"
 
 START_DESCRIPTORS: Final = 24
-"""How many descriptors a UCX context and its worker open at once: 16 with shared memory alone, 2 more for each network
-device."""
+"""How many descriptors a UCX context and its worker open at once: 16 with shared memory alone, 2 more for
+each network device."""
 
 
 @cache
@@ -70,7 +71,8 @@ class Context(NamedTuple):
 def open_context(network: Network | None) -> Context:
     """A context and its worker, which listens from now on.
 
-    Each transport has its own, so that a process may have one that leaves the machine beside one that does not.
+    Each transport has its own, so that a process may have one that leaves the machine beside one that does
+    not.
 
     Args:
         network: where it is to listen, unless the user says so in the environment; None: as UCX likes.
@@ -113,8 +115,8 @@ def _settings(network: Network | None) -> dict[str, str]:
         devices = devices_with(addresses)
         if devices is None:
             _LOG.warning(
-                "no network interface here has the address %s, by which the others reach this process: its data plane "
-                "listens on all; name one with interface=",
+                "no network interface here has the address %s, by which the others reach this process: its "
+                "data plane listens on all; name one with interface=",
                 " or ".join(network.addresses),
             )
         else:
@@ -123,9 +125,9 @@ def _settings(network: Network | None) -> dict[str, str]:
         folder, why = shared_memory_folder()
         if folder is None and found.get("NET_DEVICES") == "":
             raise MeshError(
-                f"the processes of this mesh exchange data in shared memory, and there is none to be had: {why}; give "
-                "the container a larger one (--shm-size=1g), name a folder that has room (UCX_POSIX_DIR), or have "
-                "them use TCP on this machine: interface='lo'"
+                "the processes of this mesh exchange data in shared memory, and there is none to be had: "
+                f"{why}; give the container a larger one (--shm-size=1g), name a folder that has room "
+                "(UCX_POSIX_DIR), or have them use TCP on this machine: interface='lo'"
             )
         if why:
             instead = f"uses files in {folder} instead" if folder else "uses the network instead"
@@ -169,7 +171,8 @@ def check_takes_gpu_memory(found: Sequence[tuple[str, str]]) -> None:
 
 
 def shares_memory() -> bool:
-    """Whether `UCX_TLS` lets processes of one host share memory: a user who keeps UCX from it keeps us from it too."""
+    """Whether `UCX_TLS` lets processes of one host share memory: a user who keeps UCX from it keeps us from
+    it too."""
     return _names("sm", "shm", "mm", "posix")
 
 
@@ -204,8 +207,9 @@ def check_config_file() -> None:
         folder and os.path.exists(folder) and os.path.samefile(folder, ".") for folder in named
     ):
         raise MeshError(
-            f"the working directory {os.getcwd()} has a file {CONFIG_FILE}, which UCX would read, and which may have "
-            "it load any library; remove it, start in another folder, or set UCX_CONFIG_DIR to this one if it is yours"
+            f"the working directory {os.getcwd()} has a file {CONFIG_FILE}, which UCX would read, and which "
+            "may have it load any library; remove it, start in another folder, or set UCX_CONFIG_DIR to this "
+            "one if it is yours"
         )
 
 
@@ -217,7 +221,8 @@ def _import_ucxx() -> Any:
         import ucxx._lib.libucxx as libucxx  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise InstallError(
-            f"transport 'ucx' needs the package ucxx, which does not import here ({error}); {_import_remedy()}"
+            f"transport 'ucx' needs the package ucxx, which does not import here ({error}); "
+            f"{_import_remedy()}"
         ) from None
     return libucxx
 
@@ -245,8 +250,8 @@ def shared_memory_folder() -> tuple[str | None, str]:
     """Choose the folder in which UCX keeps the memory that processes of this host share.
 
     Returns:
-        The folder: /dev/shm, else one where this user may have files that are deleted already; None: there is no fit
-        one. And the reason why it is not /dev/shm; empty if it is.
+        The folder: /dev/shm, else one where this user may have files that are deleted already; None: there is
+        no fit one. And the reason why it is not /dev/shm; empty if it is.
     """
     why = _unfit(SHARED_MEMORY)
     if not why:
@@ -303,14 +308,15 @@ def with_free_port(make: Callable[[str | None], T], devices: str | None) -> T:
             if type(error).__name__ != "UCXXBusyError":  # taken since: the next
                 raise
     raise MeshError(
-        f"ports= {given} ({PORTS}) has no free port left on host {socket.gethostname()}; each process there needs one, "
-        "and one that was given back rests for a minute (TIME-WAIT): give a larger range, or one that no other program "
-        "uses (`ss -tanp` there lists who does, and ports at rest)"
+        f"ports= {given} ({PORTS}) has no free port left on host {socket.gethostname()}; each process there "
+        "needs one, and one that was given back rests for a minute (TIME-WAIT): give a larger range, or one "
+        "that no other program uses (`ss -tanp` there lists who does, and ports at rest)"
     )
 
 
 def _read_range(given: str) -> range | None:
-    """The ports of `"47000-47100"` or `"47000"`, read as UCX does: blanks in front of a number, anything behind it.
+    """The ports of `"47000-47100"` or `"47000"`, read as UCX does: blanks in front of a number, anything
+    behind it.
 
     Returns:
         None: any port (0), or nothing that UCX can read either.
@@ -333,8 +339,8 @@ def _read_range(given: str) -> range | None:
 def _free(ports: range, addresses: list[str]) -> Iterator[int]:
     """Those on which nobody listens now, several times over.
 
-    Processes that start together begin at different ones, and still may find a port taken for the moment in which
-    another one looks at it: a small range is gone through again, at others' turns.
+    Processes that start together begin at different ones, and still may find a port taken for the moment in
+    which another one looks at it: a small range is gone through again, at others' turns.
     """
     begin = os.getpid() % len(ports)
     for _ in range(max(_LEAST_ROUNDS, _LOOKS // len(ports))):

@@ -1,9 +1,10 @@
 """net_devices: the network devices that UCX is to use, looked for before UCX does. Names in, errors out.
 
-UCX only warns of a device that is not there, or is down, and goes on with what is left: perhaps nothing that leaves the
-host. Imports no UCX: launchers ask too.
+UCX only warns of a device that is not there, or is down, and goes on with what is left: perhaps nothing that
+leaves the host. Imports no UCX: launchers ask too.
 
-interfaces: finds the network devices, in UCX's words, that have some IP addresses of this machine, and the other
+interfaces: finds the network devices, in UCX's words, that have some IP addresses of this machine, and the
+    other
 way round. Starts no UCX.
 """
 
@@ -40,8 +41,8 @@ def check_devices(names: str | None) -> None:
     listed, are_left_out = _read(names)
     if not listed and not are_left_out:
         raise MeshError(
-            f"{DEVICES} (interface=) is empty, with which UCX uses no network at all; unset it, or name a device "
-            "(to have none, set UCX_TLS=sm,self)"
+            f"{DEVICES} (interface=) is empty, with which UCX uses no network at all; unset it, or name a "
+            "device (to have none, set UCX_TLS=sm,self)"
         )
     if "all" in listed:
         raise MeshError(
@@ -76,7 +77,8 @@ def is_used(names: str | None, device: str) -> bool:
 
 
 def _read(names: str | None) -> tuple[list[str], bool]:
-    """The names, as UCX reads them: no pattern, no blank is taken out. And whether these are left out, not taken."""
+    """The names, as UCX reads them: no pattern, no blank is taken out. And whether these are left out, not
+    taken."""
     text = names if names is not None else "all"
     listed = [name for name in text.removeprefix("^").split(",") if name]
     return ([], True) if listed == ["all"] else (listed, text.startswith("^"))
