@@ -1,19 +1,16 @@
-"""transport.base: the contract that every transport keeps, and the layout of tags. No jax, no I/O.
+"""Define the contract that every transport keeps: transfers, tags, memory, and addresses that can be checked.
 
-A transport moves plain buffers between peers. It knows nothing of programs, steps or arrays.
+A transport moves plain buffers between peers, without knowing of programs, steps or arrays.
 
-buffers: a user's buffer in, its `Memory` out, after checking. Never copies.
+A buffer is checked and never copied (`memory_of`): numpy arrays of any dtype (bfloat16 and the like too), and
+device arrays with `__cuda_array_interface__`. An array that is not C-contiguous, or is read-only where bytes
+will arrive, is
+refused: UCX would take it and write over other memory.
 
-Accepts numpy arrays of any dtype (bfloat16 and the like too) and device arrays with
-`__cuda_array_interface__`. What is not C-contiguous, or read-only where bytes will arrive, is refused: UCX
-would take it and write over other memory.
-
-addresses: a medium's raw address in, one that can be checked out, and back. Pure: no I/O.
-
-A raw address goes into code that trusts it: one garbage byte in a UCX worker address ends the process. So it
-travels with what it is, whose, of which epoch, and a SHA-256 of all of that. This finds damage, mix-ups and
-what is out of date; who made it is for the control channel to know, whose frames carry a MAC and are the one
-way that addresses come.
+A medium's raw address goes into code that trusts it: one garbage byte in a UCX worker address ends the
+process. So it travels sealed (`seal`): with its medium, its owner, its epoch, and a SHA-256 of all of that.
+This finds damage, mix-ups and addresses that are out of date. Who made it, the control channel guarantees:
+its frames carry a MAC, and addresses come by no other way.
 """
 
 from __future__ import annotations
@@ -24,21 +21,19 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from jaxpp_async.errors import ProtocolError, TransferError
 from jaxpp_async.transport.shared_memory import SharedBlock
 
-if TYPE_CHECKING:
-    pass
-
 Peer: TypeAlias = int
 """A process's number in the mesh, or `program.CONTROLLER`."""
 
 OnEnd: TypeAlias = Callable[[Exception | None], object]
-"""Told how a posted transfer ended: None, or what a future would have raised. Must not raise."""
+"""Is called with the outcome of a posted transfer: None, or the error that a future would raise. Must not
+raise."""
 
 Post: TypeAlias = "Callable[[Memory, Peer, int, OnEnd], bool]"
 """`Transport.post_send` or `Transport.post_recv`."""
@@ -46,7 +41,7 @@ Post: TypeAlias = "Callable[[Memory, Peer, int, OnEnd], bool]"
 EPOCH_BITS, SENDER_BITS, CHANNEL_BITS, SEQUENCE_BITS = 16, 16, 8, 24
 
 PROGRAM_CHANNEL, HOST_CHANNEL, COPY_CHANNEL = 1, 2, 3
-"""Channels: transfers of a program; values between controller and actors; copies for restarts."""
+"""Channels: transfers of a program; values between controller and actors; replicas for restarts."""
 
 
 def make_tag(epoch: int, channel: int, sequence: int) -> int:
@@ -76,7 +71,7 @@ MISPLACED_TAG_BITS = ~((1 << EPOCH_SHIFT + EPOCH_BITS) - 1) | ((1 << SENDER_BITS
 
 
 def check_tag(tag: int) -> None:
-    """Raises ValueError for a tag that `make_tag` cannot have made."""
+    """Raise ValueError for a tag that `make_tag` cannot have made."""
     if tag & MISPLACED_TAG_BITS:
         raise ValueError(f"tag {tag:#x} has bits outside epoch, channel and sequence; make it with make_tag")
 
@@ -109,12 +104,11 @@ class Transport(Protocol):
 
     @property
     def address(self) -> bytes:
-        """What a peer needs to connect here; opaque."""
+        """The opaque address by which a peer connects to this transport."""
         ...
 
     def admit(self, addresses: Iterable[bytes]) -> None:
-        """Let the peers of these addresses connect here, and nobody else, where strangers could. Before any
-        connects.
+        """Let the peers of these addresses connect here, and nobody else, before any of them connects.
 
         Raises:
             TransferError: the system does not allow it.
@@ -140,9 +134,9 @@ class Transport(Protocol):
         ...
 
     def routes(self, peer: Peer) -> tuple[str, ...]:
-        """The ways that it has chosen for messages to and from a connected peer, by the medium's names for
-        them (`"posix"`, `"cuda_ipc"`, `"rc_mlx5"`, `"tcp"`), sorted; none if the medium has but one, or does
-        not say."""
+        """List the ways that the medium has chosen for messages to and from a connected peer, by its own
+        names (`"posix"`, `"cuda_ipc"`, `"rc_mlx5"`, `"tcp"`), sorted; none if it has but one, or does not
+        say."""
         ...
 
     def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
@@ -167,10 +161,10 @@ class Transport(Protocol):
         """Start sending the whole of `memory`, without a future.
 
         Args:
-            memory: of `buffers.memory_of`; it belongs to the transport until the transfer has ended.
-            done: called exactly once, with None or with what `send` would raise on its future, and only where
-                the result is False: on the loop's thread, from the transport's own progress or its `abort`,
-                never inside a post call. It may post, and may not wait.
+            memory: of `memory_of`; it belongs to the transport until the transfer has ended.
+            done: called exactly once, with None or with the error that `send` would raise on its future, and
+                only where the result is False: on the loop's thread, from the transport's own progress or its
+                `abort`, never inside a post call. It may post, and may not wait.
 
         Returns:
             True: the send has completed already, and `done` is never called.
@@ -190,7 +184,7 @@ class Transport(Protocol):
             done: as for `post_send`; its error may be a ProtocolError, where another size arrived.
 
         Returns:
-            True: the data is in already, and `done` is never called.
+            True: the data has arrived already, and `done` is never called.
 
         Raises:
             TransferError, ValueError: as `post_send`.
@@ -201,9 +195,9 @@ class Transport(Protocol):
         """Say whether the caller has nothing to compute and waits for transfers only. A hint, off at first.
 
         While it is on, the transport may look for messages for up to a millisecond before the loop sleeps,
-        where that has helped lately. And it may hold a large send back for as long, with what follows under
-        its tag, if it can be carried faster once the peer has posted the receive. The core is offered to
-        others meanwhile, and the loop's other work is not kept waiting.
+        where that has helped lately. And it may hold a large send back for as long, with all sends that
+        follow under its tag, if the send is faster once the peer has posted the receive. The core is offered
+        to other processes meanwhile, and the loop's other work does not wait.
         """
         ...
 
@@ -231,7 +225,7 @@ class Transport(Protocol):
 def post_future(
     loop: asyncio.AbstractEventLoop, post: Post, memory: Memory, peer: Peer, tag: int
 ) -> asyncio.Future[None]:
-    """Post a transfer and return a future of it: what a transport's `send` and `recv` do.
+    """Post a transfer and return a future of it, for a transport's `send` and `recv`.
 
     Every TransferError, also that the peer is not connected, is raised on the future.
     """
@@ -245,7 +239,8 @@ def post_future(
             return
         future.set_exception(error)
         if isinstance(error, TransferError):
-            future.exception()  # marks it as seen: a failed link ends many transfers, most of which nobody awaits
+            # Marks it as seen: a failed link ends many transfers, most of which nobody awaits.
+            future.exception()
 
     try:
         if post(memory, peer, tag, done):
@@ -255,23 +250,22 @@ def post_future(
     return future
 
 
-# ---------------------------------------------------------------- buffers
+# ---------------------------------------------------------------- memory
 
 _Start = ctypes.c_char * 0
-"""A window of no bytes: enough to read where a buffer starts, whatever its size."""
+"""An array of no bytes: enough to read where a buffer starts, whatever its size."""
 
 
 class Memory(NamedTuple):
-    """Bytes that a transport may read or, if they were checked for it, write. Made by `memory_of`.
+    """Bytes that a transport may read or, if they were checked for it, write. `memory_of` makes it.
 
-    Whoever sends or receives from the same buffer again and again keeps one: checking costs more than
-    posting.
+    A caller that uses one buffer again and again keeps its `Memory`: checking costs more than posting.
 
     Args:
         address: of the first byte, on the host or on a device.
-        size_bytes: how many.
+        size_bytes: how many bytes.
         owner: keeps the bytes alive; the transport holds it for as long as it holds the memory.
-        on_device: they are in a GPU's memory, which this process itself cannot read or write.
+        on_device: the bytes are in a GPU's memory, which the CPU cannot read or write.
     """
 
     address: int
@@ -281,11 +275,11 @@ class Memory(NamedTuple):
 
 
 def memory_of(buffer: Any, *, writable: bool) -> Memory:
-    """The memory of a numpy or device array, or of a shared block, which owns it.
+    """Check a numpy array, a device array or a shared block, and return its memory.
 
     Args:
         buffer: C-contiguous, of any dtype without references.
-        writable: it is to receive.
+        writable: the memory will receive.
 
     Raises:
         ValueError: as `locate`.
@@ -297,7 +291,7 @@ def memory_of(buffer: Any, *, writable: bool) -> Memory:
 
 
 def locate(buffer: Any, *, writable: bool) -> tuple[int, int]:
-    """Address and size in bytes of a numpy or device array.
+    """Check a numpy or device array. Returns: its address, and its size in bytes.
 
     Raises:
         ValueError: neither of the two, not C-contiguous, or read-only though `writable` is asked.
@@ -366,13 +360,14 @@ _DIGEST_BYTES: Final = hashlib.sha256().digest_size
 
 
 def seal(medium: str, raw: bytes, peer: Peer, epoch: int, hosts: Iterable[str] = ()) -> bytes:
-    """A raw address as it travels.
+    """Seal a raw address, so that `unseal` can check it.
 
     Args:
-        medium: `"ucx"`, at most 8 ASCII letters.
-        raw: what the medium itself gave.
-        peer: whose it is. epoch: of the mesh, in which it is good.
-        hosts: IP addresses on which its TCP sockets listen, and from which it connects to others.
+        medium: the name of the transport, at most 8 ASCII letters.
+        raw: the address as the medium gave it.
+        peer: its owner.
+        epoch: of the mesh, in which it is good.
+        hosts: IP addresses on which the owner's TCP sockets listen, and from which it connects to others.
     """
     listed = ",".join(sorted(set(hosts))).encode("ascii")
     header = _HEADER.pack(_MAGIC, _VERSION, medium.encode("ascii"), peer, epoch, len(listed))
@@ -380,7 +375,7 @@ def seal(medium: str, raw: bytes, peer: Peer, epoch: int, hosts: Iterable[str] =
 
 
 def hosts_of(address: bytes) -> tuple[str, ...]:
-    """The IP addresses that a sealed address lists; none if it is no such address: `unseal` says why."""
+    """List the IP addresses of a sealed address; none if it is not sealed, for which `unseal` raises."""
     start = _HEADER.size + _DIGEST_BYTES
     if len(address) < start or address[:4] != _MAGIC + bytes([_VERSION]):
         return ()
@@ -390,7 +385,7 @@ def hosts_of(address: bytes) -> tuple[str, ...]:
 
 
 def unseal(medium: str, address: bytes, peer: Peer, epoch: int) -> bytes:
-    """The raw address, if `address` is `peer`'s and of `epoch`.
+    """Check that a sealed address is `peer`'s and of `epoch`, and return the raw address.
 
     Raises:
         ProtocolError: it is damaged, of another kind, somebody else's, or out of date.

@@ -1,9 +1,8 @@
-"""memory: transfers between transports of one process and one event loop, through an object instead of a
-network.
+"""Carry buffers between transports of one process and one event loop, through an object instead of a network.
 
-Deterministic: what is sent without a delay arrives at once, in the order of the calls. Like UCX it completes
-a small send at once and a larger one only when its receive is matched, and never touches a buffer that the
-receiver has not posted. Tests set delays and faults on the `MemoryNetwork`. It never starts a thread and
+It is deterministic: a message without a delay arrives at once, in the order of the calls. Like UCX it
+completes a small send at once and a larger one only when its receive is matched, and never touches a buffer
+that the receiver has not posted. Tests set delays and faults on the `MemoryNetwork`. It starts no thread and
 keeps no module state.
 """
 
@@ -21,10 +20,10 @@ from jaxpp_async.transport.base import Memory, OnEnd, Peer, check_tag, memory_of
 from jaxpp_async.transport.network import Network
 
 Rule: TypeAlias = Callable[[Peer, Peer, int, int], float]
-"""(from, to, tag, size in bytes) to a delay in seconds."""
+"""Gives a delay in seconds for (sender, receiver, tag, size in bytes)."""
 
 Choice: TypeAlias = Callable[[Peer, Peer, int, int], bool]
-"""(from, to, tag, size in bytes) to yes or no."""
+"""Answers yes or no for (sender, receiver, tag, size in bytes)."""
 
 
 class MemoryNetwork:
@@ -33,9 +32,8 @@ class MemoryNetwork:
     Attributes:
         eager_bytes: sends up to this size complete at once, larger ones when matched; None: all complete at
             once.
-        delay: how long a message is under way; order within a (peer, tag) pair holds all the same. None: no
-            time.
-        drop: which messages vanish: an eager send completes, a larger one stays open. None: none.
+        delay: how long a message is under way; order within a (peer, tag) pair holds all the same. None: 0 s.
+        drop: which messages are lost: an eager send completes, a larger one stays open. None: none.
     """
 
     def __init__(
@@ -65,13 +63,13 @@ class MemoryNetwork:
         self._transports.pop(address, None)
 
     def find(self, address: bytes) -> MemoryTransport | None:
-        """The transport at `address`, if it is open."""
+        """Return the transport at `address`; None if it has closed."""
         return self._transports.get(address)
 
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """An open send or receive, and how it ended once it has."""
+    """An open send or receive, and its outcome once it has ended."""
 
     memory: Memory
     done: OnEnd
@@ -93,7 +91,7 @@ class _Message:
 
 @dataclass(slots=True)
 class _Stream:
-    """What one (peer, tag) pair has at the receiver, in order of the calls."""
+    """The messages and the receives of one (peer, tag) pair at the receiver, in order of the calls."""
 
     messages: deque[_Message] = field(default_factory=deque)
     receives: deque[_Transfer] = field(default_factory=deque)
@@ -101,7 +99,7 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Link:
-    """A connected peer, and our open sends to it."""
+    """A connected peer, and the open sends to it."""
 
     remote: MemoryTransport
     failure: str | None = None
@@ -137,7 +135,7 @@ class MemoryTransport:
         """See `Transport`: arrays of GPUs go through host memory."""
 
     def admit(self, addresses: Iterable[bytes]) -> None:
-        """See `Transport`: nobody but this process reaches it."""
+        """See `Transport`: only this process can connect."""
 
     async def connect(self, peer: Peer, address: bytes) -> None:
         if self._closed:
@@ -183,13 +181,13 @@ class MemoryTransport:
         return self._ended_already(transfer)
 
     def hurry(self, on: bool) -> None:
-        """Does nothing: what is sent here has arrived."""
+        """Do nothing: a message that was sent has arrived."""
 
     async def abort(self, peer: Peer | None = None) -> None:
         for other in [p for p in self._links if peer is None or p == peer]:
             self._end_transfers(other, self._links[other].failure or "aborted")
             del self._links[other]
-        self._tell()
+        self._report_ended()
 
     async def aclose(self) -> None:
         self._closed = True
@@ -213,29 +211,29 @@ class MemoryTransport:
             for transfer in self._streams.pop(key).receives:
                 self._end(transfer, TransferError(f"{transfer.what} failed: {cause}"))
 
-    # ------------------------------------------------------------ telling
+    # ------------------------------------------------------------ ends of transfers
 
     def _end(self, transfer: _Transfer, error: Exception | None = None) -> None:
-        """Note the end of a transfer. It is told in the loop's next pass: this may be inside somebody's post
+        """Note the end of a transfer. Its `done` is called in the loop's next pass: this may be inside a post
         call."""
         if not self._ended:
-            self._loop.call_soon(self._tell)
+            self._loop.call_soon(self._report_ended)
         transfer.ended, transfer.error = True, error
         self._ended.append(transfer)
 
     def _ended_already(self, transfer: _Transfer) -> bool:
-        """True, and nothing to tell, for a transfer that its own post call has ended well."""
+        """Whether a transfer's own post call has ended it well; then its `done` is not called."""
         if not transfer.ended or transfer.error is not None:
             return False
         self._ended.remove(transfer)
         return True
 
-    def _tell(self) -> None:
+    def _report_ended(self) -> None:
         ended, self._ended = self._ended, []
         for transfer in ended:
             try:
                 transfer.done(transfer.error)
-            except Exception as failure:  # of the caller's code; the others have to be told all the same
+            except Exception as failure:  # of the caller's code; the others are reported all the same
                 self._loop.call_exception_handler(
                     {"message": f"{transfer.done} failed", "exception": failure}
                 )
@@ -264,7 +262,7 @@ class MemoryTransport:
     # ------------------------------------------------------------ receiving
 
     def _accept(self, key: tuple[Peer, int], message: _Message, delay_s: float) -> None:
-        """Give the message its place in the order now; it can be received `delay_s` later."""
+        """Put a message in order now; it can be received `delay_s` later."""
         self._streams.setdefault(key, _Stream()).messages.append(message)
         if delay_s > 0:
             self._loop.call_later(delay_s, self._arrive, key, message)

@@ -98,7 +98,8 @@ def make_process_transport(name: str, peer_id: Peer, network: Network | None = N
         raise MeshError(f"unknown transport {name!r}: choose {_listed(between)}")
     if TRANSPORTS[name].within_process:
         raise MeshError(
-            f'transport "{name}" does not leave a process: use it with launcher="inline", or "{between[0]}" here'
+            f'transport "{name}" does not leave a process: use it with launcher="inline", '
+            f'or "{between[0]}" here'
         )
     return TRANSPORTS[name].make(peer_id, network, {})
 

@@ -195,7 +195,7 @@ async def test_a_kernel_that_shuts_no_sockets_is_said(monkeypatch, caplog):
     def refuse(*_):
         raise OSError(92, "Protocol not available")
 
-    monkeypatch.setattr(network_module, "_sign", refuse)
+    monkeypatch.setattr(network_module, "_require_signature", refuse)
     with caplog.at_level(logging.WARNING, "jaxpp_async"):
         plane = UCXTransport(0, network=Network((own_addresses()[0],)))
     assert "does not let this process refuse strangers' connections (" in caplog.text

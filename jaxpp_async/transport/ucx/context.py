@@ -1,11 +1,9 @@
-"""context: opens a UCX context with the settings that a network needs. The only importer of ucxx.
+"""Open UCX contexts with the settings that a network needs, after checks of what UCX takes without saying so.
 
-It never overrides a setting that the user has made.
-
-ports: a port for UCX to listen on, found before UCX looks for one. What makes a worker in, that worker out.
-
-Where every port of `UCX_TCP_PORT_RANGE` is taken, UCX draws one after the other for ever; where the range is
-one port, it prints lines of its own. Never listens itself.
+UCX only says "Input/output error" where it lacks descriptors or shared memory, so both are checked before.
+Where every port of `UCX_TCP_PORT_RANGE` is taken, UCX draws one after the other for ever, and where the range
+is one port it prints lines of its own, so a free port is found before. A setting that the user has made is
+never overridden. This is the only module that imports ucxx.
 """
 
 from __future__ import annotations
@@ -35,11 +33,14 @@ _LOG = logging.getLogger("jaxpp_async")
 # length 0 (16 bits). A copy from process to process (cma) is not to be had: UCX keeps it from endpoints with
 # error handling.
 _ENVIRONMENT = {
-    "UCX_MM_ERROR_HANDLING": "y",  # else error handling drops shared memory, which is four times faster than TCP
+    # Error handling drops shared memory else, which is four times faster than TCP.
+    "UCX_MM_ERROR_HANDLING": "y",
     "UCX_TLS": "^sysv",  # the user's whole group may map its segments; POSIX shared memory is the user's own
     "UCX_WARN_UNUSED_ENV_VARS": "n",
-    "UCX_TCP_CONN_NB": "y",  # else a connect stops the event loop until it is answered: 131 s where packets are lost
-    "UCX_TCP_SYN_CNT": "2",  # and gives up after 7 s
+    # A connect stops the event loop else until it is answered: 131 s where packets are lost. With 2 it gives
+    # up after 7 s.
+    "UCX_TCP_CONN_NB": "y",
+    "UCX_TCP_SYN_CNT": "2",
 }
 
 
@@ -51,16 +52,19 @@ each network device."""
 
 
 @cache
-def _started_in() -> int:
-    """The process in which UCX was started first: its threads are not in one that was forked from that."""
+def _first_process() -> int:
+    """Return the process in which UCX was started first: a process that was forked from it lacks UCX's
+    threads."""
     return os.getpid()
 
 
 class Context(NamedTuple):
-    """A UCX context with one worker, as a transport has it.
+    """A UCX context with one worker.
 
     Args:
-        ucxx: its low-level module. ucp: the context. worker: its only one.
+        ucxx: the low-level module.
+        ucp: the context.
+        worker: its only worker.
     """
 
     ucxx: Any
@@ -69,20 +73,20 @@ class Context(NamedTuple):
 
 
 def open_context(network: Network | None) -> Context:
-    """A context and its worker, which listens from now on.
+    """Open a context and its worker, which listens from now on.
 
     Each transport has its own, so that a process may have one that leaves the machine beside one that does
     not.
 
     Args:
-        network: where it is to listen, unless the user says so in the environment; None: as UCX likes.
+        network: where it listens, unless the user says so in the environment; None: as UCX likes.
 
     Raises:
         InstallError: ucxx is not installed. TransferError: this process was forked.
         MeshError: no network device of that name here, no port left in the range, or less than UCX needs.
     """
     ucxx = _import_ucxx()
-    if _started_in() != os.getpid():
+    if _first_process() != os.getpid():
         raise TransferError(
             "this process was forked after UCX started; start actors with spawn or exec instead"
         )
@@ -106,7 +110,7 @@ def open_context(network: Network | None) -> Context:
 
 
 def _settings(network: Network | None) -> dict[str, str]:
-    """Find the settings that this context gets beside the environment, under UCX's names without `UCX_`."""
+    """Choose the settings that a context gets beside the environment, under UCX's names without `UCX_`."""
     found: dict[str, str] = {}
     if network is not None and network.addresses is not None and DEVICES not in os.environ:
         is_users = os.environ.get("UCX_TLS", _ENVIRONMENT["UCX_TLS"]) != _ENVIRONMENT["UCX_TLS"]
@@ -138,15 +142,17 @@ def _settings(network: Network | None) -> dict[str, str]:
 
 
 def resources(text: str) -> list[tuple[str, str]]:
-    """Transports and their devices, from UCX's own words (`ucp_context_print_info`).
+    """List transports and their devices.
 
-    Lines such as `resource 1  :  md 1  dev 1  flags -- tcp/eth0`.
+    Args:
+        text: as UCX prints it (`ucp_context_print_info`), with lines such as `resource 1  :  md 1  dev 1
+            flags -- tcp/eth0`.
     """
     return re.findall(r"^#\s+resource\s+\d+\s*:.*\s([\w.-]+)/(\S+)\s*$", text, re.MULTILINE)
 
 
 def check_takes_gpu_memory(found: Sequence[tuple[str, str]]) -> None:
-    """See whether UCX knows GPU memory. It would take its addresses for the host's else, and end the process.
+    """Check that UCX knows GPU memory: it would take its addresses for the host's else, and end the process.
 
     Args:
         found: of `resources`.
@@ -184,14 +190,14 @@ def _names(*kinds: str) -> bool:
 
 
 def describe_limits() -> str:
-    """Describe what this process may have of what UCX takes, for errors whose cause UCX does not tell."""
+    """Describe this process's descriptors and shared memory, for errors whose cause UCX does not tell."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     folder, why = shared_memory_folder()
     return f"{num_descriptors()} of {most} descriptors in use; shared memory: {why or folder}"
 
 
 def set_environment() -> None:
-    """Set what UCX reads when it is loaded, except what the user has set."""
+    """Set the variables that UCX reads when it is loaded, except those that the user has set."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
@@ -234,7 +240,8 @@ def _wants_system_ucx() -> bool:
 def _import_remedy() -> str:
     if _wants_system_ucx():
         return f"it looks for the system's UCX first ({SYSTEM_UCX}): have it find a newer one, or unset that"
-    return f"install it with: {pip_install('cpu')}  (with GPUs: {' or '.join(f'[cuda{n}]' for n in CUDA_MAJORS)})"
+    extras = " or ".join(f"[cuda{n}]" for n in CUDA_MAJORS)
+    return f"install it with: {pip_install('cpu')}  (with GPUs: {extras})"
 
 
 # ---------------------------------------------------------------- shared memory
@@ -283,28 +290,29 @@ T = TypeVar("T")
 PORTS: Final = "UCX_TCP_PORT_RANGE"
 
 _LAST_PORT: Final = 65535
-_LOOKS: Final = 2000  # at ports, at least, before a range has none: some 20 ms
-_LEAST_ROUNDS: Final = 3
+_MIN_PORTS_TRIED: Final = 2000  # before a range has none, some 20 ms; a small range several times
+_MIN_ROUNDS: Final = 3
 
 
 def with_free_port(make: Callable[[str | None], T], devices: str | None) -> T:
-    """Call `make`, which has UCX listen, so that it takes a port of `UCX_TCP_PORT_RANGE` that is free.
+    """Call `make` with free ports of `UCX_TCP_PORT_RANGE` until UCX listens on one.
 
     Args:
-        make: is given the range of one port that UCX is to take; None: as the environment says.
+        make: makes a worker that listens; takes a range of one port, or None: as the environment says.
         devices: on which UCX listens, as `UCX_NET_DEVICES` has them.
 
     Raises:
-        MeshError: there is none, or it is no range of ports.
+        MeshError: no port is free, or the variable has no range of ports.
     """
     given = os.environ.get(PORTS, "")
     ports = _read_range(given)
     if ports is None or devices == "":  # any port, or UCX's own error; or it listens nowhere
         return make(None)
-    for port in _free(ports, addresses_of_devices(devices)):
+    for port in _free_ports(ports, addresses_of_devices(devices)):
         try:
             return make(f"{port}-{port}")
-        except Exception as error:  # which of UCX's it is says its name: it is not to be imported here
+        except Exception as error:
+            # of ucxx, which is not imported here, so that its type is known by the name
             if type(error).__name__ != "UCXXBusyError":  # taken since: the next
                 raise
     raise MeshError(
@@ -315,11 +323,10 @@ def with_free_port(make: Callable[[str | None], T], devices: str | None) -> T:
 
 
 def _read_range(given: str) -> range | None:
-    """The ports of `"47000-47100"` or `"47000"`, read as UCX does: blanks in front of a number, anything
-    behind it.
+    """Read `"47000-47100"` or `"47000"` as UCX does: blanks in front of a number, anything behind it.
 
     Returns:
-        None: any port (0), or nothing that UCX can read either.
+        The ports; None: any port (0), or a text that UCX cannot read either.
 
     Raises:
         MeshError: these cannot be TCP ports. UCX would cut the numbers off, or look for ever.
@@ -336,14 +343,19 @@ def _read_range(given: str) -> range | None:
     return range(begin, end + 1)
 
 
-def _free(ports: range, addresses: list[str]) -> Iterator[int]:
-    """Those on which nobody listens now, several times over.
+def _free_ports(ports: range, addresses: list[str]) -> Iterator[int]:
+    """Yield ports of a range on which nobody listens now, going through the range several times.
 
-    Processes that start together begin at different ones, and still may find a port taken for the moment in
-    which another one looks at it: a small range is gone through again, at others' turns.
+    Processes that start together begin at different ports. A port may still look taken for the moment in
+    which another process binds it to see whether it is free: so a small range is gone through again, after
+    other processes have run.
+
+    Args:
+        ports: the range.
+        addresses: IPv4 addresses on which the port has to be free.
     """
     begin = os.getpid() % len(ports)
-    for _ in range(max(_LEAST_ROUNDS, _LOOKS // len(ports))):
+    for _ in range(max(_MIN_ROUNDS, _MIN_PORTS_TRIED // len(ports))):
         for port in (*ports[begin:], *ports[:begin]):
             if _is_free(port, addresses):
                 yield port

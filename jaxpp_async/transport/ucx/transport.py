@@ -124,7 +124,8 @@ class UCXTransport:
         self._schedule_run = self._progress.schedule_run
 
     def __repr__(self) -> str:
-        return f"<UCXTransport of peer {self.peer_id}: {len(self._links)} links, {len(self._open)} open transfers>"
+        counts = f"{len(self._links)} links, {len(self._open)} open transfers"
+        return f"<UCXTransport of peer {self.peer_id}: {counts}>"
 
     @property
     def address(self) -> bytes:
