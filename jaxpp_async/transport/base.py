@@ -20,7 +20,7 @@ import ctypes
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -248,6 +248,53 @@ def post_future(
     except TransferError as error:
         done(error)
     return future
+
+
+class TransportBase:
+    """The parts of the `Transport` contract that are the same for most media, for transports to inherit.
+
+    Args:
+        peer_id: this side's id.
+    """
+
+    def __init__(self, peer_id: Peer):
+        self.peer_id, self.epoch = peer_id, 0
+        self._loop = asyncio.get_running_loop()
+
+    def admit(self, addresses: Iterable[bytes]) -> None:
+        """See `Transport`: for a medium to which strangers cannot connect, or that opens its sockets
+        itself."""
+
+    def check_device_memory(self) -> None:
+        """See `Transport`: for a medium that takes all device memory, or is never given any."""
+
+    def hurry(self, on: bool) -> None:
+        """See `Transport`: for a medium that never looks for messages."""
+
+    def routes(self, peer: Peer) -> tuple[str, ...]:
+        """See `Transport`: for a medium that has but one way, or does not say which it takes."""
+        return ()
+
+    def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
+        return post_future(self._loop, self.post_send, memory_of(buffer, writable=False), peer, tag)
+
+    def recv(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
+        return post_future(self._loop, self.post_recv, memory_of(buffer, writable=True), peer, tag)
+
+    def post_send(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
+        raise NotImplementedError
+
+    def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
+        raise NotImplementedError
+
+    def _check_connectable(self, peer: Peer, is_closed: bool, connected: Container[Peer]) -> None:
+        """Raise what `connect` raises where this transport has closed, or may not connect to a peer."""
+        if is_closed:
+            raise TransferError(f"peer {self.peer_id}: the transport has closed")
+        if peer == self.peer_id:
+            raise ValueError(f"peer {peer} cannot connect to itself")
+        if peer in connected:
+            raise ValueError(f"peer {peer} is connected already; abort it before connecting anew")
 
 
 # ---------------------------------------------------------------- memory

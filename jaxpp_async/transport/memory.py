@@ -8,15 +8,14 @@ keeps no module state.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from jaxpp_async.errors import ProtocolError, TransferError
-from jaxpp_async.transport.base import Memory, OnEnd, Peer, check_tag, memory_of, post_future
+from jaxpp_async.transport.base import Memory, OnEnd, Peer, TransportBase, check_tag
 from jaxpp_async.transport.network import Network
 
 Rule: TypeAlias = Callable[[Peer, Peer, int, int], float]
@@ -106,7 +105,7 @@ class _Link:
     sends: dict[_Transfer, _Message] = field(default_factory=dict)
 
 
-class MemoryTransport:
+class MemoryTransport(TransportBase):
     """The `Transport` contract within one process, on the running event loop.
 
     Args:
@@ -115,9 +114,8 @@ class MemoryTransport:
     """
 
     def __init__(self, network: MemoryNetwork, peer_id: Peer):
-        self.peer_id, self.epoch = peer_id, 0
+        super().__init__(peer_id)
         self._network = network
-        self._loop = asyncio.get_running_loop()
         self._links: dict[Peer, _Link] = {}
         self._streams: dict[tuple[Peer, int], _Stream] = {}
         self._ended: list[_Transfer] = []  # whose `done` is still to be called
@@ -128,22 +126,8 @@ class MemoryTransport:
     def address(self) -> bytes:
         return b"%s:epoch %d" % (self._address, self.epoch)
 
-    def routes(self, peer: Peer) -> tuple[str, ...]:
-        return ()
-
-    def check_device_memory(self) -> None:
-        """See `Transport`: arrays of GPUs go through host memory."""
-
-    def admit(self, addresses: Iterable[bytes]) -> None:
-        """See `Transport`: only this process can connect."""
-
     async def connect(self, peer: Peer, address: bytes) -> None:
-        if self._closed:
-            raise TransferError(f"peer {self.peer_id}: the transport has closed")
-        if peer == self.peer_id:
-            raise ValueError(f"peer {peer} cannot connect to itself")
-        if peer in self._links:
-            raise ValueError(f"peer {peer} is connected already; abort it before connecting anew")
+        self._check_connectable(peer, self._closed, self._links)
         place, _, epoch = address.partition(b":epoch ")
         if not place.startswith(b"memory:%d:" % peer):
             raise ProtocolError(f"{len(address)} bytes are no memory address of peer {peer}")
@@ -158,14 +142,8 @@ class MemoryTransport:
             )
         self._links[peer] = _Link(remote)
 
-    def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
-        return post_future(self._loop, self.post_send, _host_memory(buffer, writable=False), peer, tag)
-
-    def recv(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
-        return post_future(self._loop, self.post_recv, _host_memory(buffer, writable=True), peer, tag)
-
     def post_send(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
-        check_tag(tag)
+        _check_call(memory, tag)
         transfer = _Transfer(memory, done, f"transfer from peer {self.peer_id} to peer {peer}, tag {tag:#x}")
         link = self._usable_link(peer, transfer)
         if link.remote._closed:
@@ -173,15 +151,12 @@ class MemoryTransport:
         return self._post_message(link, transfer, peer, tag)
 
     def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
-        check_tag(tag)
+        _check_call(memory, tag)
         transfer = _Transfer(memory, done, f"transfer from peer {peer} to peer {self.peer_id}, tag {tag:#x}")
         self._usable_link(peer, transfer)
         self._streams.setdefault((peer, tag), _Stream()).receives.append(transfer)
         self._match((peer, tag))
         return self._ended_already(transfer)
-
-    def hurry(self, on: bool) -> None:
-        """Do nothing: a message that was sent has arrived."""
 
     async def abort(self, peer: Peer | None = None) -> None:
         for other in [p for p in self._links if peer is None or p == peer]:
@@ -313,10 +288,10 @@ def make_transport(
     return MemoryTransport(shared.setdefault("memory", MemoryNetwork()), peer_id)
 
 
-def _host_memory(buffer: Any, *, writable: bool) -> Memory:
-    if hasattr(buffer, "__cuda_array_interface__"):
+def _check_call(memory: Memory, tag: int) -> None:
+    check_tag(tag)
+    if memory.on_device:
         raise ValueError("transport 'memory' moves host memory only; use transport 'ucx' for device arrays")
-    return memory_of(buffer, writable=writable)
 
 
 def _copy(memory: Memory) -> bytes:

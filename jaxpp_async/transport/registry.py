@@ -183,18 +183,15 @@ class ActorTransports:
             raise ProtocolError("links are asked for, but this actor's transport has none")
         return self.ordered
 
-    @property
-    def _each(self) -> tuple[Transport, ...]:
-        return (self.programs,) if self.host is self.programs else (self.programs, self.host)
-
     def admit(self, addresses: Iterable[bytes]) -> None:
         """Let the processes of these addresses connect, and nobody else.
 
         Raises:
             TransferError: as `Transport.admit`.
         """
-        for transport in self._each:
-            transport.admit(addresses)
+        self.host.admit(addresses)
+        if self.host is not self.programs:
+            self.programs.admit(addresses)
 
     async def connect(self, addresses: Mapping[Peer, bytes]) -> None:
         """Make peers reachable for host values; for programs too, if one transport carries both.

@@ -10,13 +10,14 @@ communicator that NCCL itself reports broken is ended in the same way. NCCL cann
 send that nobody receives, or notice that the two ends differ in size: programs are checked for that when they
 are loaded (`controller.deploy.links_of`).
 
-Host values, replicas and all transfers without an order take the host transport (`registry.TransportKind`).
+NCCL does not say which way it takes (`NCCL_DEBUG=INFO` logs it), and opens its sockets itself. Host values,
+replicas and all transfers without an order take the host transport (`registry.TransportKind`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from jaxpp_async.errors import ProtocolError, TransferError
@@ -25,9 +26,8 @@ from jaxpp_async.transport.base import (
     Memory,
     OnEnd,
     Peer,
+    TransportBase,
     check_tag,
-    memory_of,
-    post_future,
     seal,
     unseal,
 )
@@ -45,7 +45,7 @@ JOIN_TIMEOUT_S = 60.0
 _SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
 
 
-class NcclTransport:
+class NcclTransport(TransportBase):
     """The `registry.OrderedTransport` contract over NCCL, on the running event loop, but for what NCCL cannot
     do (see above).
 
@@ -60,10 +60,9 @@ class NcclTransport:
     """
 
     def __init__(self, peer_id: Peer, library: NcclLibrary):
-        self.peer_id, self.epoch = peer_id, 0
+        super().__init__(peer_id)
         self.name: Callable[[Peer], str] = "peer {}".format
         self._library = library
-        self._loop = asyncio.get_running_loop()
         self._peers: set[Peer] = set()
         self._ends: dict[NcclLink, LinkEnd] = {}
         self._joined: dict[NcclLink, LinkEnd] = {}
@@ -85,20 +84,9 @@ class NcclTransport:
     def address(self) -> bytes:
         return seal(MEDIUM, self._library.version.encode("ascii"), self.peer_id, self.epoch)
 
-    def check_device_memory(self) -> None:
-        """See `Transport`: NCCL takes nothing else."""
-
-    def admit(self, addresses: Iterable[bytes]) -> None:
-        """See `Transport`: NCCL opens its sockets itself."""
-
     async def connect(self, peer: Peer, address: bytes) -> None:
         """Check that `peer` is of this mesh and epoch, and has the same NCCL. Links are made by `join`."""
-        if self._closing:
-            raise TransferError(f"peer {self.peer_id}: the transport has closed")
-        if peer == self.peer_id:
-            raise ValueError(f"peer {peer} cannot connect to itself")
-        if peer in self._peers:
-            raise ValueError(f"peer {peer} is connected already; abort it before connecting anew")
+        self._check_connectable(peer, self._closing is not None, self._peers)
         theirs = unseal(MEDIUM, address, peer, self.epoch).decode("ascii", "replace")
         if theirs != self._library.version:
             raise ProtocolError(
@@ -190,24 +178,11 @@ class NcclTransport:
             end.begin(order.orders.get(link, NO_TRANSFERS))
         self._order = order
 
-    def routes(self, peer: Peer) -> tuple[str, ...]:
-        """Return none: NCCL does not say which way it takes (`NCCL_DEBUG=INFO` logs it)."""
-        return ()
-
-    def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
-        return post_future(self._loop, self.post_send, memory_of(buffer, writable=False), peer, tag)
-
-    def recv(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
-        return post_future(self._loop, self.post_recv, memory_of(buffer, writable=True), peer, tag)
-
     def post_send(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
         return self._post(TransferDirection(peer, True), memory, tag, done)
 
     def post_recv(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
         return self._post(TransferDirection(peer, False), memory, tag, done)
-
-    def hurry(self, on: bool) -> None:
-        """Do nothing: the thread that waits for the device sleeps in any case."""
 
     def _post(self, direction: TransferDirection, memory: Memory, tag: int, done: OnEnd) -> bool:
         check_tag(tag)

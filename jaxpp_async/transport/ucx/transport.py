@@ -34,10 +34,9 @@ from jaxpp_async.transport.base import (
     Memory,
     OnEnd,
     Peer,
+    TransportBase,
     check_tag,
     hosts_of,
-    memory_of,
-    post_future,
     seal,
     unseal,
 )
@@ -75,7 +74,7 @@ ERROR_HANDLING = "JAXPP_UCX_ERROR_HANDLING"
 `UCXTransport`."""
 
 
-class UCXTransport:
+class UCXTransport(TransportBase):
     """The `Transport` contract over UCX, on the running event loop (asyncio's own or uvloop).
 
     Args:
@@ -92,9 +91,8 @@ class UCXTransport:
     """
 
     def __init__(self, peer_id: Peer, *, network: Network | None = None, error_handling: bool = True):
+        super().__init__(peer_id)
         self._sender_bits, self._error_handling = sender_bits_of(peer_id), error_handling
-        self.peer_id, self.epoch = peer_id, 0
-        self._loop = asyncio.get_running_loop()
         self._context: Context | None
         with keeping_new_from_children():
             self._context, self._listening, self._filter = _open(network)
@@ -146,12 +144,7 @@ class UCXTransport:
                 raise TransferError(f"peer {self.peer_id} cannot let its peers in: {error}") from error
 
     async def connect(self, peer: Peer, address: bytes) -> None:
-        if self._closing:
-            raise TransferError(f"peer {self.peer_id}: the transport has closed")
-        if peer == self.peer_id:
-            raise ValueError(f"peer {peer} cannot connect to itself")
-        if peer in self._links:
-            raise ValueError(f"peer {peer} is connected already; abort it before connecting anew")
+        self._check_connectable(peer, self._closing is not None, self._links)
         raw = unseal(MEDIUM, address, peer, self.epoch)
         ticket, target = raw[1 : 1 + raw[0]], raw[1 + raw[0] :]
         if peer in self._past_epochs:
@@ -185,12 +178,6 @@ class UCXTransport:
     def routes(self, peer: Peer) -> tuple[str, ...]:
         link = self._links.get(peer)
         return () if link is None else self._port.routes(link.handle)
-
-    def send(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
-        return post_future(self._loop, self.post_send, memory_of(buffer, writable=False), peer, tag)
-
-    def recv(self, buffer: Any, peer: Peer, tag: int) -> asyncio.Future[None]:
-        return post_future(self._loop, self.post_recv, memory_of(buffer, writable=True), peer, tag)
 
     def post_send(self, memory: Memory, peer: Peer, tag: int, done: OnEnd) -> bool:
         if tag & MISPLACED_TAG_BITS:
