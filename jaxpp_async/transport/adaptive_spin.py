@@ -1,5 +1,4 @@
-"""Choose how long a process looks for messages before it sleeps on a descriptor, from how long its last waits
-took.
+"""Choose how long to look for messages before sleeping, from how long the last waits took.
 
 To sleep and be woken costs some ten microseconds; to look for a message that does not come costs a core's
 time. A short wait makes the next look longer, a long one makes it shorter, down to none.

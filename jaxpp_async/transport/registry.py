@@ -25,7 +25,7 @@ and everybody may connect); a dict that all transports of one inline mesh share.
 
 @dataclass(frozen=True, slots=True)
 class TransportKind:
-    """What the rest of the package has to know of a transport before it is made.
+    """The capabilities of a transport that the rest of the package has to know before it is made.
 
     Args:
         factory: `module:function`, a `Factory`.

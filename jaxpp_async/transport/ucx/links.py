@@ -1,5 +1,4 @@
-"""Keep what the UCX transport knows of one peer, and of one operation that UCX has not finished, and word
-their errors."""
+"""Keep what the UCX transport knows of a peer and of an unfinished operation, and word their errors."""
 
 from __future__ import annotations
 

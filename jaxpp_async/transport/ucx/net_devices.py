@@ -144,11 +144,11 @@ def addresses_of_devices(names: str | None) -> list[str]:
 
 def _interface_addresses() -> list[tuple[str, str]]:
     """List name and address of each interface that has an IPv4 address, once for each address."""
-    room = ctypes.create_string_buffer(_MOST_ADDRESSES * _IFREQ.size)
+    buffer = ctypes.create_string_buffer(_MOST_ADDRESSES * _IFREQ.size)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        asked = struct.pack("iP", len(room), ctypes.addressof(room))
+        asked = struct.pack("iP", len(buffer), ctypes.addressof(buffer))
         size_bytes = struct.unpack("iP", fcntl.ioctl(sock.fileno(), _GIVE_ADDRESSES, asked))[0]
-    entries = _IFREQ.iter_unpack(room.raw[: size_bytes // _IFREQ.size * _IFREQ.size])
+    entries = _IFREQ.iter_unpack(buffer.raw[: size_bytes // _IFREQ.size * _IFREQ.size])
     # A second address of an interface may have a label: `eth0:1`.
     return [
         (name.partition(b"\0")[0].decode().partition(":")[0], socket.inet_ntoa(ip)) for name, ip in entries

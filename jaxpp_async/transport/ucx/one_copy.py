@@ -1,16 +1,13 @@
-"""Carry large messages between processes of one host as one copy: the sender writes into the receiver's
-memory.
+"""Carry large messages within a host as one copy: the sender writes into the receiver's memory.
 
 UCX copies such a message twice, into a queue in shared memory and out of it. Here UCX carries only the
-protocol:
+protocol between the sender S and the receiver R:
 
-    receive posted first (1 to 4 MiB)        send posted first, or larger (from 4 MiB on)
-    receiver  --CTS_AHEAD-->  sender         sender    --RTS-->  receiver   under the message's tag: size,
-    serial
-                              writes         sender  <--CTS--    receiver   a block, "as a message", or
-                              "refused"
-    receiver  <--empty FIN--  sender         sender  writes, one piece in each pass of its event loop
-              under the message's tag        sender    --FIN-->  receiver   written, or "a message follows"
+    where the receive was posted first, 1 to 4 MiB     else, from 4 MiB on
+    R -- CTS_AHEAD --> S   a block                     S -- RTS --> R   size, serial; under the message's tag
+    S    writes                                        S <-- CTS -- R   a block, "as a message", or "refused"
+    S -- empty FIN --> R   under the message's tag     S    writes a piece in each pass of its event loop
+                                                       S -- FIN --> R   written, or "a message follows"
 
 A CTS_AHEAD (an offer, `offers.py`) names a block before any RTS: it stands in a ring that the sender reads,
 and nobody is woken. RTS and the empty FIN take the message's place under its tag, so messages match in the

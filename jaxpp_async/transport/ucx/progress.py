@@ -1,5 +1,4 @@
-"""Drive UCX on the event loop: one worker makes progress until nothing is left to do, and sleeps on its
-descriptor.
+"""Drive a UCX worker on the event loop: progress until nothing is left to do, then sleep on its descriptor.
 
 UCX is driven on the worker's own descriptor: progress until nothing is left, arm, sleep in the loop. While
 the caller only waits for messages (`Transport.hurry`), it looks for them for a little while before it sleeps.

@@ -1,5 +1,4 @@
-"""Post tagged messages through UCX's C functions, on the raw handles of workers and endpoints that ucxx has
-made.
+"""Post tagged messages through UCX's C functions, on raw handles of ucxx's workers and endpoints.
 
 The reason is the size of a message that arrived: UCX reports it, ucxx drops it, and without it a short
 message is stale data that looks like success. (It is faster as well: about 1 us a message less than ucxx's

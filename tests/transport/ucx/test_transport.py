@@ -198,7 +198,7 @@ LONGEST_S = 200e-6
         ([1000, 50] * 4, 200),
     ],
 )
-def test_lookout_follows_the_waits(waits_us, limit_us):
+def test_an_adaptive_spin_follows_the_waits(waits_us, limit_us):
     adaptive_spin, now_s = AdaptiveSpin(LONGEST_S), 7.0
     for wait_us in waits_us:
         adaptive_spin.should_spin(now_s)
@@ -208,7 +208,7 @@ def test_lookout_follows_the_waits(waits_us, limit_us):
     assert adaptive_spin.limit_s == 0 or SHORTEST_S <= adaptive_spin.limit_s <= LONGEST_S
 
 
-def test_lookout_ends():
+def test_an_adaptive_spin_ends_with_its_wait():
     adaptive_spin = AdaptiveSpin(LONGEST_S)
     assert adaptive_spin.should_spin(1.0) and adaptive_spin.should_spin(1.0 + LONGEST_S / 2)
     assert not adaptive_spin.should_spin(1.0 + 2 * LONGEST_S)
