@@ -1,4 +1,4 @@
-"""Which operation goes to which task: each case is a model, what its tasks compute and who takes from whom."""
+"""The task of each operation: each case is a model, with what its tasks compute and who takes from whom."""
 
 import jax
 import jax.numpy as jnp

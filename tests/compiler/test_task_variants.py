@@ -110,7 +110,7 @@ def test_stages_know_their_actor_whatever_the_order_of_rows():
     staged = partition(body.loop("a b"), body.types)
     found = schedule_loop(staged, rows("f0 b0|f0 b0", (1, 0)), body.types)
     assert found.stage_actors == (1, 0)
-    by_stage = {v.task.key: actor for v, actor in found.on_actors()}
+    by_stage = {v.task.key: actor for v, actor in found.variants_on_actors()}
     assert by_stage == {("fwd", 0): 1, ("fwd_bwd", 1): 0, ("bwd", 0): 1}
     assert list(found.variants) == [("fwd", 0), ("fwd_bwd", 1), ("bwd", 0)]
     assert found.tasks == (tuple(rows("f0 b0", (1,))[0]), tuple(rows("f0 b0", (0,))[0]))
