@@ -101,8 +101,8 @@ def test_a_stages_forward_and_backward_that_run_as_one_start_what_both_add_to():
     body = two_stages()
     graph, _ = unrolled(body, "a loss", [Sum(), Stack()], jpp.Std1F1B(2))
     labels = [n.label for n in graph.nodes if n.actor == 1]
-    joint = [f"fwd_bwd(stage 1, mb {i})" for i in (0, 1)]
-    assert labels == ["start(fwd, stage 1)", "start(bwd, stage 1)", *joint]
+    fused = [f"fwd_bwd(stage 1, mb {i})" for i in (0, 1)]
+    assert labels == ["start(fwd, stage 1)", "start(bwd, stage 1)", *fused]
     assert [len(n.donatable) for n in graph.nodes if n.actor == 1] == [0, 0, 2, 2]
 
 

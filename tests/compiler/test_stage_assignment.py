@@ -70,7 +70,7 @@ def test_a_penalty_is_summed_in_the_stage_that_holds_its_weight(weight, stage):
     assert assigned(body, "total")["p"] == f"fwd{stage}"
 
 
-def test_an_operation_that_makes_more_than_its_weight_is_not_drawn_to_it():
+def test_an_operation_whose_result_is_larger_than_its_weight_runs_with_its_user():
     body = Body(w0=(3, 3), w1=(3, 3), x=(2, 3), i=Aval((), "int32"))
     body.add("h[2,3] = dot_general x w0", "y t[0] = pipeline_yield h", "z = dot_general y w1")
     body.add("p[4,4] = dot_general w0 w0", "n = dot_general z p")
