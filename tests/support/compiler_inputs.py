@@ -199,7 +199,7 @@ def two_stages(**more: Any) -> Body:
 
 
 class Inliner:
-    """A flattener of jaxprs of plain equations, for the passes that are given a flattener."""
+    """Flattens jaxprs of plain equations for the passes that are given a flattener."""
 
     def __init__(self) -> None:
         self.types = Types()
@@ -207,8 +207,8 @@ class Inliner:
 
     def inline(self, closed: Any, inputs: Sequence[Ref], ops: list, where: Any) -> list[Ref]:
         jaxpr, consts = private_api.open_jaxpr(closed)
-        env: dict[Any, Ref] = dict(zip(jaxpr.invars, inputs, strict=True))
-        env.update(zip(jaxpr.constvars, map(Lit, consts), strict=True))
+        env: dict[Any, Ref] = dict(zip(jaxpr.constvars, map(Lit, consts), strict=True))
+        env.update(zip(jaxpr.invars, inputs, strict=True))
 
         def read(atom: Any) -> Ref:
             return Lit(atom.val) if isinstance(atom, private_api.Literal) else env[atom]
@@ -223,8 +223,7 @@ class Inliner:
         return list(map(read, jaxpr.outvars))
 
     def flatten_body(self, closed: Any, where: Any) -> Flat:
-        jaxpr, _ = private_api.open_jaxpr(closed)
-        inputs = [self.types.new(value_type(v.aval)) for v in jaxpr.invars]
+        inputs = [self.types.new(value_type(v.aval)) for v in private_api.open_jaxpr(closed)[0].invars]
         ops: list[Op | Loop] = []
         outputs = self.inline(closed, inputs, ops, where)
         return Flat(tuple(inputs), tuple(ops), tuple(outputs))
@@ -245,11 +244,7 @@ def scheduled(loop: Loop, types: Types, schedule: Any, num_actors: int) -> Sched
 
 
 def placed_step(
-    fn: Any,
-    *args: Any,
-    actors: int = 2,
-    donated: bool = False,
-    result_homes: dict[int, frozenset[int]] | None = None,
+    fn: Any, *args: Any, actors: int = 2, donated: bool = False, result_homes: Any = None
 ) -> tuple[Traced, PlacedStep]:
     """A step function, traced and placed, its loops under their own schedules; nothing is lowered."""
     traced = trace(fn, args, argument_names=tuple(f"arg{k}" for k in range(len(args))))
