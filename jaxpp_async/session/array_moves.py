@@ -16,8 +16,7 @@ from typing import Any, TypeAlias
 from jaxpp_async.base.install_hints import page
 from jaxpp_async.compiler import lowering, verify
 from jaxpp_async.compiler.export import Emitted, Target, emit
-from jaxpp_async.compiler.ir import Types, ValueType
-from jaxpp_async.compiler.recipes import Recipe
+from jaxpp_async.compiler.ir import Recipe, Types, ValueType
 from jaxpp_async.controller.controller import Controller
 from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.errors import ActorError
