@@ -1,8 +1,9 @@
 """Represent a traced step as flat lists of operations over integer values, and its executables as recipes.
 
-A recipe is what `task_graph` writes and `export` turns into StableHLO; a node's inputs and its recipe's inputs
-agree position by position. The function that runs an operation is opaque here (`Op.run`), so that partition and placement work on
-structure alone. Value ids count from zero over the whole step, loop bodies included.
+A recipe is what `task_graph` writes and `export` turns into StableHLO; a node's inputs and its recipe's
+inputs agree position by position. The function that runs an operation is opaque here (`Op.run`), so that
+partition and placement work on structure alone. Value ids count from zero over the whole step, loop bodies
+included.
 """
 
 from __future__ import annotations
