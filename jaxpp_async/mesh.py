@@ -305,7 +305,7 @@ class RemoteMesh:
 
     def last_step_stats(self) -> list[StepStats]:
         """Where each actor's time went in the last finished step, and what its buffers held."""
-        return list(self._runner.last_stats)
+        return [] if self._runner.last is None else self._runner.last.stats()
 
     def last_step_timeline(self) -> Timeline:
         """What each actor did in the last finished step, instruction by instruction, and when.

@@ -18,3 +18,8 @@ def shown(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
     except UnicodeEncodeError:  # no name of a file, which is what the message will say
         text = printable(name) if isinstance(name, str) else repr(name)
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the name of its type if the message is empty."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

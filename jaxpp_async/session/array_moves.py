@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from jaxpp_async.base.install_hints import page
+from jaxpp_async.base.printable import first_line
 from jaxpp_async.compiler import lowering, verify
 from jaxpp_async.compiler.export import Emitted, Target, emit
 from jaxpp_async.compiler.ir import Types, ValueType
@@ -36,7 +37,6 @@ from jaxpp_async.protocol.messages import Loaded
 from jaxpp_async.session.argument_binding import Slot
 from jaxpp_async.session.host_transfers import RemoteValues
 from jaxpp_async.session.remote_array import FAILED, RemoteArray, is_remote
-from jaxpp_async.session.step_recording import first_line
 
 _LOG = logging.getLogger("jaxpp_async")
 

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpp_async.base.printable import first_line
 from jaxpp_async.compiler.export import Target
 from jaxpp_async.compiler.ir import Traced
 from jaxpp_async.compiler.pipeline import StepRequest, compile_step
@@ -26,8 +27,9 @@ from jaxpp_async.errors import ArrayError, MeshError
 from jaxpp_async.jax_bridge import jax_config, private_api
 from jaxpp_async.markers import markers
 from jaxpp_async.program.instructions import ActorId
-from jaxpp_async.protocol.messages import RunKind, StepStats
+from jaxpp_async.protocol.messages import RunKind
 from jaxpp_async.session import array_moves, report
+from jaxpp_async.session.abandoned_steps import AbandonedSteps
 from jaxpp_async.session.argument_binding import Binding, Slot, host_array
 from jaxpp_async.session.array_moves import Mover, load_programs
 from jaxpp_async.session.host_transfers import RemoteValues
@@ -40,9 +42,7 @@ from jaxpp_async.session.step import (
     hidden_values,
     slots,
 )
-from jaxpp_async.session.step_arrays import StepArrays
-from jaxpp_async.session.step_future import Printer, StepFuture, by_actor
-from jaxpp_async.session.step_recording import AbandonedSteps, Recording, first_line
+from jaxpp_async.session.step_future import Printer, Recording, StepArrays, StepFuture
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -59,8 +59,7 @@ class StepRunner:
         actor_config: settings of JAX that the actors were started with; none: they share this process's.
 
     Attributes:
-        last_stats: of the last step that finished, by actor.
-        last: the last step that finished.
+        last: the recording of the last step that finished.
     """
 
     def __init__(
@@ -76,14 +75,13 @@ class StepRunner:
         self._actor_config = actor_config
         self._controller, self._values = controller, values
         self.num_actors, self.target = num_actors, target
-        self.last_stats: list[StepStats] = []
         self.last: Recording | None = None
         self._admission = asyncio.Semaphore(max_inflight)
         self._compile_lock, self._start_lock = asyncio.Lock(), asyncio.Lock()
         self._mover = Mover(controller, values, num_actors, target)
         self._printer = Printer(values)
         self._warned: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # of large moves
-        self._left_behind = AbandonedSteps(self._tell_waiting)
+        self._abandoned_steps = AbandonedSteps(self._report_waiting)
 
     async def run(self, step: DistributedStep, args: Sequence[Any]) -> Any:
         """See `RemoteMesh.run`."""
@@ -110,9 +108,9 @@ class StepRunner:
         if future._handle.error is not None:  # as the caller is told
             return
         if (became := future._arrays.abandon()) is not None:
-            what, why = future._recording.what, type(error).__name__
+            what, why = future._recording.title, type(error).__name__
             _LOG.warning("%s runs on, though its `%s` ended by %s: %s", what, call, why, became)
-        self._left_behind.note(future._handle)
+        self._abandoned_steps.mark_abandoned(future._handle)
 
     async def _begin(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
         """Send a step, compiled if need be, as soon as there is a place for it."""
@@ -261,7 +259,7 @@ class StepRunner:
         ) is None:
             # what is wrong is said at once, not after the steps under way
             self._check_leaves(leaves, compiled)
-        with self._left_behind.begin(step.__name__) as turn:
+        with self._abandoned_steps.begin(step.__name__) as entry:
             await self._admission.acquire()
             try:
                 # One at a time: two steps that start together must not both move the same array.
@@ -278,7 +276,7 @@ class StepRunner:
             except BaseException:  # also a cancellation: the place goes to the next step
                 self._admission.release()
                 raise
-            turn.sent(future._handle)
+            entry.sent(future._handle)
             return future
 
     async def _bring(
@@ -364,16 +362,15 @@ class StepRunner:
         printing = self._printer.start(traced, results[count:], handle) if traced.prints else None
         return StepFuture(outputs, recording, arrays, printing, moved)
 
-    def _tell_waiting(self, ahead: StepHandle, name: str) -> None:
+    def _report_waiting(self, ahead: StepHandle, name: str) -> None:
         self._controller().mesh_events.waiting(name, ahead.step)
 
-    def _finished(self, ran: Recording, arrays: StepArrays) -> None:
-        handle = ran.handle
+    def _finished(self, recording: Recording, arrays: StepArrays) -> None:
         self._admission.release()
-        if handle.error is None:
-            self.last_stats, self.last = by_actor(handle.result()), ran
+        if (error := recording.handle.error) is None:
+            self.last = recording
         else:
-            arrays.fail(first_line(handle.error))
+            arrays.fail(first_line(error))
 
 
 def _untaken(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, list[int]]:
