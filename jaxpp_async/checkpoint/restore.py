@@ -22,6 +22,7 @@ from jaxpp_async.protocol.messages import Done, FilePart, FilePiece, ReadFile
 from jaxpp_async.session.host_transfers import RemoteValues
 from jaxpp_async.session.remote_array import DELETED, RemoteArray
 from jaxpp_async.storage import checkpoint_folder, tensor_files
+from jaxpp_async.storage.checkpoint_folder import CheckpointPath
 
 _SHOWN = 5
 """How many other checkpoints an error names."""
@@ -58,7 +59,8 @@ def _found_instead(folder: str) -> str:
     if inside := _checkpoints_in(folder):
         one = shown(os.path.join(folder, inside[0]))
         return (
-            f"it is a folder of checkpoints, {_some(inside)}; give one of them ({one}), or restore the newest with "
+            f"it is a folder of checkpoints, {_some(inside)}; give one of them ({one}), or restore the "
+            "newest with "
             "jpp.Checkpoints(mesh, path).restore(like)"
         )
     if os.path.exists(folder) and not os.path.isdir(folder):
@@ -100,9 +102,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(map(shown, names[:_SHOWN])) + more
 
 
-async def restore(
-    controller: Controller, values: RemoteValues, path: checkpoint_folder.Path, like: Any
-) -> Any:
+async def restore(controller: Controller, values: RemoteValues, path: CheckpointPath, like: Any) -> Any:
     """See `RemoteMesh.restore`."""
     folder = checkpoint_folder.absolute(path)
     wanted, structure = trees.targets(like)

@@ -13,6 +13,7 @@ from jaxpp_async.base.printable import shown
 from jaxpp_async.checkpoint.save import OnProgress, Saver, Saving
 from jaxpp_async.errors import CheckpointError, MeshError
 from jaxpp_async.storage import checkpoint_folder
+from jaxpp_async.storage.checkpoint_folder import CheckpointPath
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -26,7 +27,7 @@ class Mesh(Protocol):
     @property
     def saver(self) -> Saver: ...
 
-    async def restore(self, path: checkpoint_folder.Path, like: Any) -> Any: ...
+    async def restore(self, path: CheckpointPath, like: Any) -> Any: ...
 
 
 class Checkpoints:
@@ -50,7 +51,7 @@ class Checkpoints:
         MeshError: `keep` is below 1.
     """
 
-    def __init__(self, mesh: Mesh, directory: checkpoint_folder.Path, *, keep: int = 3):
+    def __init__(self, mesh: Mesh, directory: CheckpointPath, *, keep: int = 3):
         if keep < 1:
             raise MeshError(f"keep is {keep}; at least one checkpoint has to stay")
         self._mesh, self._keep, self.directory = mesh, keep, checkpoint_folder.absolute(directory)

@@ -41,6 +41,7 @@ from jaxpp_async.protocol.messages import ArrayId, BeginSnapshot, CheckFiles, Do
 from jaxpp_async.protocol.task_group import OwnedTasks
 from jaxpp_async.session.remote_array import Owner
 from jaxpp_async.storage import checkpoint_folder, tensor_files
+from jaxpp_async.storage.checkpoint_folder import CheckpointPath
 
 _LOG = logging.getLogger("jaxpp_async")
 
@@ -123,7 +124,7 @@ class Saver:
 
     async def save(
         self,
-        path: checkpoint_folder.Path,
+        path: CheckpointPath,
         tree: Any,
         *,
         wait: bool,

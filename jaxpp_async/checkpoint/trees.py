@@ -97,7 +97,8 @@ def _path(keys: Sequence[Any]) -> str:
 def _check_value(path: str, value: PlainValue) -> None:
     if isinstance(value, str) and printable(value) != value:
         raise CheckpointError(
-            f"{path} is a str with surrogates in it, which UTF-8 cannot hold (a path, perhaps): save its bytes, as "
+            f"{path} is a str with surrogates in it, which UTF-8 cannot hold (a path, perhaps): save its "
+            "bytes, as "
             "np.frombuffer(os.fsencode(path), np.uint8)"
         )
     if isinstance(value, int) and abs(value) >= _TOO_LARGE:
@@ -114,7 +115,8 @@ def _host_copy(path: str, leaf: Any, key_impls: dict[str, str]) -> np.ndarray:
         return np.array(leaf)
     if not isinstance(leaf, np.ndarray | np.generic):
         raise CheckpointError(
-            f"{path} is a {type(leaf).__name__}, which a checkpoint cannot hold; it holds arrays, PRNG keys, and "
+            f"{path} is a {type(leaf).__name__}, which a checkpoint cannot hold; it holds arrays, PRNG keys, "
+            "and "
             "Python's bool, int, float, complex and str"
         )
     array = np.array(leaf)
@@ -175,9 +177,12 @@ def _expanded(node: Any) -> Any:
         compiled = step.latest("mesh.restore(like=(step, argnum))")
     except MeshError:
         raise CheckpointError(
-            f"`like` has (step, {argnum}), but step {step.__name__!r} has not been compiled, so nobody knows where it "
-            "keeps each leaf: give the shapes instead, `jax.eval_shape(init_fn)`, for arrays that wait on the "
-            "controller for their first use; or compile it with them first, `await step.compile(shapes, batch)`, for "
+            f"`like` has (step, {argnum}), but step {step.__name__!r} has not been compiled, so nobody knows "
+            "where it "
+            "keeps each leaf: give the shapes instead, `jax.eval_shape(init_fn)`, for arrays that wait on "
+            "the "
+            "controller for their first use; or compile it with them first, `await step.compile(shapes, "
+            "batch)`, for "
             "actors that read what they are to hold"
         ) from None
     traced = compiled.compiled.traced
@@ -189,7 +194,8 @@ def _expanded(node: Any) -> Any:
     there = [str(found[0]) for number in numbers if (found := jax.tree.leaves(number))]
     have = f"argument{'s' * (len(there) > 1)} {', '.join(there)} ha{'ve' if len(there) > 1 else 's'}"
     raise CheckpointError(
-        f"`like` has (step, {argnum!r}), but step {step.__name__!r} has no argument {argnum!r} with arrays in it; "
+        f"`like` has (step, {argnum!r}), but step {step.__name__!r} has no argument {argnum!r} with arrays "
+        "in it; "
         f"{have if there else 'nor has any other'}"
     )
 
@@ -226,15 +232,19 @@ def check_matches(wanted: dict[str, RestoreTarget], manifest: Manifest) -> None:
     if missing:
         there = sorted(set(manifest.paths) - set(wanted))
         raise CheckpointError(
-            f"`like` has {_type_text(wanted[missing[0]])} at {_named(missing[0])}, where the checkpoint has nothing"
+            f"`like` has {_type_text(wanted[missing[0]])} at {_named(missing[0])}, where the checkpoint has "
+            "nothing"
             f"{_others(missing[1:])}{'; only the checkpoint has ' + _listed(there) if there else ''}; "
-            "leave out of `like` what the checkpoint lacks, and take it from elsewhere (what `step.init` makes can be "
+            "leave out of `like` what the checkpoint lacks, and take it from elsewhere (what `step.init` "
+            "makes can be "
             "a `like`, too)"
         )
     if extra := [path for path in manifest.paths if path not in wanted]:
         raise CheckpointError(
-            f"the checkpoint has {_stored_text(manifest, extra[0])} at {_named(extra[0])}, where `like` has nothing"
-            f"{_others(extra[1:])}; add it to `like`, as a jax.ShapeDtypeStruct for one, and drop what comes back"
+            f"the checkpoint has {_stored_text(manifest, extra[0])} at {_named(extra[0])}, where `like` has "
+            "nothing"
+            f"{_others(extra[1:])}; add it to `like`, as a jax.ShapeDtypeStruct for one, and drop what comes "
+            "back"
         )
     for path, target in wanted.items():
         if not _fits(target, manifest, path):

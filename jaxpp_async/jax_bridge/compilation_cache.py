@@ -47,12 +47,14 @@ def make_cache(given: str) -> str:
             os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise MeshError(
-            f"compilation_cache={folder!r}: host {socket.gethostname()} has no such folder, and it cannot be made "
+            f"compilation_cache={folder!r}: host {socket.gethostname()} has no such folder, and it cannot be "
+            "made "
             f"({error.strerror}); give one that actors may write, or None"
         ) from None
     except NotPrivateError as error:
         raise MeshError(
-            f"the compilation cache {folder} on host {socket.gethostname()} may hold code of others, which actors "
+            f"the compilation cache {folder} on host {socket.gethostname()} may hold code of others, which "
+            "actors "
             f"would run: {error}. Or give compilation_cache= a folder: one that you name may be shared"
         ) from None
     return folder

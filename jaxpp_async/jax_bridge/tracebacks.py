@@ -199,8 +199,10 @@ def framework_hints() -> Iterator[None]:
         hinted = any("copy=True" in note for note in getattr(error, "__notes__", ()))
         if "different trace level" in str(error) and not hinted:
             error.add_note(
-                "A step, and the function that accumulate_grads runs, are traced by themselves: neither may change or "
-                "differentiate an nnx object that was made outside. Write `graphdef, state = nnx.split(model)` there, "
+                "A step, and the function that accumulate_grads runs, are traced by themselves: neither may "
+                "change or "
+                "differentiate an nnx object that was made outside. Write `graphdef, state = "
+                "nnx.split(model)` there, "
                 f"and `model = nnx.merge(graphdef, state, copy=True)` in the function: {page('models.md')}"
             )
         raise

@@ -228,11 +228,16 @@ def warning(moved: Sequence[Moved], step_name: str, why: Callable[[str], str]) -
     to = ", ".join(str(a) for a in largest.to)
     count = "1 array" if len(carried) == 1 else f"{len(carried)} arrays"
     return (
-        f"step {step_name!r}: {count} ({carried_bytes(carried) / 1e6:.1f} MB) had to be carried to other actors; "
-        f"the largest, {largest.name} ({largest.size_bytes / 1e6:.1f} MB), lies on actor {largest.from_actor}, and "
-        f"the step computes with it on actor {to} ({why(largest.name)}). An array that is new at every call is "
-        "carried at every call: give this step the same stages on the same actors as the step that makes the array, "
-        "have the array made or put where this step takes it (step.init, mesh.put(..., like=(step, argnum))), or "
+        f"step {step_name!r}: {count} ({carried_bytes(carried) / 1e6:.1f} MB) had to be carried to other "
+        "actors; "
+        f"the largest, {largest.name} ({largest.size_bytes / 1e6:.1f} MB), lies on actor "
+        f"{largest.from_actor}, and "
+        f"the step computes with it on actor {to} ({why(largest.name)}). An array that is new at every call "
+        "is "
+        "carried at every call: give this step the same stages on the same actors as the step that makes the "
+        "array, "
+        "have the array made or put where this step takes it (step.init, mesh.put(..., like=(step, "
+        "argnum))), or "
         f"leave it out of the computation; see {page('placement.md')}"
     )
 

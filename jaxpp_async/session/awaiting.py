@@ -52,7 +52,10 @@ class UnawaitedCoroutine:
         raise AttributeError(f"{self._advice()} to use its result's {name!r}", name=name, obj=self)
 
     def _advice(self) -> str:
-        return f"{self._coroutine.__qualname__}(...) is a coroutine, which has no result yet: write `await` before it"
+        return (
+            f"{self._coroutine.__qualname__}(...) is a coroutine, which has no result yet: write `await` "
+            "before it"
+        )
 
 
 def says_to_await(

@@ -134,7 +134,8 @@ def checked_rules(rules: Mapping[str, Any], mesh_axes: Mapping[str, int]) -> dic
         for axis in (entry,) if isinstance(entry, str) else entry or ():
             if axis not in mesh_axes:
                 raise ShardingError(
-                    f"axis_rules[{name!r}] names the axis {axis!r}, but spmd_mesh has {sorted(mesh_axes) or 'no axes'}"
+                    f"axis_rules[{name!r}] names the axis {axis!r}, but spmd_mesh has "
+                    f"{sorted(mesh_axes) or 'no axes'}"
                 )
     return dict(rules)
 
@@ -172,7 +173,8 @@ def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, 
     if is_ordered(chosen) and not inline and platform != "cuda":
         actors = f"actors 0 to {num_actors - 1}" if num_actors > 1 else "actor 0"
         raise MeshError(
-            f"transport {chosen!r} moves GPU memory, and {actors} have none: their platform is {platform!r}; pass "
+            f"transport {chosen!r} moves GPU memory, and {actors} have none: their platform is {platform!r}; "
+            "pass "
             "platform='cuda' where there are GPUs, or leave transport= out for UCX, which moves either"
         )
     return chosen
@@ -212,7 +214,8 @@ def refuse_idle_devices(given: str | None, chosen: str, launcher: Any, devices: 
     named += [f"devices= of host {host}" for host in hosts if launcher.devices_on(host) is not None]
     if named:
         raise MeshError(
-            f"{named[0]} names GPUs, and platform= was not given: this process runs JAX on CPUs, and so would the "
+            f"{named[0]} names GPUs, and platform= was not given: this process runs JAX on CPUs, and so "
+            "would the "
             "actors; give platform='cuda', or platform='cpu' if that is what you mean"
         )
 
@@ -221,8 +224,10 @@ def spare_gpus(platform: str, *, inline: bool) -> None:
     """Leave the memory of this machine's GPUs to the actors on them."""
     if platform == "cuda" and not inline and not jax_config.spare_gpus():
         _LOG.warning(
-            "JAX in this process has taken most of a GPU's memory already; actors on the same GPU may find too little: "
-            "make the mesh before JAX's first use, or set XLA_PYTHON_CLIENT_PREALLOCATE=false for this process"
+            "JAX in this process has taken most of a GPU's memory already; actors on the same GPU may find "
+            "too little: "
+            "make the mesh before JAX's first use, or set XLA_PYTHON_CLIENT_PREALLOCATE=false for this "
+            "process"
         )
 
 
@@ -263,7 +268,8 @@ def actor_config(
             raise MeshError(f"env has {name!r}: {value!r}; environment variables are strings")
     if "JAX_PLATFORMS" in env:
         raise MeshError(
-            f"env has JAX_PLATFORMS={env['JAX_PLATFORMS']!r}, which the mesh sets; give platform='cpu' or 'cuda'"
+            f"env has JAX_PLATFORMS={env['JAX_PLATFORMS']!r}, which the mesh sets; give platform='cpu' or "
+            "'cuda'"
         )
     if inline:
         _check_local_devices(spmd_mesh, platform)
@@ -294,8 +300,10 @@ def _check_local_devices(spmd_mesh: Mapping[str, int], platform: str) -> None:
         ) from None
     if needed > present:
         raise MeshError(
-            f"spmd_mesh {dict(spmd_mesh)} needs {needed} devices, but this process has {present}; inline actors share "
-            f"them: set `jax.config.update('jax_num_cpu_devices', {needed})` before JAX is first used, or use "
+            f"spmd_mesh {dict(spmd_mesh)} needs {needed} devices, but this process has {present}; inline "
+            "actors share "
+            f"them: set `jax.config.update('jax_num_cpu_devices', {needed})` before JAX is first used, or "
+            "use "
             "launcher='local'"
         )
 

@@ -191,7 +191,8 @@ class RemoteArray:
         """Raise `ArrayError` unless it may be used on `owner` now; `name` is what the user called it."""
         if self._owner is not owner:
             raise ArrayError(
-                f"{name} is a RemoteArray of another mesh; fetch it there (`await mesh.fetch(...)`) and pass the numpy "
+                f"{name} is a RemoteArray of another mesh; fetch it there (`await mesh.fetch(...)`) and pass "
+                "the numpy "
                 "value"
             )
         if self._state != LIVE:

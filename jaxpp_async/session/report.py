@@ -363,7 +363,8 @@ def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled)
         )
     if loops and (idle := _idle(compiled.programs)):
         _LOG.warning(
-            "step %r leaves actors %s of %d idle: its schedule has fewer actors than the mesh; make more stages, "
+            "step %r leaves actors %s of %d idle: its schedule has fewer actors than the mesh; make more "
+            "stages, "
             "or a mesh of as many actors as the schedule uses",
             name,
             idle,
@@ -372,7 +373,8 @@ def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled)
     if changed := changed_arguments(compiled.traced, request.donated, compiled.continues):
         file, _, number = line.rpartition(":")
         warnings.warn_explicit(
-            f"Some donated buffers were not usable: step {name!r} returns {_listed(changed)}; a result can take an "
+            f"Some donated buffers were not usable: step {name!r} returns {_listed(changed)}; a result can "
+            "take an "
             "argument's memory only with its shape and dtype: return it as it came, or do not donate it",
             UserWarning,
             file or line,

@@ -225,7 +225,10 @@ class StepArrays:
             result = self._compiled.donated[k]
             if result is None:
                 lost[k] = array
-                why = f"it was donated to step {self._name!r}, whose caller was cancelled, and no result continues it"
+                why = (
+                    f"it was donated to step {self._name!r}, whose caller was cancelled, and no result "
+                    "continues it"
+                )
                 array.retire(
                     DONATED, f"{why}: none has its place in the tree, its shape and its dtype; make it anew"
                 )

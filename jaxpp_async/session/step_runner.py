@@ -1,6 +1,6 @@
-"""running: compiles steps, loads them on the actors and runs them. In: steps and arguments. Out: `StepFuture`s.
+"""Compile steps, load them on the actors and run them: the module where compiler and controller meet.
 
-Decides which array goes where and what is freed when; where compiler and controller meet. Touches no device, no socket.
+`StepRunner` decides which array goes where before a step and which array is freed when.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ _LOG = logging.getLogger("jaxpp_async")
 
 
 class StepRunner:
-    """Compiles and runs the steps of one mesh; their `step.Runner`.
+    """The part of a mesh that compiles and runs its steps; implements `step.Runner`.
 
     Args:
-        controller: gives the mesh's controller, or raises `MeshError` if the mesh has not started.
+        controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
         values: the mesh's arrays.
-        num_actors: how many there are.
+        num_actors: number of actors.
         target: the devices of one actor.
         max_inflight: how many steps may be under way at once.
-        actor_config: settings of JAX that the actors were started with; none: they share this process's.
+        actor_config: settings of JAX that the actors were started with; empty: they share this process's.
 
     Attributes:
-        last: the recording of the last step that finished.
+        last: the recording of the last step that finished; None before the first one has.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class StepRunner:
         try:
             await future.wait_sent()
             return await future
-        except BaseException as error:  # whatever it is, a closed coroutine too: nobody gets the results
+        except BaseException as error:  # whatever ended it, a closed coroutine too: nobody gets the results
             self._abandon(future, "run", error)
             raise
 
@@ -104,8 +104,8 @@ class StepRunner:
         return future
 
     def _abandon(self, future: StepFuture, call: str, error: BaseException) -> None:
-        """The caller of a step that was sent goes without its results, because of `error`."""
-        if future._handle.error is not None:  # as the caller is told
+        """Leave a step that was sent running without its caller, which gets no results because of `error`."""
+        if future._handle.error is not None:  # the caller gets this error
             return
         if (became := future._arrays.abandon()) is not None:
             what, why = future._recording.title, type(error).__name__
@@ -113,8 +113,8 @@ class StepRunner:
         self._abandoned_steps.mark_abandoned(future._handle)
 
     async def _begin(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
-        """Send a step, compiled if need be, as soon as there is a place for it."""
-        # From here on only what was found now counts: while this waits, its caller may change the trees it has passed.
+        """Compile a step if need be, and start it as soon as it is admitted."""
+        # From here on only the leaves found now count: while this waits, its caller may change the passed trees.
         leaves, found = step.recall(args)
         if isinstance(found, CompiledStep):
             compiled = found
@@ -133,15 +133,17 @@ class StepRunner:
         if (found := step.find(signature)) is not None:
             return found
         self._check_settings()
-        # now: both may change while others compile
+        # read now: both may change while other steps compile
         request, settings = (step.request(args), jax_config.trace_settings())
         async with self._compile_lock:
             if (found := step.find(signature)) is not None:  # another call compiled it meanwhile
                 return found
             if jax_config.trace_settings() != settings:
                 raise MeshError(
-                    f"step {step.__name__!r} was called under other settings of JAX than hold now that it is its turn "
-                    "to be compiled: `with jax.enable_x64(...)` and its like hold for all tasks of a thread, so let no "
+                    f"step {step.__name__!r} was called under other settings of JAX than hold now that it is "
+                    "its turn "
+                    "to be compiled: `with jax.enable_x64(...)` and its like hold for all tasks of a thread, "
+                    "so let no "
                     "other task enter or leave one meanwhile"
                 )
             compiled = await self._load(request, step)
@@ -149,7 +151,10 @@ class StepRunner:
             return compiled
 
     async def init(self, step: DistributedStep, argnum: int, fn: Callable, args: Sequence[Any]) -> Any:
-        """See `DistributedStep.init`: `fn` becomes a step whose results are placed as `step` takes them."""
+        """See `DistributedStep.init`.
+
+        The function `fn` becomes a step whose results are placed where `step` takes them.
+        """
         wanted = step.latest("step.init").argument_slots(argnum)
         name = getattr(fn, "__name__", "init")
         maker = DistributedStep(self, fn, StepOptions(None, None, (), ()))
@@ -173,8 +178,10 @@ class StepRunner:
         for name, value in jax_config.thread_checks().items():
             if value and not theirs.get(name):
                 raise MeshError(
-                    f"{name} is {value} here and {theirs.get(name)} on the actors, which have what jax.config said "
-                    "when the mesh started, and nothing of what holds for one thread (`with jax.debug_nans(True)`); "
+                    f"{name} is {value} here and {theirs.get(name)} on the actors, which have what "
+                    "jax.config said "
+                    "when the mesh started, and nothing of what holds for one thread (`with "
+                    "jax.debug_nans(True)`); "
                     f"call jax.config.update({name!r}, {value}) before the mesh starts, and use no `with`"
                 )
 
@@ -229,12 +236,13 @@ class StepRunner:
                 continue
             if first.type.aval.spec != slot.type.aval.spec:
                 raise ArrayError(
-                    f"{first.name} and {slot.name} are one array, but their shardings differ ({first.type.aval.spec} "
+                    f"{first.name} and {slot.name} are one array, but their shardings differ "
+                    f"({first.type.aval.spec} "
                     f"and {slot.type.aval.spec}); pass a copy"
                 )
 
     async def _place_hidden(self, compiled: CompiledStep) -> None:
-        """Captured arrays and microbatch indices go to the actors once, before the first run."""
+        """Send captured arrays and microbatch indices to the actors, once, before the first run."""
         if compiled.hidden or not compiled.hidden_values:
             return
         places = compiled.inputs[len(compiled.inputs) - len(compiled.hidden_values) :]
@@ -252,12 +260,12 @@ class StepRunner:
     async def _admit(
         self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any], kind: RunKind = "step"
     ) -> StepFuture:
-        """Wait for a place among the steps under way, bring the arguments where they belong, and start the step."""
+        """Wait until the step is admitted, bring the arguments to where they belong, and start the step."""
         binding = compiled.binding
         if (self._admission.locked() or self._start_lock.locked()) and binding.ids(
             self._values, leaves
         ) is None:
-            # what is wrong is said at once, not after the steps under way
+            # errors in the arguments are raised at once, not after the steps under way
             self._check_leaves(leaves, compiled)
         with self._abandoned_steps.begin(step.__name__) as entry:
             await self._admission.acquire()
@@ -273,7 +281,7 @@ class StepRunner:
                         copies = await self._copies(compiled, leaves, to_copy)
                         ids = binding.ids(self._values, leaves)
                     future = self._start(step, compiled, leaves, ids, moved, copies, kind)
-            except BaseException:  # also a cancellation: the place goes to the next step
+            except BaseException:  # also a cancellation: the next step is admitted instead
                 self._admission.release()
                 raise
             entry.sent(future._handle)
@@ -282,7 +290,9 @@ class StepRunner:
     async def _bring(
         self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
     ) -> tuple[array_moves.Moved, ...]:
-        """See to what keeps a step from starting at once: errors, arrays that lie elsewhere, the first run."""
+        """Deal with everything that keeps a step from starting at once: errors, arrays that lie elsewhere,
+        the first run.
+        """
         self._check_leaves(leaves, compiled)
         await self._place_hidden(compiled)
         moved = await self._mover.bring(leaves, compiled.inputs, step.__name__)
@@ -298,7 +308,7 @@ class StepRunner:
     async def _copies(
         self, compiled: CompiledStep, leaves: Sequence[Any], results: Sequence[int]
     ) -> dict[int, RemoteArray]:
-        """Copies of arguments that these results hand back, and that the caller keeps."""
+        """Copy the arguments that these results hand back and that the caller keeps."""
         if not results:
             return {}
         kept = [compiled.handed_back[result] for result in results]
@@ -319,8 +329,10 @@ class StepRunner:
         """Send the step to its actors; from here on nothing is awaited until it has left.
 
         Args:
-            ids: where the leaves lie, if there is nothing to be careful about.
-            copies: of arguments that are handed back, by result.
+            ids: the array of each leaf, if every leaf lies where the step takes it; None: the leaves need
+                `bind_with_care`.
+            moved: the arguments that were carried, for the future.
+            copies: copies of arguments that are handed back, by result.
         """
         controller, binding = self._controller(), compiled.binding
         new_id, hidden = controller.new_array_id, compiled.hidden
@@ -374,7 +386,9 @@ class StepRunner:
 
 
 def _untaken(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, list[int]]:
-    """Ids of donated arrays, by the actors on which the step does not take them: no program frees them there."""
+    """Return the ids of donated arrays by the actors on which the step does not take them: no program frees
+    them there.
+    """
     found: dict[ActorId, list[int]] = {}
     back = compiled.handed_back.values()
     for k in compiled.donated:
@@ -386,7 +400,7 @@ def _untaken(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, lis
 
 
 def _to_copy(compiled: CompiledStep, leaves: Sequence[Any]) -> list[int]:
-    """Results that are unused arguments which lie on actors, and which the caller keeps."""
+    """Return the results that are unused arguments which lie on actors and which the caller keeps."""
     return [
         result
         for result, arg in compiled.handed_back.items()
@@ -395,7 +409,11 @@ def _to_copy(compiled: CompiledStep, leaves: Sequence[Any]) -> list[int]:
 
 
 def _checked_out_specs(traced: Traced, wanted: Sequence[Slot], name: str) -> list:
-    """The specs of `wanted`, if the traced function makes just that."""
+    """Return the specs of `wanted`, if the traced function makes exactly those leaves.
+
+    Raises:
+        ArrayError: it makes another number of leaves, or one of another shape or dtype.
+    """
     made = [_out_type(traced, ref) for ref in traced.flat.outputs[: len(traced.out_names)]]
     types = [(s.type.aval.shape, s.type.aval.dtype) for s in wanted]
     if made != types:
