@@ -1,4 +1,4 @@
-"""cli: the command line, `python -m jaxpp_async`. Options in; text or JSON on stdout and an exit status out."""
+"""Offer the command line `python -m jaxpp_async`, which prints text or JSON and ends with an exit status."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxpp_async.launch.choose import LaunchOptions
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 WRONG_USE = 2
-"""Exit status where what was asked cannot be: as of every command line."""
+"""Exit status where the options are wrong, as of every command line."""
 
 
 class PlatformChoice(StrEnum):

@@ -1,10 +1,11 @@
-"""restoring: a checkpoint's folder and a `like` in, a tree of arrays out. Each actor reads only what it is to hold."""
+"""Restore a tree of arrays from a checkpoint's folder; each actor reads only what it is to hold."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from jaxpp_async.base.printable import shown
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint import trees
-from jaxpp_async.checkpoint.save import failed
+from jaxpp_async.checkpoint.save import checkpoint_failure
 from jaxpp_async.checkpoint.trees import RestoreTarget
 from jaxpp_async.controller.controller import Controller
 from jaxpp_async.controller.startup import all_of
@@ -28,11 +29,11 @@ _SHOWN = 5
 """How many other checkpoints an error names."""
 
 _ATTEMPTS = 10
-"""How often a restore begins: anew if a save has replaced the checkpoint that it was reading."""
+"""How often a restore begins: once more each time a save has replaced the checkpoint that was being read."""
 
 
 def load_manifest(folder: str) -> m.Manifest:
-    """A checkpoint's manifest.
+    """Read a checkpoint's manifest.
 
     Raises:
         CheckpointError: there is no checkpoint, or a broken one; names the file and what is wrong with it.
@@ -54,7 +55,7 @@ def load_manifest(folder: str) -> m.Manifest:
 
 
 def _found_instead(folder: str) -> str:
-    """Describe, for an error, what there is in the place of a checkpoint, and where there are some."""
+    """Describe, for an error, what is at the path instead of a checkpoint, and where checkpoints are."""
     parent = os.path.dirname(folder)
     if inside := _checkpoints_in(folder):
         one = shown(os.path.join(folder, inside[0]))
@@ -89,7 +90,7 @@ def _nothing_but(folder: str) -> str:
 
 
 def _checkpoints_in(directory: str) -> list[str]:
-    """The names of folders that have a manifest; of numbered ones, the newest first."""
+    """Return the names of folders that have a manifest; of numbered ones, the newest first."""
     try:
         names = sorted(os.listdir(directory), reverse=True)
     except OSError:
@@ -131,7 +132,9 @@ async def restore(controller: Controller, values: RemoteValues, path: Checkpoint
 
 
 def _newer(folder: str, than: m.Manifest) -> m.Manifest | None:
-    """The manifest of the save that has replaced this one meanwhile, and removed its files; None if none has."""
+    """Return the manifest of the save that has replaced `than` meanwhile and removed its files; None if none
+    has.
+    """
     try:
         found = load_manifest(folder)
     except CheckpointError:
@@ -153,7 +156,7 @@ async def _read(
     try:
         return await _Reading(controller, values, folder, manifest).read(wanted)
     except ActorError as error:
-        raise failed(folder, "restored", error) from error
+        raise checkpoint_failure(folder, "restored", error) from error
 
 
 class _Reading:
@@ -163,7 +166,7 @@ class _Reading:
         self._controller, self._values, self._folder, self._manifest = controller, values, folder, manifest
 
     async def read(self, wanted: dict[str, RestoreTarget]) -> dict[str, Any]:
-        """Every leaf, by path."""
+        """Read every leaf, by path."""
         remote = {
             path: self._values.new_array(target.value_type, target.actors)
             for path, target in wanted.items()
@@ -171,14 +174,14 @@ class _Reading:
         }
         try:
             return remote | await self._fill(wanted, remote)
-        except BaseException:  # also a cancellation: the actors are not to keep what nobody gets
+        except BaseException:  # also a cancellation: the actors do not keep what nobody gets
             for array in remote.values():
-                array.retire(DELETED, "its restore failed")
+                array.retire(DELETED, "its restore checkpoint_failure")
                 self._values.release(array)
             raise
 
     async def _fill(self, wanted: dict[str, RestoreTarget], remote: dict[str, RemoteArray]) -> dict[str, Any]:
-        """Fill the arrays on the actors; the other leaves, by path."""
+        """Fill the arrays on the actors, and return the other leaves by path."""
         here = {path: target for path, target in wanted.items() if path not in remote}
         by_process: dict[ProcessId, dict[str, list[FilePart]]] = {}
         for path, array in remote.items():
@@ -208,20 +211,22 @@ class _Reading:
             by_process.setdefault(process, {}).setdefault(stored.file, []).append(part)
 
     async def _read_on(self, process: ProcessId, files: dict[str, list[FilePart]]) -> None:
-        """One file after the other, so that an actor's host memory holds no more than one of them."""
+        """Have a process read one file after the other, so that its host memory holds no more than one of
+        them.
+        """
         for name, parts in files.items():
-            make: Callable[[int], ReadFile] = _request(self._encoded(name), parts)
+            make = partial(ReadFile, path=self._encoded(name), parts=tuple(parts))
             await self._controller.request_log.send(process, make, Done)
 
     def _encoded(self, file: str) -> bytes:
-        """The path of a file, as it travels."""
+        """Return the path of a file as it travels."""
         return os.fsencode(os.path.join(self._folder, file))
 
     def _plain(self, path: str, array: RemoteArray) -> np.ndarray:
         return np.asarray(self._manifest.values[path], array.value_type.aval.dtype)
 
     def _read_here(self, paths: Sequence[str]) -> dict[str, np.ndarray]:
-        """Runs in a thread."""
+        """Read the arrays that are to stay in this process; runs in a thread."""
         by_file: dict[str, list[str]] = {}
         found: dict[str, np.ndarray] = {}
         for path in paths:
@@ -249,7 +254,3 @@ class _Reading:
         if target.like is not None or target.value_type is None:
             return value
         return RemoteArray(self._values, self._controller.new_array_id(), target.value_type, (), host=value)
-
-
-def _request(path: bytes, parts: Sequence[FilePart]) -> Callable[[int], ReadFile]:
-    return lambda request: ReadFile(request, path, tuple(parts))

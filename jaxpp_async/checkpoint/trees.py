@@ -1,5 +1,7 @@
-"""trees: a user's tree in, named leaves out; what is saved of each, and what each is to be restored as. Touches no
-file and no actor.
+"""Convert a user's tree to named leaves, and decide what is saved of each leaf and what each leaf is restored
+as.
+
+The functions here touch no file and no actor.
 """
 
 from __future__ import annotations
@@ -25,14 +27,16 @@ from jaxpp_async.session.step import DistributedStep, Slot
 # ---------------------------------------------------------------- saving
 
 _MOST_DIGITS = 4000
-"""Of a whole number: Python reads no more than 4300."""
+"""The most digits of a saved whole number: Python reads no more than 4300."""
 
 _TOO_LARGE = 10**_MOST_DIGITS
 
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """A tree's leaves by path: arrays on actors, arrays here, and what stands in the manifest itself."""
+    """The leaves of a tree by path: arrays on actors, arrays in this process, and values that stand in the
+    manifest.
+    """
 
     remote: dict[str, RemoteArray]
     host: dict[str, np.ndarray]
@@ -41,14 +45,16 @@ class Leaves:
 
 
 def to_save(tree: Any, owner: Owner) -> Leaves:
-    """What is to be saved of a tree. Host arrays are copied: the user may change them while they are written.
+    """Collect what is to be saved of a tree.
+
+    Host arrays are copied: the user may change them while they are written.
 
     Args:
-        owner: of the mesh that saves.
+        owner: the owner of the saving mesh's arrays.
 
     Raises:
-        ArrayError: an array was donated, deleted, or is another mesh's.
-        CheckpointError: a leaf that cannot be saved, or two of one path; names them.
+        ArrayError: an array was donated, deleted, or belongs to another mesh.
+        CheckpointError: a leaf cannot be saved, or two leaves have one path; names them.
     """
     leaves = Leaves({}, {}, {}, {})
     for path, leaf in named_leaves(tree).items():
@@ -69,10 +75,10 @@ def to_save(tree: Any, owner: Owner) -> Leaves:
 
 
 def named_leaves(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
-    """A tree's leaves by path.
+    """Return the leaves of a tree by path.
 
     Raises:
-        CheckpointError: two leaves of one path, or a path that the format keeps for itself.
+        CheckpointError: two leaves have one path, or a path is one that the format keeps for itself.
     """
     named: dict[str, Any] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
@@ -137,11 +143,11 @@ def _host_copy(path: str, leaf: Any, key_impls: dict[str, str]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class RestoreTarget:
-    """What a leaf is to be restored as.
+    """The type and the place that a leaf is restored as.
 
     Args:
-        value_type: of the array, as it travels; None for a plain value.
-        actors: where it is to lie; empty: here.
+        value_type: type of the array, as it travels; None for a plain value.
+        actors: the actors on which the array is to lie; none: it stays in this process.
         like: the leaf that the user gave, where the value is to come back as one of its kind.
     """
 
@@ -151,10 +157,13 @@ class RestoreTarget:
 
 
 def targets(like: Any) -> tuple[dict[str, RestoreTarget], Any]:
-    """What the leaves of `like` ask for, by path, and the structure to build of them.
+    """Read from `like` what each leaf is to be restored as.
+
+    Returns:
+        The targets by path, and the structure to build of the restored leaves.
 
     Raises:
-        CheckpointError: a leaf that nothing can be restored as, or a step that was not compiled.
+        CheckpointError: nothing can be restored as a leaf of `like`, or a step in it was not compiled.
     """
     tree = jax.tree.map(_expanded, like, is_leaf=_is_argument)
     named = named_leaves(tree)
@@ -169,7 +178,7 @@ def _is_argument(node: Any) -> bool:
 
 
 def _expanded(node: Any) -> Any:
-    """`(step, argnum)` as that argument's tree, of `Slot`s; other nodes as they are."""
+    """Expand `(step, argnum)` to the tree of `Slot`s of that argument; return other nodes as they are."""
     if not _is_argument(node):
         return node
     step, argnum = node
@@ -201,7 +210,11 @@ def _expanded(node: Any) -> Any:
 
 
 def _target(key: str, leaf: Any) -> RestoreTarget:
-    """Args: key: where in `like` the leaf is, as Python indexes it; empty: it is `like`."""
+    """Make the target of one leaf of `like`.
+
+    Args:
+        key: where in `like` the leaf is, as Python indexes it; empty: the leaf is `like` itself.
+    """
     if isinstance(leaf, Slot):
         return RestoreTarget(leaf.type, leaf.home)
     if is_remote(leaf):
@@ -225,8 +238,10 @@ def _target(key: str, leaf: Any) -> RestoreTarget:
 
 
 def check_matches(wanted: dict[str, RestoreTarget], manifest: Manifest) -> None:
-    """Raises:
-    CheckpointError: the checkpoint has other leaves than `like`, or of another shape or dtype; names the first.
+    """Check that a checkpoint holds exactly the leaves that `like` asks for.
+
+    Raises:
+        CheckpointError: the checkpoint has other leaves, or one of another shape or dtype; names the first.
     """
     missing = [path for path in wanted if path not in manifest.arrays and path not in manifest.values]
     if missing:
@@ -270,8 +285,13 @@ def _fits(target: RestoreTarget, manifest: Manifest, path: str) -> bool:
 
 
 def _as_array_type(value: bool | int | float | complex) -> Aval | None:
-    """What a step would have taken a plain value as; None: nothing."""
-    aval = travelling_type(value).aval
+    """Return the type as which a step would have taken a plain value; None: a step would have refused the
+    value.
+    """
+    try:
+        aval = travelling_type(value).aval
+    except OverflowError:  # an int that is too large for JAX's
+        return None
     if isinstance(value, int) and not isinstance(value, bool):
         info = np.iinfo(aval.dtype)
         return aval if info.min <= value <= info.max else None
@@ -279,12 +299,12 @@ def _as_array_type(value: bool | int | float | complex) -> Aval | None:
 
 
 def _kind(dtype: str) -> type:
-    """The Python type of one element."""
+    """Return the Python type of one element."""
     return type(np.zeros((), numpy_dtype(dtype)).item())
 
 
 def finished(target: RestoreTarget, value: Any) -> Any:
-    """A restored value that lies here, as one of the kind that `like` has."""
+    """Convert a restored value that is in this process to one of the kind that `like` has."""
     if target.value_type is None:
         return value.item() if isinstance(value, np.ndarray) else value
     array = np.asarray(value, numpy_dtype(target.value_type.aval.dtype))
@@ -304,7 +324,9 @@ def _type_text(target: RestoreTarget) -> str:
 
 def _stored_text(manifest: Manifest, path: str) -> str:
     if path in manifest.values:
-        return f"a Python {type(manifest.values[path]).__name__}"
+        value = manifest.values[path]
+        size = f" of {bits} bits" if isinstance(value, int) and (bits := value.bit_length()) > 31 else ""
+        return f"a Python {type(value).__name__}{size}"
     array: Array = manifest.arrays[path]
     return _array_text(array.dtype, array.shape, array.key_impl)
 
@@ -324,5 +346,5 @@ def _listed(paths: Sequence[str], most: int = 3) -> str:
 
 
 def _named(path: str) -> str:
-    """A leaf's path, for an error."""
+    """Name a leaf's path for an error."""
     return "the root" if path == ROOT else repr(path)

@@ -1,7 +1,7 @@
 """Report a step that runs on without its caller once another step has waited long behind it.
 
-A step that was sent runs to its end in front of the next one, and nobody awaits it after its caller was cancelled:
-without a report its length looks like the length of the next step. Nothing here changes what runs.
+A step that was sent runs to its end in front of the next one, and nobody awaits it after its caller was
+cancelled: without a report its length looks like the length of the next step. Nothing here changes what runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class StepQueueEntry:
     As a context manager the entry surrounds the code that sends the step: an error there removes the entry.
 
     Attributes:
-        loop: the mesh's event loop; a caller may leave where none runs, when its coroutine is closed or collected.
+        loop: the mesh's event loop; a caller may leave where none runs, when its coroutine is closed or
+            collected.
         handle: the step's handle, once the step was sent.
         waiter: the step behind this one whose wait is timed.
         is_reported: that wait, or an earlier one, was reported.
@@ -50,7 +51,10 @@ class StepQueueEntry:
         handle.when_done(lambda: self.steps.remove(self))
 
     def time_wait_of(self, waiter: StepQueueEntry | None) -> None:
-        """Time how long `waiter` waits behind this step, from now if it was not timed already, and no other step."""
+        """Time how long `waiter`, and no other step, waits behind this step.
+
+        The time begins now, unless the wait of `waiter` is timed already.
+        """
         if waiter is self.waiter or self.is_reported:
             return
         if self.timer is not None:
@@ -69,7 +73,8 @@ class AbandonedSteps:
     """The steps of one mesh in their order, and which of them run on without their caller.
 
     Args:
-        report: called at most once for each abandoned step, with its handle and the name of the step that waits.
+        report: called at most once for each abandoned step, with its handle and the name of the step that
+            waits.
     """
 
     def __init__(self, report: Callable[[StepHandle, str], None]):

@@ -198,7 +198,7 @@ class Binding:
             assert host is not None
             bound.settling.append((leaf, home, replace(slot.type, weak=leaf.weak_type)))
         else:
-            # Most often the value already has the travelling form, and to check that costs less than to convert.
+            # Most often the value has the travelling form already: to check that costs less than to convert.
             is_ready = (
                 type(leaf) is np.ndarray and leaf.dtype == self._dtypes[arg] and leaf.flags.c_contiguous
             )

@@ -1,8 +1,7 @@
-"""moving: arrays, and the places where a step needs them in; small programs of `moves`, run before the step, out.
+"""Carry arrays to where a step needs them, and load the programs of moves and steps on the actors.
 
-Loads programs, those of steps too. Touches no device: the actors send to each other.
-
-moves: small programs that carry an array from where it is to where a step needs it. Builds; runs nothing.
+An array is carried by a small program that runs before the step: the actors send to each other. `Mover`
+builds each kind of program once; `Moved` and the functions at the end tell the user what was carried.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ _LOG = logging.getLogger("jaxpp_async")
 
 
 class Mover:
-    """Carries the arrays of one mesh between its actors; loads each kind of move once.
+    """Carries the arrays of one mesh between its actors; loads the program of each kind of move once.
 
     Args:
-        controller: gives the mesh's controller, or raises `MeshError` if the mesh has not started.
+        controller: returns the mesh's controller, or raises `MeshError` if the mesh has not started.
         values: the mesh's arrays.
-        num_actors: how many there are.
+        num_actors: number of actors.
         target: the devices of one actor.
     """
 
@@ -59,10 +58,10 @@ class Mover:
         self._programs: dict[Move | Copied, int] = {}
 
     async def bring(self, leaves: Sequence[Any], slots: Sequence[Slot], name: str) -> tuple[Moved, ...]:
-        """Bring arrays that lie elsewhere to where a step needs them, actor to actor.
+        """Bring arrays that lie elsewhere to where a step needs them, from actor to actor.
 
         Args:
-            name: of the step's function.
+            name: name of the step's function.
 
         Raises:
             ActorError: an actor or the mesh failed; a note says which argument was on its way.
@@ -95,7 +94,7 @@ class Mover:
             "moving %s (%d bytes) from actor %d to %s", slot.name, leaf.nbytes, leaf.actors[0], list(to)
         )
         handle = await self._start_move(move, leaf, leaf.array_id, slot)
-        # Before anything is awaited: a cancelled or deleted one must know its copies.
+        # Before anything is awaited: the handle must know its copies if it is deleted or its move cancelled.
         leaf.relocate(tuple(sorted({*leaf.actors, *to})))
         await handle
 
@@ -103,7 +102,7 @@ class Mover:
         """Copy arrays, each where it lies. The copies may be used at once.
 
         Args:
-            arrays: with their names.
+            arrays: the name of each array, for errors, and the array.
         """
         what = tuple((replace(leaf.value_type, weak=False), leaf.actors) for _, leaf in arrays)
         if what not in self._programs:
@@ -123,7 +122,9 @@ class Mover:
         return copies
 
     async def _reshard(self, leaf: RemoteArray, slot: Slot, to: tuple[ActorId, ...]) -> None:
-        """Give an array another sharding. The handle then stands for the new copies; the old ones are freed."""
+        """Give an array another sharding; its handle then stands for the new copies, and the old ones are
+        freed.
+        """
         move = Move(replace(leaf.value_type, weak=False), leaf.actors[0], to, slot.type.aval.spec)
         _LOG.info("resharding %s from %s to %s", slot.name, leaf.spec, slot.type.aval.spec)
         new_id = self._controller().new_array_id()
@@ -162,10 +163,10 @@ async def load_programs(
     """Load programs on the actors that have a part in them.
 
     Args:
-        names: of a step's arguments, by number, where errors on actors may have to name them.
+        names: names of a step's arguments by number, where errors on actors may have to name them.
 
     Returns:
-        The id to run them by, and what each of these actors answered.
+        The id to run the programs by, and the reply of each of these actors.
     """
     program_id = controller.new_program_id()
     parts = {p.actor: p for p in programs if p.instructions}
@@ -182,7 +183,9 @@ async def load_programs(
 
 @dataclass(frozen=True)
 class Move:
-    """What has to be moved: an array of `type` (with its sharding) from `source`, to be held with `spec` by `to`."""
+    """A move of an array of `type` (with its sharding) from `source`, to be held with `spec` by the actors in
+    `to`.
+    """
 
     type: ValueType
     source: ActorId
@@ -195,10 +198,10 @@ class Moved:
     """An argument that was carried to other actors before a step, or given another sharding there.
 
     Args:
-        name: of the argument, such as `"state['w']"`.
-        size_bytes: of one copy.
-        from_actor, to: one copy went to each of `to`.
-        resharded: its sharding was another one before.
+        name: name of the argument, such as `"state['w']"`.
+        size_bytes: size of one copy.
+        from_actor, to: one copy went from `from_actor` to each of `to`.
+        resharded: the argument had another sharding before.
     """
 
     name: str
@@ -209,19 +212,19 @@ class Moved:
 
 
 WARN_BYTES = 1 << 20
-"""Moves of more than this before a step are worth a warning."""
+"""Moves of more bytes than this before a step are worth a warning."""
 
 
 def carried_bytes(moved: Sequence[Moved]) -> int:
-    """Bytes that went from one actor to another."""
+    """Count the bytes that went from one actor to another."""
     return sum(m.size_bytes * len({*m.to} - {m.from_actor}) for m in moved)
 
 
 def warning(moved: Sequence[Moved], step_name: str, why: Callable[[str], str]) -> str:
-    """Warn of moves that a user may not expect, and may not want at every call.
+    """Compose the warning of moves that a user may not expect, and may not want at every call.
 
     Args:
-        why: an argument's name to the reason why the step takes it where it takes it.
+        why: returns, for an argument's name, why the step takes it where it takes it.
     """
     carried = [m for m in moved if carried_bytes([m])]
     largest = max(carried, key=lambda m: m.size_bytes)
@@ -243,7 +246,7 @@ def warning(moved: Sequence[Moved], step_name: str, why: Callable[[str], str]) -
 
 
 def summary(moved: Sequence[Moved], step_name: str) -> str:
-    """One line about everything that was moved for a step."""
+    """Describe everything that was moved for a step in one line."""
     total = sum(m.size_bytes * len(m.to) for m in moved)
     count = "1 array" if len(moved) == 1 else f"{len(moved)} arrays"
     return f"moved {count}, {total} bytes, before step {step_name!r}, which keeps them elsewhere"
@@ -251,14 +254,16 @@ def summary(moved: Sequence[Moved], step_name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class MoveProgram:
-    """One program an actor (empty where it has no part), and the executable that changes the sharding, if any."""
+    """The programs of one move, one an actor (empty where the actor has no part), and the executable that
+    reshards, if any.
+    """
 
     programs: tuple[ActorProgram, ...]
     executables: tuple[Emitted, ...]
 
 
 def build(move: Move, num_actors: int, target: Target) -> MoveProgram:
-    """The programs of one move: send as it is, change the sharding on arrival."""
+    """Build the programs of one move, which send the array as it is and change its sharding on arrival."""
     there = replace(move.type.aval, spec=move.spec)
     values = [Value(move.type.aval, "moved", "temp")]
     nodes, outputs, executables = [], [], ()
@@ -283,7 +288,7 @@ Copied: TypeAlias = tuple[tuple[ValueType, tuple[ActorId, ...]], ...]
 
 
 def build_copies(copied: Copied, num_actors: int) -> tuple[ActorProgram, ...]:
-    """Programs that make a copy of each array wherever it lies: the caller keeps the arrays."""
+    """Build programs that copy each array on every actor that holds it: the caller keeps the originals."""
     values = [Value(value_type.aval, f"copied[{k}]", "input") for k, (value_type, _) in enumerate(copied)]
     inputs = [GraphInput(k, k, actors) for k, (_, actors) in enumerate(copied)]
     outputs = [GraphOutput(k, k, actors) for k, (_, actors) in enumerate(copied)]

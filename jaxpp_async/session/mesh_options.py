@@ -1,6 +1,6 @@
-"""mesh_options: what a user passes to `RemoteMesh`, checked and turned into what the controller takes.
+"""Check the options that a user passes to `RemoteMesh`, and turn them into what the controller takes.
 
-Starts nothing.
+Nothing is started here.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ R = TypeVar("R")
 
 
 def count_of(name: str, value: Any, *, least: int) -> int:
-    """An option that counts something.
+    """Check an option that counts something.
 
     Raises:
-        MeshError: it is no whole number of at least `least`.
+        MeshError: the value is no whole number of at least `least`.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise MeshError(f"{name} is {value!r}; give a whole number of at least {least}")
@@ -49,10 +49,10 @@ def count_of(name: str, value: Any, *, least: int) -> int:
 
 
 def seconds(name: str, value: Any, *, least: float = 0.0, most: float = math.inf) -> float:
-    """An option that is a time.
+    """Check an option that is a time in seconds.
 
     Raises:
-        MeshError: it is no positive number, or not between `least` and `most`.
+        MeshError: the value is no positive number, or not between `least` and `most`.
     """
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise MeshError(f"{name} is {value!r}; give a positive number of seconds")
@@ -62,10 +62,10 @@ def seconds(name: str, value: Any, *, least: float = 0.0, most: float = math.inf
 
 
 def only_known(fn: Callable[P, R]) -> Callable[P, R]:
-    """`fn`, but an option that it does not have is answered with the nearest one that it has.
+    """Wrap `fn` so that an option which it does not have is answered with the most similar one that it has.
 
     Raises:
-        TypeError: as of every such call.
+        TypeError: the call has an unknown option, as Python itself would raise it.
     """
     known = [name for name in inspect.signature(fn).parameters if name != "self"]
     name = fn.__qualname__.removesuffix(".__init__")
@@ -84,7 +84,7 @@ def only_known(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def actor_count(num_actors: Any) -> int:
-    """The number of actors, from an int or a tuple of one."""
+    """Return the number of actors, given as an int or a tuple of one."""
     count = num_actors[0] if isinstance(num_actors, tuple) and len(num_actors) == 1 else num_actors
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise MeshError(f"num_actors is an int of at least 1 or a tuple of one such int; got {num_actors!r}")
@@ -92,7 +92,7 @@ def actor_count(num_actors: Any) -> int:
 
 
 def axes(spmd_mesh: Any) -> dict[str, int]:
-    """Axis name to size."""
+    """Return the axes of an actor's devices: name to size."""
     names = ("data", "model")
     if not isinstance(spmd_mesh, Mapping | tuple | list):
         raise MeshError(
@@ -112,7 +112,7 @@ def axes(spmd_mesh: Any) -> dict[str, int]:
 
 
 def axis_types(given: Any, mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
-    """`"auto"` or `"explicit"`, one an axis."""
+    """Return the type of each axis, `"auto"` or `"explicit"`."""
     by_name = dict(given) if isinstance(given, Mapping) else dict(zip(mesh_axes, given, strict=False))
     for name, kind in by_name.items():
         if name not in mesh_axes:
@@ -123,8 +123,10 @@ def axis_types(given: Any, mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def checked_rules(rules: Mapping[str, Any], mesh_axes: Mapping[str, int]) -> dict[str, Any]:
-    """Raises:
-    ShardingError: a rule names an axis that the mesh does not have.
+    """Check the rules from logical axis names to mesh axes.
+
+    Raises:
+        ShardingError: a rule names an axis that the mesh does not have.
     """
     for name, entry in rules.items():
         if not (entry is None or isinstance(entry, str | tuple | list)):
@@ -143,11 +145,14 @@ def checked_rules(rules: Mapping[str, Any], mesh_axes: Mapping[str, int]) -> dic
 def make_launcher(
     launcher: Any, num_actors: int = 1, processes_per_actor: int | None = None, **options: Any
 ) -> tuple[Any, bool, int]:
-    """A launcher, whether its actors live in this process, and of how many processes each is.
+    """Make the launcher of the actors.
 
     Args:
-        processes_per_actor: what was asked for; None: what it takes.
-        options: of `LaunchOptions`, and `spmd_mesh`.
+        processes_per_actor: the number that the user asked for; None: as many as it takes.
+        options: the options of `LaunchOptions`, and `spmd_mesh`.
+
+    Returns:
+        The launcher, whether its actors live in this process, and of how many processes each actor is.
     """
     sizes = options.pop("spmd_mesh", {}).values()
     if processes_per_actor is not None:
@@ -159,10 +164,13 @@ def make_launcher(
 
 
 def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, num_actors: int) -> str:
-    """The data plane's name.
+    """Choose the data plane.
+
+    Returns:
+        The name of the transport.
 
     Raises:
-        MeshError: the launcher's actors do not have it, or no GPU, which it needs.
+        MeshError: the launcher's actors do not have the transport, or have no GPU, which it needs.
     """
     allowed = tuple(launcher.transports)
     chosen = given or allowed[0]
@@ -181,11 +189,12 @@ def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, 
 
 
 def platform(given: str | None) -> str:
-    """The actors' platform: what is asked for, else `"cuda"` where this machine has GPUs and a JAX for them.
+    """Choose the actors' platform: the one asked for, else `"cuda"` where this machine has GPUs and a JAX for
+    them.
 
-    Hosts are not asked: a driver without a GPU has to name it (`refuse_idle_devices`).
-
-    `jax_platforms` (or `JAX_PLATFORMS`) decides for this process, and then for its actors too. JAX is not started.
+    The hosts are not asked: a driver without a GPU has to name the platform (`refuse_idle_devices`).
+    `jax_platforms` (or `JAX_PLATFORMS`) decides for this process, and then for its actors too. JAX is not
+    started.
     """
     if given not in (None, "cpu", "cuda"):
         raise MeshError(f"platform is {given!r}; it is 'cpu' or, for GPUs, 'cuda'")
@@ -198,14 +207,15 @@ def platform(given: str | None) -> str:
 
 
 def refuse_idle_devices(given: str | None, chosen: str, launcher: Any, devices: Any) -> None:
-    """Refuse `devices=` where its actors would run on CPUs and nobody has said so.
+    """Refuse `devices=` where the actors would run on CPUs and the user has not said so.
 
     Args:
-        given: the platform that was asked for. chosen: what came of it.
-        devices: the mesh's own; hosts may name theirs.
+        given: the platform that the user asked for.
+        chosen: the platform that was chosen.
+        devices: the devices of the whole mesh; hosts may name theirs.
 
     Raises:
-        MeshError: so it is.
+        MeshError: GPUs are named, and the actors would run on CPUs.
     """
     if given is not None or chosen != "cpu":
         return
@@ -232,13 +242,13 @@ def spare_gpus(platform: str, *, inline: bool) -> None:
 
 
 async def prepare(launcher: Any, config: ActorConfig, *, same_python: bool) -> None:
-    """What has to be known before the controller listens and processes start.
+    """Check what has to be right before the controller listens and processes start.
 
     Args:
-        same_python: actors run this process's interpreter, on this machine, and so have its packages.
+        same_python: the actors run this process's interpreter on this machine, and so have its packages.
 
     Raises:
-        InstallError: actors on GPUs, and no JAX for them.
+        InstallError: the actors run on GPUs, and there is no JAX for them.
         MeshError: as `RemoteLauncher.prepare`.
     """
     same_packages = same_python and "PYTHONPATH" not in config.env
@@ -260,7 +270,12 @@ def actor_config(
     inline: bool,
     processes_per_actor: int = 1,
 ) -> ActorConfig:
-    """What every actor is configured with."""
+    """Make the configuration that every actor gets.
+
+    Raises:
+        MeshError: `setup` names no function, `env` has no strings or sets what the mesh sets, or this process
+            has too few devices for inline actors.
+    """
     if setup is not None and ":" not in setup:
         raise MeshError(f"setup is {setup!r}; name a function as 'module:function'")
     for name, value in env.items():
@@ -289,9 +304,7 @@ def actor_config(
 
 
 def _check_local_devices(spmd_mesh: Mapping[str, int], platform: str) -> None:
-    needed = 1
-    for size in spmd_mesh.values():
-        needed *= size
+    needed = math.prod(spmd_mesh.values())
     try:
         present = jax.local_device_count(platform)
     except RuntimeError as error:
@@ -311,7 +324,7 @@ def _check_local_devices(spmd_mesh: Mapping[str, int], platform: str) -> None:
 def target(
     spmd_mesh: Mapping[str, int], kinds: Sequence[str], rules: Mapping[str, Any], platform: str
 ) -> Target:
-    """What the compiler lowers for. A mesh of one device needs no shardings at all."""
+    """Make the devices that the compiler lowers for. A mesh of one device needs no shardings at all."""
     mesh = None
     if spmd_mesh:
         mesh = AbstractMesh(

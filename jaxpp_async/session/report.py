@@ -1,8 +1,8 @@
-"""report: what a compiled step does and costs, and why. In: the compiler's result. Out: numbers that print as text.
+"""Report what a compiled step does and costs, and why, as numbers that print as text.
 
-Measures nothing. `docs/placement.md` reads one line by line.
-
-compile_notes: log records and Python warnings about a step that was compiled without an error. Decides nothing.
+`make` computes a `CompileReport` from the compiler's result (docs/placement.md reads one line by line), and
+`report_notes` logs what a user should know about a step that was compiled without an error. Nothing is
+measured.
 """
 
 from __future__ import annotations
@@ -20,78 +20,20 @@ from jaxpp_async.compiler.pipeline import Compiled, CompilePlan, StepRequest
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import ActorId, GraphOutput, Input, Recv, Run, Send, Value, runs
 
+_LOG = logging.getLogger("jaxpp_async")
 
-@dataclass(frozen=True, slots=True)
-class TransferLine:
-    """Arrays of one kind that cross from one actor to another in a step.
+_INDICES = "microbatch indices"
 
-    Args:
-        what: type, and what makes it: a task, or an operation with the user's line.
-        size_bytes: of one.
-        count: in one step.
-        when: `"in the loop"`, or the part of the step outside the loops (`"before the loop"`, `"after the loop"`).
-        per_microbatch: how many of `count` each microbatch sends; 0 outside the loops.
-        why: who needs it there.
-    """
-
-    what: str
-    from_actor: ActorId
-    to_actor: ActorId
-    size_bytes: int
-    count: int
-    when: str = ""
-    per_microbatch: int = 0
-    why: str = ""
-
-    @property
-    def total_bytes(self) -> int:
-        """In one step."""
-        return self.size_bytes * self.count
-
-
-@dataclass(frozen=True, slots=True)
-class ActorLine:
-    """One actor's part of a step.
-
-    Args:
-        tasks: executions by kind, such as `{"fwd": 8, "bwd": 8}`.
-        sent_bytes, received_bytes: in one step, host values not counted.
-        peak_bytes: most that its buffer table holds (see `docs/memory.md`); known before anything runs.
-        temp_bytes: XLA's own largest temporary, known after compiling.
-        argument_bytes: of the arguments that it holds when the step starts.
-    """
-
-    actor: ActorId
-    tasks: Mapping[str, int]
-    sent_bytes: int
-    received_bytes: int
-    peak_bytes: int
-    peak_at: str
-    temp_bytes: int
-    compile_s: float
-    argument_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PlaceLine:
-    """Where one argument or result leaf lives.
-
-    Args:
-        actors: each holds all of it.
-        size_bytes: on each of them.
-        why: who uses it there, or what put it there.
-    """
-
-    name: str
-    type: str
-    actors: tuple[ActorId, ...]
-    size_bytes: int = 0
-    why: str = ""
+_NOTES = {
+    "start": "start: makes the zeros that a stage's sums begin with, once a step.",
+    "outer": "outer: what the step does outside its loops; one task an actor and exchange of values between "
+    "actors.",
+}
 
 
 @dataclass(frozen=True)
 class CompileReport:
-    """See `CompiledStep.report`."""
+    """The report of a compiled step; see `CompiledStep.report`."""
 
     actors: tuple[ActorLine, ...]
     transfers: tuple[TransferLine, ...]
@@ -111,13 +53,224 @@ class CompileReport:
         return "\n".join(parts[:-1])
 
 
-_INDICES = "microbatch indices"
+@dataclass(frozen=True, slots=True)
+class TransferLine:
+    """Arrays of one kind that cross from one actor to another in a step.
+
+    Args:
+        what: type of the arrays, and what makes them: a task, or an operation with the user's line.
+        size_bytes: size of one array.
+        count: number of arrays in one step.
+        when: `"in the loop"`, or the part of the step outside, `"before the loop"` or `"after the loop"`.
+        per_microbatch: how many of `count` each microbatch sends; 0 outside the loops.
+        why: who needs the arrays there.
+    """
+
+    what: str
+    from_actor: ActorId
+    to_actor: ActorId
+    size_bytes: int
+    count: int
+    when: str = ""
+    per_microbatch: int = 0
+    why: str = ""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes in one step."""
+        return self.size_bytes * self.count
+
+
+@dataclass(frozen=True, slots=True)
+class ActorLine:
+    """One actor's part of a step.
+
+    Args:
+        tasks: number of executions by kind, such as `{"fwd": 8, "bwd": 8}`.
+        sent_bytes, received_bytes: bytes in one step; host values are not counted.
+        peak_bytes: most bytes that the actor's buffer table holds (see `docs/memory.md`); known before
+            anything runs.
+        temp_bytes: XLA's own largest temporary; known after compiling.
+        argument_bytes: bytes of the arguments that the actor holds when the step starts.
+    """
+
+    actor: ActorId
+    tasks: Mapping[str, int]
+    sent_bytes: int
+    received_bytes: int
+    peak_bytes: int
+    peak_at: str
+    temp_bytes: int
+    compile_s: float
+    argument_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceLine:
+    """The place where one argument or result leaf lives.
+
+    Args:
+        actors: the actors that hold it, each all of it.
+        size_bytes: bytes on each of them.
+        why: who uses the leaf there, or what put it there.
+    """
+
+    name: str
+    type: str
+    actors: tuple[ActorId, ...]
+    size_bytes: int = 0
+    why: str = ""
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def make(
+    compiled: Compiled | CompilePlan,
+    temp_bytes: Mapping[ActorId, Mapping[int, int]],
+    compile_s: Mapping[ActorId, float],
+) -> CompileReport:
+    """Make the report of a compiled step."""
+    explainer = Explainer(compiled.traced, compiled.placed, compiled.continues)
+    actors = tuple(
+        _actor_line(compiled, a, temp_bytes.get(a, {}), compile_s.get(a, 0.0))
+        for a in range(len(compiled.programs))
+    )
+    kinds = {kind for a in actors for kind in a.tasks}
+    return CompileReport(
+        actors=actors,
+        transfers=_transfers(compiled, explainer),
+        inputs=_inputs(compiled, explainer),
+        outputs=_outputs(compiled, explainer),
+        notes=(*(note for kind, note in _NOTES.items() if kind in kinds), *_stage_names(compiled)),
+    )
+
+
+def why_taken(compiled: Compiled, name: str) -> str:
+    """Return why a step takes an argument where it takes it."""
+    graph = compiled.placed.graph
+    found = next(i for i in graph.inputs if graph.values[i.value].label == name)
+    return Explainer(compiled.traced, compiled.placed, compiled.continues).why_input(
+        found.value, found.actors
+    )
+
+
+def _stage_names(compiled: Compiled | CompilePlan) -> list[str]:
+    """Return the names that the user gave to `pipeline_yield`s, a line a loop."""
+    lines = []
+    for loop in compiled.placed.loops.values():
+        named = [f"{k} at {name!r}" for k, name in enumerate(loop.staged.stage_names) if name]
+        if named:
+            lines.append(f"stages of the loop at {loop.staged.loop.line} end: {', '.join(named)}.")
+    return lines
+
+
+def _actor_line(
+    compiled: Compiled | CompilePlan, actor: ActorId, temp_bytes: Mapping[int, int], compile_s: float
+) -> ActorLine:
+    program = compiled.programs[actor]
+    avals, graph = program.avals, compiled.placed.graph
+    peak = peak_plan(program)
+    return ActorLine(
+        actor=actor,
+        tasks=dict(Counter(i.label.split("(")[0] for i in program.instructions if isinstance(i, Run))),
+        sent_bytes=sum(avals[i.buffer].size_bytes for i in program.instructions if isinstance(i, Send)),
+        received_bytes=sum(avals[i.buffer].size_bytes for i in program.instructions if isinstance(i, Recv)),
+        peak_bytes=peak.peak_bytes,
+        peak_at=_peak_at(program, peak.instruction),
+        temp_bytes=max(temp_bytes.values(), default=0),
+        compile_s=compile_s,
+        argument_bytes=sum(graph.values[i.value].aval.size_bytes for i in graph.inputs if actor in i.actors),
+    )
+
+
+def _peak_at(program: ActorProgram, index: int) -> str:
+    """Name the task at which the peak is reached, or the buffer that arrives then and the task it is for."""
+    if not program.instructions:
+        return "none"
+    at = program.instructions[index]
+    if isinstance(at, Run):
+        return at.label
+    if not isinstance(at, Recv | Input):
+        return type(at).__name__.lower()
+    what = f"recv tag {at.tag}" if isinstance(at, Recv) else f"input b{at.buffer}"
+    later = (i for i in program.instructions[index:] if isinstance(i, Run) and at.buffer in i.inputs)
+    reader = next(later, None)
+    return what if reader is None else f"{what} for {reader.label}"
+
+
+def _transfers(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[TransferLine, ...]:
+    """Group the transfers by what they carry, over all microbatches.
+
+    The transfers of the loops come first, then the largest.
+    """
+    values = compiled.placed.graph.values
+    counts = Counter(
+        (c.when, c.from_actor, c.to_actor, values[c.value].aval.size_bytes, c.what, c.why)
+        for c in explainer.crossings()
+    )
+    microbatches = explainer.num_microbatches
+    lines = [
+        TransferLine(
+            what, source, to, size, n, when, n // microbatches if explainer.is_in_loop(when) else 0, why
+        )
+        for (when, source, to, size, what, why), n in counts.items()
+    ]
+    return tuple(
+        sorted(
+            lines, key=lambda t: (-t.per_microbatch, -t.total_bytes, t.what, t.from_actor, t.to_actor, t.why)
+        )
+    )
+
+
+def _type(value: Value) -> str:
+    spec = f" {value.aval.spec}" if value.aval.spec else ""
+    return f"{value.aval.dtype}{list(value.aval.shape)}{spec}"
+
+
+def _inputs(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[PlaceLine, ...]:
+    """List arguments and captured arrays, and the microbatch indices, which the step keeps on the actors, as
+    one line.
+    """
+    graph, count = compiled.placed.graph, compiled.placed.num_indices
+    lines = []
+    inputs = sorted(graph.inputs, key=lambda i: i.arg)
+    for i in inputs[: len(inputs) - count]:
+        value = graph.values[i.value]
+        why = explainer.why_input(i.value, i.actors)
+        lines.append(PlaceLine(value.label, _type(value), i.actors, value.aval.size_bytes, why))
+    if count:
+        actors, size = inputs[-1].actors, graph.values[inputs[-1].value].aval.size_bytes
+        lines.append(
+            PlaceLine(
+                f"{_INDICES} 0 to {count - 1}",
+                f"{count} x int32[]",
+                actors,
+                count * size,
+                "put there once, and kept",
+            )
+        )
+    return tuple(lines)
+
+
+def _outputs(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[PlaceLine, ...]:
+    graph = compiled.placed.graph
+    found: dict[int, PlaceLine] = {}
+    values = {compiled.placed.value_ids[i.value]: i.value for i in graph.inputs}
+    back = [GraphOutput(values[v], k, ()) for k, v in compiled.placed.placement.handed_back.items()]
+    for o in (*graph.outputs, *back):
+        value, name = graph.values[o.value], compiled.traced.result_name(o.result)
+        actors = {*o.actors, *(found[o.result].actors if o.result in found else ())}
+        why = explainer.why_result(o.result, o.value)
+        found[o.result] = PlaceLine(name, _type(value), tuple(sorted(actors)), value.aval.size_bytes, why)
+    return tuple(found[k] for k in sorted(found))
+
 
 # ---------------------------------------------------------------- text
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[object]], right: str = "") -> str:
-    """Aligned columns; those whose letter in `right` is `r` are flush right."""
+    """Align columns; a column whose letter in `right` is `r` is flush right."""
     cells = [[str(c) for c in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
@@ -193,161 +346,17 @@ def _place_table(places: Sequence[PlaceLine]) -> str:
     return _table(("name", "type", "B", "actors", "why"), rows, "llr")
 
 
-# ---------------------------------------------------------------- numbers
-
-_NOTES = {
-    "start": "start: makes the zeros that a stage's sums begin with, once a step.",
-    "outer": "outer: what the step does outside its loops; one task an actor and exchange of values between actors.",
-}
-
-
-def make(
-    compiled: Compiled | CompilePlan,
-    temp_bytes: Mapping[ActorId, Mapping[int, int]],
-    compile_s: Mapping[ActorId, float],
-) -> CompileReport:
-    """The report of a compiled step."""
-    explainer = Explainer(compiled.traced, compiled.placed, compiled.continues)
-    actors = tuple(
-        _actor_line(compiled, a, temp_bytes.get(a, {}), compile_s.get(a, 0.0))
-        for a in range(len(compiled.programs))
-    )
-    kinds = {kind for a in actors for kind in a.tasks}
-    return CompileReport(
-        actors=actors,
-        transfers=_transfers(compiled, explainer),
-        inputs=_inputs(compiled, explainer),
-        outputs=_outputs(compiled, explainer),
-        notes=(*(note for kind, note in _NOTES.items() if kind in kinds), *_stage_names(compiled)),
-    )
-
-
-def why_taken(compiled: Compiled, name: str) -> str:
-    """Why a step takes an argument where it takes it."""
-    graph = compiled.placed.graph
-    found = next(i for i in graph.inputs if graph.values[i.value].label == name)
-    return Explainer(compiled.traced, compiled.placed, compiled.continues).why_input(
-        found.value, found.actors
-    )
-
-
-def _stage_names(compiled: Compiled | CompilePlan) -> list[str]:
-    """The names that the user gave to `pipeline_yield`s, a line a loop."""
-    lines = []
-    for loop in compiled.placed.loops.values():
-        named = [f"{k} at {name!r}" for k, name in enumerate(loop.staged.stage_names) if name]
-        if named:
-            lines.append(f"stages of the loop at {loop.staged.loop.line} end: {', '.join(named)}.")
-    return lines
-
-
-def _actor_line(
-    compiled: Compiled | CompilePlan, actor: ActorId, temp_bytes: Mapping[int, int], compile_s: float
-) -> ActorLine:
-    program = compiled.programs[actor]
-    avals, graph = program.avals, compiled.placed.graph
-    peak = peak_plan(program)
-    return ActorLine(
-        actor=actor,
-        tasks=dict(Counter(i.label.split("(")[0] for i in program.instructions if isinstance(i, Run))),
-        sent_bytes=sum(avals[i.buffer].size_bytes for i in program.instructions if isinstance(i, Send)),
-        received_bytes=sum(avals[i.buffer].size_bytes for i in program.instructions if isinstance(i, Recv)),
-        peak_bytes=peak.peak_bytes,
-        peak_at=_peak_at(program, peak.instruction),
-        temp_bytes=max(temp_bytes.values(), default=0),
-        compile_s=compile_s,
-        argument_bytes=sum(graph.values[i.value].aval.size_bytes for i in graph.inputs if actor in i.actors),
-    )
-
-
-def _peak_at(program: ActorProgram, index: int) -> str:
-    """The task at which the peak is reached, or the buffer that is received or taken then and the task it is for."""
-    if not program.instructions:
-        return "none"
-    at = program.instructions[index]
-    if isinstance(at, Run):
-        return at.label
-    if not isinstance(at, Recv | Input):
-        return type(at).__name__.lower()
-    what = f"recv tag {at.tag}" if isinstance(at, Recv) else f"input b{at.buffer}"
-    later = (i for i in program.instructions[index:] if isinstance(i, Run) and at.buffer in i.inputs)
-    reader = next(later, None)
-    return what if reader is None else f"{what} for {reader.label}"
-
-
-def _transfers(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[TransferLine, ...]:
-    """Transfers grouped by what they carry, over all microbatches; those of the loops first, then the largest."""
-    values = compiled.placed.graph.values
-    counts = Counter(
-        (c.when, c.from_actor, c.to_actor, values[c.value].aval.size_bytes, c.what, c.why)
-        for c in explainer.crossings()
-    )
-    microbatches = explainer.num_microbatches
-    lines = [
-        TransferLine(
-            what, source, to, size, n, when, n // microbatches if explainer.is_in_loop(when) else 0, why
-        )
-        for (when, source, to, size, what, why), n in counts.items()
-    ]
-    return tuple(
-        sorted(
-            lines, key=lambda t: (-t.per_microbatch, -t.total_bytes, t.what, t.from_actor, t.to_actor, t.why)
-        )
-    )
-
-
-def _type(value: Value) -> str:
-    spec = f" {value.aval.spec}" if value.aval.spec else ""
-    return f"{value.aval.dtype}{list(value.aval.shape)}{spec}"
-
-
-def _inputs(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[PlaceLine, ...]:
-    """Arguments and captured arrays; the microbatch indices, which the step keeps on the actors, as one line."""
-    graph, count = compiled.placed.graph, compiled.placed.num_indices
-    lines = []
-    inputs = sorted(graph.inputs, key=lambda i: i.arg)
-    for i in inputs[: len(inputs) - count]:
-        value = graph.values[i.value]
-        why = explainer.why_input(i.value, i.actors)
-        lines.append(PlaceLine(value.label, _type(value), i.actors, value.aval.size_bytes, why))
-    if count:
-        actors, size = inputs[-1].actors, graph.values[inputs[-1].value].aval.size_bytes
-        lines.append(
-            PlaceLine(
-                f"{_INDICES} 0 to {count - 1}",
-                f"{count} x int32[]",
-                actors,
-                count * size,
-                "put there once, and kept",
-            )
-        )
-    return tuple(lines)
-
-
-def _outputs(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[PlaceLine, ...]:
-    graph = compiled.placed.graph
-    found: dict[int, PlaceLine] = {}
-    values = {compiled.placed.value_ids[i.value]: i.value for i in graph.inputs}
-    back = [GraphOutput(values[v], k, ()) for k, v in compiled.placed.placement.handed_back.items()]
-    for o in (*graph.outputs, *back):
-        value, name = graph.values[o.value], compiled.traced.result_name(o.result)
-        actors = {*o.actors, *(found[o.result].actors if o.result in found else ())}
-        why = explainer.why_result(o.result, o.value)
-        found[o.result] = PlaceLine(name, _type(value), tuple(sorted(actors)), value.aval.size_bytes, why)
-    return tuple(found[k] for k in sorted(found))
-
-
-# ---------------------------------------------------------------- compile notes
-
-_LOG = logging.getLogger("jaxpp_async")
+# ---------------------------------------------------------------- notes in the log
 
 
 def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled) -> None:
-    """Log the microbatches of each loop, name actors that have nothing to do, and warn of donated arguments whose
-    memory no result can take over.
+    """Log and warn of what a user should know about a step that was compiled without an error.
+
+    The log names the microbatches of each loop, and actors that have nothing to do; a Python warning names
+    donated arguments whose memory no result can take over.
 
     Args:
-        name: of the step.
+        name: name of the step.
         line: `file:line` of `mesh.distributed`, where the warning points.
     """
     loops = [scheduled.staged.loop for scheduled in compiled.placed.loops.values()]
@@ -388,5 +397,5 @@ def _listed(texts: Sequence[str], most: int = 8) -> str:
 
 
 def _idle(programs: Sequence[ActorProgram]) -> list[ActorId]:
-    """Actors that run nothing."""
+    """Return the actors that run nothing."""
     return [p.actor for p in programs if not runs(p.instructions)]

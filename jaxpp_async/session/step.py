@@ -294,7 +294,7 @@ class DistributedStep:
         return leaves, None if None in kinds else CallSignature(treedef, static, static_hash, config, kinds)
 
     def remember(self, call: CallSignature, compiled: CompiledStep) -> None:
-        """Remember a call, as `recall` saw it, with its compiled form; its arguments may have changed since."""
+        """Remember a call as `recall` saw it, with its compiled form."""
         self._calls.appendleft((call, compiled))
 
     def _dynamic(self, args: Sequence[Any]) -> tuple[Any, ...]:

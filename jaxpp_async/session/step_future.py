@@ -1,8 +1,8 @@
 """Hold a step that has been sent: its future, its arrays, the recording for its timeline, and its prints.
 
-`StepFuture` is for the user. `StepArrays` marks the arrays that the step uses up and makes, when it is sent, fails or
-loses its caller. `Recording` makes the timeline, also after the future is gone. `Printer` calls the host code of
-`jax.debug.print` and `jax.debug.callback`.
+`StepFuture` is for the user. `StepArrays` marks the arrays that the step uses up and makes, when it is sent,
+fails or loses its caller. `Recording` makes the timeline, also after the future is gone. `Printer` calls the
+host code of `jax.debug.print` and `jax.debug.callback`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class StepFuture:
 
     @property
     def stats(self) -> list[StepStats]:
-        """Where the time of each actor went in this step and what its buffers held, in the order of the actors.
+        """Where the time of each actor went in this step and what its buffers held, in actor order.
 
         Raises:
             MeshError: the step has not finished, or failed or was aborted.
@@ -86,8 +86,8 @@ class StepFuture:
     def timeline(self) -> Timeline:
         """Return what each actor did in this step, instruction by instruction. See docs/timeline.md.
 
-        The timeline stays as it was when the step ended, also after restarts and when the mesh is closed. A step that a
-        restart ran again has the timeline of the run that counted, from when it was sent again.
+        The timeline stays as it was when the step ended, also after restarts and when the mesh is closed. A
+        step that a restart ran again has the timeline of the run that counted, from when it was sent again.
 
         Raises:
             MeshError: the step has not finished, or failed or was aborted.
@@ -155,8 +155,10 @@ class Recording:
         return self.handle.result()
 
     def _keep_processes(self) -> None:
-        """Note who ran the step, now that it has ended: after a restart its actors may be other processes, with other
-        clocks."""
+        """Note who ran the step, now that it has ended.
+
+        After a restart its actors may be other processes, with other clocks.
+        """
         controller, self._controller = self._controller, None
         if controller is None or self.handle.error is not None:
             return
@@ -183,8 +185,8 @@ class Recording:
 class StepArrays:
     """The donated arguments and the results of one step that has been sent.
 
-    From the moment the step is sent until it has ended, this object decides what each of these handles stands for: while
-    the caller waits, after the caller has gone, and when the step fails.
+    From when the step is sent until it has ended, this object decides what each of these handles stands for:
+    while the caller waits, after the caller has gone, and when the step fails.
 
     Args:
         name: the step function's name.
@@ -214,7 +216,7 @@ class StepArrays:
             array.retire(DONATED, f"it was donated to step {self._name!r}, which failed: {why}")
 
     def abandon(self) -> str | None:
-        """Let each donated array stand for the result that continues it: the caller has gone, and nobody has the results.
+        """Let each donated array stand for the result that continues it, since nobody has the results.
 
         Returns:
             What became of the donated arguments, for the log; None if there are none.
@@ -248,7 +250,7 @@ class StepArrays:
         return "; ".join(said) or None
 
     def _argument_and_result(self, arg: int, result: int) -> tuple[str, str]:
-        """Return the names of the trees in which the two leaves are the same part, such as `("state", "result[0]")`."""
+        """Name the trees in which the two leaves are the same part, such as `("state", "result[0]")`."""
         name, traced = self._compiled.inputs[arg].name, self._compiled.compiled.traced
         argument = re.split(r"[\[.]", name, maxsplit=1)[0]
         return argument, traced.out_names[result].removesuffix(name[len(argument) :])
@@ -260,7 +262,7 @@ class StepArrays:
 
 
 class Printer:
-    """The printer of one mesh's steps, which calls their host code step by step in the order the steps started.
+    """The printer of one mesh's steps, which calls their host code in the order in which the steps started.
 
     Args:
         values: fetches the arrays that the prints show.

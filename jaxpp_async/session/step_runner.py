@@ -114,7 +114,7 @@ class StepRunner:
 
     async def _begin(self, step: DistributedStep, args: Sequence[Any]) -> StepFuture:
         """Compile a step if need be, and start it as soon as it is admitted."""
-        # From here on only the leaves found now count: while this waits, its caller may change the passed trees.
+        # From here on only the leaves found now count: while this waits, its caller may change the trees.
         leaves, found = step.recall(args)
         if isinstance(found, CompiledStep):
             compiled = found
