@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from jaxpp_async.doctor.examine import ExaminationPlan, examine
-from jaxpp_async.doctor.facts import Asked, HostFacts
+from jaxpp_async.doctor.facts import Asked
 from jaxpp_async.doctor.gather import gather
 from jaxpp_async.doctor.judge import judge, would_work
 from jaxpp_async.doctor.show import as_flags, as_json, print_findings
@@ -85,7 +85,7 @@ def doctor(
     Exit status 0: it would. 1: it would not. 2: the options are wrong.
     """
     if facts:
-        typer.echo(json.dumps(dataclasses.asdict(asyncio.run(_facts(platform.value))), indent=1))
+        typer.echo(json.dumps(dataclasses.asdict(asyncio.run(gather(platform.value))), indent=1))
         return
     asked = Asked(platform.value, transport.value, actors, devices_per_actor, processes_per_actor, slurm)
     options: dict[str, Any] = {
@@ -117,7 +117,3 @@ async def _doctor(launching: LaunchOptions, asked: Asked, measures: bool) -> Any
     console = Console(stderr=True)
     with console.status("looking") as status:  # shows nothing where nobody watches
         return await examine(plan, reach, status.update)
-
-
-async def _facts(platform: str) -> HostFacts:
-    return await gather(platform)

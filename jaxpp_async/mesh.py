@@ -150,11 +150,7 @@ class RemoteMesh:
             env=env,
             cache_dir=compilation_cache,
             transport=mesh_options.transport(
-                transport,
-                self._launcher,
-                inline,
-                platform=platform,
-                num_actors=self.num_actors,
+                transport, self._launcher, inline, platform=platform, num_actors=self.num_actors
             ),
             inline=inline,
             processes_per_actor=each,
@@ -423,12 +419,7 @@ class RemoteMesh:
     @mesh_options.only_known
     @says_to_await
     async def save(
-        self,
-        path: CheckpointPath,
-        tree: Any,
-        *,
-        wait: bool = True,
-        on_progress: OnProgress | None = None,
+        self, path: CheckpointPath, tree: Any, *, wait: bool = True, on_progress: OnProgress | None = None
     ) -> Saving:
         """Save a tree as it is after the steps submitted before and before those submitted later.
 

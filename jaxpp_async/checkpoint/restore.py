@@ -61,8 +61,7 @@ def _found_instead(folder: str) -> str:
         one = shown(os.path.join(folder, inside[0]))
         return (
             f"it is a folder of checkpoints, {_some(inside)}; give one of them ({one}), or restore the "
-            "newest with "
-            "jpp.Checkpoints(mesh, path).restore(like)"
+            "newest with jpp.Checkpoints(mesh, path).restore(like)"
         )
     if os.path.exists(folder) and not os.path.isdir(folder):
         is_part_of_one = os.path.isfile(os.path.join(parent, checkpoint_folder.MANIFEST))

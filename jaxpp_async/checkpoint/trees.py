@@ -104,8 +104,7 @@ def _check_value(path: str, value: PlainValue) -> None:
     if isinstance(value, str) and printable(value) != value:
         raise CheckpointError(
             f"{path} is a str with surrogates in it, which UTF-8 cannot hold (a path, perhaps): save its "
-            "bytes, as "
-            "np.frombuffer(os.fsencode(path), np.uint8)"
+            "bytes, as np.frombuffer(os.fsencode(path), np.uint8)"
         )
     if isinstance(value, int) and abs(value) >= _TOO_LARGE:
         raise CheckpointError(
@@ -122,8 +121,7 @@ def _host_copy(path: str, leaf: Any, key_impls: dict[str, str]) -> np.ndarray:
     if not isinstance(leaf, np.ndarray | np.generic):
         raise CheckpointError(
             f"{path} is a {type(leaf).__name__}, which a checkpoint cannot hold; it holds arrays, PRNG keys, "
-            "and "
-            "Python's bool, int, float, complex and str"
+            "and Python's bool, int, float, complex and str"
         )
     array = np.array(leaf)
     try:
@@ -187,12 +185,9 @@ def _expanded(node: Any) -> Any:
     except MeshError:
         raise CheckpointError(
             f"`like` has (step, {argnum}), but step {step.__name__!r} has not been compiled, so nobody knows "
-            "where it "
-            "keeps each leaf: give the shapes instead, `jax.eval_shape(init_fn)`, for arrays that wait on "
-            "the "
-            "controller for their first use; or compile it with them first, `await step.compile(shapes, "
-            "batch)`, for "
-            "actors that read what they are to hold"
+            "where it keeps each leaf: give the shapes instead, `jax.eval_shape(init_fn)`, for arrays that "
+            "wait on the controller for their first use; or compile it with them first, `await "
+            "step.compile(shapes, batch)`, for actors that read what they are to hold"
         ) from None
     traced = compiled.compiled.traced
     slots = jax.tree.unflatten(traced.in_tree, compiled.inputs[: len(traced.arg_of)])
@@ -204,8 +199,7 @@ def _expanded(node: Any) -> Any:
     have = f"argument{'s' * (len(there) > 1)} {', '.join(there)} ha{'ve' if len(there) > 1 else 's'}"
     raise CheckpointError(
         f"`like` has (step, {argnum!r}), but step {step.__name__!r} has no argument {argnum!r} with arrays "
-        "in it; "
-        f"{have if there else 'nor has any other'}"
+        f"in it; {have if there else 'nor has any other'}"
     )
 
 
@@ -248,18 +242,15 @@ def check_matches(wanted: dict[str, RestoreTarget], manifest: Manifest) -> None:
         there = sorted(set(manifest.paths) - set(wanted))
         raise CheckpointError(
             f"`like` has {_type_text(wanted[missing[0]])} at {_named(missing[0])}, where the checkpoint has "
-            "nothing"
-            f"{_others(missing[1:])}{'; only the checkpoint has ' + _listed(there) if there else ''}; "
+            f"nothing{_others(missing[1:])}{'; only the checkpoint has ' + _listed(there) if there else ''}; "
             "leave out of `like` what the checkpoint lacks, and take it from elsewhere (what `step.init` "
-            "makes can be "
-            "a `like`, too)"
+            "makes can be a `like`, too)"
         )
     if extra := [path for path in manifest.paths if path not in wanted]:
         raise CheckpointError(
             f"the checkpoint has {_stored_text(manifest, extra[0])} at {_named(extra[0])}, where `like` has "
-            "nothing"
-            f"{_others(extra[1:])}; add it to `like`, as a jax.ShapeDtypeStruct for one, and drop what comes "
-            "back"
+            f"nothing{_others(extra[1:])}; add it to `like`, as a jax.ShapeDtypeStruct for one, and drop "
+            "what comes back"
         )
     for path, target in wanted.items():
         if not _fits(target, manifest, path):

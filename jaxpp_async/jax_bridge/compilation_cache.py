@@ -51,14 +51,12 @@ def make_cache(given: str) -> str:
     except OSError as error:
         raise MeshError(
             f"compilation_cache={folder!r}: host {socket.gethostname()} has no such folder, and it cannot be "
-            "made "
-            f"({error.strerror}); give one that actors may write, or None"
+            f"made ({error.strerror}); give one that actors may write, or None"
         ) from None
     except NotPrivateError as error:
         raise MeshError(
             f"the compilation cache {folder} on host {socket.gethostname()} may hold code of others, which "
-            "actors "
-            f"would run: {error}. Or give compilation_cache= a folder: one that you name may be shared"
+            f"actors would run: {error}. Or give compilation_cache= a folder: one that you name may be shared"
         ) from None
     return folder
 

@@ -391,10 +391,7 @@ def bind_eqn(eqn: Any, args: Sequence[Any]) -> list[Any]:
     """Run one equation on `args` (tracers or arrays), keeping its source line for errors and profiles."""
     params = eqn.primitive.get_bind_params(eqn.params)
     name_stack = source_info.current_name_stack() + eqn.source_info.name_stack
-    with (
-        source_info.user_context(eqn.source_info.traceback, name_stack=name_stack),
-        eqn.ctx.manager,
-    ):
+    with source_info.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
         result = eqn.primitive.bind(*args, **params)
     return list(result) if eqn.primitive.multiple_results else [result]
 
@@ -478,7 +475,7 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
 
 def closed_call(closed: Any, args: Sequence[Any]) -> list[Any]:
     """Evaluate a closed jaxpr in plain JAX."""
-    # Not `jaxpr_as_fun`: it turns `jax_debug_nans` off, after which JAX 0.10 checks less in this thread.
+    # Not `jaxpr_as_fun`: it turns `jax_debug_nans` off; JAX 0.10 then checks less in this thread for good.
     return _core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
 
 

@@ -174,12 +174,10 @@ def error_line(error: BaseException) -> str:
     Frames of this package and JAX never are; one of an installed package is taken if there is no other.
     """
     frames: list[tuple[str, Callable[[], int]]] = []
-    entry = error.__traceback__
-    while entry is not None:
+    for entry in _entries(error.__traceback__):
         name = path_of(entry.tb_frame.f_code)
         if not (is_ours(name) or is_of_jax(name)):
             frames.append((name, lambda e=entry: e.tb_lineno))
-        entry = entry.tb_next
     return _innermost(reversed(frames))
 
 
@@ -207,10 +205,9 @@ def framework_hints() -> Iterator[None]:
         if "different trace level" in str(error) and not hinted:
             error.add_note(
                 "A step, and the function that accumulate_grads runs, are traced by themselves: neither may "
-                "change or "
-                "differentiate an nnx object that was made outside. Write `graphdef, state = "
-                "nnx.split(model)` there, "
-                f"and `model = nnx.merge(graphdef, state, copy=True)` in the function: {page('models.md')}"
+                "change or differentiate an nnx object that was made outside. Write `graphdef, state = "
+                "nnx.split(model)` there, and `model = nnx.merge(graphdef, state, copy=True)` in the "
+                f"function: {page('models.md')}"
             )
         raise
 

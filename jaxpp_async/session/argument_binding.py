@@ -264,8 +264,7 @@ def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
             raise deliberate(
                 TypeError(
                     f"is {leaf.dtype}, made where jax_enable_x64 was on, and here it is off; call the step "
-                    "inside "
-                    "`with jax.enable_x64(True)`, too, or switch it on for the whole program"
+                    "inside `with jax.enable_x64(True)`, too, or switch it on for the whole program"
                 )
             )
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
@@ -273,8 +272,7 @@ def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
         raise deliberate(
             TypeError(
                 "lies in host memory (jax.memory.Space.Host, memory_kind='pinned_host'), where actors keep "
-                "no arrays; "
-                "pass it as numpy, or jax.device_put(..., jax.memory.Space.Device)"
+                "no arrays; pass it as numpy, or jax.device_put(..., jax.memory.Space.Device)"
             )
         )
     if isinstance(leaf, jax.ShapeDtypeStruct):

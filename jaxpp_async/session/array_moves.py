@@ -136,10 +136,8 @@ class Mover:
 
     async def _start_move(self, move: Move, leaf: RemoteArray, result_id: int, slot: Slot) -> StepHandle:
         if move not in self._programs:
-            program = build(move, self._num_actors, self._target)
-            self._programs[move], _ = await load_programs(
-                self._controller(), program.programs, program.executables
-            )
+            programs = build(move, self._num_actors, self._target)
+            self._programs[move], _ = await load_programs(self._controller(), *programs)
         leaf.check_usable(slot.name, self._values)  # the user may have deleted it meanwhile
         inputs = {move.source: {0: leaf.array_id}}
         outputs = {a: {0: result_id} for a in move.to}
@@ -232,16 +230,12 @@ def warning(moved: Sequence[Moved], step_name: str, why: Callable[[str], str]) -
     count = "1 array" if len(carried) == 1 else f"{len(carried)} arrays"
     return (
         f"step {step_name!r}: {count} ({carried_bytes(carried) / 1e6:.1f} MB) had to be carried to other "
-        "actors; "
-        f"the largest, {largest.name} ({largest.size_bytes / 1e6:.1f} MB), lies on actor "
-        f"{largest.from_actor}, and "
-        f"the step computes with it on actor {to} ({why(largest.name)}). An array that is new at every call "
-        "is "
-        "carried at every call: give this step the same stages on the same actors as the step that makes the "
-        "array, "
-        "have the array made or put where this step takes it (step.init, mesh.put(..., like=(step, "
-        "argnum))), or "
-        f"leave it out of the computation; see {page('placement.md')}"
+        f"actors; the largest, {largest.name} ({largest.size_bytes / 1e6:.1f} MB), lies on actor "
+        f"{largest.from_actor}, and the step computes with it on actor {to} ({why(largest.name)}). An array "
+        "that is new at every call is carried at every call: give this step the same stages on the same "
+        "actors as the step that makes the array, have the array made or put where this step takes it "
+        "(step.init, mesh.put(..., like=(step, argnum))), or leave it out of the computation; see "
+        f"{page('placement.md')}"
     )
 
 
@@ -252,18 +246,15 @@ def summary(moved: Sequence[Moved], step_name: str) -> str:
     return f"moved {count}, {total} bytes, before step {step_name!r}, which keeps them elsewhere"
 
 
-@dataclass(frozen=True, eq=False)
-class MoveProgram:
-    """The programs of one move, one an actor (empty where the actor has no part), and the executable that
-    reshards, if any.
+def build(
+    move: Move, num_actors: int, target: Target
+) -> tuple[tuple[ActorProgram, ...], tuple[Emitted, ...]]:
+    """Build the programs of one move, which send the array as it is and change its sharding on arrival.
+
+    Returns:
+        The programs, one an actor (empty where the actor has no part), and the executable that reshards, if
+        any.
     """
-
-    programs: tuple[ActorProgram, ...]
-    executables: tuple[Emitted, ...]
-
-
-def build(move: Move, num_actors: int, target: Target) -> MoveProgram:
-    """Build the programs of one move, which send the array as it is and change its sharding on arrival."""
     there = replace(move.type.aval, spec=move.spec)
     values = [Value(move.type.aval, "moved", "temp")]
     nodes, outputs, executables = [], [], ()
@@ -280,7 +271,7 @@ def build(move: Move, num_actors: int, target: Target) -> MoveProgram:
     )
     programs = tuple(lowering.lower(graph))
     verify.verify_programs(programs)
-    return MoveProgram(programs, executables)
+    return programs, executables
 
 
 Copied: TypeAlias = tuple[tuple[ValueType, tuple[ActorId, ...]], ...]

@@ -182,8 +182,7 @@ def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, 
         actors = f"actors 0 to {num_actors - 1}" if num_actors > 1 else "actor 0"
         raise MeshError(
             f"transport {chosen!r} moves GPU memory, and {actors} have none: their platform is {platform!r}; "
-            "pass "
-            "platform='cuda' where there are GPUs, or leave transport= out for UCX, which moves either"
+            "pass platform='cuda' where there are GPUs, or leave transport= out for UCX, which moves either"
         )
     return chosen
 
@@ -225,8 +224,7 @@ def refuse_idle_devices(given: str | None, chosen: str, launcher: Any, devices: 
     if named:
         raise MeshError(
             f"{named[0]} names GPUs, and platform= was not given: this process runs JAX on CPUs, and so "
-            "would the "
-            "actors; give platform='cuda', or platform='cpu' if that is what you mean"
+            "would the actors; give platform='cuda', or platform='cpu' if that is what you mean"
         )
 
 
@@ -235,9 +233,8 @@ def spare_gpus(platform: str, *, inline: bool) -> None:
     if platform == "cuda" and not inline and not jax_config.spare_gpus():
         _LOG.warning(
             "JAX in this process has taken most of a GPU's memory already; actors on the same GPU may find "
-            "too little: "
-            "make the mesh before JAX's first use, or set XLA_PYTHON_CLIENT_PREALLOCATE=false for this "
-            "process"
+            "too little: make the mesh before JAX's first use, or set XLA_PYTHON_CLIENT_PREALLOCATE=false "
+            "for this process"
         )
 
 
@@ -314,10 +311,8 @@ def _check_local_devices(spmd_mesh: Mapping[str, int], platform: str) -> None:
     if needed > present:
         raise MeshError(
             f"spmd_mesh {dict(spmd_mesh)} needs {needed} devices, but this process has {present}; inline "
-            "actors share "
-            f"them: set `jax.config.update('jax_num_cpu_devices', {needed})` before JAX is first used, or "
-            "use "
-            "launcher='local'"
+            f"actors share them: set `jax.config.update('jax_num_cpu_devices', {needed})` before JAX is "
+            "first used, or use launcher='local'"
         )
 
 

@@ -194,8 +194,7 @@ class RemoteArray:
         if self._owner is not owner:
             raise ArrayError(
                 f"{name} is a RemoteArray of another mesh; fetch it there (`await mesh.fetch(...)`) and pass "
-                "the numpy "
-                "value"
+                "the numpy value"
             )
         if self._state != LIVE:
             raise ArrayError(f"{name} cannot be used: {self._why}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxpp_async.compiler.continued_arguments import changed_arguments
@@ -269,81 +269,62 @@ def _outputs(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[Pl
 # ---------------------------------------------------------------- text
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[object]], right: str = "") -> str:
-    """Align columns; a column whose letter in `right` is `r` is flush right."""
-    cells = [[str(c) for c in row] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for row in cells:
-        padded = [
-            c.rjust(w) if right[k : k + 1] == "r" else c.ljust(w)
-            for k, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
+def _table(columns: Sequence[tuple[str, str, Sequence[object]]]) -> str:
+    """Align columns, each of a title, `"<"` or `">"` for flush left or right, and one value a row."""
+    aligned = []
+    for title, side, values in columns:
+        cells = [title, *map(str, values)]
+        width = max(map(len, cells))
+        aligned.append([f"{cell:{side}{width}}" for cell in cells])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*aligned, strict=True))
 
 
 def _actor_table(actors: Sequence[ActorLine]) -> str:
-    header = (
-        "actor",
-        "tasks",
-        "arguments B",
-        "sent B",
-        "received B",
-        "peak B",
-        "peak at",
-        "XLA temp B",
-        "compiled in",
+    tasks = [" ".join(f"{n} {kind}" for kind, n in a.tasks.items()) for a in actors]
+    return _table(
+        [
+            ("actor", ">", [a.actor for a in actors]),
+            ("tasks", "<", tasks),
+            ("arguments B", ">", [a.argument_bytes for a in actors]),
+            ("sent B", ">", [a.sent_bytes for a in actors]),
+            ("received B", ">", [a.received_bytes for a in actors]),
+            ("peak B", ">", [a.peak_bytes for a in actors]),
+            ("peak at", "<", [a.peak_at for a in actors]),
+            ("XLA temp B", ">", [a.temp_bytes for a in actors]),
+            ("compiled in", ">", [f"{a.compile_s:.2f} s" for a in actors]),
+        ]
     )
-    rows = [
-        (
-            a.actor,
-            " ".join(f"{n} {kind}" for kind, n in a.tasks.items()),
-            a.argument_bytes,
-            a.sent_bytes,
-            a.received_bytes,
-            a.peak_bytes,
-            a.peak_at,
-            a.temp_bytes,
-            f"{a.compile_s:.2f} s",
-        )
-        for a in actors
-    ]
-    return _table(header, rows, "rlrrrrlrr")
 
 
 def _transfer_table(transfers: Sequence[TransferLine]) -> str:
-    rows = [
-        (
-            t.when,
-            f"{t.from_actor} -> {t.to_actor}",
-            f"{t.count} x {t.size_bytes}",
-            t.total_bytes,
-            f"{t.per_microbatch} a microbatch"
-            if t.per_microbatch
-            else "once"
-            if t.count == 1
-            else f"{t.count} times",
-            t.what,
-            t.why,
-        )
-        for t in transfers
+    once = ["once" if t.count == 1 else f"{t.count} times" for t in transfers]
+    often = [
+        f"{t.per_microbatch} a microbatch" if t.per_microbatch else text
+        for t, text in zip(transfers, once, strict=True)
     ]
-    return _table(("when", "actors", "count x B", "total B", "how often", "what", "why"), rows, "llrr")
+    return _table(
+        [
+            ("when", "<", [t.when for t in transfers]),
+            ("actors", "<", [f"{t.from_actor} -> {t.to_actor}" for t in transfers]),
+            ("count x B", ">", [f"{t.count} x {t.size_bytes}" for t in transfers]),
+            ("total B", ">", [t.total_bytes for t in transfers]),
+            ("how often", "<", often),
+            ("what", "<", [t.what for t in transfers]),
+            ("why", "<", [t.why for t in transfers]),
+        ]
+    )
 
 
 def _place_table(places: Sequence[PlaceLine]) -> str:
-    rows = [
-        (
-            p.name,
-            p.type,
-            f"{p.size_bytes} each" if len(p.actors) > 1 else p.size_bytes,
-            ", ".join(map(str, p.actors)),
-            p.why,
-        )
-        for p in places
-    ]
-    return _table(("name", "type", "B", "actors", "why"), rows, "llr")
+    return _table(
+        [
+            ("name", "<", [p.name for p in places]),
+            ("type", "<", [p.type for p in places]),
+            ("B", ">", [f"{p.size_bytes} each" if len(p.actors) > 1 else p.size_bytes for p in places]),
+            ("actors", "<", [", ".join(map(str, p.actors)) for p in places]),
+            ("why", "<", [p.why for p in places]),
+        ]
+    )
 
 
 # ---------------------------------------------------------------- notes in the log
@@ -373,8 +354,7 @@ def report_notes(name: str, line: str, request: StepRequest, compiled: Compiled)
     if loops and (idle := _idle(compiled.programs)):
         _LOG.warning(
             "step %r leaves actors %s of %d idle: its schedule has fewer actors than the mesh; make more "
-            "stages, "
-            "or a mesh of as many actors as the schedule uses",
+            "stages, or a mesh of as many actors as the schedule uses",
             name,
             idle,
             request.num_actors,

@@ -250,14 +250,9 @@ class DistributedStep:
         if self._latest is None:
             raise MeshError(
                 f"{what} needs to know where step {self.__name__!r} keeps each leaf; compile it first, for "
-                "example "
-                f"`await step.compile(jax.eval_shape(init_fn, key), batch)`"
+                "example `await step.compile(jax.eval_shape(init_fn, key), batch)`"
             )
         return self._latest
-
-    def leaves(self, args: Sequence[Any]) -> list[Any]:
-        """Return the leaves of the dynamic arguments."""
-        return jax.tree.leaves(self._dynamic(args))
 
     def recall(self, args: Sequence[Any]) -> tuple[list[Any], CompiledStep | CallSignature | None]:
         """Flatten the dynamic arguments, and find the compiled form of an earlier call that was just like

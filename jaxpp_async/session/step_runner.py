@@ -22,7 +22,6 @@ from jaxpp_async.compiler.export import Target
 from jaxpp_async.compiler.ir import Traced
 from jaxpp_async.compiler.pipeline import StepRequest, compile_step
 from jaxpp_async.controller.controller import Controller
-from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.errors import ArrayError, MeshError
 from jaxpp_async.jax_bridge import jax_config, private_api
 from jaxpp_async.markers import markers
@@ -81,7 +80,9 @@ class StepRunner:
         self._mover = Mover(controller, values, num_actors, target)
         self._printer = Printer(values)
         self._warned: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # of large moves
-        self._abandoned_steps = AbandonedSteps(self._report_waiting)
+        self._abandoned_steps = AbandonedSteps(
+            lambda ahead, name: controller().mesh_events.waiting(name, ahead.step)
+        )
 
     async def run(self, step: DistributedStep, args: Sequence[Any]) -> Any:
         """See `RemoteMesh.run`."""
@@ -141,10 +142,8 @@ class StepRunner:
             if jax_config.trace_settings() != settings:
                 raise MeshError(
                     f"step {step.__name__!r} was called under other settings of JAX than hold now that it is "
-                    "its turn "
-                    "to be compiled: `with jax.enable_x64(...)` and its like hold for all tasks of a thread, "
-                    "so let no "
-                    "other task enter or leave one meanwhile"
+                    "its turn to be compiled: `with jax.enable_x64(...)` and its like hold for all tasks of "
+                    "a thread, so let no other task enter or leave one meanwhile"
                 )
             compiled = await self._load(request, step)
             step.keep(signature, compiled)
@@ -158,7 +157,7 @@ class StepRunner:
         wanted = step.latest("step.init").argument_slots(argnum)
         name = getattr(fn, "__name__", "init")
         maker = DistributedStep(self, fn, StepOptions(None, None, (), ()))
-        leaves = maker.leaves(args)
+        leaves = jax.tree.leaves(tuple(args))
         request = replace(
             maker.request(args),
             result_homes={k: frozenset(s.home) for k, s in enumerate(wanted) if s.home},
@@ -179,10 +178,9 @@ class StepRunner:
             if value and not theirs.get(name):
                 raise MeshError(
                     f"{name} is {value} here and {theirs.get(name)} on the actors, which have what "
-                    "jax.config said "
-                    "when the mesh started, and nothing of what holds for one thread (`with "
-                    "jax.debug_nans(True)`); "
-                    f"call jax.config.update({name!r}, {value}) before the mesh starts, and use no `with`"
+                    "jax.config said when the mesh started, and nothing of what holds for one thread (`with "
+                    f"jax.debug_nans(True)`); call jax.config.update({name!r}, {value}) before the mesh "
+                    "starts, and use no `with`"
                 )
 
     async def _load(self, request: StepRequest, step: DistributedStep) -> CompiledStep:
@@ -216,7 +214,6 @@ class StepRunner:
     # ---------------------------------------------------------------- arguments
 
     def _check_leaves(self, leaves: Sequence[Any], compiled: CompiledStep) -> None:
-        donated: dict[int, str] = {}
         seen: dict[int, Slot] = {}
         for k, (leaf, slot) in enumerate(zip(leaves, compiled.inputs, strict=False)):
             if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -224,21 +221,16 @@ class StepRunner:
             if not is_remote(leaf):
                 continue
             leaf.check_usable(slot.name, self._values)
-            gives = k in compiled.donated
-            if id(leaf) in donated or (gives and sum(x is leaf for x in leaves) > 1):
+            if k in compiled.donated and sum(x is leaf for x in leaves) > 1:
                 raise ArrayError(
                     f"{slot.name} is donated and passed twice in one call; donate it once or pass a copy"
                 )
-            if gives:
-                donated[id(leaf)] = slot.name
             first = seen.setdefault(id(leaf), slot)
-            if slot.any_sharding or first.any_sharding:
-                continue
-            if first.type.aval.spec != slot.type.aval.spec:
+            any_sharding = slot.any_sharding or first.any_sharding
+            if not any_sharding and first.type.aval.spec != slot.type.aval.spec:
                 raise ArrayError(
                     f"{first.name} and {slot.name} are one array, but their shardings differ "
-                    f"({first.type.aval.spec} "
-                    f"and {slot.type.aval.spec}); pass a copy"
+                    f"({first.type.aval.spec} and {slot.type.aval.spec}); pass a copy"
                 )
 
     async def _place_hidden(self, compiled: CompiledStep) -> None:
@@ -373,9 +365,6 @@ class StepRunner:
         handle.when_done(lambda: self._finished(recording, arrays))
         printing = self._printer.start(traced, results[count:], handle) if traced.prints else None
         return StepFuture(outputs, recording, arrays, printing, moved)
-
-    def _report_waiting(self, ahead: StepHandle, name: str) -> None:
-        self._controller().mesh_events.waiting(name, ahead.step)
 
     def _finished(self, recording: Recording, arrays: StepArrays) -> None:
         self._admission.release()
