@@ -32,76 +32,6 @@ _ATTEMPTS = 10
 """How often a restore begins: once more each time a save has replaced the checkpoint that was being read."""
 
 
-def load_manifest(folder: str) -> m.Manifest:
-    """Read a checkpoint's manifest.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or a broken one; names the file and what is wrong with it.
-    """
-    path = os.path.join(folder, checkpoint_folder.MANIFEST)
-    try:
-        data = checkpoint_folder.read_manifest(folder)
-        if data is None:
-            raise CheckpointError(f"{shown(folder)}: there is no checkpoint: {_found_instead(folder)}")
-        text = data.decode()
-    except NotADirectoryError:
-        raise CheckpointError(f"{shown(folder)}: there is no checkpoint: {_found_instead(folder)}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{shown(path)}: {getattr(error, 'strerror', None) or error}") from error
-    try:
-        return m.parse(text)
-    except CheckpointError as error:
-        raise CheckpointError(f"{shown(path)}: {error}") from None
-
-
-def _found_instead(folder: str) -> str:
-    """Describe, for an error, what is at the path instead of a checkpoint, and where checkpoints are."""
-    parent = os.path.dirname(folder)
-    if inside := _checkpoints_in(folder):
-        one = shown(os.path.join(folder, inside[0]))
-        return (
-            f"it is a folder of checkpoints, {_some(inside)}; give one of them ({one}), or restore the "
-            "newest with jpp.Checkpoints(mesh, path).restore(like)"
-        )
-    if os.path.exists(folder) and not os.path.isdir(folder):
-        is_part_of_one = os.path.isfile(os.path.join(parent, checkpoint_folder.MANIFEST))
-        return "it is a file" + (
-            f"; give the folder that it is in: {shown(parent)}" if is_part_of_one else ""
-        )
-    beside = _checkpoints_in(parent)
-    return _nothing_but(folder) + (
-        f"; in {shown(parent)} there are {_some(beside)}"
-        if beside
-        else "; nor is there one in it or beside it"
-    )
-
-
-def _nothing_but(folder: str) -> str:
-    """Describe a path without a manifest."""
-    if not os.path.isdir(folder):
-        return "there is no such folder"
-    names = sorted(os.listdir(folder))
-    if checkpoint_folder.written_by_saves(names):
-        return f"{checkpoint_folder.MANIFEST} is missing: a save was broken off here, or is still writing"
-    return (
-        f"{checkpoint_folder.MANIFEST} is missing: {'in it are ' + _some(names) if names else 'it is empty'}"
-    )
-
-
-def _checkpoints_in(directory: str) -> list[str]:
-    """Return the names of folders that have a manifest; of numbered ones, the newest first."""
-    try:
-        names = sorted(os.listdir(directory), reverse=True)
-    except OSError:
-        return []
-    return [n for n in names if os.path.isfile(os.path.join(directory, n, checkpoint_folder.MANIFEST))]
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(shown, names[:_SHOWN])) + more
-
-
 async def restore(controller: Controller, values: RemoteValues, path: CheckpointPath, like: Any) -> Any:
     """See `RemoteMesh.restore`."""
     folder = checkpoint_folder.absolute(path)
@@ -117,7 +47,7 @@ async def restore(controller: Controller, values: RemoteValues, path: Checkpoint
     attempts_left = _ATTEMPTS
     while True:
         try:
-            found = await _read(controller, values, folder, manifest, wanted)
+            found = await _Reading(controller, values, folder, manifest).read(wanted)
             return structure.unflatten([found[path] for path in wanted])
         except CheckpointError as error:
             attempts_left -= 1
@@ -141,23 +71,6 @@ def _newer(folder: str, than: m.Manifest) -> m.Manifest | None:
     return found if found != than else None
 
 
-async def _read(
-    controller: Controller,
-    values: RemoteValues,
-    folder: str,
-    manifest: m.Manifest,
-    wanted: dict[str, RestoreTarget],
-) -> dict[str, Any]:
-    try:
-        trees.check_matches(wanted, manifest)
-    except CheckpointError as error:
-        raise CheckpointError(f"{shown(folder)}: {error}") from None
-    try:
-        return await _Reading(controller, values, folder, manifest).read(wanted)
-    except ActorError as error:
-        raise checkpoint_failure(folder, "restored", error) from error
-
-
 class _Reading:
     """One restore under way."""
 
@@ -165,7 +78,15 @@ class _Reading:
         self._controller, self._values, self._folder, self._manifest = controller, values, folder, manifest
 
     async def read(self, wanted: dict[str, RestoreTarget]) -> dict[str, Any]:
-        """Read every leaf, by path."""
+        """Read every leaf, by path.
+
+        Raises:
+            CheckpointError: the checkpoint has other leaves than `wanted`, or cannot be read.
+        """
+        try:
+            trees.check_matches(wanted, self._manifest)
+        except CheckpointError as error:
+            raise CheckpointError(f"{shown(self._folder)}: {error}") from None
         remote = {
             path: self._values.new_array(target.value_type, target.actors)
             for path, target in wanted.items()
@@ -173,10 +94,12 @@ class _Reading:
         }
         try:
             return remote | await self._fill(wanted, remote)
-        except BaseException:  # also a cancellation: the actors do not keep what nobody gets
+        except BaseException as error:  # also a cancellation: the actors do not keep what nobody gets
             for array in remote.values():
-                array.retire(DELETED, "its restore checkpoint_failure")
+                array.retire(DELETED, "its restore failed")
                 self._values.release(array)
+            if isinstance(error, ActorError):
+                raise checkpoint_failure(self._folder, "restored", error) from error
             raise
 
     async def _fill(self, wanted: dict[str, RestoreTarget], remote: dict[str, RemoteArray]) -> dict[str, Any]:
@@ -253,3 +176,76 @@ class _Reading:
         if target.like is not None or target.value_type is None:
             return value
         return RemoteArray(self._values, self._controller.new_array_id(), target.value_type, (), host=value)
+
+
+# ---------------------------------------------------------------- reading the manifest
+
+
+def load_manifest(folder: str) -> m.Manifest:
+    """Read a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or a broken one; names the file and what is wrong with it.
+    """
+    path = os.path.join(folder, checkpoint_folder.MANIFEST)
+    try:
+        data = checkpoint_folder.read_manifest(folder)
+        if data is None:
+            raise CheckpointError(f"{shown(folder)}: there is no checkpoint: {_found_instead(folder)}")
+        text = data.decode()
+    except NotADirectoryError:
+        raise CheckpointError(f"{shown(folder)}: there is no checkpoint: {_found_instead(folder)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{shown(path)}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        return m.parse(text)
+    except CheckpointError as error:
+        raise CheckpointError(f"{shown(path)}: {error}") from None
+
+
+def _found_instead(folder: str) -> str:
+    """Describe, for an error, what is at the path instead of a checkpoint, and where checkpoints are."""
+    parent = os.path.dirname(folder)
+    if inside := _checkpoints_in(folder):
+        one = shown(os.path.join(folder, inside[0]))
+        return (
+            f"it is a folder of checkpoints, {_some(inside)}; give one of them ({one}), or restore the "
+            "newest with jpp.Checkpoints(mesh, path).restore(like)"
+        )
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        is_part_of_one = os.path.isfile(os.path.join(parent, checkpoint_folder.MANIFEST))
+        return "it is a file" + (
+            f"; give the folder that it is in: {shown(parent)}" if is_part_of_one else ""
+        )
+    beside = _checkpoints_in(parent)
+    return _nothing_but(folder) + (
+        f"; in {shown(parent)} there are {_some(beside)}"
+        if beside
+        else "; nor is there one in it or beside it"
+    )
+
+
+def _nothing_but(folder: str) -> str:
+    """Describe a path without a manifest."""
+    if not os.path.isdir(folder):
+        return "there is no such folder"
+    names = sorted(os.listdir(folder))
+    if checkpoint_folder.written_by_saves(names):
+        return f"{checkpoint_folder.MANIFEST} is missing: a save was broken off here, or is still writing"
+    return (
+        f"{checkpoint_folder.MANIFEST} is missing: {'in it are ' + _some(names) if names else 'it is empty'}"
+    )
+
+
+def _checkpoints_in(directory: str) -> list[str]:
+    """Return the names of folders that have a manifest; of numbered ones, the newest first."""
+    try:
+        names = sorted(os.listdir(directory), reverse=True)
+    except OSError:
+        return []
+    return [n for n in names if os.path.isfile(os.path.join(directory, n, checkpoint_folder.MANIFEST))]
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(shown, names[:_SHOWN])) + more
