@@ -11,8 +11,9 @@ class JaxppAsyncError(Exception):
 
 
 class UnsupportedError(JaxppAsyncError):
-    """The program cannot be pipelined. The message names the primitive, the stage and the user's line, and
-    says what to change.
+    """The program cannot be pipelined.
+
+    The message names the primitive, the stage and the user's line, and says what to change.
     """
 
 
@@ -33,9 +34,7 @@ class MeshError(JaxppAsyncError, ValueError):
 
 
 class ArrayError(JaxppAsyncError, ValueError):
-    """A `RemoteArray` cannot be used: it is another mesh's, was donated, deleted or lost, or JAX was given it
-    as a value.
-    """
+    """A `RemoteArray` cannot be used: another mesh's, donated, deleted, lost, or given to JAX as a value."""
 
 
 class InstallError(JaxppAsyncError, ImportError):
@@ -80,9 +79,7 @@ class ActorDiedError(ActorError):
 
 
 class StateLostError(ActorDiedError):
-    """An actor was lost together with the actor that held the copy of its arrays: no restart can bring them
-    back.
-    """
+    """An actor was lost together with the one that held its arrays' copy: no restart can bring them back."""
 
 
 class ActorUnresponsiveError(ActorError):

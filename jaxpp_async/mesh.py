@@ -329,8 +329,7 @@ class RemoteMesh:
             return await self._runner.submit(self._checked(step), args)
 
     def last_step_stats(self) -> list[StepStats]:
-        """Return where each actor's time went in the last finished step and what its buffers held, one entry
-        an actor.
+        """Return where each actor's time went in the last finished step and what its buffers held.
 
         The list is empty before the first step has finished.
         """

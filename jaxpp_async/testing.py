@@ -1,5 +1,4 @@
-"""Test steps in pytest: a plugin with the fixture `remote_mesh`, which pytest loads once this package is
-installed.
+"""Test steps in pytest: a plugin with the fixture `remote_mesh`, which pytest loads by itself.
 
     async def test_trains(remote_mesh):
         mesh = await remote_mesh(2, launcher="inline")

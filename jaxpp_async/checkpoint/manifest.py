@@ -168,9 +168,7 @@ def parse(text: str) -> Manifest:
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object, in which no key stands twice: some readers would take the first value, some the
-    last.
-    """
+    """Make a JSON object. A key that stands twice is an error: readers differ in which value they take."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         raise ValueError("a key stands twice in one object")

@@ -61,9 +61,7 @@ async def restore(controller: Controller, values: RemoteValues, path: Checkpoint
 
 
 def _newer(folder: str, than: m.Manifest) -> m.Manifest | None:
-    """Return the manifest of the save that has replaced `than` meanwhile and removed its files; None if none
-    has.
-    """
+    """Return the manifest of the save that has replaced `than` and removed its files; None if none has."""
     try:
         found = load_manifest(folder)
     except CheckpointError:
@@ -133,9 +131,7 @@ class _Reading:
             by_process.setdefault(process, {}).setdefault(stored.file, []).append(part)
 
     async def _read_on(self, process: ProcessId, files: dict[str, list[FilePart]]) -> None:
-        """Have a process read one file after the other, so that its host memory holds no more than one of
-        them.
-        """
+        """Have a process read one file after the other: its host memory holds no more than one of them."""
         for name, parts in files.items():
             make = partial(ReadFile, path=self._encoded(name), parts=tuple(parts))
             await self._controller.request_log.send(process, make, Done)

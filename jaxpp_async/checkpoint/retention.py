@@ -1,6 +1,4 @@
-"""Offer `Checkpoints`: the numbered checkpoints of one run, saved in the background, of which the newest few
-are kept.
-"""
+"""Offer `Checkpoints`: a run's numbered checkpoints, saved in the background, the newest few kept."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Save a tree of arrays as a checkpoint on the disk, whole or not at all: the actors write, and this module
-commits.
+"""Save a tree of arrays as a checkpoint, whole or not at all: the actors write, and this module commits.
 
 The manifest that is in the folder when a save begins is the one that the save replaces: where another save
 has put a manifest meanwhile, that one stays, and this save fails.
@@ -185,9 +184,7 @@ class Saver:
         *,
         awaited: bool,
     ) -> Saving:
-        """Begin the snapshots on all actors; nothing is awaited until the actors have been asked to make
-        them.
-        """
+        """Begin the snapshots on all actors; nothing is awaited until the actors have been asked."""
         leaves = to_save(tree, self._owner)
         plan = make_save_plan(leaves, self._controller())
         controller, save_id = self._controller(), checkpoint_folder.new_save_id()
@@ -303,9 +300,7 @@ class _Job:
         self.replaced_manifest = checkpoint_folder.read_manifest(self.folder)
 
     async def _write_on(self, process: ProcessId, files: Sequence[Sequence[SavedArray]]) -> None:
-        """Have a process write its files, one after the other: the actor's threads have other things to do as
-        well.
-        """
+        """Have a process write its files one after the other: its threads have other things to do as well."""
         await self.snapshots[process]
         request_log = self.controller.request_log
         for index, entries in enumerate(files):

@@ -1,5 +1,4 @@
-"""Convert a user's tree to named leaves, and decide what is saved of each leaf and what each leaf is restored
-as.
+"""Convert a user's tree to named leaves, and decide what each leaf is saved and restored as.
 
 The functions here touch no file and no actor.
 """
@@ -34,9 +33,7 @@ _TOO_LARGE = 10**_MOST_DIGITS
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """The leaves of a tree by path: arrays on actors, arrays in this process, and values that stand in the
-    manifest.
-    """
+    """The leaves of a tree by path: arrays on actors, arrays in this process, and values for the manifest."""
 
     remote: dict[str, RemoteArray]
     host: dict[str, np.ndarray]
@@ -276,9 +273,7 @@ def _fits(target: RestoreTarget, manifest: Manifest, path: str) -> bool:
 
 
 def _as_array_type(value: bool | int | float | complex) -> Aval | None:
-    """Return the type as which a step would have taken a plain value; None: a step would have refused the
-    value.
-    """
+    """Return the type as which a step would have taken a plain value; None: the step would refuse it."""
     try:
         aval = travelling_type(value).aval
     except OverflowError:  # an int that is too large for JAX's

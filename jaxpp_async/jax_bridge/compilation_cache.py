@@ -62,8 +62,7 @@ def make_cache(given: str) -> str:
 
 
 class SharedCache:
-    """Gives this process's JAX a compilation cache for as long as somebody uses it, and then its own settings
-    back.
+    """Gives this process's JAX a compilation cache while somebody uses it, and then its own settings back.
 
     Of several caches that are used at once, the first stays in its place.
     """

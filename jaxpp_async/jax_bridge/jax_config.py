@@ -72,9 +72,7 @@ _CHECKS = ("jax_debug_nans", "jax_debug_infs")
 
 
 def thread_checks() -> dict[str, Any]:
-    """Return this thread's values of the settings that actors have for themselves and act on while a step
-    runs.
-    """
+    """Return this thread's values of the settings that each actor has for itself while a step runs."""
     return {name: getattr(jax.config, name) for name in _CHECKS}
 
 
@@ -126,9 +124,7 @@ def with_exact_types(fn: _F) -> _F:
 
 
 def mesh_context(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Return a context with this mesh and no other, whatever the user has set for the devices of this
-    process.
-    """
+    """Return a context with this mesh and no other, whatever the user has set for this process's devices."""
     stack = contextlib.ExitStack()
     # `jax.set_mesh` takes no "none", and cannot be called under a trace.
     stack.enter_context(_sharding_impls._internal_use_concrete_mesh(_mesh.empty_concrete_mesh))
@@ -249,8 +245,7 @@ def distributed_client() -> Any:
 
 
 def let_gloo_listen_on(address: str) -> None:
-    """Have gloo, which JAX's CPU collectives use, listen on an address of this host instead of its name's
-    address.
+    """Have gloo, which JAX's CPU collectives use, listen on an address instead of the one of the host's name.
 
     This has to be called before JAX's first use.
     """

@@ -225,9 +225,7 @@ def is_in_host_memory(leaf: Any) -> bool:
 
 
 def meshes_named(eqn: Any) -> list[Any]:
-    """Return the meshes in an equation's own parameters: of shardings that the user gave, and of a
-    `shard_map`.
-    """
+    """Return the meshes in an equation's own parameters: of the user's shardings, and of a `shard_map`."""
     found: list[Any] = []
     for value in eqn.params.values():
         for each in value if isinstance(value, tuple | list) else (value,):
@@ -329,8 +327,9 @@ def primitives_inside(jaxpr: Any) -> set[str]:
 
 @dataclass(frozen=True, eq=False)
 class ScanParts:
-    """The parts of a `scan` equation: operands are constants, carries, stacked operands; results are carries,
-    stacked results.
+    """The parts of a `scan` equation.
+
+    Its operands are constants, carries and stacked operands; its results are carries and stacked results.
     """
 
     body: Any
@@ -356,9 +355,7 @@ def scan_parts(eqn: Any) -> ScanParts:
 
 
 def largest_constant_inside(eqn: Any) -> int:
-    """Return the bytes of the largest array that a jaxpr among an equation's params, at any depth, closes
-    over.
-    """
+    """Return the bytes of the largest array that jaxprs in an equation's params, at any depth, close over."""
     sizes = [0]
     for value in eqn.params.values():
         for inner in value if isinstance(value, tuple | list) else (value,):
@@ -497,8 +494,7 @@ def unspecified() -> Any:
 
 
 def propagated_specs(jitted: Any, avals: Sequence[Any], platform: str) -> tuple[list[tuple], list[tuple]]:
-    """Return the shardings that XLA's propagation (Shardy) gives the arguments and results of a jitted
-    function.
+    """Return the shardings that XLA's propagation (Shardy) gives a jitted function's arguments and results.
 
     This runs without devices: the function is lowered on the abstract mesh in context.
 

@@ -1,5 +1,4 @@
-"""Find the user's line behind an equation or an error, and hide frames of this package from a user's
-tracebacks.
+"""Find the user's line behind an equation or an error, and hide this package's frames from tracebacks.
 
 Hidden are the frames of this package, and those of JAX and Python's library that it called, where they do not
 help a user: an error of `errors`, or one of Python's types that is marked as `deliberate`, explains itself in
@@ -153,8 +152,9 @@ class Origins:
 
 
 def caller_line() -> str:
-    """Return `file:line` of the innermost caller outside this package, JAX and, if there is one, installed
-    packages.
+    """Return `file:line` of the innermost caller that is the user's.
+
+    This package's and JAX's callers never are; one of an installed package is taken if there is no other.
     """
 
     def callers() -> Iterator[tuple[str, Callable[[], int]]]:
@@ -213,8 +213,7 @@ def framework_hints() -> Iterator[None]:
 
 
 class HiddenFrames:
-    """A context around what a public function does, which shortens the traceback of every error that leaves
-    it.
+    """A context around a public function's work, which shortens the traceback of every error that leaves it.
 
     The errors that are printed with it are shortened too. Where there is no error the context costs next to
     nothing.
@@ -262,9 +261,7 @@ def shown(traceback: TracebackType | None, *, says_all: bool) -> TracebackType |
 
 
 def _hidden(frames: list[FrameType]) -> tuple[list[bool], int]:
-    """Return for each frame whether it may be left out, and the index of the user's last frame (-1: there is
-    none).
-    """
+    """Return for each frame whether it may be left out, and the index of the user's last frame (-1: none)."""
     hidden: list[bool] = []
     last_of_user = -1
     for k, frame in enumerate(frames):
@@ -285,9 +282,7 @@ def _says_all(error: BaseException) -> bool:
 
 
 def _is_cancelled(error: BaseException) -> bool:
-    """Whether an error is asyncio's `CancelledError`, by its name: `markers` uses this module without
-    asyncio.
-    """
+    """Whether an error is asyncio's `CancelledError`; by name, since `markers` does without asyncio."""
     return type(error).__name__ == "CancelledError"
 
 
@@ -298,9 +293,7 @@ def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _chain(error: BaseException, handled: BaseException | None) -> Iterator[BaseException]:
-    """Iterate over an error and all errors that are printed with it, up to the one that was being handled
-    before.
-    """
+    """Iterate over an error and all that are printed with it, up to the one that was being handled before."""
     seen = {id(handled)} - {id(error)}  # it may be raised once more while it is handled
     waiting: list[BaseException | None] = [error]
     while waiting:

@@ -1,5 +1,4 @@
-"""Bind the leaves of a call to the arguments of a compiled step, and convert leaves to and from their
-travelling form.
+"""Bind the leaves of a call to a compiled step's arguments, and convert leaves to their travelling form.
 
 Everything that follows from the compiled step alone is prepared once, as a `Binding`; a call whose arrays lie
 where the step takes them goes over its leaves once. The leaf functions give each leaf its type, and host
@@ -74,7 +73,7 @@ class Arguments:
     settling: list[tuple[RemoteArray, tuple[ActorId, ...], ValueType]] = field(default_factory=list)
 
     def settle(self) -> None:
-        """Relocate the arrays that waited in this process, now that the step was sent; until then they still
+        """Relocate the arrays that waited in this process; called once the step was sent, until then they
         wait.
         """
         for array, home, settled_type in self.settling:

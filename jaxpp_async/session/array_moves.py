@@ -122,9 +122,7 @@ class Mover:
         return copies
 
     async def _reshard(self, leaf: RemoteArray, slot: Slot, to: tuple[ActorId, ...]) -> None:
-        """Give an array another sharding; its handle then stands for the new copies, and the old ones are
-        freed.
-        """
+        """Give an array another sharding: its handle then stands for the new copies, the old are freed."""
         move = Move(replace(leaf.value_type, weak=False), leaf.actors[0], to, slot.type.aval.spec)
         _LOG.info("resharding %s from %s to %s", slot.name, leaf.spec, slot.type.aval.spec)
         new_id = self._controller().new_array_id()
@@ -181,9 +179,7 @@ async def load_programs(
 
 @dataclass(frozen=True)
 class Move:
-    """A move of an array of `type` (with its sharding) from `source`, to be held with `spec` by the actors in
-    `to`.
-    """
+    """A move of an array of `type` from `source` to the actors in `to`, which are to hold it with `spec`."""
 
     type: ValueType
     source: ActorId

@@ -30,9 +30,7 @@ class UnawaitedCoroutine:
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody sets it
-        """Python's own coroutine type, for `isinstance`, and so for `inspect.iscoroutine` and libraries that
-        ask for the type.
-        """
+        """Python's own coroutine type, for `isinstance`, and so for `inspect.iscoroutine` and libraries."""
         return CoroutineType
 
     def __await__(self) -> Generator[Any, None, Any]:

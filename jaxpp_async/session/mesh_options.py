@@ -188,12 +188,11 @@ def transport(given: str | None, launcher: Any, inline: bool, *, platform: str, 
 
 
 def platform(given: str | None) -> str:
-    """Choose the actors' platform: the one asked for, else `"cuda"` where this machine has GPUs and a JAX for
-    them.
+    """Choose the actors' platform: the one asked for, else what this machine has.
 
-    The hosts are not asked: a driver without a GPU has to name the platform (`refuse_idle_devices`).
-    `jax_platforms` (or `JAX_PLATFORMS`) decides for this process, and then for its actors too. JAX is not
-    started.
+    This machine has `"cuda"` if it has GPUs and a JAX for them. The hosts are not asked: a driver without a
+    GPU has to name the platform (`refuse_idle_devices`). `jax_platforms` (or `JAX_PLATFORMS`) decides for
+    this process, and then for its actors too. JAX is not started.
     """
     if given not in (None, "cpu", "cuda"):
         raise MeshError(f"platform is {given!r}; it is 'cpu' or, for GPUs, 'cuda'")

@@ -1,6 +1,4 @@
-"""Offer `RemoteArray`, the user's handle of an array that lies on actors; its data comes here only when
-fetched.
-"""
+"""Offer `RemoteArray`, the user's handle of an array that lies on actors and is here only once fetched."""
 
 from __future__ import annotations
 
@@ -159,8 +157,7 @@ class RemoteArray:
     def relocate(
         self, actors: tuple[ActorId, ...], *, array_id: int | None = None, value_type: ValueType | None = None
     ) -> None:
-        """Let the handle stand for an array that lies on `actors`, and no longer on the controller (for the
-        mesh).
+        """Let the handle stand for an array on `actors`, no longer one on the controller (for the mesh).
 
         Args:
             array_id: the array's new id there; None: as before.
@@ -171,8 +168,9 @@ class RemoteArray:
         self._type = value_type or self._type
 
     def take_over(self, result: RemoteArray) -> None:
-        """Let the handle stand for `result`, whose own handle nobody has and which becomes unusable (for the
-        mesh).
+        """Let the handle stand for `result`, whose own handle nobody has (for the mesh).
+
+        The handle `result` becomes unusable.
         """
         for name in self.__slots__:
             setattr(self, name, getattr(result, name))
@@ -202,7 +200,7 @@ class RemoteArray:
     def id_at(
         self, owner: Owner, actors: tuple[ActorId, ...], spec: tuple[SpecEntry, ...] | None
     ) -> int | None:
-        """Return the array's id, if it may be used on `owner` now and lies on all of `actors`, else None (for
+        """Return the id if the array may be used on `owner` now and lies on all of `actors`, else None (for
         the mesh).
 
         Args:
@@ -244,8 +242,9 @@ class RemoteArray:
 
     @property
     def __jax_array__(self) -> Any:
-        """Raise the error for a function of JAX that needs the value: JAX takes an object with this attribute
-        for an array.
+        """Raise the error for a function of JAX that needs the value.
+
+        JAX takes an object with this attribute for an array.
 
         Raises:
             ArrayError: JAX is about to compute with the array. (JAX would take a TypeError for "no array".)

@@ -229,9 +229,7 @@ def _type(value: Value) -> str:
 
 
 def _inputs(compiled: Compiled | CompilePlan, explainer: Explainer) -> tuple[PlaceLine, ...]:
-    """List arguments and captured arrays, and the microbatch indices, which the step keeps on the actors, as
-    one line.
-    """
+    """List arguments and captured arrays; the microbatch indices, which stay on the actors, are one line."""
     graph, count = compiled.placed.graph, compiled.placed.num_indices
     lines = []
     inputs = sorted(graph.inputs, key=lambda i: i.arg)

@@ -36,8 +36,9 @@ from jaxpp_async.session.remote_array import RemoteArray
 
 @dataclass(frozen=True, eq=False)
 class CompiledStep:
-    """One compiled form of a step, for one set of shapes, dtypes, static values and shardings, loaded on
-    every actor.
+    """One compiled form of a step, loaded on every actor.
+
+    There is one for each set of shapes, dtypes, static values and shardings.
 
     Attributes:
         compiled: the compiler's result.
@@ -83,9 +84,7 @@ class CompiledStep:
         return "\n\n".join(format_program(p) for p in self.compiled.programs)
 
     def report(self) -> report.CompileReport:
-        """Report what the step does and what it costs: tasks, transfers, bytes, peaks, placements. Prints as
-        text.
-        """
+        """Report what the step does and costs: tasks, transfers, bytes, peaks, placements. Prints as text."""
         return report.make(self.compiled, self.temp_bytes, self.compile_s)
 
     def argument_slots(self, argnum: int) -> list[Slot]:
@@ -211,8 +210,9 @@ class DistributedStep:
 
     @says_to_await
     async def init(self, argnum: int, fn: Callable, *args: Any) -> Any:
-        """Make argument `argnum` of this step by running `fn(*args)` on the actors; each actor makes only its
-        leaves.
+        """Make argument `argnum` of this step by running `fn(*args)` on the actors.
+
+        Each actor makes only its own leaves.
 
         The step must have been compiled: `await step.compile(jax.eval_shape(fn, *args), batch)` decides where
         each leaf lives. The numbers equal those of `jax.jit(fn)(*args)`.
@@ -255,8 +255,7 @@ class DistributedStep:
         return self._latest
 
     def recall(self, args: Sequence[Any]) -> tuple[list[Any], CompiledStep | CallSignature | None]:
-        """Flatten the dynamic arguments, and find the compiled form of an earlier call that was just like
-        this one.
+        """Flatten the dynamic arguments, and find the compiled form of an earlier call just like this one.
 
         This is a fast path in front of `signature`, which has to be asked when no form is found. As `find`,
         this method changes what `latest` returns.
@@ -293,14 +292,12 @@ class DistributedStep:
         self._calls.appendleft((call, compiled))
 
     def _dynamic(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Of a sequence with one entry an argument, return the entries of arguments that are traced."""
+        """Of a sequence with one entry an argument, return the entries of traced arguments."""
         static = self._options.static_argnums
         return tuple(a for i, a in enumerate(args) if i not in static) if static else tuple(args)
 
     def _static(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Of a sequence with one entry an argument, return the entries of arguments that are part of the
-        program.
-        """
+        """Of a sequence with one entry an argument, return the entries of static arguments."""
         return tuple(args[i] for i in self._options.static_argnums if i < len(args))
 
     def signature(self, args: Sequence[Any]) -> Any:
@@ -445,9 +442,7 @@ class DistributedStep:
         return given
 
     def _typed(self, shapes: Sequence[Any], args: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-        """Put shardings into the types of the arguments' leaves: the user's, or else those that the arrays
-        bring along.
-        """
+        """Put shardings into the types of the arguments' leaves: the user's, or those of the arrays."""
         mesh, specs = self.runner.target.mesh, iter(given)
 
         def leaf(struct: Any, value: Any) -> Any:
@@ -485,9 +480,7 @@ def _settled(signature: Any, settled: frozenset[int]) -> Any:
 
 
 def slots(compiled: Compiled) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
-    """Make the input slots (arguments, captured arrays, microbatch indices) and the result slots of a
-    compiled step.
-    """
+    """Make a compiled step's input slots (arguments, captured arrays, microbatch indices) and result slots."""
     graph, types, ids = compiled.placed.graph, compiled.traced.types, compiled.placed.value_ids
     inputs = {
         i.arg: Slot(

@@ -282,9 +282,7 @@ class StepRunner:
     async def _bring(
         self, step: DistributedStep, compiled: CompiledStep, leaves: Sequence[Any]
     ) -> tuple[array_moves.Moved, ...]:
-        """Deal with everything that keeps a step from starting at once: errors, arrays that lie elsewhere,
-        the first run.
-        """
+        """Deal with all that keeps a step from starting: errors, arrays that lie elsewhere, the first run."""
         self._check_leaves(leaves, compiled)
         await self._place_hidden(compiled)
         moved = await self._mover.bring(leaves, compiled.inputs, step.__name__)
@@ -375,8 +373,9 @@ class StepRunner:
 
 
 def _untaken(compiled: CompiledStep, leaves: Sequence[Any]) -> dict[ActorId, list[int]]:
-    """Return the ids of donated arrays by the actors on which the step does not take them: no program frees
-    them there.
+    """Return the ids of donated arrays by the actors on which the step does not take them.
+
+    No program frees the arrays there.
     """
     found: dict[ActorId, list[int]] = {}
     back = compiled.handed_back.values()
