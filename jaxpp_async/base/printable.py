@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 
 def printable(text: str) -> str:
@@ -23,3 +24,9 @@ def shown(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or the name of its type if the message is empty."""
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """List names for a message: the first `most` of them, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

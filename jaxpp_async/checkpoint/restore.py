@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpp_async.base.printable import shown
+from jaxpp_async.base.printable import listed, shown
 from jaxpp_async.checkpoint import manifest as m
 from jaxpp_async.checkpoint import trees
 from jaxpp_async.checkpoint.save import checkpoint_failure
@@ -243,5 +243,4 @@ def _checkpoints_in(directory: str) -> list[str]:
 
 
 def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(shown, names[:_SHOWN])) + more
+    return listed([shown(name) for name in names], _SHOWN)

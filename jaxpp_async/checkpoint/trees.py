@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_async.base.printable import printable
+from jaxpp_async.base.printable import listed, printable
 from jaxpp_async.checkpoint.manifest import PLAIN_TYPES, ROOT, Array, Manifest, PlainValue
 from jaxpp_async.compiler.ir import ValueType
 from jaxpp_async.errors import CheckpointError, MeshError
@@ -326,9 +326,8 @@ def _others(paths: Sequence[str]) -> str:
     return f" (and so at {_listed(paths)})" if paths else ""
 
 
-def _listed(paths: Sequence[str], most: int = 3) -> str:
-    rest = f" and {len(paths) - most} more" if len(paths) > most else ""
-    return ", ".join(map(_named, paths[:most])) + rest
+def _listed(paths: Sequence[str]) -> str:
+    return listed([_named(path) for path in paths], 3)
 
 
 def _named(path: str) -> str:

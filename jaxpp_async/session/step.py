@@ -480,7 +480,7 @@ def _settled(signature: Any, settled: frozenset[int]) -> Any:
 
 
 def slots(compiled: Compiled) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
-    """Make a compiled step's input slots (arguments, captured arrays, microbatch indices) and result slots."""
+    """Make the input slots (arguments, captured arrays, microbatch indices) and result slots of a step."""
     graph, types, ids = compiled.placed.graph, compiled.traced.types, compiled.placed.value_ids
     inputs = {
         i.arg: Slot(

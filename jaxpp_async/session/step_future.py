@@ -12,7 +12,7 @@ import re
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
-from jaxpp_async.base.printable import first_line
+from jaxpp_async.base.printable import first_line, listed
 from jaxpp_async.compiler import debug_callbacks
 from jaxpp_async.compiler.ir import Traced
 from jaxpp_async.controller.controller import Controller
@@ -255,10 +255,8 @@ class StepArrays:
         argument = re.split(r"[\[.]", name, maxsplit=1)[0]
         return argument, traced.out_names[result].removesuffix(name[len(argument) :])
 
-    def _names(self, leaves: Iterable[int], most: int = 3) -> str:
-        names = [self._compiled.inputs[k].name for k in leaves]
-        more = f" and {len(names) - most} more" if len(names) > most else ""
-        return ", ".join(names[:most]) + more
+    def _names(self, leaves: Iterable[int]) -> str:
+        return listed([self._compiled.inputs[k].name for k in leaves], 3)
 
 
 class Printer:
