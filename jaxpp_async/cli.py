@@ -40,7 +40,7 @@ class TransportChoice(StrEnum):
 
 @app.callback()
 def top() -> None:
-    """jaxpp_async: pipelines of JAX models over async actors."""
+    """Run pipelines of JAX models over async actors."""
 
 
 @app.command()
