@@ -109,7 +109,7 @@ class Mesh:
         self.started.append((program_id, dict(inputs), dict(outputs)))
         handle = StepHandle(0, program_id, [])
         if self.fails is None:
-            handle.end_without_actors()
+            handle.finish()
         else:
             handle.fail(self.fails)
         return handle
