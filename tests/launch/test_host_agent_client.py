@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import ClassVar
 
 import pytest
 
@@ -50,13 +51,16 @@ class Stream:
 
 
 class Host:
-    """A link to a host, and the host's side of it."""
+    """A link to a host, and the host's side of it. `closed_links` closes it."""
+
+    links: ClassVar[list[HostAgentClient]] = []
 
     def __init__(self, *, login_mark: str | None = None):
         self.forwarded: list[str] = []
         self.link = HostAgentClient("node1", self.forwarded.append, login_mark=login_mark)
         self.stream = Stream()
         self.link.attach(self.stream)
+        self.links.append(self.link)
 
     async def say(self, *said: object) -> None:
         """Print records, or lines of text, and let the link take them."""
@@ -72,6 +76,14 @@ class Host:
 
     def start(self, key: str = "a", forward=lambda line: None) -> asyncio.Task:
         return asyncio.ensure_future(self.link.start(key, REQUEST, "/tmp", forward))
+
+
+@pytest.fixture(autouse=True)
+async def closed_links():
+    """Close what a test has opened, which would be an asyncio task that nobody ends."""
+    yield
+    while Host.links:
+        await Host.links.pop().aclose(0.0)
 
 
 async def started_actor(forward=lambda line: None):

@@ -1,4 +1,4 @@
-"""Launchers of one's own: the `Launcher` interface done by hand, and a command that runs a keeper elsewhere.
+"""Launchers of one's own: the `Launcher` interface done by hand, and a command that runs an agent elsewhere.
 Also what every launcher on other hosts shares: at most eight handshakes at once, one address, one line a
 host.
 """
@@ -219,7 +219,7 @@ async def test_an_actor_that_cannot_be_set_up_says_so(caplog):
 
 
 @pytest.mark.parametrize("how", ["end of file", "lease", "SIGTERM"])
-def test_a_keeper_leaves_nothing_behind(how, tmp_path):
+def test_a_host_agent_leaves_nothing_behind(how, tmp_path):
     """Not even what has a session of its own."""
     code = (
         "import subprocess, time; "
