@@ -193,7 +193,7 @@ async def test_start_and_stop_leave_nothing(caplog):
             start(controller, 0)
 
 
-async def test_progress_and_places():
+async def test_progress_is_reported_and_every_actor_says_where_it_runs():
     said: list[str] = []
     async with mesh(on_progress=said.append) as controller:
         await load(controller, "done")

@@ -56,13 +56,14 @@ def test_a_program_knows_its_actors_and_their_processes_in_order():
     assert list(made.parts(0)) == [0, 1]
 
 
-def test_what_only_travels_is_dropped_once_loaded_unless_a_successor_needs_it():
+def test_texts_and_executables_are_dropped_once_loaded_unless_a_successor_needs_them():
     forgets, keeps = programs(), programs(for_successors=True)
     for made in (forgets, keeps):
         made.note_loaded(0)
         assert made.part(0, 0) == FIRST
-    with pytest.raises(KeyError):
-        forgets.load_message(1, 0, 0, set())
+    for actor in (0, 1):  # the second has no executables: its program alone would do
+        with pytest.raises(KeyError):
+            forgets.load_message(1, 0, actor, set())
     assert keeps.load_message(1, 0, 0, set()).blobs == {"k0": b"zero", "k1": b"one"}
 
 

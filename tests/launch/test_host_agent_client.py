@@ -196,7 +196,7 @@ async def test_signals_go_to_the_actor_that_is_meant():
     assert host.stream.orders[1:] == [SignalActor("a", 15), SignalActor("a", 9)]
 
 
-async def test_the_end_of_an_actor_comes_with_its_last_lines_and_its_place():
+async def test_the_end_of_an_actor_comes_with_its_last_lines_and_its_position():
     host, actor = await started_actor()
     await host.say(OutputLine("a", "Killed"), ActorEnded("a", -9, (7, 0, 3, False, True)))
     assert await actor.wait_dead() == Death(-9, ("Killed",))

@@ -1,4 +1,4 @@
-"""Direct tests of a loop that is kept from sleeping behind a step, for as long as that helps and no longer."""
+"""Direct tests of a loop that is kept from sleeping behind a step, while that helps and no longer."""
 
 from __future__ import annotations
 
