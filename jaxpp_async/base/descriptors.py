@@ -103,10 +103,10 @@ def check_descriptors(needed: int, what: str) -> None:
     if free < needed:
         used = num_descriptors()
         raise MeshError(
-            f"{what} takes about {needed} file descriptors, and this process on host {socket.gethostname()} has "
-            f"{free} left: it uses {used} of {used + free}; raise the limit where it is started "
-            f"(`ulimit -n {max(1024, 1 << (used + needed).bit_length())}`, LimitNOFILE= of a service, --ulimit nofile= "
-            "of a container)"
+            f"{what} takes about {needed} file descriptors, and this process on host {socket.gethostname()} "
+            f"has {free} left: it uses {used} of {used + free}; raise the limit where it is started "
+            f"(`ulimit -n {max(1024, 1 << (used + needed).bit_length())}`, LimitNOFILE= of a service, "
+            "--ulimit nofile= of a container)"
         )
 
 

@@ -65,6 +65,8 @@ def _check_way(folder: str) -> None:
             left.extendleft(reversed(target.strip("/").split("/")))
             is_hidden = False
             continue
+        if not stat.S_ISDIR(found.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
         if not is_hidden:
             _check_folder(path, found, is_last=not left)
         is_hidden = path.startswith(here) and (is_hidden or not found.st_mode & _GROUP_OR_OTHERS_ENTER)
@@ -72,8 +74,6 @@ def _check_way(folder: str) -> None:
 
 
 def _check_folder(path: str, found: os.stat_result, *, is_last: bool) -> None:
-    if not stat.S_ISDIR(found.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
     if not _is_trusted(found.st_uid):
         raise NotPrivateError(f"{path} belongs to {_user(found)}, who can put anything in its place")
     # With the sticky bit, as in /tmp, only the owner of an entry can replace it. The owner of the next folder

@@ -12,11 +12,10 @@ Modules in reading order, for whoever wants to change how a restart goes:
     startup: one process from its launch to its JAX; whether the devices of all go together; bounded waits.
     deploy: programs onto actors, and the NCCL links that they need.
     host_values: numpy arrays between the controller and its actors.
-    health_monitor: heartbeats and reports, judged every half second.
+    health_monitor: heartbeats and reports, judged every half second; the clocks of actors elsewhere.
     failure_detector: which processes are silent; pure.
     stall_detector: which actors cannot go on with a step, and why; pure.
     listener: control connections that actors open.
-    clock_sync: what the clocks of actors on other machines show.
     error_messages: the text of every error about an actor.
     mesh_events: the events that a user reads.
 """

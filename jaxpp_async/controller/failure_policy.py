@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from jaxpp_async.controller.actor_group import ActorGroup
-from jaxpp_async.controller.clock_sync import ClockWatch
 from jaxpp_async.controller.deploy import LoadedPrograms
 from jaxpp_async.controller.error_messages import (
     died_error,
@@ -22,7 +21,7 @@ from jaxpp_async.controller.error_messages import (
     lost_error,
     remote_error,
 )
-from jaxpp_async.controller.health_monitor import HealthMonitor
+from jaxpp_async.controller.health_monitor import ClockWatch, HealthMonitor
 from jaxpp_async.controller.mesh_events import MeshEvents
 from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import ActorLink, StepHandle

@@ -249,15 +249,13 @@ class StateReplication:
         except TimeoutError:
             of = next(of for of in routes if of not in arrived)
             source, to = routes[of]
-            merge_processes, *ends = (
-                self._actor_group.processes.actor_of(process) for process in (of, source, to)
-            )
+            owner, *ends = (self._actor_group.processes.actor_of(process) for process in (of, source, to))
             link = (
                 "with the controller"
                 if CONTROLLER in (source, to)
                 else f"between actors {ends[0]} and {ends[1]}"
             )
-            what = f"the copy of actor {merge_processes}'s arrays does not arrive: the link {link} is broken"
+            what = f"the copy of actor {owner}'s arrays does not arrive: the link {link} is broken"
             raise TransferError(
                 f"{what}, or slower than 50 MB/s (progress_timeout_s)", actor=ends[1]
             ) from None

@@ -45,7 +45,7 @@ class LineProtocol(Generic[O, R]):
             ValueError: the line is anything else. The message does not quote it, since it may hold a secret.
         """
         text = line.lstrip(SIGN_OF_LIFE).strip()
-        return self._read(text.decode(), self._orders) if text else None
+        return self._read(text, self._orders) if text else None
 
     def write_record(self, record: R) -> bytes:
         """Write a record as a line."""
@@ -60,12 +60,14 @@ class LineProtocol(Generic[O, R]):
         before, mark, text = line.partition(RECORD)
         return self._read(text, self._records) if mark and not before else None
 
-    def _read(self, text: str, known: Mapping[str, type]) -> Any:
+    def _read(self, text: str | bytes, known: Mapping[str, type]) -> Any:
         try:
-            name, fields = json.loads(text)
+            name, fields = json.loads(text if isinstance(text, str) else text.decode())
             return codec.build(known[name], _with_tuples(fields))
         except (ValueError, KeyError, TypeError, RecursionError, ProtocolError) as error:
-            raise ValueError(f"no message of {self._whose} ({type(error).__name__})") from None
+            cause = type(error).__name__
+        # Raised out here, because errors of decoding hold the whole line and would stay as the context.
+        raise ValueError(f"no message of {self._whose} ({cause})")
 
 
 def _write(message: object) -> bytes:

@@ -53,7 +53,7 @@ FOUR = ("0", "1", "2", "3")
     [
         (FOUR, 4, 1, ["0", "1", "2", "3"]),
         (FOUR, 2, 2, ["0 1", "2 3"]),
-        (FOUR, 2, 1, ["0 1", "2 3"]),  # what is left over goes to neighbours; JAX takes the first it needs
+        (FOUR, 2, 1, ["0 1", "2 3"]),  # those left over are shared out too; JAX takes the first it needs
         (FOUR, 3, 1, ["0", "1", "2 3"]),
         (("0",), 4, 1, ["0 /4"] * 4),
         (("0", "1"), 4, 1, ["0 /2", "1 /2", "0 /2", "1 /2"]),
@@ -62,7 +62,7 @@ FOUR = ("0", "1", "2", "3")
         (("GPU-8f", "GPU-b2"), 2, 1, ["GPU-8f", "GPU-b2"]),
     ],
 )
-def test_gpus_are_shared_out_in_neighbours(devices, count, each, shares):
+def test_gpus_are_shared_out_in_consecutive_runs(devices, count, each, shares):
     found = [share(devices, index, count, each) for index in range(count)]
     wanted = [text.partition(" /") for text in shares]
     assert found == [GpuShare(tuple(names.split()), int(number or 1)) for names, _, number in wanted]
@@ -517,14 +517,14 @@ async def test_an_actor_on_gpus_does_not_start_with_such_a_ucx(monkeypatch):
     check = partial(ucx_context.check_takes_gpu_memory, [("tcp", "eth0")])
     plane = SimpleNamespace(check_device_memory=check)
     monkeypatch.setattr(setup, "start_devices", lambda *_, **__: SimpleNamespace(devices=(), is_cpu=False))
-    monkeypatch.setattr(setup, "open_transports", lambda *_: SimpleNamespace(programs=plane))
+    monkeypatch.setattr(setup, "open_transports", lambda *_, **__: SimpleNamespace(programs=plane))
     message = SimpleNamespace(transport="ucx", epoch=0, address=None)
-    functions = dict.fromkeys(("spawn", "make_transport", "note_progress", "may_begin"))
+    functions = dict.fromkeys(("spawn", "make_transport", "note_progress", "may_begin", "shared_cache"))
     with (
         ThreadPoolExecutor(1) as workers,
         pytest.raises(MeshError, match="it has no cuda_copy"),
     ):
-        await setup.equip(
+        await setup.make_resources(
             message, None, None, None, workers, open_devices=lambda *_: None, inline=False, **functions
         )
 

@@ -29,6 +29,17 @@ def test_behind_a_folder_that_nobody_else_can_enter_modes_do_not_matter(home):
     make_private_folder(str(home / "open" / "mine"))
 
 
+@pytest.mark.parametrize("mode", [0o700, 0o755], ids=oct)
+@pytest.mark.parametrize("name", ["file", "link"])
+def test_a_file_in_the_folders_place_is_an_error_also_where_nobody_else_can_enter(home, mode, name):
+    (home / "file").touch()
+    (home / "link").symlink_to("file")
+    home.chmod(mode)
+    with pytest.raises(NotADirectoryError) as caught:
+        make_private_folder(str(home / name))
+    assert caught.value.filename == str(home / "file")
+
+
 def test_links_that_lead_in_a_circle_are_an_error_of_the_system(home):
     (home / "a").symlink_to("b")
     (home / "b").symlink_to("a")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxpp_async.controller.deploy import Deployment, LoadedPrograms, MessageEnd, links_of
+from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.errors import ActorDiedError, ProtocolError
 from jaxpp_async.layout.array_parts import Scattering
 from jaxpp_async.program.actor_program import ActorProgram, parse_program
@@ -23,8 +24,12 @@ SECOND = ActorProgram(1, (Recv(0, 0, 0, F4),), (F4,))
 PARTS = {1: SECOND, 0: FIRST}
 
 
+def loaded_programs(processes: Topology, *, for_successors: bool = False) -> LoadedPrograms:
+    return LoadedPrograms(processes, ControllerOptions(max_restarts=int(for_successors)))
+
+
 def programs(*, for_successors: bool = False, per_actor: int = 1) -> LoadedPrograms:
-    made = LoadedPrograms(Topology(2, per_actor), for_successors=for_successors)
+    made = loaded_programs(Topology(2, per_actor), for_successors=for_successors)
     made.add(made.new_id(), PARTS, {0: {2: "k0", 3: "k1"}}, {"k0": b"zero", "k1": b"one"}, {0: "x"})
     return made
 
@@ -51,13 +56,14 @@ def test_a_program_knows_its_actors_and_their_processes_in_order():
     assert list(made.parts(0)) == [0, 1]
 
 
-def test_what_only_travels_is_dropped_once_loaded_unless_a_successor_needs_it():
+def test_texts_and_executables_are_dropped_once_loaded_unless_a_successor_needs_them():
     forgets, keeps = programs(), programs(for_successors=True)
     for made in (forgets, keeps):
         made.note_loaded(0)
         assert made.part(0, 0) == FIRST
-    with pytest.raises(KeyError):
-        forgets.load_message(1, 0, 0, set())
+    for actor in (0, 1):  # the second has no executables: its program alone would do
+        with pytest.raises(KeyError):
+            forgets.load_message(1, 0, actor, set())
     assert keeps.load_message(1, 0, 0, set()).blobs == {"k0": b"zero", "k1": b"one"}
 
 
@@ -65,7 +71,7 @@ def test_a_program_that_could_not_be_loaded_is_gone_and_its_id_is_never_given_ag
     made = programs()
     made.remove(0)
     made.remove(0)
-    assert (made.of(0), made.parts(0), made.part(0, 0), made.all_parts()) == ((), {}, None, [])
+    assert (made.programs_of(0), made.parts(0), made.part(0, 0), made.all_parts()) == ((), {}, None, [])
     assert made.new_id() == 1
 
 
@@ -73,7 +79,7 @@ def test_programs_of_an_actor_are_listed_in_order_of_their_ids():
     made = programs()
     made.add(4, {0: FIRST}, {}, {}, {})
     made.add(2, {0: FIRST}, {}, {}, {})
-    assert (made.of(0), made.of(1)) == ((0, 2, 4), (0,))
+    assert (made.programs_of(0), made.programs_of(1)) == ((0, 2, 4), (0,))
     assert made.all_parts() == [{0: FIRST, 1: SECOND}, {0: FIRST}, {0: FIRST}]
 
 
@@ -102,7 +108,7 @@ def test_a_program_needs_one_link_for_each_direction_between_two_processes():
     assert links_of({0: forth, 1: back}, Scattering((), 1)) == [NcclLink(0, 1), NcclLink(1, 0)]
 
 
-def test_of_actors_of_two_processes_a_replicated_array_takes_a_link_across_and_one_to_the_mate():
+def test_of_actors_of_two_processes_a_replicated_array_takes_a_link_across_and_one_within_the_actor():
     assert links_of(PARTS, Scattering((("x", 2),), 2)) == [NcclLink(0, 2), NcclLink(2, 3)]
 
 
@@ -164,31 +170,31 @@ class Actors:
 
 
 async def deploy(actors: Actors, made: LoadedPrograms) -> dict[int, Loaded]:
-    deploying = Deployment(actors, actors, made, actors, paused=actors.paused, tell=actors.said.append)
+    deploying = Deployment(actors, actors, made, actors, paused=actors.paused, on_progress=actors.said.append)
     return await deploying.deploy(made.new_id(), PARTS, {0: {2: "k0"}}, {"k0": b"zero"}, {})
 
 
 async def test_a_program_is_loaded_on_all_of_its_actors_and_then_linked():
-    actors, made = Actors(), LoadedPrograms(Topology(2))
+    actors, made = Actors(), loaded_programs(Topology(2))
     loaded = await deploy(actors, made)
     assert {actor: reply.temp_bytes for actor, reply in loaded.items()} == {0: {0: 8}, 1: {1: 8}}
     assert [(process, message.blobs) for process, message in actors.posted] == [(0, {"k0": b"zero"}), (1, {})]
     assert (actors.linked, actors.said) == ([0], ["compiling on 2 actors"])
     assert actors.log == ["paused", "goes on"]
     assert actors.links[0].known_blobs == {"k0"}
-    assert made.of(0) == (0,)
+    assert made.programs_of(0) == (0,)
 
 
 async def test_a_program_that_one_actor_cannot_load_is_forgotten_and_not_linked():
-    actors, made = Actors(ActorDiedError("gone", actor=1)), LoadedPrograms(Topology(2))
+    actors, made = Actors(ActorDiedError("gone", actor=1)), loaded_programs(Topology(2))
     with pytest.raises(ActorDiedError, match="gone"):
         await deploy(actors, made)
-    assert (made.of(0), actors.linked) == ((), [])
+    assert (made.programs_of(0), actors.linked) == ((), [])
 
 
 async def test_what_a_failed_request_carried_is_sent_again_with_the_next_one():
-    actors, made = Actors(ActorDiedError("gone", actor=1)), LoadedPrograms(Topology(2))
-    deploying = Deployment(actors, actors, made, actors, paused=actors.paused, tell=actors.said.append)
+    actors, made = Actors(ActorDiedError("gone", actor=1)), loaded_programs(Topology(2))
+    deploying = Deployment(actors, actors, made, actors, paused=actors.paused, on_progress=actors.said.append)
     with pytest.raises(ActorDiedError):
         await deploying.deploy(made.new_id(), PARTS, {1: {2: "k0"}}, {"k0": b"zero"}, {})
     assert actors.links[1].known_blobs == set()

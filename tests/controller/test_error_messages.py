@@ -151,7 +151,7 @@ def test_an_actor_that_closes_its_connection_and_one_that_is_silent_say_so():
     assert (lost.step, silent.step, silent.instruction) == (7, None, "run f of step 7")
 
 
-def test_an_actor_that_did_not_come_up_is_named_by_its_seat():
+def test_an_actor_that_did_not_come_up_is_named_by_its_actor_and_its_rank():
     error = launch_error(ProcessRank(3, 2), "did not start", ("OSError: no such file",))
     assert str(error).startswith(
         "actor 1 (process 1 of 2) did not start: OSError: no such file\nThe end of its output:"

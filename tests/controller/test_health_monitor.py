@@ -1,5 +1,5 @@
-"""The asyncio shell around monitor and stuck: beats, reports and a real clock in, errors and logged warnings
-out."""
+"""Direct tests of the health monitor: which heartbeats and reports end in errors and logged warnings, and
+which actors are asked for their time."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from jaxpp_async.controller import health_monitor as watch_module
+from jaxpp_async.controller import health_monitor
 from jaxpp_async.controller.failure_detector import Recovered, Suspect
-from jaxpp_async.controller.health_monitor import HealthMonitor
+from jaxpp_async.controller.health_monitor import FORGET_S, ClockWatch, HealthMonitor
 from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.errors import ActorError, ActorUnresponsiveError, MeshClosedError, TransferError
 from jaxpp_async.protocol import messages as m
 from jaxpp_async.protocol.actor_info import Position
+from jaxpp_async.protocol.clocks import Offset
 from jaxpp_async.protocol.frames import Identity
 from tests.controller.test_stall_detector import INFOS, LOST, STEP, WAITING, at, part
 
@@ -91,8 +93,8 @@ async def watched(**deadlines: float) -> AsyncIterator[Mesh]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(watch_module, "TICK_S", 0.02)
-    monkeypatch.setattr(watch_module, "REPORT_S", 0.1)
+    monkeypatch.setattr(health_monitor, "TICK_S", 0.02)
+    monkeypatch.setattr(health_monitor, "REPORT_S", 0.1)
 
 
 async def test_the_silent_are_suspect_and_then_given_up(caplog):
@@ -187,7 +189,7 @@ async def test_what_is_not_stuck(why):
 
 
 async def test_closing_ends_a_question_under_way(monkeypatch):
-    monkeypatch.setattr(watch_module, "REPORT_S", 60.0)
+    monkeypatch.setattr(health_monitor, "REPORT_S", 60.0)
     async with watched(progress_s=0.1) as mesh:
         mesh.step(WAITING)
         mesh.reports = {**LOST, 1: None}
@@ -195,3 +197,78 @@ async def test_closing_ends_a_question_under_way(monkeypatch):
             await mesh.beating(0.02, 0, 1, 2)
     mesh.watch.watch(0)  # too late; nothing happens
     assert mesh.watch._timer is not None and mesh.watch._timer.cancelled()
+
+
+# ---------------------------------------------------------------- clocks
+
+
+class Actors:
+    """Actors that are asked for their time, and answer when they are told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, asyncio.Future[m.Reported]]] = []
+        self.over = False
+        self.watch = ClockWatch(self.ask, own="ours")
+
+    def ask(self, actor: int) -> asyncio.Future[m.Reported]:
+        if self.over:
+            raise MeshClosedError("over")
+        self.asked.append((actor, asyncio.get_running_loop().create_future()))
+        return self.asked[-1][1]
+
+    def beat(self, actor: int, clock: str) -> None:
+        self.watch.record_heartbeat(Identity(actor, 0, "beats"), m.Beat(None, clock))
+
+    async def answer(self, k: int, **reply: Any) -> None:
+        self.asked[k][1].set_result(m.Reported(0, None, **reply))
+        await asyncio.sleep(0)
+
+
+async def test_only_other_clocks_are_asked_and_one_question_is_open():
+    actors = Actors()
+    for _ in range(3):
+        actors.beat(0, "ours")
+        actors.beat(1, "theirs")
+    assert [actor for actor, _ in actors.asked] == [1]
+    assert (
+        actors.watch.clock_of(0).offset(0.0) == Offset(0.0, 0.0)
+        and actors.watch.clock_of(1).offset(0.0) is None
+    )
+    await actors.answer(0, now_s=1e6)
+    now = asyncio.get_running_loop().time()
+    offset = actors.watch.clock_of(1).offset(now)
+    assert offset is not None and abs(offset.offset_s - (1e6 - now)) <= offset.error_s + 1.0
+    actors.beat(1, "theirs")
+    assert len(actors.asked) == 2
+
+
+async def test_answers_that_say_nothing():
+    actors = Actors()
+    actors.beat(1, "theirs")
+    await actors.answer(0)  # an actor that does not tell the time
+    actors.beat(1, "theirs")
+    actors.asked[1][1].set_exception(MeshClosedError("over"))
+    await asyncio.sleep(0)
+    actors.beat(1, "theirs")
+    actors.watch.begin(1)  # replaced meanwhile: the answer is of another life
+    actors.beat(1, "theirs")
+    await actors.answer(2, now_s=5.0)
+    assert actors.watch.clock_of(1).offset(0.0) is None
+    actors.over = True
+    actors.watch.begin(1)
+    actors.beat(1, "theirs")  # nobody to ask
+    assert len(actors.asked) == 4
+
+
+async def test_a_question_that_was_lost_is_asked_again(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(health_monitor, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    actors = Actors()
+    for _ in range(2):
+        actors.beat(1, "theirs")
+    assert len(actors.asked) == 1
+    now[0] += FORGET_S
+    actors.beat(1, "theirs")
+    assert len(actors.asked) == 2
+    await actors.answer(0, now_s=7.0)  # the first answer comes after all
+    assert actors.watch.clock_of(1).offset(now[0]) is None

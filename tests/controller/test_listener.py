@@ -15,11 +15,11 @@ def clock():
     return Clock()
 
 
-def test_of_many_refusals_some_are_said_and_the_rest_counted(clock):
+def test_of_many_refusals_some_are_logged_and_the_rest_counted(clock):
     lines = []
     refusals = RateLimitedLog(lines.append, lambda: clock.now_s)
     for k in range(MOST + 3):
-        refusals.say(f"refused {k}")
+        refusals.write(f"refused {k}")
     assert lines == [f"refused {k}" for k in range(MOST)]
     refusals.flush()
     refusals.flush()
@@ -30,9 +30,9 @@ def test_a_new_window_begins_with_the_count_of_the_last_one(clock):
     lines = []
     refusals = RateLimitedLog(lines.append, lambda: clock.now_s)
     for _ in range(MOST + 2):
-        refusals.say("x")
+        refusals.write("x")
     clock.now_s += WINDOW_S
-    refusals.say("still hidden")
+    refusals.write("still hidden")
     clock.now_s += 0.5
-    refusals.say("again")
+    refusals.write("again")
     assert lines[MOST:] == ["refused 3 more connections", "again"]

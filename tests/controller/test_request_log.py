@@ -1,4 +1,4 @@
-"""What requests are remembered, and which are made again, in which order. Links that only take notes; no JAX."""
+"""Direct tests of which requests are remembered, and which are sent again, in which order. No JAX."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Link:
         self.reply_handlers.pop(request).on_reply(self, make(request))
 
 
-class Desk:
-    """An outbox with two links, and one request of each kind."""
+class Requests:
+    """A log of requests over two links, which posts one request of each kind."""
 
     def __init__(self, *, remembers: bool = True) -> None:
         self.links = {0: Link(0), 1: Link(1)}
         self.request_log = RequestLog(
             self.links, lambda: None, ControllerOptions(max_restarts=int(remembers))
-        )  # type: ignore[arg-type]
+        )
         self.num_steps = 0
 
     def post(self, kind: type, *fields: Any, actor: int = 0, reply: type = m.Done) -> PendingRequest:
@@ -73,113 +73,113 @@ class Desk:
 
 
 async def test_what_changes_an_actor_is_made_again_and_questions_only_without_an_answer():
-    desk = Desk()
-    desk.post(m.Store, (), (1,))
-    desk.links[0].answer()
-    ran = desk.step()
-    desk.finish(0)
+    requests = Requests()
+    requests.post(m.Store, (), (1,))
+    requests.links[0].answer()
+    ran = requests.step()
+    requests.finish(0)
     heard_s = dict(ran.heard_s)
-    desk.post(m.Inspect, reply=m.Inspected)
-    desk.links[0].answer(lambda request: m.Inspected(request, {}))
-    open_question, open_step = desk.post(m.Inspect, reply=m.Inspected), desk.step()
-    numbers = {message.request for message in desk.links[0].asked}
-    assert desk.again() == ["Store", "Step", "Inspect", "Step"]
-    assert [message.epoch for message in desk.links[0].asked if isinstance(message, m.Step)] == [1, 1]
-    assert not numbers & {message.request for message in desk.links[0].asked}
+    requests.post(m.Inspect, reply=m.Inspected)
+    requests.links[0].answer(lambda request: m.Inspected(request, {}))
+    open_question, open_step = requests.post(m.Inspect, reply=m.Inspected), requests.step()
+    numbers = {message.request for message in requests.links[0].asked}
+    assert requests.again() == ["Store", "Step", "Inspect", "Step"]
+    assert [message.epoch for message in requests.links[0].asked if isinstance(message, m.Step)] == [1, 1]
+    assert not numbers & {message.request for message in requests.links[0].asked}
     assert not open_question.done and open_step.waits_for(0) and open_step.waits_for(1)
-    desk.links[0].answer()  # nobody waits for these any more
-    desk.finish(0)
+    requests.links[0].answer()  # nobody waits for these any more
+    requests.finish(0)
     assert ran.heard_s == heard_s
-    desk.links[0].answer(lambda request: m.Inspected(request, {"a": 1}))
+    requests.links[0].answer(lambda request: m.Inspected(request, {"a": 1}))
     assert (await open_question.future).numbers == {"a": 1}
 
 
 async def test_what_is_asked_meanwhile_goes_behind_what_is_made_again():
-    desk = Desk()
-    desk.step()
-    desk.request_log.hold_back()
-    desk.post(m.Store, (), (7,))
-    assert desk.links[0].asked == []
-    assert desk.request_log.replay(1) == 0  # the step had not been run
-    assert [type(message).__name__ for message in desk.links[0].asked] == ["Step", "Store"]
+    requests = Requests()
+    requests.step()
+    requests.request_log.hold_back()
+    requests.post(m.Store, (), (7,))
+    assert requests.links[0].asked == []
+    assert requests.request_log.replay(1) == 0  # the step had not been run
+    assert [type(message).__name__ for message in requests.links[0].asked] == ["Step", "Store"]
 
 
 async def test_a_step_that_one_actor_has_finished_is_run_by_all():
-    desk = Desk()
-    handle = desk.step()
-    desk.links[0].answer(lambda request: m.StepDone(request, 0, STATS))
+    requests = Requests()
+    handle = requests.step()
+    requests.links[0].answer(lambda request: m.StepDone(request, 0, STATS))
     assert not handle.waits_for(0)
-    desk.again()
-    assert handle.waits_for(0) and len(desk.links[1].asked) == 1
-    desk.finish(0)
+    requests.again()
+    assert handle.waits_for(0) and len(requests.links[1].asked) == 1
+    requests.finish(0)
     assert set(await handle) == {0, 1}
 
 
 async def test_nothing_before_a_copy_is_needed():
-    desk = Desk()
-    desk.step()
-    desk.finish(0)
-    mark = desk.request_log.mark
-    desk.step()
-    assert desk.request_log.unanswered(mark) == ()
-    assert len(desk.request_log.unanswered(desk.request_log.mark)) == 2
-    desk.request_log.forget_before(mark)
-    assert desk.again() == ["Step"]
-    assert desk.links[0].asked[0].step == 1
-    desk.request_log.forget_before(mark)  # of before the restart: what was made again lies behind it
-    assert desk.again() == ["Step"]
+    requests = Requests()
+    requests.step()
+    requests.finish(0)
+    mark = requests.request_log.mark
+    requests.step()
+    assert requests.request_log.unanswered(mark) == ()
+    assert len(requests.request_log.unanswered(requests.request_log.mark)) == 2
+    requests.request_log.forget_before(mark)
+    assert requests.again() == ["Step"]
+    assert requests.links[0].asked[0].step == 1
+    requests.request_log.forget_before(mark)  # of before the restart: what was made again lies behind it
+    assert requests.again() == ["Step"]
 
 
 async def test_arrays_that_a_save_has_taken_are_taken_again_until_it_is_over():
-    desk = Desk()
+    requests = Requests()
     for _ in range(2):  # the second save goes to the folder of the first
-        desk.post(m.BeginSnapshot, b"/folder", (1,))
-        assert desk.request_log.has_snapshot
-        desk.links[0].answer()
-        desk.post(m.Sweep, b"/folder")
-        assert desk.request_log.has_snapshot
-        desk.links[0].answer()
-        assert not desk.request_log.has_snapshot
-    desk.post(m.BeginSnapshot, b"/folder", (1,))
-    desk.links[0].answer()
-    assert desk.again() == ["BeginSnapshot"]
+        requests.post(m.BeginSnapshot, b"/folder", (1,))
+        assert requests.request_log.has_snapshot
+        requests.links[0].answer()
+        requests.post(m.Sweep, b"/folder")
+        assert requests.request_log.has_snapshot
+        requests.links[0].answer()
+        assert not requests.request_log.has_snapshot
+    requests.post(m.BeginSnapshot, b"/folder", (1,))
+    requests.links[0].answer()
+    assert requests.again() == ["BeginSnapshot"]
 
 
 async def test_files_are_needed_until_a_copy_has_what_was_read():
-    desk = Desk()
-    desk.post(m.ReadFile, b"/file", ())
-    desk.links[0].answer()
-    mark = desk.request_log.mark
-    assert desk.request_log.needs_files
-    desk.request_log.forget_before(mark)
-    assert not desk.request_log.needs_files
+    requests = Requests()
+    requests.post(m.ReadFile, b"/file", ())
+    requests.links[0].answer()
+    mark = requests.request_log.mark
+    assert requests.request_log.needs_files
+    requests.request_log.forget_before(mark)
+    assert not requests.request_log.needs_files
 
 
 async def test_what_an_actor_refused_is_not_made_again():
-    desk = Desk()
-    desk.post(m.Store, (), (1,)).fail(ActorDiedError("refused"))
-    desk.step()
-    assert desk.again() == ["Step"]
+    requests = Requests()
+    requests.post(m.Store, (), (1,)).fail(ActorDiedError("refused"))
+    requests.step()
+    assert requests.again() == ["Step"]
 
 
 async def test_answered_questions_do_not_pile_up():
-    desk = Desk()
+    requests = Requests()
     for _ in range(2000):
-        desk.post(m.Inspect, reply=m.Inspected)
-        desk.links[0].answer(lambda request: m.Inspected(request, {}))
-    assert len(desk.request_log._sent) < 600
-    forgetful = Desk(remembers=False)
+        requests.post(m.Inspect, reply=m.Inspected)
+        requests.links[0].answer(lambda request: m.Inspected(request, {}))
+    assert len(requests.request_log._sent) < 600
+    forgetful = Requests(remembers=False)
     forgetful.step()
     assert forgetful.request_log._sent == []
 
 
 @pytest.mark.parametrize("remembers", [True, False])
 async def test_the_end_reaches_everyone_once(remembers):
-    desk = Desk(remembers=remembers)
-    question, first, second = desk.post(m.Inspect), desk.step(), desk.step()
+    requests = Requests(remembers=remembers)
+    question, first, second = requests.post(m.Inspect), requests.step(), requests.step()
     if remembers:
-        desk.request_log.hold_back()  # also in the middle of a restart
-    assert desk.request_log.fail_all(ActorDiedError("gone", step=0), 0)
+        requests.request_log.hold_back()  # also in the middle of a restart
+    assert requests.request_log.fail_all(ActorDiedError("gone", step=0), 0)
     for reply_handler, kind in (
         (question, ActorDiedError),
         (first, ActorDiedError),
@@ -187,4 +187,4 @@ async def test_the_end_reaches_everyone_once(remembers):
     ):
         with pytest.raises(kind):
             await reply_handler
-    assert not desk.request_log.fail_all(ActorDiedError("gone"), None)
+    assert not requests.request_log.fail_all(ActorDiedError("gone"), None)

@@ -351,7 +351,7 @@ def test_the_error_of_a_silent_actor():
     assert "last at" not in str(silent_error(INFOS[1], 10.0, None, None))
 
 
-def test_places():
+def test_positions_read_as_instructions():
     assert describe_position(part, 0, at(6)) == "the end of step 7, with transfers open"
     assert describe_position(part, 0, at(4)).endswith("of step 7, waiting for data")
     assert (

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxpp_async.controller.options import ControllerOptions
+from jaxpp_async.controller.requests import PendingRequest
 from jaxpp_async.controller.state_replicas import MAX_REMEMBERED_BYTES, StateReplication
 from jaxpp_async.errors import RemoteError, StateLostError, TransferError
 from jaxpp_async.program.instructions import Aval
@@ -22,6 +24,7 @@ from jaxpp_async.protocol.messages import (
     TakeReplica,
 )
 
+OPTIONS = ControllerOptions(max_restarts=1, backup_every=3, progress_s=60.0)
 ARRAY = ReplicaArray(5, Aval((2,), "float32"), (8,))
 
 
@@ -36,14 +39,15 @@ class Mesh:
         self.processes, self.actors, self.epoch = Topology(num_actors), range(num_actors), 4
         self.links = {}
         for p in self.actors:
-            self.links[p] = SimpleNamespace(request=self._answer(p), info=SimpleNamespace(host=f"n{p}"))
+            self.links[p] = SimpleNamespace(ask=self._answer(p), info=SimpleNamespace(host=f"n{p}"))
         self.asked, self.errors, self.fails = [], [], {}
         self.size_bytes, self.mark, self.is_open, self.has_snapshot = 0, 77, True, False
         self.forgotten, self.needs_files, self._number = [], False, 0
-        self.replication = StateReplication(self, self, every=3, on_error=self.errors.append, patience_s=60.0)
+        self.replication = StateReplication(self, self, OPTIONS, self.errors.append)
 
     def _answer(self, process: int):
-        def request(message, call) -> None:
+        def ask(message, expected: type) -> PendingRequest:
+            call = PendingRequest(expected, awaited=False)
             self.asked.append((process, message))
             if type(message) in self.fails:
                 call.fail(self.fails[type(message)])
@@ -51,8 +55,9 @@ class Mesh:
                 call.on_reply(None, ReplicaTaken(message.request, (ARRAY,)))
             else:
                 call.on_reply(None, Done(message.request))
+            return call
 
-        return request
+        return ask
 
     def number(self) -> int:
         self._number += 1
@@ -115,13 +120,13 @@ async def test_a_copy_is_whole_when_everyones_holder_has_it_and_then_the_others_
         (1, 0),
         (2, 0),
     ]
-    assert [(message.of, message.source, to) for to, message in mesh.told(ReceiveReplica)] == [
+    assert [(message.owner, message.source, to) for to, message in mesh.told(ReceiveReplica)] == [
         (0, 0, 1),
         (1, 1, 2),
         (2, 2, 0),
     ]
     assert [
-        (source, message.of, message.to, message.epoch) for source, message in mesh.told(SendReplica)
+        (source, message.owner, message.to, message.epoch) for source, message in mesh.told(SendReplica)
     ] == [
         (0, 0, 1, 4),
         (1, 1, 2, 4),
@@ -146,7 +151,7 @@ async def test_a_successor_gets_the_copy_of_the_lost_one_and_what_that_held_for_
     mesh = Mesh()
     await taken(mesh)
     await mesh.replication.roll_back([1])
-    assert [(message.of, message.source, to) for to, message in mesh.told(ReceiveReplica)] == [
+    assert [(message.owner, message.source, to) for to, message in mesh.told(ReceiveReplica)] == [
         (1, 2, 1),  # its own, from its holder
         (0, 0, 1),  # what it held
     ]

@@ -94,7 +94,7 @@ async def test_callbacks_come_in_order_at_once_and_one_that_raises_stops_nobody(
 
         for callback in (lambda: called.append("first"), broken, lambda: called.append("last")):
             handle.when_done(callback)
-        handle.end_without_actors()
+        handle.finish()
         handle.when_done(lambda: called.append("late"))
     finally:
         loop.set_exception_handler(before)
@@ -104,24 +104,20 @@ async def test_callbacks_come_in_order_at_once_and_one_that_raises_stops_nobody(
 
 async def test_who_waits_is_woken_and_who_was_cancelled_leaves_the_step_running():
     handle = StepHandle(STEP, 0, [0])
-    gone, stays, own = (
-        asyncio.ensure_future(_await(handle)),
-        asyncio.ensure_future(_await(handle)),
-        handle.future,
-    )
+    gone, stays = asyncio.ensure_future(_await(handle)), asyncio.ensure_future(_await(handle))
     await asyncio.sleep(0)
     gone.cancel()
-    own.cancel()
     await asyncio.sleep(0)
+    assert not handle.done
     handle.on_reply(link(0), StepDone(1, STEP, STATS))
     assert await stays == {0: STATS}
     assert gone.cancelled()
 
 
-async def test_a_step_that_is_made_again_waits_for_everyone_anew():
+async def test_a_step_that_is_reset_waits_for_all_its_processes_anew():
     handle = StepHandle(STEP, 0, [0, 1])
     handle.on_reply(link(0), StepDone(1, STEP, STATS))
-    handle.again()
+    handle.reset()
     assert handle.waits_for(0)
     handle.on_reply(link(1), StepDone(2, STEP, STATS))
     assert not handle.done

@@ -10,9 +10,9 @@ from importlib import metadata
 import pytest
 
 import jaxpp_async
-from jaxpp_async.launch.host_agent import VERSIONED, descendants, hello, keep
+from jaxpp_async.launch.host_agent import VERSIONED, descendants, hello, obey_orders
 from jaxpp_async.launch.host_agent_protocol import Close, SignalActor, write_order
-from jaxpp_async.protocol.parent_watch import ExitCode
+from jaxpp_async.protocol.parent_watch import ExitCode, Lease
 
 
 class Agent:
@@ -28,15 +28,15 @@ class Agent:
         self.is_expired = True
 
 
-def kept(*said: bytes, lease_s: float = 60.0, ends: bool = True) -> tuple[Agent, ExitCode]:
-    """What an agent does that is told this."""
+def run_agent(*said: bytes, lease_s: float = 60.0, ends: bool = True) -> tuple[Agent, ExitCode]:
+    """Run an agent whose stdin gives this; return it with its exit code."""
     agent, (ours, theirs) = Agent(), os.pipe()
     try:
         for data in said:
             os.write(theirs, data)
         if ends:
             os.close(theirs)
-        return agent, keep(agent, ours, lease_s)
+        return agent, obey_orders(agent, ours, Lease(lease_s))
     finally:
         os.close(ours)
         if not ends:
@@ -45,17 +45,17 @@ def kept(*said: bytes, lease_s: float = 60.0, ends: bool = True) -> tuple[Agent,
 
 def test_orders_are_carried_out_until_one_says_to_close():
     first, second = SignalActor("a", 15), SignalActor("b", 9)
-    agent, code = kept(write_order(first), b"..", write_order(second), write_order(Close()), b"rest")
+    agent, code = run_agent(write_order(first), b"..", write_order(second), write_order(Close()), b"rest")
     assert (agent.obeyed, code) == ([first, second], ExitCode.OK)
 
 
 def test_the_end_of_stdin_is_the_end_of_the_driver_and_half_an_order_is_none():
-    agent, code = kept(write_order(SignalActor("a", 15)), write_order(SignalActor("b", 15))[:-5])
+    agent, code = run_agent(write_order(SignalActor("a", 15)), write_order(SignalActor("b", 15))[:-5])
     assert (agent.obeyed, code) == ([SignalActor("a", 15)], ExitCode.CONTROLLER_GONE)
 
 
 def test_what_is_no_order_ends_the_agent_without_quoting_it(capfd):
-    agent, code = kept(b'["StartActor", ["a-secret"]]\n')
+    agent, code = run_agent(b'["StartActor", ["a-secret"]]\n')
     assert (agent.obeyed, code) == ([], ExitCode.CONFIG)
     said = capfd.readouterr().err
     assert said.endswith("is run by a mesh, not by hand: no message of a keeper (ProtocolError)\n")
@@ -63,7 +63,7 @@ def test_what_is_no_order_ends_the_agent_without_quoting_it(capfd):
 
 
 def test_an_agent_that_hears_nothing_for_longer_than_its_lease_says_so_and_ends():
-    agent, code = kept(lease_s=0.0, ends=False)
+    agent, code = run_agent(lease_s=0.0, ends=False)
     assert (agent.is_expired, code) == (True, ExitCode.LEASE_EXPIRED)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import ClassVar
 
 import pytest
 
@@ -50,13 +51,16 @@ class Stream:
 
 
 class Host:
-    """A link to a host, and the host's side of it."""
+    """A link to a host, and the host's side of it. `closed_links` closes it."""
+
+    links: ClassVar[list[HostAgentClient]] = []
 
     def __init__(self, *, login_mark: str | None = None):
         self.forwarded: list[str] = []
         self.link = HostAgentClient("node1", self.forwarded.append, login_mark=login_mark)
         self.stream = Stream()
         self.link.attach(self.stream)
+        self.links.append(self.link)
 
     async def say(self, *said: object) -> None:
         """Print records, or lines of text, and let the link take them."""
@@ -72,6 +76,14 @@ class Host:
 
     def start(self, key: str = "a", forward=lambda line: None) -> asyncio.Task:
         return asyncio.ensure_future(self.link.start(key, REQUEST, "/tmp", forward))
+
+
+@pytest.fixture(autouse=True)
+async def closed_links():
+    """Close what a test has opened, which would be an asyncio task that nobody ends."""
+    yield
+    while Host.links:
+        await Host.links.pop().aclose(0.0)
 
 
 async def started_actor(forward=lambda line: None):
@@ -184,7 +196,7 @@ async def test_signals_go_to_the_actor_that_is_meant():
     assert host.stream.orders[1:] == [SignalActor("a", 15), SignalActor("a", 9)]
 
 
-async def test_the_end_of_an_actor_comes_with_its_last_lines_and_its_place():
+async def test_the_end_of_an_actor_comes_with_its_last_lines_and_its_position():
     host, actor = await started_actor()
     await host.say(OutputLine("a", "Killed"), ActorEnded("a", -9, (7, 0, 3, False, True)))
     assert await actor.wait_dead() == Death(-9, ("Killed",))

@@ -301,7 +301,7 @@ def test_an_actor_that_cannot_begin_says_why(changes, code, said):
     assert "xyz" not in errors and "abab" not in errors
 
 
-# ---------------------------------------------------------------- the warden
+# ---------------------------------------------------------------- the supervisor of processes
 
 
 async def spawn(supervisor: ProcessSupervisor, code: str, lines: list[str]):
@@ -309,9 +309,12 @@ async def spawn(supervisor: ProcessSupervisor, code: str, lines: list[str]):
     return await asyncio.wrap_future(spawned)
 
 
-async def test_the_warden_keeps_output_and_exit_status():
+async def test_the_supervisor_keeps_output_and_exit_status():
     supervisor, lines = ProcessSupervisor(beat_s=1.0), []
-    code = "import sys; print(sys.stdin.readline().strip()); [print(i) for i in range(80)]; sys.exit('oh \\u00e9')"
+    code = (
+        "import sys; print(sys.stdin.readline().strip()); "
+        "[print(i) for i in range(80)]; sys.exit('oh \\u00e9')"
+    )
     process = await spawn(supervisor, code, lines)
     death = await asyncio.wrap_future(process.dead)
     assert lines == ["config", *map(str, range(80)), "oh \u00e9"]
@@ -388,7 +391,7 @@ async def test_a_death_that_is_seen_before_the_last_words(monkeypatch):
         await asyncio.wrap_future(supervisor.close())
 
 
-async def test_closing_the_warden_kills_what_is_left():
+async def test_closing_the_supervisor_kills_what_is_left():
     supervisor = ProcessSupervisor(beat_s=1.0)
     process = await spawn(supervisor, "import time; time.sleep(60)", [])
     await asyncio.wrap_future(supervisor.close())

@@ -1,4 +1,4 @@
-"""Launchers of one's own: the `Launcher` interface done by hand, and a command that runs a keeper elsewhere.
+"""Launchers of one's own: the `Launcher` interface done by hand, and a command that runs an agent elsewhere.
 Also what every launcher on other hosts shares: at most eight handshakes at once, one address, one line a
 host.
 """
@@ -219,11 +219,12 @@ async def test_an_actor_that_cannot_be_set_up_says_so(caplog):
 
 
 @pytest.mark.parametrize("how", ["end of file", "lease", "SIGTERM"])
-def test_a_keeper_leaves_nothing_behind(how, tmp_path):
+def test_a_host_agent_leaves_nothing_behind(how, tmp_path):
     """Not even what has a session of its own."""
     code = (
         "import subprocess, time; "
-        "print('child', subprocess.Popen(['sleep', '62'], start_new_session=True).pid, flush=True); time.sleep(62)"
+        "print('child', subprocess.Popen(['sleep', '62'], start_new_session=True).pid, flush=True); "
+        "time.sleep(62)"
     )
     actor = f'#!/bin/sh\nexec {sys.executable} -c "{code}"\n'
     command = [sys.executable, "-m", "jaxpp_async.launch.host_agent", "1.0" if how == "lease" else "15"]

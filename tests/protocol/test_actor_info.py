@@ -12,53 +12,49 @@ from jaxpp_async.protocol.actor_info import (
     ProcessRank,
     ProgressPage,
     Topology,
-    hindmost,
+    actor_and_rank,
+    furthest_behind,
     make_page,
+    merge_processes,
     no_progress,
-    of_actor,
-    place_of,
     process_of,
 )
 
-# ---------------------------------------------------------------- seats
+# ---------------------------------------------------------------- numbers of processes
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_place_of_a_process_leads_back_to_its_number(size):
+def test_the_actor_and_the_rank_of_a_process_lead_back_to_its_number(size):
     for process in range(7):
-        actor, rank = place_of(process, size)
+        actor, rank = actor_and_rank(process, size)
         assert process_of(actor, rank, size) == process
         assert 0 <= rank < size
 
 
-def test_the_processes_of_an_actor_are_neighbours():
+def test_the_processes_of_an_actor_have_consecutive_numbers():
     mesh = Topology(num_actors=3, per_actor=2)
     assert mesh.count == 6
-    assert [list(mesh.of(actor)) for actor in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [list(mesh.processes_of(actor)) for actor in range(3)] == [[0, 1], [2, 3], [4, 5]]
     assert [mesh.actor_of(process) for process in mesh.everyone] == [0, 0, 1, 1, 2, 2]
     assert [mesh.rank_of(process) for process in mesh.everyone] == [0, 1, 0, 1, 0, 1]
 
 
-def test_a_process_exchanges_data_with_its_mates_and_with_its_rank_in_other_actors():
+def test_a_process_exchanges_data_with_its_own_actor_and_with_its_rank_in_other_actors():
     mesh = Topology(num_actors=3, per_actor=3)
-    assert list(mesh.mates_of(4)) == [3, 4, 5]
+    assert list(mesh.group_of(4)) == [3, 4, 5]
     assert mesh.peers_of(4) == {3, 5, 1, 7}
     assert Topology(2).peers_of(0) == {1}
     assert Topology(1).peers_of(0) == set()
 
 
 def test_processes_of_several_actors_come_in_order_whatever_order_the_actors_have():
-    assert Topology(3, 2).of_all([2, 0]) == [0, 1, 4, 5]
+    assert Topology(3, 2).processes_of_all([2, 0]) == [0, 1, 4, 5]
 
 
-def test_a_seat_knows_its_mates_and_its_partners():
+def test_a_process_knows_those_of_its_actor_and_its_counterparts_in_others():
     process_rank = ProcessRank(process=5, size=3)
-    assert (process_rank.actor, process_rank.rank, process_rank.mate(0), process_rank.partner(0)) == (
-        1,
-        2,
-        3,
-        2,
-    )
+    assert (process_rank.actor, process_rank.rank) == (1, 2)
+    assert (process_rank.process_of_rank(0), process_rank.counterpart_in(0)) == (3, 2)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +65,7 @@ def test_a_seat_knows_its_mates_and_its_partners():
         (ProcessRank(0, 2), "actor 0 (process 0 of 2)"),
     ],
 )
-def test_a_seat_names_the_process_only_where_there_are_several(process_rank, text):
+def test_a_process_is_named_only_where_its_actor_has_several(process_rank, text):
     assert str(process_rank) == text
 
 
@@ -81,8 +77,8 @@ def info(rank: int, state: str = "ready", size: int = 2) -> ActorInfo:
     return ActorInfo(3, f"h{rank}", 100 + rank, devices, state, rank=rank, size=size, gpus=gpus)
 
 
-def test_an_actor_of_several_processes_has_the_devices_of_all_and_the_place_of_the_first():
-    actor = of_actor([info(0), info(1)])
+def test_an_actor_of_several_processes_has_the_devices_of_all_and_the_host_and_pid_of_the_first():
+    actor = merge_processes([info(0), info(1)])
     assert (actor.id, actor.host, actor.pid, actor.size) == (3, "h0", 100, 1)
     assert (actor.devices, actor.gpus) == (("cpu:0", "cpu:1"), ("GPU-0", "GPU-1"))
     assert actor.processes == (info(0), info(1))
@@ -100,13 +96,13 @@ def test_an_actor_of_several_processes_has_the_devices_of_all_and_the_place_of_t
     ],
 )
 def test_an_actor_is_as_well_as_the_worst_of_its_processes(states, state):
-    assert of_actor([info(rank, state) for rank, state in enumerate(states)]).state == state
-    assert of_actor([info(rank, state) for rank, state in enumerate(reversed(states))]).state == state
+    assert merge_processes([info(rank, state) for rank, state in enumerate(states)]).state == state
+    assert merge_processes([info(rank, state) for rank, state in enumerate(reversed(states))]).state == state
 
 
 def test_an_actor_of_one_process_has_itself_as_its_process():
     alone = info(0, size=1)
-    actor = of_actor([alone])
+    actor = merge_processes([alone])
     assert actor.processes == (alone,)
     assert repr(actor) == "<actor 3 (host h0, pid 100): ready cpu:0>"
 
@@ -114,7 +110,7 @@ def test_an_actor_of_one_process_has_itself_as_its_process():
 def test_texts_name_host_and_pid_of_the_process_that_is_meant():
     assert str(info(1)) == "actor 3 (process 1 of 2: host h1, pid 101)"
     assert info(1).process == 7
-    assert repr(of_actor([info(0), info(1, "failed")])) == (
+    assert repr(merge_processes([info(0), info(1, "failed")])) == (
         "<actor 3: failed cpu:0 cpu:1; 2 processes: host h0 pid 100 ready, host h1 pid 101 failed>"
     )
 
@@ -169,4 +165,4 @@ AT = [Position(5, 0, 3, False), Position(5, 0, 2, False, computing=True), Positi
     ],
 )
 def test_an_actor_is_where_the_process_is_that_is_furthest_behind(positions, found):
-    assert hindmost(positions) == found
+    assert furthest_behind(positions) == found

@@ -1,24 +1,14 @@
-"""Clocks of actors on other hosts: which are ours, what their readings say, and who is asked when."""
+"""Direct tests of the clocks of actors on other hosts: which are ours, and what their readings say."""
 
 from __future__ import annotations
 
-import asyncio
 import random
 import subprocess
 import sys
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from jaxpp_async.controller import clock_sync
-from jaxpp_async.controller.clock_sync import FORGET_S, ClockWatch
-from jaxpp_async.errors import MeshClosedError
-from jaxpp_async.protocol import messages as m
 from jaxpp_async.protocol.clocks import DRIFT, NUM_READINGS, Clocks, Offset, clock_name
-from jaxpp_async.protocol.frames import Identity
-
-# ---------------------------------------------------------------- readings
 
 
 def test_processes_of_one_host_share_a_clock():
@@ -98,78 +88,3 @@ def test_readings_of_then_say_more_than_those_of_much_later():
     clock = clocks.clock_of(1)
     assert len(clock.readings) == NUM_READINGS and kept[0] not in clock.readings
     assert clock.offset(1.0, kept) == Offset(6.5, 0.5) != clock.offset(1.0)
-
-
-# ---------------------------------------------------------------- asking
-
-
-class Actors:
-    """Answer when they are told to."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, asyncio.Future[m.Reported]]] = []
-        self.over = False
-        self.watch = ClockWatch(self.ask, own="ours")
-
-    def ask(self, actor: int) -> asyncio.Future[m.Reported]:
-        if self.over:
-            raise MeshClosedError("over")
-        self.asked.append((actor, asyncio.get_running_loop().create_future()))
-        return self.asked[-1][1]
-
-    def beat(self, actor: int, clock: str) -> None:
-        self.watch.record_heartbeat(Identity(actor, 0, "beats"), m.Beat(None, clock))
-
-    async def answer(self, k: int, **reply: Any) -> None:
-        self.asked[k][1].set_result(m.Reported(0, None, **reply))
-        await asyncio.sleep(0)
-
-
-async def test_only_other_clocks_are_asked_and_one_question_is_open():
-    actors = Actors()
-    for _ in range(3):
-        actors.beat(0, "ours")
-        actors.beat(1, "theirs")
-    assert [actor for actor, _ in actors.asked] == [1]
-    assert (
-        actors.watch.clock_of(0).offset(0.0) == Offset(0.0, 0.0)
-        and actors.watch.clock_of(1).offset(0.0) is None
-    )
-    await actors.answer(0, now_s=1e6)
-    now = asyncio.get_running_loop().time()
-    offset = actors.watch.clock_of(1).offset(now)
-    assert offset is not None and abs(offset.offset_s - (1e6 - now)) <= offset.error_s + 1.0
-    actors.beat(1, "theirs")
-    assert len(actors.asked) == 2
-
-
-async def test_answers_that_say_nothing():
-    actors = Actors()
-    actors.beat(1, "theirs")
-    await actors.answer(0)  # an actor that does not tell the time
-    actors.beat(1, "theirs")
-    actors.asked[1][1].set_exception(MeshClosedError("over"))
-    await asyncio.sleep(0)
-    actors.beat(1, "theirs")
-    actors.watch.begin(1)  # replaced meanwhile: the answer is of another life
-    actors.beat(1, "theirs")
-    await actors.answer(2, now_s=5.0)
-    assert actors.watch.clock_of(1).offset(0.0) is None
-    actors.over = True
-    actors.watch.begin(1)
-    actors.beat(1, "theirs")  # nobody to ask
-    assert len(actors.asked) == 4
-
-
-async def test_a_question_that_was_lost_is_asked_again(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(clock_sync, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    actors = Actors()
-    for _ in range(2):
-        actors.beat(1, "theirs")
-    assert len(actors.asked) == 1
-    now[0] += FORGET_S
-    actors.beat(1, "theirs")
-    assert len(actors.asked) == 2
-    await actors.answer(0, now_s=7.0)  # the first comes after all
-    assert actors.watch.clock_of(1).offset(now[0]) is None
