@@ -1,4 +1,4 @@
-"""What actors tell of where they are: notes in passing, and the answer to `Report` when a step stands still."""
+"""Where actors say that they are: the progress they note, and the answer to `Report` when a step stalls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Timelines: stamps to events and transfers, where time went, a step's breakdown, clocks of other hosts, the
-trace, and what real steps say. The pure ones are played on programs of a few lines with stamps that add up by hand."""
+trace, and what real steps say. The tests without a mesh use programs of a few lines, with stamps that add up
+by hand."""
 
 from __future__ import annotations
 
@@ -124,8 +125,8 @@ def test_transfers_pair_a_send_with_its_receive():
 
 def test_what_is_passed_on_is_called_after_what_made_it():
     programs = [
-        parse_program('actor 0: 2 slots\ninput  b0 = arg 5 f32[2]\nsend   b0 to 1 tag 0\nrun    "f" exe 0 () -> '
-                      "(b1 f32[2])\nsend   b1 to 1 tag 1\n"),
+        parse_program("actor 0: 2 slots\ninput  b0 = arg 5 f32[2]\nsend   b0 to 1 tag 0\n"
+                      'run    "f" exe 0 () -> (b1 f32[2])\nsend   b1 to 1 tag 1\n'),
         parse_program("actor 1: 2 slots\nrecv   b0 from 0 tag 0 f32[2]\nrecv   b1 from 0 tag 1 f32[2]\n"
                       "send   b0 to 2 tag 0\nsend   b1 to 2 tag 1\n"),
         parse_program("actor 2: 2 slots\nrecv   b0 from 1 tag 0 f32[2]\nrecv   b1 from 1 tag 1 f32[2]\n"),
@@ -199,10 +200,10 @@ def test_stages_that_are_not_alike_cost_imbalance_and_late_actors_cost_their_sta
 
 def test_a_step_that_is_not_one():
     circle = [
-        parse_program('actor 0: 2 slots\nrecv   b0 from 1 tag 0 f32[1]\nrun    "f" exe 0 (b0) -> (b1 f32[1])\n'
-                      "send   b1 to 1 tag 0\n"),
-        parse_program('actor 1: 2 slots\nrecv   b0 from 0 tag 0 f32[1]\nrun    "g" exe 0 (b0) -> (b1 f32[1])\n'
-                      "send   b1 to 0 tag 0\n"),
+        parse_program("actor 0: 2 slots\nrecv   b0 from 1 tag 0 f32[1]\n"
+                      'run    "f" exe 0 (b0) -> (b1 f32[1])\nsend   b1 to 1 tag 0\n'),
+        parse_program("actor 1: 2 slots\nrecv   b0 from 0 tag 0 f32[1]\n"
+                      'run    "g" exe 0 (b0) -> (b1 f32[1])\nsend   b1 to 0 tag 0\n'),
     ]  # fmt: skip
     with pytest.raises(ValueError, match="in a circle"):
         _ = made(circle, [[(0, 1), (1, 2), (2, 3)]] * 2).bill
