@@ -29,15 +29,15 @@ from jaxpp_async.protocol.parent_watch import ExitCode
 from tests.protocol.test_frames import SECRET, frame, greet, pair
 
 ACTOR = Identity(3, 1)
-HEART = Identity(3, 1, "beats")
+BEATS = Identity(3, 1, "beats")
 BEAT = m.Beat((2**62, 2**62, 2**62, True, False), clock_name())
 
 # ---------------------------------------------------------------- the channel
 
 
 def test_a_beat_round_trips_and_fits():
-    actor, controller = greet(*pair(actor={"identity": HEART}))
-    assert controller.identity == HEART
+    actor, controller = greet(*pair(actor={"identity": BEATS}))
+    assert controller.identity == BEATS
     for beat in (BEAT, m.Beat(None)):
         assert len(data := frame(actor, beat)) < MAX_BEAT_BYTES
         assert controller.feed(data) == [beat]
@@ -45,7 +45,7 @@ def test_a_beat_round_trips_and_fits():
 
 @pytest.mark.parametrize(
     ("identity", "message"),
-    [(HEART, m.Done(1)), (HEART, m.Log(20, "root", "hello")), (ACTOR, BEAT)],
+    [(BEATS, m.Done(1)), (BEATS, m.Log(20, "root", "hello")), (ACTOR, BEAT)],
     ids=["a reply as a beat", "a log line as a beat", "a beat as a reply"],
 )
 def test_each_channel_has_its_own_messages(identity, message):
@@ -55,10 +55,10 @@ def test_each_channel_has_its_own_messages(identity, message):
 
 
 def test_nothing_is_asked_over_the_beats_channel_and_beats_are_short():
-    actor, controller = greet(*pair(actor={"identity": HEART}))
+    actor, controller = greet(*pair(actor={"identity": BEATS}))
     with pytest.raises(ProtocolError, match="unknown message 'Inspect'"):
         actor.feed(b"".join(controller.encode(m.Inspect(0))))
-    actor, controller = greet(*pair(actor={"identity": HEART}))
+    actor, controller = greet(*pair(actor={"identity": BEATS}))
     with pytest.raises(ProtocolError, match=f"at most {MAX_BEAT_BYTES} are allowed"):
         controller.feed(frame(actor, m.Log(20, "root", "x" * 300)))
 
@@ -66,7 +66,7 @@ def test_nothing_is_asked_over_the_beats_channel_and_beats_are_short():
 def test_the_channel_is_proved():
     """A greeting for one channel made into one for the other is refused by both sides."""
     nonce = b"n" * 32
-    said = pair(actor={"identity": HEART, "nonce": nonce})[0].take_outgoing()
+    said = pair(actor={"identity": BEATS, "nonce": nonce})[0].take_outgoing()
     actor, controller = pair(actor={"identity": ACTOR, "nonce": nonce})
     assert actor.take_outgoing() != said
     controller.feed(said)
@@ -128,21 +128,21 @@ async def closed(connection: Connection) -> None:
 async def test_only_heartbeats_of_connected_actors_are_taken(caplog):
     async with open_listener() as (listener, address, record_heartbeat):
         arrival = listener.expect(ACTOR)
-        early = await knock(address, HEART)
+        early = await knock(address, BEATS)
         await closed(early)
         control = await knock(address, ACTOR)
         link = await arrival
         for stranger in (Identity(3, 0, "beats"), Identity(3, 2, "beats"), Identity(4, 1, "beats")):
             await closed(await knock(address, stranger))
-        heart = await knock(address, HEART)
-        heart.send(BEAT)
-        assert await record_heartbeat.one() == BEAT and record_heartbeat.beats == [(HEART, BEAT)]
-        second = await knock(address, HEART)
-        await closed(heart)  # one heart an actor
+        beats = await knock(address, BEATS)
+        beats.send(BEAT)
+        assert await record_heartbeat.one() == BEAT and record_heartbeat.beats == [(BEATS, BEAT)]
+        second = await knock(address, BEATS)
+        await closed(beats)  # an actor has one such connection
         control.close()
         await closed(link)
         second.send(BEAT)
-        await closed(await knock(address, HEART))  # by when that beat has come, too
+        await closed(await knock(address, BEATS))  # by when that beat has come, too
         assert len(record_heartbeat.beats) == 1
         refused = [r.getMessage() for r in caplog.records if "refused a heartbeat" in r.getMessage()]
         assert len(refused) == 5 and not any(SECRET.hex() in text for text in refused)
@@ -153,12 +153,12 @@ async def test_only_heartbeats_of_connected_actors_are_taken(caplog):
 async def test_a_forged_beat_ends_its_connection_and_no_other():
     async with open_listener() as (listener, address, record_heartbeat):
         arrival = listener.expect(ACTOR)
-        control, heart = await knock(address, ACTOR), await knock(address, HEART)
-        heart.wire._send_key = FrameKey(b"x" * 32)
-        heart.send(BEAT)
-        await closed(heart)
+        control, beats = await knock(address, ACTOR), await knock(address, BEATS)
+        beats.wire._send_key = FrameKey(b"x" * 32)
+        beats.send(BEAT)
+        await closed(beats)
         assert record_heartbeat.beats == [] and (await arrival).is_open
-        good = await knock(address, HEART)
+        good = await knock(address, BEATS)
         good.send(BEAT)
         assert await record_heartbeat.one() == BEAT
         for connection in (control, good, await arrival):

@@ -288,7 +288,7 @@ async def test_between_an_abort_and_the_next_epoch_steps_are_refused(steps):
     steps.queue.abort(CAUSE, epoch=1)
     with pytest.raises(StepAbortedError, match=r"^not started: aborted: actor 1 died"):
         steps.request(0, step=0, epoch=1)
-    with pytest.raises(ProtocolError, match=r"^step 0 is of epoch 0, the actor is in 1"):
+    with pytest.raises(ProtocolError, match=r"^step 1 is of epoch 0, the actor is in 1"):
         steps.request(1, step=1)
     assert steps.queue.abort(CAUSE, epoch=2) == [DroppedStep(PROGRAM, 0)]
 
