@@ -4,7 +4,7 @@ A schedule sees counts of stages, microbatches and actors; it knows neither what
 that takes.
 
     Schedule                what a schedule is, and how to write one (`base`)
-    GPipe, Std1F1B, ...     the built-in schedules (`linear`, `v_shaped`)
+    GPipe, Std1F1B, ...     the built-in schedules (`builtin`)
     schedule_from_csv, ...  a schedule from and to a file (`torch_csv`)
     resolve, format_grid    a schedule, built-in or the user's own, checked, and drawn as text (`validate`)
     global_order, simulate  what follows from the lists: one order of all tasks, times, bubbles (`simulate`)
@@ -12,7 +12,8 @@ that takes.
 
 from jaxpp_async.program.instructions import Task
 from jaxpp_async.schedules.base import Schedule
-from jaxpp_async.schedules.linear import (
+from jaxpp_async.schedules.builtin import (
+    DualPipeV,
     Eager1F1B,
     GPipe,
     Interleaved1F1B,
@@ -20,6 +21,7 @@ from jaxpp_async.schedules.linear import (
     Std1F1B,
     ZeroBubbleH1,
     ZeroBubbleH2,
+    ZeroBubbleV,
 )
 from jaxpp_async.schedules.simulate import (
     UNIT,
@@ -34,7 +36,6 @@ from jaxpp_async.schedules.simulate import (
     stage_actors,
 )
 from jaxpp_async.schedules.torch_csv import CsvSchedule, schedule_from_csv, schedule_to_csv
-from jaxpp_async.schedules.v_shaped import DualPipeV, ZeroBubbleV
 from jaxpp_async.schedules.validate import format_grid, format_task, resolve
 
 __all__ = [

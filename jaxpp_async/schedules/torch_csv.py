@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import Task, TaskType
 from jaxpp_async.schedules.simulate import Rows, num_stages_of, simulate
-from jaxpp_async.schedules.validate import LETTERS, resolve
+from jaxpp_async.schedules.validate import LETTERS, plural, resolve
 
 KINDS: dict[str, TaskType] = {letter: ty for ty, letter in LETTERS.items()}
 OLD_KINDS: dict[str, TaskType] = {"F": "fwd", "BW": "bwd", "B": "bwd_input", "W": "bwd_weight"}
@@ -69,14 +69,14 @@ class CsvSchedule:
         Raises:
             ScheduleError: the file is for another number of microbatches or actors.
         """
-        for noun, own, wanted in (
-            ("microbatches", self.num_microbatches, num_microbatches),
-            ("actors (lines)", self.num_actors, num_actors),
+        for noun, ending, own, wanted in (
+            ("microbatch", "es", self.num_microbatches, num_microbatches),
+            ("actor", "s (lines)", self.num_actors, num_actors),
         ):
             if own != wanted:
                 raise ScheduleError(
-                    f"{self.path}: it is a schedule of {own} {noun} and the step has {wanted}; "
-                    f"write a file for {wanted}, or change the step"
+                    f"{self.path}: it is a schedule of {plural(own, noun, ending)} and the step has "
+                    f"{wanted}; write a file for {wanted}, or change the step"
                 )
         return [list(row) for row in self.rows]
 

@@ -75,7 +75,7 @@ def resolve(
     entries = _read_entries(check, schedule)
     if len(entries) != num_actors:
         check.fail(
-            f"{_plural(len(entries), 'list')} of tasks for {_plural(num_actors, 'actor')}",
+            f"{plural(len(entries), 'list')} of tasks for {plural(num_actors, 'actor')}",
             "give every actor of the mesh one list, in order of actors (empty for an actor without a stage)",
         )
     rows = _read_tasks(check, entries)
@@ -142,10 +142,10 @@ class _Check:
         expected = self.num_stages
         if count != expected:
             self.fail(
-                f"it has {_plural(count, 'stage')} and the loop body {_plural(expected, 'stage')} "
-                f"({_plural(expected - 1, 'pipeline_yield')})",
-                f"make a schedule of {_plural(expected, 'stage')}"
-                + (f" or a loop body with {_plural(count - 1, 'pipeline_yield')}" if count > 0 else ""),
+                f"it has {plural(count, 'stage')} and the loop body {plural(expected, 'stage')} "
+                f"({plural(expected - 1, 'pipeline_yield')})",
+                f"make a schedule of {plural(expected, 'stage')}"
+                + (f" or a loop body with {plural(count - 1, 'pipeline_yield')}" if count > 0 else ""),
                 rows,
                 marks,
                 details=_list_markers(self.markers),
@@ -163,8 +163,9 @@ def _list_markers(markers: Sequence[str]) -> str:
     return "\n" + "\n".join(["every call in the loop body ends a stage; it has:", *lines])
 
 
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def plural(count: int, noun: str, ending: str = "s") -> str:
+    """Write a count with its noun, which takes the ending unless the count is 1."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{ending}"
 
 
 def _describe_schedule(schedule: Any) -> str:
@@ -369,12 +370,13 @@ def _check_complete(check: _Check, rows: Rows, places: dict[Task, Place], forwar
             for task, place in places.items()
             if task.stage == lost.stage and task.i in (lost.i, lost.i - 1)
         ]
-        sizes = f"{_plural(check.num_stages, 'stage')} and {check.num_microbatches} microbatches"
+        sizes = (
+            f"{plural(check.num_stages, 'stage')} and {plural(check.num_microbatches, 'microbatch', 'es')}"
+        )
         check.fail(
             f"{shown} {'is' if len(missing) == 1 else 'are'} missing",
             f"a step of {sizes} runs every stage's fwd and bwd (or bwd_input and bwd_weight) of every "
-            "microbatch; a "
-            "gradient that a stage takes for itself alone is a bwd too",
+            "microbatch; a gradient that a stage takes for itself alone is a bwd too",
             rows,
             near=near,
         )

@@ -1,34 +1,54 @@
-"""Direct tests of what an actor counts of itself."""
+"""Direct tests of the counts that an actor gives of itself."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import jax.numpy as jnp
+import pytest
 
-from jaxpp_async.actors.actor import numbers
+from jaxpp_async.actors.actor import Actor
+from jaxpp_async.protocol import messages as m
 
 
 class Store:
+    """Stands in for the arrays of an actor."""
+
     size_bytes = 40
 
     def __len__(self) -> int:
         return 3
 
 
-EQUIPMENT = SimpleNamespace(
-    machine=SimpleNamespace(pool=SimpleNamespace(free_buffers=2, free_bytes=64)),
+RESOURCES = SimpleNamespace(
+    step_resources=SimpleNamespace(pool=SimpleNamespace(free_buffers=2, free_bytes=64)),
     executables=SimpleNamespace(compilations=5),
 )
-EXECUTOR = SimpleNamespace(table_bytes=100, pending_bytes=10)
+RUN = SimpleNamespace(executor=SimpleNamespace(table_bytes=100, pending_bytes=10))
 
 
-def counted(executor=None) -> dict[str, int]:
-    return numbers(EQUIPMENT, Store(), SimpleNamespace(size_bytes=7), executor, num_tasks=4)
+@pytest.fixture
+def counted(monkeypatch):
+    """Ask an actor with stand-ins for its parts for its counts, in a step or between two."""
+    replies: list[m.Inspected] = []
+    actor = Actor(0, make_transport=lambda name, network: None, send=replies.append)
+    monkeypatch.setattr(actor, "_resources_or_none", RESOURCES)
+    monkeypatch.setattr(actor, "_store", Store())
+    monkeypatch.setattr(actor, "_replica_store", SimpleNamespace(size_bytes=7))
+    monkeypatch.setattr(actor, "_tasks", range(4))
+
+    def count(run=None) -> dict[str, int]:
+        actor._steps.current = run
+        actor.handle(m.Inspect(len(replies)))
+        assert replies[-1].request == len(replies) - 1
+        return replies[-1].numbers
+
+    yield count
+    actor._workers.shutdown()
 
 
-def test_what_an_actor_holds_and_has_done_is_counted_by_name():
-    found = counted(EXECUTOR)
+def test_arrays_buffers_tasks_and_compilations_are_counted_by_name(counted):
+    found = counted(RUN)
     of_the_process = ("live_arrays", "live_bytes", "file_descriptors")
     assert {name: count for name, count in found.items() if name not in of_the_process} == {
         "store_arrays": 3,
@@ -44,12 +64,12 @@ def test_what_an_actor_holds_and_has_done_is_counted_by_name():
     assert found["file_descriptors"] > 0
 
 
-def test_between_steps_the_table_is_empty():
+def test_between_steps_the_table_is_empty(counted):
     found = counted()
     assert (found["table_bytes"], found["pending_bytes"]) == (0, 0)
 
 
-def test_arrays_that_live_are_counted_with_their_bytes():
+def test_arrays_that_live_are_counted_with_their_bytes(counted):
     before = counted()
     kept = jnp.arange(1024, dtype=jnp.int32)
     after = counted()

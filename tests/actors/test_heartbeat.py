@@ -1,4 +1,4 @@
-"""Signs of life: the channel of their own, who is let in there, the thread that sends them, and what ends it."""
+"""Heartbeats: their own channel, who may connect to it, the thread that sends them, and what ends it."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from jaxpp_async.protocol.parent_watch import ExitCode
 from tests.protocol.test_frames import SECRET, frame, greet, pair
 
 ACTOR = Identity(3, 1)
-HEART = Identity(3, 1, "beats")
+BEATS = Identity(3, 1, "beats")
 BEAT = m.Beat((2**62, 2**62, 2**62, True, False), clock_name())
 
 # ---------------------------------------------------------------- the channel
 
 
 def test_a_beat_round_trips_and_fits():
-    actor, controller = greet(*pair(actor={"identity": HEART}))
-    assert controller.identity == HEART
+    actor, controller = greet(*pair(actor={"identity": BEATS}))
+    assert controller.identity == BEATS
     for beat in (BEAT, m.Beat(None)):
         assert len(data := frame(actor, beat)) < MAX_BEAT_BYTES
         assert controller.feed(data) == [beat]
@@ -45,7 +45,7 @@ def test_a_beat_round_trips_and_fits():
 
 @pytest.mark.parametrize(
     ("identity", "message"),
-    [(HEART, m.Done(1)), (HEART, m.Log(20, "root", "hello")), (ACTOR, BEAT)],
+    [(BEATS, m.Done(1)), (BEATS, m.Log(20, "root", "hello")), (ACTOR, BEAT)],
     ids=["a reply as a beat", "a log line as a beat", "a beat as a reply"],
 )
 def test_each_channel_has_its_own_messages(identity, message):
@@ -55,10 +55,10 @@ def test_each_channel_has_its_own_messages(identity, message):
 
 
 def test_nothing_is_asked_over_the_beats_channel_and_beats_are_short():
-    actor, controller = greet(*pair(actor={"identity": HEART}))
+    actor, controller = greet(*pair(actor={"identity": BEATS}))
     with pytest.raises(ProtocolError, match="unknown message 'Inspect'"):
         actor.feed(b"".join(controller.encode(m.Inspect(0))))
-    actor, controller = greet(*pair(actor={"identity": HEART}))
+    actor, controller = greet(*pair(actor={"identity": BEATS}))
     with pytest.raises(ProtocolError, match=f"at most {MAX_BEAT_BYTES} are allowed"):
         controller.feed(frame(actor, m.Log(20, "root", "x" * 300)))
 
@@ -66,7 +66,7 @@ def test_nothing_is_asked_over_the_beats_channel_and_beats_are_short():
 def test_the_channel_is_proved():
     """A greeting for one channel made into one for the other is refused by both sides."""
     nonce = b"n" * 32
-    said = pair(actor={"identity": HEART, "nonce": nonce})[0].take_outgoing()
+    said = pair(actor={"identity": BEATS, "nonce": nonce})[0].take_outgoing()
     actor, controller = pair(actor={"identity": ACTOR, "nonce": nonce})
     assert actor.take_outgoing() != said
     controller.feed(said)
@@ -80,11 +80,11 @@ def test_an_unknown_channel_is_refused():
         pair()[1].feed(stranger)
 
 
-# ---------------------------------------------------------------- the gate
+# ---------------------------------------------------------------- the listener
 
 
 class Heard:
-    """What the gate hands over."""
+    """Keeps the heartbeats that the listener hands over."""
 
     def __init__(self) -> None:
         self.beats: list[tuple[Identity, m.Beat]] = []
@@ -103,14 +103,14 @@ class Heard:
 
 
 @contextlib.asynccontextmanager
-async def open_gate() -> AsyncIterator[tuple[ControlListener, tuple[str, int], Heard]]:
-    """A gate that listens, and closes."""
-    gate = ControlListener(SECRET, version=jaxpp_async.__version__, max_frame_bytes=1 << 20)
-    gate.on_beat = record_heartbeat = Heard()
+async def open_listener() -> AsyncIterator[tuple[ControlListener, tuple[str, int], Heard]]:
+    """Open a listener, and close it at the end."""
+    listener = ControlListener(SECRET, version=jaxpp_async.__version__, max_frame_bytes=1 << 20)
+    listener.on_beat = record_heartbeat = Heard()
     try:
-        yield gate, await gate.listen("127.0.0.1"), record_heartbeat
+        yield listener, await listener.listen("127.0.0.1"), record_heartbeat
     finally:
-        await gate.aclose()
+        await listener.aclose()
 
 
 async def knock(address: tuple[str, int], identity: Identity) -> Connection:
@@ -125,24 +125,24 @@ async def closed(connection: Connection) -> None:
         await connection.wait_closed()
 
 
-async def test_only_actors_that_are_here_have_a_heart(caplog):
-    async with open_gate() as (gate, address, record_heartbeat):
-        arrival = gate.expect(ACTOR)
-        early = await knock(address, HEART)
+async def test_only_heartbeats_of_connected_actors_are_taken(caplog):
+    async with open_listener() as (listener, address, record_heartbeat):
+        arrival = listener.expect(ACTOR)
+        early = await knock(address, BEATS)
         await closed(early)
         control = await knock(address, ACTOR)
         link = await arrival
         for stranger in (Identity(3, 0, "beats"), Identity(3, 2, "beats"), Identity(4, 1, "beats")):
             await closed(await knock(address, stranger))
-        heart = await knock(address, HEART)
-        heart.send(BEAT)
-        assert await record_heartbeat.one() == BEAT and record_heartbeat.beats == [(HEART, BEAT)]
-        second = await knock(address, HEART)
-        await closed(heart)  # one heart an actor
+        beats = await knock(address, BEATS)
+        beats.send(BEAT)
+        assert await record_heartbeat.one() == BEAT and record_heartbeat.beats == [(BEATS, BEAT)]
+        second = await knock(address, BEATS)
+        await closed(beats)  # an actor has one such connection
         control.close()
         await closed(link)
         second.send(BEAT)
-        await closed(await knock(address, HEART))  # by when that beat has come, too
+        await closed(await knock(address, BEATS))  # by when that beat has come, too
         assert len(record_heartbeat.beats) == 1
         refused = [r.getMessage() for r in caplog.records if "refused a heartbeat" in r.getMessage()]
         assert len(refused) == 5 and not any(SECRET.hex() in text for text in refused)
@@ -151,14 +151,14 @@ async def test_only_actors_that_are_here_have_a_heart(caplog):
 
 
 async def test_a_forged_beat_ends_its_connection_and_no_other():
-    async with open_gate() as (gate, address, record_heartbeat):
-        arrival = gate.expect(ACTOR)
-        control, heart = await knock(address, ACTOR), await knock(address, HEART)
-        heart.wire._send_key = FrameKey(b"x" * 32)
-        heart.send(BEAT)
-        await closed(heart)
+    async with open_listener() as (listener, address, record_heartbeat):
+        arrival = listener.expect(ACTOR)
+        control, beats = await knock(address, ACTOR), await knock(address, BEATS)
+        beats.wire._send_key = FrameKey(b"x" * 32)
+        beats.send(BEAT)
+        await closed(beats)
         assert record_heartbeat.beats == [] and (await arrival).is_open
-        good = await knock(address, HEART)
+        good = await knock(address, BEATS)
         good.send(BEAT)
         assert await record_heartbeat.one() == BEAT
         for connection in (control, good, await arrival):
@@ -177,8 +177,8 @@ async def test_the_thread_says_where_the_actor_is_and_ends_it_when_nobody_listen
     left: asyncio.Future[ExitCode] = asyncio.get_running_loop().create_future()
     leave = lambda code: left.get_loop().call_soon_threadsafe(left.set_result, code)  # noqa: E731
     page = ProgressPage(None)
-    async with open_gate() as (gate, address, record_heartbeat):
-        arrival = gate.expect(ACTOR)
+    async with open_listener() as (listener, address, record_heartbeat):
+        arrival = listener.expect(ACTOR)
         control = await knock(address, ACTOR)
         link = await arrival
         thread = start_beating(Heartbeat(ACTOR, SECRET, address), page.read, leave)
@@ -199,12 +199,12 @@ async def test_the_thread_says_where_the_actor_is_and_ends_it_when_nobody_listen
 async def test_the_thread_tries_again_until_it_is_let_in(monkeypatch):
     monkeypatch.setattr(heartbeat, "_PAUSE_S", 0.02)
     left: list[ExitCode] = []
-    async with open_gate() as (gate, address, record_heartbeat):
-        refused, refuse = asyncio.Event(), gate._is_connected
-        monkeypatch.setattr(gate, "_is_connected", lambda identity: refused.set() or refuse(identity))
+    async with open_listener() as (listener, address, record_heartbeat):
+        refused, refuse = asyncio.Event(), listener._is_connected
+        monkeypatch.setattr(listener, "_is_connected", lambda identity: refused.set() or refuse(identity))
         thread = start_beating(Heartbeat(ACTOR, SECRET, address), lambda: None, left.append)
         await refused.wait()
-        arrival = gate.expect(ACTOR)
+        arrival = listener.expect(ACTOR)
         control = await knock(address, ACTOR)
         await record_heartbeat.one()
         monkeypatch.setattr(heartbeat, "_ATTEMPTS", 0)
@@ -222,10 +222,10 @@ async def test_the_thread_tries_again_until_it_is_let_in(monkeypatch):
 
 async def test_a_process_beats_and_a_stopped_one_does_not():
     launcher = LocalLauncher(actor="fake_actor:FakeActor", forward=lambda line: None)
-    async with open_gate() as (gate, address, record_heartbeat):
+    async with open_listener() as (listener, address, record_heartbeat):
         env = {"PYTHONPATH": f"{SUPPORT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         spec: Any = LaunchSpec(0, 1, 0, SECRET, address, env=env)
-        link = await Startup(launcher, gate, timeout_s=30, on_progress=lambda text: None).start(spec)
+        link = await Startup(launcher, listener, timeout_s=30, on_progress=lambda text: None).start(spec)
         try:
             assert (await record_heartbeat.one()).position is None
             os.kill(link.handle.pid, signal.SIGSTOP)
@@ -244,7 +244,7 @@ async def test_a_process_beats_and_a_stopped_one_does_not():
             await launcher.aclose()
 
 
-def test_positions_of_a_page():
+def test_the_shared_page_holds_the_position_that_was_written():
     page = ProgressPage(None)
     assert page.read() is None
     page.note(7, 1, 12, True)

@@ -1,4 +1,4 @@
-"""What actors tell of where they are: notes in passing, and the answer to `Report` when a step stands still."""
+"""Where actors say that they are: the progress they note, and the answer to `Report` when a step stalls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AHEAD = (
 BACK = (Recv(0, 0, 5, V), Run("fwd", 0, (0,), (1,)), Send(1, 0, 6), Send(0, 0, 7))
 
 
-async def told(h: Harness, actor: int, at: int) -> m.Reported:
+async def report_at(h: Harness, actor: int, at: int) -> m.Reported:
     """The report once the actor has come to an instruction."""
     async with asyncio.timeout(10):
         while True:
@@ -50,7 +50,7 @@ async def test_what_a_run_waits_for_and_what_is_open_besides():
         await h.put(0, 10, np.ones(8, np.float32))
         step: dict[str, Any] = {"step": 7, "epoch": h.epoch, "program_id": 0}
         first = await h.start(0, m.Step, inputs={0: 10}, outputs={0: 11, 1: 12}, **step)
-        found = await told(h, 0, at=5)
+        found = await report_at(h, 0, at=5)
         # the send
         assert (found.step, found.program_id, found.instruction, found.transfers_done) == (7, 0, 5, 1)
         assert found.at.startswith("#5 run") and found.at.endswith("waiting for 1 buffers")
@@ -70,7 +70,7 @@ async def test_at_the_end_everything_open_is_needed():
     async with harness(2) as h:
         await h.load(0, (Recv(0, 1, 6, V), Output(0, 0)), [V], [])
         waiting = await h.start(0, m.Step, step=0, epoch=h.epoch, program_id=0, inputs={}, outputs={0: 11})
-        found = await told(h, 0, at=2)
+        found = await report_at(h, 0, at=2)
         assert found.at == "end of program, 1 transfers open"
         assert found.transfers == (OpenTransfer("receive", 0, 1, 6, 32, True, True),)
         await h.ask(0, m.Abort, epoch=2, cause="enough")
@@ -88,7 +88,7 @@ async def test_arguments_that_have_not_come():
         put = m.Put(10, V, None, 1)  # over the data plane, some day
         step: dict[str, Any] = {"step": 0, "epoch": h.epoch, "program_id": 0, "puts": (put,)}
         waiting = await h.start(0, m.Step, inputs={0: 10}, outputs={0: 11}, **step)
-        found = await told(h, 0, at=2)
+        found = await report_at(h, 0, at=2)
         assert found.transfers == (
             OpenTransfer("argument", 0, CONTROLLER, -1, 32, True, True),
             OpenTransfer("send", 0, 0, 9, 32, False, True),
@@ -109,7 +109,7 @@ async def test_notes_say_who_computes_who_waits_and_when_it_is_over():
         await h.put(0, 10, np.ones(8, np.float32))
         step: dict[str, Any] = {"step": 0, "epoch": h.epoch, "program_id": 0}
         first = await h.start(0, m.Step, inputs={0: 10}, outputs={0: 11, 1: 12}, **step)
-        await told(h, 0, at=5)
+        await report_at(h, 0, at=5)
         assert notes == [(1, False, True), (1, False, False), (5, True, False)]
         notes.clear()
         await (await h.start(1, m.Step, inputs={}, outputs={}, **step))

@@ -25,12 +25,11 @@ from typing import Any
 import checkpoint_faults
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
+from dtype_examples import AS_BYTES, NATIVE, example
 from jax.sharding import PartitionSpec as P
 from models import gpt, grads_step, mlp
-from safetensors import deserialize, safe_open
 from train_gpt import Pipeline
 
 import jaxpp_async as jpp
@@ -84,82 +83,12 @@ def bits(x: Any) -> Any:
     return x
 
 
-def never() -> bool:
-    return False
-
-
 @pytest.fixture
 async def mesh(remote_mesh) -> jpp.RemoteMesh:
     return await remote_mesh(2, launcher="inline")
 
 
 # ---------------------------------------------------------------- files
-
-INTEGERS = [f"{kind}{bits}" for bits in (8, 16, 32, 64) for kind in ("int", "uint")]
-FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "float8_e4m3fn", "float8_e5m2"]
-NATIVE = ["bool", *INTEGERS, *FLOATS]
-AS_BYTES = [
-    "complex128",
-    "int2",
-    "uint2",
-    "int4",
-    "uint4",
-    "float8_e4m3",
-    "float8_e4m3b11fnuz",
-    "float8_e4m3fnuz",
-]
-
-
-def example(dtype: str, shape: tuple[int, ...] = (3, 2)) -> np.ndarray:
-    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    numbers = (
-        np.arange(int(np.prod(shape))).reshape(shape) % 2
-        if dtype == "bool"
-        else np.arange(int(np.prod(shape)))
-    )
-    return np.asarray(numbers % 2 if "2" in dtype[-2:] else numbers).reshape(shape).astype(kind)
-
-
-@pytest.mark.parametrize("shape", [(3, 2), (), (0, 4)], ids=str)
-def test_every_dtype_is_what_the_safetensors_library_reads(tmp_path, shape):
-    arrays = {dtype: example(dtype, shape) for dtype in NATIVE + AS_BYTES}
-    path = str(tmp_path / "file")
-    size, digests = tensor_files.write(path, arrays, {"format": "x"}, never)
-    assert os.listdir(tmp_path) == ["file"] and os.path.getsize(path) == size
-    library = dict(deserialize(pathlib.Path(path).read_bytes()))
-    assert set(library) == set(arrays)
-    with safe_open(path, framework="numpy") as file:
-        described = file.metadata()
-        equal(file.get_tensor("bfloat16"), arrays["bfloat16"])
-    for dtype, array in arrays.items():
-        stored = library[dtype]
-        assert list(stored["shape"]) == [*shape, *[array.itemsize] * (dtype in AS_BYTES)]
-        assert described.get(f"dtype:{dtype}") == (dtype if dtype in AS_BYTES else None)
-        equal(np.frombuffer(stored["data"], array.dtype).reshape(shape), array)
-    wanted = [
-        tensor_files.WantedArray(name, a.dtype.name, a.shape, digests[name]) for name, a in arrays.items()
-    ]
-    equal(tensor_files.read(path, wanted), list(arrays.values()))
-
-
-def test_what_the_library_writes_is_read(tmp_path):
-    from safetensors.numpy import save_file
-
-    array = example("float32")
-    save_file({"a": array}, tmp_path / "file")
-    digest = tensor_files.write(str(tmp_path / "ours"), {"a": array}, {}, never)[1]["a"]
-    equal(
-        tensor_files.read(str(tmp_path / "file"), [tensor_files.WantedArray("a", "float32", (3, 2), digest)]),
-        [array],
-    )
-
-
-def test_a_file_is_there_whole_or_not_at_all(tmp_path):
-    array = np.zeros(3 << 20, np.float32)
-    asked = iter([False, False, True])
-    with pytest.raises(InterruptedError):
-        tensor_files.write(str(tmp_path / "file"), {"a": array}, {}, lambda: next(asked))
-    assert not os.listdir(tmp_path)
 
 
 def cut(path: pathlib.Path) -> None:
@@ -270,16 +199,6 @@ def test_a_manifest_that_was_changed(old, new, said):
 )
 def test_paths(tree, paths):
     assert list(trees.named_leaves(tree)) == paths
-
-
-def test_names_that_saves_give():
-    ours = ["0123456789abcdef-actor-3-10.safetensors", "0123456789abcdef-controller-0.safetensors.partial"]
-    ours.append("manifest.json.0123456789abcdef.partial")
-    others = ["manifest.json", "model.safetensors", "0123456789abcdef-actor-3.safetensors", "notes.txt"]
-    assert checkpoint_folder.written_by_saves([*ours, *others]) == ours
-    text = json.dumps({"files": {name: {} for name in [*ours, *others, "../" + ours[0]]}}).encode()
-    assert checkpoint_folder.files_of(text) == (ours[0],)
-    assert checkpoint_folder.files_of(b"{") == checkpoint_folder.files_of(None) == ()
 
 
 def test_writers_share_the_bytes():
@@ -662,9 +581,11 @@ async def test_a_path_without_a_checkpoint_says_what_is_there(mesh, tmp_path):
     broken.mkdir()
     (broken / "0123456789abcdef-actor-0-0.safetensors.partial").touch()
     for path, said in {
-        series: r"is a folder of checkpoints, 00000004, 00000002; give one of them \(.*/00000004\), or .*Checkpoints\(",
+        series: r"is a folder of checkpoints, 00000004, 00000002; give one of them \(.*/00000004\), "
+        r"or .*Checkpoints\(",
         series / "00000009": "there is no such folder; in .*run there are 00000004, 00000002$",
-        broken: r"manifest\.json is missing: a save was broken off here, .*; in .*run there are 00000004, 00000002$",
+        broken: r"manifest\.json is missing: a save was broken off here, .*; "
+        r"in .*run there are 00000004, 00000002$",
         series / "00000002" / "manifest.json": "it is a file; give the folder that it is in: .*/00000002$",
         tmp_path / "notes" / "a.txt": "it is a file$",
         tmp_path / "notes": "in it are a.txt; nor is there one in it or beside it$",
@@ -1042,8 +963,9 @@ def tiny(tmp_path) -> Iterator[tuple[Any, Any]]:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog; " * 80)
     words = (
-        f"--launcher inline --steps 4 --save-every 2 --layers 2 --dim 8 --heads 2 --seq-len 8 --microbatches 2 \
-        --batch-size 4 --data {text} --checkpoint-dir {tmp_path / 'run'} --trace {tmp_path / 'trace.json'}"
+        "--launcher inline --steps 4 --save-every 2 --layers 2 --dim 8 --heads 2 --seq-len 8 "
+        f"--microbatches 2 --batch-size 4 --data {text} --checkpoint-dir {tmp_path / 'run'} "
+        f"--trace {tmp_path / 'trace.json'}"
     )
     options = parse_options(words.split())
     yield options, dataclasses.replace(options, resume=True)

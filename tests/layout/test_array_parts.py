@@ -13,16 +13,16 @@ from jaxpp_async.layout.array_parts import (
     Part,
     PieceTransfer,
     Scattering,
-    joined,
+    join_parts,
     numpy_dtype,
+    order_receives,
+    order_sends,
     parts_of,
-    received,
-    receives,
-    relays,
-    sends,
-    sent,
-    sequence,
-    size_of,
+    plan_receives,
+    plan_relays,
+    plan_sends,
+    sequence_number,
+    total_bytes,
 )
 from jaxpp_async.program.instructions import Aval
 from jaxpp_async.protocol.actor_info import ProcessRank
@@ -87,7 +87,7 @@ def test_a_spec_that_does_not_fit_the_mesh_is_refused_with_the_array_and_the_mes
     assert str(caught.value) == f"{aval} {says}"
 
 
-# ---------------------------------------------------------------- crossings
+# ---------------------------------------------------------------- transfers between actors
 
 
 def held(process_rank: ProcessRank, aval: Aval) -> list[Part]:
@@ -97,20 +97,20 @@ def held(process_rank: ProcessRank, aval: Aval) -> list[Part]:
 def test_a_replicated_array_crosses_once_and_is_passed_on_where_it_arrives():
     aval, tag = Aval((4,), "float32"), 3  # one part; rank 1 owns it for an odd tag
     process_ranks = {process: ProcessRank(process, 2) for process in range(6)}
-    assert sends(process_ranks[1], held(process_ranks[1], aval), tag, 2, 4) == (
+    assert plan_sends(process_ranks[1], held(process_ranks[1], aval), tag, 2, 4) == (
         PieceTransfer(0, peer=5, sequence=12),
     )
-    assert sends(process_ranks[0], held(process_ranks[0], aval), tag, 2, 4) == ()
-    assert receives(process_ranks[5], held(process_ranks[5], aval), tag, 0, 4) == (
+    assert plan_sends(process_ranks[0], held(process_ranks[0], aval), tag, 2, 4) == ()
+    assert plan_receives(process_ranks[5], held(process_ranks[5], aval), tag, 0, 4) == (
         PieceTransfer(0, peer=1, sequence=12),
     )
-    assert receives(process_ranks[4], held(process_ranks[4], aval), tag, 0, 4) == (
+    assert plan_receives(process_ranks[4], held(process_ranks[4], aval), tag, 0, 4) == (
         PieceTransfer(0, peer=5, sequence=12),
     )
-    assert relays(process_ranks[5], held(process_ranks[5], aval), tag, 4) == {
+    assert plan_relays(process_ranks[5], held(process_ranks[5], aval), tag, 4) == {
         0: (PieceTransfer(0, peer=4, sequence=12),)
     }
-    assert relays(process_ranks[4], held(process_ranks[4], aval), tag, 4) == {}
+    assert plan_relays(process_ranks[4], held(process_ranks[4], aval), tag, 4) == {}
 
 
 @pytest.mark.parametrize("aval", SPECS, ids=str)
@@ -120,35 +120,37 @@ def test_every_message_that_is_sent_or_passed_on_is_one_that_somebody_receives(a
     out, into = Counter(), Counter()
     for rank in range(size):
         source, target = ProcessRank(rank, size), ProcessRank(size + rank, size)
-        sent_legs = sends(source, held(source, aval), tag, 1, 4)
-        out.update((source.process, leg.peer, leg.sequence) for leg in sent_legs)
-        passed_on = relays(target, held(target, aval), tag, 4).values()
-        out.update((target.process, leg.peer, leg.sequence) for legs in passed_on for leg in legs)
-        legs_in = receives(target, held(target, aval), tag, 0, 4)
-        into.update((leg.peer, target.process, leg.sequence) for leg in legs_in)
+        messages = plan_sends(source, held(source, aval), tag, 1, 4)
+        out.update((source.process, message.peer, message.sequence) for message in messages)
+        passed_on = plan_relays(target, held(target, aval), tag, 4).values()
+        out.update(
+            (target.process, message.peer, message.sequence) for messages in passed_on for message in messages
+        )
+        arriving = plan_receives(target, held(target, aval), tag, 0, 4)
+        into.update((message.peer, target.process, message.sequence) for message in arriving)
     assert out == into
     assert set(out.values()) == {1}
 
 
 def test_no_two_parts_of_two_transfers_share_a_sequence_number():
     parts = parts_of(Aval((8,), "float32", (("x", "y"),)), AXES)
-    numbers = [sequence(tag, part, 4) for tag in range(3) for part in parts]
+    numbers = [sequence_number(tag, part, 4) for tag in range(3) for part in parts]
     assert numbers == list(range(12))
 
 
-# ---------------------------------------------------------------- turns
+# ---------------------------------------------------------------- the order of transfers
 
 
-def test_a_turn_names_the_first_device_of_each_process_that_holds_the_part():
+def test_a_message_in_order_names_the_first_device_of_each_process_that_holds_the_part():
     process_rank = ProcessRank(0, 2)  # devices 0 and 1 of 4
     aval = Aval((4,), "float32", ("y",))  # parts on devices (0, 2) and (1, 3)
-    assert list(sent(process_rank, held(process_rank, aval), 0, 1, 4)) == [
+    assert list(order_sends(process_rank, held(process_rank, aval), 0, 1, 4)) == [
         OrderedMessage(0, NcclLink(0, 2, 0, 0))
     ]
-    assert list(received(process_rank, held(process_rank, aval), 0, 1, 4)) == [
+    assert list(order_receives(process_rank, held(process_rank, aval), 0, 1, 4)) == [
         OrderedMessage(0, NcclLink(2, 0, 0, 0)),  # owned: from the other actor
-        OrderedMessage(1, NcclLink(1, 0, 1, 1)),  # from the mate that owns it
-        OrderedMessage(0, NcclLink(0, 1, 0, 0)),  # then what the mate needs
+        OrderedMessage(1, NcclLink(1, 0, 1, 1)),  # from the process of its actor that owns it
+        OrderedMessage(0, NcclLink(0, 1, 0, 0)),  # then what that process needs
     ]
 
 
@@ -158,9 +160,9 @@ def test_both_ends_of_a_link_list_the_same_messages_in_the_same_order(aval):
     for tag in range(4):
         for rank in range(2):
             source, target = ProcessRank(rank, 2), ProcessRank(2 + rank, 2)
-            for number, link in sent(source, held(source, aval), tag, 1, 4):
+            for number, link in order_sends(source, held(source, aval), tag, 1, 4):
                 starts[link].append(number)
-            for number, link in received(target, held(target, aval), tag, 0, 4):
+            for number, link in order_receives(target, held(target, aval), tag, 0, 4):
                 (starts if link.sender == target.process else arrivals)[link].append(number)
     assert starts == arrivals
     assert starts
@@ -229,8 +231,8 @@ def test_bytes_of_parts_are_placed_by_their_parts_and_not_by_their_order():
     aval = Aval((4,), "bfloat16", ("x",))
     first, second = parts_of(aval, AXES)
     data = np.array([3, 4, 1, 2], ml_dtypes.bfloat16).view(np.uint8)
-    assert size_of([first, second], aval) == data.nbytes == 8
-    assert joined(aval, [((second, first), data)]).tolist() == [1, 2, 3, 4]
+    assert total_bytes([first, second], aval) == data.nbytes == 8
+    assert join_parts(aval, [((second, first), data)]).tolist() == [1, 2, 3, 4]
 
 
 def test_scattering_finds_the_first_process_of_an_actor():

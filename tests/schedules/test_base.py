@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import textwrap
+from dataclasses import FrozenInstanceError, dataclass
+from typing import Any
+
 import pytest
 
 from jaxpp_async.errors import ScheduleError
@@ -9,12 +14,11 @@ from jaxpp_async.program.instructions import Task
 from jaxpp_async.schedules.base import (
     BuiltIn,
     Schedule,
-    check_count,
     flat,
-    frozen_schedule,
     neighbouring_stages,
     through,
 )
+from jaxpp_async.schedules.validate import format_grid, resolve
 
 
 @pytest.mark.parametrize(
@@ -40,15 +44,14 @@ def test_stages_that_run_as_one_go_forward_in_order_and_backward_the_other_way_r
     assert flat([[Task(0, "fwd", 0)], [], [Task(1, "fwd", 0)]]) == [Task(0, "fwd", 0), Task(1, "fwd", 0)]
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.0, True, "2", None])
-def test_a_count_is_a_positive_int(value):
-    check_count("num_actors", 1)
-    with pytest.raises(ScheduleError) as caught:
-        check_count("num_actors", value)
-    assert str(caught.value) == f"num_actors: expected a positive int, got {value!r}"
+class OneForward(BuiltIn):
+    """A schedule that gives nothing but its order, as the built-in ones."""
+
+    def _rows(self, num_microbatches, num_actors):
+        return [[Task(0, "fwd", 0)]]
 
 
-@frozen_schedule
+@dataclass(frozen=True)
 class Backwards(BuiltIn):
     """A schedule of one's own on the common base."""
 
@@ -62,6 +65,8 @@ def test_a_schedule_on_the_base_is_a_frozen_value_that_checks_its_counts():
     made = Backwards(2, extra=4)
     assert made == Backwards(num_stages=2, extra=4)
     assert hash(made) == hash(Backwards(2, 4))
+    with pytest.raises(FrozenInstanceError):
+        made.num_stages = 3
     assert isinstance(made, Schedule)
     assert made.tasks(1, 2) == [[Task(1, "fwd", 4)]] * 2
     with pytest.raises(ScheduleError, match=r"^Backwards\(num_stages=...\): expected a positive int, got 0$"):
@@ -72,15 +77,57 @@ def test_a_schedule_on_the_base_is_a_frozen_value_that_checks_its_counts():
         made.tasks(1, 0)
 
 
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "2", None])
+def test_a_count_is_a_positive_int(value):
+    assert len(Backwards(1).tasks(1, 1)) == 1
+    for said, make in {
+        "Backwards(num_stages=...)": lambda: Backwards(value),
+        "num_microbatches": lambda: Backwards(1).tasks(value, 1),
+        "num_actors": lambda: Backwards(1).tasks(1, value),
+    }.items():
+        with pytest.raises(ScheduleError) as caught:
+            make()
+        assert str(caught.value) == f"{said}: expected a positive int, got {value!r}"
+
+
 @pytest.mark.parametrize(
     ("option", "where"),
     [("num_microbatches", "how many there are says the leading axis"), ("num_actors", "the mesh says")],
 )
 def test_a_count_that_a_schedule_does_not_take_is_refused_with_where_it_goes(option, where):
     with pytest.raises(TypeError) as caught:
-        Backwards(2, **{option: 4})
-    assert str(caught.value).startswith(f"Backwards has no option {option}=; {where}")
+        OneForward(2, **{option: 4})
+    assert str(caught.value).startswith(f"OneForward has no option {option}=; {where}")
 
 
 def test_what_has_no_tasks_is_no_schedule():
     assert not isinstance([[Task(0, "fwd", 0)]], Schedule)
+
+
+# ---------------------------------------------------------------- the example in the docstring
+
+
+def docstring_example() -> str:
+    """Return the indented code of `Schedule`'s docstring, as it stands there."""
+    lines = (inspect.getdoc(Schedule) or "").partition("\nAttributes:")[0].splitlines()
+    return textwrap.dedent("\n".join(line for line in lines if line.startswith("    ") or not line))
+
+
+def test_the_users_schedule_in_the_docstring_runs_one_microbatch_at_a_time():
+    calls: list[Any] = []
+
+    def accumulate_grads(grads_of, schedule):
+        calls.append((grads_of, schedule))
+        return calls.append
+
+    names = {"accumulate_grads": accumulate_grads, "grads_of": "the gradients", "batch": "the batch"}
+    exec(compile(docstring_example(), "docstring of Schedule", "exec"), names)
+    (grads_of, schedule), batch = calls
+    assert (grads_of, batch) == ("the gradients", "the batch")
+    assert isinstance(schedule, Schedule)
+    assert schedule == names["OneAtATime"](num_stages=4)
+    rows = resolve(schedule, num_stages=4, num_microbatches=2, num_actors=2)
+    assert [line.split()[2:] for line in format_grid(rows).splitlines()[1:]] == [
+        ["0F0", ".", "2F0", ".", ".", "2B0", ".", "0B0", "0F1", ".", "2F1", ".", ".", "2B1", ".", "0B1"],
+        [".", "1F0", ".", "3F0", "3B0", ".", "1B0", ".", ".", "1F1", ".", "3F1", "3B1", ".", "1B1", "."],
+    ]

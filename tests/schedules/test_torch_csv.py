@@ -116,7 +116,7 @@ def test_a_file_is_for_its_sizes(read):
     sizes = {"num_stages": 2, "num_microbatches": 1, "num_actors": 2}
     assert _cells(resolve(schedule, **sizes)) == "0F0 0B0|1F0 1B0"
     for name, wanted, message in (
-        ("num_microbatches", 3, "s.csv: it is a schedule of 1 microbatches and the step has 3"),
+        ("num_microbatches", 3, "s.csv: it is a schedule of 1 microbatch and the step has 3"),
         ("num_actors", 4, "s.csv: it is a schedule of 2 actors (lines) and the step has 4"),
         ("num_stages", 3, "it has 2 stages and the loop body 3 stages"),
     ):

@@ -7,7 +7,7 @@ import pytest
 
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import Task
-from jaxpp_async.schedules.linear import GPipe
+from jaxpp_async.schedules.builtin import GPipe
 from jaxpp_async.schedules.validate import (
     MAX_CELL,
     WHAT_TO_PASS,
@@ -129,7 +129,7 @@ def fails(*_):
         ),
         (
             [[F]],
-            "the schedule: bwd(stage 0, mb 0) is missing; a step of 1 stage and 1 microbatches runs every ",
+            "the schedule: bwd(stage 0, mb 0) is missing; a step of 1 stage and 1 microbatch runs every ",
         ),
         (
             [[B, F]],

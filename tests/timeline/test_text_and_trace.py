@@ -10,12 +10,11 @@ from jaxpp_async.timeline.breakdown import StepBreakdown, TimeShares
 from jaxpp_async.timeline.events import ActorTimeline, Recorded, TimelineEvent, TimelineTransfer
 from jaxpp_async.timeline.timeline import (
     Timeline,
-    bill_table,
+    _breakdown_table,
+    _shares_table,
+    _tasks_table,
     chrome_trace,
     make_timeline,
-    shares_table,
-    tasks_table,
-    title,
     write_trace,
 )
 
@@ -33,11 +32,14 @@ from jaxpp_async.timeline.timeline import (
     ],
 )
 def test_the_title_has_the_time_in_its_unit(duration_s, num_actors, error_s, text):
-    assert title(7, "train", duration_s, num_actors, error_s) == text
+    actors = tuple(ActorTimeline(actor, ()) for actor in range(num_actors))
+    step = Timeline(7, "train", 100.0, duration_s, actors, (), error_s)
+    assert str(step).split("\n\n")[0] == text
+    assert repr(step).startswith(f"<Timeline: {text}; ")
 
 
 def test_shares_are_parts_of_the_span_in_aligned_columns():
-    assert shares_table([TimeShares(0, 0.5, 0.25, 0.125, 0.125, 0.0), TimeShares(11, 1, 0, 0, 0, 0)]).split(
+    assert _shares_table([TimeShares(0, 0.5, 0.25, 0.125, 0.125, 0.0), TimeShares(11, 1, 0, 0, 0, 0)]).split(
         "\n"
     ) == [
         "of 1.00 s  computing  waiting  transfers  dispatch  idle",
@@ -47,14 +49,14 @@ def test_shares_are_parts_of_the_span_in_aligned_columns():
 
 
 def test_tasks_are_listed_with_how_often_they_ran():
-    assert tasks_table([("fwd(stage 0)", 8, 0.001, 0.008)]).split("\n") == [
+    assert _tasks_table([("fwd(stage 0)", 8, 0.001, 0.008)]).split("\n") == [
         "task          runs   median  together",
         "fwd(stage 0)     8  1.00 ms   8.00 ms",
     ]
 
 
-def test_a_bill_adds_up_in_its_last_line():
-    lines = bill_table(StepBreakdown(1, 2, 1, 1, 2, 0, 1, 2)).split("\n")
+def test_a_breakdown_adds_up_in_its_last_line():
+    lines = _breakdown_table(StepBreakdown(1, 2, 1, 1, 2, 0, 1, 2)).split("\n")
     assert lines[1].split()[:3] == ["queue", "1.00", "s"]
     assert lines[-1].endswith(
         "100%  57% of what the schedule allows: 4.00 s (compute, imbalance, schedule) at best, 7.00 s taken "

@@ -1,5 +1,6 @@
-"""Timelines: stamps to events and transfers, where time went, the bill, clocks of other hosts, the trace, and
-what real steps say. The pure ones are played on programs of a few lines with stamps that add up by hand."""
+"""Timelines: stamps to events and transfers, where time went, a step's breakdown, clocks of other hosts, the
+trace, and what real steps say. The tests without a mesh use programs of a few lines, with stamps that add up
+by hand."""
 
 from __future__ import annotations
 
@@ -124,8 +125,8 @@ def test_transfers_pair_a_send_with_its_receive():
 
 def test_what_is_passed_on_is_called_after_what_made_it():
     programs = [
-        parse_program('actor 0: 2 slots\ninput  b0 = arg 5 f32[2]\nsend   b0 to 1 tag 0\nrun    "f" exe 0 () -> '
-                      "(b1 f32[2])\nsend   b1 to 1 tag 1\n"),
+        parse_program("actor 0: 2 slots\ninput  b0 = arg 5 f32[2]\nsend   b0 to 1 tag 0\n"
+                      'run    "f" exe 0 () -> (b1 f32[2])\nsend   b1 to 1 tag 1\n'),
         parse_program("actor 1: 2 slots\nrecv   b0 from 0 tag 0 f32[2]\nrecv   b1 from 0 tag 1 f32[2]\n"
                       "send   b0 to 2 tag 0\nsend   b1 to 2 tag 1\n"),
         parse_program("actor 2: 2 slots\nrecv   b0 from 1 tag 0 f32[2]\nrecv   b1 from 1 tag 1 f32[2]\n"),
@@ -169,38 +170,40 @@ def test_shares_say_what_each_actor_did():
     assert zero.duration_s == one.duration_s == 19
 
 
-def test_the_bill_says_why():
+def test_the_breakdown_says_why_a_step_took_as_long_as_it_did():
     """Alone on the critical path, without anything in the way: fwd 2, fwd_bwd 4, bwd 3."""
-    bill = made().bill
-    assert bill.compute_s == (7 + 8) / 2
-    assert bill.bound_s == 10  # fwd 2, fwd_bwd 4, fwd_bwd 4: longer than fwd, fwd_bwd, bwd
-    assert bill.imbalance_s == 8 - 7.5
-    assert bill.schedule_s == 10 - 8
-    assert bill.transfer_s == 17 - 10  # fwd until 2, there at 3, fwd_bwd until 7, there at 14, bwd until 17
-    assert bill.queue_s == 1 and bill.reply_s == 2
-    assert bill.total_s == 22 and bill.span_s == 19
-    assert bill.efficiency == 10 / 19
+    breakdown = made().bill
+    assert breakdown.compute_s == (7 + 8) / 2
+    assert breakdown.bound_s == 10  # fwd 2, fwd_bwd 4, fwd_bwd 4: longer than fwd, fwd_bwd, bwd
+    assert breakdown.imbalance_s == 8 - 7.5
+    assert breakdown.schedule_s == 10 - 8
+    # fwd until 2, there at 3, fwd_bwd until 7, there at 14, bwd until 17
+    assert breakdown.transfer_s == 17 - 10
+    assert breakdown.queue_s == 1 and breakdown.reply_s == 2
+    assert breakdown.total_s == 22 and breakdown.span_s == 19
+    assert breakdown.efficiency == 10 / 19
 
 
-def test_the_bill_of_stages_that_are_not_alike():
+def test_stages_that_are_not_alike_cost_imbalance_and_late_actors_cost_their_start():
     programs = [
         parse_program(f'actor {a}: 2 slots\nrun    "fwd(stage {a}, mb 0)" exe 0 () -> (b0 f32[1])\n'
                       f'run    "fwd(stage {a}, mb 1)" exe 0 () -> (b1 f32[1])\n')
         for a in (0, 1)
     ]  # fmt: skip
-    bill = made(programs, [[(0, 3), (3, 6)], [(0, 1), (1, 2)]], record_heartbeat=6.0).bill
-    assert (bill.compute_s, bill.imbalance_s, bill.schedule_s) == (4, 2, 0)
-    assert (bill.queue_s, bill.transfer_s, bill.start_s, bill.dispatch_s, bill.reply_s) == (0, 0, 0, 0, 0)
+    breakdown = made(programs, [[(0, 3), (3, 6)], [(0, 1), (1, 2)]], record_heartbeat=6.0).bill
+    assert (breakdown.compute_s, breakdown.imbalance_s, breakdown.schedule_s) == (4, 2, 0)
+    assert (breakdown.queue_s, breakdown.transfer_s, breakdown.start_s) == (0, 0, 0)
+    assert (breakdown.dispatch_s, breakdown.reply_s) == (0, 0)
     late = made(programs, [[(0, 3), (4, 7)], [(7, 8), (8, 9)]], record_heartbeat=9.0).bill
     assert (late.start_s, late.dispatch_s) == (3, 0)  # actor 1 began when all could have been over
 
 
 def test_a_step_that_is_not_one():
     circle = [
-        parse_program('actor 0: 2 slots\nrecv   b0 from 1 tag 0 f32[1]\nrun    "f" exe 0 (b0) -> (b1 f32[1])\n'
-                      "send   b1 to 1 tag 0\n"),
-        parse_program('actor 1: 2 slots\nrecv   b0 from 0 tag 0 f32[1]\nrun    "g" exe 0 (b0) -> (b1 f32[1])\n'
-                      "send   b1 to 0 tag 0\n"),
+        parse_program("actor 0: 2 slots\nrecv   b0 from 1 tag 0 f32[1]\n"
+                      'run    "f" exe 0 (b0) -> (b1 f32[1])\nsend   b1 to 1 tag 0\n'),
+        parse_program("actor 1: 2 slots\nrecv   b0 from 0 tag 0 f32[1]\n"
+                      'run    "g" exe 0 (b0) -> (b1 f32[1])\nsend   b1 to 0 tag 0\n'),
     ]  # fmt: skip
     with pytest.raises(ValueError, match="in a circle"):
         _ = made(circle, [[(0, 1), (1, 2), (2, 3)]] * 2).bill
@@ -497,9 +500,18 @@ def check_real(timeline: Timeline, programs: Sequence[ActorProgram]) -> None:
     for shares in timeline.shares:
         assert shares.duration_s == pytest.approx(timeline.end_s - timeline.begin_s)
         assert min(shares.wait_s, shares.transfer_s, shares.dispatch_s) >= 0 and shares.idle_s >= -1e-9
-    bill = timeline.bill
-    assert bill.total_s == pytest.approx(timeline.duration_s)
-    assert min(bill.compute_s, bill.imbalance_s, bill.schedule_s, bill.transfer_s, bill.start_s) >= -1e-9
+    breakdown = timeline.bill
+    assert breakdown.total_s == pytest.approx(timeline.duration_s)
+    assert (
+        min(
+            breakdown.compute_s,
+            breakdown.imbalance_s,
+            breakdown.schedule_s,
+            breakdown.transfer_s,
+            breakdown.start_s,
+        )
+        >= -1e-9
+    )
     check_trace(timeline.to_chrome_trace())
     assert f"on {len(timeline.actors)} actor" in str(timeline)
 
@@ -538,7 +550,7 @@ async def test_actors_whose_clock_is_not_ours_are_asked_for_it(remote_mesh, monk
     params, batch = model.init(0), model.batch(0, 4)
     await step.compile(params, batch)
     async with asyncio.timeout(10):
-        while any(clocks.of(actor).offset(0.0) is None for actor in (0, 1)):  # noqa: ASYNC110
+        while any(clocks.clock_of(actor).offset(0.0) is None for actor in (0, 1)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     await mesh.run(step, params, batch)
     timeline = mesh.last_step_timeline()
