@@ -180,7 +180,7 @@ def test_everything_is_on_one_gpu_of_those_that_may_be_used(named, there, first,
 
 def test_all_programs_get_the_one_gpu_that_the_figures_are_said_to_be_of(monkeypatch, programs, tmp_path):
     monkeypatch.setattr(gpu, "host_gpus", lambda environ: ("1", "0"))
-    monkeypatch.setattr(gpu.gather, "gpus", lambda: (None, TWO, ""))
+    monkeypatch.setattr(gpu.gather, "find_gpus", lambda: (None, TWO, ""))
     assert gpu.main([]) == 0
     assert {bench.gpu for bench in programs.benches} == {"GPU-8a22"}
     (between,) = [p.command for p in programs.asked if "nccl_peer" in p.command[0]]

@@ -393,12 +393,12 @@ def test_ports_and_interfaces_are_read_from_the_kernels_files(tmp_path):
         (tmp_path / folder).mkdir(parents=True)
         for name, text in contents.items():
             (tmp_path / folder / name).write_text(text + "\n")
-    assert gather.ib_ports(tmp_path) == (PORT, IbPort("mlx5_1", 1, "DOWN", 2.5, "Ethernet"))
-    assert [dataclasses.astuple(i) for i in gather.interfaces(tmp_path / "net")] == [
+    assert gather.read_ib_ports(tmp_path) == (PORT, IbPort("mlx5_1", 1, "DOWN", 2.5, "Ethernet"))
+    assert [dataclasses.astuple(i) for i in gather.read_interfaces(tmp_path / "net")] == [
         ("eth0", True, 25000),
         ("eth1", False, 0),
     ]
-    assert gather.ib_ports(tmp_path / "nothing") == ()
+    assert gather.read_ib_ports(tmp_path / "nothing") == ()
 
 
 def test_transports_are_read_from_ucxs_words():
@@ -438,14 +438,14 @@ class FakeNvml:
 
 def test_gpus_are_told_by_nvidias_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml)
-    driver, gpus, error = gather.gpus()
+    driver, gpus, error = gather.find_gpus()
     assert driver is not None and (driver.version, driver.cuda, error) == ("580.65.06", (13, 1), "")
     assert gpus == (
         Gpu(0, "NVIDIA H100", "GPU-0", 80 * GIB, 0),
         Gpu(1, "NVIDIA H100", "GPU-1", 80 * GIB, GIB, "exclusive", True),
     )
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gather.gpus() == (None, (), "nvidia-ml-py is not installed, so nobody can be asked for GPUs")
+    assert gather.find_gpus() == (None, (), "nvidia-ml-py is not installed, so nobody can be asked for GPUs")
 
 
 # ---------------------------------------------------------------- the command
