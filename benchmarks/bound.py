@@ -2,8 +2,7 @@
 Pure.
 
 The critical path is what the step would take if transfers and dispatch took nothing: each actor runs its
-    `Run`s in
-order, each as soon as its inputs are there, wherever they are made.
+`Run`s in order, each as soon as its inputs are there, wherever they are made.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import ActorId, ExecutableId, Recv, Run
 from jaxpp_async.timeline import breakdown
-from jaxpp_async.timeline.events import ActorTimeline, pair, read_events
+from jaxpp_async.timeline.events import ActorTimeline, pair_transfers, read_events
 
 Kind = tuple[ActorId, ExecutableId]
 """A task by where it runs and what it runs: the forward of a stage is one kind, whatever the microbatch."""
@@ -76,7 +75,7 @@ def critical_path_s(
         ActorTimeline(program.actor, read_events(program, list(_stamps(program, own, transfer_s)), 0.0, {}))
         for program, own in zip(programs, seconds, strict=True)
     ]
-    return breakdown.critical_path_s(actors, pair(actors), moves=True)
+    return breakdown.StepReplay(actors, pair_transfers(actors)).length_s(moves=True)
 
 
 def _stamps(

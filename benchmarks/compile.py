@@ -21,7 +21,7 @@ import jax
 import transformer
 
 import jaxpp_async as jpp
-from jaxpp_async.compiler.pipeline import StepRequest, compile_step, plan, uncollected
+from jaxpp_async.compiler.pipeline import StepRequest, compile_step, gc_paused, plan
 from jaxpp_async.session import mesh_options
 from jaxpp_async.session.step import DistributedStep, StepOptions
 
@@ -73,7 +73,7 @@ def jax_alone(args: argparse.Namespace) -> float:
     """What `jax.make_jaxpr` takes of the same step: the part of `trace` that no compiler of jaxprs can save."""
 
     def run(passed: Callable[[str], None]) -> None:
-        with uncollected():
+        with gc_paused():
             jax.make_jaxpr(wanted.fn)(*wanted.args)
         passed("jax")
 

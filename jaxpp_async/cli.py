@@ -19,7 +19,8 @@ from jaxpp_async.doctor.gather import gather
 from jaxpp_async.doctor.judge import judge, would_work
 from jaxpp_async.doctor.show import as_flags, as_json, print_findings
 from jaxpp_async.errors import MeshError
-from jaxpp_async.launch.choose import LaunchOptions
+from jaxpp_async.launch.choose import choose_hosts
+from jaxpp_async.launch.options import LaunchOptions
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -112,7 +113,7 @@ def doctor(
 
 
 async def _doctor(launching: LaunchOptions, asked: Asked, measures: bool) -> Any:
-    chosen, reach = launching.way()
+    chosen, reach = choose_hosts(launching)
     plan = ExaminationPlan(asked, chosen, launching.settings(), launching.control_address, measures)
     console = Console(stderr=True)
     with console.status("looking") as status:  # shows nothing where nobody watches

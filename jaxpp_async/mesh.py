@@ -13,7 +13,7 @@ from jaxpp_async.base.events import EventLog, Events
 from jaxpp_async.checkpoint.restore import restore
 from jaxpp_async.checkpoint.save import OnProgress, Saver, Saving
 from jaxpp_async.controller.controller import Controller
-from jaxpp_async.controller.options import BACKUP_EVERY, LAUNCH_TIMEOUT_S, ControllerOptions, Deadlines
+from jaxpp_async.controller.options import BACKUP_EVERY, LAUNCH_TIMEOUT_S, ControllerOptions
 from jaxpp_async.controller.stall_detector import PROGRESS_S
 from jaxpp_async.errors import MeshError
 from jaxpp_async.jax_bridge.compilation_cache import DEFAULT as DEFAULT_CACHE
@@ -150,7 +150,7 @@ class RemoteMesh:
         self._options = ControllerOptions(
             config,
             max_restarts=mesh_options.count_of("max_restarts", max_restarts, least=0),
-            deadlines=Deadlines(progress_s=mesh_options.seconds("progress_timeout_s", progress_timeout_s)),
+            progress_s=mesh_options.seconds("progress_timeout_s", progress_timeout_s),
             backup_every=mesh_options.count_of("backup_every", backup_every, least=1),
             launch_timeout_s=mesh_options.seconds("launch_timeout_s", launch_timeout_s),
         )

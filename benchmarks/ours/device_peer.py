@@ -28,7 +28,7 @@ import jax
 import numpy as np
 import uvloop
 
-from jaxpp_async.actors.cuda import CupyDevice, DeviceCopy
+from jaxpp_async.actors.cuda import CupyDevices, DeviceCopy
 from jaxpp_async.transport.base import PROGRAM_CHANNEL, Memory, make_tag, memory_of
 from jaxpp_async.transport.registry import ERROR_HANDLING, make_process_transport
 
@@ -50,7 +50,7 @@ class Side:
         self.number, self.platform = number, platform
         jax.config.update("jax_platforms", "cuda,cpu" if platform == "cuda" else "cpu")
         self.device = jax.local_devices(backend=platform)[0]
-        self.door = CupyDevice([self.device]) if platform == "cuda" else None
+        self.door = CupyDevices([self.device]) if platform == "cuda" else None
         if self.door is not None:
             self.door.enter()
         self.memories = [self._memory(largest) for _ in range(WINDOW)]
@@ -111,7 +111,7 @@ class Side:
                 ctypes.memmove(a.address, b.address, size)
         else:
             copies = [DeviceCopy(a.address, self.device, b.address, self.device, size)] * count
-            self.door.lane().copy(copies).wait()
+            self.door.make_stream().copy(copies).wait()
         return size * count / (time.perf_counter() - start) / 1e9
 
 

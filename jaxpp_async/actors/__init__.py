@@ -1,19 +1,16 @@
-"""actors: processes that run programs, and the controller that has them do it. Imports nothing.
+"""The actor process: answers the controller's requests, runs programs, and moves their data.
 
-Both ends of everything that is said are here. Each room says in its `__init__` what lies in it, and
-docs/architecture.md walks through them.
-
-    controller   what a mesh asks of its actors; with options
-        crew         the actors of a mesh: started, asked, given values, ended
-        watching     what happens to them, noticed
-        launch       where they run: here, on other hosts, in this process
-    actor        requests in, replies out; with __main__, configuring, numbers
-        steps        programs loaded, steps run; with plan, executor, store
-    both
-        messages, protocol, control   what is said; as bytes; over sockets
-        values, devices               arrays on their way, in pieces; JAX and GPUs
-        processes                     which is whose; how one is spawned, kept and ended
-        failures, restarts            what a failure is; what brings a mesh back after one
-        files                         an actor's part of a checkpoint
-        owned_tasks                   asyncio tasks and who ends them
+- `__main__`, `server`: the entry of an actor process, and its side of the control channel.
+- `actor`: answers requests, with the help of all modules below.
+- `setup`: what a configured actor works with, and the thread that runs long tasks.
+- `step_queue`, `step_run`: steps one after the other; one step on transport, devices and store.
+- `executor`, `execution_plan`: the order of one step's commands; a program prepared for it.
+- `loaded_program`, `executables`: everything about a program that does not change from step to step; compiled
+  tasks.
+- `array_store`, `host_values`: arrays by id; host values from and to the controller.
+- `receive_buffers`, `shards`: memory to receive into; how an array lies on a process's devices.
+- `jax_runtime`, `cuda`: JAX and its devices; CUDA beside JAX.
+- `checkpoint_requests`, `rollback`: saving and restoring files; copies of arrays for restarts.
+- `process_group`: the processes of one actor after an abort.
+- `heartbeat`: the thread that tells the controller that the process is alive.
 """

@@ -1,7 +1,7 @@
-"""The entry of an actor process: `python -m jaxpp_async.actors`, started by a launcher and by nobody else.
+"""Run an actor process: `python -m jaxpp_async.actors`, which only launchers start.
 
-Stdin brings one line of JSON (configuration and secret), then a byte every few seconds. JAX is not imported before the
-CPU affinity is set: its thread pools are sized by it.
+Stdin brings one line of JSON (configuration and secret), then a byte every few seconds, whose absence ends
+the process. JAX is imported only after the CPU affinity is set, which gives its thread pools their size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_LINE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """The first line of stdin; `LaunchSpec.config` and a launcher write it."""
+    """The first line of stdin, which `LaunchSpec.config` and a launcher write."""
 
     process_id: int
     incarnation: int
@@ -40,12 +40,12 @@ class _Config:
 
 
 def main() -> None:
-    """Run one actor to its end; the exit status is an `ExitCode`."""
-    faulthandler.enable()  # a crash in native code prints where, and the controller shows it
+    """Run one actor to its end, and exit with an `ExitCode`."""
+    faulthandler.enable()  # a crash in native code prints its traceback, which the controller shows
     try:
         config = _parse(_read_line(0))
     except (ValueError, KeyError, TypeError) as error:
-        # Never the line itself: it holds the secret.
+        # The message leaves the line itself out, since it has the secret.
         print(
             f"python -m jaxpp_async.actors is started by a mesh, not by hand ({type(error).__name__})",
             file=sys.stderr,
@@ -54,7 +54,7 @@ def main() -> None:
         return
     if config.parent_pid is not None:
         die_with_parent(config.parent_pid)
-    watch_stdin(_take_stdin(), config.lease_s, leave)
+    watch_stdin(_move_stdin(), config.lease_s, leave)
     if config.cores:
         try:
             os.sched_setaffinity(0, config.cores)
@@ -75,7 +75,8 @@ def _run(config: _Config) -> ExitCode:
 
 
 async def _serve_and_leave(config: _Config) -> ExitCode:
-    """Serve, then end the process from inside the loop: closing a loop waits for its threads, which JAX may hold."""
+    """Serve, then end the process from inside the loop: closing a loop waits for its threads, which JAX may
+    hold."""
     try:
         code = await _serve(config)
     except HandshakeError as error:
@@ -85,7 +86,7 @@ async def _serve_and_leave(config: _Config) -> ExitCode:
         print(f"lost the controller at {config.controller}: {error}", file=sys.stderr)
         code = ExitCode.CONNECTION_LOST
     except BaseException:
-        # the last frame of the process: whatever it is, it is printed and becomes the exit status
+        # the outermost frame of the process: every error is printed and becomes the exit status
         traceback.print_exc()
         code = ExitCode.CRASH
     leave(code)
@@ -105,8 +106,8 @@ async def _serve(config: _Config) -> ExitCode:
     identity, page = Identity(config.process_id, config.incarnation), ProgressPage(config.progress_page)
 
     def make_actor(process_id: int, **seams: Any) -> ActorLike:
-        # After the handshake: nobody hears the heart of an actor that has not come, and importing JAX takes longer
-        # than a handshake may.
+        # After the handshake, for two reasons: the controller accepts heartbeats only from actors that have
+        # connected, and importing JAX takes longer than a handshake may.
         start_beating(Heartbeat(identity, config.secret, config.controller, lost_s), page.read, leave)
         sender = send_records(seams["send"], config.log_level)  # before JAX is imported, which may log
         actor = load_actor_class(config.actor)(process_id, note_progress=page.note, **seams)
@@ -121,7 +122,7 @@ async def _serve(config: _Config) -> ExitCode:
         make_transport=lambda kind, network: make_process_transport(kind, config.process_id, network),
         max_frame_bytes=config.max_frame_bytes,
         lost_s=lost_s,
-        keeps_vigil=True,
+        spins=True,
     )
 
 
@@ -143,13 +144,14 @@ def _parse(line: bytes) -> _Config:
     return _Config(**values)
 
 
-def _take_stdin() -> int:
-    """Move the lifeline away from descriptor 0, so that no child and no `input()` reads from it."""
-    lifeline = os.dup(0)
+def _move_stdin() -> int:
+    """Move stdin to another descriptor, so that no child and no `input()` reads from it; return that
+    descriptor."""
+    moved = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    return lifeline
+    return moved
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""store: the actor's arrays by id, some of them still on their way. Never transfers; `fill` and `wait_all` wait."""
+"""Store the arrays of an actor by id, also those that a put, a restore or a step is still making."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 import jax
@@ -14,16 +15,16 @@ from jaxpp_async.protocol.messages import ArrayId
 
 
 class StoredArray:
-    """One array, or the place of one that a put or a step is still making.
+    """The store's entry of one array, which may still be in the making.
 
-    Unlike an `asyncio.Future` it calls back at once and in order: a fetch that came before a step that donates the
-    array must have seen it before the step takes it.
+    Unlike an `asyncio.Future` the entry calls back at once and in order: a fetch that came before a step that
+    donates the array must have read the array before the step consumes it.
 
     Attributes:
         aval: shape, dtype and sharding.
-        array: the array, or None.
-        error: why there will be none, or None.
-        traceback: that of the error when the entry heard of it.
+        array: the array; None before it is there.
+        error: why there will be no array; None if it may still come.
+        traceback: the traceback that the error had when the entry failed.
     """
 
     __slots__ = ("_waiting", "array", "aval", "error", "traceback")
@@ -37,23 +38,23 @@ class StoredArray:
 
     @property
     def done(self) -> bool:
-        """Whether `array` or `error` is there."""
+        """Whether the entry has its array or its error."""
         return self.array is not None or self.error is not None
 
     def resolve(self, array: jax.Array) -> None:
-        """The array is there."""
+        """Set the array. Does nothing if the entry is done."""
         if not self.done:
             self.array = array
             self._call_back()
 
     def fail(self, error: BaseException) -> None:
-        """There will be no array. Does nothing where there is one."""
+        """Set the error. Does nothing if the entry is done."""
         if not self.done:
             self.error, self.traceback = error, error.__traceback__
             self._call_back()
 
     def when_done(self, callback: Callable[[StoredArray], None]) -> None:
-        """Call `callback(entry)` once `array` or `error` is there: now, if it is."""
+        """Call `callback(entry)` when the entry is done: now, if it is."""
         if self.done:
             callback(self)
         else:
@@ -65,15 +66,17 @@ class StoredArray:
             callback(self)
 
 
-async def fill(entries: Sequence[StoredArray], making: Awaitable[Sequence[jax.Array]]) -> None:
-    """Let the arrays that `making` gives be those of the entries, in order.
+async def fill(
+    entries: Sequence[StoredArray], make: Callable[[], Sequence[jax.Array]], workers: ThreadPoolExecutor
+) -> None:
+    """Give entries the arrays that `make`, called in one of the threads, returns in their order.
 
     Raises:
-        Whatever `making` does; the entries have then failed of it.
+        Exception: `make` raised it; the entries have then failed with it.
     """
     try:
-        arrays = await making
-    except BaseException as error:  # also a cancellation: steps that wait for the arrays must hear of it
+        arrays = await asyncio.get_running_loop().run_in_executor(workers, make)
+    except BaseException as error:  # also a cancellation: it must end the steps that wait for the arrays
         for entry in entries:
             entry.fail(error)
         raise
@@ -82,46 +85,46 @@ async def fill(entries: Sequence[StoredArray], making: Awaitable[Sequence[jax.Ar
 
 
 async def wait_all(entries: Sequence[StoredArray]) -> None:
-    """Wait until all of them are there, or will not be.
+    """Wait until all entries are done.
 
     Raises:
-        The error of the first in order that has one.
+        BaseException: the error of the first entry, in order, that has one.
     """
-    there = asyncio.get_running_loop().create_future()
+    all_done = asyncio.get_running_loop().create_future()
     left = len(entries)
 
-    def one_done(_: StoredArray) -> None:
+    def count_done(_: StoredArray) -> None:
         nonlocal left
         left -= 1
-        if not left and not there.done():
-            there.set_result(None)
+        if not left and not all_done.done():
+            all_done.set_result(None)
 
     for entry in entries:
-        entry.when_done(one_done)
+        entry.when_done(count_done)
     if entries:
-        await there
+        await all_done
     for entry in entries:
         if entry.error is not None:
-            # each time anew: it would grow with every waiter
+            # with the traceback of the failure: the exception's own would grow with every waiter
             raise entry.error.with_traceback(entry.traceback)
 
 
 class ArrayStore:
-    """Entries by array id."""
+    """The arrays of one actor, by id."""
 
     def __init__(self) -> None:
         self._entries: dict[ArrayId, StoredArray] = {}
 
     def expect(self, array_id: ArrayId, aval: Aval) -> StoredArray:
-        """Make the entry of an array that is on its way."""
+        """Make the entry of an array that is in the making."""
         entry = self._entries[array_id] = StoredArray(aval)
         return entry
 
     def get(self, array_id: ArrayId) -> StoredArray:
-        """The entry of an array.
+        """Return the entry of an array.
 
         Raises:
-            ArrayError: there is none: it never was here, was freed, or a step was given it to consume.
+            ArrayError: there is no entry: the array was made elsewhere, was freed, or a step has consumed it.
         """
         if array_id not in self._entries:
             raise ArrayError(
@@ -130,29 +133,30 @@ class ArrayStore:
         return self._entries[array_id]
 
     def entries(self) -> dict[ArrayId, StoredArray]:
-        """All entries as they are now, also of arrays on their way."""
+        """Return all entries as they are now, also of arrays in the making."""
         return dict(self._entries)
 
     def remove(self, array_id: ArrayId) -> None:
-        """Forget an array. Whoever holds its entry keeps it alive; an unknown id is no error."""
+        """Remove an array's entry. References to the entry keep the array alive; an unknown id is no
+        error."""
         self._entries.pop(array_id, None)
 
     def fail_pending(self, error: BaseException) -> None:
-        """Fail every array that is still on its way, and forget it and those that failed before."""
+        """Fail every entry that is not done, and remove it together with those that failed before."""
         for array_id, entry in list(self._entries.items()):
             if entry.array is None:
                 del self._entries[array_id]
                 entry.fail(error)
 
     def forget_all(self) -> None:
-        """Forget every array."""
+        """Remove every entry."""
         self._entries.clear()
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the arrays that are there."""
+        """The bytes of the arrays that are there."""
         return sum(entry.aval.size_bytes for entry in self._entries.values() if entry.array is not None)
 
     def __len__(self) -> int:
-        """How many arrays are there, those on their way left out."""
+        """Count the arrays that are there; those in the making are left out."""
         return len([None for entry in self._entries.values() if entry.array is not None])

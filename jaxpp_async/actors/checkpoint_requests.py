@@ -1,8 +1,8 @@
-"""snapshots: an actor's part in saving and restoring: carries out `BeginSnapshot`, `WriteFile`, `CheckFiles`, `Sweep` and
-`ReadFile`.
+"""Save an actor's arrays to files and restore them, as requests of the controller say.
 
-Arrays are taken hold of in order with the steps, and written by a thread while later steps run. Decides neither what
-goes where nor when a checkpoint is whole.
+A save takes hold of its arrays in order with the steps (`BeginSnapshot`); a thread writes them (`WriteFile`)
+while later steps run. The controller decides which process writes which array to which file, and when a
+checkpoint is whole.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import os
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxpp_async.actors.array_store import ArrayStore, StoredArray, fill
-from jaxpp_async.actors.host_values import HostCopy
-from jaxpp_async.actors.shards import Layout, Layouts, hold_pieces, join_pieces, place
+from jaxpp_async.actors.host_values import HostCopy, hold_array
+from jaxpp_async.actors.shards import Layout, Layouts, join_on_host, place
 from jaxpp_async.base.printable import shown
 from jaxpp_async.errors import CheckpointError
 from jaxpp_async.protocol.messages import (
@@ -40,7 +41,8 @@ class CheckpointRequests:
     """The saves and restores of one actor.
 
     Args:
-        store: where arrays come from and go.
+        store: the arrays that saves read and restores fill.
+        layouts: layouts on this process's devices.
         workers: threads for files and copies.
     """
 
@@ -49,8 +51,8 @@ class CheckpointRequests:
         self._saves: dict[bytes, _Save] = {}
         self._stopped: list[asyncio.Future[Any]] = []
 
-    def take(self, message: BeginSnapshot) -> Coroutine[Any, Any, Done]:
-        """Take hold of the arrays, now; what is returned waits until they are there.
+    def begin(self, message: BeginSnapshot) -> Coroutine[Any, Any, Done]:
+        """Take hold of the arrays, now; the returned coroutine waits until they are there.
 
         Raises:
             ArrayError: an array is not here. CheckpointError: a save is under way in this folder.
@@ -58,55 +60,52 @@ class CheckpointRequests:
         if message.folder in self._saves:
             raise CheckpointError(f"{shown(message.folder)}: another save is writing there")
         entries = {array_id: self._store.get(array_id) for array_id in message.array_ids}
-        loop, read = asyncio.get_running_loop(), hold_pieces(self._layouts.devices)
-        looks: dict[ArrayId, HostCopy] = {}
-        for array_id, entry in entries.items():
-            look = looks[array_id] = HostCopy(self._layouts.of(entry.aval), loop.create_future(), read)
-            entry.when_done(look.take)
-        save = self._saves[message.folder] = _Save(looks)
-        return save.taken(message.request)
+        copies = {array_id: hold_array(entry, self._layouts) for array_id, entry in entries.items()}
+        save = self._saves[message.folder] = _Save(copies)
+        return save.begun(message.request)
 
     def write(self, message: WriteFile) -> Coroutine[Any, Any, Written]:
-        """Find what is to be written, now; what is returned writes one file of a save.
+        """Find the arrays to write, now; the returned coroutine writes one file of a save.
 
         Raises:
-            CheckpointError: it cannot be written; nothing of it is left.
+            CheckpointError: the file cannot be written; no part of it is left.
         """
         save = self._saves.get(message.folder)
         if save is None:
             raise CheckpointError(f"{shown(message.folder)}: no save is under way there")
-        looks = {name: (save.looks[array_id], part) for array_id, name, part in message.arrays}
+        copies = {name: (save.copies[array_id], part) for array_id, name, part in message.arrays}
         for array_id, _, _ in message.arrays:
-            save.looks.pop(array_id, None)  # one array may have two names
-        return self._written(message, save, looks)
+            save.copies.pop(array_id, None)  # one array may have two names
+        return self._written(message, save, copies)
 
     async def _written(
-        self, message: WriteFile, save: _Save, looks: dict[str, tuple[HostCopy, int]]
+        self, message: WriteFile, save: _Save, copies: dict[str, tuple[HostCopy, int]]
     ) -> Written:
-        await asyncio.gather(*(look.pieces for look, _ in looks.values()))
-        await self._until_stopped()
-        save.check_going_on()
+        await asyncio.gather(*(copy.shards for copy, _ in copies.values()))
+        await self._wait_stopped()
+        if save.stopped.is_set():
+            raise CheckpointError("the save was stopped")
         path = os.path.join(os.fsdecode(message.folder), message.file)
         loop = asyncio.get_running_loop()
         save.writing = loop.run_in_executor(
-            self._workers, _write, path, looks, message.metadata, save.stopped
+            self._workers, _write, path, copies, message.metadata, save.stopped
         )
-        del looks  # the thread lets go of the arrays
+        del copies  # only the thread refers to the arrays now
         size, digests = await save.writing
         return Written(message.request, size, tuple(digests[name] for _, name, _ in message.arrays))
 
     async def check(self, message: CheckFiles) -> Done:
-        """Look whether files are still there and whole.
+        """Check that files are still there and whole.
 
         Raises:
-            CheckpointError: one is not.
+            CheckpointError: a file is missing or has another size.
         """
         check, folder = checkpoint_folder.check_files, os.fsdecode(message.folder)
         await asyncio.get_running_loop().run_in_executor(self._workers, check, folder, dict(message.files))
         return Done(message.request)
 
     def sweep(self, message: Sweep) -> Coroutine[Any, Any, Done]:
-        """End the save in a folder, now, so that the next may begin behind this; what is returned removes files.
+        """End the save in a folder, now, so that another may begin; the returned coroutine removes files.
 
         Raises:
             CheckpointError: a file cannot be removed.
@@ -118,39 +117,34 @@ class CheckpointRequests:
 
     async def _swept(self, message: Sweep, save: _Save | None) -> Done:
         if save is not None:
-            await save.end()
-        await self._until_stopped()
+            await save.wait_written()
+        await self._wait_stopped()
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._workers, _sweep, message)
         return Done(message.request)
 
     def read(self, message: ReadFile) -> Coroutine[Any, Any, Done]:
-        """Make places for the arrays, now, so that steps behind this may name them; what is returned fills them."""
+        """Make the arrays' entries, now, so that later steps may name them; the returned coroutine fills
+        them."""
         entries = [self._store.expect(part.array_id, part.aval) for part in message.parts]
         return self._read(message, entries)
 
     async def _read(self, message: ReadFile, entries: Sequence[StoredArray]) -> Done:
-        async def making() -> list[jax.Array]:
-            layouts = [self._layouts.of(part.aval) for part in message.parts]
-            return await asyncio.get_running_loop().run_in_executor(
-                self._workers, _read_and_place, message, layouts
-            )
-
-        await fill(entries, making())
+        await fill(entries, partial(_read_and_place, message, self._layouts), self._workers)
         return Done(message.request)
 
     def stop_all(self) -> None:
-        """Let go of every array and tell the threads to stop; each removes the file it is at.
+        """Release every array and tell the threads to stop; each removes the file that it is writing.
 
-        They may take a while: a thread that waits for a disk cannot be stopped. Later requests that touch files wait
-        for them, since they may use the same names.
+        The threads may take a while: one that waits for a disk cannot be stopped. Later requests that touch
+        files wait for these threads, since they may use the same names.
         """
         for save in self._saves.values():
             save.stop()
         self._stopped += [save.writing for save in self._saves.values() if save.writing is not None]
         self._saves.clear()
 
-    async def _until_stopped(self) -> None:
+    async def _wait_stopped(self) -> None:
         stopped, self._stopped = self._stopped, []
         if stopped:
             await asyncio.wait(stopped)
@@ -160,55 +154,47 @@ class _Save:
     """A save under way.
 
     Attributes:
-        looks: arrays not yet written.
-        stopped: tells the writing thread to end.
-        writing: the file that is being written.
+        copies: the arrays that are not yet written.
+        stopped: set to stop the thread that writes.
+        writing: done when the file that the thread is writing is; None before the first file.
     """
 
-    def __init__(self, looks: dict[ArrayId, HostCopy]):
-        self.looks, self.stopped = looks, threading.Event()
+    def __init__(self, copies: dict[ArrayId, HostCopy]):
+        self.copies, self.stopped = copies, threading.Event()
         self.writing: asyncio.Future[Any] | None = None
-        self._waiting = [look.pieces for look in looks.values()]
+        self._waiting = [copy.shards for copy in copies.values()]
 
-    async def taken(self, request: int) -> Done:
+    async def begun(self, request: int) -> Done:
         """Wait until the arrays are there."""
         waiting, self._waiting = self._waiting, []
         await asyncio.gather(*waiting)
         return Done(request)
 
-    def check_going_on(self) -> None:
-        """Raises:
-        CheckpointError: it was stopped.
-        """
-        if self.stopped.is_set():
-            raise CheckpointError("the save was stopped")
-
     def stop(self) -> None:
-        """Let go of what is not written."""
+        """Stop the thread, and release the arrays that are not written."""
         self.stopped.set()
-        for look in self.looks.values():
-            if not look.pieces.done():
-                look.pieces.set_exception(CheckpointError("the save was stopped"))
-                look.pieces.exception()  # perhaps nobody waits for it any more, and asyncio would complain
-        self.looks.clear()
+        for copy in self.copies.values():
+            if not copy.shards.done():
+                copy.shards.set_exception(CheckpointError("the save was stopped"))
+                copy.shards.exception()  # marks it as retrieved: perhaps nothing waits for it any more
+        self.copies.clear()
 
-    async def end(self) -> None:
-        """Stop, and wait until the thread has."""
-        self.stop()
+    async def wait_written(self) -> None:
+        """Wait until the thread has ended its file."""
         if self.writing is not None:
             await asyncio.wait([self.writing])
 
 
 def _write(
     path: str,
-    looks: Mapping[str, tuple[HostCopy, int]],
+    copies: Mapping[str, tuple[HostCopy, int]],
     metadata: Mapping[str, str],
     stopped: threading.Event,
 ) -> tuple[int, dict[str, str]]:
-    """Runs in a thread."""
+    """Write one file, in a thread. Waits for copies that are on their way from a device."""
     arrays = {
-        name: _part_of([np.asarray(piece) for piece in look.pieces.result()], look.layout, part)
-        for name, (look, part) in looks.items()
+        name: _part_of([np.asarray(data) for data in copy.shards.result()], copy.layout, part)
+        for name, (copy, part) in copies.items()
     }
     try:
         checkpoint_folder.make(os.path.dirname(path))
@@ -219,17 +205,15 @@ def _write(
         raise CheckpointError(f"{shown(path)}: {error.strerror or error}") from error
 
 
-def _part_of(pieces: Sequence[np.ndarray], layout: Layout, part: int) -> np.ndarray:
-    """What is to be written of an array: all of it (-1), or one of its parts."""
+def _part_of(shards: Sequence[np.ndarray], layout: Layout, part: int) -> np.ndarray:
+    """Return the whole array (-1), or one of its parts, by number."""
     if part < 0:
-        return join_pieces(pieces, layout)
-    return next(
-        piece for piece, shard in zip(pieces, layout.shards, strict=True) if shard.part.number == part
-    )
+        return join_on_host(shards, layout)
+    return next(data for data, shard in zip(shards, layout.shards, strict=True) if shard.part.number == part)
 
 
 def _sweep(message: Sweep) -> None:
-    """Runs in a thread."""
+    """Remove files of a save, in a thread."""
     folder = os.fsdecode(message.folder)
     try:
         checkpoint_folder.remove_files(folder, message.files)
@@ -239,23 +223,24 @@ def _sweep(message: Sweep) -> None:
         checkpoint_folder.remove_empty(folder)
 
 
-def _read_and_place(message: ReadFile, layouts: Sequence[Layout]) -> list[jax.Array]:
-    """Runs in a thread."""
-    wanted = [_wanted(part) for part in message.parts if not part.pieces]
-    whole = iter(tensor_files.read(os.fsdecode(message.path), wanted)) if wanted else iter(())
-    hosts = [
-        _put_together(part, layout) if part.pieces else next(whole)
-        for part, layout in zip(message.parts, layouts, strict=True)
+def _read_and_place(message: ReadFile, layouts: Layouts) -> list[jax.Array]:
+    """Read arrays and put them on the devices, in a thread."""
+    wanted = [
+        tensor_files.WantedArray(part.name, part.aval.dtype, part.aval.shape, part.sha256)
+        for part in message.parts
+        if not part.pieces
     ]
-    return [place(host, layout) for host, layout in zip(hosts, layouts, strict=True)]
+    whole = iter(tensor_files.read(os.fsdecode(message.path), wanted)) if wanted else iter(())
+    placing = [layouts.of(part.aval) for part in message.parts]
+    hosts = [
+        _read_pieces(part, layout) if part.pieces else next(whole)
+        for part, layout in zip(message.parts, placing, strict=True)
+    ]
+    return [place(host, layout) for host, layout in zip(hosts, placing, strict=True)]
 
 
-def _wanted(part: FilePart) -> tensor_files.WantedArray:
-    return tensor_files.WantedArray(part.name, part.aval.dtype, part.aval.shape, part.sha256)
-
-
-def _put_together(part: FilePart, layout: Layout) -> np.ndarray:
-    """As much of an array in several pieces as this process is to hold."""
+def _read_pieces(part: FilePart, layout: Layout) -> np.ndarray:
+    """Read as much of an array that lies in several pieces as this process holds."""
     aval = part.aval
     pieces = [
         (os.fsdecode(p.path), p.start, tensor_files.WantedArray(p.name, aval.dtype, p.shape, p.sha256))

@@ -1,16 +1,15 @@
-"""cuda: the one door to CUDA beside JAX's own: when values are computed, copies between devices, what devices are.
+"""Use CUDA beside JAX: learn when arrays are computed, copy between devices, and describe the devices.
 
-In: arrays of one actor. Out: marks, which can be waited for, and a `Hardware`. It allocates no memory, and imports CuPy
-only where an actor has GPUs. `CudaDevice` says what is needed; tests walk the same paths through a fake one, on CPUs.
+`CudaDevices` is the interface, which `CupyDevices` implements; CuPy is imported only where an actor has GPUs.
+Tests run the same code with a fake implementation on CPUs. This module allocates no device memory of its own.
 
-JAX does not give its streams away. `array.__dlpack__(stream=s)` makes stream `s` wait until the array is computed, and
-an event recorded on `s` after it happens then. A capsule is dropped at once: JAX donates no array that has one.
+JAX does not hand out its streams. `array.__dlpack__(stream=s)` makes stream `s` wait until the array is
+computed, and an event recorded on `s` afterwards happens then. The returned capsule is dropped at once: JAX
+donates no array that has one.
 
-device_work: what was given to devices in, calls on the event loop when it has been done out. Decides nothing.
-
-A GPU computes after a call has returned. Nobody asks it again and again, and the event loop never waits: a thread
-sleeps until a mark is reached, and wakes the loop once. Runs and copies have a thread and a lane each, since a copy
-must not be heard of only after a run that was called before it.
+A GPU computes after a call has returned. `DeviceWork` neither polls the device nor lets the event loop wait:
+a thread sleeps until an event happens, and wakes the loop once. Runs and copies have a thread and a stream
+each, so that the end of a copy is not reported only after a run that was called before it.
 """
 
 from __future__ import annotations
@@ -35,16 +34,17 @@ from jaxpp_async.errors import InstallError
 from jaxpp_async.protocol.messages import Hardware
 
 _NO_DLPACK = ("float8", "float4", "float6", "int2", "int4", "uint2", "uint4")
-"""Types that not every JAX can say to others; such an array is waited for by JAX itself."""
+"""The types that not every JAX can export through DLPack; JAX itself waits for arrays of these types."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopy:
-    """Bytes to copy, within a device or between two of this process.
+    """Bytes to copy, within a device or between two devices of this process.
 
     Args:
         target, source: addresses.
-        target_device, source_device: as JAX knows them.
+        target_device, source_device: JAX devices.
+        size_bytes: how many bytes.
     """
 
     target: int
@@ -58,7 +58,7 @@ class CudaEvent(Protocol):
     """A point in the devices' work."""
 
     def wait(self) -> None:
-        """Block this thread, without the GIL, until all that came before has happened.
+        """Block this thread, without the GIL, until the devices have reached this point.
 
         Raises:
             RuntimeError (or a subclass): the device failed.
@@ -67,62 +67,66 @@ class CudaEvent(Protocol):
 
 
 class CudaStream(Protocol):
-    """A place in which marks stand one after the other; what is in one lane does not wait for what is in another. One
-    thread at a time puts marks into a lane."""
+    """A sequence of events over all of the actor's devices, independent of other streams. One thread at a
+    time uses it."""
 
-    def mark(self, arrays: Sequence[jax.Array]) -> CudaEvent:
-        """The point at which these arrays are computed. They may be donated as soon as this has returned.
+    def record(self, arrays: Sequence[jax.Array]) -> CudaEvent:
+        """Return the event that happens when these arrays are computed. They may be donated once this has
+        returned.
 
-        Does not wait, but for arrays of types that DLPack does not know, and where JAX runs its TFRT client.
+        Waits only for arrays of types that DLPack does not know, and where JAX runs its TFRT client.
         """
         ...
 
     def copy(self, copies: Sequence[DeviceCopy]) -> CudaEvent:
-        """Begin copies; the point at which they are done. Whoever calls keeps the memory alive until then.
+        """Begin copies; return the event that happens when they are done. The caller keeps the memory alive
+        until then.
 
-        Copies that the device refuses are its mark's failure: those begun before them may still be under way.
+        Copies that a device refuses make the event fail: copies begun before them may still be under way.
         """
         ...
 
 
-class CudaDevice(Protocol):
-    """What an actor with devices needs of them, beyond JAX."""
+class CudaDevices(Protocol):
+    """The devices of one actor process, as far as the actor needs them beyond JAX."""
 
     def enter(self) -> None:
-        """Make the first device's context the calling thread's. UCX takes what is current when it begins."""
+        """Make the first device's context the calling thread's. UCX uses the context that is current as it
+        starts."""
         ...
 
-    def lane(self) -> CudaStream:
-        """A new lane, over all of the actor's devices."""
+    def make_stream(self) -> CudaStream:
+        """Return a new stream over all of the devices."""
         ...
 
     def hardware(self) -> Hardware:
-        """What the devices are."""
+        """Describe the devices."""
         ...
 
 
-def open_door(devices: Sequence[Any], transport: str) -> CudaDevice | None:
-    """The door to an actor's devices.
+def open_cuda(devices: Sequence[Any], transport: str) -> CudaDevices | None:
+    """Open a process's devices for `DeviceWork`.
 
     Args:
-        transport: the data plane's name; `"memory"` moves host memory only, also for actors with GPUs.
+        devices: the process's JAX devices.
+        transport: the transport's name; `"memory"` moves host memory only, also for actors with GPUs.
 
     Returns:
-        None: arrays go through host memory, as they do on CPUs.
+        None where arrays go through host memory, as they do on CPUs.
 
     Raises:
         InstallError: CuPy is missing.
     """
     if devices[0].platform not in ("gpu", "cuda") or transport == "memory":
         return None
-    return CupyDevice(devices)
+    return CupyDevices(devices)
 
 
-class CupyDevice:
-    """A `CudaDevice` through CuPy.
+class CupyDevices:
+    """`CudaDevices` through CuPy.
 
     Args:
-        devices: the actor's, as JAX knows them.
+        devices: the process's JAX devices.
 
     Raises:
         InstallError: CuPy is missing.
@@ -134,10 +138,10 @@ class CupyDevice:
 
     def enter(self) -> None:
         self._cuda.Device(_ordinal(self._devices[0])).use()
-        self._cuda.runtime.free(0)  # makes the context, where the first call of a process does not yet
+        self._cuda.runtime.free(0)  # makes the context, which the first call of a process may not do
 
-    def lane(self) -> CudaStream:
-        return _CupyLane(self._cuda, self._devices)
+    def make_stream(self) -> CudaStream:
+        return _CupyStream(self._cuda, self._devices)
 
     def hardware(self) -> Hardware:
         runtime, first = self._cuda.runtime, self._devices[0]
@@ -154,8 +158,8 @@ class CupyDevice:
         )
 
 
-class _CupyLane:
-    """A stream a device."""
+class _CupyStream:
+    """A `CudaStream` with one CUDA stream for each device."""
 
     def __init__(self, cuda: Any, devices: Sequence[Any]):
         self._cuda = cuda
@@ -164,10 +168,10 @@ class _CupyLane:
             with cuda.Device(ordinal):
                 self._streams[ordinal] = cuda.Stream(non_blocking=True)
 
-    def mark(self, arrays: Sequence[jax.Array]) -> CudaEvent:
+    def record(self, arrays: Sequence[jax.Array]) -> CudaEvent:
         ordinals: dict[int, None] = {}
         for part in _parts(arrays):
-            if not waits_elsewhere(part):
+            if not supports_dlpack(part):
                 part.block_until_ready()
                 continue
             (device,) = part.devices()
@@ -188,7 +192,7 @@ class _CupyLane:
                     )
                 ordinals[target] = None
         except Exception as error:
-            # whatever CUDA says ends the step; the memory is kept until the others are done
+            # CUDA's error ends the step; the caller keeps the memory until the other copies are done
             return self._record(ordinals, error)
         return self._record(ordinals)
 
@@ -196,15 +200,16 @@ class _CupyLane:
         events = []
         for ordinal in ordinals:
             with self._cuda.Device(ordinal):
-                # `block`: whoever waits sleeps; a thread that looks all the time would take a core from the event loop.
+                # `block`: the waiting thread sleeps; a thread that polls would take a core from the event
+                # loop.
                 event = self._cuda.Event(block=True, disable_timing=True)
                 event.record(self._streams[ordinal])
                 events.append(event)
-        return _EventMark(events, failure)
+        return _CupyEvent(events, failure)
 
 
-class _EventMark:
-    """The end of some events, and what failed after them."""
+class _CupyEvent:
+    """CUDA events on several devices, and the failure of work begun after them."""
 
     def __init__(self, events: Sequence[Any], failure: Exception | None):
         self._events, self._failure = events, failure
@@ -216,13 +221,13 @@ class _EventMark:
             raise self._failure
 
 
-def waits_elsewhere(array: jax.Array) -> bool:
-    """Whether a stream can be told to wait for this array, so that no thread has to."""
+def supports_dlpack(array: jax.Array) -> bool:
+    """Say whether a stream can wait for this array, so that no thread has to."""
     return not array.dtype.name.startswith(_NO_DLPACK)
 
 
 def _parts(arrays: Sequence[jax.Array]) -> Iterable[Any]:
-    """Each array's part on each device."""
+    """Yield each array's part on each device."""
     for array in arrays:
         if len(array.sharding.device_set) == 1:
             yield array
@@ -231,25 +236,32 @@ def _parts(arrays: Sequence[jax.Array]) -> Iterable[Any]:
 
 
 def _ordinal(device: Any) -> int:
-    """CUDA's number of a device in this process."""
+    """Return CUDA's number of a JAX device in this process."""
     return device.local_hardware_id
 
 
 def _jax_cuda(device: Any) -> str:
-    """Version of the CUDA that JAX's plugin was built for: by its own word (a line such as `cuda 13000`), else by the
-    plugin's name. CuPy's, which is another package, may differ."""
-    said = re.search(r"(?m)^cuda (\d{4,5})$", getattr(device.client, "platform_version", ""))
-    if said is not None:
-        return _version(int(said[1]))
+    """Return the version of the CUDA that JAX's plugin was built for; CuPy, another package, may use a
+    different one.
+
+    The plugin reports a line such as `cuda 13000`; without such a line the plugin's name has the major
+    version.
+    """
+    reported = re.search(r"(?m)^cuda (\d{4,5})$", getattr(device.client, "platform_version", ""))
+    if reported is not None:
+        return _version(int(reported[1]))
     return "".join(map(str, jax_cuda_majors()[:1]))
 
 
 def _uuid(runtime: Any, ordinal: int) -> str:
-    """What `nvidia-smi -L` calls a device. CUDA tells of a part of a GPU (MIG) what its GPU is called, so that its own
-    name is the one by which the process was given it."""
+    """Return the name that `nvidia-smi -L` has for a device.
+
+    For a part of a GPU (MIG) CUDA returns the UUID of the whole GPU; the part's own UUID stands in the
+    environment variable that gave the process this part.
+    """
     named = read_visible(os.environ.get(VISIBLE, ""), ()).names[ordinal : ordinal + 1]
     if named and is_part(named[0]):
-        return f"MIG-{named[0][4:].lower()}"  # as the tools write it, whatever the user wrote
+        return f"MIG-{named[0][4:].lower()}"  # in the tools' spelling, whatever the user's is
     found = runtime.getDeviceProperties(ordinal).get("uuid", b"")
     if len(found) != 16:
         return runtime.deviceGetPCIBusId(ordinal)
@@ -257,7 +269,7 @@ def _uuid(runtime: Any, ordinal: int) -> str:
 
 
 def _version(number: int) -> str:
-    """`"13.0"` of 13000, as CUDA writes versions."""
+    """Format a version as CUDA encodes it: 13000 is `"13.0"`."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
@@ -272,82 +284,87 @@ def _import_cupy() -> Any:
     return cupy
 
 
-# ---------------------------------------------------------------- device work
+# ---------------------------------------------------------------- callbacks for the devices' work
 
-Then: TypeAlias = Callable[[float, Exception | None], object]
-"""Called on the event loop with the time (`time.monotonic`) at which a mark was reached, and why it was not."""
+OnReached: TypeAlias = Callable[[float, Exception | None], object]
+"""Called on the event loop with the time (`time.monotonic`) at which an event was reached, and with its
+failure."""
 
 
 class DeviceWork:
-    """Tells of the end of what one actor's devices do.
+    """Calls back on the event loop when one actor's devices have done a piece of work.
 
     Args:
-        door: to the devices.
-        name: of the threads.
-        loop: where it tells.
+        devices: the devices.
+        name: the beginning of the threads' names.
+        loop: the event loop.
     """
 
-    def __init__(self, door: CudaDevice, name: str, loop: asyncio.AbstractEventLoop):
-        self._runs, self._copies, self._spreads = door.lane(), door.lane(), door.lane()
+    def __init__(self, devices: CudaDevices, name: str, loop: asyncio.AbstractEventLoop):
+        self._runs, self._copies, self._spreads = (devices.make_stream() for _ in range(3))
         self._run_watcher = _Watcher(f"{name}-runs", loop)
         self._copy_watcher = _Watcher(f"{name}-copies", loop)
 
-    def after_run(self, outputs: Sequence[jax.Array], then: Then) -> None:
-        """Tell when a run has computed; on the thread that called its executable, before it calls another.
+    def after_run(self, outputs: Sequence[jax.Array], on_reached: OnReached) -> None:
+        """Call back when a run has computed. To be called on the thread that called the executable, before it
+        calls another.
 
         Args:
-            outputs: of one executable: they are there together.
+            outputs: the results of one executable, which are computed together.
+            on_reached: the callback.
         """
-        self._run_watcher.watch(self._runs.mark(_sign_of(outputs)), then)
+        self._run_watcher.watch(self._runs.record(_last_to_wait_for(outputs)), on_reached)
 
-    def after_copy(self, arrays: Sequence[jax.Array], then: Then) -> None:
-        """Tell when arrays are there that no run has made; on the thread of `after_run`."""
-        self._copy_watcher.watch(self._copies.mark(arrays), then)
+    def after_copy(self, arrays: Sequence[jax.Array], on_reached: OnReached) -> None:
+        """Call back when arrays are there that no run has made. To be called on the thread of `after_run`."""
+        self._copy_watcher.watch(self._copies.record(arrays), on_reached)
 
-    def spread(self, copies: Sequence[DeviceCopy], then: Then) -> None:
-        """Copy between devices, and tell when it is done; on the event loop."""
-        self._copy_watcher.watch(self._spreads.copy(copies), then)
+    def spread(self, copies: Sequence[DeviceCopy], on_reached: OnReached) -> None:
+        """Copy between devices, and call back when that is done. To be called on the event loop."""
+        self._copy_watcher.watch(self._spreads.copy(copies), on_reached)
 
     async def aclose(self, timeout_s: float = 1.0) -> None:
-        """End the threads; leave those behind that wait for a device which does not answer."""
+        """End the threads; abandon those that wait for a device which does not answer."""
         await asyncio.gather(self._run_watcher.aclose(timeout_s), self._copy_watcher.aclose(timeout_s))
 
 
 class _Watcher:
-    """Waits for marks, one after the other."""
+    """A thread that waits for events, one after the other, and calls back on the event loop."""
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop):
-        self._marks: queue.SimpleQueue[tuple[CudaEvent, Then] | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[CudaEvent, OnReached] | None] = queue.SimpleQueue()
         self._loop = loop
         # A daemon: a device that never answers must not keep the process alive.
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def watch(self, mark: CudaEvent, then: Then) -> None:
-        self._marks.put((mark, then))
+    def watch(self, event: CudaEvent, on_reached: OnReached) -> None:
+        self._events.put((event, on_reached))
 
     async def aclose(self, timeout_s: float) -> None:
-        self._marks.put(None)
+        self._events.put(None)
         await asyncio.to_thread(self._thread.join, timeout_s)
 
     def _work(self) -> None:
-        while (watched := self._marks.get()) is not None:
-            mark, then = watched
+        while (watched := self._events.get()) is not None:
+            event, on_reached = watched
             failure: Exception | None = None
             try:
-                mark.wait()
+                event.wait()
             except Exception as error:
-                # whatever the device or its driver raises ends the step, with its words
+                # every error of the device or its driver ends the step, with its own message
                 failure = error
             try:
-                self._loop.call_soon_threadsafe(partial(then, time.monotonic(), failure))
-            except RuntimeError:  # the loop has closed: nobody waits for it any more
+                self._loop.call_soon_threadsafe(partial(on_reached, time.monotonic(), failure))
+            except RuntimeError:  # the loop has closed: nothing waits for the event any more
                 return
-            del watched, mark, then  # they hold arrays, and the next may be long in coming
+            del watched, event, on_reached  # they refer to arrays, and the next event may be long in coming
 
 
-def _sign_of(outputs: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """One of a run's results, to tell by when it has computed: the last that holds anything, and of a type that can be
-    waited for without stopping this thread, if there is one."""
+def _last_to_wait_for(outputs: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Choose one of a run's results, which are computed together, to wait for.
+
+    The last one that has elements and is of a type for which this thread does not stop, if there is one.
+    """
     held = [array for array in reversed(outputs) if array.size]
-    return [*filter(waits_elsewhere, held), *held, *outputs[-1:]][:1]
+    return [*filter(supports_dlpack, held), *held, *outputs[-1:]][:1]

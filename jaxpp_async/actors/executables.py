@@ -1,13 +1,13 @@
-"""executables: serialized `jax.export.Exported` in, compiled callables out. Never runs one.
+"""Compile serialized tasks (`jax.export.Exported`) for an actor's devices, and check results for NaNs and
+infinities.
 
-Each callable takes and returns flat lists of arrays. It is JAX's own `Compiled`, whose call is a C++ path once it has
-been called: with the arrays in place and synchronous dispatch (`devices.starting`) it costs no more than going to the
-loaded executable and wrapping its results by hand.
+A compiled task takes and returns flat lists of arrays. It is JAX's own `Compiled`, whose call is a C++ path
+after the first call: with the arrays in place and synchronous dispatch (`jax_runtime`) it costs no more than
+calling the loaded executable and wrapping its results by hand.
 
-special_values: keeps for tasks the promise of `jax_debug_nans` and `jax_debug_infs`: an error for a result that has
-one, with what the task says of its operations.
-
-JAX itself looks only at the first call of a compiled executable: later ones take a path that checks nothing.
+`call_checked` gives tasks what `jax_debug_nans` and `jax_debug_infs` promise: an error for a result that has
+a NaN or an infinity, which names the operation if the task checks its operations (`SelfChecked`). JAX itself
+checks only the first call of a compiled executable: later calls take a path without checks.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_async.actors.jax_runtime import Devices
 from jaxpp_async.actors.shards import Layout
 from jaxpp_async.jax_bridge import jax_config
-from jaxpp_async.markers import markers
+from jaxpp_async.markers import nonfinite
 
 ContentKey = str
-_LOOP = b"while_v1"
-"""How a loop is called in serialized StableHLO, also one whose number of turns is known."""
+"""Identifies a serialized task by its content."""
 
 ExecutableKey = tuple[ContentKey, tuple[int, ...]]
-"""Content key, and the donated positions it is compiled for."""
+"""Content key, and the donated positions that the task is compiled for."""
 
 Signature = tuple[tuple[int, ...], Any, Any]
-"""Shape, dtype, sharding."""
+"""Shape, dtype and sharding."""
+
+_LOOP = b"while_v1"
+"""The name of a loop in serialized StableHLO, also of one with a constant number of iterations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +51,13 @@ class Executable:
     """A compiled task.
 
     Args:
-        call: arrays in argument order to a sequence of arrays in result order.
-        temp_bytes: XLA's temporaries, or 0 where the backend does not say.
+        call: takes arrays in argument order, and returns a sequence of arrays in result order.
+        temp_bytes: the bytes of XLA's temporaries; 0 where the backend does not tell.
         inputs: (shape, dtype, sharding) of each argument.
-        outputs: the same of each result.
-        has_loop: it may take much longer one day than it did the day before.
-        places: of an executable that also says which operations make NaNs or infinities: what it looked at. `call` then
-            returns two things, the results and what was seen.
+        outputs: (shape, dtype, sharding) of each result.
+        has_loop: the task has a loop, so that its time may vary much from call to call.
+        places: the operations that the executable checks for NaNs and infinities; None if it checks none. If
+            it does, `call` returns two things, the results and the findings.
     """
 
     call: Callable[..., Sequence[jax.Array]]
@@ -67,7 +69,7 @@ class Executable:
 
 
 class Executables:
-    """What one actor has compiled, by content and donation.
+    """The compiled tasks of one actor, by content and donation.
 
     Args:
         devices: the actor's devices, which the executables are compiled for.
@@ -81,17 +83,17 @@ class Executables:
         self.compilations = 0
 
     def add_blobs(self, blobs: Mapping[ContentKey, bytes]) -> None:
-        """Keep serialized executables; they are compiled when `load` asks for them."""
+        """Keep serialized tasks; `load` compiles them when a program needs them."""
         self._blobs.update(blobs)
 
     async def load(self, keys: Iterable[ExecutableKey]) -> float:
-        """Compile what is not compiled yet, several at a time.
+        """Compile the tasks that are not compiled yet, several at a time.
 
         Returns:
-            Seconds it took.
+            The seconds that this took.
 
         Raises:
-            KeyError: a content key whose blob never came.
+            KeyError: the controller never sent the task for a content key.
         """
         start = time.monotonic()
         wanted = dict.fromkeys(keys)
@@ -102,7 +104,7 @@ class Executables:
         return time.monotonic() - start
 
     def get(self, key: ExecutableKey) -> Executable:
-        """A loaded executable."""
+        """Return a loaded executable."""
         return self._compiled[key].result()
 
     def _compile(self, key: ExecutableKey) -> asyncio.Future[Executable]:
@@ -123,19 +125,22 @@ class Executables:
 
 @jax_config.with_exact_types
 def compile_blob(blob: bytes, donated: tuple[int, ...], devices: Devices) -> Executable:
-    """Compile one serialized executable for these devices.
+    """Compile one serialized task for these devices.
 
-    An exported function has lost its donation, so it is named again here (`donate_argnums`).
+    Args:
+        blob: the serialized `jax.export.Exported`.
+        donated: the positions of the donated arguments; an exported function has lost its own donation.
+        devices: the actor's devices.
 
     Raises:
-        ValueError: it was exported for another number of devices or another platform.
+        ValueError: the task was exported for another number of devices or another platform.
     """
     exported = export.deserialize(bytearray(blob))
     if exported.nr_devices not in (1, devices.size):
         raise ValueError(f"exported for {exported.nr_devices} devices, the actor has {devices.size}")
     inputs = _signatures(exported.in_avals, _input_shardings(exported, devices))
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in inputs]
-    # Results' shardings too: an executable without arguments has nothing else that names the actor's devices.
+    # The results need shardings too: for a task without arguments nothing else names the actor's devices.
     results = jax.tree.unflatten(exported.out_tree, exported.out_shardings_jax(devices.mesh))
     with _without_donation_warnings():
         lowered = jax.jit(exported.call, donate_argnums=donated, out_shardings=results).lower(*arguments)
@@ -154,7 +159,8 @@ def compile_blob(blob: bytes, donated: tuple[int, ...], devices: Devices) -> Exe
 
 
 def _places(out_tree: Any) -> tuple[str, ...] | None:
-    """Read from an executable with a second result what it looked at, as `evaluate.checked_function` wrote it."""
+    """Read the operations that a task checks from its second result, where `evaluate.checked_function` wrote
+    them."""
     match jax.tree.unflatten(out_tree, range(out_tree.num_leaves)):
         case list(), {**seen}:
             (places,) = seen
@@ -166,10 +172,10 @@ _SCHEDULER = "xla_cpu_enable_concurrency_optimized_scheduler"
 
 
 def _compiler_options(devices: Devices) -> dict[str, str | bool]:
-    """Not XLA's scheduler that starts operations side by side on CPUs, unless `XLA_FLAGS` says something of it.
+    """Switch off XLA's scheduler that starts operations side by side on CPUs, unless `XLA_FLAGS` names it.
 
-    With it all gradients of a stage lie there before the first is added up: for eight matrices eight times the
-    temporaries, and twice the time.
+    That scheduler computes all gradients of a stage before it adds the first one up: for eight matrices this
+    took eight times the temporaries, and twice the time.
     """
     if not devices.is_cpu or _SCHEDULER in os.environ.get("XLA_FLAGS", ""):
         return {}
@@ -177,12 +183,17 @@ def _compiler_options(devices: Devices) -> dict[str, str | bool]:
 
 
 def check_signature(found: Sequence[Signature], layouts: Sequence[Layout], what: str) -> None:
-    """Compare an executable's arguments or results with what a program says of their buffers.
+    """Compare an executable's arguments or results with the avals that a program has for their buffers.
 
-    Transfers and fetches read shards by the program's word, so a difference would move wrong bytes.
+    Transfers and fetches read shards as the program says, so a difference would move wrong bytes.
+
+    Args:
+        found: the executable's arguments or results.
+        layouts: the layouts of the program's avals.
+        what: names the run, and arguments or results, in the error message.
 
     Raises:
-        ValueError: they differ; names `what` and the position.
+        ValueError: they differ; the message has `what` and the position.
     """
     if len(found) != len(layouts):
         raise ValueError(f"{what}: the executable has {len(found)}, the program gives {len(layouts)}")
@@ -205,18 +216,20 @@ def _input_shardings(exported: Any, devices: Devices) -> list[Any]:
 
 
 _WARNING_FILTERS = threading.Lock()
-"""Warning filters belong to the process: one thread at a time changes and restores them."""
+"""Held while a thread changes warning filters, which belong to the whole process, until it has restored
+them."""
 
 
 @contextlib.contextmanager
 def _without_donation_warnings() -> Iterator[None]:
-    """Lowering warns of donated arguments that match no result: the compiler knows, and the user cannot act on it."""
+    """Suppress lowering's warning of donated arguments that match no result: the compiler intends it, and the
+    user cannot change it."""
     with _WARNING_FILTERS, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         yield
 
 
-# ---------------------------------------------------------------- special values
+# ---------------------------------------------------------------- NaNs and infinities
 
 
 def call_checked(
@@ -224,19 +237,23 @@ def call_checked(
     arguments: Sequence[jax.Array],
     *,
     infs: bool,
-    explain: Callable[[], str | None],
+    explain: Callable[[], str | None] | None,
 ) -> Sequence[jax.Array]:
-    """Call an executable and look at its results.
+    """Call an executable and check its results.
 
     Args:
-        infs: look for infinities, if they are asked for; an accumulator of `Max` begins with one.
-        explain: says, once `call` has returned, which operation is to blame; None: nobody knows.
+        call: the executable.
+        arguments: its arguments.
+        infs: check for infinities, if the configuration forbids them; an accumulator of `Max` begins with
+            one.
+        explain: returns, once `call` has returned, which operation made the value, or None; None for a task
+            that does not check its operations.
 
     Raises:
         FloatingPointError: a result has a NaN (or an infinity) and the configuration forbids it.
     """
     nans, infs = jax_config.forbids_nans(), infs and jax_config.forbids_infs()
-    # JAX's own check names neither result nor task.
+    # JAX's own check would name neither result nor task.
     with jax.debug_nans(False), jax.debug_infs(False):
         outputs = call(*arguments)
     for position, array in enumerate(outputs):
@@ -245,8 +262,9 @@ def call_checked(
         for shard in array.addressable_shards:
             kind = _kind(np.asarray(shard.data), nans, infs)
             if kind is not None:
-                what = f"invalid value ({kind}) in result {position} ({array.dtype}{list(array.shape)}) of the task"
-                raise FloatingPointError(f"{explain() or what}; jax_debug_{kind}s is on")
+                result = f"result {position} ({array.dtype}{list(array.shape)}) of the task"
+                blame = (explain() if explain else None) or f"invalid value ({kind}) in {result}"
+                raise FloatingPointError(f"{blame}; jax_debug_{kind}s is on")
     return outputs
 
 
@@ -257,27 +275,28 @@ def _kind(values: np.ndarray, nans: bool, infs: bool) -> str | None:
 
 
 class SelfChecked:
-    """An executable that also says which of its operations make NaNs or infinities, as one that does not.
+    """Calls an executable that checks its operations for NaNs and infinities, and keeps the findings.
 
     Args:
-        call: to the results and, under one name, what was seen.
-        places: what it looked at.
-        names: of its arguments, the user's; None: it has none.
+        call: returns the results, and a dictionary with the findings as its one value.
+        places: the operations that the executable checks.
+        names: the user's names of the arguments; None for one without.
     """
 
-    __slots__ = ("_call", "_names", "_places", "_seen")
+    __slots__ = ("_call", "_findings", "_names", "_places")
 
     def __init__(self, call: Callable[..., Any], places: Sequence[str], names: Sequence[str | None]):
         self._call, self._places, self._names = call, places, names
-        self._seen: jax.Array | None = None
+        self._findings: jax.Array | None = None
 
     def __call__(self, *arguments: jax.Array) -> Sequence[jax.Array]:
-        outputs, seen = self._call(*arguments)
-        (self._seen,) = seen.values()
+        outputs, findings = self._call(*arguments)
+        (self._findings,) = findings.values()
         return outputs
 
     def explain(self) -> str | None:
-        """Which operation made the first NaN or infinity of the last call, and which arguments came with one."""
-        if self._seen is None:
+        """Say which operation made the first NaN or infinity of the last call, and which arguments had
+        one."""
+        if self._findings is None:
             return None
-        return markers.blame(self._seen.addressable_shards[0].data, self._places, self._names)
+        return nonfinite.describe_origin(self._findings.addressable_shards[0].data, self._places, self._names)

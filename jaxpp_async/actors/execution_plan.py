@@ -1,13 +1,14 @@
-"""plan: one ActorProgram in, an ExecutionPlan and its commands out. Pure data; no jax, no I/O.
+"""Prepare a program for execution: turn its instructions into commands whose buffers have unique numbers.
 
-Slots of a program may be used again after a `Delete`. The plan gives every definition (an `Input`, a `Recv`, an output
-of a `Run`) a number of its own, so that whoever executes never mistakes a new buffer for an old one in the same slot.
+A program may use a slot again after a `Delete`. The plan gives every definition (an `Input`, a `Recv`, an
+output of a `Run`) a number of its own, so that the executor never mistakes a new buffer for an old one in the
+same slot.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias, final
 
 from jaxpp_async.program.actor_program import ActorProgram, format_instruction
@@ -25,13 +26,13 @@ from jaxpp_async.program.instructions import (
 )
 
 BufferKey: TypeAlias = int
-"""Numbers one definition of a buffer within one step, from zero."""
+"""The number of one definition of a buffer within one step, from zero."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class BindInput:
-    """Find step argument `arg`; answer with `Executor.arrived`. A donated one is the step's to consume."""
+    """Find step argument `arg`; answer with `Executor.arrived`. The step may consume a donated argument."""
 
     instruction: int
     buffer: BufferKey
@@ -44,7 +45,8 @@ class BindInput:
 class PostRecv:
     """Post a receive; answer with `Executor.arrived`.
 
-    A `private` buffer outlives the step or is donated: its array must not alias memory that is received into again.
+    A `private` buffer outlives the step or is donated: its array must not alias memory that later receives
+    write.
     """
 
     instruction: int
@@ -81,7 +83,7 @@ class StartSend:
 @final
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Free the buffer: nothing reads it any more."""
+    """Free the buffer, which nothing reads any more."""
 
     buffer: BufferKey
 
@@ -89,7 +91,8 @@ class Drop:
 @final
 @dataclass(frozen=True, slots=True)
 class KeepOutput:
-    """The buffer is step result `result`. With `copy` somebody else keeps the same buffer: make another one."""
+    """Make the buffer step result `result`. With `copy` the buffer is also an argument or another result:
+    copy it."""
 
     buffer: BufferKey
     result: int
@@ -99,7 +102,7 @@ class KeepOutput:
 @final
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Every instruction is done and every transfer has completed."""
+    """End the step: every instruction is done and every transfer has completed."""
 
 
 Command: TypeAlias = BindInput | PostRecv | Execute | StartSend | Drop | KeepOutput | Finish
@@ -107,16 +110,17 @@ Command: TypeAlias = BindInput | PostRecv | Execute | StartSend | Drop | KeepOut
 
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
-    """A program made ready to execute.
+    """A program prepared for execution.
 
     Args:
-        program: what it was made of.
-        commands: one an instruction (for a `Delete` the `Drop` it ends in).
-        avals: one a buffer key.
-        counted_bytes: for each buffer key, what it adds to the buffer table while it is held, in bytes: its aval's
-            size, or 0 where the program does not count it. Loading checks that executables keep to the avals.
-        next_run: for each `Run` instruction, the next one, or None where that one must not be issued before the
-            instructions between the two are done.
+        program: the program.
+        commands: one for each instruction (a `Drop` for a `Delete`).
+        avals: one for each buffer key.
+        counted_bytes: for each buffer key, the bytes that it adds to the buffer table while it is held: its
+            aval's size, or 0 where the program does not count it. Loading checks that executables keep to the
+            avals.
+        next_run: for each `Run` instruction, the next `Run`, or None where the next one must not be issued
+            before the instructions between the two are done.
         max_receives: for each aval, the most receive buffers that the program holds at once.
         binds: the commands that bind step arguments.
         keeps: the commands that make step results.
@@ -132,20 +136,22 @@ class ExecutionPlan:
     keeps: tuple[KeepOutput, ...]
 
     def text(self, instruction: int) -> str:
-        """The instruction as a user reads it, with its position."""
+        """Format an instruction for users, with its position."""
         return f"#{instruction} {format_instruction(self.program.instructions[instruction])}"
 
 
 def make_plan(program: ActorProgram) -> ExecutionPlan:
-    """Number the definitions of a program and look up what the executor asks for at each step.
+    """Number the definitions of a program, and find what the executor needs in every step.
 
     Raises:
-        ValueError: an instruction names a buffer that does not exist there, or defines one that does.
+        ValueError: an instruction uses a buffer that does not exist there, or defines one that does.
     """
     return _Planner(program).plan()
 
 
 class _Planner:
+    """Turns instructions into commands, in order, while it keeps track of the buffer in each slot."""
+
     def __init__(self, program: ActorProgram):
         self.program = program
         self.current: dict[int, BufferKey] = {}
@@ -163,7 +169,10 @@ class _Planner:
         private = self.kept | {
             c.inputs[position] for c in commands if isinstance(c, Execute) for position in c.donated
         }
-        commands = [_private(c) if isinstance(c, PostRecv) and c.buffer in private else c for c in commands]
+        commands = [
+            replace(c, private=True) if isinstance(c, PostRecv) and c.buffer in private else c
+            for c in commands
+        ]
         return ExecutionPlan(
             program=self.program,
             commands=tuple(commands),
@@ -204,7 +213,7 @@ class _Planner:
 
     def _define(self, slot: int) -> BufferKey:
         if slot in self.current and self.current[slot] not in self.kept:
-            raise ValueError(self._fault(slot, "is defined while it holds a buffer"))
+            raise ValueError(self._error_text(slot, "is defined while it holds a buffer"))
         key = self.current[slot] = len(self.avals)
         aval = self.program.avals[slot]
         self.avals.append(aval)
@@ -213,29 +222,25 @@ class _Planner:
 
     def _use(self, slot: int) -> BufferKey:
         if slot not in self.current:
-            raise ValueError(self._fault(slot, "holds no buffer"))
+            raise ValueError(self._error_text(slot, "holds no buffer"))
         return self.current[slot]
 
     def _end(self, slot: int) -> BufferKey:
         key = self._use(slot)
         if key in self.kept:
-            raise ValueError(self._fault(slot, "has left the program as a result"))
+            raise ValueError(self._error_text(slot, "has left the program as a result"))
         del self.current[slot]
         return key
 
-    def _fault(self, slot: int, what: str) -> str:
+    def _error_text(self, slot: int, what: str) -> str:
         instruction = format_instruction(self.program.instructions[self.position])
-        return f"program of actor {self.program.actor}, instruction #{self.position} ({instruction}): slot {slot} {what}"
-
-
-def _private(command: PostRecv) -> PostRecv:
-    return PostRecv(
-        command.instruction, command.buffer, command.from_actor, command.tag, command.aval, private=True
-    )
+        where = f"program of actor {self.program.actor}, instruction #{self.position} ({instruction})"
+        return f"{where}: slot {slot} {what}"
 
 
 def _next_runs(commands: list[Command]) -> dict[int, int | None]:
-    """A run must not be issued early past a send of a buffer that it consumes."""
+    """Map each run to the next one; None where that one consumes a buffer which a send between the two
+    reads."""
     result: dict[int, int | None] = {}
     previous: Execute | None = None
     sent: set[BufferKey] = set()
@@ -253,6 +258,7 @@ def _next_runs(commands: list[Command]) -> dict[int, int | None]:
 
 
 def _max_receives(commands: list[Command]) -> dict[Aval, int]:
+    """Count for each aval the receive buffers that are held at once, at most."""
     held: dict[BufferKey, Aval] = {}
     now: Counter[Aval] = Counter()
     most: Counter[Aval] = Counter()

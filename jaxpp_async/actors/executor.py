@@ -1,14 +1,16 @@
-"""executor: events of one step in, next commands out; owns the buffer table and the pending deletions. Never waits,
-never touches a device, a clock or a socket.
+"""Decide what a step does next: events of the step come in, and the executor returns the commands that
+follow.
 
-Instructions are taken in program order. A receive is posted and passed; a send is passed and starts when its buffer is
-there; a deletion is passed and carried out when no send reads the buffer any more. Only a run holds the order up, until
-it has run. So the buffer table, and with it peak bytes, depends on the program alone and not on timing.
+The executor takes instructions in program order. It posts a receive and goes on; it passes a send, which
+starts when its buffer is there; it passes a deletion, which is carried out when no send reads the buffer any
+more. Only at a run does the executor wait, until the run has ended. So the buffer table, and with it peak
+bytes, depends on the program alone and not on timing.
 
-While a run executes the next one may be issued already if its inputs are there or come from the run that executes; the
-table still counts in program order.
+While a run executes the next one may be issued already, if its inputs are there or come from the run that
+executes; the table still counts in program order.
 
-This is the hottest code of a step of small tasks: one pass over the commands, and no calls that could be spared.
+In a step of small tasks this code takes the largest share of the time: it goes over the commands once, and
+avoids calls.
 """
 
 from __future__ import annotations
@@ -30,20 +32,20 @@ _FINISH = Finish()
 
 
 class Executor:
-    """Executes one plan once.
+    """Decides for one step of a plan which commands follow each event.
 
     Args:
-        plan: the program, made ready.
-        alone: `Run` instructions while which no other is issued. For quick tasks: whoever is told of the next one
-            only afterwards starts the first one's sends before it.
+        plan: the program, prepared for execution.
+        alone: `Run` instructions during which no other run is issued. For quick tasks: the sends of such a
+            run then start before the next run.
 
     Attributes:
-        peak_bytes: most bytes the table has held so far.
-        table_bytes: bytes it holds now.
-        pending_bytes: bytes of deleted buffers that transfers still use.
-        finished: whether `Finish` was given.
-        starved: nothing executes, because a run waits for buffers.
-        at: index of the instruction under way.
+        peak_bytes: the most bytes that the buffer table has held so far.
+        table_bytes: the bytes that the buffer table holds now.
+        pending_bytes: the bytes of deleted buffers that transfers still use.
+        finished: whether `Finish` was returned.
+        starved: whether nothing executes because a run waits for buffers.
+        at: the index of the instruction under way.
     """
 
     peak_bytes = table_bytes = pending_bytes = at = 0
@@ -51,7 +53,7 @@ class Executor:
     _open = 0  # transfers and inputs under way
     _running: Execute | None = None
     _issued: Execute | None = None  # the run after the running one, issued early
-    _candidate: Execute | None = None  # the run to issue next, and what it waits for
+    _candidate: Execute | None = None  # the run to issue next, which waits for `_awaited`
 
     def __init__(self, plan: ExecutionPlan, *, alone: Container[int] = ()):
         self.plan, self._alone = plan, alone
@@ -70,14 +72,14 @@ class Executor:
         """Begin the step.
 
         Args:
-            here: inputs that are bound already; they are not asked for.
+            here: inputs that are bound already, and need no `BindInput`.
         """
         for key in here:
             self._here[key] = True
         return self._advance([])
 
     def arrived(self, buffer: BufferKey) -> list[Command]:
-        """An input is bound, or the data of a receive is in."""
+        """Handle that an input is bound, or that the data of a receive is in."""
         out: list[Command] = []
         self._open -= 1
         self._here[buffer] = True
@@ -90,7 +92,7 @@ class Executor:
         return self._settled(buffer, out)
 
     def ran(self, instruction: int) -> list[Command]:
-        """The oldest issued run has run."""
+        """Handle that the oldest issued run has ended."""
         run = self._running
         assert run is not None and run.instruction == instruction, (
             "runs complete in the order they are issued"
@@ -111,7 +113,7 @@ class Executor:
         return self._advance([])
 
     def sent(self, buffer: BufferKey) -> list[Command]:
-        """A send of this buffer has completed: its memory is no longer read."""
+        """Handle that a send of this buffer has completed, and no longer reads its memory."""
         out: list[Command] = []
         self._open -= 1
         self._sends[buffer] -= 1
@@ -119,29 +121,29 @@ class Executor:
             self._release(buffer, out)
         return self._settled(buffer, out)
 
-    # ------------------------------------------------------------ what others ask
+    # ------------------------------------------------------------ state
 
     @property
     def draining(self) -> bool:
-        """Every instruction is done, and transfers are still under way."""
+        """Whether every instruction is done, and transfers are still under way."""
         return self.at >= len(self.plan.commands) and self._open > 0
 
     @property
     def awaited(self) -> frozenset[BufferKey]:
-        """What the run to come waits for: buffers that are not here, or that it consumes while a send reads them."""
+        """The buffers for which the next run waits: not here, or to be consumed while a send reads them."""
         return frozenset(self._awaited) if self.starved else frozenset()
 
     @property
     def unsent(self) -> list[StartSend]:
-        """Sends that were reached before their data came."""
+        """The sends that were reached before their data came."""
         return [command for commands in self._unsent.values() for command in commands]
 
     def is_here(self, buffer: BufferKey) -> bool:
-        """Whether its data has come or has been made."""
+        """Say whether a buffer's data has come or has been made."""
         return self._here[buffer]
 
     def position(self) -> str:
-        """The instruction under way, as text, with what it waits for."""
+        """Format the instruction under way, and the number of buffers that it waits for."""
         if self.at >= len(self.plan.commands):
             return f"end of program, {self._open} transfers open" if self._open else "end of program"
         text = self.plan.text(self.at)
@@ -150,7 +152,7 @@ class Executor:
     # ------------------------------------------------------------ program order
 
     def _advance(self, out: list[Command]) -> list[Command]:
-        """Take instructions up to the next run, and that one if it can be."""
+        """Take instructions up to the next run, and also that run if its inputs are there."""
         commands, here, sends = self.plan.commands, self._here, self._sends
         count, at = len(commands), self.at
         while at < count:
@@ -206,7 +208,7 @@ class Executor:
             self._unkept.setdefault(key, []).append(command)
 
     def _release(self, key: BufferKey, out: list[Command]) -> None:
-        """Free a deleted buffer once its data is in and no send reads it."""
+        """Free a deleted buffer if its data is in and no send reads it."""
         if self._here[key] and not self._sends[key]:
             out.append(self._pending.pop(key))
             self.pending_bytes -= self._held[key]
@@ -214,7 +216,7 @@ class Executor:
     # ------------------------------------------------------------ runs
 
     def _reach(self, run: Execute, out: list[Command]) -> None:
-        """Program order has come to a run: issue it, or find out what it waits for."""
+        """Take the next run in program order: issue it, or find out what it waits for."""
         if self._issued is not None:
             assert self._issued is run
             self._running, self._issued = run, None
@@ -262,7 +264,8 @@ class Executor:
         self._look_ahead(run, out)
 
     def _settled(self, buffer: BufferKey, out: list[Command]) -> list[Command]:
-        """A buffer arrived or was sent: a run may have waited for it, or the step's end for the last transfer."""
+        """Handle that a buffer arrived or was sent: a run may wait for it, or the end of the step for its
+        last transfer."""
         if buffer in self._awaited and self._here[buffer] and not self._consumed_while_sent(buffer):
             self._awaited.discard(buffer)
             if not self._awaited and self._candidate is not None:

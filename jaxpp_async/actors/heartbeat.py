@@ -1,9 +1,9 @@
-"""heartbeat: an actor process tells the controller that it lives and where it is, every half second, over a connection
-of its own from a thread of its own.
+"""Tell the controller every half second that an actor process is alive, and where it is in its program.
 
-Neither the actor's event loop, nor JAX, nor a step can hold the thread up, only what stops the whole process: SIGSTOP,
-swapping, native code that keeps the GIL. When the connection breaks the thread ends the process: its controller is out
-of reach, and the control connection would not notice as long as nobody sends on it.
+A thread of its own does so over a connection of its own. Neither the actor's event loop, nor JAX, nor a step
+can hold the thread up, only what stops the whole process: SIGSTOP, swapping, native code that keeps the GIL.
+When the connection breaks the thread ends the process: the controller is out of reach, and the control
+connection would not notice as long as nothing is sent on it.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ from jaxpp_async.protocol.messages import Beat
 from jaxpp_async.protocol.parent_watch import LEASE_S, ExitCode
 
 BEAT_S = 0.5
-"""Between two signs of life."""
+"""The time between two heartbeats."""
 
 ORDERLY_S = 2.0
-"""What the event loop, which may have noticed as well, gets to end in order."""
+"""How long the event loop, which may have noticed as well, may take to end the process in order."""
 
 _ATTEMPTS, _PAUSE_S = 20, 0.5
 _SETTLED_S = 3.0
-"""A connection that lasted longer was let in; one that did not is tried again."""
+"""A connection that lasted longer was accepted by the controller; after a shorter one the thread connects
+again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Who beats, and to whom.
+    """The options of a process's heartbeats.
 
     Args:
-        identity: of the control connection, which is open already.
+        identity: the identity of the control connection, which is open already.
         secret: the mesh's 32 bytes.
-        controller: its host and port.
-        lost_s: how long what was sent may stay without an acknowledgement, and how long connecting may take, before
-            the controller is out of reach: at least as long as it may be silent.
+        controller: the controller's host and port.
+        lost_s: how long sent bytes may stay without an acknowledgement, and how long connecting may take,
+            before the controller counts as out of reach: at least as long as the controller may be silent.
     """
 
     identity: Identity
@@ -56,55 +57,59 @@ class Heartbeat:
 
 
 def start_beating(
-    beating: Heartbeat, read: Callable[[], Position | None], leave: Callable[[ExitCode], None]
+    heartbeat: Heartbeat, read: Callable[[], Position | None], leave: Callable[[ExitCode], None]
 ) -> threading.Thread:
     """Start the thread.
 
     Args:
-        read: where the actor is now; called from the thread.
-        leave: ends the process, when the controller is out of reach.
+        heartbeat: the options.
+        read: returns where the actor is now; called from the thread.
+        leave: ends the process; called when the controller is out of reach.
     """
     thread = threading.Thread(
-        target=_live, args=(beating, read, leave), name="jaxpp-async heartbeat", daemon=True
+        target=_run, args=(heartbeat, read, leave), name="jaxpp-async heartbeat", daemon=True
     )
     thread.start()
     return thread
 
 
-def _live(beating: Heartbeat, read: Callable[[], Position | None], leave: Callable[[ExitCode], None]) -> None:
-    said = ""
+def _run(
+    heartbeat: Heartbeat, read: Callable[[], Position | None], leave: Callable[[ExitCode], None]
+) -> None:
+    reason = ""
     for _ in range(_ATTEMPTS):
         began_s = time.monotonic()
         try:
-            with _connect(beating) as sock:
-                _beat(sock, _greet(sock, beating), read)
+            with _connect(heartbeat) as sock:
+                _beat(sock, _shake_hands(sock, heartbeat), read)
         except (OSError, ProtocolError) as error:
-            said = str(error)
+            reason = str(error)
         if time.monotonic() - began_s > _SETTLED_S:
             break
-        # The controller lets in nobody whose control connection it has not seen open, and that news may come later.
+        # The controller accepts a process only after it has seen its control connection open, which may come
+        # later.
         _pause(_PAUSE_S)
     _pause(ORDERLY_S)
-    with contextlib.suppress(OSError, ValueError):  # nobody reads stderr any more
-        print(f"lost the controller at {beating.controller}: {said}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+        print(f"lost the controller at {heartbeat.controller}: {reason}", file=sys.stderr, flush=True)
     leave(ExitCode.CONNECTION_LOST)
 
 
-def _connect(beating: Heartbeat) -> socket.socket:
-    sock = socket.create_connection(beating.controller, timeout=beating.lost_s)
+def _connect(heartbeat: Heartbeat) -> socket.socket:
+    sock = socket.create_connection(heartbeat.controller, timeout=heartbeat.lost_s)
     keep_from_children(sock.fileno())
-    # a controller that is busy or stopped keeps its connections; the lease is about that
+    # no timeout: a controller that is busy or stopped keeps its connections, and its lease limits how long
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         with contextlib.suppress(OSError):  # some sandboxes do not know the option
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(beating.lost_s * 1000))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(heartbeat.lost_s * 1000))
     return sock
 
 
-def _greet(sock: socket.socket, beating: Heartbeat) -> Wire:
-    identity = Identity(beating.identity.process_id, beating.identity.incarnation, "beats")
-    wire = Wire("actor", beating.secret, version=jaxpp_async.__version__, identity=identity)
+def _shake_hands(sock: socket.socket, heartbeat: Heartbeat) -> Wire:
+    identity = Identity(heartbeat.identity.process_id, heartbeat.identity.incarnation, "beats")
+    wire = Wire("actor", heartbeat.secret, version=jaxpp_async.__version__, identity=identity)
     sock.sendall(wire.take_outgoing())
     while wire.state != "open":
         _receive(sock, wire)
@@ -113,7 +118,7 @@ def _greet(sock: socket.socket, beating: Heartbeat) -> Wire:
 
 
 def _beat(sock: socket.socket, wire: Wire, read: Callable[[], Position | None]) -> None:
-    """Beat until the connection breaks."""
+    """Send heartbeats until the connection breaks."""
     poller = select.poll()
     poller.register(sock, select.POLLIN)
     while True:
@@ -129,7 +134,8 @@ def _beat(sock: socket.socket, wire: Wire, read: Callable[[], Position | None]) 
 
 
 def _receive(sock: socket.socket, wire: Wire) -> None:
-    """Take what the controller says. After the handshake that is nothing, so it can only be an end or an error."""
+    """Receive from the controller. After the handshake it sends nothing more, so data is an error, and no
+    data its end."""
     data = sock.recv(4096)
     if not data:
         raise ConnectionResetError("it closed the connection")

@@ -1,16 +1,16 @@
-"""host_values: host values in and out of an actor's store.
+"""Bring host values from the controller into an actor's store, and arrays of the store to the controller.
 
-Small ones ride in messages, larger ones on the transport.
+Small values travel in the messages themselves, larger ones over the transport.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,12 +21,12 @@ from jaxpp_async.actors.shards import (
     Layout,
     Layouts,
     aligned_bytes,
-    fetch_pieces,
-    hold_pieces,
+    fetch_shards,
     host_bytes,
-    join_pieces,
+    join_on_host,
     join_privately,
     place,
+    start_host_copies,
 )
 from jaxpp_async.errors import JaxppAsyncError
 from jaxpp_async.program.instructions import CONTROLLER, ProcessId
@@ -35,20 +35,22 @@ from jaxpp_async.protocol.messages import INLINE_BYTES, ArrayId, Fetch, Fetched,
 from jaxpp_async.transport.base import HOST_CHANNEL, Transport, make_tag
 
 Spawn = Callable[[str, Coroutine[Any, Any, None]], object]
-"""Starts an owned asyncio task under a name."""
+"""A function that starts an asyncio task, which the actor owns, under a name."""
 
 
 class HostValues:
-    """Puts and fetches of one actor.
+    """The puts and fetches of one actor.
 
     Args:
-        store: where arrays go and come from.
+        store: the store that puts fill and fetches read.
+        layouts: layouts on this process's devices.
+        transport: carries large values.
         workers: threads for copies between host and devices.
-        spawn: starts and owns asyncio tasks.
-        seat: this process's place in its actor.
+        spawn: starts asyncio tasks that the actor owns.
+        process_rank: this process's place in its actor.
 
     Attributes:
-        transport: replaced after a restart.
+        transport: a restart of other actors replaces it.
     """
 
     def __init__(
@@ -63,122 +65,105 @@ class HostValues:
         self._store, self._layouts, self.transport = store, layouts, transport
         self._workers, self._spawn, self._process_rank = workers, spawn, process_rank
 
-    def take(self, puts: Iterable[Put], epoch: int) -> list[StoredArray]:
-        """Enter the values into the store. Those in the message are there at once; failures land in the entries."""
-        return [self._take(put, epoch) for put in puts]
+    def store_puts(self, puts: Iterable[Put], epoch: int) -> list[StoredArray]:
+        """Enter values into the store.
 
-    def _take(self, put: Put, epoch: int) -> StoredArray:
+        Returns:
+            The entries. Values in the message itself are there at once; a failure is the failure of its
+            entry.
+        """
+        return [self._store_put(put, epoch) for put in puts]
+
+    def _store_put(self, put: Put, epoch: int) -> StoredArray:
         entry = self._store.expect(put.array_id, put.aval)
         try:
             layout = self._layouts.of(put.aval)
             if put.data is not None:
                 entry.resolve(place(_shaped(np.frombuffer(put.data, np.uint8), layout), layout))
                 return entry
-            if not layout.is_here:
-                self._spawn(
-                    f"put {put.array_id}",
-                    self._place_parts(entry, layout, self._receive_parts(put, layout, epoch)),
-                )
-                return entry
-            memory = aligned_bytes(int(np.prod(put.aval.shape)) * layout.dtype.itemsize)
-            arrival = self.transport.recv(memory, CONTROLLER, make_tag(epoch, HOST_CHANNEL, put.sequence))
+            if layout.is_here:
+                memory = aligned_bytes(layout.size_bytes)
+                arrival = self.transport.recv(memory, CONTROLLER, make_tag(epoch, HOST_CHANNEL, put.sequence))
+                placing = partial(self._place_whole, layout, memory, arrival)
+            else:
+                placing = partial(self._place_pieces, layout, self._receive_pieces(put, layout, epoch))
         except Exception as error:
-            # a value that cannot be placed fails whoever uses it, not the message it came in
+            # a value that cannot be placed fails the requests that use it, not the message that brought it
             entry.fail(error)
             return entry
-        self._spawn(f"put {put.array_id}", self._place_received(entry, layout, memory, arrival))
+        self._spawn(f"put {put.array_id}", _resolve(entry, placing))
         return entry
 
-    async def _place_received(
-        self, entry: StoredArray, layout: Layout, memory: np.ndarray, arrival: Awaitable[None]
-    ) -> None:
-        try:
-            await arrival
-            loop = asyncio.get_running_loop()
-            entry.resolve(await loop.run_in_executor(self._workers, place, _shaped(memory, layout), layout))
-        except asyncio.CancelledError:
-            entry.fail(RuntimeError("the actor closed before the value came"))
-            raise
-        except Exception as error:  # as in `_take`
-            entry.fail(error)
+    async def _place_whole(
+        self, layout: Layout, memory: np.ndarray, arrival: asyncio.Future[None]
+    ) -> jax.Array:
+        await arrival
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, place, _shaped(memory, layout), layout)
 
-    def _receive_parts(self, put: Put, layout: Layout, epoch: int) -> list[_Arriving]:
-        """Post receives of what this process holds of a value: from the controller or the process that owns it."""
-        found: list[_Arriving] = []
+    def _receive_pieces(self, put: Put, layout: Layout, epoch: int) -> list[_ArrivingPiece]:
+        """Post receives of the pieces of a value that this process holds.
+
+        A piece that this process owns comes from the controller, any other piece from the process that owns
+        it.
+        """
+        found: list[_ArrivingPiece] = []
         for shard in layout.shards:
-            memory = aligned_bytes(math.prod(shard.shape) * layout.dtype.itemsize)
-            owner, tag = (
-                shard.part.owner(put.array_id),
-                make_tag(epoch, HOST_CHANNEL, put.sequence + shard.part.number),
-            )
-            is_ours = owner == self._process_rank.rank
-            source = CONTROLLER if is_ours else self._process_rank.mate(owner)
-            others = (
-                [self._process_rank.mate(rank) for rank in shard.part.ranks if rank != owner]
-                if is_ours
-                else []
-            )
-            found.append(_Arriving(memory, self.transport.recv(memory, source, tag), others, tag))
+            memory = aligned_bytes(layout.shard_bytes(shard))
+            owner = shard.part.owner(put.array_id)
+            tag = make_tag(epoch, HOST_CHANNEL, put.sequence + shard.part.number)
+            source, others = self._process_rank.process_of_rank(owner), list[ProcessId]()
+            if owner == self._process_rank.rank:
+                source = CONTROLLER
+                others = [
+                    self._process_rank.process_of_rank(rank) for rank in shard.part.ranks if rank != owner
+                ]
+            found.append(_ArrivingPiece(memory, self.transport.recv(memory, source, tag), others, tag))
         return found
 
-    async def _place_parts(self, entry: StoredArray, layout: Layout, arriving: Sequence[_Arriving]) -> None:
-        try:
-            await asyncio.gather(*(self._pass_on(part) for part in arriving))
-            pieces = [
-                part.memory.view(layout.dtype).reshape(shard.shape)
-                for part, shard in zip(arriving, layout.shards, strict=True)
-            ]
-            loop = asyncio.get_running_loop()
-            entry.resolve(await loop.run_in_executor(self._workers, join_privately, pieces, layout))
-        except asyncio.CancelledError:
-            entry.fail(RuntimeError("the actor closed before the value came"))
-            raise
-        except Exception as error:  # as in `_take`
-            entry.fail(error)
+    async def _place_pieces(self, layout: Layout, arriving: Sequence[_ArrivingPiece]) -> jax.Array:
+        await asyncio.gather(*(self._relay(piece) for piece in arriving))
+        shards = layout.views([piece.memory for piece in arriving])
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, join_privately, shards, layout)
 
-    async def _pass_on(self, part: _Arriving) -> None:
-        await part.arrival
-        if part.others:
-            await asyncio.gather(
-                *(self.transport.send(part.memory, other, part.tag) for other in part.others)
-            )
+    async def _relay(self, piece: _ArrivingPiece) -> None:
+        """Wait for a piece, and send it to the other processes that hold it."""
+        await piece.arrival
+        await asyncio.gather(*(self.transport.send(piece.memory, peer, piece.tag) for peer in piece.others))
 
-    def look_at(self, message: Fetch) -> list[HostCopy]:
+    def hold_arrays(self, message: Fetch) -> list[HostCopy]:
         """Take hold of the arrays to fetch, so that no later step can reuse their memory.
 
         Raises:
             ArrayError: an array is not here.
         """
-        looks: list[HostCopy] = []
-        read = hold_pieces(self._layouts.devices)
-        for entry in [self._store.get(array_id) for array_id in message.array_ids]:
-            look = HostCopy(self._layouts.of(entry.aval), asyncio.get_running_loop().create_future(), read)
-            looks.append(look)
-            entry.when_done(look.take)
-        return looks
+        entries = [self._store.get(array_id) for array_id in message.array_ids]
+        return [hold_array(entry, self._layouts) for entry in entries]
 
-    async def fetch(self, message: Fetch, looks: list[HostCopy], epoch: int) -> Fetched:
-        """Make the arrays whole and send the large ones on their way.
+    async def fetch(self, message: Fetch, copies: list[HostCopy], epoch: int) -> Fetched:
+        """Join arrays on the host, and start to send the large ones.
 
         Args:
-            looks: from `look_at`.
+            message: the request.
+            copies: its arrays, from `hold_arrays`.
 
         Returns:
-            The reply. Transfers go on behind it, since the controller may post its receives only then; should one fail,
-            so does the controller's receive.
+            The reply. Transfers go on behind it, since the controller may post its receives only then; should
+            a transfer fail, so does the controller's receive.
         """
-        found = await asyncio.gather(*(look.pieces for look in looks))
+        found = await asyncio.gather(*(copy.shards for copy in copies))
         replies: list[tuple[tuple[int, ...], str, bytes | None]] = []
-        arrays = zip(message.array_ids, looks, found, message.sequences, strict=True)
-        for array_id, look, pieces, sequence in arrays:
-            layout = look.layout
+        arrays = zip(message.array_ids, copies, found, message.sequences, strict=True)
+        for array_id, copy, shards, sequence in arrays:
+            layout = copy.layout
             if layout.is_here:
-                data = host_bytes(await self._join(pieces, layout))
+                data = host_bytes(await self._join(shards, layout))
                 shape, dtype = layout.aval.shape, layout.aval.dtype
             else:
-                # A thread's work, as `_join`'s.
+                # On a worker thread, for the same reason as in `_join`.
                 loop = asyncio.get_running_loop()
-                data = await loop.run_in_executor(self._workers, self._owned, array_id, pieces, layout)
+                data = await loop.run_in_executor(self._workers, self._join_owned, array_id, shards, layout)
                 shape, dtype = (data.nbytes,), "uint8"
             small = data.nbytes <= INLINE_BYTES
             replies.append((shape, dtype, data.tobytes() if small else None))
@@ -187,25 +172,33 @@ class HostValues:
                 self._spawn(f"fetch {sequence}", _until_sent(sending, data))
         return Fetched(message.request, tuple(replies))
 
-    def _owned(self, array_id: ArrayId, pieces: Sequence[np.ndarray], layout: Layout) -> np.ndarray:
-        """The bytes of the parts that this process owns, one after the other. May wait for a device."""
-        parts = [
-            host_bytes(piece)
-            for piece, shard in zip(pieces, layout.shards, strict=True)
+    def _join_owned(self, array_id: ArrayId, shards: Sequence[np.ndarray], layout: Layout) -> np.ndarray:
+        """Return the bytes of the parts that this process owns, one after the other. May wait for a
+        device."""
+        owned = [
+            host_bytes(data)
+            for data, shard in zip(shards, layout.shards, strict=True)
             if shard.part.owner(array_id) == self._process_rank.rank
         ]
-        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
+        return owned[0] if len(owned) == 1 else np.concatenate([np.empty(0, np.uint8), *owned])
 
-    async def _join(self, pieces: list[Any], layout: Layout) -> np.ndarray:
-        if len(pieces) == 1 and isinstance(pieces[0], np.ndarray):
-            return pieces[0]
-        # A thread's work: to put parts together, or to wait for what is on its way from a device.
-        return await asyncio.get_running_loop().run_in_executor(self._workers, join_pieces, pieces, layout)
+    async def _join(self, shards: list[Any], layout: Layout) -> np.ndarray:
+        if len(shards) == 1 and isinstance(shards[0], np.ndarray):
+            return shards[0]
+        # On a worker thread: it copies shards, or waits for copies that are on their way from a device.
+        return await asyncio.get_running_loop().run_in_executor(self._workers, join_on_host, shards, layout)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Arriving:
-    """A part of a value on its way here: its memory, its receive, and who gets it from here."""
+class _ArrivingPiece:
+    """A piece of a value that this process receives.
+
+    Args:
+        memory: a flat uint8 array for the piece.
+        arrival: done when the piece is there.
+        others: the processes that this process sends the piece to.
+        tag: the wire tag of all these messages.
+    """
 
     memory: np.ndarray
     arrival: asyncio.Future[None]
@@ -214,42 +207,61 @@ class _Arriving:
 
 
 class HostCopy:
-    """An array's distinct shards on the host, once it is there.
+    """An array's distinct shards on the host, from the moment on at which the array is there.
 
     Args:
-        read: takes hold of an array's distinct shards.
-
-    Attributes:
-        layout: how the array lies.
-        pieces: done when the array is.
+        layout: how the array lies on the devices.
+        shards: a future; `hold` sets its result.
+        read: returns an array's distinct shards such that a later step may be given the array.
     """
 
-    __slots__ = ("_read", "layout", "pieces")
+    __slots__ = ("_read", "layout", "shards")
 
     def __init__(
         self,
         layout: Layout,
-        pieces: asyncio.Future[list[Any]],
-        read: Callable[[jax.Array, Layout], Sequence[Any]] = fetch_pieces,
+        shards: asyncio.Future[list[Any]],
+        read: Callable[[jax.Array, Layout], Sequence[Any]] = fetch_shards,
     ):
-        self.layout, self.pieces, self._read = layout, pieces, read
+        self.layout, self.shards, self._read = layout, shards, read
 
-    def take(self, entry: StoredArray) -> None:
-        """The entry is done: hold its memory. Called by whoever finished it, so it raises nothing."""
-        if self.pieces.done():  # the fetch was cancelled
+    def hold(self, entry: StoredArray) -> None:
+        """Read the array of an entry that is done. Raises nothing, since the code that finished the entry
+        calls it."""
+        if self.shards.done():  # the fetch was cancelled
             return
         if entry.array is None:
-            self.pieces.set_exception(entry.error or RuntimeError("the array was never made"))
+            self.shards.set_exception(entry.error or RuntimeError("the array was never made"))
             return
         try:
-            self.pieces.set_result(list(self._read(entry.array, self.layout)))
-        except Exception as error:  # it is the fetch that fails, not the step that made the array
-            self.pieces.set_exception(error)
+            self.shards.set_result(list(self._read(entry.array, self.layout)))
+        except Exception as error:  # the fetch fails, and not the step that made the array
+            self.shards.set_exception(error)
+
+
+def hold_array(entry: StoredArray, layouts: Layouts) -> HostCopy:
+    """Take hold of an array as soon as it is there, so that a later step may be given the array itself."""
+    read = fetch_shards if layouts.devices.is_cpu else start_host_copies
+    copy = HostCopy(layouts.of(entry.aval), asyncio.get_running_loop().create_future(), read)
+    entry.when_done(copy.hold)
+    return copy
+
+
+async def _resolve(entry: StoredArray, placing: Callable[[], Awaitable[jax.Array]]) -> None:
+    """Give an entry the array that `placing` makes, or its failure."""
+    try:
+        entry.resolve(await placing())
+    except asyncio.CancelledError:
+        entry.fail(RuntimeError("the actor closed before the value came"))
+        raise
+    except Exception as error:
+        # as in `_store_put`: the requests that use the value fail
+        entry.fail(error)
 
 
 async def _until_sent(sending: asyncio.Future[None], data: np.ndarray) -> None:
-    """Hold the memory until the transport is done with it."""
-    with contextlib.suppress(JaxppAsyncError):  # the controller's receive fails too, and says so
+    """Keep the memory alive until the transport is done with it."""
+    with contextlib.suppress(JaxppAsyncError):  # the controller's receive fails too, and reports it
         await sending
     del data
 

@@ -1,15 +1,13 @@
-"""starting: a Configure in, JAX started and the actor's mesh of devices out. Never touches arrays.
+"""Configure and start JAX as the controller's `Configure` says, and lay the actor's devices out as a mesh.
 
-The mesh is the whole actor's; of an actor of several processes each has its own part of the devices.
-
-In an actor process JAX is this package's to configure. Inline, the process and its JAX belong to the user: nothing is
+The mesh has the devices of the whole actor; in an actor of several processes each process has a part of them.
+In an actor process this module configures JAX. Inline, the process and its JAX belong to the user: nothing is
 set there, and the actors share its devices.
 
-cluster: joins the processes of one actor by `jax.distributed`. A `Cluster` in; a JAX that knows all its devices out.
-
-The first process opens the service where they find each other, on a port that it has held since it was asked for one.
-JAX ends a process whose fellows it takes for dead; here that is the controller's to decide, so JAX waits for days.
-Must run before JAX's first use. Reserving blocks nothing; joining does, for as long as the others take to come.
+`join` connects the processes of one actor by `jax.distributed`, before JAX's first use. The first process
+opens the service through which they find each other, on a port that it has held since `reserve_port`. JAX
+itself would end a process whose peers it takes for dead; here the controller decides that, so JAX is told to
+wait for days. `reserve_port` returns at once; `join` blocks until the other processes have come.
 """
 
 from __future__ import annotations
@@ -40,25 +38,25 @@ from jaxpp_async.transport.network import listening_sockets, refuse_strangers
 from jaxpp_async.transport.ucx.net_devices import interface_with
 
 ONE_DEVICE_AXIS = "device"
-"""Axis name of the mesh of an actor with no `spmd_mesh`."""
+"""The axis name of the mesh of an actor without `spmd_mesh`."""
 
 _PACKAGES = ("jaxpp-async", "jax", "jaxlib", "numpy", "ml_dtypes")
 
 INLINE_DEVICES = threading.Lock()
-"""Held while an inline actor executes over several devices: XLA's CPU collectives of two executables at once can
-occupy each other's threads for ever, and a process has one set of devices however many actors share it."""
+"""Held while an inline actor executes over several devices. XLA's CPU collectives of two executables at once
+can occupy each other's threads for ever, and all actors of a process share one set of devices."""
 
 
 class Devices:
     """The devices of one actor as a JAX mesh.
 
     Args:
-        mesh: the actor's mesh, also for one device. Each process's devices are neighbours there.
+        mesh: the actor's mesh, also for one device. The devices of a process are consecutive there.
 
     Attributes:
-        size: how many the actor has.
-        devices: those of this process, in the mesh's order.
-        first: the place of the first of these in the mesh.
+        size: the number of the actor's devices.
+        devices: the devices of this process, in the mesh's order.
+        first: the index of the first of these in the mesh.
     """
 
     def __init__(self, mesh: Mesh):
@@ -70,11 +68,11 @@ class Devices:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether arrays lie in host memory."""
+        """Whether the devices are CPUs, so that arrays lie in host memory."""
         return self.devices[0].platform == "cpu"
 
     def _sharding_of(self, aval: Aval) -> NamedSharding:
-        """The sharding that `aval.spec` means on this mesh."""
+        """Make the sharding that `aval.spec` means on this mesh."""
         return NamedSharding(self.mesh, PartitionSpec(*aval.spec, unreduced=frozenset(aval.unreduced)))
 
 
@@ -82,7 +80,7 @@ def start_devices(configure: Configure, *, inline: bool) -> Devices:
     """Configure and start JAX, and lay the actor's devices out as a mesh.
 
     Args:
-        configure: what the controller asks for.
+        configure: the controller's options.
         inline: the actor shares the controller's process, whose JAX is left as it is (but see `share_cache`).
 
     Raises:
@@ -104,36 +102,37 @@ def start_devices(configure: Configure, *, inline: bool) -> Devices:
     before = listening_sockets()
     join(configure.cluster, configure.platform)
     devices = Devices(_make_mesh(configure))
-    # the coordinator's, and gloo's
+    # the sockets of the coordinator, and of gloo
     refuse_strangers(listening_sockets() - before, configure.cluster.addresses)
     return devices
 
 
 def _devices_each(configure: Configure) -> int:
-    """How many devices of the actor belong to this process."""
+    """Return how many of the actor's devices belong to this process."""
     processes = configure.cluster.size if configure.cluster is not None else 1
     return math.prod(size for _, size in configure.spmd_mesh) // processes
 
 
 def package_versions() -> dict[str, str]:
-    """Versions that controller and actors must agree on."""
+    """Return the versions of the packages in which controller and actors must agree."""
     found: dict[str, str] = {}
     for name in _PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        except importlib.metadata.PackageNotFoundError:  # this package runs from a source tree
             found[name] = ""
     return found
 
 
 def plain_hardware(devices: Devices) -> Hardware:
-    """What devices are whose arrays pass through host memory."""
+    """Describe devices whose arrays pass through host memory."""
     return Hardware(kind=devices.devices[0].device_kind, count=len(devices.devices))
 
 
 def _configure_jax(configure: Configure) -> None:
     settings = {
-        # Executables run on a thread of the actor; handing over to XLA's own too costs as much as a small task.
+        # Executables run on a thread of the actor; handing them over to a thread of XLA, too, costs as much
+        # as a small task.
         "jax_cpu_enable_async_dispatch": False,
         **configure.jax_config,
     }
@@ -149,20 +148,22 @@ def _configure_jax(configure: Configure) -> None:
 
 
 def _confine_nccl(configure: Configure) -> None:
-    """Have NCCL meet its peers on the interface that reaches them, and on no other, unless its user chose one."""
+    """Have NCCL use only the interface that reaches its peers, unless the user chose one."""
     if configure.platform == "cuda" and configure.address is not None:
         interface = interface_with(configure.address)
         if interface is not None:
-            # "=": this name, not all that begin so
+            # "=": only this name, and not every name that begins like it
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def share_cache(configure: Configure) -> AbstractContextManager[None]:
-    """A context in which this process's JAX, which an inline actor shares, uses the mesh's compilation cache; or the
-    user's, if there is one.
+    """Return a context in which this process's JAX, which an inline actor shares, uses the mesh's compilation
+    cache.
+
+    If the user has a compilation cache, JAX goes on with that one.
 
     Raises:
-        MeshError: the folder cannot be made.
+        MeshError: the cache's folder cannot be made.
     """
     if not configure.cache_dir or SHARED_CACHE.is_users_own:
         return nullcontext()
@@ -171,7 +172,7 @@ def share_cache(configure: Configure) -> AbstractContextManager[None]:
 
 def _run_setup(setup: str, folder: bytes | None) -> None:
     if folder is not None and os.fsdecode(folder) not in sys.path:
-        sys.path.append(os.fsdecode(folder))  # behind all else: no file in it stands for an installed module
+        sys.path.append(os.fsdecode(folder))  # at the end, so that no file in it hides an installed module
     module_name, separator, function_name = setup.partition(":")
     if not separator or not module_name or not function_name:
         raise ValueError(f"setup={setup!r} is not of the form 'module:function'")
@@ -179,15 +180,16 @@ def _run_setup(setup: str, folder: bytes | None) -> None:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise InstallError(
-            f"setup={setup!r}: the actor cannot import {error.name!r}; install it there or add its folder to PYTHONPATH"
+            f"setup={setup!r}: the actor cannot import {error.name!r}; install it there or add its folder "
+            "to PYTHONPATH"
         ) from None
-    except Exception as error:  # of the user's module, which may raise anything
+    except Exception as error:  # the user's module may raise anything
         raise LaunchError(f"setup={setup!r}: importing it raised {type(error).__name__}: {error}") from error
     if not callable(function := getattr(module, function_name, None)):
         raise InstallError(f"setup={setup!r}: {module_name} has no function {function_name!r}")
     try:
         function()
-    except Exception as error:  # of the user's function
+    except Exception as error:  # the user's function may raise anything
         raise LaunchError(f"setup={setup!r} raised {type(error).__name__}: {error}") from error
 
 
@@ -205,17 +207,17 @@ def _make_mesh(configure: Configure) -> Mesh:
         if configure.platform != "cuda":
             raise
         raise MeshError(
-            f"JAX finds no GPU here ({error}); is the driver loaded, and JAX's CUDA plugin installed? If not: "
-            f"{cuda_install()}. `python -m jaxpp_async doctor --platform cuda` there says what is missing; without "
-            "GPUs, use platform='cpu'"
+            f"JAX finds no GPU here ({error}); is the driver loaded, and JAX's CUDA plugin installed? If "
+            f"not: {cuda_install()}. `python -m jaxpp_async doctor --platform cuda` there says what is "
+            "missing; without GPUs, use platform='cpu'"
         ) from error
     if len(devices) < needed:
         raise MeshError(
-            f"spmd_mesh {dict(axes)} needs {needed} devices in each process, this one has {len(devices)} of platform "
-            f"{devices[0].platform!r}; on CPU, call "
+            f"spmd_mesh {dict(axes)} needs {needed} devices in each process, this one has {len(devices)} of "
+            f"platform {devices[0].platform!r}; on CPU, call "
             f"jax.config.update('jax_num_cpu_devices', {needed}) before JAX's first use"
         )
-    if configure.cluster is not None:  # in order of rank, and so as the hosts are filled
+    if configure.cluster is not None:  # in order of rank, which is the order in which hosts are filled
         devices = [
             device
             for rank in range(configure.cluster.size)
@@ -228,20 +230,23 @@ def _make_mesh(configure: Configure) -> Mesh:
     )
 
 
-# ---------------------------------------------------------------- cluster
+# ---------------------------------------------------------------- the processes of one actor
 
 JOIN_S = 60
-"""How long the others may take to come."""
+"""How long the other processes may take to come."""
 
 _NEVER_S = 10**6
-"""When JAX itself takes a silent process for dead."""
+"""The time after which JAX itself takes a silent process for dead."""
 
 
 def reserve_port() -> socket.socket:
-    """A socket that keeps a free TCP port from everyone but this user's processes that name it. It does not listen."""
+    """Bind a socket to a free TCP port, which only this user's processes that name the port can then share.
+
+    The socket does not listen.
+    """
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        # as the service has it, which then shares the port
+        # the coordinator's socket has this option as well, and can so share the port
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(("0.0.0.0", 0))
     except OSError:
@@ -253,10 +258,14 @@ def reserve_port() -> socket.socket:
 def join(cluster: Cluster, platform: str) -> None:
     """Join this process with the others of its actor.
 
+    Args:
+        cluster: the processes, and where they find each other.
+        platform: `"cpu"`, `"cuda"` or empty.
+
     Raises:
-        MeshError: they did not find each other.
+        MeshError: the processes did not find each other.
     """
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    jax.config.update("jax_enable_preemption_service", False)  # the service would handle SIGTERM itself
     if platform == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax_config.let_gloo_listen_on(cluster.addresses[cluster.rank])
@@ -272,21 +281,23 @@ def join(cluster: Cluster, platform: str) -> None:
         )
     except RuntimeError as error:
         raise MeshError(
-            f"process {cluster.rank} of {cluster.size} of this actor did not find the others at {cluster.coordinator} "
-            f"within {JOIN_S} s: {error}; can the hosts of one actor reach each other there, on any port?"
+            f"process {cluster.rank} of {cluster.size} of this actor did not find the others at "
+            f"{cluster.coordinator} within {JOIN_S} s: {error}; can the hosts of one actor reach each other "
+            "there, on any port?"
         ) from error
 
 
 def agree(name: str, mine: int, cluster: Cluster, timeout_s: float) -> int:
-    """The greatest of the numbers that the actor's processes give.
+    """Exchange numbers with the other processes of the actor, and return the greatest.
 
     Args:
-        name: of what they agree on; each is used once.
+        name: the name of this agreement; each name is used once.
         mine: this process's number.
+        cluster: the processes.
         timeout_s: how long the others may take.
 
     Raises:
-        MeshError: one of them said nothing.
+        MeshError: another process gave no number in time.
     """
     client = jax_config.distributed_client()
     found = [mine]

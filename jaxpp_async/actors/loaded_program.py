@@ -1,14 +1,15 @@
-"""loaded_program: a plan with all that can be known of it before its first step: executables, layouts, tags, and which
-of its tasks are quick. No I/O, no clock: it is told how long tasks took.
+"""Make a program ready before its first step: parse, plan and compile it, and allocate its receive buffers.
 
-loading: a Load message in, a program ready to step out: parsed, planned, compiled, its buffers allocated.
+A `LoadedProgram` holds everything about a program that does not change from step to step: executables,
+layouts and the messages of its transfers. From the times that runs report it also learns which tasks are
+quick.
 """
 
 from __future__ import annotations
 
 import asyncio
 from array import array as packed
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
@@ -18,10 +19,17 @@ import jax
 from jaxpp_async.actors import executables
 from jaxpp_async.actors.executables import ContentKey, Executable, Executables, check_signature
 from jaxpp_async.actors.execution_plan import Execute, ExecutionPlan, PostRecv, StartSend, make_plan
-from jaxpp_async.actors.receive_buffers import ReceivePool
+from jaxpp_async.actors.receive_buffers import FreeBuffers, ReceivePool
 from jaxpp_async.actors.shards import Layouts
-from jaxpp_async.layout import array_parts
-from jaxpp_async.layout.array_parts import PieceTransfer, receives, relays, sends
+from jaxpp_async.layout.array_parts import (
+    Part,
+    PieceTransfer,
+    order_receives,
+    order_sends,
+    plan_receives,
+    plan_relays,
+    plan_sends,
+)
 from jaxpp_async.program.actor_program import parse_program
 from jaxpp_async.program.instructions import Run
 from jaxpp_async.protocol.actor_info import ProcessRank
@@ -31,50 +39,50 @@ from jaxpp_async.transport.nccl.order import OrderedMessage, StepOrder, order_of
 Call = Callable[..., Sequence[jax.Array]]
 
 QUICK_S = 0.0003
-"""A task that takes less is run on the event loop's thread: a thread of its own costs some 100 us for each hand-over
-and back, and the loop can be without its other work for that long."""
+"""A task that takes less time runs on the event loop's thread: handing it to another thread and back costs
+some 100 us, and the loop can be without its other work for that long."""
 
 _QUICK_AFTER = 3
-"""Runs in a row before a task is called quick: the first one fills JAX's caches."""
+"""The number of runs in a row before a task counts as quick: the first run fills JAX's caches."""
 
-_FORGETTING = 0.05
-"""How far at most the typical time grows with a longer run. A shorter one is believed at once: what disturbs a run only
-ever makes it longer."""
+_GROWTH = 0.05
+"""The share of a longer run by which the typical time grows, and by which it grows at most. A shorter run
+sets the typical time at once: disturbances only ever make a run longer."""
 
 _FAR_FROM_QUICK = 100
-"""A run that takes so many times `QUICK_S` is believed as well: the loop cannot be without its other work as often as
-it would take to find out slowly."""
+"""A run that takes this many times `QUICK_S` sets the typical time at once as well: the loop cannot be
+without its other work for as many runs as slow growth would take."""
 
 
 class LoadedTask:
-    """A `Run` made ready.
+    """A `Run` instruction with its executable.
 
     Args:
         call: the executable.
-        label: the run's.
-        places: what the executable looks at, if it does (`Executable.places`).
-        names: of its arguments, the user's; None: it is none of the step's.
+        label: the label of the `Run`.
+        places: the operations that the executable checks, if it does (`Executable.places`).
+        names: the user's names of the arguments; None for one that is no argument of the step.
     """
 
     __slots__ = ("_call", "_check_infs", "_explain")
 
     def __init__(self, call: Call, label: str, places: Sequence[str] | None, names: Sequence[str | None]):
-        self._call, self._explain = call, _unexplained
+        self._call, self._explain = call, None
         if places is not None:
             self._call = checked = executables.SelfChecked(call, places, names)
             self._explain = checked.explain
         self._check_infs = not label.startswith("start(")  # an accumulator of `Max` begins with one
 
     def run(self, arguments: Sequence[Any], *, checked: bool, wait: bool = True) -> Sequence[jax.Array]:
-        """Call it.
+        """Call the executable, and return its results.
 
         Args:
-            checked: look for special values that the configuration forbids.
-            wait: until it has computed.
+            checked: look for NaNs and infinities that the configuration forbids.
+            wait: return only when the results are computed.
 
         Raises:
-            FloatingPointError: a result is a NaN or an infinity, which the configuration forbids.
-            Whatever the executable does.
+            FloatingPointError: a result has a NaN or an infinity, which the configuration forbids.
+            Exception: the executable raised it.
         """
         if checked:
             outputs = executables.call_checked(
@@ -83,16 +91,12 @@ class LoadedTask:
         else:
             outputs = self._call(*arguments)
         if outputs and wait:
-            outputs[-1].block_until_ready()  # results of one executable are there together
+            outputs[-1].block_until_ready()  # results of one executable are ready together
         return outputs
 
 
-def _unexplained() -> str | None:
-    return None
-
-
-class _Pace:
-    """How long one executable takes."""
+class _RunTimes:
+    """Estimates how long the runs of one executable take."""
 
     __slots__ = ("instructions", "is_quick", "runs", "typical_s")
 
@@ -102,28 +106,31 @@ class _Pace:
 
 
 class LoadedProgram:
-    """One program of an actor.
+    """One program of an actor, ready to run steps.
 
     Args:
-        plan: what it executes.
+        plan: the program's commands.
         calls: the callable of each `Run`, by instruction.
-        places: what each `Run` looks at for NaNs and infinities, by instruction; those are missing that do not.
-        names: of the step's arguments, by number, where something is to be said of them.
-        layouts: of the actor's devices.
-        pool: where receives find memory; it allocates now what the program will use at once.
-        loops: `Run`s that are never quick, since how long they take may depend on their data.
-        seat: this process's.
+        places: the operations that each `Run` checks for NaNs and infinities, by instruction; only of runs
+            that check.
+        names: the user's names of the step's arguments, by number, as far as error messages need them.
+        layouts: layouts on this process's devices.
+        pool: gives memory for receives; it allocates now as much as the program will use at once.
+        loops: `Run`s that are never quick, since their time may depend on their data.
+        process_rank: this process.
 
     Attributes:
-        tasks: each `Run`, by instruction.
-        layouts: of each buffer key.
-        bins: where each `Recv` finds memory, by instruction.
-        legs: of each `Send` and `Recv`, by instruction: its messages.
-        relays: of a `Recv`, what this process passes on to others of its actor, by piece; most have none.
-        no_stamps: the time stamps of a step that has not begun: two NaNs an instruction, as `array("d")` packs them.
-        donates: whether it consumes any of its arguments.
+        tasks: the task of each `Run`, by instruction.
+        layouts: the layout of each buffer, by buffer key.
+        buffers: where each `Recv` takes a receive buffer, by instruction.
+        transfers: the messages of each `Send` and `Recv`, by instruction.
+        relays: the messages by which this process passes pieces of a `Recv` on within its actor, by
+            instruction and piece; only of receives that have any.
+        blank_stamps: the time stamps of a step that has not begun: two NaNs an instruction, as `array("d")`
+            packs them.
+        donates: whether the program consumes any of its arguments.
         quick: the `Run`s that have been taking less than `QUICK_S`; changes from step to step.
-        longest_s: what any `Run` has taken at most.
+        longest_s: the longest time in seconds that any `Run` has taken.
     """
 
     def __init__(
@@ -140,93 +147,84 @@ class LoadedProgram:
         self.plan = plan
         argument = {bind.buffer: names.get(bind.arg) for bind in plan.binds}
         runs = {command.instruction: command for command in plan.commands if isinstance(command, Execute)}
-        self.tasks = {
-            at: LoadedTask(
-                call, _label(plan, at), places.get(at), [argument.get(key) for key in runs[at].inputs]
-            )
-            for at, call in calls.items()
-        }
+        self.tasks: dict[int, LoadedTask] = {}
+        for at, call in calls.items():
+            run = plan.program.instructions[at]
+            assert isinstance(run, Run)
+            names_of_inputs = [argument.get(key) for key in runs[at].inputs]
+            self.tasks[at] = LoadedTask(call, run.label, places.get(at), names_of_inputs)
         self.layouts = tuple(layouts.of(aval) for aval in plan.avals)
         for aval, count in plan.max_receives.items():
-            pool.bin(aval).reserve(count)
-        receives = [command for command in plan.commands if isinstance(command, PostRecv)]
-        self.bins = {command.instruction: pool.bin(command.aval) for command in receives}
+            pool.buffers_of(aval).reserve(count)
         self._process_rank, self._num_devices = process_rank, layouts.devices.size
-        self.legs: dict[int, tuple[PieceTransfer, ...]] = {}
+        self.buffers: dict[int, FreeBuffers] = {}
+        self.transfers: dict[int, tuple[PieceTransfer, ...]] = {}
         self.relays: dict[int, dict[int, tuple[PieceTransfer, ...]]] = {}
-        self._find_legs()
-        self.no_stamps = packed("d", [float("nan")] * (2 * len(plan.commands))).tobytes()
+        for command, held in self._transferred_parts():
+            at, tag = command.instruction, command.tag
+            if isinstance(command, StartSend):
+                self.transfers[at] = plan_sends(process_rank, held, tag, command.to_actor, self._num_devices)
+                continue
+            self.buffers[at] = pool.buffers_of(command.aval)
+            self.transfers[at] = plan_receives(process_rank, held, tag, command.from_actor, self._num_devices)
+            if relays := plan_relays(process_rank, held, tag, self._num_devices):
+                self.relays[at] = relays
+        self.blank_stamps = packed("d", [float("nan")] * (2 * len(plan.commands))).tobytes()
         self.donates = any(command.donated for command in plan.binds)
         self.quick: set[int] = set()
         self.longest_s = 0.0
-        # With others a task may have to wait for them, which the event loop must not.
-        self._paces = {
-            at: pace for at, pace in _paces(plan).items() if at not in loops and self._process_rank.size == 1
-        }
+        # In an actor of several processes a task may have to wait for the others, which the event loop must
+        # not.
+        self._run_times = {} if process_rank.size > 1 else _group_runs(runs, loops)
 
-    def _find_legs(self) -> None:
-        process_rank, num_devices = self._process_rank, self._num_devices
+    def _transferred_parts(self) -> Iterator[tuple[StartSend | PostRecv, list[Part]]]:
+        """Yield each transfer of the program with the parts of its array that this process holds."""
         for command in self.plan.commands:
-            if not isinstance(command, StartSend | PostRecv):
-                continue
-            at, tag = command.instruction, command.tag
-            held = [shard.part for shard in self.layouts[command.buffer].shards]
-            if isinstance(command, StartSend):
-                self.legs[at] = sends(process_rank, held, tag, command.to_actor, num_devices)
-                continue
-            self.legs[at] = receives(process_rank, held, tag, command.from_actor, num_devices)
-            if passed_on := relays(process_rank, held, tag, num_devices):
-                self.relays[at] = passed_on
+            if isinstance(command, StartSend | PostRecv):
+                yield command, [shard.part for shard in self.layouts[command.buffer].shards]
 
     @cached_property
     def order(self) -> StepOrder:
-        """In which order it transfers, for a transport that has to know."""
+        """The order of the program's messages, for a transport that needs it before the first one is
+        posted."""
         found: list[OrderedMessage] = []
-        for command in self.plan.commands:
-            if isinstance(command, StartSend | PostRecv):
-                held = [shard.part for shard in self.layouts[command.buffer].shards]
-                if isinstance(command, StartSend):
-                    found += array_parts.sent(
-                        self._process_rank, held, command.tag, command.to_actor, self._num_devices
-                    )
-                else:
-                    found += array_parts.received(
-                        self._process_rank, held, command.tag, command.from_actor, self._num_devices
-                    )
+        for command, held in self._transferred_parts():
+            order, peer = (
+                (order_sends, command.to_actor)
+                if isinstance(command, StartSend)
+                else (order_receives, command.from_actor)
+            )
+            found += order(self._process_rank, held, command.tag, peer, self._num_devices)
         return order_of(self._process_rank.process, found)
 
-    def took(self, instruction: int, seconds: float) -> None:
-        """Remember how long a `Run` took."""
+    def record_time(self, instruction: int, seconds: float) -> None:
+        """Record how long a `Run` took, and decide whether it now counts as quick."""
         self.longest_s = max(self.longest_s, seconds)
-        pace = self._paces.get(instruction)
-        if pace is None:
+        times = self._run_times.get(instruction)
+        if times is None:
             return
         if seconds > _FAR_FROM_QUICK * QUICK_S:
-            pace.runs = 0
-        if seconds < pace.typical_s or seconds > _FAR_FROM_QUICK * QUICK_S:
-            pace.typical_s = seconds
+            times.runs = 0
+        if seconds < times.typical_s or seconds > _FAR_FROM_QUICK * QUICK_S:
+            times.typical_s = seconds
         else:
-            pace.typical_s += _FORGETTING * min(seconds - pace.typical_s, pace.typical_s)
-        pace.runs += 1
-        if (pace.runs > _QUICK_AFTER and pace.typical_s < QUICK_S) != pace.is_quick:
-            pace.is_quick = not pace.is_quick
-            (self.quick.update if pace.is_quick else self.quick.difference_update)(pace.instructions)
+            times.typical_s += _GROWTH * min(seconds - times.typical_s, times.typical_s)
+        times.runs += 1
+        if (times.runs > _QUICK_AFTER and times.typical_s < QUICK_S) != times.is_quick:
+            times.is_quick = not times.is_quick
+            (self.quick.update if times.is_quick else self.quick.difference_update)(times.instructions)
 
 
-def _label(plan: ExecutionPlan, at: int) -> str:
-    run = plan.program.instructions[at]
-    assert isinstance(run, Run)
-    return run.label
-
-
-def _paces(plan: ExecutionPlan) -> dict[int, _Pace]:
-    of_executable: dict[tuple[int, tuple[int, ...]], _Pace] = {}
-    found: dict[int, _Pace] = {}
-    for command in plan.commands:
-        if isinstance(command, Execute):
-            pace = of_executable.setdefault((command.executable, command.donated), _Pace())
-            pace.instructions.append(command.instruction)
-            found[command.instruction] = pace
+def _group_runs(runs: Mapping[int, Execute], loops: Container[int]) -> dict[int, _RunTimes]:
+    """Give all runs of one executable the same `_RunTimes`, but for those in `loops`, which are never
+    quick."""
+    of_executable: dict[tuple[int, tuple[int, ...]], _RunTimes] = {}
+    found: dict[int, _RunTimes] = {}
+    for at, command in runs.items():
+        times = of_executable.setdefault((command.executable, command.donated), _RunTimes())
+        times.instructions.append(at)
+        if at not in loops:
+            found[at] = times
     return found
 
 
@@ -244,22 +242,30 @@ async def load_program(
     """Make a program ready, so that its first step compiles and allocates nothing.
 
     Args:
-        seat: this process's place in its actor.
+        message: the program, and the executables that the actor does not have yet.
+        executables: compiles executables, and keeps them.
+        layouts: layouts on this process's devices.
+        pool: gives memory for receives.
+        workers: threads for parsing and planning.
+        process_rank: this process.
 
     Returns:
         The program, and the reply.
 
     Raises:
-        ValueError: the program is not well formed, or an executable is not what the program takes it for.
-        KeyError: an executable that never came.
+        ValueError: the program is not well formed, or an executable has other arguments or results than the
+            program says.
+        KeyError: the controller never sent an executable that the program names.
     """
     executables.add_blobs(message.blobs)
-    plan = await asyncio.get_running_loop().run_in_executor(workers, _read, message.program)
+    plan = await asyncio.get_running_loop().run_in_executor(
+        workers, lambda: make_plan(parse_program(message.program))
+    )
     runs = [command for command in plan.commands if isinstance(command, Execute)]
     compile_s = await executables.load((message.executables[run.executable], run.donated) for run in runs)
     loops: set[int] = set()
     calls, places, temp_bytes = {}, {}, dict.fromkeys(message.executables, 0)
-    checked: set[tuple] = set()
+    checked: set[tuple[Any, ...]] = set()
     for run in runs:
         content_key = message.executables[run.executable]
         executable = executables.get((content_key, run.donated))
@@ -274,18 +280,15 @@ async def load_program(
     return program, Loaded(message.request, compile_s, temp_bytes)
 
 
-def _read(text: str) -> ExecutionPlan:
-    return make_plan(parse_program(text))
-
-
 def _check(
     plan: ExecutionPlan,
     run: Execute,
     content_key: ContentKey,
     executable: Executable,
     layouts: Layouts,
-    checked: set[tuple],
+    checked: set[tuple[Any, ...]],
 ) -> None:
+    """Check an executable against the program, once for each content key and set of avals."""
     inputs = tuple(plan.avals[key] for key in run.inputs)
     outputs = tuple(plan.avals[key] for key in run.outputs)
     if (content_key, inputs, outputs) in checked:

@@ -1,8 +1,8 @@
-"""catching_up: the processes of an actor, stopped in the middle of steps, end at the same task.
+"""Bring the processes of an actor, stopped in the middle of steps, to the same task.
 
-What they compute together waits in each process until all have come. So a process that was told to drop its work could
-wait for ever for one that has dropped it a task earlier. Whoever has begun fewer tasks than the others therefore runs
-those that it lacks, on zeros and for nothing. In: how many each has begun, and what was dropped. Nothing comes out.
+A task that processes compute together waits in each process until all have begun it. So a process that was
+told to drop its work could wait for ever for another that has dropped it one task earlier. A process that has
+begun fewer tasks than the others therefore runs the missing ones on zeros, and ignores the results.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,26 +19,29 @@ import numpy as np
 from jaxpp_async.actors.execution_plan import Execute
 from jaxpp_async.actors.jax_runtime import agree
 from jaxpp_async.actors.loaded_program import LoadedProgram
-from jaxpp_async.actors.setup import ComputeThread, CountedStep
-from jaxpp_async.actors.shards import joined
+from jaxpp_async.actors.setup import ComputeThread, CountedStep, Job
+from jaxpp_async.actors.shards import join_shards
 from jaxpp_async.errors import MeshError
 from jaxpp_async.protocol.messages import Cluster
 
 _LOG = logging.getLogger("jaxpp_async")
 
 AGREE_S, END_S = 4.0, 4.0
-"""What the others may take to say how far they are, and all of them to end the tasks that they have begun: unless tasks
-have been seen to take longer, which then go on in front of the next step's, as in an actor of one process."""
+"""How long the others may take to say how far they are, and how long all may take to end the tasks that they
+have begun. Where tasks used to take longer, they go on before the next step's tasks, as in an actor of one
+process."""
 
 
 class TaskCount:
-    """How many tasks a process has begun; the others of its actor begin the same ones in the same order."""
+    """Counts the tasks that a process has begun; the other processes of its actor begin the same ones in the
+    same order."""
 
     def __init__(self) -> None:
         self._lock, self._count, self._stopped = threading.Lock(), 0, False
 
     def begin(self, run: CountedStep) -> bool:
-        """Count one more, here and for the step that it is of, unless it was told to stop. Any thread."""
+        """Count one more task, also for its step, and return True; return False after `stop`. Any thread may
+        call."""
         with self._lock:
             if not self._stopped:
                 self._count += 1
@@ -46,36 +49,35 @@ class TaskCount:
             return not self._stopped
 
     def stop(self) -> int:
-        """Let none begin from here on; how many have."""
+        """Let no more tasks begin, and return how many have."""
         with self._lock:
             self._stopped = True
             return self._count
 
     def go_on(self, count: int) -> None:
-        """Let them begin again, so many having been begun."""
+        """Let tasks begin again, with `count` as the number of those that have begun."""
         with self._lock:
             self._stopped, self._count = False, count
 
 
 @dataclass(frozen=True, slots=True)
 class DroppedStep:
-    """A step that will not be finished, and how many of its tasks were begun."""
+    """A step that will not be finished, and the number of its tasks that have begun."""
 
     program: LoadedProgram
     begun: int
 
     @property
-    def left(self) -> list[Execute]:
-        """The tasks that were not."""
-        return [command for command in self.program.plan.commands if isinstance(command, Execute)][
-            self.begun :
-        ]
+    def tasks_left(self) -> list[Execute]:
+        """The tasks that have not begun."""
+        tasks = [command for command in self.program.plan.commands if isinstance(command, Execute)]
+        return tasks[self.begun :]
 
 
 async def catch_up(
     name: str,
     dropped: Sequence[DroppedStep],
-    tally: TaskCount,
+    task_count: TaskCount,
     cluster: Cluster,
     compute: ComputeThread,
     workers: ThreadPoolExecutor,
@@ -83,17 +85,21 @@ async def catch_up(
     """Begin as many tasks as any process of the actor has, and wait until they have all ended.
 
     Args:
-        name: of this occasion, the same for all processes.
-        dropped: the steps that were under way or to come, in order.
-        tally: stopped before.
+        name: the name of this agreement, the same for all processes and used once.
+        dropped: the steps that were under way or waiting, in order.
+        task_count: the number of tasks that have begun; stopped before.
+        cluster: the actor's processes.
+        compute: runs the tasks.
+        workers: threads for waiting.
 
     Raises:
-        MeshError: another process does not answer, or what they compute together does not end though it used to.
+        MeshError: another process does not answer, or a task that the processes compute together does not
+            end.
     """
     loop = asyncio.get_running_loop()
-    begun = tally.stop()
+    begun = task_count.stop()
     most = await loop.run_in_executor(workers, agree, name, begun, cluster, AGREE_S)
-    left = [(one.program, task) for one in dropped for task in one.left]
+    left = [(one.program, task) for one in dropped for task in one.tasks_left]
     if len(left) < most - begun:
         raise MeshError(
             f"another process of this actor is {most - begun} tasks ahead, this one knows of {len(left)}"
@@ -101,15 +107,16 @@ async def catch_up(
     for program, task in left[: most - begun]:
         compute.submit(_dry_run(program, task))
     longest_s = max((one.program.longest_s for one in dropped), default=0.0)
-    await _ended(compute, (1 + most - begun) * longest_s)
-    tally.go_on(most)
+    await _wait_idle(compute, (1 + most - begun) * longest_s)
+    task_count.go_on(most)
 
 
-async def _ended(compute: ComputeThread, expected_s: float) -> None:
-    """Wait for what the compute thread has.
+async def _wait_idle(compute: ComputeThread, expected_s: float) -> None:
+    """Wait until the compute thread has ended its jobs.
 
     Args:
-        expected_s: how long that takes, by what such tasks took before; 0: none has ended yet.
+        compute: the thread.
+        expected_s: how long that takes, from what such tasks took before; 0: no task has ended yet.
     """
     idle = asyncio.get_running_loop().create_future()
     compute.submit(lambda: lambda: None if idle.done() else idle.set_result(None))
@@ -118,28 +125,27 @@ async def _ended(compute: ComputeThread, expected_s: float) -> None:
             await idle
     except TimeoutError:
         if expected_s < END_S / 2:
+            before = f"used to take {expected_s:.3g} s" if expected_s else "none has ended before"
             raise MeshError(
                 "a task that this actor's processes compute together does not end: it was waited for for "
-                f"{END_S:g} s, and {f'used to take {expected_s:.3g} s' if expected_s else 'none has ended before'}"
+                f"{END_S:g} s, and {before}"
             ) from None
         _LOG.info("the next step waits for tasks of a dropped one, which used to take %.1f s", expected_s)
 
 
-def _dry_run(program: LoadedProgram, task: Execute) -> Callable[[], Callable[[], None]]:
-    def run() -> Callable[[], None]:
+def _dry_run(program: LoadedProgram, task: Execute) -> Job:
+    """Make a job that runs a task on zeros, for the sake of the other processes."""
+
+    def run() -> None:
         layouts = [program.layouts[key] for key in task.inputs]
         try:
             arrays = [
-                joined([np.zeros(s.shape, layout.dtype) for s in layout.shards], layout) for layout in layouts
+                join_shards([np.zeros(shard.shape, layout.dtype) for shard in layout.shards], layout)
+                for layout in layouts
             ]
             program.tasks[task.instruction].run(arrays, checked=False)
         except Exception as error:
-            # nobody wants its results; whether the others go on shows in whether theirs end
+            # nothing uses the results; the other processes fail by themselves if their tasks do not end
             _LOG.debug("a task run for the other processes failed: %r", error)
-        return _nothing
 
     return run
-
-
-def _nothing() -> None:
-    """Nobody waits for it."""

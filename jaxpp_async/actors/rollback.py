@@ -1,6 +1,8 @@
-"""rollback: an actor's part in going back: `TakeReplica` takes a copy of its arrays, `Rollback` makes arrays of one again.
+"""Take copies of an actor's arrays for restarts (`TakeReplica`), and make arrays of a copy again
+(`Rollback`).
 
-In: requests, in order with the steps. Out: a `ReplicaStore`'s copies, the store's entries. Transfers are the shelf's.
+Both requests take effect in order with the steps. `ReplicaStore` keeps the copies, and moves them between
+actors.
 """
 
 from __future__ import annotations
@@ -14,20 +16,21 @@ import jax
 import numpy as np
 
 from jaxpp_async.actors.array_store import ArrayStore, StoredArray, fill
-from jaxpp_async.actors.host_values import HostCopy
-from jaxpp_async.actors.shards import Layout, Layouts, hold_pieces, host_bytes, join_privately
+from jaxpp_async.actors.host_values import HostCopy, hold_array
+from jaxpp_async.actors.shards import Layouts, host_bytes, join_privately
 from jaxpp_async.layout.state_replicas import ReplicaStore, StateReplica
 from jaxpp_async.program.instructions import ProcessId
 from jaxpp_async.protocol.messages import ArrayId, Done, ReplicaArray, ReplicaTaken, Rollback, TakeReplica
 
 
 class Rollbacks:
-    """Copies of one actor's arrays, and the way back to them.
+    """Takes copies of one process's arrays, and replaces the arrays by those of a copy.
 
     Args:
-        process_id: whose.
-        store: where arrays come from and go.
-        shelf: where copies are.
+        process_id: the process.
+        store: the process's arrays.
+        layouts: layouts on the process's devices.
+        replica_store: keeps the copies.
         workers: threads for copying.
     """
 
@@ -42,38 +45,40 @@ class Rollbacks:
         self._process_id, self._store, self._layouts = process_id, store, layouts
         self._replica_store, self._workers = replica_store, workers
 
-    def keep(self, message: TakeReplica, leaving: Container[ArrayId]) -> Coroutine[Any, Any, ReplicaTaken]:
-        """Take hold of every array, now; what is returned waits until they are there, and copies them.
+    def take_replica(
+        self, message: TakeReplica, leaving: Container[ArrayId]
+    ) -> Coroutine[Any, Any, ReplicaTaken]:
+        """Take hold of every array, now; the returned coroutine waits until the arrays are there, and copies
+        them.
 
         Args:
-            leaving: arrays that are only here until a step before this is done.
+            message: the request.
+            leaving: arrays that a step before this request frees at its end; the copy leaves them out.
         """
-        loop, read = asyncio.get_running_loop(), hold_pieces(self._layouts.devices)
         entries = {i: entry for i, entry in self._store.entries().items() if i not in leaving}
-        looks: dict[ArrayId, HostCopy] = {}
-        for array_id, entry in entries.items():
-            look = looks[array_id] = HostCopy(self._layouts.of(entry.aval), loop.create_future(), read)
-            entry.when_done(look.take)
-        return self._kept(message, entries, looks)
+        copies = {array_id: hold_array(entry, self._layouts) for array_id, entry in entries.items()}
+        return self._replica_taken(message, entries, copies)
 
-    async def _kept(
-        self, message: TakeReplica, entries: Mapping[ArrayId, StoredArray], looks: Mapping[ArrayId, HostCopy]
+    async def _replica_taken(
+        self, message: TakeReplica, entries: Mapping[ArrayId, StoredArray], copies: Mapping[ArrayId, HostCopy]
     ) -> ReplicaTaken:
-        if looks:
-            await asyncio.wait([look.pieces for look in looks.values()])
-        # One that failed is no array: whoever names it learns why, before a restart and after it.
-        found = {array_id: look for array_id, look in looks.items() if entries[array_id].error is None}
-        for look in looks.values():
-            look.pieces.exception()  # seen
-        for look in found.values():
-            look.pieces.result()  # one that is there and could not be held makes the whole copy worthless
+        if copies:
+            await asyncio.wait([copy.shards for copy in copies.values()])
+        # An entry that failed is no array: a request that names it gets the failure, before a restart and
+        # after it.
+        found = {array_id: copy for array_id, copy in copies.items() if entries[array_id].error is None}
+        for copy in copies.values():
+            copy.shards.exception()  # marks it as retrieved
+        for copy in found.values():
+            copy.shards.result()  # raises if an array could not be read: without it the replica is useless
         loop = asyncio.get_running_loop()
-        copy = await loop.run_in_executor(self._workers, _copied, found)
-        self._replica_store.put(message.generation, self._process_id, copy)
-        return ReplicaTaken(message.request, copy.arrays)
+        replica = await loop.run_in_executor(self._workers, _make_replica, found)
+        self._replica_store.put(message.generation, self._process_id, replica)
+        return ReplicaTaken(message.request, replica.arrays)
 
     def roll_back(self, message: Rollback) -> Coroutine[Any, Any, Done]:
-        """Forget every array and make places for the copy's, now; what is returned fills them.
+        """Replace all entries of the store by those of the copy, now; the returned coroutine fills the
+        entries.
 
         Raises:
             ProtocolError: the copy is not here.
@@ -85,36 +90,30 @@ class Rollbacks:
             else self._replica_store.get(message.generation, self._process_id)
         )
         entries = [self._store.expect(kept.array_id, kept.aval) for kept in copy.arrays]
-        return self._filled(message, copy, entries)
+        return self._rolled_back(message, copy, entries)
 
-    async def _filled(self, message: Rollback, copy: StateReplica, entries: Sequence[StoredArray]) -> Done:
-        async def making() -> list[jax.Array]:
+    async def _rolled_back(
+        self, message: Rollback, copy: StateReplica, entries: Sequence[StoredArray]
+    ) -> Done:
+        def place_arrays() -> list[jax.Array]:
             layouts = [self._layouts.of(kept.aval) for kept in copy.arrays]
-            return await asyncio.get_running_loop().run_in_executor(self._workers, _placed, copy, layouts)
+            return [
+                join_privately(layout.views(shards), layout)
+                for shards, layout in zip(copy.shards, layouts, strict=True)
+            ]
 
-        await fill(entries, making())
+        await fill(entries, place_arrays, self._workers)
         return Done(message.request)
 
 
-def _copied(looks: Mapping[ArrayId, HostCopy]) -> StateReplica:
-    """Runs in a thread: what is still on its way from a device is waited for here."""
+def _make_replica(copies: Mapping[ArrayId, HostCopy]) -> StateReplica:
+    """Copy arrays to bytes. Runs in a thread, since it waits for copies that are on their way from a
+    device."""
     shards = [
-        tuple(host_bytes(np.asarray(piece)) for piece in look.pieces.result()) for look in looks.values()
+        tuple(host_bytes(np.asarray(data)) for data in copy.shards.result()) for copy in copies.values()
     ]
     arrays = tuple(
-        ReplicaArray(array_id, look.layout.aval, tuple(part.nbytes for part in parts))
-        for (array_id, look), parts in zip(looks.items(), shards, strict=True)
+        ReplicaArray(array_id, copy.layout.aval, tuple(data.nbytes for data in shards_of_array))
+        for (array_id, copy), shards_of_array in zip(copies.items(), shards, strict=True)
     )
     return StateReplica(arrays, tuple(shards))
-
-
-def _placed(copy: StateReplica, layouts: Sequence[Layout]) -> list[jax.Array]:
-    """Runs in a thread."""
-    arrays = []
-    for shards, layout in zip(copy.shards, layouts, strict=True):
-        parts = [
-            data.view(layout.dtype).reshape(shard.shape)
-            for data, shard in zip(shards, layout.shards, strict=True)
-        ]
-        arrays.append(join_privately(parts, layout))
-    return arrays

@@ -1,6 +1,6 @@
-"""serve: the actor's side of the control channel: connects, hands requests to an `Actor` one by one, ends.
+"""Serve one actor over its control channel: connect to the controller, pass requests to the actor, and end.
 
-The same code runs in an actor process and inline. It knows the life of a connection and nothing of programs.
+The same code runs in an actor process and inline, for an `Actor` or a fake one.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from jaxpp_async.transport.network import Network
 _LOG = logging.getLogger("jaxpp_async.control")
 
 CLOSE_S = 3.0
-"""What an actor may take to close itself."""
+"""How long closing an actor may take."""
 
 
 class ActorLike(Protocol):
-    """What answers requests (`actors.actor.Actor`, or a fake in tests)."""
+    """An object that answers requests: `actors.actor.Actor`, or a fake in tests."""
 
     @property
     def current_step(self) -> int | None:
@@ -39,16 +39,17 @@ class ActorLike(Protocol):
         ...
 
     def handle(self, message: Request) -> None:
-        """Take one request, in order of arrival. Returns quickly and never raises for the request's sake."""
+        """Begin to answer one request; called in order of arrival. Returns quickly, and raises nothing about
+        the request."""
         ...
 
     async def aclose(self) -> None:
-        """Drop all work and give everything back."""
+        """Drop all work and release every resource."""
         ...
 
 
 class MakeActor(Protocol):
-    """`Actor` itself, in form."""
+    """The type of `Actor`'s constructor."""
 
     def __call__(
         self,
@@ -61,7 +62,7 @@ class MakeActor(Protocol):
 
 
 def load_actor_class(name: str) -> Callable[..., ActorLike]:
-    """The class that `module:name` names."""
+    """Import the class that `module:name` names."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
 
@@ -75,36 +76,40 @@ async def serve(
     make_transport: Callable[[str, Network], Transport],
     max_frame_bytes: int,
     lost_s: float = LEASE_S,
-    keeps_vigil: bool = False,
+    spins: bool = False,
 ) -> ExitCode:
     """Run one actor until the controller shuts it down or goes away.
 
     Args:
+        identity: the process, for the handshake.
+        secret: the mesh's 32 bytes.
         connect: gives the connection its socket.
-        make_actor: called once the handshake is done.
+        make_actor: makes the actor once the handshake is done.
+        make_transport: see `Actor`.
+        max_frame_bytes: the longest frame that the connection accepts.
         lost_s: see `Connection`.
-        keeps_vigil: the loop, which is the actor's own, stays awake for a moment behind each step (`vigil`).
+        spins: the event loop is the actor's own, and stays awake for a moment after each step (`LoopSpin`).
 
     Raises:
-        HandshakeError: the controller could not be trusted, or refused. OSError: it was not there.
+        HandshakeError: the controller could not be trusted, or refused. OSError: it could not be reached.
     """
-    desk = _Desk()
+    dispatcher = _RequestDispatcher()
     wire = Wire(
         "actor", secret, version=jaxpp_async.__version__, identity=identity, max_frame_bytes=max_frame_bytes
     )
     connection = Connection(
-        wire, on_message=desk.take, on_closed=lambda error: desk.close(None), lost_s=lost_s
+        wire, on_message=dispatcher.dispatch, on_closed=lambda error: dispatcher.close(None), lost_s=lost_s
     )
-    desk.connection = connection
+    dispatcher.connection = connection
     try:
         await connect(connection)
         await connection.opened
-        actor = make_actor(identity.process_id, make_transport=make_transport, send=desk.reply)
+        actor = make_actor(identity.process_id, make_transport=make_transport, send=dispatcher.reply)
         try:
-            desk.open(actor, keeps_vigil=keeps_vigil)
-            shutdown = await desk.closed
+            dispatcher.open(actor, spins=spins)
+            shutdown = await dispatcher.closed
         finally:
-            desk.close(None)
+            dispatcher.close(None)
             await _close_actor(actor)
         if shutdown is None:
             return ExitCode.CONNECTION_LOST
@@ -118,13 +123,15 @@ async def serve(
         connection.abort()
 
 
-class _Desk:
-    """Hands requests to an actor as they are read, with no pass of the event loop between; those that came before the
-    actor, when it has come.
+class _RequestDispatcher:
+    """Passes requests to an actor as they are read, without a pass of the event loop in between.
+
+    Requests that come before the actor is made wait for it.
 
     Attributes:
-        connection: where replies go.
-        closed: the request to shut down, which is the last; None if the connection is over.
+        connection: carries the replies.
+        closed: done with the request to shut down, which is the last one, or with None if the connection is
+            over.
     """
 
     connection: Connection
@@ -135,17 +142,17 @@ class _Desk:
         self._actor: ActorLike | None = None
         self._loop_spin: LoopSpin | None = None
 
-    def open(self, actor: ActorLike, *, keeps_vigil: bool) -> None:
-        """The actor is here."""
+    def open(self, actor: ActorLike, *, spins: bool) -> None:
+        """Pass requests to this actor, first those that wait."""
         self._actor = actor
-        if keeps_vigil:
+        if spins:
             self._loop_spin = LoopSpin(asyncio.get_running_loop(), lambda: actor.current_step is None)
         early, self._early = self._early, []
         for message in early:
-            self.take(message)
+            self.dispatch(message)
 
-    def take(self, message: Any) -> None:
-        """A request has come."""
+    def dispatch(self, message: Any) -> None:
+        """Pass a request to the actor."""
         if self._loop_spin is not None:
             self._loop_spin.end()
         if self._actor is None:
@@ -155,23 +162,25 @@ class _Desk:
         elif not self.closed.done():
             try:
                 self._actor.handle(message)
-            except Exception as error:  # a bug in the actor: the controller must hear of it, whatever it is
-                self.reply(failed(message.request, error))
+            except Exception as error:  # a bug in the actor: the controller must learn of it
+                self.reply(failed_reply(message.request, error))
 
     def reply(self, message: Message) -> None:
-        """A reply goes out. Behind a step's the next step may come soon."""
+        """Send a reply. After the reply to a step the loop stays awake, since the next step may come soon."""
         try:
             self.connection.send(message)
-        except MeshError as error:  # it cannot be encoded: whoever waits for it must hear of that
+        except (
+            MeshError
+        ) as error:  # the reply cannot be encoded: the controller, which waits for it, must learn of that
             _LOG.exception("a message cannot be sent")
             if not isinstance(message, Log):
                 request, step = getattr(message, "request", None), getattr(message, "step", None)
-                self.connection.send(failed(request, error, step=step))
+                self.connection.send(failed_reply(request, error, step=step))
         if self._loop_spin is not None and type(message) is StepDone:
             self._loop_spin.begin()
 
     def close(self, last: Shutdown | None) -> None:
-        """Hand nothing over any more."""
+        """Pass no more requests."""
         if self._loop_spin is not None:
             self._loop_spin.end()
         if not self.closed.done():
@@ -182,14 +191,14 @@ async def _close_actor(actor: ActorLike) -> None:
     try:
         async with asyncio.timeout(CLOSE_S):
             await actor.aclose()
-    except Exception:  # it ends anyway, and must end
+    except Exception:  # the process ends anyway
         _LOG.exception("the actor did not close cleanly")
 
 
-def failed(
+def failed_reply(
     request: int | None, error: BaseException, *, step: int | None = None, instruction: str | None = None
 ) -> Failed:
-    """An exception as a reply: names and text only, nothing that has to be unpickled."""
+    """Make the reply that reports an exception: names and text only, nothing that has to be unpickled."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     text = "".join(traceback.format_exception(error))

@@ -1,13 +1,14 @@
-"""configuring: `Configure` in; JAX, the transport and what works on them out. Once in a process's life.
+"""Set up an actor process once `Configure` has come: start JAX and the transport, and make the objects that
+use them.
 
-machine: what an actor's steps run on, all of it in one value. Does nothing itself.
-
-compute: calls in, results on the event loop out. One thread, in order; knows nothing of programs or arrays.
+`make_resources` does so once in a process's life. `ActorResources` holds all that it made, `StepResources`
+the part that steps run on, and `ComputeThread` is the thread on which tasks run that take their time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import queue
 import threading
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 
 from jaxpp_async.actors.array_store import ArrayStore
 from jaxpp_async.actors.checkpoint_requests import CheckpointRequests
-from jaxpp_async.actors.cuda import CudaDevice, DeviceWork
+from jaxpp_async.actors.cuda import CudaDevices, DeviceWork
 from jaxpp_async.actors.executables import Executables
 from jaxpp_async.actors.host_values import HostValues
 from jaxpp_async.actors.jax_runtime import (
@@ -27,6 +28,7 @@ from jaxpp_async.actors.jax_runtime import (
     Devices,
     package_versions,
     plain_hardware,
+    share_cache,
     start_devices,
 )
 from jaxpp_async.actors.receive_buffers import ReceivePool
@@ -45,23 +47,38 @@ from jaxpp_async.transport.ucx.transport import UCXTransport
 
 @dataclass(frozen=True, slots=True)
 class ActorResources:
-    """What `Configure` makes.
+    """The objects that a configured actor works with.
 
     Args:
-        transport_kind, network: for `Renew`.
+        step_resources: what steps run on.
+        open_transports: opens the transports for an epoch.
     """
 
     executables: Executables
     host_values: HostValues
-    machine: StepResources
-    snapshots: CheckpointRequests
+    step_resources: StepResources
+    checkpoints: CheckpointRequests
     rollbacks: Rollbacks
     transports: ActorTransports
-    transport_kind: str
-    network: Network
+    open_transports: Callable[[int], ActorTransports]
+
+    def with_new_transports(self, epoch: int) -> ActorResources:
+        """Return the same resources with transports opened anew, for this epoch; the old ones must be
+        closed."""
+        transports = self.open_transports(epoch)
+        self.host_values.transport = transports.host
+        step_resources = replace(self.step_resources, transport=transports.programs)
+        return replace(self, step_resources=step_resources, transports=transports)
+
+    async def aclose(self) -> None:
+        """End every transfer, the transports and the threads."""
+        await self.transports.aclose()
+        await self.step_resources.compute.aclose()
+        if self.step_resources.device is not None:
+            await self.step_resources.device.aclose()
 
 
-async def equip(
+async def make_resources(
     message: Configure,
     process_rank: ProcessRank,
     store: ArrayStore,
@@ -70,80 +87,92 @@ async def equip(
     *,
     spawn: Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]],
     make_transport: Callable[[str, Network], Transport],
-    make_door: Callable[[Sequence[Any], str], CudaDevice | None],
+    open_devices: Callable[[Sequence[Any], str], CudaDevices | None],
     note_progress: NoteProgress,
     may_begin: Callable[[CountedStep], bool] | None,
+    shared_cache: contextlib.ExitStack,
     inline: bool,
 ) -> tuple[ActorResources, Ready]:
-    """Start JAX and the transport.
+    """Start JAX and the transport, and make what an actor works with.
 
     Args:
-        message: how. seat: whose they are. store, shelf: its arrays, and its copies of arrays.
-        workers: threads for what takes long. spawn: starts an asyncio task that the actor owns, under a name.
-        make_transport, make_door, note_progress, inline: see `Actor`. may_begin: see `StepResources`.
+        message: the controller's options.
+        process_rank: this process.
+        store, replica_store: the process's arrays, and its copies of arrays.
+        workers: threads for long work.
+        spawn: starts an asyncio task that the actor owns, under a name.
+        make_transport, open_devices, note_progress, inline: see `Actor`.
+        may_begin: see `StepResources`.
+        shared_cache: holds the compilation cache that an inline actor shares with the controller; to be
+            closed last.
 
     Returns:
-        What was made, and the answer to `message`.
+        The resources, and the reply to `message`.
     """
     loop = asyncio.get_running_loop()
+    if inline:
+        shared_cache.enter_context(share_cache(message))
     devices: Devices = await loop.run_in_executor(workers, partial(start_devices, message, inline=inline))
-    door = await loop.run_in_executor(workers, make_door, devices.devices, message.transport)
-    if door is not None:
-        door.enter()  # on this thread, and before UCX begins: it keeps to the context that it finds
-    network = network_by(message.address)
-    transports = open_planes(message.transport, message.epoch, network, make_transport)
+    cuda = await loop.run_in_executor(workers, open_devices, devices.devices, message.transport)
+    if cuda is not None:
+        cuda.enter()  # on this thread, and before UCX starts: UCX keeps to the context that it finds
+    open_transports = partial(
+        open_planes, message.transport, network=network_by(message.address), make_transport=make_transport
+    )
+    transports = open_transports(message.epoch)
     if not devices.is_cpu and isinstance(transports.programs, UCXTransport):
         check_takes_gpu_memory(transports.programs.resources)
     layouts = Layouts(devices)
     shared = inline and len(devices.devices) > 1
     name = f"jaxpp-actor-{process_rank.process}"
-    machine = StepResources(
+    step_resources = StepResources(
         transport=transports.programs,
         compute=ComputeThread(f"{name}-compute", loop),
-        pool=ReceivePool(layouts, on_devices=door is not None),
+        pool=ReceivePool(layouts, on_devices=cuda is not None),
         layouts=layouts,
         device_lock=INLINE_DEVICES if shared else None,
         note_progress=note_progress,
         may_begin=may_begin,
-        device=None if door is None else DeviceWork(door, name, loop),
+        device=None if cuda is None else DeviceWork(cuda, name, loop),
     )
     resources = ActorResources(
         executables=Executables(devices, workers),
         host_values=HostValues(store, layouts, transports.host, workers, spawn, process_rank),
-        machine=machine,
-        snapshots=CheckpointRequests(store, layouts, workers),
+        step_resources=step_resources,
+        checkpoints=CheckpointRequests(store, layouts, workers),
         rollbacks=Rollbacks(process_rank.process, store, layouts, replica_store, workers),
         transports=transports,
-        transport_kind=message.transport,
-        network=network,
+        open_transports=open_transports,
     )
     names = tuple(f"{device.platform}:{device.id}" for device in devices.devices)
-    hardware = plain_hardware(devices) if door is None else door.hardware()
+    hardware = plain_hardware(devices) if cuda is None else cuda.hardware()
     if (ordered := transports.ordered) is not None:
         shares = ranks_may_share(ordered.version, os.environ)
         hardware = replace(hardware, nccl=ordered.version, nccl_shares=shares)
     return resources, Ready(message.request, transports.host.address, names, package_versions(), hardware)
 
 
-# ---------------------------------------------------------------- machine
-
-
 class CountedStep(Protocol):
-    """A step that counts its tasks."""
+    """A step that counts the tasks that it has begun."""
 
     begun: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepResources:
-    """What steps run on.
+    """The transport, devices and thread that steps run on.
 
     Args:
-        device_lock: held while executing, where several actors share the devices.
-        note_progress: told of every instruction that is taken up or waited at.
-        device: tells of the end of work on devices whose memory the transport reads and writes; None: arrays lie in
-            host memory, or pass through it.
-        may_begin: asked before each task of an actor of several processes, from any thread; False: the step is over.
+        transport: carries the messages of programs.
+        compute: runs tasks off the event loop.
+        pool: gives memory for receives.
+        layouts: layouts on this process's devices.
+        device_lock: held while an executable runs, where several actors share the devices.
+        note_progress: called at every instruction that a step begins or waits at.
+        device: calls back at the end of work on devices whose memory the transport reads and writes; None
+            where arrays lie in host memory, or pass through it.
+        may_begin: called before each task of an actor of several processes, from any thread; False ends the
+            step.
     """
 
     transport: Transport
@@ -156,18 +185,17 @@ class StepResources:
     may_begin: Callable[[CountedStep], bool] | None = None
 
 
-# ---------------------------------------------------------------- compute
-
 Job = Callable[[], Callable[[], None] | None]
-"""Runs on the compute thread and returns what to call on the event loop afterwards, if anything. Must not raise."""
+"""A function that runs on the compute thread and returns the function to call on the event loop afterwards,
+or None. Must not raise."""
 
 
 class ComputeThread:
-    """Runs jobs one after the other off the event loop. A finished job wakes the loop once.
+    """A thread that runs jobs one after the other. A finished job wakes the event loop once.
 
     Args:
-        name: of the thread.
-        loop: where results go.
+        name: the thread's name.
+        loop: the event loop that calls the functions which jobs return.
     """
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop):
@@ -182,7 +210,7 @@ class ComputeThread:
         self._jobs.put(job)
 
     async def aclose(self, timeout_s: float = 5.0) -> None:
-        """End the thread after the jobs submitted so far; leave one behind that does not end in time."""
+        """End the thread after the jobs submitted so far; abandon it if it does not end in time."""
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join, timeout_s)
 
@@ -194,8 +222,8 @@ class ComputeThread:
                 continue
             try:
                 self._loop.call_soon_threadsafe(after)
-            except RuntimeError:  # the loop has closed: nobody waits for the result any more
+            except RuntimeError:  # the loop has closed: nothing waits for the result any more
                 return
-            del job, after  # they hold arrays, and the next job may be long in coming
-            # Where the loop shares this thread's core, what just ended is sent now, and not a time slice later.
+            del job, after  # they refer to arrays, and the next job may be long in coming
+            # Where the loop shares this thread's core, it sends the results now, and not a time slice later.
             os.sched_yield()

@@ -1,8 +1,8 @@
-"""shards: how an array lies on a process's devices, as seen by transfers. Arrays in, host views out and back; no I/O.
+"""Work out how an array lies on a process's devices, and move arrays between host memory and these devices.
 
-Replicas are sent once: a transfer is one message for each distinct shard, in the order in which the mesh's devices
-first hold them. Sender and receiver have meshes of one shape and the same `Aval`, so both derive the same list. Of an
-actor of several processes each sees the shards on its own devices only.
+Transfers move each distinct shard once, in the order in which the mesh's devices first hold them; replicas
+follow from it. Sender and receiver have meshes of one shape and the same `Aval`, so both derive the same
+list. In an actor of several processes each process sees the shards on its own devices only.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from jaxpp_async.program.instructions import Aval
 from jaxpp_async.transport.base import Memory, memory_of
 
 ALIGNMENT = 64
-"""Host memory aligned like this becomes a CPU device buffer without a copy."""
+"""The alignment in bytes of host memory that becomes a CPU device buffer without a copy."""
 
 _SMALL_BYTES = 1 << 16
-"""Copying so much takes less time than making an array."""
+"""Copying this many bytes takes less time than making an array."""
 
 _PACKED = ("int2", "int4", "uint2", "uint4", "float4", "float6")
-"""Types of which devices may keep several elements in a byte."""
+"""The types of which devices may keep several elements in a byte."""
 
 
 Put: TypeAlias = Callable[[np.ndarray], jax.Array]
@@ -42,8 +42,8 @@ class Shard:
     """One distinct part of an array that this process holds.
 
     Args:
-        part: it, as the whole actor sees it.
-        positions: the devices of this process that hold it, by their place among these.
+        part: the same part as the whole actor sees it.
+        positions: the devices of this process that hold it, by their index in `Layout.devices`.
     """
 
     part: Part
@@ -51,27 +51,32 @@ class Shard:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Which part of the global array."""
+        """The part of the whole array, as one slice for each axis."""
         return self.part.index
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The shard's shape."""
         return self.part.shape
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """An aval on a process's devices: the distinct shards that they hold, in transfer order.
+    """The distribution of arrays of one aval over a process's devices.
 
     Args:
-        devices: this process's.
-        is_here: no other process holds anything of it.
-        is_whole: it is not split.
-        is_plain: its elements lie in a device's memory as in numpy's: a byte or more each, on a CPU.
-        size_bytes: of the whole array in numpy.
-        is_small: one device's, on a CPU, and of few bytes: what counts is how quickly `put` returns.
-        put: puts a host array there; it may come to share the host's memory.
+        aval: the aval.
+        dtype: numpy's dtype for it.
+        sharding: the sharding on the actor's mesh.
+        shards: the distinct shards that the devices hold, in transfer order.
+        devices: the devices of this process.
+        is_here: no other process holds anything of the array.
+        is_whole: the array is not split.
+        is_plain: the elements lie in a device's memory as in numpy's: a byte or more each, on a CPU.
+        size_bytes: the bytes of the whole array in numpy.
+        is_small: the array is on one device, a CPU, and has few bytes, so that the time of a call to `put`
+            matters.
+        put: puts a host array on the devices; the result may share the host's memory.
     """
 
     aval: Aval
@@ -86,22 +91,33 @@ class Layout:
     is_small: bool
     put: Put = field(compare=False, repr=False)
 
+    def shard_bytes(self, shard: Shard) -> int:
+        """Return the bytes of a shard in numpy."""
+        return math.prod(shard.shape) * self.dtype.itemsize
+
+    def views(self, memory: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """View the bytes of each shard, flat uint8 arrays, as arrays of the shard's dtype and shape."""
+        return [
+            data.view(self.dtype).reshape(shard.shape)
+            for data, shard in zip(memory, self.shards, strict=True)
+        ]
+
 
 class Layouts:
-    """Layouts of avals on a process's devices, worked out once each."""
+    """The layouts of avals on a process's devices; each is worked out once."""
 
     def __init__(self, devices: Devices):
         self.devices = devices
         self.of = lru_cache(maxsize=None)(jax_config.without_transfer_guard(self._layout))
 
     def same(self, one: Aval, other: Aval) -> bool:
-        """Whether arrays of both lie alike, though their specs may be written differently."""
+        """Say whether arrays of both avals lie alike, though their specs may be written differently."""
         if (one.shape, one.dtype, one.unreduced) != (other.shape, other.dtype, other.unreduced):
             return False
         return self.of(one).sharding.is_equivalent_to(self.of(other).sharding, len(one.shape))
 
     def _layout(self, aval: Aval) -> Layout:
-        """The layout of `aval`.
+        """Work out the layout of an aval.
 
         Raises:
             ValueError: the spec does not divide the shape, or names an axis that the mesh does not have.
@@ -118,7 +134,7 @@ class Layouts:
         dtype = numpy_dtype(aval.dtype)
         sharding, is_plain = devices.sharding_of(aval), devices.is_cpu and not aval.dtype.startswith(_PACKED)
         size_bytes = math.prod(aval.shape) * dtype.itemsize
-        # 64-bit types take a setting that costs time, and of large ones the copy is all that counts.
+        # 64-bit types take a setting that costs time, and for large arrays only the time of the copy matters.
         is_small = is_plain and devices.size == 1 and dtype.itemsize <= 4 and size_bytes <= _SMALL_BYTES
         return Layout(
             aval=aval,
@@ -137,32 +153,34 @@ class Layouts:
         )
 
 
-def send_views(array: jax.Array, layout: Layout) -> list[np.ndarray]:
-    """The bytes of each distinct shard, without copying where the array lies in host memory."""
-    return [host_bytes(np.asarray(array.addressable_data(shard.positions[0]))) for shard in layout.shards]
+# ---------------------------------------------------------------- memory that transports read and write
 
 
 def send_memories(array: jax.Array, layout: Layout) -> list[Memory]:
-    """The memory of each distinct shard, to be sent: where it lies, without a copy and without a view being made."""
-    array.block_until_ready()  # asking where an array lies does not wait for what is in it
+    """Find the memory of each distinct shard, to be sent from host memory.
+
+    A plain array that is not split is sent from where it lies, without a copy and without making a view.
+    """
+    array.block_until_ready()  # asking where an array lies does not wait for its values
     if layout.is_plain and layout.is_whole:
         if len(layout.shards[0].positions) > 1 or not layout.is_here:
             array = array.addressable_data(0)
         return [Memory(array.unsafe_buffer_pointer(), layout.size_bytes, array)]
-    return [memory_of(view, writable=False) for view in send_views(array, layout)]
+    return [memory_of(host_bytes(shard), writable=False) for shard in fetch_shards(array, layout)]
 
 
 def device_memories(array: jax.Array, layout: Layout) -> list[Memory]:
-    """The memory of each distinct shard on the device that holds it first, to be sent or received into.
+    """Find the memory of each distinct shard on the device that holds it first, to be sent or received into.
 
-    Only of an array that is computed: some of JAX's clients wait here until it is.
+    The array should be computed: some of JAX's clients wait here until it is.
     """
     parts = device_parts(array, layout)
     return [_device_memory(parts[shard.positions[0]]) for shard in layout.shards]
 
 
 def device_parts(array: jax.Array, layout: Layout) -> list[jax.Array]:
-    """The part on each of this process's devices, in their order. They share the array's memory."""
+    """List the array's part on each of this process's devices, in their order. They share the array's
+    memory."""
     if len(array.sharding.device_set) == 1:
         return [array]
     by_device = {part.device: part.data for part in array.addressable_shards}
@@ -170,75 +188,86 @@ def device_parts(array: jax.Array, layout: Layout) -> list[jax.Array]:
 
 
 def _device_memory(part: jax.Array) -> Memory:
-    # Not `nbytes`: a device keeps two int4 in a byte.
+    # `nbytes` would be wrong: a device keeps two int4 in a byte.
     size_bytes: int = part.on_device_size_in_bytes()  # pyright: ignore[reportAttributeAccessIssue]
     return Memory(part.unsafe_buffer_pointer(), size_bytes, part, on_device=True)
 
 
 def host_bytes(array: np.ndarray) -> np.ndarray:
-    """The array's C-order bytes as a flat uint8 array: a view where it is contiguous. What travels has no dtype, since
-    buffer protocols know neither bfloat16 nor float8."""
+    """Return an array's C-order bytes as a flat uint8 array: a view where the array is contiguous.
+
+    Arrays travel without a dtype, since buffer protocols know neither bfloat16 nor float8.
+    """
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-@jax_config.with_exact_types
-def joined(parts: Sequence[np.ndarray], layout: Layout) -> jax.Array:
-    """An array on the devices from its distinct shards on the host."""
-    by_position = {
-        position: part
-        for shard, part in zip(layout.shards, parts, strict=True)
-        for position in shard.positions
-    }
-    pieces = [jax.device_put(by_position[k], device) for k, device in enumerate(layout.devices)]
-    return jax.make_array_from_single_device_arrays(layout.aval.shape, layout.sharding, pieces)
+# ---------------------------------------------------------------- from devices to the host
 
 
-def join_privately(parts: Sequence[np.ndarray], layout: Layout) -> jax.Array:
-    """The same, sharing no memory with the parts."""
-    return private(joined(parts, layout), parts)
-
-
-def fetch_pieces(array: jax.Array, layout: Layout) -> list[np.ndarray]:
-    """Each distinct shard on the host. While these are held, JAX does not reuse the array's memory."""
+def fetch_shards(array: jax.Array, layout: Layout) -> list[np.ndarray]:
+    """Return each distinct shard as a host array. While these are held, JAX does not reuse the array's
+    memory."""
     return [np.asarray(array.addressable_data(shard.positions[0])) for shard in layout.shards]
 
 
-def host_copies(array: jax.Array, layout: Layout) -> list[jax.Array]:
-    """Copies of each distinct shard on their way to host memory. The array may be donated at once: a device keeps the
-    order of what it was asked, and the event loop does not wait for it."""
+def start_host_copies(array: jax.Array, layout: Layout) -> list[jax.Array]:
+    """Start copies of each distinct shard to host memory.
+
+    The array may be donated at once: a device keeps the order of its work, and the event loop does not wait
+    for it.
+    """
     host = jax.local_devices(backend="cpu")[0]
     return [jax.device_put(array.addressable_data(shard.positions[0]), host) for shard in layout.shards]
 
 
-def hold_pieces(devices: Devices) -> Callable[[jax.Array, Layout], Sequence[Any]]:
-    """Takes hold of an array's distinct shards, so that a later step may be given the array."""
-    return fetch_pieces if devices.is_cpu else host_copies
+def join_on_host(shards: Sequence[Any], layout: Layout) -> np.ndarray:
+    """Join an array, all of which is on this process, from its shards on the host; wait for
+    `start_host_copies`.
 
-
-def join_pieces(pieces: Sequence[Any], layout: Layout) -> np.ndarray:
-    """The whole array from `fetch_pieces`, where all of it is here, or from `host_copies`, which are waited for.
-    (`numpy.asarray` of a sharded array would cache the result in the array.)"""
+    (`numpy.asarray` of a sharded array would cache the result in the array.)
+    """
     if layout.is_whole:
-        return np.asarray(pieces[0])
+        return np.asarray(shards[0])
     whole = np.empty(layout.aval.shape, layout.dtype)
-    for piece, shard in zip(pieces, layout.shards, strict=True):
-        whole[shard.index] = piece
+    for data, shard in zip(shards, layout.shards, strict=True):
+        whole[shard.index] = data
     return whole
+
+
+# ---------------------------------------------------------------- from the host to devices
+
+
+@jax_config.with_exact_types
+def join_shards(shards: Sequence[np.ndarray], layout: Layout) -> jax.Array:
+    """Make an array on the devices from its distinct shards on the host, whose memory it may share."""
+    by_position = {
+        position: data
+        for shard, data in zip(layout.shards, shards, strict=True)
+        for position in shard.positions
+    }
+    parts = [jax.device_put(by_position[k], device) for k, device in enumerate(layout.devices)]
+    return jax.make_array_from_single_device_arrays(layout.aval.shape, layout.sharding, parts)
+
+
+def join_privately(shards: Sequence[np.ndarray], layout: Layout) -> jax.Array:
+    """Make an array on the devices that shares no memory with its distinct shards on the host."""
+    return ensure_private(join_shards(shards, layout), shards)
 
 
 @jax_config.without_transfer_guard
 def place(host: np.ndarray, layout: Layout) -> jax.Array:
-    """A (whole) host array on the devices. It shares no memory with `host`: it may be donated, and `host` reused."""
+    """Put a whole host array on the devices. The result shares no memory with `host`: it may be donated, and
+    `host` reused."""
     if host.nbytes <= _SMALL_BYTES and _address(host) % ALIGNMENT == 0:
-        # JAX would use this memory itself (also with may_alias=False), and another array would have to be made of it.
+        # JAX would use this memory itself (also with may_alias=False), so that the result would need one more
+        # copy.
         host = _misaligned_copy(host)
     if layout.is_small:
         return layout.put(host).block_until_ready()
-    # With devices elsewhere JAX would ask all processes whether they put the same.
-    array = (
-        layout.put(host) if layout.is_here else joined([host[shard.index] for shard in layout.shards], layout)
-    )
-    return private(array, [host])
+    # For an array on devices of several processes JAX would ask all of them whether they put the same.
+    if not layout.is_here:
+        return ensure_private(join_shards([host[shard.index] for shard in layout.shards], layout), [host])
+    return ensure_private(layout.put(host), [host])
 
 
 def _address(host: np.ndarray) -> int:
@@ -252,10 +281,10 @@ def _misaligned_copy(host: np.ndarray) -> np.ndarray:
     return copy
 
 
-def private(array: jax.Array, memory: Sequence[np.ndarray]) -> jax.Array:
-    """`array` itself if it lies outside all of `memory`, else a copy."""
-    if not _is_on_cpu(array):
-        return array  # never in host memory; JAX holds on to `memory` until it has read it
+def ensure_private(array: jax.Array, memory: Sequence[np.ndarray]) -> jax.Array:
+    """Return `array` itself if it lies outside all of `memory`, else a copy."""
+    if next(iter(array.sharding.device_set)).platform != "cpu":
+        return array  # never in host memory; JAX keeps `memory` alive until it has read it
     array.block_until_ready()
     if not any(_lies_in(array, part) for part in memory):
         return array
@@ -264,18 +293,14 @@ def private(array: jax.Array, memory: Sequence[np.ndarray]) -> jax.Array:
     return copy
 
 
-def _is_on_cpu(array: jax.Array) -> bool:
-    return next(iter(array.sharding.device_set)).platform == "cpu"
-
-
 def is_ready(array: jax.Array) -> bool:
-    """Whether it is computed; does not wait."""
+    """Say whether an array is computed, without waiting."""
     return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @jax_config.with_exact_types
 def duplicate(array: jax.Array) -> jax.Array:
-    """A copy with the same sharding."""
+    """Copy an array, with the same sharding."""
     if array.is_fully_addressable:
         return jax.device_put(array, array.sharding, may_alias=False)
     parts = [jax.device_put(part.data, part.device, may_alias=False) for part in array.addressable_shards]
@@ -283,14 +308,14 @@ def duplicate(array: jax.Array) -> jax.Array:
 
 
 def aligned_bytes(size_bytes: int) -> np.ndarray:
-    """A flat uint8 array whose memory starts at a multiple of `ALIGNMENT`."""
+    """Allocate a flat uint8 array whose memory starts at a multiple of `ALIGNMENT`."""
     memory = np.empty(size_bytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size_bytes]
 
 
 def buffer_addresses(array: jax.Array) -> list[int]:
-    """Where each device's part lies."""
+    """List the address of each device's part."""
     if len(array.sharding.device_set) == 1:
         # Asking for the parts would make a second array of the same memory and keep it as long as this one.
         return [array.unsafe_buffer_pointer()]
@@ -299,14 +324,14 @@ def buffer_addresses(array: jax.Array) -> list[int]:
 
 
 def memory_held(arrays: Iterable[jax.Array]) -> tuple[int, int]:
-    """How many of these arrays have memory of their own, and its bytes, replicas counted once.
+    """Count the arrays that have memory of their own, and sum its bytes, replicas counted once.
 
-    `jax.live_arrays` also lists the views of one device's part that JAX keeps inside an array once somebody has asked
-    for it; they hold nothing.
+    `jax.live_arrays` also lists the views of one device's part that JAX keeps inside an array once that part
+    was asked for; these views have no memory of their own.
     """
     whole: dict[tuple[int, ...], int] = {}
     for array in arrays:
-        with contextlib.suppress(RuntimeError):  # a run has just consumed it
+        with contextlib.suppress(RuntimeError):  # a run has just consumed the array
             if array.nbytes:
                 addresses = tuple(buffer_addresses(array))
                 whole[addresses] = max(array.nbytes, whole.get(addresses, 0))

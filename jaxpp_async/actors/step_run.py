@@ -1,17 +1,13 @@
-"""step_run: one step of a loaded program, from the executor's commands to transport, devices and store.
+"""Run one step of a loaded program: carry out the executor's commands on transport, devices and store.
 
-Everything runs on the event loop and never waits, but for tasks that take their time: those run on the compute thread.
-Completions call back, the executor answers with commands, and these are carried out at once. One object a step, no
-asyncio task and no future an instruction. Here a call has computed when it returns; where it has not: device_step_run.
+Everything runs on the event loop and never waits, except that long tasks run on the compute thread.
+Completions call back, the executor answers them with commands, and these are carried out at once. A step is
+one object, with neither an asyncio task nor a future for an instruction.
 
-relaying: a transfer whose pieces other processes of the actor need as well: each is received, and passed on.
-
-In: where each piece comes from, and who is next. Out: posts to the transport, and an end for each of them.
-
-device_step_run: a step on devices that compute after a call has returned (`StepResources.device`).
-
-A run is over for the executor when the device says so. With that, what holds on CPUs holds there: sends start when the
-value is there, and memory is freed, or written again, when nothing on the device reads it any more.
+`StepRun` is for devices on which a call has computed when it returns; `DeviceStepRun` for devices that
+compute after a call has returned (`StepResources.device`). There a run ends for the executor when the device
+reports its end. Sends then start when the value is there, and memory is freed, or written again, when nothing
+on the device reads it any more: just as on CPUs.
 """
 
 from __future__ import annotations
@@ -29,14 +25,13 @@ from typing import TypeAlias
 import jax
 
 from jaxpp_async.actors.array_store import StoredArray
-from jaxpp_async.actors.cuda import DeviceWork, Then
+from jaxpp_async.actors.cuda import DeviceWork, OnReached
 from jaxpp_async.actors.execution_plan import (
     BindInput,
     BufferKey,
     Command,
     Drop,
     Execute,
-    ExecutionPlan,
     Finish,
     KeepOutput,
     PostRecv,
@@ -49,17 +44,17 @@ from jaxpp_async.actors.setup import StepResources
 from jaxpp_async.actors.shards import Layout, device_memories, duplicate, is_ready, send_memories
 from jaxpp_async.errors import TransferError
 from jaxpp_async.layout.array_parts import PieceTransfer
-from jaxpp_async.markers import markers
+from jaxpp_async.markers import nonfinite
 from jaxpp_async.protocol.messages import Step, StepStats
 from jaxpp_async.transport.base import PROGRAM_CHANNEL, Memory, OnEnd, Transport, make_tag
 
 MAX_PASS_S = 0.002
-"""How long tasks may follow each other on the event loop before it looks at its other work."""
+"""How long tasks may follow each other on the event loop before it turns to its other work."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFailure:
-    """Why a step ended early, and the text of the instruction that failed or was under way."""
+    """The error that ended a step early, and the text of the instruction that failed or was under way."""
 
     error: BaseException
     instruction: str | None
@@ -69,104 +64,98 @@ StepEnd: TypeAlias = Callable[["StepRun", StepFailure | None], None]
 
 
 class StepRun:
-    """One step under way.
+    """One step under way, on devices on which a call has computed when it returns.
 
     Args:
         message: the request.
-        program: what to run.
-        machine: where.
+        program: the program to run.
+        resources: the transport, devices and thread to run it on.
         bound: the store's entry for each step argument that the program binds.
         results: the store's entry for each result that the program makes.
-        on_end: called once; with the failure, if there is one.
+        on_end: called once, with the failure if there is one.
 
     Attributes:
-        ended: it has finished or failed.
-        begun: how many tasks have been begun, in an actor of several processes.
+        ended: whether the step has finished or failed.
+        begun: the number of tasks that have begun, in an actor of several processes.
     """
 
     ended, begun = False, 0
     _carrying_out = _drains = False
     _transfers_done = 0
-    _copying = 0  # results that are another's buffer as well, and whose copies are not there yet
-    _on_thread = 0  # runs that the compute thread has and has not told of
+    _copying = 0  # results that share their buffer, and whose copies are not there yet
+    _on_thread = 0  # runs that the compute thread has and whose end it has not reported
     _started_s = _ended_s = _waited_s = _computed_s = 0.0
-    _starved_since = 0.0  # 0: it is not starved
+    _starved_since = 0.0  # 0: the step is not starved
 
     def __init__(
         self,
         message: Step,
         program: LoadedProgram,
-        machine: StepResources,
+        resources: StepResources,
         bound: Mapping[int, StoredArray],
         results: Mapping[int, StoredArray],
         on_end: StepEnd,
     ):
         self.message = message
-        # Where actors share devices a task may have to wait for its turn, which the event loop must not.
-        # And on a device none is over when its call returns.
-        self._quick = program.quick if machine.device_lock is None and machine.device is None else frozenset()
+        # Where actors share devices a task may have to wait for its turn, which the event loop must not. On
+        # devices that compute after the call has returned, no task is over then.
+        self._quick = (
+            program.quick if resources.device_lock is None and resources.device is None else frozenset()
+        )
         self.executor = Executor(program.plan, alone=self._quick)
-        self._program, self._machine, self._on_end = program, machine, on_end
+        self.program, self._resources, self._on_end = program, resources, on_end
         self._bound, self._results = bound, results
         self._arrays: list[jax.Array | None] = [None] * len(program.plan.avals)
         self._receiving: dict[BufferKey, ReceiveBuffer] = {}
         self._pieces_left: dict[int, int] = {}
         self._tag_base = make_tag(message.epoch, PROGRAM_CHANNEL, 0)
         self._todo: deque[Command] = deque()
-        self._checked = markers.wanted()
-        self._stamps = packed("d", program.no_stamps)
-
-    @property
-    def program(self) -> LoadedProgram:
-        """What it runs."""
-        return self._program
-
-    @property
-    def plan(self) -> ExecutionPlan:
-        """What it executes."""
-        return self._program.plan
+        self._checked = nonfinite.forbids_nonfinite()
+        self._stamps = packed("d", program.blank_stamps)
 
     @property
     def transfers(self) -> tuple[frozenset[int], int]:
-        """The instructions whose transfers are under way, and how many transfers have ended."""
+        """The instructions whose transfers are under way, and the number of transfers that have ended."""
         return frozenset(self._pieces_left), self._transfers_done
 
     def stats(self, live_buffers: int) -> StepStats:
-        """Of a step that has finished.
+        """Return the statistics of a step that has finished.
 
         Args:
-            live_buffers: arrays in the actor's store now.
+            live_buffers: the number of arrays in the actor's store now.
         """
-        total_s, peak_bytes, stamps = (
+        return StepStats(
+            self._computed_s,
+            self._waited_s,
             self._ended_s - self._started_s,
             self.executor.peak_bytes,
+            live_buffers,
             self._stamps.tobytes(),
         )
-        return StepStats(self._computed_s, self._waited_s, total_s, peak_bytes, live_buffers, stamps)
 
     def start(self) -> None:
-        """Take the step up."""
+        """Begin the step."""
         self._started_s = time.monotonic()
-        self._obey(self.executor.start(self._bind_present()))
+        self._carry_out(self.executor.start(self._bind_present()))
 
     def fail(self, error: BaseException, instruction: int | None = None) -> None:
         """End the step early. Transfers under way keep their memory until the transport has ended them."""
         if self.ended:
             return
-        text = self.executor.position() if instruction is None else self._program.plan.text(instruction)
+        text = self.executor.position() if instruction is None else self.program.plan.text(instruction)
         self.ended = True
-        self._machine.transport.hurry(False)
+        self._resources.transport.hurry(False)
         for entry in self._results.values():
             entry.fail(error)
         self._on_end(self, StepFailure(error, text))
 
     # ------------------------------------------------------------ commands
 
-    def _obey(self, commands: list[Command]) -> None:
+    def _carry_out(self, commands: list[Command]) -> None:
         todo = self._todo
         todo.extend(commands)
         if self._carrying_out:
-            return  # a command that is done at once brought more: the loop below takes them in order
+            return  # a command that was done at once brought these: the loop below takes them in order
         self._carrying_out = True
         if self._starved_since and not self.executor.starved:
             self._waited_s += time.monotonic() - self._starved_since
@@ -178,26 +167,26 @@ class StepRun:
                 try:
                     getattr(self, _CARRY_OUT[type(command)])(command)
                 except Exception as error:
-                    # whatever fails here is the step's failure, never the event loop's
+                    # every failure here is the step's, never the event loop's
                     self.fail(error, getattr(command, "instruction", None))
                 if todo and type(command) is Execute:
                     now = time.monotonic()
                     if not yield_at_s:
                         yield_at_s = now + MAX_PASS_S
                     elif now > yield_at_s:
-                        asyncio.get_running_loop().call_soon(self._obey, [])
+                        asyncio.get_running_loop().call_soon(self._carry_out, [])
                         return
         finally:
             self._carrying_out = False
         if not self.ended:
-            self._watch_waiting()
+            self._note_waiting()
 
     def _bind_present(self) -> list[BufferKey]:
-        """Bind the arguments that are there: nearly always all of them, and nothing has to be told of each."""
+        """Bind the arguments that are there, nearly always all of them, without a callback for each."""
         now = self._started_s
         present: list[BufferKey] = []
-        twice = _shared_entries(self._bound) if self._program.donates else frozenset()
-        for command in self._program.plan.binds:
+        twice = _shared_entries(self._bound) if self.program.donates else frozenset()
+        for command in self.program.plan.binds:
             entry = self._bound[command.arg]
             array = entry.array
             if array is None or (command.donated and id(entry) in twice):
@@ -209,7 +198,7 @@ class StepRun:
             self._has_bound(present)
         return present
 
-    def _ask(self, command: BindInput) -> None:
+    def _await_argument(self, command: BindInput) -> None:
         self._stamps[2 * command.instruction] = time.monotonic()
         self._bound[command.arg].when_done(partial(self._bind, command))
 
@@ -223,27 +212,26 @@ class StepRun:
         self._arrays[command.buffer] = entry.array if alone else duplicate(entry.array)
         self._has_bound((command.buffer,))
         self._stamps[2 * command.instruction + 1] = time.monotonic()
-        self._obey(self.executor.arrived(command.buffer))
+        self._carry_out(self.executor.arrived(command.buffer))
 
     def _has_bound(self, keys: Iterable[BufferKey]) -> None:
-        """These are arguments, of which a device may still be filling some."""
+        """Note that buffers are arguments, which a device may still be filling."""
 
     def _receive(self, command: PostRecv) -> None:
         instruction = command.instruction
         self._stamps[2 * instruction] = time.monotonic()
-        buffer = self._receiving[command.buffer] = self._program.bins[instruction].take()
-        pieces, legs = buffer.pieces, self._program.legs[instruction]
-        self._pieces_left[instruction] = len(legs)
+        buffer = self._receiving[command.buffer] = self.program.buffers[instruction].take()
+        pieces, transfers = buffer.pieces, self.program.transfers[instruction]
+        self._pieces_left[instruction] = len(transfers)
         done = partial(self._piece_received, command)
-        relays = self._program.relays.get(instruction)
+        relays = self.program.relays.get(instruction)
         if relays is not None:
             self._pieces_left[instruction] += sum(map(len, relays.values()))
-            TransferRelay(self._machine.transport, self._tag_base, lambda: self.ended, done).receive(
-                pieces, legs, relays
-            )
+            relay = TransferRelay(self._resources.transport, self._tag_base, lambda: self.ended, done)
+            relay.receive(pieces, transfers, relays)
             return
-        tag_base, post = self._tag_base, self._machine.transport.post_recv
-        for piece, peer, sequence in legs:
+        tag_base, post = self._tag_base, self._resources.transport.post_recv
+        for piece, peer, sequence in transfers:
             if post(pieces[piece], peer, tag_base + sequence, done):
                 done(None)
 
@@ -252,49 +240,50 @@ class StepRun:
             self._received(command, self._receiving[command.buffer])
 
     def _received(self, command: PostRecv, buffer: ReceiveBuffer) -> None:
-        """All the data is in."""
+        """Make the array available, once all pieces of a receive are in."""
         key = command.buffer
         if command.private or buffer.array is None:
             try:
                 self._arrays[key] = buffer.received(private_copy=command.private)
-            except Exception as failure:  # making the copy failed: the step's failure, like a failed transfer
+            except Exception as failure:  # no copy could be made: the step's failure, like a failed transfer
                 self.fail(failure, command.instruction)
                 return
             if command.private:
                 self._receiving.pop(key).give_back()
         else:
             self._arrays[key] = buffer.array
-        self._obey(self.executor.arrived(key))
+        self._carry_out(self.executor.arrived(key))
 
     def _send(self, command: StartSend) -> None:
         instruction = command.instruction
         self._stamps[2 * instruction] = time.monotonic()
-        array, layout = self._arrays[command.buffer], self._program.layouts[command.buffer]
+        array, layout = self._arrays[command.buffer], self.program.layouts[command.buffer]
         assert array is not None
         pieces = self._memories(command, array, layout)
         if pieces is None:
-            return  # it comes back to this
-        legs = self._program.legs[instruction]
-        self._pieces_left[instruction] = len(legs)
+            return  # the command is carried out again when the array is there
+        transfers = self.program.transfers[instruction]
+        self._pieces_left[instruction] = len(transfers)
         done = partial(self._piece_sent, command)
-        tag_base, post = self._tag_base, self._machine.transport.post_send
-        for piece, peer, sequence in legs:
+        tag_base, post = self._tag_base, self._resources.transport.post_send
+        for piece, peer, sequence in transfers:
             if post(pieces[piece], peer, tag_base + sequence, done):
                 done(None)
-        if not legs:  # another process of the actor holds all of it, too, and sends it
+        if not transfers:  # other processes of the actor own all parts of the array, and send them
             self._pieces_left[instruction] = 1
             done(None)
 
     def _memories(self, command: StartSend, array: jax.Array, layout: Layout) -> Sequence[Memory] | None:
-        """What to send, or None: the array is not there yet, and `_send` is called again when it is."""
+        """Find the memory to send; None if the array is not there yet, and `_send` is called again when it
+        is."""
         return send_memories(array, layout)
 
     def _piece_sent(self, command: StartSend, error: Exception | None) -> None:
         if self._piece_done(command, error):
-            self._obey(self.executor.sent(command.buffer))
+            self._carry_out(self.executor.sent(command.buffer))
 
     def _piece_done(self, command: PostRecv | StartSend, error: Exception | None) -> bool:
-        """Whether this was the last piece of a transfer, and all went well."""
+        """Count a piece, and say whether it was the last one of its transfer and none has failed."""
         if self.ended:
             return False
         instruction = command.instruction
@@ -324,12 +313,13 @@ class StepRun:
         if not command.copy:
             entry.resolve(array)
             return
-        copy = duplicate(array)  # begun now: the next step may be given the array
+        copy = duplicate(array)  # begun now, since the next step may be given the array
         self._copying += 1
-        self._machine.compute.submit(partial(self._wait_copied, copy, entry))
+        self._resources.compute.submit(partial(self._wait_copied, copy, entry))
 
     def _wait_copied(self, copy: jax.Array, entry: StoredArray) -> Callable[[], None] | None:
-        """Runs on the compute thread: a large copy takes its time, and nobody may look at it before it is there."""
+        """Wait for a copy, on the compute thread: a large one takes its time, and nothing may read it before
+        it is there."""
         try:
             copy.block_until_ready()
         except Exception as error:  # the step's failure, like a task's
@@ -348,56 +338,57 @@ class StepRun:
 
     def _finish(self, _: Finish | None = None) -> None:
         if self._copying:
-            return  # the last copy comes back to this
+            return  # the end of the last copy calls this method again
         self.ended = True
         self._ended_s = time.monotonic()
         self._note(self.executor.at)
-        self._machine.transport.hurry(False)
+        self._resources.transport.hurry(False)
         self._arrays, self._receiving = [], {}
         self._on_end(self, None)
 
     # ------------------------------------------------------------ computing
 
     def _execute(self, command: Execute) -> None:
-        """A task that has been quick runs here and now: handing it to a thread and back costs more than it does."""
+        """Run a quick task at once, since handing it to a thread and back takes longer; give others to the
+        thread."""
         if self._on_thread or command.instruction not in self._quick:
             self._on_thread += 1
-            self._machine.transport.hurry(False)
-            self._machine.compute.submit(partial(self._compute, command))
+            self._resources.transport.hurry(False)
+            self._resources.compute.submit(partial(self._compute, command))
             return
         self._note(command.instruction, computing=True)
         start_s, end_s = self._call(command)
-        self._obey(self._ran(command, start_s, end_s))
+        self._carry_out(self._ran(command, start_s, end_s))
 
     def _compute(self, command: Execute) -> Callable[[], None] | None:
-        """Runs on the compute thread."""
+        """Run a task, on the compute thread."""
         if self.ended or not self._may_begin():
-            return nothing_left
+            return None
         self._note(command.instruction, computing=True)
-        lock: AbstractContextManager = self._machine.device_lock or nullcontext()
+        lock: AbstractContextManager = self._resources.device_lock or nullcontext()
         try:
             with lock:
                 start_s, end_s = self._call(command)
-        except Exception as error:  # whatever an executable raises is reported, with its instruction
+        except Exception as error:  # every error of an executable is reported, with its instruction
             return partial(self.fail, error, command.instruction)
         finally:
-            if not self.ended:  # the next step may be at work already
+            if not self.ended:  # the next step may have begun already
                 self._note(command.instruction)
         return partial(self._computed, command, start_s, end_s)
 
     def _may_begin(self) -> bool:
-        may_begin = self._machine.may_begin
+        may_begin = self._resources.may_begin
         return may_begin is None or may_begin(self)
 
     def _call(self, command: Execute) -> tuple[float, float]:
-        """Call the executable and wait until it has computed. Returns when it began and ended."""
+        """Call the executable and wait until it has computed; return when it began and when it ended."""
         start_s = time.monotonic()
         self._run(command, wait=True)
         return start_s, time.monotonic()
 
     def _run(self, command: Execute, *, wait: bool) -> Sequence[jax.Array]:
-        """Call the executable. Returns its results."""
-        task, arrays = self._program.tasks[command.instruction], self._arrays
+        """Call the executable, and return its results."""
+        task, arrays = self.program.tasks[command.instruction], self._arrays
         arguments = [arrays[key] for key in command.inputs]
         for position in command.donated:
             arrays[command.inputs[position]] = None
@@ -409,24 +400,24 @@ class StepRun:
     def _computed(self, command: Execute, start_s: float, end_s: float) -> None:
         self._on_thread -= 1
         if not self.ended:
-            self._obey(self._ran(command, start_s, end_s))
+            self._carry_out(self._ran(command, start_s, end_s))
 
     def _ran(self, command: Execute, start_s: float, end_s: float) -> list[Command]:
         instruction = command.instruction
         self._stamps[2 * instruction], self._stamps[2 * instruction + 1] = start_s, end_s
         self._computed_s += end_s - start_s
-        self._program.took(instruction, end_s - start_s)
+        self.program.record_time(instruction, end_s - start_s)
         return self.executor.ran(instruction)
 
     # ------------------------------------------------------------ waiting
 
     def _note(self, instruction: int, *, waiting: bool = False, computing: bool = False) -> None:
-        self._machine.note_progress(
+        self._resources.note_progress(
             self.message.step, self.message.program_id, instruction, waiting, computing
         )
 
-    def _watch_waiting(self) -> None:
-        """Nothing is left to carry out: note it where the step now waits for others."""
+    def _note_waiting(self) -> None:
+        """Note where the step now waits for other actors, once nothing is left to carry out."""
         executor = self.executor
         if executor.starved and not self._starved_since:
             self._starved_since = time.monotonic()
@@ -434,7 +425,7 @@ class StepRun:
             return
         self._drains = executor.draining
         self._note(executor.at, waiting=True)
-        self._machine.transport.hurry(True)
+        self._resources.transport.hurry(True)
 
 
 _CARRY_OUT: dict[type, str] = {
@@ -442,36 +433,31 @@ _CARRY_OUT: dict[type, str] = {
     StartSend: "_send",
     PostRecv: "_receive",
     Drop: "_drop",
-    BindInput: "_ask",
+    BindInput: "_await_argument",
     KeepOutput: "_keep",
     Finish: "_finish",
 }
-"""Names and not methods: a table of bound ones in each step would be a cycle, and keep its arrays until it is found."""
+"""The method for each command, by name: a table of bound methods in each step would be a reference cycle,
+which keeps the step's arrays until the garbage collector finds it."""
 
 
 def _shared_entries(bound: Mapping[int, StoredArray]) -> frozenset[int]:
-    """Entries bound to more than one argument, by identity."""
+    """Return the ids (`id`) of the entries that are bound to more than one argument."""
     seen: set[int] = set()
     return frozenset(id(entry) for entry in bound.values() if id(entry) in seen or seen.add(id(entry)))
 
 
-def nothing_left() -> None:
-    """The step ended before this run was taken up."""
-
-
-# ---------------------------------------------------------------- relaying
-
-
 @dataclass(frozen=True, slots=True)
 class TransferRelay:
-    """One transfer's.
+    """One transfer whose pieces other processes of the actor need as well: receives each piece, and passes it
+    on.
 
     Args:
         transport: carries the pieces.
-        tag_base: of the step's tags.
-        is_over: whether nobody needs the transfer any more: nothing more is passed on.
-        done: is told the end of each receive and of each send. Until all have ended the memory may be read, but neither
-            used again nor given away.
+        tag_base: the wire tag of sequence 0 of the step.
+        is_over: says whether the step has ended, so that nothing more is to be passed on.
+        done: called at the end of each receive and of each send. Until all have ended the memory may be read,
+            but neither used again nor given away.
     """
 
     transport: Transport
@@ -482,26 +468,26 @@ class TransferRelay:
     def receive(
         self,
         pieces: Sequence[Memory],
-        legs: Sequence[PieceTransfer],
+        transfers: Sequence[PieceTransfer],
         relays: Mapping[int, Sequence[PieceTransfer]],
     ) -> None:
         """Post the receives.
 
         Args:
             pieces: the memory of each piece.
-            legs: which piece comes from whom.
-            relays: to whom a piece goes on, by its index.
+            transfers: the messages that bring the pieces.
+            relays: the messages that pass a piece on, by the index of the piece.
         """
-        for piece, peer, sequence in legs:
-            onwards = relays.get(piece, ())
-            told = partial(self._pass_on, pieces[piece], onwards) if onwards else self.done
-            if self.transport.post_recv(pieces[piece], peer, self.tag_base + sequence, told):
-                told(None)
+        for piece, peer, sequence in transfers:
+            onward = relays.get(piece, ())
+            on_end = partial(self._pass_on, pieces[piece], onward) if onward else self.done
+            if self.transport.post_recv(pieces[piece], peer, self.tag_base + sequence, on_end):
+                on_end(None)
 
-    def _pass_on(self, memory: Memory, onwards: Sequence[PieceTransfer], error: Exception | None) -> None:
-        """A piece has come, or will not."""
+    def _pass_on(self, memory: Memory, onward: Sequence[PieceTransfer], error: Exception | None) -> None:
+        """Pass a piece on that has come; with `error` it will not."""
         if error is None and not self.is_over():
-            for _, peer, sequence in onwards:
+            for _, peer, sequence in onward:
                 try:
                     if self.transport.post_send(memory, peer, self.tag_base + sequence, self.done):
                         self.done(None)
@@ -511,32 +497,30 @@ class TransferRelay:
         self.done(error)
 
 
-# ---------------------------------------------------------------- device step run
-
-
 class DeviceStepRun(StepRun):
-    """As `StepRun`, where `machine.device` tells of the end of work."""
+    """One step under way, on devices that compute after a call has returned and report the end of work
+    later."""
 
-    _run_ended_s = 0.0  # the last one
+    _run_ended_s = 0.0  # when the last run ended
 
     @cached_property
     def _device(self) -> DeviceWork:
-        device = self._machine.device
-        assert device is not None  # else `StepRun` would have been chosen
+        device = self._resources.device
+        assert device is not None  # else the step would be a `StepRun`
         return device
 
     @cached_property
     def _unready(self) -> set[BufferKey]:
-        """Arguments that the device may still be filling."""
+        """The arguments that the device may still be filling."""
         return set()
 
     def _has_bound(self, keys: Iterable[BufferKey]) -> None:
         self._unready.update(keys)
 
     def _compute(self, command: Execute) -> Callable[[], None] | None:
-        """Runs on the compute thread: gives a run to the device, and does not wait for it."""
+        """Give a run to the device, on the compute thread, without waiting for it."""
         if self.ended or not self._may_begin():
-            return nothing_left
+            return None
         self._note(command.instruction, computing=True)
         called_s = time.monotonic()
         try:
@@ -557,70 +541,74 @@ class DeviceStepRun(StepRun):
             return
         if not self._on_thread:
             self._note(command.instruction)
-        # It may have been called while the one before it still ran.
+        # The run may have been called while the one before it still ran.
         start_s, self._run_ended_s = max(called_s, self._run_ended_s), end_s
-        self._obey(self._ran(command, start_s, end_s))
+        self._carry_out(self._ran(command, start_s, end_s))
 
     def _received(self, command: PostRecv, buffer: ReceiveBuffer) -> None:
-        """The data is in, on the first device that is to have it."""
+        """All pieces are in, each on the first device that holds it: copy them to the others."""
         if not buffer.replicas:
-            self._take_in(command, buffer)
+            self._received_everywhere(command, buffer)
             return
-
+        go_on = partial(self._received_everywhere, command, buffer)
         try:
-            self._device.spread(
-                buffer.replicas, self._if_well(command, partial(self._take_in, command, buffer))
-            )
+            self._device.spread(buffer.replicas, self._unless_failed(command, go_on))
         except Exception as error:  # the device refused the copy: the step's failure, never the transport's
             self.fail(error, command.instruction)
 
-    def _take_in(self, command: PostRecv, buffer: ReceiveBuffer) -> None:
-        """The data is in on every device."""
+    def _received_everywhere(self, command: PostRecv, buffer: ReceiveBuffer) -> None:
+        """Make the array available, or begin its private copy, once the data is in on every device."""
         if command.private:
-            self._machine.compute.submit(partial(self._copy_out, command, buffer))
+            self._resources.compute.submit(partial(self._copy_out, command, buffer))
             return
         self._arrays[command.buffer] = buffer.array
-        self._obey(self.executor.arrived(command.buffer))
+        self._carry_out(self.executor.arrived(command.buffer))
 
     def _copy_out(self, command: PostRecv, buffer: ReceiveBuffer) -> Callable[[], None] | None:
-        """Runs on the compute thread: an array of its own for what is to outlive the receive buffer."""
+        """Copy an array that is to outlive its receive buffer, on the compute thread."""
         assert buffer.array is not None
 
-        def take_copy() -> None:
+        def use_copy() -> None:
             self._receiving.pop(command.buffer).give_back()
             self._arrays[command.buffer] = copy
-            self._obey(self.executor.arrived(command.buffer))
+            self._carry_out(self.executor.arrived(command.buffer))
 
         try:
             copy = duplicate(buffer.array)
-            self._device.after_copy((copy,), self._if_well(command, take_copy))
-        except Exception as error:  # there is no room for it, for one: the step's failure
+        except Exception as error:  # such as too little memory: the step's failure
             return partial(self.fail, error, command.instruction)
-        return None
+        return self._after_copy(copy, command, use_copy)
 
     def _memories(self, command: StartSend, array: jax.Array, layout: Layout) -> Sequence[Memory] | None:
         if command.buffer in self._unready and not is_ready(array):
-            self._machine.compute.submit(partial(self._wait_to_send, command, array))
+            self._resources.compute.submit(partial(self._wait_to_send, command, array))
             return None
         return device_memories(array, layout)
 
     def _wait_to_send(self, command: StartSend, array: jax.Array) -> Callable[[], None] | None:
-        """Runs on the compute thread: an argument that was given to the device and may not be there yet."""
+        """Send an argument when the device has filled it. Called on the compute thread."""
 
         def send() -> None:
             self._unready.discard(command.buffer)
-            self._obey([command])
+            self._carry_out([command])
 
+        return self._after_copy(array, command, send)
+
+    def _after_copy(
+        self, array: jax.Array, command: PostRecv | StartSend, go_on: Callable[[], None]
+    ) -> Callable[[], None] | None:
+        """Have the device call `go_on` when an array is there; return the step's failure if the device
+        refuses."""
         try:
-            self._device.after_copy((array,), self._if_well(command, send))
+            self._device.after_copy((array,), self._unless_failed(command, go_on))
         except Exception as error:  # the array failed
             return partial(self.fail, error, command.instruction)
         return None
 
-    def _if_well(self, command: PostRecv | StartSend, go_on: Callable[[], None]) -> Then:
-        """What the device is to call at the end of its part in a transfer, on the event loop."""
+    def _unless_failed(self, command: PostRecv | StartSend, go_on: Callable[[], None]) -> OnReached:
+        """Return a callback for the device that calls `go_on`, or fails the step if the device failed."""
 
-        def ended(_: float, error: Exception | None) -> None:
+        def on_reached(_: float, error: Exception | None) -> None:
             if self.ended:
                 return
             if error is None:
@@ -628,7 +616,7 @@ class DeviceStepRun(StepRun):
             else:
                 self.fail(error, command.instruction)
 
-        return ended
+        return on_reached
 
     def _wait_copied(self, copy: jax.Array, entry: StoredArray) -> Callable[[], None] | None:
         try:

@@ -1,7 +1,7 @@
-"""events: what happens to a mesh, as it happens: told by those who run it, read by any number of async iterators.
+"""Record what happens to a mesh and let any number of async iterators read it.
 
-Never waits for a reader, starts no task, and keeps a bounded number of events. No jax. Everything is called on the
-mesh's event loop.
+The log never waits for a reader, starts no task, and keeps a bounded number of events. All calls are made on
+the mesh's event loop.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ Kind: TypeAlias = Literal[
     "closed",
     "lost",
 ]
-"""`lost` is told by an iterator alone, in the place of events that it was too slow for."""
+"""What can happen. An iterator alone makes `lost` events, in the place of events that it was too slow to
+read.
+"""
 
 KEPT = 1000
-"""How many events a mesh remembers: for who subscribes late, and for who reads slowly."""
+"""The number of events that a mesh remembers, for readers that subscribe late or read slowly."""
 
 _LOG = logging.getLogger("jaxpp_async.events")
 
@@ -42,13 +44,14 @@ class Event:
     """Something that happened to a mesh.
 
     Args:
-        kind: what.
-        actor: whom it happened to; None: the whole mesh.
-        step: the number of the user's step that was under way, where that says something.
+        kind: what happened.
+        actor: to whom it happened; None: to the whole mesh.
+        step: the number of the user's step that was under way, where it matters.
         text: one line for people.
         time_s: `time.monotonic()` of this process, in seconds: for differences.
-        at: the time of day in UTC, which a clock that is set may move: for people.
-        details: what else is known, such as `seconds`, `path`, `host`, `pid`; docs/operations.md has them by kind.
+        at: the time of day in UTC, for people; a clock that is set may move it.
+        details: further facts, such as `seconds`, `path`, `host`, `pid`; docs/operations.md lists them by
+            kind.
     """
 
     kind: Kind
@@ -63,7 +66,7 @@ class Event:
         return f"{self.at:%H:%M:%S} {self.kind}: {self.text}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain data that `json.dumps` takes."""
+        """Give the event as plain data that `json.dumps` accepts."""
         return {
             "kind": self.kind,
             "actor": self.actor,
@@ -76,7 +79,7 @@ class Event:
 
 
 class Emit(Protocol):
-    """`EventLog.emit`, for those who only tell."""
+    """The type of `EventLog.emit`, for code that reports events and does not read them."""
 
     def __call__(
         self, kind: Kind, text: str, *, actor: int | None = None, step: int | None = None, **details: Any
@@ -84,10 +87,10 @@ class Emit(Protocol):
 
 
 class EventLog:
-    """The events of one mesh. The last one is `closed`.
+    """Keeps the events of one mesh. The last event is `closed`.
 
     Args:
-        kept: how many are remembered.
+        kept: how many events are remembered.
     """
 
     def __init__(self, kept: int = KEPT):
@@ -99,12 +102,16 @@ class EventLog:
     def emit(
         self, kind: Kind, text: str, *, actor: int | None = None, step: int | None = None, **details: Any
     ) -> None:
-        """Tell everyone, and the logger `jaxpp_async.events`. On the event loop; after `closed` it does nothing.
+        """Report an event to all readers and to the logger `jaxpp_async.events`. After `closed` this does
+        nothing.
 
-        Whoever notices something logs it with all there is to say; this is a `DEBUG` record, or `ERROR` for a death.
+        The code that notices something logs it with all there is to say. The record made here has level
+        `DEBUG`, or `ERROR` for a death.
 
         Args:
+            kind: what happened.
             text: its first line is kept.
+            actor, step: as in `Event`.
             details: plain data.
         """
         if self._is_closed:
@@ -116,22 +123,22 @@ class EventLog:
         extra = {"actor": actor, "step": step, "host": details.get("host")}
         _LOG.log(logging.ERROR if kind == "died" else logging.DEBUG, "%s: %s", kind, event.text, extra=extra)
         for waiting in self._waiting:
-            if not waiting.done():  # its reader may just have been cancelled
+            if not waiting.done():  # otherwise its reader has been cancelled
                 waiting.set_result(None)
 
     def subscribe(self, *, history: bool = True) -> Events:
-        """A reader of its own position.
+        """Make a reader with a position of its own.
 
         Args:
-            history: begin with the events remembered from before; False: with the next one.
+            history: begin with the oldest event that is remembered; False: begin with the next event.
         """
         return Events(self, 0 if history else self._num_emitted)
 
     def _at(self, position: int) -> tuple[Event | None, int]:
-        """The event to read at `position`, and the next position; (None, position): there is none yet.
+        """Give the event at `position` and the next position, or (None, position) if there is none yet.
 
         Raises:
-            StopAsyncIteration: there will be none.
+            StopAsyncIteration: the log is closed and there will be none.
         """
         first = self._num_emitted - len(self._kept)
         if position < first:
@@ -146,7 +153,7 @@ class EventLog:
         return None, position
 
     async def _wait(self) -> None:
-        """Wait until something more happened."""
+        """Wait until another event is reported."""
         waiting = asyncio.get_running_loop().create_future()
         self._waiting.add(waiting)
         try:
@@ -156,13 +163,13 @@ class EventLog:
 
 
 class Events(AsyncIterator[Event]):
-    """An async iterator of events; ends after `closed`. Holds nothing that would have to be closed."""
+    """An async iterator of events that ends after `closed`. It holds nothing that would have to be closed."""
 
     def __init__(self, log: EventLog, position: int):
         self._log, self._position = log, position
 
     async def __anext__(self) -> Event:
-        # An event is taken without waiting, so a cancelled reader has lost none.
+        # An event is taken without waiting, so a cancelled reader loses none.
         while True:
             event, self._position = self._log._at(self._position)
             if event is not None:

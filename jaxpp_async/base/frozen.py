@@ -1,8 +1,8 @@
-"""frozen: a decorator for values that are made by the ten thousand. In: a class. Out: a dataclass of it.
+"""Make dataclasses that are cheap to create, for values that a compilation makes by the ten thousand.
 
-To a type checker it is `dataclass(frozen=True)`. While the program runs nothing stands guard: a frozen dataclass sets
-each field through `object.__setattr__`, which takes three quarters of the time that making it takes, and a compilation
-makes a quarter of a million. All other classes use `dataclass(frozen=True)` itself.
+To a type checker `frozen` is `dataclass(frozen=True)`. At run time nothing prevents assignment: a frozen
+dataclass sets each field through `object.__setattr__`, which takes three quarters of the time to create it,
+and a compilation creates a quarter of a million. All other classes use `dataclass(frozen=True)` itself.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _T = TypeVar("_T")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def frozen(*, eq: bool = True, slots: bool = True) -> Callable[[type[_T]], type[_T]]:
-    """A dataclass whose fields nobody sets again.
+    """Make a dataclass whose fields nobody sets again.
 
     Args:
         eq: instances with equal fields are equal and have one hash; False: an instance equals itself alone.
-        slots: no other attributes than the fields.
+        slots: instances have no attributes besides the fields.
     """
     return dataclass(slots=slots, eq=eq, unsafe_hash=eq)
 
 
 class cached_value(Generic[_T]):
-    """A property that is computed when it is first asked for, of a class without slots.
+    """A property of a class without slots that is computed when it is first read.
 
-    `functools.cached_property`, without the lock that this has up to Python 3.11 and that takes longer than what is
-    computed here. Two threads that ask at once both compute it.
+    It replaces `functools.cached_property`, which up to Python 3.11 takes a lock that costs more than the
+    computations here. Two threads that read it at the same time both compute it.
     """
 
     def __init__(self, compute: Callable[[Any], _T]) -> None:

@@ -1,11 +1,11 @@
-"""gpus: which of a host's GPUs an actor's process gets, and how much of their memory. In: what its host has
-(`nvml` knows), how many processes run there. Out: environment variables. Starts nothing, and does not touch CUDA.
+"""Find the GPUs of a host and divide them and their memory among the processes that run there.
 
-Neighbouring GPUs go to one process. Where there are fewer than asked for, processes share them, and their memory: JAX
-takes three quarters of a GPU unless it is told otherwise, which two processes cannot both have.
+Adjacent GPUs go to one process. Where there are fewer GPUs than processes ask for, processes share them and
+their memory: JAX takes three quarters of a GPU's memory unless it is told otherwise, and two processes cannot
+both have that. The result is environment variables; CUDA is not started.
 
-nvml: the one door to NVIDIA's management library, which knows a host's GPUs without starting CUDA. In: nothing. Out:
-what there is, or why nobody can be asked. Needs no tool in PATH, and no parsing.
+GPUs are found with NVIDIA's management library (NVML), which knows them without starting CUDA. No other
+module imports it, no tool in PATH is needed, and no output is parsed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from typing import Any
 from jaxpp_async.errors import MeshError
 
 MEMORY_FRACTION = 0.9
-"""Of a GPU's memory, for all processes on it together; the rest is for contexts, libraries, UCX and NCCL."""
+"""The part of a GPU's memory that all processes on it may have together. Contexts, libraries, UCX and NCCL
+need the rest.
+"""
 
 JAX_FRACTION = "0.75"
-"""What JAX takes of a GPU's memory if nobody says otherwise."""
+"""The part of a GPU's memory that JAX takes unless it is told otherwise."""
 
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _FRACTIONS = (_FRACTION, "XLA_CLIENT_MEM_FRACTION")
@@ -36,11 +38,11 @@ _PREALLOCATE, _ALLOCATOR = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_A
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
-    """What one process gets.
+    """The GPUs that one process gets.
 
     Args:
         devices: as `CUDA_VISIBLE_DEVICES` names them.
-        sharers: how many processes have these, itself among them.
+        sharers: how many processes use these GPUs, this one included.
     """
 
     devices: tuple[str, ...]
@@ -48,10 +50,11 @@ class GpuShare:
 
 
 def share(devices: Sequence[str], index: int, count: int, each: int) -> GpuShare:
-    """The part of the `index`-th of `count` processes on a host.
+    """Choose the GPUs of the `index`-th of `count` processes on a host.
 
     Args:
-        devices: what there is.
+        devices: all GPUs of the host that may be used.
+        index, count: which process this is, and of how many.
         each: how many devices a process needs.
 
     Raises:
@@ -62,9 +65,10 @@ def share(devices: Sequence[str], index: int, count: int, each: int) -> GpuShare
             f" ({', '.join(devices)})" if devices else ""
         )
         raise MeshError(
-            f"an actor's process needs {each} GPU{'s' * (each != 1)} and this host has {there} for it; make spmd_mesh "
-            "smaller, have an actor be of several processes (processes_per_actor=), name more with devices=, or use "
-            "platform='cpu'"
+            f"an actor's process needs {each} GPU{'s' * (each != 1)} and this host has {there} for it; "
+            "make spmd_mesh "
+            "smaller, have an actor be of several processes (processes_per_actor=), name more with "
+            "devices=, or use platform='cpu'"
         )
     if count * each <= len(devices):
         first, end = index * len(devices) // count, (index + 1) * len(devices) // count
@@ -75,41 +79,43 @@ def share(devices: Sequence[str], index: int, count: int, each: int) -> GpuShare
 
 
 def gpu_environment(given: GpuShare, user: Mapping[str, str]) -> dict[str, str]:
-    """The variables that make a process keep to its part.
+    """Make the environment variables that restrict a process to its share.
 
     Args:
-        user: what the user has set, in the process's environment or for it.
+        given: its share.
+        user: the variables that the user has set, in the process's environment or for it.
 
     Raises:
-        MeshError: the user's fraction of the memory is none, or taken by every process on a GPU is more than all of it;
-            or the part is of several instances of GPUs (MIG).
+        MeshError: the user's fraction of the memory is no fraction, or all processes on a GPU together would
+            take more than all of it; or the share has several instances of GPUs (MIG).
     """
     if len(given.devices) > 1 and any(map(is_part, given.devices)):
         raise MeshError(
-            f"an actor's process needs {len(given.devices)} GPUs and would have instances of GPUs (MIG) for them, "
-            f"{', '.join(given.devices)}; CUDA shows a process one, or several without peer access to each other: "
-            "make spmd_mesh smaller, or use whole GPUs"
+            f"an actor's process needs {len(given.devices)} GPUs and would have instances of GPUs (MIG) "
+            "for them, "
+            f"{', '.join(given.devices)}; CUDA shows a process one, or several without peer access to each "
+            "other: make spmd_mesh smaller, or use whole GPUs"
         )
     env = {VISIBLE: ",".join(given.devices)}
     if not any(map(_is_number, _names(user.get(VISIBLE, "")))):
-        env[ORDER] = user.get(ORDER, "PCI_BUS_ID")  # as NVIDIA's tools count; what the user counted stays so
+        env[ORDER] = user.get(ORDER, "PCI_BUS_ID")  # NVIDIA's tools count so; a user's choice wins
     name = next((name for name in _FRACTIONS if user.get(name)), None)
     if name is None:
         return env | {_FRACTION: f"{MEMORY_FRACTION / given.sharers:.3f}"}
     fraction = user[name]
     if _fraction(name, fraction) * given.sharers > 1 and _sets_aside(user):
         raise MeshError(
-            f"{given.sharers} processes share GPU {env[VISIBLE]}, and each is to take {fraction} of its memory "
-            f"({name}); set at most {math.floor(100 / given.sharers) / 100:.2f}, or leave it out"
+            f"{given.sharers} processes share GPU {env[VISIBLE]}, and each is to take {fraction} of its "
+            f"memory ({name}); set at most {math.floor(100 / given.sharers) / 100:.2f}, or leave it out"
         )
     return env
 
 
 def memory_fraction(environ: Mapping[str, str]) -> float:
-    """How much of a GPU's memory JAX takes beforehand, in a process of this environment.
+    """Compute the part of a GPU's memory that JAX takes beforehand in a process of this environment.
 
     Raises:
-        MeshError: the environment has a fraction that is none.
+        MeshError: the environment has a value that is no fraction.
     """
     if not _sets_aside(environ):
         return 0.0
@@ -123,7 +129,7 @@ class Visible:
 
     Args:
         names: as `CUDA_VISIBLE_DEVICES` has them, each GPU once.
-        stopped_at: a name in there that is none here, at which CUDA reads no further; empty: there was none.
+        stopped_at: the name of no GPU here, at which CUDA stops reading; empty: there was none.
     """
 
     names: tuple[str, ...]
@@ -131,14 +137,16 @@ class Visible:
 
 
 def read_visible(text: str | None, uuids: Sequence[str]) -> Visible:
-    """What CUDA makes of `CUDA_VISIBLE_DEVICES`: numbers, or UUIDs of GPUs (or as much of them as tells them apart), or
-    names of parts of GPUs (MIG); the first one says which. It reads no further at a name that is none, such as -1. A
-    GPU that is named twice counts once here; to CUDA there would be none at all.
+    """Read `CUDA_VISIBLE_DEVICES` as CUDA does.
+
+    The value lists numbers, or UUIDs of GPUs (or beginnings of UUIDs that are unique), or names of parts of
+    GPUs (MIG); the first name decides which. CUDA stops reading at a name that is none of a GPU, such as -1.
+    A GPU that is named twice counts once here; CUDA would see no GPU at all.
 
     Args:
-        text: its value; None: it is not set.
-        uuids: of all GPUs here, as NVIDIA's tools count them, each empty where it is not known. Without any, names are
-            believed. Parts of GPUs are always believed.
+        text: the value; None: the variable is not set.
+        uuids: of all GPUs of this host, in the order of NVIDIA's tools, each empty where it is not known.
+            Without any UUIDs, names are taken to exist. Parts of GPUs are always taken to exist.
     """
     if text is None:
         return Visible(tuple(map(str, range(len(uuids)))))
@@ -154,12 +162,14 @@ def read_visible(text: str | None, uuids: Sequence[str]) -> Visible:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> Visible:
-    """The GPUs that a process of this host may use: those that `CUDA_VISIBLE_DEVICES` names, else all."""
+    """Find the GPUs that a process of this host may use: those that `CUDA_VISIBLE_DEVICES`
+    names, else all.
+    """
     return read_visible(environ.get(VISIBLE), uuids())
 
 
 def host_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The names of `visible_gpus`."""
+    """Give the names of `visible_gpus`."""
     return visible_gpus(environ).names
 
 
@@ -169,7 +179,7 @@ def is_part(name: str) -> bool:
 
 
 def _names(text: str) -> list[str]:
-    """The names in a value of `CUDA_VISIBLE_DEVICES`."""
+    """Split a value of `CUDA_VISIBLE_DEVICES` into names."""
     return [name.strip() for name in text.split(",")]
 
 
@@ -178,12 +188,12 @@ def _is_number(name: str) -> bool:
 
 
 def _kind(name: str) -> str:
-    """What a name is of: a number, a GPU's UUID, or that of a part of one."""
+    """Tell what a name stands for: a number, a GPU's UUID, or the UUID of a part of a GPU."""
     return "number" if _is_number(name) else name[:4].upper()
 
 
 def _gpu_called(name: str, uuids: Sequence[str]) -> int | str | None:
-    """What tells the GPU of this name from others; None: there is none, or more than one."""
+    """Give a key that identifies the GPU of this name; None: there is no such GPU, or more than one."""
     kind = _kind(name)
     if kind == "number":
         return int(name) if not uuids or int(name) < len(uuids) else None
@@ -196,7 +206,9 @@ def _gpu_called(name: str, uuids: Sequence[str]) -> int | str | None:
 
 
 def _sets_aside(environ: Mapping[str, str]) -> bool:
-    """Whether JAX takes its part beforehand: its `platform` allocator asks CUDA for each array."""
+    """Whether JAX takes its part of the memory beforehand. Its `platform` allocator asks CUDA for each array
+    instead.
+    """
     if environ.get(_ALLOCATOR, "").lower() == "platform":
         return False
     return environ.get(_PREALLOCATE, "").lower() not in ("false", "0")
@@ -214,19 +226,21 @@ def _fraction(name: str, text: str) -> float:
     return number
 
 
-# ---------------------------------------------------------------- nvml
+# ---------------------------------------------------------------- the management library
 
 
 class NvmlFailure(Exception):
-    """The library is not installed, or the driver does not answer: in its words."""
+    """NVIDIA's library is not installed, or the driver does not answer. The message has the
+    library's words.
+    """
 
 
 @contextlib.contextmanager
 def library() -> Iterator[Any]:
-    """NVIDIA's library (nvidia-ml-py, which ucxx brings), started, and ended behind the block.
+    """Start NVIDIA's library (nvidia-ml-py, which ucxx installs) and end it after the block.
 
     Raises:
-        NvmlFailure: there is none, or a call in the block failed.
+        NvmlFailure: the library is missing, or a call in the block failed.
     """
     try:
         import pynvml  # pyright: ignore[reportMissingImports]
@@ -244,7 +258,9 @@ def library() -> Iterator[Any]:
 
 
 def uuids() -> tuple[str, ...]:
-    """The GPUs that NVIDIA's driver has here, by UUID; empty ones where only their number is known."""
+    """Ask NVIDIA's driver for the UUIDs of the GPUs here; each is empty where only the number of GPUs is
+    known.
+    """
     with contextlib.suppress(NvmlFailure), library() as nvml:
         handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
         return tuple(str(nvml.nvmlDeviceGetUUID(handle)) for handle in handles)

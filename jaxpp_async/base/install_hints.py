@@ -1,8 +1,7 @@
-"""extras: what is missing in, which extra of this package brings it out. Imports nothing that could be missing.
+"""Name the command that installs what is missing, and the page of docs/ that explains a message.
 
-pages: where a page of docs/ is to be read, for messages that name one. In: its name. Out: its path, or whose it is.
-
-The pages are in the repository and are not installed, so a project of one's own has none beside it. Reads no page.
+This module imports nothing that could be missing. The pages are in the repository and are not installed, so a
+user's own project has no copy of them.
 """
 
 from __future__ import annotations
@@ -17,19 +16,20 @@ from urllib.parse import unquote, urlsplit
 from jaxpp_async.errors import InstallError
 
 CUDA_MAJORS = (13, 12)
-"""For which there are extras; the preferred one first."""
+"""The major versions of CUDA for which there are extras; the preferred one first."""
 
 _NAME, _GONE = "jaxpp-async", "gone: "
 
 SYSTEM_UCX = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
-"""Has ucxx load the UCX that the system finds, and pip's where it finds none."""
+"""Makes ucxx load the UCX that the system has, and the one that pip installed where the system has none."""
 
 
 def extra_of(platform: str, cuda: tuple[int, int] | None = None) -> str:
-    """The extra for a platform.
+    """Choose the extra for a platform.
 
     Args:
-        cuda: the newest CUDA that the driver runs; None: not known.
+        platform: `"cpu"` or `"cuda"`.
+        cuda: the newest CUDA that the driver supports; None: not known.
     """
     if platform == "cpu":
         return "cpu"
@@ -38,10 +38,13 @@ def extra_of(platform: str, cuda: tuple[int, int] | None = None) -> str:
 
 
 def pip_install(extra: str, python: str = "", source: str | None = None) -> str:
-    """The command that installs it.
+    """Make the command that installs an extra.
 
     Args:
-        source: where the package comes from, as `source_here` has it on the host in question; None: on this one.
+        extra: its name.
+        python: the interpreter that runs pip; empty: `pip` itself is named.
+        source: where the package comes from, as `source_here` names it on the host in question; None: on this
+            host.
     """
     source = source_here() if source is None else source
     gone, source = source.startswith(_GONE), source.removeprefix(_GONE)
@@ -53,30 +56,33 @@ def pip_install(extra: str, python: str = "", source: str | None = None) -> str:
 
 
 def cuda_install() -> str:
-    """The commands that install what GPUs need here."""
+    """Make the commands that install what GPUs need here."""
     preferred, other = (pip_install(f"cuda{major}") for major in CUDA_MAJORS)
     return f"{preferred}  (for a driver older than 580: {other})"
 
 
 def source_here() -> str:
-    """What pip is to install this package from here, as `pip_install` takes it.
+    """Find what pip has to install to get this package as it is here, in the form that `pip_install` accepts.
 
     Returns:
-        The folder or file that it came from, behind `-e ` where it is used there; before it `gone: ` where it is there
-        no more. `jaxpp-async @ URL` for a wheel or a repository of the network, at the commit that is here. The name
-        alone where pip had it by name, from an index: elsewhere whoever takes that name would be installed.
+        The folder or file from which the package was installed, after `-e ` where it is used in place; after
+        `gone: ` where it does not exist any more. `jaxpp-async @ URL` for a wheel or a repository on the
+        network, at the installed commit. The name alone where pip installed it by name, from an index:
+        elsewhere, whoever has taken that name would be installed.
     """
     found = _installed_from()
     if found is not None and (known := _source_of(found)):
         return known
     folder = Path(__file__).resolve().parents[2]
-    if (folder / "pyproject.toml").is_file():  # a clone that is only on the path, not installed
+    if (folder / "pyproject.toml").is_file():  # a clone on the path that is not installed
         return f"-e {folder}"
     return _NAME if found == {} else f"{_GONE}{folder}"
 
 
 def _source_of(found: dict[str, Any]) -> str:
-    """What a `direct_url.json` (PEP 610) names; nothing if it names nothing that pip could be given."""
+    """Read what a `direct_url.json` (PEP 610) names; an empty text if it names nothing that pip could
+    install.
+    """
     url = found.get("url")
     if not isinstance(url, str) or not url:
         return ""
@@ -100,26 +106,30 @@ def _part(found: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _installed_from() -> dict[str, Any] | None:
-    """Where pip says that it got this package; `{}`: by its name, from an index. None: it was not installed."""
+    """Read where pip found this package; `{}`: by its name, in an index. None: the package is
+    not installed.
+    """
     try:
         found = json.loads(metadata.distribution(_NAME).read_text("direct_url.json") or "{}")
     except metadata.PackageNotFoundError:
         return None
-    except ValueError:  # nobody's JSON
+    except ValueError:  # the file is not JSON
         return {"url": ""}
     return found if isinstance(found, dict) else {"url": ""}
 
 
 def jax_cuda_majors() -> tuple[int, ...]:
-    """The CUDAs for which JAX has a plugin here, the preferred one first; usually one, and none without GPUs."""
+    """Find the major versions of CUDA for which JAX has a plugin here, the preferred one first. Usually there
+    is one; without GPUs there is none.
+    """
     return tuple(major for major in CUDA_MAJORS if util.find_spec(f"jax_cuda{major}_plugin") is not None)
 
 
 def cuda_error(what: str) -> InstallError | None:
-    """Why there is no JAX for CUDA here, if it was never installed; None if it was.
+    """Make the error that says that JAX for CUDA was never installed here; None if it was.
 
     Args:
-        what: asked for it, such as `"platform='cuda'"`.
+        what: the option that asked for it, such as `"platform='cuda'"`.
     """
     if jax_cuda_majors():
         return None
@@ -128,14 +138,12 @@ def cuda_error(what: str) -> InstallError | None:
     )
 
 
-# ---------------------------------------------------------------- pages
-
-
 def page(name: str) -> str:
-    """Its path in the folder that this package came from; else its place in the repository.
+    """Give the path of a page of docs/ in the folder from which this package was installed, else its place in
+    the repository.
 
     Args:
-        name: as `restarts.md`.
+        name: of the page, such as `restarts.md`.
     """
     path = Path(source_here().removeprefix("-e "), "docs", name)
     return str(path) if path.is_absolute() and path.is_file() else f"docs/{name} in jaxpp-async's repository"

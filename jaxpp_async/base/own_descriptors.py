@@ -1,7 +1,8 @@
-"""own_descriptors: pipes, sockets and other descriptors that are this process's alone.
+"""Keep pipes, sockets and other descriptors of this process from its child processes.
 
-A worker that was forked and outlives this process would otherwise keep them open: nobody at their other ends would see
-that this process is gone. A program that this process starts would inherit those that a native library has made.
+A forked worker that outlives this process would otherwise hold them open, and the processes at their other
+ends would not notice that this process is gone. A program that this process starts would inherit the
+descriptors that a native library has opened.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import stat
 from collections.abc import Iterator
 
 _identities: dict[int, tuple[int, int]] = {}
-"""Device and inode of what lay behind a descriptor when it was kept: its number may be another one's by now."""
+"""Device and inode behind each descriptor that is kept from children, since its number may be another
+descriptor's by now.
+"""
 
 
 def keep_from_children(*descriptors: int) -> None:
-    """Have descriptors close in programs that this process starts, and lead nowhere in those that it forks.
+    """Have descriptors close in programs that this process starts, and lead to /dev/null in processes that it
+    forks.
 
     The second holds for pipes and sockets alone: nobody waits for the end of anything else.
     """
@@ -32,30 +36,33 @@ def keep_from_children(*descriptors: int) -> None:
 
 @contextlib.contextmanager
 def keeping_new_from_children() -> Iterator[None]:
-    """Keep from children what is opened meanwhile and can be inherited: Python opens nothing that can, so it is a
-    native library's."""
+    """Keep from children what the block opens and children would inherit. Python opens nothing that can be
+    inherited, so such a descriptor is a native library's.
+    """
     before = _inheritable()
     try:
         yield
     finally:
         for descriptor in _inheritable() - before:
-            with contextlib.suppress(OSError):  # closed since
+            with contextlib.suppress(OSError):  # it is closed since
                 keep_from_children(descriptor)
 
 
 def keep_accepted_from_children() -> None:
-    """Keep from children the connections that a native library, on a thread of its own, has accepted at listening
-    sockets that were kept."""
+    """Keep from children the connections that a native library, on a thread of its own, has accepted at
+    listening sockets that are kept from children.
+    """
     ports = {port for descriptor in tuple(_identities) for port in _ports(descriptor, listening=True)}
     for descriptor in _inheritable():
         if ports & _ports(descriptor, listening=False):
-            with contextlib.suppress(OSError):  # closed since
+            with contextlib.suppress(OSError):  # it is closed since
                 keep_from_children(descriptor)
 
 
 def open_descriptors() -> list[int]:
-    """The descriptors of this process, one of which, that of the listing itself, is closed by now; none where the
-    system does not say (no /proc)."""
+    """List the open descriptors of this process, empty on systems without /proc. One of them, which the
+    listing itself used, is closed by the time that this returns.
+    """
     try:
         return [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:
@@ -64,10 +71,10 @@ def open_descriptors() -> list[int]:
 
 @contextlib.contextmanager
 def borrowed_socket(descriptor: int) -> Iterator[socket.socket]:
-    """Use a socket that belongs to somebody else, who closes it.
+    """Use a socket that other code owns and will close.
 
     Raises:
-        OSError: the descriptor is no socket's, or closed by now.
+        OSError: the descriptor is no socket, or is closed by now.
     """
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
@@ -79,13 +86,18 @@ def borrowed_socket(descriptor: int) -> Iterator[socket.socket]:
 
 
 def is_tcp(sock: socket.socket) -> bool:
-    """Whether a socket is one of TCP."""
+    """Whether this is a TCP socket."""
     return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
 
 
 def _ports(descriptor: int, *, listening: bool) -> set[int]:
-    """The local TCP port of a socket that listens, or does not; none of any other descriptor."""
-    with contextlib.suppress(OSError), borrowed_socket(descriptor) as sock:  # closed since, or no socket
+    """Give the local TCP port of a socket that listens, or that does not; an empty set for any other
+    descriptor.
+    """
+    with (
+        contextlib.suppress(OSError),
+        borrowed_socket(descriptor) as sock,
+    ):  # it is closed since, or no socket
         if is_tcp(sock) and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) is listening:
             return {sock.getsockname()[1]}
     return set()
@@ -94,18 +106,19 @@ def _ports(descriptor: int, *, listening: bool) -> set[int]:
 def _inheritable() -> set[int]:
     found: set[int] = set()
     for descriptor in open_descriptors():
-        with contextlib.suppress(OSError):  # closed since
+        with contextlib.suppress(OSError):  # it is closed since
             if not fcntl.fcntl(descriptor, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
                 found.add(descriptor)
     return found
 
 
 def _replace_in_child() -> None:
-    """Put `/dev/null` in the place of what was kept: whoever has such a descriptor in a forked process may go on to use
-    it, and to close it."""
+    """Put `/dev/null` in the place of the kept descriptors, since the code that has one in a forked process
+    may go on to use it and to close it.
+    """
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor, identity in _identities.items():
-        with contextlib.suppress(OSError):  # closed long ago
+        with contextlib.suppress(OSError):  # it is closed since
             found = os.fstat(descriptor)
             if (found.st_dev, found.st_ino) == identity:
                 os.dup2(null, descriptor, inheritable=False)

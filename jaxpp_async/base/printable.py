@@ -1,4 +1,4 @@
-"""printable: text from outside (paths, a user's words, exceptions) as text that every stream, file and frame takes."""
+"""Make text from outside (paths, users' words, exceptions) acceptable to every stream, file and frame."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import os
 
 
 def printable(text: str) -> str:
-    """Escape what UTF-8 has no bytes for (lone surrogates, as in `"\\udcff"`), and leave the rest as it is."""
+    """Escape characters that UTF-8 cannot encode (lone surrogates, as in `"\\udcff"`)."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def shown(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
-    """Escape a path for a message: bytes that are no UTF-8 as `\\xff`, what cannot be seen (a newline) as `\\n`."""
+    """Escape a path for a message: bytes that are not UTF-8 as `\\xff`, invisible characters (a newline) as
+    `\\n`.
+    """
     name = os.fspath(path)
     try:
         text = os.fsencode(name).decode("utf-8", "backslashreplace")
-    except UnicodeEncodeError:  # no name of a file, which is what the message will say
+    except UnicodeEncodeError:  # it cannot be the name of a file, and the message will say so
         text = printable(name) if isinstance(name, str) else repr(name)
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

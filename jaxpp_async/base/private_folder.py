@@ -1,8 +1,9 @@
-"""private_folder: a folder that only its user can write, for what this package trusts as much as its own code.
+"""Make folders that only their user can write, for files that this package trusts as much as its own code.
 
-It is judged as sshd judges `~/.ssh` (StrictModes): by the folder itself and by every folder on the way to it, links
-included, since whoever can write one of those can put another folder in its place. As with Debian's sshd, a group may
-write that has no other member: where each user has a group of his own, folders are made so (umask 002).
+A folder is judged as sshd judges `~/.ssh` (StrictModes): by the folder itself and by every folder on the way
+to it, links included, since whoever can write one of those can put another folder in its place. As with
+Debian's sshd, a group may have write permission if it has no other member, because systems where each user
+has a group of his own create folders like that (umask 002).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _GROUP_OR_OTHERS_ENTER = 0o011
 
 
 class NotPrivateError(Exception):
-    """Somebody else can write a folder. The message says which, and what to do."""
+    """Somebody else can write a folder. The message says which folder, and what to do."""
 
 
 def make_private_folder(folder: str) -> None:
@@ -29,8 +30,8 @@ def make_private_folder(folder: str) -> None:
         folder: an absolute path.
 
     Raises:
-        NotPrivateError: it could be written, or replaced, by somebody who is neither this user nor root.
-        OSError: it cannot be made.
+        NotPrivateError: somebody who is neither this user nor root could write or replace the folder.
+        OSError: the folder cannot be made.
     """
     missing: list[str] = []
     above = folder
@@ -41,15 +42,15 @@ def make_private_folder(folder: str) -> None:
         try:
             os.mkdir(path, 0o700)
         except FileExistsError:
-            # another process of this user makes it as well, or somebody else does: judged below
+            # Another process has made it, of this user or of another one: `_check_way` judges it.
             continue
     _check_way(folder)
 
 
 def _check_way(folder: str) -> None:
-    """Walk from the root to `folder`, through links, as the kernel does."""
+    """Walk from the root to `folder`, through links, as the kernel does, and check each folder on the way."""
     left, here, num_links = deque(folder.strip("/").split("/")), "/", 0
-    is_hidden = False  # nobody else gets past a folder above: the modes of what lies in it do not matter
+    is_hidden = False  # others cannot enter a folder above, so that modes below do not matter
     while left:
         path = os.path.normpath(os.path.join(here, left.popleft()))
         found = os.lstat(path)
@@ -75,7 +76,8 @@ def _check_folder(path: str, found: os.stat_result, *, is_last: bool) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
     if not _is_trusted(found.st_uid):
         raise NotPrivateError(f"{path} belongs to {_user(found)}, who can put anything in its place")
-    # With the sticky bit, as in /tmp, only an entry's owner can replace it, and the next one's owner is looked at.
+    # With the sticky bit, as in /tmp, only the owner of an entry can replace it. The owner of the next folder
+    # on the way is checked in its turn.
     is_sticky = found.st_mode & stat.S_ISVTX and not is_last
     is_open = found.st_mode & stat.S_IWOTH or (
         found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid)
@@ -91,21 +93,25 @@ def _is_trusted(uid: int) -> bool:
 
 
 def _roots_number() -> int:
-    """The user number of root, who has another one in a container without rights: that of the root folder's owner."""
+    """Find the user number of root: that of the root folder's owner, since root has another number in a
+    container without privileges.
+    """
     return os.stat("/").st_uid
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether a group has no member but this process's user; or but root, and system accounts, if it is root's.
+    """Whether a group has no member but this process's user. Root's group may have root and system accounts
+    as members.
 
-    A directory service may not list the users whose first group it is, so it has to have the user's name too.
+    A directory service may not list the users whose first group it is, so the group has to have the user's
+    name too.
     """
     try:
         group = grp.getgrgid(gid)
         if gid == 0:
             return {*group.gr_mem} <= {"root"}
         user = pwd.getpwuid(os.geteuid())
-    except KeyError:  # one of them has no name
+    except KeyError:  # the group or the user has no name
         return False
     members = {*group.gr_mem, *(one.pw_name for one in pwd.getpwall() if one.pw_gid == gid)}
     return (group.gr_name, gid) == (user.pw_name, user.pw_gid) and members <= {user.pw_name}

@@ -204,7 +204,7 @@ class _Reading:
             FilePiece(self._encoded(p.file), p.name, p.start, p.shape, p.sha256) for p in stored.pieces
         )
         part = FilePart(path, stored.sha256, array.array_id, array.value_type.aval, pieces)
-        for process in self._controller.processes.of_all(array.actors):
+        for process in self._controller.processes.processes_of_all(array.actors):
             by_process.setdefault(process, {}).setdefault(stored.file, []).append(part)
 
     async def _read_on(self, process: ProcessId, files: dict[str, list[FilePart]]) -> None:

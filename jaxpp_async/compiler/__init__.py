@@ -1,20 +1,28 @@
-"""compiler: a step function and its arguments' types in, one program an actor and the executables it runs out. No I/O.
+"""The compiler turns a step function and its arguments' types into actors' programs and their executables.
 
-passes, texts, explain             the list of passes; what each left, as text; why things are where they are
-tracing, weak, avals               the step, traced; its types
-ir, primitives, columns            operations over integers; JAX's primitives, by name; values by columns
-scans, choices, prints             loops unrolled; branches; calls back to the user
-dead, cut, evaluate, separate      what nothing needs; parts of a step; operations as functions; one sharding a result
-stages, partition, tails           a loop's operations by stage; its tasks; what is left behind it
-residuals, split, scan_halves      what a forward keeps; a backward in two, and the scans in it
-variants                           the forms of tasks that a schedule asks for
-outer, conditions                  outside the loops: seen so; conds taken apart
-levels, regroup, placement         tasks there; sums by actor; where everything runs
-continued                          which result continues which argument
-recipes, graph, unroll             what executables compute; all tasks; one loop's
-propagate                          a sharding for each value that crosses tasks
-emit, sharing, exportable          recipes as StableHLO; equal ones once; who is to blame if one cannot be
-lowering, memory                   a graph as programs; the most that they hold
-verify, alone, simulate            programs checked: each stage's, one by itself, all together
-garbage                            Python's cycle collector, held up meanwhile
+`pipeline` runs the passes; each pass is a module:
+
+trace                   the step function as flat operations over integer values, with its markers and loops
+partition               a loop's operations as forward and backward tasks, by stage
+rematerialization       which forward values a backward keeps, and which it computes again
+task_variants           the forms of tasks that a schedule asks for: whole, split, forward and backward as one
+placement               where everything outside the loops runs, and where arguments and results live
+task_graph              all tasks of the step, joined by values; a recipe for each executable
+sharding_propagation    a sharding for each value that crosses tasks
+lowering                the graph as programs: transfers, donation, deletion
+verify                  checks of the graph and the programs
+export                  recipes as serialized StableHLO
+
+Each pass has modules that help it:
+
+ir, primitives, recipes, ir_slicing     operations over integers, JAX's primitives by name, executables as
+data
+scan, cond_split, debug_callbacks       for `trace`: loops with markers, branches, prints
+stage_assignment, loop_commuting        for `partition`: each operation's stage, work that moves behind the
+loop
+outer_ops, reduction_grouping           for `placement`: the step outside its loops, sums by actor
+loop_unrolling, continued_arguments     for `task_graph`: the tasks of one loop, which result continues which
+argument
+evaluate, export_cache                  for `export`: operations as functions, equal recipes once
+describe                                the text of each pass, and the reasons for places and transfers
 """

@@ -1,7 +1,7 @@
-"""compiler.continued: pair a step's results with the arguments that they continue, as a state from step to step.
+"""Pair a step's results with the arguments that they continue, as a state from step to step.
 
-Placement keeps such a pair on the same actors, donation reuses the argument's memory, and a donated argument of an
-interrupted `run` stands for its result.
+Placement keeps such a pair on the same actors, donation reuses the argument's memory, and a donated argument
+of an interrupted `run` stands for its result.
 """
 
 from __future__ import annotations
@@ -17,37 +17,42 @@ from jaxpp_async.program.instructions import Aval
 
 
 def result_positions(traced: Traced) -> Any:
-    """The tree of results, with each one's position; None where a result is known by its type (`float0`)."""
+    """Return the tree of results with each one's position; None where a result is known by its type
+    (`float0`)."""
     tree = tree_util.tree_unflatten(traced.out_tree, list(range(len(traced.out_names))))
     return tree_util.tree_map(lambda k: k if isinstance(k, int) else None, tree)
 
 
 def continued_arguments(traced: Traced) -> dict[int, int]:
-    """Result leaf to argument leaf, where a whole subtree of the result has the structure and types of an argument.
+    """Map result leaves to the argument leaves they continue, where a whole subtree of the result has the
+    structure and types of an argument.
 
-    Of arguments that are alike each is continued by the result that is made of it in the fewest operations, as
-    `p - 0.1 * m` continues `p` and not `m`; where that tells nothing, in their order. An argument most of whose leaves
-    keep their types (beside its parameters a cache grows) is continued in those. A result that is wholly another
-    argument, handed back as it came, continues that one alone.
+    Of arguments that are alike each is continued by the result that is made of it in the fewest operations:
+    `p - 0.1 * m` continues `p` and not `m`. Where that tells nothing, their order decides. An argument most
+    of whose leaves keep their types (beside its parameters a cache grows) is continued in those leaves. A
+    result that is wholly another argument, handed back as it came, continues that argument alone.
     """
     out = result_positions(traced)
     flat = [tree_util.tree_flatten(arg) for arg in _argument_positions(traced)]
     trees = [(leaves, treedef) for leaves, treedef in flat if len(leaves) > 1]
-    # last: they fit in many a place
+    # Single arrays come last, since they fit in many places.
     single = [(leaves, treedef) for leaves, treedef in flat if len(leaves) == 1]
     came_as = {v: traced.arg_of[arg] for arg, v in enumerate(traced.flat.inputs[: len(traced.arg_of)])}
     found: dict[int, int] = {}
     taken: set[int] = set()
 
-    def is_handed_back(candidate: list[int]) -> set[int]:
-        """The arguments that it wholly is, as they came; none, if it is not."""
+    def handed_back_arguments(candidate: list[int]) -> set[int]:
+        """Return the arguments that the candidate wholly consists of, as they came; none if it is made of
+        other values."""
         refs = (traced.flat.outputs[k] for k in candidate)
         came = {came_as.get(ref) if isinstance(ref, int) else None for ref in refs}
         return set() if None in came else {argument for argument in came if argument is not None}
 
     structures = {treedef for _, treedef in flat}
-    parts = {treedef: [(p, is_handed_back(p)) for p in _subtrees(out, treedef)] for treedef in structures}
-    for some, is_enough in ((trees, all), (trees, _are_most), (single, all)):
+    parts = {
+        treedef: [(p, handed_back_arguments(p)) for p in _subtrees(out, treedef)] for treedef in structures
+    }
+    for some, is_enough in ((trees, all), (trees, _holds_for_most), (single, all)):
         pairs: list[tuple[list[int], list[int]]] = []
         for leaves, treedef in some:
             if not found.keys().isdisjoint(leaves):
@@ -66,16 +71,18 @@ def continued_arguments(traced: Traced) -> dict[int, int]:
 
 
 _LOOP_STEPS, _FAR = 1 << 10, 1 << 20
-"""How many operations a loop counts for, and how many it takes from an argument to a result that is not made of it."""
+"""The number of operations that a loop counts for, and the distance of a result that is not made of an
+argument."""
 
 _LOOKED_AT = 3
-"""Leaves of a tree that are asked how far they are from a result."""
+"""The number of a tree's leaves whose distance from a result is measured."""
 
 
 def _nearest_first(
     traced: Traced, pairs: Sequence[tuple[list[int], list[int]]]
 ) -> Sequence[tuple[list[int], list[int]]]:
-    """Arguments and results that may continue them, those first that the fewest operations lie between."""
+    """Sort pairs of an argument and a result that may continue it by the number of operations between the
+    two."""
     if len(pairs) < 2:
         return pairs
     sources = sorted({leaf for leaves, _ in pairs for leaf in leaves[:_LOOKED_AT]})
@@ -89,7 +96,7 @@ def _nearest_first(
 
 
 def _operations_from(traced: Traced, value: int) -> dict[Any, int]:
-    """How many operations each value that is made of `value` is away from it, the shortest way."""
+    """Count the operations on the shortest way from `value` to each value that is made of it."""
     steps: dict[Any, int] = {value: 0}
     for op in traced.flat.ops:
         if reached := [steps[r] for r in op.reads if r in steps]:
@@ -99,13 +106,18 @@ def _operations_from(traced: Traced, value: int) -> dict[Any, int]:
 
 
 def changed_arguments(traced: Traced, donated: Sequence[int], continues: Mapping[int, int]) -> list[str]:
-    """Of the donated arguments whose memory no result takes over, though one of another shape or dtype stands in their
-    place: each such leaf and that result, as words. One that is a result itself, elsewhere, is none of them, nor is one
-    in whose place a scalar stands: that is a loss beside a batch.
+    """Describe the donated arguments whose memory no result takes over, though a result of another shape or
+    dtype stands in their place.
+
+    An argument that is itself a result, elsewhere, is left out, and so is one in whose place a scalar stands:
+    that is a loss beside a batch.
 
     Args:
         donated: argument numbers.
         continues: as of `continued_arguments`.
+
+    Returns:
+        One text for each such leaf, with its result.
     """
     out = result_positions(traced)
     several = type(out) is tuple
@@ -115,14 +127,10 @@ def changed_arguments(traced: Traced, donated: Sequence[int], continues: Mapping
         leaves, treedef = tree_util.tree_flatten(arg)
         if not leaves or traced.arg_of[leaves[0]] not in donated or set(leaves) & set(continues.values()):
             continue
-        # In the same place among the results, or, unless it is a single array, wherever its tree is.
-        place = (
-            out
-            if not several and position == 0
-            else out[position]
-            if several and position < len(out)
-            else None
-        )
+        # The result in the same place, or, unless the argument is a single array, a result of its tree's
+        # structure.
+        places = out if several else (out,)
+        place = places[position] if position < len(places) else None
         match = [place] if isinstance(place, int) and isinstance(arg, int) else None
         if not isinstance(arg, int):
             match = _find_subtree(place, treedef, lambda _: True) or _find_subtree(
@@ -131,7 +139,7 @@ def changed_arguments(traced: Traced, donated: Sequence[int], continues: Mapping
         for leaf, result in zip(leaves, match or (), strict=False):
             value, ref = traced.flat.inputs[leaf], traced.flat.outputs[result]
             is_loss = _aval(traced, value).shape != () == _aval(traced, ref).shape
-            was, now = _described(traced, value), _described(traced, ref)
+            was, now = _type_text(traced, value), _type_text(traced, ref)
             if was != now and value not in handed_back and not is_loss:
                 found.append(f"{traced.arg_names[leaf]} {was} as {traced.out_names[result]} {now}")
     return found
@@ -141,11 +149,11 @@ def _argument_positions(traced: Traced) -> Any:
     return tree_util.tree_unflatten(traced.in_tree, list(range(len(traced.arg_names))))
 
 
-def _are_most(flags: Sequence[bool]) -> bool:
+def _holds_for_most(flags: Sequence[bool]) -> bool:
     return 2 * sum(flags) > len(flags)
 
 
-def _described(traced: Traced, ref: Any) -> str:
+def _type_text(traced: Traced, ref: Any) -> str:
     aval = _aval(traced, ref)
     return f"{aval.dtype}{list(aval.shape)}"
 
@@ -159,7 +167,7 @@ def _find_subtree(tree: Any, treedef: Any, fits: Callable[[list[int]], bool]) ->
 
 
 def _subtrees(tree: Any, treedef: Any) -> Iterator[list[int]]:
-    """The leaves of each part of a tree that has this structure."""
+    """Return the leaves of each part of a tree that has this structure."""
     leaves, found = tree_util.tree_flatten(tree)
     if found == treedef:
         yield leaves

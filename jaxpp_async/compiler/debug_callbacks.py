@@ -1,7 +1,7 @@
-"""compiler.prints: `jax.debug.print` and `jax.debug.callback`. In: their equations. Out: what the step has to bring
-home for them, and the calls to make once it is there. Host code of any other kind is refused.
+"""Keep `jax.debug.print` and `jax.debug.callback` working in a step, and refuse host code of any other kind.
 
-Host code never travels: an actor sees only values that become results of its tasks.
+Host code never travels to an actor. Instead the printed values become hidden results of the step's tasks, and
+the controller print_calls the prints with these values once the step is over.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from jaxpp_async.errors import UnsupportedError
 from jaxpp_async.jax_bridge import private_api, tracebacks
 
 
-def print_of(eqn: Any, operands: Sequence[Ref], line: str) -> Print:
-    """The print that an equation asks for."""
+def make_print(eqn: Any, operands: Sequence[Ref], line: str) -> Print:
+    """Make the print that an equation asks for."""
     return Print(
         functools.partial(private_api.call_host, eqn), tuple(PrintOperand(r) for r in operands), line
     )
 
 
-def refuse_host(eqn: Any, line: str, stage: Callable[[], int] | None) -> None:
-    """Host code does not travel to the actors.
+def refuse_host_code(eqn: Any, line: str, stage: Callable[[], int] | None) -> None:
+    """Refuse an equation that runs host code: it does not travel to the actors.
 
     Args:
         line: `file:line` where the equation stands.
         stage: counts the stages before it in a loop's body, which takes a walk; None outside.
 
     Raises:
-        UnsupportedError: there is some in the equation.
+        UnsupportedError: the equation runs host code.
     """
     name = eqn.primitive.name
     found, around = private_api.find_inside(eqn, CALLBACKS)
@@ -47,41 +47,36 @@ def refuse_host(eqn: Any, line: str, stage: Callable[[], int] | None) -> None:
         line = own
     if what in PRINTS:
         raise UnsupportedError(
-            f"{line}: {where}: prints are made by the controller from results of the step, and values inside a "
-            f"`{around[-1] if around else name}` are none; print before or after it, return the values from its "
-            "body and print them there, or write it as Python code"
+            f"{line}: {where}: prints are made by the controller from results of the step, and values inside "
+            f"a `{around[-1] if around else name}` are none; print before or after it, return the values "
+            "from its body and print them there, or write it as Python code"
         )
     raise UnsupportedError(
-        f"{line}: {where} runs Python on the host, or has side effects there, which a task on an actor cannot; "
-        "return the value and use it in your process when the step is over, or show it with `jax.debug.print` or "
-        "`jax.debug.callback`"
+        f"{line}: {where} runs Python on the host, or has side effects there, which a task on an actor "
+        "cannot; return the value and use it in your process when the step is over, or show it with "
+        "`jax.debug.print` or `jax.debug.callback`"
     )
 
 
 # ---------------------------------------------------------------- inside a checkpoint
 
 
-def can_lift(eqn: Any) -> bool:
-    """Whether an equation is a checkpoint with prints inside it."""
+def is_checkpoint_with_prints(eqn: Any) -> bool:
+    """Say whether an equation is a checkpoint with prints inside it."""
     return eqn.primitive.name in CHECKPOINTS and _has_prints(eqn)
-
-
-def can_inline(eqn: Any) -> bool:
-    """Whether an equation is a call with prints inside it."""
-    return eqn.primitive.name in CALLS | CUSTOM_RULES and _has_prints(eqn)
 
 
 def _has_prints(eqn: Any) -> bool:
     return any(private_api.primitives_inside(inner) & PRINTS for inner in private_api.sub_jaxprs(eqn))
 
 
-def lift(eqn: Any) -> tuple[Any, list[Any], list[tuple[Any, list[Any]]]]:
-    """A checkpoint without the prints inside it, whose operands become further results. Those inside a scan or a cond
-    stay.
+def lift_prints(eqn: Any) -> tuple[Any, list[Any], list[tuple[Any, list[Any]]]]:
+    """Take the prints out of a checkpoint: their operands become further results of it. Prints inside a scan
+    or a cond stay.
 
     Returns:
-        The equation, constants to pass before its operands, and each print's equation with its operands: a literal, or
-        the number of a result of the new equation.
+        The equation without prints, constants to pass before its operands, and each print's equation with its
+        operands: a literal, or the number of a result of the new equation.
     """
     jaxpr = private_api.inner_jaxpr(eqn)
     lifted: list[tuple[Any, list[Any]]] = []
@@ -91,10 +86,11 @@ def lift(eqn: Any) -> tuple[Any, list[Any], list[tuple[Any, list[Any]]]]:
         found: list[tuple[Any, list[Any]]] = []
         results = _evaluate(jaxpr, args, found)
         for inner, operands in found:
-            lifted.append((inner, []))
-            for operand in operands:
-                lifted[-1][1].append(operand if isinstance(operand, private_api.Literal) else len(results))
-                results += [] if isinstance(operand, private_api.Literal) else [operand]
+            first = len(results)
+            results += [operand for operand in operands if not isinstance(operand, private_api.Literal)]
+            numbers = iter(range(first, len(results)))
+            taken = [x if isinstance(x, private_api.Literal) else next(numbers) for x in operands]
+            lifted.append((inner, taken))
         return results
 
     return (*private_api.with_inner(eqn, without_prints), lifted)
@@ -113,29 +109,31 @@ def _evaluate(closed: Any, args: Sequence[Any], found: list[tuple[Any, list[Any]
         if eqn.primitive.name in PRINTS:
             found.append((eqn, [a if isinstance(a, private_api.Literal) else env[a] for a in eqn.invars]))
             continue
-        if can_lift(eqn):
-            lifted, constants, inside = lift(eqn)
-            results = private_api.bind_eqn(lifted, [*constants, *operands])
+        if is_checkpoint_with_prints(eqn):
+            without, constants, inside = lift_prints(eqn)
+            results = private_api.bind_eqn(without, [*constants, *operands])
             found += [(e, [results[o] if isinstance(o, int) else o for o in taken]) for e, taken in inside]
-        elif can_inline(eqn):
+        elif eqn.primitive.name in CALLS | CUSTOM_RULES and _has_prints(eqn):
             results = _evaluate(private_api.inner_jaxpr(eqn), operands, found)
         else:
             results = private_api.bind_eqn(eqn, operands)
-        env.update(zip(eqn.outvars, results, strict=False))  # a lifted one has more results
+        env.update(
+            zip(eqn.outvars, results, strict=False)
+        )  # a checkpoint without its prints has more results
     return [read(a) for a in jaxpr.outvars]
 
 
 # ---------------------------------------------------------------- inside a loop
 
 
-def shown_outside(
+def move_prints_out(
     prints: Sequence[Print], inside: Mapping[int, PrintOperand], types: Types, num_microbatches: int
 ) -> tuple[LoopPrints, dict[int, int]]:
-    """Prints of a loop's body as the step outside sees them.
+    """Rewrite the prints of a loop's body so that they read values outside the loop.
 
     Args:
         prints: operands are ids of the body.
-        inside: the body's inputs, as they are outside.
+        inside: the body's inputs, as the operands outside that they stand for.
 
     Returns:
         The prints, and the values that the loop has to stack: id in the body to id of the stack.
@@ -159,27 +157,24 @@ def shown_outside(
 
 
 def hidden_results(prints: Sequence[Print | LoopPrints]) -> tuple[int, ...]:
-    """The values that prints show, each once."""
-    refs = [
-        o.ref for p in prints for q in (p.prints if isinstance(p, LoopPrints) else (p,)) for o in q.operands
-    ]
+    """List the values that prints show, each once."""
+    each = (q for p in prints for q in (p.prints if isinstance(p, LoopPrints) else (p,)))
+    refs = (o.ref for p in each for o in p.operands)
     return tuple(dict.fromkeys(r for r in refs if isinstance(r, int)))
 
 
-def calls(
+def print_calls(
     prints: Sequence[Print | LoopPrints], values: Mapping[int, Any]
 ) -> Iterator[tuple[Print, list[Any]]]:
-    """Each print with its operands, in program order, a loop's microbatch by microbatch.
+    """Pair each print with its operands, in program order, a loop's prints microbatch by microbatch.
 
     Args:
         values: host arrays (keys as key arrays) by value id.
     """
     for p in prints:
-        if isinstance(p, Print):
-            yield p, [_value(o, values, 0) for o in p.operands]
-            continue
-        for i in range(p.num_microbatches):
-            for inner in p.prints:
+        inside, count = ((p,), 1) if isinstance(p, Print) else (p.prints, p.num_microbatches)
+        for i in range(count):
+            for inner in inside:
                 yield inner, [_value(o, values, i) for o in inner.operands]
 
 

@@ -1,10 +1,7 @@
-"""compiler.texts: what each pass left, as text for people, dumps and golden files. Decides nothing; no jax.
+"""Describe a compilation to people: the text of each pass, and the reasons why things are where they are.
 
-Texts are long and seldom read, so `PassTexts` holds what makes them and makes one when it is asked for.
-
-compiler.explain: why things are where they are. In: a placed step. Out: reasons, as words for `report`. No jax.
-
-Decides nothing: reads from the graph who uses what.
+Texts are long and seldom read, so `PassTexts` holds functions and makes a text when it is asked for.
+`Explainer` reads from the graph who uses what, for `report`.
 """
 
 from __future__ import annotations
@@ -26,14 +23,14 @@ from jaxpp_async.compiler.recipes import Recipe
 from jaxpp_async.compiler.task_graph import PlacedStep
 from jaxpp_async.compiler.task_variants import ScheduledLoop
 from jaxpp_async.program.actor_program import ActorProgram, format_program
-from jaxpp_async.program.instructions import ActorId, Node, ValueId
+from jaxpp_async.program.instructions import ActorId, Node, ValueId, task_kind
 
 
 class PassTexts(Mapping[str, str]):
-    """Pass name to text, in the order of the passes; each made anew when it is read.
+    """The text of each pass by its name, in the order of the passes; each is made anew when it is read.
 
     Args:
-        makers: pass name to what makes its text: a pure function of frozen values.
+        makers: pass name to the function that makes its text of frozen values.
     """
 
     def __init__(self, makers: Mapping[str, Callable[[], str]]) -> None:
@@ -52,90 +49,100 @@ class PassTexts(Mapping[str, str]):
         return f"<texts of {', '.join(self)}>"
 
     def with_text(self, name: str, maker: Callable[[], str]) -> PassTexts:
-        """These and the text of one more pass."""
+        """Return these texts and that of one more pass."""
         return PassTexts({**self._makers, name: maker})
 
 
 def format_programs(programs: Sequence[ActorProgram]) -> str:
+    """Format the programs of all actors."""
     return "\n\n".join(format_program(p) for p in programs)
 
 
 def format_executables(executables: Sequence[Any]) -> str:
+    """Format a line for each executable."""
     return "\n".join(f"exe {i} {e.name} {len(e.blob)} bytes" for i, e in enumerate(executables))
 
 
 def format_flat(flat: Flat, types: Types, indent: str = "") -> str:
-    """Readable text of a body, for dumps and golden files."""
-    lines = [f"{indent}inputs {_refs(flat.inputs, types)}"]
+    """Format a body of operations, for dumps and golden files."""
+    lines = [f"{indent}inputs {_format_refs(flat.inputs, types)}"]
     for op in flat.ops:
-        left = _refs([o for o in op.outputs if o >= 0], types)
+        left = _format_refs([o for o in op.outputs if o >= 0], types)
         if isinstance(op, Loop):
             n = op.num_microbatches
-            lines.append(f"{indent}{left} = loop[{n} microbatches] {_refs(op.inputs)} {{")
+            lines.append(f"{indent}{left} = loop[{n} microbatches] {_format_refs(op.inputs)} {{")
             lines.append(format_flat(op.body, types, indent + "  "))
             lines.append(f"{indent}}} reduce ({', '.join(type(r).__name__ for r in op.reductions)})")
         else:
             mark = " '" if op.transposed else ""
-            lines.append(f"{indent}{left} = {op.name} {_refs(op.inputs)}{mark}")
-    lines.append(f"{indent}return {_refs(flat.outputs)}")
+            lines.append(f"{indent}{left} = {op.name} {_format_refs(op.inputs)}{mark}")
+    lines.append(f"{indent}return {_format_refs(flat.outputs)}")
     return "\n".join(lines)
 
 
 def format_staged(staged: StagedLoop) -> str:
-    """The whole tasks of a loop, as it was cut."""
+    """Format the whole tasks of a loop, as it was cut."""
     lines = [f"loop of {staged.num_stages} stages, {staged.loop.num_microbatches} microbatches"]
     lines += [
         f"stage {k} ends at pipeline_yield {name!r}" for k, name in enumerate(staged.stage_names) if name
     ]
     for (ty, stage), task in staged.tasks.items():
-        lines += [f"{ty} stage {stage}", *_operations(task.ops)]
+        lines += [f"{ty} stage {stage}", *_format_ops(task.ops)]
     for k, parts in enumerate(staged.outputs):
-        joined = " + ".join(f"{_ref(p.value)} of {p.task[0]} stage {p.task[1]}" for p in parts)
+        joined = " + ".join(f"{_format_ref(p.value)} of {p.task[0]} stage {p.task[1]}" for p in parts)
         lines.append(f"result {k}: {type(staged.loop.reductions[k]).__name__} {joined}")
     return "\n".join(lines)
 
 
 def format_scheduled(scheduled: ScheduledLoop) -> str:
-    """Who runs what when, and what it is that runs: each form of a task with what it reads and what it makes."""
+    """Format who runs what when, and each form of a task with what it reads and makes."""
     lines = [schedules.format_grid(scheduled.tasks)]
-    for variant, actor in scheduled.on_actors():
+    for variant, actor in scheduled.variants_on_actors():
         task = variant.task
-        reads = _refs(scheduled.staged.reads(task))
+        reads = _format_refs(scheduled.staged.reads(task))
         lines.append(
-            f"{task.key[0]} stage {task.key[1]} on actor {actor} ({reads}) -> ({_refs(variant.makes)})"
+            f"{task.key[0]} stage {task.key[1]} on actor {actor} ({reads}) -> ({_format_refs(variant.makes)})"
         )
-        lines += _operations(task.ops)
-        lines += [f"  result {k} += {_ref(scheduled.staged.outputs[k][j].value)}" for k, j in task.adds]
+        lines += _format_ops(task.ops)
+        lines += [
+            f"  result {k} += {_format_ref(scheduled.staged.outputs[k][j].value)}" for k, j in task.adds
+        ]
     return "\n".join(lines)
 
 
-def _operations(ops: Sequence[Op]) -> list[str]:
-    return [f"  {_refs([o for o in op.outputs if o >= 0])} = {op.name} {_refs(op.inputs)}" for op in ops]
+def _format_ops(ops: Sequence[Op]) -> list[str]:
+    return [
+        f"  {_format_refs([o for o in op.outputs if o >= 0])} = {op.name} {_format_refs(op.inputs)}"
+        for op in ops
+    ]
 
 
-def _refs(refs: Iterable[Ref], types: Types | None = None) -> str:
-    return " ".join(_ref(r, types) for r in refs)
+def _format_refs(refs: Iterable[Ref], types: Types | None = None) -> str:
+    return " ".join(_format_ref(r, types) for r in refs)
 
 
-def _ref(ref: Ref, types: Types | None = None) -> str:
-    """An operand; with its type, if types are given."""
+def _format_ref(ref: Ref, types: Types | None = None) -> str:
+    """Format an operand; with its type, if types are given."""
     if isinstance(ref, Lit):
-        return _literal(ref.value)
-    return f"%{ref}" if types is None else f"%{ref}:{_aval(types[ref].aval.dtype, types[ref].aval.shape)}"
+        return _format_literal(ref.value)
+    return (
+        f"%{ref}" if types is None else f"%{ref}:{_format_aval(types[ref].aval.dtype, types[ref].aval.shape)}"
+    )
 
 
-def _literal(value: Any) -> str:
-    """A constant as text that does not depend on which array class JAX keeps it in."""
+def _format_literal(value: Any) -> str:
+    """Format a constant in a way that does not depend on which array class JAX keeps it in."""
     array = np.asarray(value)
     content = array.tolist() if array.size <= 8 else "..."
-    return f"#{content}:{_aval(array.dtype.name, array.shape) if array.ndim else array.dtype.name}"
+    return f"#{content}:{_format_aval(array.dtype.name, array.shape) if array.ndim else array.dtype.name}"
 
 
-def _aval(dtype: str, shape: Sequence[int]) -> str:
+def _format_aval(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def format_graph(placed: PlacedStep) -> str:
+    """Format a placed graph and a line for each recipe."""
     graph = placed.graph
     lines = [f"in  v{i.value} {graph.values[i.value].label} on {list(i.actors)}" for i in graph.inputs]
     for n in graph.nodes:
@@ -146,10 +153,12 @@ def format_graph(placed: PlacedStep) -> str:
 
 
 def _format_recipe(index: int, recipe: Recipe) -> str:
-    return f"exe {index} {recipe.name} ({_refs(recipe.inputs)}) -> ({_refs(recipe.outputs)}) ops {len(recipe.ops)}"
+    signature = f"({_format_refs(recipe.inputs)}) -> ({_format_refs(recipe.outputs)})"
+    return f"exe {index} {recipe.name} {signature} ops {len(recipe.ops)}"
 
 
 def format_specs(placed: PlacedStep) -> str:
+    """Format the type and sharding of every value of the graph."""
     return "\n".join(
         f"v{i} {value.label} {value.aval.dtype}{list(value.aval.shape)} {value.aval.spec or 'replicated'}"
         for i, value in enumerate(placed.graph.values)
@@ -166,8 +175,10 @@ class CrossActorArray:
     """One array that goes from one actor to another.
 
     Args:
-        what: what it is: type, and the task or operation that makes it.
-        when: `"in the loop"`, or which part of the step outside it.
+        value: the value in the graph.
+        from_actor, to_actor: the two actors.
+        what: its type, and the task or operation that makes it.
+        when: `"in the loop"`, or the part of the step outside it.
         why: who needs it there.
     """
 
@@ -180,12 +191,12 @@ class CrossActorArray:
 
 
 class Explainer:
-    """Reasons for one step.
+    """Finds the reasons for the places and transfers of one step.
 
     Args:
         traced: the step, for names.
         placed: the same, placed.
-        continues: result leaf to the argument leaf it continues.
+        continues: result leaf to the argument leaf that it continues.
     """
 
     def __init__(self, traced: Traced, placed: PlacedStep, continues: Mapping[int, int]) -> None:
@@ -220,7 +231,7 @@ class Explainer:
 
     @cached_property
     def _continued(self) -> dict[ValueId, list[int]]:
-        """The results that continue an argument."""
+        """The results that continue an argument, by the argument's value."""
         values = {i.arg: i.value for i in self.graph.inputs}
         found: dict[ValueId, list[int]] = defaultdict(list)
         for result, arg in self.continues.items():
@@ -230,18 +241,20 @@ class Explainer:
     # ---- transfers
 
     def crossings(self) -> list[CrossActorArray]:
-        """Every transfer of a step, by value."""
+        """List every transfer of a step, by value."""
         planned = sorted((t.value, t.to_actor, t.from_actor) for t in plan_transfers(self.graph))
         return [
-            CrossActorArray(v, source, a, self._what(v), self._when(v, a), self._who(v, a))
+            CrossActorArray(
+                v, source, a, self._describe_value(v), self._find_phase(v, a), self._list_readers(v, a)
+            )
             for v, a, source in planned
         ]
 
-    def _what(self, value: ValueId) -> str:
+    def _describe_value(self, value: ValueId) -> str:
         aval = self.graph.values[value].aval
-        return f"{aval.dtype}{list(aval.shape)} {self._origin(value)}"
+        return f"{aval.dtype}{list(aval.shape)} {self._describe_origin(value)}"
 
-    def _origin(self, value: ValueId) -> str:
+    def _describe_origin(self, value: ValueId) -> str:
         node = self.maker.get(value)
         if node is None:
             return self.graph.values[value].label
@@ -249,18 +262,15 @@ class Explainer:
             verb = {"accumulator": "accumulated by", "result": "collected by"}.get(
                 self.graph.values[value].kind, "of"
             )
-            return f"{verb} {task_kind(node)}"
+            return f"{verb} {task_kind(node.label)}"
         op = self._producers.get(self.placed.value_ids[value])
-        return f"of {node.label}" if op is None else f"{op.name} at {_short(op.line)}"
+        return f"of {node.label}" if op is None else f"{op.name} at {_file_name(op.line)}"
 
-    def _is_total(self, value: ValueId) -> bool:
-        return self.graph.values[value].kind in ("accumulator", "result")
-
-    def _when(self, value: ValueId, actor: ActorId) -> str:
-        """The part of the step in which a transfer happens."""
+    def _find_phase(self, value: ValueId, actor: ActorId) -> str:
+        """Find the part of the step in which a transfer happens."""
         node = self.maker.get(value)
         readers = self.readers.get((value, actor), [])
-        if node is not None and node.task is not None and not self._is_total(value):
+        if node is not None and node.task is not None and self.graph.values[value].kind == "temp":
             return IN_LOOP
         outside = [n for n in readers if n.task is None]
         if outside:
@@ -269,27 +279,27 @@ class Explainer:
             return self.phase(node)
         return self._phases[-1]
 
-    def _who(self, value: ValueId, actor: ActorId) -> str:
+    def _list_readers(self, value: ValueId, actor: ActorId) -> str:
         readers = self.readers.get((value, actor), [])
-        tasks = list(dict.fromkeys(task_kind(n) for n in readers if n.task is not None))
-        found = [f"for {_listed(tasks)}"] if tasks else []
+        tasks = list(dict.fromkeys(task_kind(n.label) for n in readers if n.task is not None))
+        found = [f"for {_join_names(tasks)}"] if tasks else []
         if any(n.task is None for n in readers):
             ops = dict.fromkeys(self._users.get((self.placed.value_ids[value], actor), []))
-            found.append(f"for {_listed(ops)} there")
+            found.append(f"for {_join_names(ops)} there")
         names = [self.traced.result_name(k) for k in self.results.get((value, actor), [])]
         if names:
-            found.append(f"as {_listed(names)}, which lives there")
+            found.append(f"as {_join_names(names)}, which lives there")
         return "; ".join(found)
 
     # ---- parts of the step
 
     def is_in_loop(self, when: str) -> bool:
-        """Whether a transfer at that time happens for each microbatch."""
+        """Say whether a transfer at that time happens for each microbatch."""
         return when == IN_LOOP
 
     @property
     def num_microbatches(self) -> int:
-        """Of the largest loop; 1 without one."""
+        """The microbatches of the largest loop; 1 without a loop."""
         return max((s.staged.loop.num_microbatches for s in self.placed.loops.values()), default=1)
 
     @cached_property
@@ -304,33 +314,33 @@ class Explainer:
         return ["before loop 1", *(f"before loop {k}" for k in range(2, count + 1)), f"after loop {count}"]
 
     def phase(self, node: Node) -> str:
-        """In which part of the step a node outside the loops runs."""
+        """Say in which part of the step a node outside the loops runs."""
         level = self.placed.outer_levels.get(node.label, 0)
         return self._phases[sum(level > loop for loop in self._loop_levels)]
 
     # ---- arguments and results
 
     def why_input(self, value: ValueId, actors: Sequence[ActorId]) -> str:
-        """Why an argument lives where it lives."""
+        """Say why an argument lives where it lives."""
         if not actors:
             return self._why_unused(value)
-        return _by_actor({a: self._why_input_on(value, a) for a in actors})
+        return _join_reasons({a: self._why_input_on(value, a) for a in actors})
 
     def _why_input_on(self, value: ValueId, actor: ActorId) -> str:
         readers = self.readers.get((value, actor), [])
-        tasks = dict.fromkeys(task_kind(n) for n in readers if n.task is not None)
+        tasks = dict.fromkeys(task_kind(n.label) for n in readers if n.task is not None)
         phases = dict.fromkeys(self.phase(n) for n in readers if n.task is None)
         through = self._used_through(value, actor) if any(p.startswith("before") for p in phases) else []
         if through:
-            phases = [f"{p} for {_listed(through)}" if p.startswith("before") else p for p in phases]
+            phases = [f"{p} for {_join_names(through)}" if p.startswith("before") else p for p in phases]
         users = [*tasks, *phases]
         if users:
-            return f"used by {_listed(users)}" if tasks else f"used {_listed(users)}"
+            return f"used by {_join_names(users)}" if tasks else f"used {_join_names(users)}"
         passed = [self.traced.result_name(k) for k in self.results.get((value, actor), [])]
         if passed:
-            return f"passed on as {_listed(passed)}"
+            return f"passed on as {_join_names(passed)}"
         if continued := [self.traced.result_name(k) for k in self._continued.get(value, [])]:
-            return f"replaced by {_listed(continued)}, which is made there"
+            return f"replaced by {_join_names(continued)}, which is made there"
         return f"nobody uses it on actor {actor}"
 
     def _why_unused(self, value: ValueId) -> str:
@@ -339,24 +349,24 @@ class Explainer:
             self.traced.result_name(k) for k, v in self.placed.placement.handed_back.items() if v == argument
         ]
         if back:
-            return f"not used: stays where it is, and is handed back as {_listed(back)}"
+            return f"not used: stays where it is, and is handed back as {_join_names(back)}"
         if continued := [self.traced.result_name(k) for k in self._continued.get(value, [])]:
-            return f"not used: stays where it is; {_listed(continued)} replaces it"
+            return f"not used: stays where it is; {_join_names(continued)} replaces it"
         return "not used: stays where it is"
 
     def _used_through(self, value: ValueId, actor: ActorId) -> list[str]:
-        """Tasks of loops on an actor that use what is made of an argument outside of them, such as a cast of it."""
+        """Find an actor's tasks that use what is made of an argument outside the loops, such as a cast."""
         argument, homes = self.placed.value_ids[value], self.placed.placement.op_actors
         made = {o for i, op in self._items if actor in homes[i] and argument in op.reads for o in op.outputs}
         here = (n for n in self.graph.nodes if n.actor == actor and n.task is not None)
         return list(
             dict.fromkeys(
-                task_kind(n) for n in here if any(self.placed.value_ids[v] in made for v in n.inputs)
+                task_kind(n.label) for n in here if any(self.placed.value_ids[v] in made for v in n.inputs)
             )
         )
 
     def why_result(self, result: int, value: ValueId) -> str:
-        """Why a result lives where it lives."""
+        """Say why a result lives where it lives."""
         if result in self.placed.placement.handed_back:
             return f"is {self.graph.values[value].label}, handed back where it lies"
         if result in self.placed.placement.asked:
@@ -365,24 +375,19 @@ class Explainer:
             return f"continues {self.traced.arg_names[self.continues[result]]}"
         if value not in self.maker:
             return f"is {self.graph.values[value].label}"
-        return f"made there: {self._origin(value)}"
+        return f"made there: {self._describe_origin(value)}"
 
 
-def task_kind(node: Node) -> str:
-    """A loop's node without its microbatch, such as `"bwd(stage 1)"`."""
-    return node.label.split(", mb ")[0] + ")" if ", mb " in node.label else node.label
-
-
-def _by_actor(reasons: Mapping[ActorId, str]) -> str:
+def _join_reasons(reasons: Mapping[ActorId, str]) -> str:
     if len(set(reasons.values())) == 1:
         return next(iter(reasons.values()))
     return "; ".join(f"actor {a}: {reason}" for a, reason in reasons.items())
 
 
-def _short(line: str) -> str:
+def _file_name(line: str) -> str:
     return os.path.basename(line)
 
 
-def _listed(names: Iterable[str], most: int = 4) -> str:
+def _join_names(names: Iterable[str], most: int = 4) -> str:
     shown = list(names)
     return ", ".join(shown if len(shown) <= most else [*shown[: most - 1], f"{len(shown) - most + 1} more"])

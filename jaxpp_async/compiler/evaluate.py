@@ -1,8 +1,6 @@
-"""compiler.evaluate: operations and recipes as functions of arrays, to be called under a JAX trace. Lowers nothing.
+"""Turn operations, recipes and branches into functions of arrays that JAX can trace.
 
-At a recipe's boundary PRNG keys stand as their data.
-
-compiler.avals: JAX's avals in, `ValueType`s out. Never looks at a value.
+At a recipe's boundary PRNG keys travel as their uint32 data.
 """
 
 from __future__ import annotations
@@ -13,78 +11,80 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jaxpp_async.compiler.ir import Lit, Op, Ref, Types, ValueType
+from jaxpp_async.compiler.ir import Branches, Flat, Lit, Op, Ref, Types, ValueType
 from jaxpp_async.compiler.recipes import Recipe
 from jaxpp_async.jax_bridge import private_api
-from jaxpp_async.markers import logical_axes, markers
+from jaxpp_async.markers import logical_axes
+from jaxpp_async.markers.nonfinite import NonfiniteChecker
 from jaxpp_async.program.instructions import Aval
 
 
 def recipe_function(recipe: Recipe, types: Types) -> Callable[..., list[Any]]:
-    """The recipe as a function of its inputs."""
-
-    def run(*args: Any) -> list[Any]:
-        return _run(recipe, types, args, None)
-
-    return run
+    """Return the recipe as a function of its inputs."""
+    return lambda *args: _run_recipe(recipe, types, args, None)
 
 
 def checked_function(recipe: Recipe, types: Types) -> Callable[..., tuple[list[Any], dict[str, Any]]]:
-    """The recipe as a function of its inputs that also says which operations make NaNs or infinities.
+    """Return the recipe as a function of its inputs that also reports which operations make NaNs or
+    infinities.
 
     Returns:
-        A function to the results and, under the places joined by newlines, what was seen there: first in each input (of
-        a batch: in the microbatch), then in what each operation made. See `nonfinite.Checker`.
+        A function that returns the results, and a dict of one entry: the checked places, joined by newlines,
+            and the vector with the worst value at each. First comes each input (of a batch: its microbatch),
+            then the result of each operation. See `nonfinite.NonfiniteChecker`.
     """
 
     def run(*args: Any) -> tuple[list[Any], dict[str, Any]]:
-        checker = markers.Checker()
-        results = _run(recipe, types, args, checker)
+        checker = NonfiniteChecker()
+        results = _run_recipe(recipe, types, args, checker)
         return results, {"\n".join(checker.places): checker.found()}
 
     return run
 
 
-def _run(recipe: Recipe, types: Types, args: Sequence[Any], checker: markers.Checker | None) -> list[Any]:
+def _run_recipe(
+    recipe: Recipe, types: Types, args: Sequence[Any], checker: NonfiniteChecker | None
+) -> list[Any]:
     env: dict[int, Any] = {v: lit.value for v, lit in recipe.literals.items()}
-    env.update((v, wrap(types[v], x)) for v, x in zip(recipe.inputs, args, strict=True))
+    env.update((v, wrap_input(types[v], x)) for v, x in zip(recipe.inputs, args, strict=True))
     index = env[recipe.index] if recipe.index is not None else None
     for whole, part in recipe.slices:
-        env[part] = lax.dynamic_index_in_dim(read(env, whole), index, 0, keepdims=False)
+        env[part] = lax.dynamic_index_in_dim(read_operand(env, whole), index, 0, keepdims=False)
     for start in recipe.starts:
         dtype = jnp.dtype(start.aval.dtype)
         accumulator = start.reduction.start(start.aval.shape, dtype, start.num_microbatches)
-        env[start.result] = wrap(types[start.result], accumulator)
+        env[start.result] = wrap_input(types[start.result], accumulator)
     if checker is None:
         run_ops(recipe.ops, env)
     else:
         cut = {whole: part for whole, part in recipe.slices}
         for v in recipe.inputs:
             checker.check_argument(env[cut.get(v, v)])
-        _run_checked(recipe.ops, env, checker)
+        _run_ops_checked(recipe.ops, env, checker)
     for a in recipe.accumulates:
-        old = unwrap(env[a.accumulator])
-        value = jnp.asarray(read(env, a.value))
-        env[a.result] = a.reduction.step(old, unwrap(value), index)
+        old = key_data(env[a.accumulator])
+        value = jnp.asarray(read_operand(env, a.value))
+        env[a.result] = a.reduction.step(old, key_data(value), index)
         if checker is not None:
             checker.check_result(env[a.result], "accumulate_grads", repr(a.reduction))
-    return [leave(env[r]) if isinstance(r, int) else jnp.asarray(r.value) for r in recipe.outputs]
+    return [unwrap_result(env[r]) if isinstance(r, int) else jnp.asarray(r.value) for r in recipe.outputs]
 
 
 def run_ops(ops: Sequence[Op], env: dict[int, Any]) -> None:
     """Run operations under a JAX trace, reading and writing `env`."""
     for op in ops:
-        results = op.run([read(env, r) for r in op.inputs])
+        results = op.run([read_operand(env, r) for r in op.inputs])
         env.update((o, x) for o, x in zip(op.outputs, results, strict=True) if o >= 0)
 
 
-def _run_checked(ops: Sequence[Op], env: dict[int, Any], checker: markers.Checker) -> None:
-    """As `run_ops`, looking at each value that is made, also inside what an operation wraps."""
+def _run_ops_checked(ops: Sequence[Op], env: dict[int, Any], checker: NonfiniteChecker) -> None:
+    """Run operations as `run_ops` does, and check each value that is made, also inside a call or a scan."""
     for op in ops:
-        operands, run = [read(env, r) for r in op.inputs], op.run
+        operands, run = [read_operand(env, r) for r in op.inputs], op.run
         if isinstance(run, functools.partial) and run.func is private_api.bind_eqn:
             results = checker.run_equation(run.args[0], operands, op.line)
         else:
@@ -94,39 +94,88 @@ def _run_checked(ops: Sequence[Op], env: dict[int, Any], checker: markers.Checke
         env.update((o, x) for o, x in zip(op.outputs, results, strict=True) if o >= 0)
 
 
-def read(env: Mapping[int, Any], ref: Ref) -> Any:
-    """An operand's array."""
+def read_operand(env: Mapping[int, Any], ref: Ref) -> Any:
+    """Return an operand's array."""
     return ref.value if isinstance(ref, Lit) else env[ref]
 
 
-def wrap(value_type: ValueType, x: Any) -> Any:
-    """A value at the boundary as its operations know it: key data as keys, with the sharding of its type."""
+def wrap_input(value_type: ValueType, x: Any) -> Any:
+    """Convert an array at the boundary into the form its operations use: key data as keys, with the
+    sharding of its type."""
     keyed = jax.random.wrap_key_data(x, impl=value_type.key_impl) if value_type.key_impl else x
-    return logical_axes.bring(keyed, value_type.sharding)
+    return logical_axes.reshard_to(keyed, value_type.sharding)
 
 
-def leave(x: Any) -> Any:
-    """The reverse of `wrap`: keys as key data; what is whole on every device, for whatever use, is just whole."""
+def unwrap_result(x: Any) -> Any:
+    """Convert a result into its form at the boundary: keys as key data, a value that is whole on every
+    device as replicated, even where its type says reduced."""
     x = jnp.asarray(x)
-    mesh, known = jax.sharding.get_abstract_mesh(), logical_axes.of(jax.typeof(x))
+    mesh, known = jax.sharding.get_abstract_mesh(), logical_axes.explicit_sharding(jax.typeof(x))
     if known is not None and (known.mesh != mesh or known.spec.reduced):
-        x = logical_axes.bring(x, NamedSharding(mesh, known.spec.update(reduced=frozenset())))
-    return unwrap(x)
+        x = logical_axes.reshard_to(x, NamedSharding(mesh, known.spec.update(reduced=frozenset())))
+    return key_data(x)
 
 
-def unwrap(x: Any) -> Any:
-    """Keys to key data; anything else as it is."""
+def key_data(x: Any) -> Any:
+    """Convert keys to key data; return any other array as it is."""
     return jax.random.key_data(x) if private_api.is_key_dtype(x.dtype) else x
 
 
-# ---------------------------------------------------------------- avals
-
-
 def value_type(aval: Any) -> ValueType:
-    """The `ValueType` of a JAX aval (sharding is filled in later)."""
-    weak, types = bool(getattr(aval, "weak_type", False)), logical_axes.of(aval)
+    """Return the `ValueType` of a JAX aval. Its split over mesh axes is found later."""
+    weak, types = bool(getattr(aval, "weak_type", False)), logical_axes.explicit_sharding(aval)
     on_host = private_api.is_host_memory(aval)
     if private_api.is_key_dtype(aval.dtype):
         data, impl = Aval(private_api.key_data_shape(aval), "uint32"), private_api.key_impl(aval.dtype)
         return ValueType(data, impl, weak, types, on_host)
     return ValueType(Aval(tuple(aval.shape), private_api.dtype_name(aval.dtype)), None, weak, types, on_host)
+
+
+# ---------------------------------------------------------------- branches of a cond
+
+
+def branches(bodies: Sequence[Flat], types: Types, *, ends: bool) -> Branches:
+    """Make the branches of a `cond`, for passes that split it.
+
+    Args:
+        bodies: one a branch, with the same results.
+        types: of every value id, also of the ids that bodies get later.
+        ends: no branch has a `while`.
+    """
+    return Branches(tuple(bodies), lambda chosen: _choose_branch(chosen, types), _select, ends)
+
+
+def _choose_branch(bodies: Sequence[Flat], types: Types) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    dtypes = [_dtype(refs, types) for refs in zip(*(body.outputs for body in bodies), strict=True)]
+
+    def run_body(body: Flat, *args: Any) -> list[Any]:
+        env: dict[int, Any] = dict(zip(body.inputs, args, strict=True))
+        # No branch has a loop: tracing refuses it.
+        run_ops([op for op in body.ops if isinstance(op, Op)], env)
+        results = zip((read_operand(env, r) for r in body.outputs), dtypes, strict=True)
+        # A constant may be a Python number, whose dtype would follow the configuration.
+        return [x if dtype is None else jnp.asarray(x, dtype) for x, dtype in results]
+
+    cases = [functools.partial(run_body, body) for body in bodies]
+    return lambda xs: lax.switch(xs[0], cases, *xs[1:])
+
+
+def _dtype(refs: Sequence[Ref], types: Types) -> Any:
+    """Return the dtype of one result, which every branch gives; None for keys."""
+    value_id = next((r for r in refs if isinstance(r, int)), None)
+    if value_id is None:
+        return _constant_dtype(refs[0].value) if isinstance(refs[0], Lit) else None
+    return None if types[value_id].key_impl else jnp.dtype(types[value_id].aval.dtype)
+
+
+def _select(xs: Sequence[Any]) -> list[Any]:
+    """Return `cases[position]`, all computed. Constants among the cases become arrays of the others' type."""
+    position, *cases = xs
+    arrays = [x for x in cases if isinstance(x, jax.Array)]
+    dtype = arrays[0].dtype if arrays else _constant_dtype(cases[0])
+    cases = [x if isinstance(x, jax.Array) else jnp.asarray(x, dtype) for x in cases]
+    return [lax.select_n(position, *cases)]
+
+
+def _constant_dtype(value: Any) -> Any:
+    return private_api.canonical_dtype(np.asarray(value).dtype)

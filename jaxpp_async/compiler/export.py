@@ -1,13 +1,12 @@
-"""compiler.emit: recipes in, serialized StableHLO with pinned shardings out. Runs nothing.
+"""Lower recipes to serialized StableHLO with pinned shardings, and explain why one cannot be lowered.
 
-Every executable takes and returns flat lists of arrays. PRNG keys stand as their data at the boundary. Under
-`jax_debug_nans` or `jax_debug_infs` it returns a second result: see `evaluate.checked_function`.
+Every executable takes and returns flat lists of arrays. PRNG keys are passed between executables as their
+data. Under `jax_debug_nans` or `jax_debug_infs` an executable returns a second result: see
+`evaluate.checked_function`.
 
-compiler.exportable: errors for steps that cannot be lowered, or whose arrays actors cannot keep.
-
-Each is an `UnsupportedError` that names the operation, its task and the user's line.
-
-Looks for the culprit only once something has failed: each operation is then lowered alone. Runs nothing.
+Errors for steps that cannot be lowered, or whose arrays actors cannot keep, are `UnsupportedError`s that name
+the operation, its task and the user's line. The operation is looked for only once something has failed: each
+is then lowered alone.
 """
 
 from __future__ import annotations
@@ -30,13 +29,19 @@ from jaxpp_async.compiler.recipes import Recipe
 from jaxpp_async.compiler.task_graph import PlacedStep
 from jaxpp_async.errors import JaxppAsyncError, UnsupportedError
 from jaxpp_async.jax_bridge import jax_config, private_api
-from jaxpp_async.markers import logical_axes, markers
+from jaxpp_async.markers import logical_axes, nonfinite
 from jaxpp_async.program.instructions import SpecEntry
 
 
 @dataclass(frozen=True)
 class Emitted:
-    """One executable: a key that depends on nothing but its content, and its bytes."""
+    """One serialized executable.
+
+    Args:
+        key: a hash of the content alone.
+        blob: the serialized StableHLO.
+        name: the recipe's.
+    """
 
     key: str
     blob: bytes
@@ -45,7 +50,7 @@ class Emitted:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What executables are lowered for.
+    """The devices that executables are lowered for.
 
     Args:
         mesh: the actors' mesh, abstract; None for actors of one device.
@@ -74,27 +79,30 @@ def emit(
     """Lower one recipe.
 
     Args:
+        recipe: the recipe.
+        types: the type of each value id.
         specs: sharding of each value id; missing ones are replicated.
+        target: the mesh and platform to lower for.
         out_specs: of the results, where they differ from the values' own.
     """
     if out_specs is None:
         out_specs = [specs.get(v, ()) if isinstance(v, int) else () for v in recipe.outputs]
     inputs = [types[v] for v in recipe.inputs]
-    checked = markers.wanted() and bool(recipe.ops or recipe.accumulates)
+    checked = nonfinite.forbids_nonfinite() and bool(recipe.ops or recipe.accumulates)
     fn = checked_function(recipe, types) if checked else recipe_function(recipe, types)
     fn.__name__ = recipe.stem
     options: dict[str, Any] = {}
     shardings: Sequence[Any] = [None] * len(inputs)
     if target.mesh is not None:
-        shardings = [_named(target.mesh, specs.get(v, ()), types[v]) for v in recipe.inputs]
+        shardings = [_sharding(target.mesh, specs.get(v, ()), types[v]) for v in recipe.inputs]
         options["in_shardings"] = tuple(shardings)
         options["out_shardings"] = [
-            _named(target.mesh, spec, types[v] if isinstance(v, int) else None)
+            _sharding(target.mesh, spec, types[v] if isinstance(v, int) else None)
             for v, spec in zip(recipe.outputs, out_specs, strict=True)
         ]
         if checked:
             options["out_shardings"] = options["out_shardings"], NamedSharding(target.mesh, PartitionSpec())
-    in_types = shardings if logical_axes.has_axes(target.mesh) else [None] * len(inputs)
+    in_types = shardings if logical_axes.has_explicit_axes(target.mesh) else [None] * len(inputs)
     avals = [
         jax.ShapeDtypeStruct(t.aval.shape, jnp.dtype(t.aval.dtype), sharding=s)
         for t, s in zip(inputs, in_types, strict=True)
@@ -107,16 +115,16 @@ def emit(
 
 
 def lowering_context(target: Target) -> Any:
-    """For tracing steps and lowering tasks: the mesh for bare `PartitionSpec`s, the rules for `shard`."""
+    """Set up JAX for tracing and lowering: the mesh for bare `PartitionSpec`s, the rules for `shard`."""
     stack = contextlib.ExitStack()
     stack.enter_context(logical_axes.axis_rules(target.axis_rules if target.mesh is not None else {}))
     stack.enter_context(jax_config.mesh_context(target.mesh))
     return stack
 
 
-def _named(mesh: AbstractMesh, spec: Sequence[SpecEntry], value_type: ValueType | None) -> NamedSharding:
-    """How a value lies between executables."""
-    pending = logical_axes.unreduced(value_type.sharding) if value_type is not None else ()
+def _sharding(mesh: AbstractMesh, spec: Sequence[SpecEntry], value_type: ValueType | None) -> NamedSharding:
+    """Return how a value lies between executables."""
+    pending = logical_axes.unreduced_axes(value_type.sharding) if value_type is not None else ()
     return NamedSharding(mesh, PartitionSpec(*spec, unreduced=frozenset(pending)))
 
 
@@ -128,21 +136,23 @@ _FOREIGN = re.compile(r"custom_call @([\w.$-]+)")
 
 @contextlib.contextmanager
 def explained(recipes: Sequence[Recipe], types: Types, target: Target) -> Iterator[None]:
-    """What JAX raises inside becomes an `UnsupportedError`, if one operation of the recipes is to blame.
+    """Turn what JAX raises inside into an `UnsupportedError`, if one operation of the recipes is to blame.
 
     Args:
         recipes: of the step that is lowered inside, each with the operations of one task.
+        types: the type of each value id.
+        target: the mesh and platform to lower for.
     """
     try:
         yield
     except JaxppAsyncError:
         raise
     except Exception as error:  # lowering rules are anybody's code and raise anything
-        found = _culprit(recipes, types, target)
+        found = _find_culprit(recipes, types, target)
         if found is None:
             raise
         recipe, op, why = found
-        raise UnsupportedError(_message(recipe, op, why)) from error
+        raise UnsupportedError(_explain(recipe, op, why)) from error
 
 
 def refuse_host_memory(placed: PlacedStep) -> None:
@@ -155,15 +165,21 @@ def refuse_host_memory(placed: PlacedStep) -> None:
         for op in recipe.ops:
             if crossing.intersection(op.outputs):
                 raise UnsupportedError(
-                    f"{op.line}: `{op.name}` in task {recipe.name} puts an array into host memory, and another task, "
-                    "or the step's caller, gets it; actors keep such arrays in their devices' memory alone. For a "
-                    "checkpoint write a policy that saves or recomputes (save_only_these_names, nothing_saveable) in "
-                    "place of one that offloads; leave jax.device_put(..., jax.memory.Space.Host) out of a state"
+                    f"{op.line}: `{op.name}` in task {recipe.name} puts an array into host memory, and "
+                    "another task, "
+                    "or the step's caller, gets it; actors keep such arrays in their devices' memory alone. "
+                    "For a "
+                    "checkpoint write a policy that saves or recomputes (save_only_these_names, "
+                    "nothing_saveable) in "
+                    "place of one that offloads; leave jax.device_put(..., jax.memory.Space.Host) out of a "
+                    "state"
                 )
 
 
-def _culprit(recipes: Sequence[Recipe], types: Types, target: Target) -> tuple[Recipe, Op, Exception] | None:
-    """The first operation that cannot be lowered on its own."""
+def _find_culprit(
+    recipes: Sequence[Recipe], types: Types, target: Target
+) -> tuple[Recipe, Op, Exception] | None:
+    """Find the first operation that cannot be lowered on its own."""
     tried: set[tuple[str, str]] = set()
     for recipe in recipes:
         for op in recipe.ops:
@@ -175,29 +191,32 @@ def _culprit(recipes: Sequence[Recipe], types: Types, target: Target) -> tuple[R
             )
             try:
                 emit(alone, types, {}, target)
-            except Exception as error:  # as above
+            except Exception as error:  # see `explained`
                 return recipe, op, error
     return None
 
 
-def _message(recipe: Recipe, op: Op, error: Exception) -> str:
+def _explain(recipe: Recipe, op: Op, error: Exception) -> str:
     text = str(error)
     where = f"{op.line}: "
     if rule := _NO_RULE.search(text):
         around = f" (inside `{op.name}`)" if rule[1] != op.name else ""
         return (
-            f"{where}`{rule[1]}`{around} in task {recipe.name} has no lowering for the actors' platform; register one "
+            f"{where}`{rule[1]}`{around} in task {recipe.name} has no lowering for the actors' platform; "
+            "register one "
             "(`jax.interpreters.mlir.register_lowering`), or write it with JAX's own operations"
         )
     if foreign := _FOREIGN.search(text):
         return (
-            f"{where}`{op.name}` in task {recipe.name} calls foreign code, {foreign[1]!r}, which cannot be exported to "
+            f"{where}`{op.name}` in task {recipe.name} calls foreign code, {foreign[1]!r}, which cannot be "
+            "exported to "
             "the actors; write it with JAX's own operations"
         )
     if private_api.is_missing_gpu_error(error):
         return (
             f"{where}`{op.name}` in task {recipe.name} needs a GPU in this process to be lowered "
-            f"({text.splitlines()[0]}); start it where there is one, or use an implementation that can do without"
+            f"({text.splitlines()[0]}); start it where there is one, or use an implementation that can do "
+            "without"
         )
     why = text.splitlines()[0] if text else type(error).__name__
     return (

@@ -1,10 +1,9 @@
-"""compiler.sharing: recipes in, one executable for each in the same order out; recipes that are equal up to the
-numbers of their values are exported once. Runs nothing.
+"""Export recipes that are equal up to the numbers of their values only once.
 
-Two recipes are equal when everything that `emit` reads of them is: names, types, shardings, constants' bytes, the
-parameters of every operation, nested jaxprs included, and the source lines that stand in an executable's bytes. What
-cannot be compared is equal to itself alone. So an executable that is shared has the bytes that a second export would
-give, and identical stages cost one export, however many there are.
+Two recipes are equal when everything that `emit` reads of them is: names, types, shardings, constants' bytes,
+the parameters of every operation, nested jaxprs included, and the source lines that stand in an executable's
+bytes. What cannot be compared is equal to itself alone. So an executable that is shared has the bytes that a
+second export would give, and identical stages cost one export, however many there are.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ Specs = Mapping[int, tuple[SpecEntry, ...]]
 
 
 class ExportCache:
-    """Executables of a step and of its forms under other schedules, by what they compute.
+    """The executables of a step and of its forms under other schedules, by what they compute.
 
-    It grows with every step that is emitted through it; whoever keeps compiled steps owns one.
+    The cache grows with every step that is emitted through it; whoever keeps compiled steps owns one.
 
     Attributes:
         count: how many recipes were exported.
@@ -42,70 +41,64 @@ class ExportCache:
     def __init__(self) -> None:
         self.count = 0
         self._known: dict[Hashable, Emitted] = {}
-        self._unsorted: list[tuple[_Step, Recipe, Emitted]] = []
+        self._without_key: list[tuple[_ExportContext, Recipe, Emitted]] = []
 
     def emit(
         self, recipes: Sequence[Recipe], types: Types, specs: Specs, target: Target
     ) -> tuple[Emitted, ...]:
-        """One executable a recipe, as `emit` would make it, each exported at most once.
+        """Emit one executable a recipe, as `export.emit` would make it, each exported at most once.
 
         Args:
             recipes: of one step.
-            types, specs, target: as `emit.emit` takes them.
+            types, specs, target: as `export.emit` takes them.
         """
-        step = _Step(types, specs, target, jax_config.trace_settings())
+        context = _ExportContext(types, specs, target, jax_config.trace_settings())
         # Keys cost a tenth of an export. A recipe that resembles no other needs none yet.
         resembling: dict[Hashable, list[int]] = defaultdict(list)
         for position, recipe in enumerate(recipes):
             resembling[_outline(recipe)].append(position)
         found: dict[int, Emitted] = {}
-        again = bool(self._known or self._unsorted)
+        is_first = not (self._known or self._without_key)
         for positions in resembling.values():
-            if len(positions) > 1 or again:
-                found.update((p, self._shared(step, recipes[p])) for p in positions)
-            else:
+            if is_first and len(positions) == 1:
                 (p,) = positions
-                found[p] = self._export(step, recipes[p])
-                self._unsorted.append((step, recipes[p], found[p]))
+                found[p] = self._export(context, recipes[p])
+                self._without_key.append((context, recipes[p], found[p]))
+            else:
+                found.update((p, self._shared(context, recipes[p])) for p in positions)
         return tuple(found[p] for p in range(len(recipes)))
 
-    def _shared(self, step: _Step, recipe: Recipe) -> Emitted:
-        while self._unsorted:
-            of, other, emitted = self._unsorted.pop()
-            self._known[of.key(other)] = emitted
-        key = step.key(recipe)
+    def _shared(self, context: _ExportContext, recipe: Recipe) -> Emitted:
+        while self._without_key:
+            earlier, other, emitted = self._without_key.pop()
+            self._known[earlier.key(other)] = emitted
+        key = context.key(recipe)
         if key not in self._known:
-            self._known[key] = self._export(step, recipe)
+            self._known[key] = self._export(context, recipe)
         return dataclasses.replace(self._known[key], name=recipe.name)
 
-    def _export(self, step: _Step, recipe: Recipe) -> Emitted:
+    def _export(self, context: _ExportContext, recipe: Recipe) -> Emitted:
         self.count += 1
-        return emit(recipe, step.types, step.specs, step.target)
+        return emit(recipe, context.types, context.specs, context.target)
 
 
 def _outline(recipe: Recipe) -> Hashable:
-    """What equal recipes have in common, cheap to find."""
-    sizes = (
-        len(recipe.inputs),
-        len(recipe.outputs),
-        len(recipe.slices),
-        len(recipe.starts),
-        len(recipe.accumulates),
-    )
-    return recipe.stem, sizes, tuple(op.name for op in recipe.ops)
+    """Return what equal recipes have in common and is cheap to find."""
+    lists = recipe.inputs, recipe.outputs, recipe.slices, recipe.starts, recipe.accumulates
+    return recipe.stem, tuple(map(len, lists)), tuple(op.name for op in recipe.ops)
 
 
 # ---------------------------------------------------------------- keys of recipes
 
 
 @dataclass(frozen=True, eq=False)
-class _Step:
-    """What the recipes of one step have in common."""
+class _ExportContext:
+    """The things that the recipes of one step share."""
 
     types: Types
     specs: Specs
     target: Target
-    config: Hashable  # as it is now: a recipe's key may be asked for later
+    config: Hashable  # the settings now: a recipe's key may be made later
 
     @functools.cached_property
     def _common(self) -> Hashable:
@@ -113,10 +106,10 @@ class _Step:
         return self.target.mesh, self.target.platform, rules, self.config
 
     def key(self, recipe: Recipe) -> Hashable:
-        """Equal for recipes whose executables have equal bytes; unequal when in doubt."""
+        """Return a key that recipes share only if their executables have equal bytes."""
         if {f.name for f in dataclasses.fields(recipe)} != _HANDLED:
-            return _Itself(recipe)
-        return self._common, _RecipeKey(self).of(recipe)
+            return _Identity(recipe)
+        return self._common, _RecipeKey(self).key(recipe)
 
 
 _HANDLED = {"name", "inputs", "outputs", "ops", "slices", "index", "literals", "starts", "accumulates"}
@@ -124,78 +117,66 @@ _HANDLED = {"name", "inputs", "outputs", "ops", "slices", "index", "literals", "
 
 
 class _RecipeKey:
-    """Numbers the values of one recipe in the order in which they are made, and writes down the rest as it is."""
+    """Numbers the values of one recipe in the order in which they are made, and copies the rest as it is."""
 
-    def __init__(self, step: _Step) -> None:
-        self.step, self.contents = step, _Contents()
+    def __init__(self, context: _ExportContext) -> None:
+        self.context, self.contents = context, _ContentKeys()
         self.numbers: dict[int, int] = {}
         self.literals: dict[int, Lit] = {}
 
-    def of(self, r: Recipe) -> Hashable:
+    def key(self, r: Recipe) -> Hashable:
         self.literals = r.literals
-        inputs = tuple((self.make(v), self.boundary(v)) for v in r.inputs)
-        index = r.index if r.index is None else self.read(r.index)
-        slices = tuple((self.read(whole), self.make(part)) for whole, part in r.slices)
+        make, read, boundary, key = self.make, self.read, self.boundary, self.contents.key
+        inputs = tuple((make(v), boundary(v)) for v in r.inputs)
+        index = r.index if r.index is None else read(r.index)
+        slices = tuple((read(whole), make(part)) for whole, part in r.slices)
         starts = tuple(
-            (
-                s.aval,
-                self.contents.of(s.reduction),
-                s.num_microbatches,
-                self.make(s.result),
-                self.boundary(s.result),
-            )
+            (s.aval, key(s.reduction), s.num_microbatches, make(s.result), boundary(s.result))
             for s in r.starts
         )
         ops = tuple(
-            (
-                op.name,
-                self.contents.of(op.run),
-                tuple(map(self.read, op.inputs)),
-                tuple(map(self.make, op.outputs)),
-            )
-            for op in r.ops
+            (op.name, key(op.run), tuple(map(read, op.inputs)), tuple(map(make, op.outputs))) for op in r.ops
         )
         accumulates = tuple(
-            (self.read(a.accumulator), self.read(a.value), self.contents.of(a.reduction), self.make(a.result))
-            for a in r.accumulates
+            (read(a.accumulator), read(a.value), key(a.reduction), make(a.result)) for a in r.accumulates
         )
-        outputs = tuple((self.read(ref), self.boundary(ref)) for ref in r.outputs)
+        outputs = tuple((read(ref), boundary(ref)) for ref in r.outputs)
         return r.stem, inputs, index, slices, starts, ops, accumulates, outputs
 
     def make(self, value: int) -> int:
-        """The number of a value that is made here; -1 for results that nobody wants."""
+        """Return the number of a value that is made here; -1 for results that nobody wants."""
         return self.numbers.setdefault(value, len(self.numbers)) if value >= 0 else -1
 
     def read(self, ref: Ref) -> Hashable:
         if isinstance(ref, int) and ref not in self.numbers:
             ref = self.literals[ref]
-        return self.contents.of(ref.value) if isinstance(ref, Lit) else self.numbers[ref]
+        return self.contents.key(ref.value) if isinstance(ref, Lit) else self.numbers[ref]
 
     def boundary(self, ref: Ref) -> tuple[ValueType, Hashable]:
-        """Type and sharding of an argument or result."""
+        """Return the type and sharding of an argument or result."""
         if isinstance(ref, Lit):
             return literal_type(ref), ()
-        return self.step.types[ref], self.step.specs.get(ref, ())
+        return self.context.types[ref], self.context.specs.get(ref, ())
 
 
 # ---------------------------------------------------------------- keys of anything
 
 
 @dataclass(frozen=True, eq=False)
-class _Itself:
-    """A thing that is equal to itself alone, and lives as long as a key names it."""
+class _Identity:
+    """The key of a thing that is equal to itself alone, and lives as long as a key names it."""
 
     thing: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self.thing is other.thing
+        return isinstance(other, _Identity) and self.thing is other.thing
 
     def __hash__(self) -> int:
         return id(self.thing)
 
 
-class _Contents:
-    """Keys of operations' payloads and parameters, for one recipe.
+class _ContentKeys:
+    """Makes keys of operations' payloads and parameters, for one recipe.
 
     A jaxpr that stands in several places of a recipe is lowered once. So each is numbered, and the pattern of
     repetition is part of the key.
@@ -203,36 +184,36 @@ class _Contents:
 
     def __init__(self) -> None:
         self._jaxprs: dict[int, int] = {}
-        self._open: list[Any] = []  # functions that are being looked at: one may close over itself
+        self._open: list[Any] = []  # functions whose key is being made: one may close over itself
 
-    def of(self, value: Any) -> Hashable:
-        """Equal for values that emission cannot tell apart; `_Itself` when in doubt."""
+    def key(self, value: Any) -> Hashable:
+        """Return a key that values share only if they export alike; an `_Identity` when in doubt."""
         kind = type(value)
         if kind in _PLAIN:
             return kind, value
         if kind is float:
-            return kind, value.hex()  # tells zeros apart
+            return kind, value.hex()  # 0.0 and -0.0 differ
         if kind in (tuple, list):
-            return kind, tuple([self.of(v) for v in value])
+            return kind, tuple([self.key(v) for v in value])
         if (special := next((f for t, f in _SPECIAL.items() if isinstance(value, t)), None)) is not None:
             return special(self, value)
         if hasattr(value, "dtype") and hasattr(value, "__array__"):
             return self.array(value)
         if dataclasses.is_dataclass(kind) and kind.__module__.startswith("jaxpp_async."):
-            # Of our own values type and fields are all there is.
-            return kind, tuple([self.of(getattr(value, f.name)) for f in dataclasses.fields(kind)])
+            # A dataclass of this package is its type and its fields.
+            return kind, tuple([self.key(getattr(value, f.name)) for f in dataclasses.fields(kind)])
         if kind.__module__.startswith("jax") and kind.__hash__ not in (object.__hash__, None):
-            return kind, value  # JAX's own caches rely on the equality of these just so
-        return _Itself(value)
+            return kind, value  # JAX's own caches rely on the equality of these values, too
+        return _Identity(value)
 
     # ---- JAX
 
     def equation(self, eqn: Any) -> Hashable:
         if eqn.effects:
-            return _Itself(eqn)
+            return _Identity(eqn)
         ignored = _NEVER_LOWERED.get(eqn.primitive.name, ())
-        params = tuple((name, self.of(v)) for name, v in eqn.params.items() if name not in ignored)
-        return _Itself(eqn.primitive), params, tracebacks.location(eqn), _Itself(eqn.ctx)
+        params = tuple((name, self.key(v)) for name, v in eqn.params.items() if name not in ignored)
+        return _Identity(eqn.primitive), params, tracebacks.location(eqn), _Identity(eqn.ctx)
 
     def jaxpr(self, jaxpr: Any) -> Hashable:
         known = len(self._jaxprs)
@@ -240,9 +221,9 @@ class _Contents:
             return "jaxpr", number
         inner, consts = private_api.open_jaxpr(jaxpr)
         if inner is not jaxpr:
-            return "closed", number, self.jaxpr(inner), self.of(consts)
+            return "closed", number, self.jaxpr(inner), self.key(consts)
         if jaxpr.effects:
-            return _Itself(jaxpr)
+            return _Identity(jaxpr)
         numbers: dict[Any, int] = {}
 
         def make(var: Any) -> Hashable:
@@ -250,59 +231,54 @@ class _Contents:
 
         def read(atom: Any) -> Hashable:
             is_literal = isinstance(atom, private_api.Literal)
-            return (self.of(atom.val), atom.aval) if is_literal else numbers[atom]
+            return (self.key(atom.val), atom.aval) if is_literal else numbers[atom]
 
         arguments = tuple(map(make, (*jaxpr.constvars, *jaxpr.invars)))
         eqns = tuple(
             (self.equation(e), tuple(map(read, e.invars)), tuple(map(make, e.outvars))) for e in jaxpr.eqns
         )
-        names = self.of(tracebacks.debug_names(jaxpr))
-        return "jaxpr", number, self.of(consts), arguments, eqns, tuple(map(read, jaxpr.outvars)), names
+        names = self.key(tracebacks.debug_names(jaxpr))
+        return "jaxpr", number, self.key(consts), arguments, eqns, tuple(map(read, jaxpr.outvars)), names
 
     def array(self, value: Any) -> Hashable:
         if private_api.is_key_dtype(value.dtype):
-            return _Itself(value)
+            return _Identity(value)
         return type(value), jax.typeof(value), np.asarray(value).tobytes()
 
     # ---- Python
 
     def function(self, value: Any) -> Hashable:
-        """Functions of the same code over the same values do the same."""
+        """Return the key of a function: functions of the same code over the same values do the same."""
         if any(value is f for f in self._open):
             return "itself", next(i for i, f in enumerate(self._open) if value is f)
         self._open.append(value)
         try:
-            cells = [self.cell(c) for c in value.__closure__ or ()]
-            return (
-                _Itself(value.__code__),
-                _Itself(value.__globals__),
-                self.of(value.__defaults__),
-                self.of(value.__kwdefaults__),
-                tuple(cells),
-            )
+            cells = tuple([self.cell(c) for c in value.__closure__ or ()])
+            defaults = self.key((value.__defaults__, value.__kwdefaults__))
+            return _Identity(value.__code__), _Identity(value.__globals__), defaults, cells
         finally:
             self._open.pop()
 
     def cell(self, cell: Any) -> Hashable:
         try:
-            return self.of(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            return _Itself(cell)
+            return self.key(cell.cell_contents)
+        except ValueError:  # the cell is empty so far
+            return _Identity(cell)
 
     def partial(self, value: Any) -> Hashable:
         if value.func is private_api.bind_eqn and not value.keywords and len(value.args) == 1:
             return self.equation(value.args[0])
-        return "partial", self.of(value.func), self.of(value.args), self.of(value.keywords)
+        return "partial", self.key(value.func), self.key(value.args), self.key(value.keywords)
 
     def method(self, value: Any) -> Hashable:
-        return "method", self.of(value.__self__), self.of(value.__func__)
+        return "method", self.key(value.__self__), self.key(value.__func__)
 
     def mapping(self, value: Any) -> Hashable:
-        return dict, tuple((self.of(k), self.of(v)) for k, v in value.items())
+        return dict, tuple((self.key(k), self.key(v)) for k, v in value.items())
 
     def named(self, value: Any) -> Hashable:
-        """Tuples with names, such as dimension numbers."""
-        return type(value), tuple(map(self.of, value))
+        """Return the key of a named tuple, such as dimension numbers."""
+        return type(value), tuple(map(self.key, value))
 
     def same(self, value: Any) -> Hashable:
         return type(value), value
@@ -310,21 +286,21 @@ class _Contents:
 
 _PLAIN = frozenset((int, bool, str, bytes, type(None)))
 
-_SPECIAL: dict[type, Callable[[_Contents, Any], Hashable]] = {
-    functools.partial: _Contents.partial,
-    private_api.JaxprEqn: _Contents.equation,
-    private_api.ClosedJaxpr: _Contents.jaxpr,
-    private_api.Jaxpr: _Contents.jaxpr,
-    np.dtype: _Contents.same,
-    enum.Enum: _Contents.same,
-    python_types.FunctionType: _Contents.function,
-    python_types.MethodType: _Contents.method,
-    dict: _Contents.mapping,
-    tuple: _Contents.named,
+_SPECIAL: dict[type, Callable[[_ContentKeys, Any], Hashable]] = {
+    functools.partial: _ContentKeys.partial,
+    private_api.JaxprEqn: _ContentKeys.equation,
+    private_api.ClosedJaxpr: _ContentKeys.jaxpr,
+    private_api.Jaxpr: _ContentKeys.jaxpr,
+    np.dtype: _ContentKeys.same,
+    enum.Enum: _ContentKeys.same,
+    python_types.FunctionType: _ContentKeys.function,
+    python_types.MethodType: _ContentKeys.method,
+    dict: _ContentKeys.mapping,
+    tuple: _ContentKeys.named,
 }
 
 _NEVER_LOWERED = {
-    # Rules of differentiation: a task is differentiated no more.
+    # These are rules of differentiation, and a task is not differentiated any more.
     "custom_jvp_call": ("jvp_jaxpr_fun",),
     "custom_vjp_call": ("fwd_jaxpr_thunk", "bwd", "out_trees"),
 }

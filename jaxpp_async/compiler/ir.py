@@ -1,14 +1,13 @@
-"""compiler.ir: a traced step as flat lists of operations over integer values. Plain data, no jax.
+"""Represent a traced step as flat lists of operations over integer values.
 
-The payload that runs an operation is opaque here (`Op.run`), so that partition and placement work on structure alone.
-Value ids count from zero over the whole step, loop bodies included.
+The function that runs an operation is opaque here (`Op.run`), so that partition and placement work on
+structure alone. Value ids count from zero over the whole step, loop bodies included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, KeysView, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeAlias
 
 from jaxpp_async.base.frozen import frozen
@@ -27,14 +26,14 @@ Ref: TypeAlias = int | Lit
 
 @dataclass(frozen=True, slots=True)
 class ValueType:
-    """What travels for one value.
+    """The type of a value: shape and dtype as it travels, and the JAX properties that its array form loses.
 
     Args:
-        aval: of the array as it travels; a key array stands as its uint32 data.
+        aval: of the array as it travels; a key array travels as its uint32 data.
         key_impl: PRNG implementation, for key arrays.
         weak: JAX's weak type.
-        sharding: what stands in the value's type on a mesh with explicit axes (see `explicit`), else None.
-        on_host: it lies in host memory, which only values inside a task may.
+        sharding: the sharding in the value's type on a mesh with explicit axes, else None.
+        on_host: the value lies in host memory, which only values inside a task may do.
     """
 
     aval: Aval
@@ -45,7 +44,7 @@ class ValueType:
 
 
 def stacked_type(element: ValueType, length: int) -> ValueType:
-    """The type of `length` values of a type along a new leading axis, which no mesh axis splits."""
+    """Make the type of `length` values of a type along a new leading axis, which no mesh axis splits."""
     known = element.sharding
     sharding = known and known.update(spec=known.spec.update(partitions=(None, *known.spec.partitions)))
     aval = replace(element.aval, shape=(length, *element.aval.shape))
@@ -54,20 +53,22 @@ def stacked_type(element: ValueType, length: int) -> ValueType:
 
 @frozen(eq=False)
 class Op:
-    """One operation.
+    """An operation of a step.
 
     Args:
-        name: of the JAX primitive, or of a step of ours such as `"reduction_end"`.
+        name: of the JAX primitive, or of an operation of the compiler's own such as `"reduction_end"`.
         inputs: value ids and constants.
         outputs: ids of the values it makes; -1 where a result is not used.
-        run: operand arrays to results, under a JAX trace.
+        run: takes the operands' arrays and returns the results, under a JAX trace.
         line: `file:line` of the user.
         transposed: made by reverse-mode differentiation.
-        params: what partitioning looks at (a marker's name and side).
-        expand: for an operation that wraps others (a checkpoint): those, over new value ids, and its results.
-        split: for one that can be cut in two (a scan): itself and the positions of the results that are wanted first to
-            the operation that makes them, with whatever the other needs of it, and the operation that makes the rest.
-        branches: for a `cond` outside the loops, what it chooses from.
+        params: properties that partitioning reads (a marker's name and side).
+        expand: for an operation that wraps others (a checkpoint): returns those, over new value ids, and its
+            results.
+        split: for an operation that can be cut in two (a scan): takes the operation and the positions of the
+            results that are wanted first; returns the operation that makes them, with the values that the
+            rest needs of it, and the operation that makes the rest.
+        branches: for a `cond` outside the loops, its branches.
 
     Attributes:
         reads: the values among `inputs`.
@@ -93,14 +94,18 @@ class Op:
 
 @dataclass(frozen=True, eq=False)
 class Branches:
-    """What a `cond` chooses from; its first operand is the position of the branch, the others are the branches' inputs.
+    """The branches of a `cond`. Its first operand is the branch's position, the others are the branches'
+    inputs.
 
     Args:
         bodies: one a branch, each over value ids of its own.
-        choose: the payload of a `cond` of these bodies, which may be others than those above: reduced, reordered.
-        select: the payload of an operation that takes the position and a value a branch, and returns that branch's.
+        choose: makes the `run` of a `cond` of the given bodies, which may be other ones than those above:
+            reduced, reordered.
+        select: the `run` of an operation that takes the position and one value a branch, and returns that
+            branch's value.
         ends: no branch has a `while`, which may never end on values that it was not meant for.
-        whole: the cond that this one is a part of, for parts that meet again on one actor.
+        whole: the cond of which this one is a part, so that parts which meet again on one actor can be
+            merged.
     """
 
     bodies: tuple[Flat, ...]
@@ -112,10 +117,12 @@ class Branches:
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """An accumulate loop. `Flat` is its body: inputs are invariants, one microbatch's leaves, the index.
+    """An accumulate loop. The inputs of its `body` are invariants, one microbatch's leaves and the
+    microbatch's index.
 
     Args:
-        leaves: name and type of each leaf of a microbatch, as the user wrote it, such as `"batch['x'] float32[2,4]"`.
+        leaves: name and type of each leaf of a microbatch, as the user wrote it, such as `"batch['x']
+            float32[2,4]"`.
     """
 
     body: Flat
@@ -137,7 +144,7 @@ class Loop:
         return tuple(r for r in self.inputs if isinstance(r, int))
 
     def body_inputs(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Body ids of the invariants, of the microbatch's leaves, of the index."""
+        """Return the body's ids of the invariants, of the microbatch's leaves, and of the index."""
         n = len(self.invariants)
         ids = self.body.inputs
         return ids[:n], ids[n:-1], ids[-1]
@@ -145,15 +152,16 @@ class Loop:
 
 @dataclass(frozen=True, eq=False)
 class Flat:
-    """A function body: inputs to outputs through `ops`, in program order."""
+    """A function body that computes its outputs from its inputs through `ops`, in program order."""
 
     inputs: tuple[int, ...]
     ops: tuple[Op | Loop, ...]
     outputs: tuple[Ref, ...]
 
 
-class _Sizes(dict[int, int]):
-    """Bytes of one whole copy of each value, found when first asked for: some values have none (`float0`)."""
+class _SizeCache(dict[int, int]):
+    """Bytes of one whole copy of each value, computed at first use, since some values (`float0`) have no
+    size."""
 
     def __init__(self, types: dict[int, ValueType]) -> None:
         self._types = types
@@ -172,7 +180,7 @@ class Types:
 
     def __init__(self) -> None:
         self._types: dict[int, ValueType] = {}
-        self.sizes = _Sizes(self._types)
+        self.sizes = _SizeCache(self._types)
 
     def new(self, value_type: ValueType) -> int:
         value_id = len(self._types)
@@ -182,17 +190,13 @@ class Types:
     def __getitem__(self, value_id: int) -> ValueType:
         return self._types[value_id]
 
-    def size_bytes(self, value_id: int) -> int:
-        """Bytes of one whole copy of a value."""
-        return self.sizes[value_id]
-
     def items(self) -> Iterable[tuple[int, ValueType]]:
         return self._types.items()
 
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A large array the user's function closes over: a hidden step argument, put on the actors once."""
+    """A large array that the user's function closes over: a hidden step argument, put on the actors once."""
 
     value: Any
     value_id: int
@@ -200,7 +204,7 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class PrintOperand:
-    """Where an operand of a print comes from.
+    """The source of a print's operand.
 
     Args:
         ref: a value of the step outside its loops, or a constant; None: the microbatch's index.
@@ -216,7 +220,7 @@ class Print:
     """Host code (`jax.debug.print`, `jax.debug.callback`) that the controller calls once the step is over.
 
     Args:
-        call: operands to nothing.
+        call: takes the operands and returns nothing.
         operands: in the order of `call`'s.
         line: `file:line` of the user.
     """
@@ -228,7 +232,7 @@ class Print:
 
 @dataclass(frozen=True, eq=False)
 class LoopPrints:
-    """The prints of a loop's body, in program order; called microbatch by microbatch."""
+    """The prints of a loop's body, in program order; the controller calls them microbatch by microbatch."""
 
     prints: tuple[Print, ...]
     num_microbatches: int
@@ -236,7 +240,7 @@ class LoopPrints:
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A step function, traced.
+    """A traced step function.
 
     Args:
         flat: its operations; inputs are the arguments' leaves, then the captured arrays.
@@ -245,8 +249,8 @@ class Traced:
         arg_of: the argument number of each leaf.
         captured: hidden arguments.
         out_names: one a result leaf.
-        prints: host code to call when the step is over, in program order. The values it shows are hidden results:
-            `flat.outputs` has them behind the result leaves.
+        prints: host code to call when the step is over, in program order. The printed values are hidden
+            results: `flat.outputs` has them behind the result leaves.
     """
 
     flat: Flat
@@ -261,16 +265,16 @@ class Traced:
 
     @property
     def shown(self) -> tuple[Ref, ...]:
-        """The hidden results."""
+        """Return the hidden results."""
         return self.flat.outputs[len(self.out_names) :]
 
     def result_name(self, result: int) -> str:
-        """What reports and errors call a result, hidden ones too."""
+        """Return the name of a result, hidden ones too, for reports and errors."""
         return self.out_names[result] if result < len(self.out_names) else "a printed value"
 
 
 def used_ids(ops: Iterable[Op | Loop], outputs: Iterable[Ref]) -> set[int]:
-    """Ids that `ops` read or `outputs` return."""
+    """Collect the ids that `ops` read or `outputs` return."""
     used = {r for r in outputs if isinstance(r, int)}
     for op in ops:
         used.update(op.reads)
@@ -278,19 +282,20 @@ def used_ids(ops: Iterable[Op | Loop], outputs: Iterable[Ref]) -> set[int]:
 
 
 def renamed(op: Op, names: KeysView[int], name: Callable[[Ref], Ref]) -> Op:
-    """The operation, with other operands, also inside.
+    """Copy an operation, and the operations inside it, with other operands.
 
     Args:
         op: the operation; its results stay.
-        names: the operands that get another name.
-        name: an operand to what stands in its place.
+        names: the ids of the operands that are replaced.
+        name: takes an operand and returns its replacement.
     """
     if names.isdisjoint(op.reads):
         return op
-    expand = None if op.expand is None else partial(_renamed_inside, op.expand, names, name)
+    if (inside := op.expand) is None:
+        return replace(op, inputs=tuple(map(name, op.inputs)))
+
+    def expand() -> tuple[tuple[Op, ...], tuple[Ref, ...]]:
+        ops, results = inside()
+        return tuple(renamed(inner, names, name) for inner in ops), tuple(map(name, results))
+
     return replace(op, inputs=tuple(map(name, op.inputs)), expand=expand)
-
-
-def _renamed_inside(expand: Callable, names: KeysView[int], name: Callable[[Ref], Ref]) -> tuple:
-    ops, results = expand()
-    return tuple(renamed(op, names, name) for op in ops), tuple(map(name, results))

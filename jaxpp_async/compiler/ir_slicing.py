@@ -1,7 +1,7 @@
-"""compiler.cut: operations in program order in; out: those that some values need and the others, and which cheap ones
-are better computed twice than kept. Plain data, no jax.
+"""Slice lists of operations by the values that are needed of them.
 
-compiler.dead: a traced step in; out: the same without what nothing needs. Plain data, no jax.
+`split_needed` separates the operations that some values need from the others, `LightOps` finds the cheap ones
+that are better computed twice than kept, and `eliminate_dead` drops the operations that nothing needs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ from jaxpp_async.compiler.ir import Flat, Loop, Op, used_ids
 from jaxpp_async.compiler.primitives import LIGHT, MARKER
 
 
-def cut(ops: Sequence[Op], wanted: Collection[int]) -> tuple[list[Op], list[Op]]:
-    """The operations that `wanted` depends on, and the others. Operations that do both are opened or cut themselves.
+def split_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[list[Op], list[Op]]:
+    """Separate the operations that `wanted` depends on from the others.
+
+    An operation that belongs to both is expanded (a checkpoint) or split (a scan), where it can be.
 
     Args:
         ops: in program order.
         wanted: ids of values.
+
+    Returns:
+        The needed operations and the others, each in program order.
     """
     needed, pending = set(wanted), list(ops)
     first: list[Op] = []
@@ -31,7 +36,7 @@ def cut(ops: Sequence[Op], wanted: Collection[int]) -> tuple[list[Op], list[Op]]
             continue
         partly = len(hit) < sum(o >= 0 for o in op.outputs)
         if partly and op.expand is not None:
-            pending += _opened(op)
+            pending += _expand(op)
             continue
         if partly and op.split is not None and (halves := op.split(op, hit)) is not None:
             op, rest = halves
@@ -41,8 +46,18 @@ def cut(ops: Sequence[Op], wanted: Collection[int]) -> tuple[list[Op], list[Op]]
     return first[::-1], second[::-1]
 
 
-def _opened(op: Op) -> list[Op]:
-    """What is inside an operation, and copies that give its results their old ids."""
+def select_needed(ops: Sequence[Op], wanted: Collection[int]) -> tuple[Op, ...]:
+    """Return the operations that `wanted` depends on, each whole."""
+    needed, found = set(wanted), list[Op]()
+    for op in reversed(ops):
+        if not needed.isdisjoint(op.outputs):
+            found.append(op)
+            needed.update(op.reads)
+    return tuple(reversed(found))
+
+
+def _expand(op: Op) -> list[Op]:
+    """Return the operations inside an operation, and copies that give its results their old ids."""
     assert op.expand is not None
     inner, results = op.expand()
     renamed = [(ref, o) for ref, o in zip(results, op.outputs, strict=True) if o >= 0]
@@ -61,7 +76,7 @@ class LightOps:
 
     @classmethod
     def among(cls, ops: Sequence[Op], free: Iterable[int]) -> LightOps:
-        """The light ones of `ops` that need nothing but values that are there anyway, or each other."""
+        """Find the light ones of `ops` that need nothing but `free` values and each other."""
         known = set(free)
         found: dict[int, Op] = {}
         for i, op in enumerate(ops):
@@ -71,7 +86,7 @@ class LightOps:
         return cls(found)
 
     def needed(self, values: Iterable[int]) -> dict[int, Op]:
-        """Those that make `values`, by position, in program order."""
+        """Return the light operations that make `values`, by position, in program order."""
         found: dict[int, Op] = {}
         stack = list(values)
         while stack:
@@ -82,11 +97,9 @@ class LightOps:
         return dict(sorted(found.items()))
 
 
-# ---------------------------------------------------------------- dead
-
-
 def eliminate_dead(flat: Flat) -> Flat:
-    """Drop operations, loop results and loop inputs that nothing needs. Markers stay: they count stages."""
+    """Drop operations, loop results and loop inputs that nothing needs. Markers stay, since they count
+    stages."""
     needed = {r for r in flat.outputs if isinstance(r, int)}
     kept: list[Op | Loop] = []
     for op in reversed(flat.ops):

@@ -1,11 +1,13 @@
-"""compiler.tails: a cut loop's results in, what each stage accumulates for them and what is left to do behind the loop
-out. No jax, no schedule.
+"""Move the linear operations that join several stages' parts of a summed result behind the loop.
 
-A sum over microbatches commutes with linear operations. So the end of a summed result that joins values of several
-stages (a tied weight's gradient: an addition; a stack of layers that spans stages: a concatenation) moves behind the
-loop, and each stage accumulates its own part: nothing of a weight's size travels inside the loop. Widening casts and
-scalings on the way are done in each stage instead, before accumulating: a sum in a narrower type would round. Only
-gradients are taken apart so. A metric is small, and its terms may cancel, which they would not when summed apart.
+A sum over microbatches commutes with linear operations. So the end of a summed result that joins values of
+several stages (a tied weight's gradient: an addition; a stack of layers that spans stages: a concatenation)
+moves behind the loop as an `Epilogue`, and each stage accumulates its own part: nothing of a weight's size
+travels inside the loop. Widening casts and scalings on the way are done in each stage instead, before
+accumulating, since a sum in a narrower type would round.
+
+Only gradients are taken apart so. A metric is small, and its terms may cancel, which they would not do when
+summed apart.
 
 Source: the JaxPP paper, section "Weight Sharing" (loop commuting).
 """
@@ -22,7 +24,7 @@ import numpy as np
 from jaxpp_async.compiler.ir import Lit, Op, Ref, Types, ValueType
 from jaxpp_async.compiler.primitives import ADDITIONS, LINEAR_IN_STAGE, MOVES_ONLY, SPLITS
 from jaxpp_async.compiler.recipes import literal_type
-from jaxpp_async.compiler.stage_assignment import Stages, TaskKey
+from jaxpp_async.compiler.stage_assignment import StageAssignment, TaskKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +37,11 @@ class OutputPart:
 
 @dataclass(frozen=True, eq=False)
 class Epilogue:
-    """What makes a result of its parts' totals.
+    """The operations behind the loop that make one of its results of the totals that stages accumulated.
 
     Args:
-        ops: read the parts' totals under the ids of the parts' values.
-        value: the result.
+        ops: in program order; they read each part's total under the id of the part's value.
+        value: the id of the result.
     """
 
     ops: tuple[Op, ...]
@@ -47,146 +49,156 @@ class Epilogue:
 
 
 @dataclass(frozen=True, eq=False)
-class Results:
-    """What becomes of a loop's results.
+class LoopResults:
+    """The parts and epilogues that make a loop's results.
 
     Args:
         parts: for each result, the values that are accumulated apart.
-        tails: for each result, what joins its parts; None where there is one part, the result itself.
-        dropped: positions of operations that the tails replace.
+        epilogues: for each result, the operations that join its parts; None where there is one part, the
+            result itself.
+        dropped: positions of operations that the epilogues replace.
         added: new operations of tasks, in order.
     """
 
     parts: tuple[tuple[OutputPart, ...], ...]
-    tails: tuple[Epilogue | None, ...]
+    epilogues: tuple[Epilogue | None, ...]
     dropped: frozenset[int]
     added: dict[TaskKey, list[Op]]
 
 
 @dataclass(frozen=True, eq=False)
 class _Leaf:
-    """A value that one task makes. `task` is None for one that is light and can be made anywhere."""
+    """A value that one task makes. `task` is None for a light value, which can be made anywhere."""
 
     value: Ref
     task: TaskKey | None
 
+    @property
+    def place(self) -> TaskKey:
+        """Return the task that makes the value."""
+        return self.task or ("fwd", 0)
+
 
 @dataclass(frozen=True, eq=False)
 class _Sum:
+    """A sum of values of several tasks, without the operations at the positions `dropped`."""
+
     terms: tuple[_Expr, ...]
     dropped: frozenset[int]
 
 
 @dataclass(frozen=True, eq=False)
-class _Laid:
-    """A layout operation over operands of several tasks."""
+class _Layout:
+    """A layout operation over operands of several tasks, without the operations at the positions
+    `dropped`."""
 
     op: Op
-    operands: tuple[_Expr, ...]  # of the operation's first inputs; the others are constants
+    operands: tuple[_Expr, ...]  # the operation's first inputs; the other inputs are constants
     dropped: frozenset[int]
 
 
-_Expr: TypeAlias = _Leaf | _Sum | _Laid
+_Expr: TypeAlias = _Leaf | _Sum | _Layout
 
 
-def results(stages: Stages, types: Types) -> Results:
-    """The parts and tails of every result of the loop that `stages` cuts."""
-    finder = _Finder(stages, types)
-    found = [finder.result(i) for i in range(len(stages.loop.outputs))]
-    return Results(
+def commute_results(stages: StageAssignment, types: Types) -> LoopResults:
+    """Choose the parts and the epilogue of every result of the loop that `stages` cuts."""
+    commuter = _Commuter(stages, types)
+    found = [commuter.result(i) for i in range(len(stages.loop.outputs))]
+    return LoopResults(
         tuple(parts for parts, _ in found),
-        tuple(tail for _, tail in found),
-        frozenset(finder.dropped),
-        finder.added,
+        tuple(epilogue for _, epilogue in found),
+        frozenset(commuter.dropped),
+        commuter.added,
     )
 
 
-class _Finder:
-    def __init__(self, stages: Stages, types: Types) -> None:
+class _Commuter:
+    """A search through a loop's body for the linear operations behind its results."""
+
+    def __init__(self, stages: StageAssignment, types: Types) -> None:
         self.stages, self.types = stages, types
         self.dropped: set[int] = set()
         self.added: dict[TaskKey, list[Op]] = defaultdict(list)
-        self.homes = stages.held_in
-        self.joined: dict[int, _Expr] = {}  # what splits take apart, by position
+        # The values that splits take apart, by the split's position.
+        self.split_operands: dict[int, _Expr] = {}
 
     def result(self, index: int) -> tuple[tuple[OutputPart, ...], Epilogue | None]:
         stages = self.stages
         value = stages.resolve(stages.body.outputs[index])
         if not stages.loop.reductions[index].commutes_with_add:
-            return (self._alone(value),), None
+            return (self._whole_part(value),), None
         split = self._split_of(value)
-        expr = self._expression(value) if split is None else self.joined[split]
+        expr = self._merge_terms(self._expression(value)) if split is None else self.split_operands[split]
         if isinstance(expr, _Leaf):
-            return (self._alone(value),), None
+            return (self._whole_part(value),), None
         self.dropped |= expr.dropped
         parts: dict[OutputPart, None] = {}
         ops: list[Op] = []
-        made = self._emit(self._merged(expr) if split is None else expr, parts, ops)
+        made = self._emit(expr, parts, ops)
         if split is not None and isinstance(value, int):
             op, whole = stages.ops[split], made
-            made = self.types.new(_strong(self.types[value]))
+            made = self._new_strong(value)
             outputs = tuple(made if o == value else -1 for o in op.outputs)
             ops.append(Op(op.name, (whole,), outputs, op.run, op.line))
         return tuple(parts), Epilogue(tuple(ops), made)
 
     def _split_of(self, value: Ref) -> int | None:
-        """The position of a split all of whose results are summed results of the loop, if it joins several stages.
+        """Find the split that makes a value, if all its results are summed results of the loop and it joins
+        several stages.
 
-        `joined` then has what is split; its parts are accumulated once, for all of the results.
+        `split_operands` then has the value that is split. Its parts are accumulated once, for all of the
+        results.
         """
         stages = self.stages
         p = stages.producer.get(value) if isinstance(value, int) else None
         if p is None or stages.ops[p].name not in SPLITS or len(stages.ops[p].inputs) != 1:
             return None
-        if p not in self.joined:
-            summed = {
-                stages.resolve(o)
-                for o, r in zip(stages.body.outputs, stages.loop.reductions, strict=True)
-                if r.commutes_with_add
-            }
+        if p not in self.split_operands:
+            reduced = zip(stages.body.outputs, stages.loop.reductions, strict=True)
+            summed = {stages.resolve(o) for o, r in reduced if r.commutes_with_add}
             outputs = [o for o in stages.ops[p].outputs if o >= 0]
             alone = all(o in summed and stages.num_uses[o] == 1 for o in outputs)
             expr = self._expression(stages.resolve(stages.ops[p].inputs[0])) if alone else self._leaf(value)
-            self.joined[p] = self._merged(expr)
+            self.split_operands[p] = self._merge_terms(expr)
             if not isinstance(expr, _Leaf):
                 self.dropped.add(p)
-        return p if not isinstance(self.joined[p], _Leaf) else None
+        return p if not isinstance(self.split_operands[p], _Leaf) else None
 
-    def _alone(self, value: Ref) -> OutputPart:
+    def _whole_part(self, value: Ref) -> OutputPart:
         leaf = self._leaf(value)
-        return OutputPart(value, leaf.task or ("fwd", 0))
+        return OutputPart(value, leaf.place)
 
     def _leaf(self, value: Ref) -> _Leaf:
         task = self.stages.task_of(value)
         if task is None and isinstance(value, int):
-            held = self._held_in(value)
+            held = self._stages_that_hold(value)
             task = ("fwd", min(held)) if held else None
         return _Leaf(value, task)
 
-    def _held_in(self, value: int) -> set[int]:
-        """Stages that hold an operand of a light value anyway."""
+    def _stages_that_hold(self, value: int) -> set[int]:
+        """Find the stages that hold an operand of a light value anyway."""
         found: set[int] = set()
         stack = [value]
         while stack:
             v = self.stages.root(stack.pop())
             p = self.stages.producer.get(v)
             if p is None:
-                found |= self.homes.get(v, set())
+                found |= self.stages.held_in.get(v, set())
             else:
                 stack += self.stages.ops[p].reads
         return found
 
-    # ---- reading
+    # ---- a result as an expression of the tasks' values
 
     def _expression(self, value: Ref) -> _Expr:
-        """What a value is, as far as linear operations reach over several tasks."""
+        """Express a value by values of tasks, as far as linear operations reach over several tasks."""
         if not isinstance(value, int):
             return self._leaf(value)
         known: dict[int, _Expr] = {}
         for p in sorted(self._region(value)):
             op = self.stages.ops[p]
             operands = [self._operand(r, known) for r in op.inputs]
-            known[op.outputs[0]] = self._combined(p, op, operands)
+            known[op.outputs[0]] = self._combine(p, op, operands)
         return known.get(value) or self._leaf(value)
 
     def _operand(self, ref: Ref, known: dict[int, _Expr]) -> _Expr:
@@ -195,7 +207,8 @@ class _Finder:
         return found or self._leaf(ref)
 
     def _region(self, value: int) -> set[int]:
-        """Positions of the linear operations behind a value whose results nothing else reads."""
+        """Find the positions of the linear operations that make a value and whose results no other
+        operation reads."""
         found: set[int] = set()
         stack = [value]
         while stack:
@@ -210,43 +223,49 @@ class _Finder:
             stack += [r for r in map(self.stages.resolve, op.inputs) if isinstance(r, int)]
         return found
 
-    def _combined(self, position: int, op: Op, operands: Sequence[_Expr]) -> _Expr:
+    def _combine(self, position: int, op: Op, operands: Sequence[_Expr]) -> _Expr:
+        """Express an operation's result by the expressions of its operands, or as one value where that is
+        not allowed."""
         whole = self._leaf(op.outputs[0])
-        if len({leaf.task[1] for e in operands for leaf in _leaves(e) if leaf.task is not None}) < 2:
+        tasks = [leaf.task for e in operands for leaf in _leaves(e) if leaf.task is not None]
+        if len({stage for _, stage in tasks}) < 2:
             return whole
-        if not any(leaf.task is not None and leaf.task[0] == "bwd" for e in operands for leaf in _leaves(e)):
-            return whole  # a metric is small, and terms that cancel would not when accumulated apart
-        dropped = frozenset((position,)).union(*(_dropped(e) for e in operands))
+        if not any(kind == "bwd" for kind, _ in tasks):
+            return whole  # a metric is small, and terms that cancel would not do so when accumulated apart
+        dropped = frozenset((position,)).union(*(e.dropped for e in operands if not isinstance(e, _Leaf)))
         # JAX stretches dimensions of size 1 in arithmetic; a sum does not commute with that.
         same = all(self._shape(e) == self.types[op.outputs[0]].aval.shape for e in operands)
         if op.name in ADDITIONS and same and all(not isinstance(r, Lit) for r in op.inputs):
             terms = tuple(t for e in operands for t in (e.terms if isinstance(e, _Sum) else (e,)))
             return _Sum(terms, dropped)
         if op.name in MOVES_ONLY and (movable := self._movable(op, operands)) is not None:
-            return _Laid(op, movable, dropped)
-        if op.name in LINEAR_IN_STAGE and (spread := self._spread(op, operands, dropped)) is not None:
+            return _Layout(op, movable, dropped)
+        if (
+            op.name in LINEAR_IN_STAGE
+            and (spread := self._move_into_stages(op, operands, dropped)) is not None
+        ):
             return spread
         return whole
 
     def _movable(self, op: Op, operands: Sequence[_Expr]) -> tuple[_Expr, ...] | None:
-        """The operands that a layout operation moves; None if others of them are no constants."""
+        """Return the operands that a layout operation moves; None for a padding with other values than
+        zero."""
         if op.name != "pad":
             return tuple(operands)
         padding = op.inputs[1]
         return (operands[0],) if isinstance(padding, Lit) and not np.any(padding.value) else None
 
-    # ---- into the stages
+    # ---- operations done in each stage
 
-    def _spread(self, op: Op, operands: Sequence[_Expr], dropped: frozenset[int]) -> _Expr | None:
-        """The operation done in each stage; None where it is not linear in one operand."""
+    def _move_into_stages(self, op: Op, operands: Sequence[_Expr], dropped: frozenset[int]) -> _Expr | None:
+        """Express an operation's result as the operation done in each stage; None where it is not linear
+        in one operand."""
         several = [k for k, e in enumerate(operands) if not isinstance(e, _Leaf)]
         if len(several) != 1 or (op.name == "div" and several != [0]):
             return None
         k = several[0]
         others = [r for j, r in enumerate(op.inputs) if j != k]
-        if any(
-            isinstance(r, int) and self.stages.task_of(self.stages.resolve(r)) is not None for r in others
-        ):
+        if any(self.stages.task_of(self.stages.resolve(r)) is not None for r in others):
             return None
         out, source = self.types[op.outputs[0]], self._type(operands[k])
         if op.name in ("convert_element_type", "div") and not (_is_real(out) and _is_real(source)):
@@ -258,48 +277,41 @@ class _Finder:
         elementwise = op.name in ("convert_element_type", "neg") or all(isinstance(r, Lit) for r in others)
         if not (elementwise and op.name != "reduce_sum") and _has_layout(operands[k]):
             return None
-        return _mapped(operands[k], lambda leaf: self._in_stage(op, k, leaf), dropped, out.aval.dtype)
+        return _map_leaves(operands[k], lambda leaf: self._run_in_stage(op, k, leaf), dropped, out.aval.dtype)
 
     def _shape(self, expr: _Expr) -> tuple[int, ...]:
-        if isinstance(expr, _Laid):
+        if isinstance(expr, _Layout):
             return self.types[expr.op.outputs[0]].aval.shape
         if isinstance(expr, _Sum):
             return self._shape(expr.terms[0])
-        return (
-            self.types[expr.value].aval.shape if isinstance(expr.value, int) else np.shape(expr.value.value)
-        )
+        value = expr.value
+        return self.types[value].aval.shape if isinstance(value, int) else np.shape(value.value)
 
     def _type(self, expr: _Expr) -> ValueType:
         value = next(leaf.value for leaf in _leaves(expr) if isinstance(leaf.value, int))
         assert isinstance(value, int)
         return self.types[value]
 
-    def _in_stage(self, op: Op, position: int, leaf: _Leaf) -> _Leaf:
-        """`op` on one stage's part."""
+    def _run_in_stage(self, op: Op, position: int, leaf: _Leaf) -> _Leaf:
+        """Add an operation on one stage's part to that stage's task."""
         assert isinstance(leaf.value, int)
-        task = leaf.task or ("fwd", 0)
-        shape = (
-            self.types[leaf.value].aval.shape
-            if op.name != "reduce_sum"
-            else self.types[op.outputs[0]].aval.shape
-        )
-        new_type = self.types[op.outputs[0]]
+        task, new_type = leaf.place, self.types[op.outputs[0]]
+        shape = (new_type if op.name == "reduce_sum" else self.types[leaf.value]).aval.shape
         made = self.types.new(replace(new_type, aval=replace(new_type.aval, shape=shape)))
-        inputs = tuple(
-            leaf.value if k == position else self.stages.resolve(r) for k, r in enumerate(op.inputs)
-        )
-        self.added[task].append(Op(op.name, inputs, (made,), op.run, op.line, op.transposed))
+        inputs = [self.stages.resolve(r) for r in op.inputs]
+        inputs[position] = leaf.value
+        self.added[task].append(Op(op.name, tuple(inputs), (made,), op.run, op.line, op.transposed))
         return _Leaf(made, task)
 
-    # ---- writing
+    # ---- the epilogue's operations
 
-    def _merged(self, expr: _Expr) -> _Expr:
-        """Terms of one sum that one task makes become one term."""
+    def _merge_terms(self, expr: _Expr) -> _Expr:
+        """Join the terms of one sum that one task makes into one term."""
         if isinstance(expr, _Leaf):
             return expr
-        if isinstance(expr, _Laid):
-            return _Laid(expr.op, tuple(map(self._merged, expr.operands)), expr.dropped)
-        terms = [self._merged(t) for t in expr.terms]
+        if isinstance(expr, _Layout):
+            return _Layout(expr.op, tuple(map(self._merge_terms, expr.operands)), expr.dropped)
+        terms = [self._merge_terms(t) for t in expr.terms]
         first = next((t.task for t in terms if isinstance(t, _Leaf) and t.task is not None), ("fwd", 0))
         by_task: dict[TaskKey, list[Ref]] = defaultdict(list)
         for t in terms:
@@ -311,21 +323,21 @@ class _Finder:
     def _sum_in_stage(self, task: TaskKey, values: Sequence[Ref]) -> Ref:
         total = values[0]
         for v in values[1:]:
-            made = self.types.new(_strong(self.types[next(x for x in (total, v) if isinstance(x, int))]))
+            made = self._new_strong(next(x for x in (total, v) if isinstance(x, int)))
             self.added[task].append(Op("add_any", (total, v), (made,), _add, "a sum of gradients"))
             total = made
         return total
 
     def _emit(self, expr: _Expr, parts: dict[OutputPart, None], ops: list[Op]) -> int:
-        """Append the operations that make `expr` behind the loop; the id of what they make."""
+        """Append the operations that make `expr` behind the loop. Returns the id of the value they make."""
         if isinstance(expr, _Leaf):
-            part = OutputPart(self._named(expr), expr.task or ("fwd", 0))
+            part = OutputPart(self._with_id(expr), expr.place)
             parts[part] = None
             assert isinstance(part.value, int)
             return part.value
-        if isinstance(expr, _Laid):
+        if isinstance(expr, _Layout):
             operands = [self._emit(e, parts, ops) for e in expr.operands]
-            made = self._out_of(expr.op, self.types[operands[0]])
+            made = self._new_layout_result(expr.op, self.types[operands[0]])
             dtype = self.types[made].aval.dtype
             constants = [_cast(r, dtype) for r in expr.op.inputs[len(operands) :]]
             ops.append(Op(expr.op.name, (*operands, *constants), (made,), expr.op.run, expr.op.line))
@@ -333,23 +345,26 @@ class _Finder:
         terms = [self._emit(t, parts, ops) for t in expr.terms]
         total = terms[0]
         for t in terms[1:]:
-            made = self.types.new(_strong(self.types[total]))
+            made = self._new_strong(total)
             ops.append(Op("add_partial", (total, t), (made,), _add, self.stages.loop.line))
             total = made
         return total
 
-    def _named(self, leaf: _Leaf) -> Ref:
-        """A constant needs an id to be a total."""
+    def _with_id(self, leaf: _Leaf) -> Ref:
+        """Return a value's id; a constant gets one, since a total needs an id."""
         if isinstance(leaf.value, int):
             return leaf.value
         made = self.types.new(literal_type(leaf.value))
-        self.added[leaf.task or ("fwd", 0)].append(
-            Op("constant", (leaf.value,), (made,), list, self.stages.loop.line)
-        )
+        op = Op("constant", (leaf.value,), (made,), list, self.stages.loop.line)
+        self.added[leaf.place].append(op)
         return made
 
-    def _out_of(self, op: Op, operand: ValueType) -> int:
-        """A new id for a layout operation's result: its shape, in the operand's dtype."""
+    def _new_strong(self, like: int) -> int:
+        """Make an id for a value of another value's type, strongly typed."""
+        return self.types.new(replace(self.types[like], weak=False))
+
+    def _new_layout_result(self, op: Op, operand: ValueType) -> int:
+        """Make an id for a layout operation's result: its shape, in the operand's dtype."""
         out = self.types[op.outputs[0]]
         return self.types.new(replace(out, aval=replace(out.aval, dtype=operand.aval.dtype), weak=False))
 
@@ -362,21 +377,17 @@ def _leaves(expr: _Expr) -> Iterable[_Leaf]:
             yield from _leaves(e)
 
 
-def _dropped(expr: _Expr) -> frozenset[int]:
-    return frozenset() if isinstance(expr, _Leaf) else expr.dropped
-
-
 def _has_layout(expr: _Expr) -> bool:
-    return isinstance(expr, _Laid) or (isinstance(expr, _Sum) and any(map(_has_layout, expr.terms)))
+    return isinstance(expr, _Layout) or (isinstance(expr, _Sum) and any(map(_has_layout, expr.terms)))
 
 
-def _mapped(expr: _Expr, change: Callable[[_Leaf], _Leaf], dropped: frozenset[int], dtype: str) -> _Expr:
-    """`change` on every leaf that is no constant; constants take the dtype."""
+def _map_leaves(expr: _Expr, change: Callable[[_Leaf], _Leaf], dropped: frozenset[int], dtype: str) -> _Expr:
+    """Apply `change` to every leaf that is no constant; constants take the dtype."""
     if isinstance(expr, _Leaf):
         return change(expr) if isinstance(expr.value, int) else _Leaf(_cast(expr.value, dtype), expr.task)
     if isinstance(expr, _Sum):
-        return _Sum(tuple(_mapped(t, change, frozenset(), dtype) for t in expr.terms), dropped)
-    return _Laid(expr.op, tuple(_mapped(e, change, frozenset(), dtype) for e in expr.operands), dropped)
+        return _Sum(tuple(_map_leaves(t, change, frozenset(), dtype) for t in expr.terms), dropped)
+    return _Layout(expr.op, tuple(_map_leaves(e, change, frozenset(), dtype) for e in expr.operands), dropped)
 
 
 def _cast(ref: Ref, dtype: str) -> Ref:
@@ -385,10 +396,6 @@ def _cast(ref: Ref, dtype: str) -> Ref:
 
 def _item_bytes(value_type: ValueType) -> int:
     return replace(value_type.aval, shape=()).size_bytes
-
-
-def _strong(value_type: ValueType) -> ValueType:
-    return replace(value_type, weak=False)
 
 
 def _is_real(value_type: ValueType) -> bool:

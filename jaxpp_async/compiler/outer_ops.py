@@ -1,7 +1,4 @@
-"""compiler.outer: a step seen from outside its loops, and the one way to change what stands there.
-
-Plain data, no jax.
-"""
+"""Describe a step as it looks from outside its loops, and replace operations there."""
 
 from __future__ import annotations
 
@@ -24,12 +21,17 @@ class OuterStep:
         inputs: ids of the step's inputs (arguments, captured arrays).
         items: operations and loops in program order.
         outputs: the step's results.
-        loop_needs: for each loop (by position in `items`) the actors that need each outer value it reads.
-        loop_makes: for each loop, the outer values it makes and their actor.
-        continues: result position to the input position it continues (a state's old and new leaf).
-        result_homes: where results have to be, for those that the caller says; others follow from the program.
+        loop_needs: for each loop (by position in `items`) the actors that need each outer value that it
+            reads.
+        loop_makes: for each loop, the outer values that it makes and the actor of each.
+        continues: result position to the input position that it continues (the new and the old leaf of a
+            state).
+        num_actors: actors of the mesh.
+        result_homes: where results have to be, for those that the caller says; others follow from the
+            program.
         num_results: how many of `outputs` are the user's; the others are shown by prints. None: all.
-        untouched: result position to the input that the result is, where it is nothing else and no other result is.
+        untouched: result position to the input that the result is; only inputs that are one result and
+            nothing else.
     """
 
     inputs: tuple[int, ...]
@@ -44,8 +46,8 @@ class OuterStep:
     untouched: dict[int, int] = field(default_factory=dict)
 
 
-def giver(actors: Collection[ActorId], wanted: ActorId) -> ActorId:
-    """Of the actors that have a value, the one that `wanted` takes it from: itself, or else the lowest.
+def source_actor(actors: Collection[ActorId], wanted: ActorId) -> ActorId:
+    """Choose the actor that gives a value to `wanted`: itself where it is among `actors`, else the lowest.
 
     `lowering.plan_transfers` sends from there.
     """
@@ -53,10 +55,11 @@ def giver(actors: Collection[ActorId], wanted: ActorId) -> ActorId:
 
 
 def replaced(step: OuterStep, others: Mapping[int, Sequence[Op]], removed: Collection[int] = ()) -> OuterStep:
-    """`step` with the operations at some positions replaced by others, or taken out; loops keep what is known of them.
+    """Replace the operations at some positions of a step by others, or remove them.
 
     Args:
-        others: by position in `items`.
+        step: the step; what is known of its loops stays.
+        others: the new operations, by position in `items`.
         removed: positions.
     """
     items: list[Op | Loop] = []
@@ -76,7 +79,7 @@ def replaced(step: OuterStep, others: Mapping[int, Sequence[Op]], removed: Colle
 
 
 def without_dead(step: OuterStep) -> OuterStep:
-    """`step` without operations that nothing needs."""
+    """Remove the operations whose results nothing needs."""
     needed = {r for r in step.outputs if isinstance(r, int)}
     dead: set[int] = set()
     for i in reversed(range(len(step.items))):

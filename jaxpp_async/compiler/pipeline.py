@@ -1,4 +1,4 @@
-"""compiler.passes: THE list of passes, from a step function to one program an actor. Runs, checks and prints each.
+"""Compile a step function to one program an actor: run all passes, check and print the result of each.
 
 trace       step function          -> flat operations with markers and loops
 partition   each loop's body       -> forward and backward tasks
@@ -11,13 +11,6 @@ delete      programs               -> the same, every other buffer freed right a
 emit        recipes                -> serialized StableHLO
 
 `plan` runs all but the last, which takes longest and changes no decision; `compile_step` runs them all.
-
-compiler.garbage: holds up Python's search for reference cycles while a step is compiled.
-
-A compilation makes millions of objects that live until it ends. Searching them for cycles finds none and takes a third
-of the compiler's time, more in a process that holds much else.
-
-compiler.separate: a traced step and the user's shardings in; out: the same, every result with one sharding.
 """
 
 from __future__ import annotations
@@ -51,41 +44,29 @@ from jaxpp_async.compiler.ir import Flat, Loop, Op, Traced, Types
 from jaxpp_async.compiler.partition import StagedLoop, partition
 from jaxpp_async.compiler.rematerialization import minimize_residuals
 from jaxpp_async.compiler.sharding_propagation import Spec, propagate, sharded
-from jaxpp_async.compiler.task_graph import PlacedStep, build
+from jaxpp_async.compiler.task_graph import PlacedStep, build_task_graph
 from jaxpp_async.compiler.task_variants import ScheduledLoop, schedule_loop
-from jaxpp_async.compiler.trace import trace, trace_settled, warn_of_markers_outside
+from jaxpp_async.compiler.trace import trace_settled, warn_of_markers_outside
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import Aval, TaskGraph, ValueTable
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Within it no cycle is collected, in any thread; nested uses count as the outermost one."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-# ---------------------------------------------------------------- passes
 
 Passed: TypeAlias = Callable[[str], None]
 
 
 @dataclass(frozen=True, eq=False)
 class StepRequest:
-    """What is to be compiled.
+    """A step that is to be compiled, and everything that the passes need to know of it.
 
     Args:
         fn: the step function.
         args: its arguments, every leaf a `jax.ShapeDtypeStruct`; static arguments as they are.
         argument_names: `fn`'s parameter names.
+        static_argnums: argument numbers that `fn` takes as they are.
         donated: argument numbers.
-        in_specs, out_specs: given a traced step, the user's spec (or None) for each argument and each result leaf.
+        in_specs, out_specs: given a traced step, the user's spec (or None) for each argument and each result
+            leaf.
+        num_actors: actors of the mesh.
+        target: the mesh and platform that executables are lowered for.
         schedule: replaces the schedule of every loop; None keeps what the step says.
         result_homes: actors that must hold a result leaf in the end, by leaf.
         exports: the executables known so far; those of this step are added.
@@ -106,36 +87,19 @@ class StepRequest:
 
 
 @dataclass(frozen=True, eq=False)
-class Compiled:
-    """The compiler's result.
+class CompilePlan:
+    """The result of all passes but `emit`: everything is decided, nothing is lowered to StableHLO.
 
     Args:
         traced: the step (trees, names).
         placed: the placed step; its graph carries the shardings.
-        programs: one an actor.
-        executables: one a recipe.
-        passes: pass name to text.
-        continues: result leaf to the argument leaf it continues.
-        settled: argument leaves that it takes weakly typed as well as strongly typed.
-        any_sharding: unused argument leaves, which may lie in any sharding, unless they are handed back in a given one.
-    """
-
-    traced: Traced
-    placed: PlacedStep
-    programs: tuple[ActorProgram, ...]
-    executables: tuple[Emitted, ...]
-    passes: PassTexts
-    continues: Mapping[int, int]
-    settled: frozenset[int] = frozenset()
-    any_sharding: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, eq=False)
-class CompilePlan:
-    """Everything decided, nothing lowered: the result of all passes but `emit`. Fields as in `Compiled`.
-
-    Args:
         specs: a sharding for each value id.
+        programs: one an actor.
+        passes: pass name to text.
+        continues: result leaf to the argument leaf that it continues.
+        settled: argument leaves that the step takes weakly typed as well as strongly typed.
+        any_sharding: unused argument leaves, which may lie in any sharding, unless they are handed back in a
+            given one.
     """
 
     traced: Traced
@@ -144,20 +108,49 @@ class CompilePlan:
     programs: tuple[ActorProgram, ...]
     passes: PassTexts
     continues: Mapping[int, int]
-    settled: frozenset[int] = frozenset()
-    any_sharding: frozenset[int] = frozenset()
+    settled: frozenset[int]
+    any_sharding: frozenset[int]
 
 
-def _unobserved(_: str) -> None:
-    """Nobody listens for the end of a pass."""
+@dataclass(frozen=True, eq=False)
+class Compiled(CompilePlan):
+    """The result of all passes.
+
+    Args:
+        executables: one a recipe.
+    """
+
+    executables: tuple[Emitted, ...]
 
 
-@uncollected()
-def compile_step(request: StepRequest, passed: Passed = _unobserved) -> Compiled:
+def _ignore_pass(_: str) -> None:
+    """Ignore the end of a pass."""
+
+
+@contextlib.contextmanager
+def gc_paused() -> Iterator[None]:
+    """Pause Python's search for reference cycles, in all threads; nested uses count as the outermost one.
+
+    A compilation makes millions of objects that live until it ends. Searching them for cycles finds none and
+    takes a third of the compiler's time, more in a process that holds much else.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@gc_paused()
+def compile_step(request: StepRequest, passed: Passed = _ignore_pass) -> Compiled:
     """Run all passes.
 
     Args:
-        passed: called with a pass's name when it and its checks are done; for timing.
+        request: the step.
+        passed: called with a pass's name when the pass and its checks are done; for timing.
 
     Raises:
         UnsupportedError, StageError, ScheduleError, ShardingError: see `errors`.
@@ -167,56 +160,41 @@ def compile_step(request: StepRequest, passed: Passed = _unobserved) -> Compiled
         executables = request.exports.emit(done.placed.recipes, done.traced.types, done.specs, request.target)
     passed("emit")
     texts = done.passes.with_text("emit", functools.partial(format_executables, executables))
-    return Compiled(
-        done.traced,
-        done.placed,
-        done.programs,
-        executables,
-        texts,
-        done.continues,
-        done.settled,
-        done.any_sharding,
-    )
+    return Compiled(**{**vars(done), "passes": texts}, executables=executables)
 
 
-@uncollected()
-def plan(request: StepRequest, passed: Passed = _unobserved) -> CompilePlan:
-    """Run every pass but `emit`, checking what each leaves.
+@gc_paused()
+def plan(request: StepRequest, passed: Passed = _ignore_pass) -> CompilePlan:
+    """Run every pass but `emit`, and check the result of each.
 
     Args:
-        passed: as in `compile_step`.
+        request, passed: as in `compile_step`.
 
     Raises:
         UnsupportedError, StageError, ScheduleError, ShardingError: see `errors`.
     """
     with lowering_context(request.target):
         traced, settled = trace_settled(
-            functools.partial(
-                trace,
-                request.fn,
-                static_argnums=request.static_argnums,
-                argument_names=request.argument_names,
-            ),
+            request.fn,
             request.args,
-            request.static_argnums,
-            continued_arguments,
+            static_argnums=request.static_argnums,
+            argument_names=request.argument_names,
         )
-    if not request.result_homes:  # a model's own init calls the model; that is no step
+    if not request.result_homes:  # a model's own init calls the model outside of a step
         warn_of_markers_outside(traced)
     in_specs, out_specs = request.in_specs(traced), request.out_specs(traced)
-    traced = separate_results(traced, in_specs, out_specs)
+    traced = _separate_results(traced, in_specs, out_specs)
     passed("trace")
     found = {
         i: partition(item, traced.types) for i, item in enumerate(traced.flat.ops) if isinstance(item, Loop)
     }
-    with lowering_context(request.target):  # new values, whose types know the mesh
+    with lowering_context(request.target):  # both passes make new values, whose types know the mesh
         staged = {i: minimize_residuals(loop, traced.types) for i, loop in found.items()}
-    passed("partition")
-    with lowering_context(request.target):  # cutting a backward makes new values, whose types know the mesh
-        loops = {i: _scheduled(s, request, traced.types) for i, s in staged.items()}
+        passed("partition")
+        loops = {i: _schedule(s, request, traced.types) for i, s in staged.items()}
     passed("schedule")
     continues = continued_arguments(traced)
-    placed = build(
+    placed = build_task_graph(
         traced,
         loops,
         num_actors=request.num_actors,
@@ -229,18 +207,18 @@ def plan(request: StepRequest, passed: Passed = _unobserved) -> CompilePlan:
     passed("place")
     with explained(placed.recipes, placed.types, request.target):
         specs = propagate(traced, placed, request.target, in_specs, out_specs, continues)
-    placed = dataclasses.replace(placed, graph=_with_specs(placed, specs))
+    placed = dataclasses.replace(placed, graph=_insert_specs(placed, specs))
     passed("shard")
-    programs = _lowered(placed.graph, passed)
-    texts = _texts(traced, staged, loops, placed, programs)
-    free = _any_sharding(traced, placed, in_specs, out_specs)
+    programs = _lower_and_verify(placed.graph, passed)
+    texts = _pass_texts(traced, staged, loops, placed, programs)
+    free = _find_any_sharding(traced, placed, in_specs, out_specs)
     return CompilePlan(traced, placed, specs, programs, texts, continues, settled, free)
 
 
-def _any_sharding(
+def _find_any_sharding(
     traced: Traced, placed: PlacedStep, in_specs: Sequence[Spec | None], out_specs: Sequence[Spec | None]
 ) -> frozenset[int]:
-    """See `Compiled`."""
+    """Find the argument leaves of `CompilePlan.any_sharding`."""
     leaf_of = {v: arg for arg, v in enumerate(traced.flat.inputs)}
     back = {leaf_of[v]: result for result, v in placed.placement.handed_back.items()}
     asked = {
@@ -249,8 +227,8 @@ def _any_sharding(
     return frozenset(i.arg for i in placed.graph.inputs if not i.actors and i.arg not in asked)
 
 
-def _lowered(graph: TaskGraph, passed: Passed) -> lowering.Programs:
-    """The three passes from a graph to programs.
+def _lower_and_verify(graph: TaskGraph, passed: Passed) -> lowering.Programs:
+    """Run the three passes from a graph to programs.
 
     Each program by itself is checked once, at the end: `Delete`s hide nothing of what is wrong without them.
     """
@@ -266,14 +244,14 @@ def _lowered(graph: TaskGraph, passed: Passed) -> lowering.Programs:
     return programs
 
 
-def _texts(
+def _pass_texts(
     traced: Traced,
     staged: Mapping[int, StagedLoop],
     loops: Mapping[int, ScheduledLoop],
     placed: PlacedStep,
     programs: lowering.Programs,
 ) -> PassTexts:
-    """Texts of all passes but `emit`. The programs between are made again rather than kept."""
+    """Make the texts of all passes but `emit`. The programs between are made again rather than kept."""
     graph = placed.graph
     return PassTexts(
         {
@@ -291,7 +269,7 @@ def _texts(
     )
 
 
-def _scheduled(staged: StagedLoop, request: StepRequest, types: Types) -> ScheduledLoop:
+def _schedule(staged: StagedLoop, request: StepRequest, types: Types) -> ScheduledLoop:
     schedule = request.schedule if request.schedule is not None else staged.loop.schedule
     tasks = schedules.resolve(
         schedule,
@@ -305,7 +283,7 @@ def _scheduled(staged: StagedLoop, request: StepRequest, types: Types) -> Schedu
     return schedule_loop(staged, tasks, types)
 
 
-def _with_specs(placed: PlacedStep, specs: Mapping[int, Spec]) -> TaskGraph:
+def _insert_specs(placed: PlacedStep, specs: Mapping[int, Spec]) -> TaskGraph:
     if not specs:  # actors of one device
         return placed.graph
     graph, avals = placed.graph, dict[int, Aval]()  # an aval a value id: all microbatches have the same
@@ -316,30 +294,32 @@ def _with_specs(placed: PlacedStep, specs: Mapping[int, Spec]) -> TaskGraph:
     return dataclasses.replace(graph, values=graph.values.with_avals([avals[i] for i in placed.value_ids]))
 
 
-# ---------------------------------------------------------------- separate
-
-
-def separate_results(
+def _separate_results(
     traced: Traced, in_specs: Sequence[Sequence[Any] | None], out_specs: Sequence[Sequence[Any] | None]
 ) -> Traced:
     """Copy a value that is asked for in several shardings, so that each result is a value of its own.
 
     Args:
+        traced: the step.
         in_specs, out_specs: the user's, one an argument and one a result leaf.
     """
-    asked = {v: _plain(s) for v, s in zip(traced.flat.inputs, in_specs, strict=False) if s is not None}
+    asked = {v: _strip_spec(s) for v, s in zip(traced.flat.inputs, in_specs, strict=False) if s is not None}
     ops, outputs = list(traced.flat.ops), list(traced.flat.outputs)
     for k, spec in enumerate(out_specs):
         ref = outputs[k]
-        if spec is None or not isinstance(ref, int) or asked.setdefault(ref, _plain(spec)) == _plain(spec):
+        if (
+            spec is None
+            or not isinstance(ref, int)
+            or asked.setdefault(ref, _strip_spec(spec)) == _strip_spec(spec)
+        ):
             continue
         outputs[k] = copy = traced.types.new(traced.types[ref])
         ops.append(Op("copy", (ref,), (copy,), lambda xs: xs, "a result in another sharding"))
     return dataclasses.replace(traced, flat=Flat(traced.flat.inputs, tuple(ops), tuple(outputs)))
 
 
-def _plain(spec: Sequence[Any]) -> PartitionSpec:
-    """Without trailing Nones, and equal if it means the same."""
+def _strip_spec(spec: Sequence[Any]) -> PartitionSpec:
+    """Strip trailing Nones, so that specs of one meaning are equal."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()

@@ -1,41 +1,51 @@
-"""compiler.primitives: what the compiler knows of JAX's primitives, by name; every list of such names is here. No jax.
+"""Group JAX's primitives by the properties that the compiler's passes ask for: wrappers, cheap, linear,
+associative.
 
-`tests/compiler/test_primitives.py` holds them against the installed JAX: a name that JAX changes is noticed there, and nowhere
-else, since a missing one only makes programs slower or larger.
+Primitives are known by name, and every list of their names is here. `tests/compiler/test_primitives.py`
+compares the lists with the installed JAX, so that the test fails when JAX changes a name. Nothing else would:
+a missing name only makes programs slower or larger.
 """
 
 from __future__ import annotations
 
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 MARKER, MARKER_SIDE, LOOP = "pipeline_yield", "pipeline_yield_side", "accumulate_grads"
-"""The primitives of `markers`."""
+"""The primitives of the package `markers`."""
 
 STACK, INDEX = "stack_layers", "index_layer"
-"""Operations of ours, between the iterations of an unrolled scan: over values of all of them, and of one."""
+"""Operations of the compiler's own, which join the iterations of an unrolled scan: one reads values of all
+iterations, the other reads the value of one."""
 
-# ---------------------------------------------------------------- what wraps other equations
+# ---------------------------------------------------------------- primitives that wrap other equations
 
-CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "eval_jaxpr"))
-"""Mean what is inside them: inlined, so that stages are cut between equations and not between blocks."""
+CALLS = _names("jit pjit closed_call core_call eval_jaxpr")
+"""Mean the equations inside them: inlined, so that stages are cut between equations and not between
+blocks."""
 
-CHECKPOINTS = frozenset(("checkpoint", "remat", "remat2"))
-"""Hold what the backward computes again: whole in a stage, so that XLA keeps the recomputation."""
+CHECKPOINTS = _names("checkpoint remat remat2")
+"""Hold the equations that the backward computes again: whole in a stage, so that XLA keeps the
+recomputation."""
 
-CUSTOM_RULES = frozenset(("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"))
-"""Carry a rule of differentiation. Nothing is differentiated any more in a step that is compiled; in a stage they stay
-whole all the same, where nothing inside asks for more: they are what the user wrote as one."""
+CUSTOM_RULES = _names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr")
+"""Carry a rule of differentiation, which a step needs no more when it is compiled. In a stage they stay
+whole all the same where nothing inside asks for more, since the user wrote them as one."""
 
-CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))
+CALLBACKS = _names("pure_callback io_callback debug_callback debug_print")
 """Run Python on the host."""
 
-PRINTS = frozenset(("debug_print", "debug_callback"))
-"""Callbacks that return nothing: the controller can make them when the step is over."""
+PRINTS = _names("debug_print debug_callback")
+"""Callbacks that return nothing, so the controller can make them when the step is over."""
 
-LAID_OUT_BY_USER = frozenset(("sharding_constraint", "device_put", "shard_map"))
+LAID_OUT_BY_USER = _names("sharding_constraint device_put shard_map")
 """Name devices, or a mesh of them, as the user wrote it."""
 
 
 def inlines(name: str, *, marked: bool, prints: bool, pinned: bool, in_loop: bool) -> bool:
-    """Whether what an equation wraps takes its place.
+    """Decide whether the equations that an equation wraps take its place.
 
     Args:
         name: of its primitive.
@@ -51,144 +61,59 @@ def inlines(name: str, *, marked: bool, prints: bool, pinned: bool, in_loop: boo
     return name in CHECKPOINTS and marked
 
 
-# ---------------------------------------------------------------- what is cheap
+# ---------------------------------------------------------------- cheap primitives
 
-TRANSCENDENTAL = frozenset().union(
-    ("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "sin", "sinh", "tan", "tanh"),
-    (
-        "cbrt",
-        "erf",
-        "erf_inv",
-        "erfc",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "log2",
-        "logistic",
-        "polynomial",
-        "pow",
-    ),
+TRANSCENDENTAL = _names(
+    "acos acosh asin asinh atan atan2 atanh cos cosh sin sinh tan tanh"
+    " cbrt erf erf_inv erfc exp exp2 expm1 log log1p log2 logistic polynomial pow"
 )
 """Elementwise, and some twenty instructions an element where other light operations are one."""
 
-LIGHT = frozenset().union(
-    # layout, casts, constants
-    (
-        "bitcast_convert_type",
-        "broadcast_in_dim",
-        "concatenate",
-        "convert_element_type",
-        "copy",
-        "dynamic_slice",
-    ),
-    (
-        "iota",
-        "name",
-        "pad",
-        "reduce_precision",
-        "reshape",
-        "reshard",
-        "rev",
-        "shard",
-        "sharding_constraint",
-        "slice",
-    ),
-    ("split", "squeeze", "stack", "stop_gradient", "tile", "transpose", "unstack", STACK, INDEX),
-    # arithmetic
-    (
-        "abs",
-        "add",
-        "add_any",
-        "ceil",
-        "clamp",
-        "complex",
-        "conj",
-        "cumsum",
-        "div",
-        "floor",
-        "imag",
-        "integer_pow",
-    ),
-    (
-        "max",
-        "min",
-        "mul",
-        "mulhi",
-        "neg",
-        "nextafter",
-        "one_minus_square",
-        "real",
-        "rem",
-        "round",
-        "rsqrt",
-        "sign",
-    ),
-    ("sqrt", "square", "sub"),
-    TRANSCENDENTAL,
-    # choices and bits
-    ("and", "clz", "eq", "eq_to", "ge", "gt", "is_finite", "le", "le_to", "lt", "lt_to", "ne", "not", "or"),
-    ("population_count", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "xor"),
-    # keys
-    ("random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap"),
-)
-"""Repeated where they are used, where they depend on no computed value: layout changes, casts, elementwise arithmetic
-and constants. Products, reductions, random bits and control flow are not here: computing those twice costs more than a
-buffer."""
+_KEYS = _names("random_fold_in random_seed random_split random_unwrap random_wrap")
 
-REPEATED = (
-    LIGHT
-    - {
-        "concatenate",
-        "cumsum",
-        "pad",
-        "reshard",
-        "shard",
-        "sharding_constraint",
-        "stack",
-        "unstack",
-        STACK,
-        INDEX,
-    }
-    - {"random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap"}
+LIGHT = TRANSCENDENTAL | _KEYS | {STACK, INDEX}
+LIGHT |= _names(  # layout, casts, constants
+    "bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy dynamic_slice iota name pad"
+    " reduce_precision reshape reshard rev shard sharding_constraint slice split squeeze stack stop_gradient "
+    "tile transpose unstack"
 )
-"""Light ones that XLA fuses into what reads them, so that running them again moves no bytes; never one that may
-communicate between devices."""
+LIGHT |= _names(  # arithmetic
+    "abs add add_any ceil clamp complex conj cumsum div floor imag integer_pow max min mul mulhi neg "
+    "nextafter one_minus_square real rem round rsqrt sign sqrt square sub"
+)
+LIGHT |= _names(  # choices and bits
+    "and clz eq eq_to ge gt is_finite le le_to lt lt_to ne not or population_count select_n shift_left"
+    " shift_right_arithmetic shift_right_logical xor"
+)
+"""Repeated where they are used, if they depend on no computed value: layout changes, casts, elementwise
+arithmetic and constants. Products, reductions, random bits and control flow are not here: computing those
+twice costs more than a buffer."""
 
-LAID_OUT = frozenset(("broadcast_in_dim", "convert_element_type", "copy", "iota", "reshape", "squeeze"))
-"""Make something large of something small: made again from the small operand, wherever it is needed, rather than sent.
-A transpose or a slice is not here, whose operand is as large."""
+REPEATED = LIGHT - _KEYS - {STACK, INDEX}
+REPEATED -= _names("concatenate cumsum pad reshard shard sharding_constraint stack unstack")
+"""Light operations that XLA fuses into their readers, so that running them again moves no bytes; never one
+that may communicate between devices."""
+
+LAID_OUT = _names("broadcast_in_dim convert_element_type copy iota reshape squeeze")
+"""Make a large value of a small one: made again from the small operand, wherever the value is needed,
+rather than sent. A transpose or a slice is not here, since its operand is as large."""
 
 # ---------------------------------------------------------------- sums
 
-ADDITIONS = frozenset(("add", "add_any"))
-"""Of two values; what JAX adds gradients with is the second one."""
+ADDITIONS = _names("add add_any")
+"""Add two values; JAX adds gradients with the second one."""
 
-MOVES_ONLY = frozenset().union(
-    (
-        "broadcast_in_dim",
-        "concatenate",
-        "copy",
-        "pad",
-        "reshape",
-        "rev",
-        "slice",
-        "squeeze",
-        "transpose",
-        STACK,
-    )
-)
-"""Exact whatever they are given, so they may run once, behind the loop, on a sum. A cast is not here: it rounds."""
+MOVES_ONLY = _names("broadcast_in_dim concatenate copy pad reshape rev slice squeeze transpose") | {STACK}
+"""Exact on any operands, so they may run once, behind the loop, on a sum. A cast is not here: it rounds."""
 
-SPLITS = frozenset(("split", "unstack"))
-"""The same, with several results: the gradient of arrays that the loss joined into one."""
+SPLITS = _names("split unstack")
+"""Exact too, with several results: the gradient of arrays that the loss joined into one."""
 
-LINEAR_IN_STAGE = frozenset(("convert_element_type", "div", "mul", "neg", "reduce_sum"))
+LINEAR_IN_STAGE = _names("convert_element_type div mul neg reduce_sum")
 """f(a + b) = f(a) + f(b), up to rounding: done in each stage on its part of a sum, before accumulating."""
 
-ASSOCIATIVE = frozenset(("add", "add_any", "mul", "max", "min", "and", "or"))
-"""Of two values, in any grouping: each actor joins its own values first."""
+ASSOCIATIVE = _names("add add_any mul max min and or")
+"""Join two values, in any grouping: each actor joins its own values first."""
 
-REDUCTIONS = frozenset(("reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_and", "reduce_or"))
-"""The same of one array's elements."""
+REDUCTIONS = _names("reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or")
+"""Join one array's elements, in any grouping."""

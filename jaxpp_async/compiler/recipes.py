@@ -1,6 +1,6 @@
-"""compiler.recipes: what each executable of a step computes, as plain data.
+"""Describe the computation of each executable of a step as plain data.
 
-`compiler.graph` and `compiler.unroll` write them, `compiler.emit` turns them into StableHLO. A node's inputs and its
+`compiler.task_graph` writes recipes, `compiler.export` turns them into StableHLO. A node's inputs and its
 recipe's inputs agree position by position.
 """
 
@@ -16,7 +16,7 @@ from jaxpp_async.program.instructions import Aval
 
 @dataclass(frozen=True, eq=False)
 class Accumulate:
-    """`result = reduction.step(accumulator, value, index)`."""
+    """An update of an accumulator: `result = reduction.step(accumulator, value, index)`."""
 
     accumulator: int
     value: Ref
@@ -26,7 +26,8 @@ class Accumulate:
 
 @dataclass(frozen=True, eq=False)
 class AccumulatorStart:
-    """`result` is the accumulator of `reduction` over values of `aval` before the first microbatch."""
+    """A new accumulator: `result` is that of `reduction` over values of `aval`, before the first
+    microbatch."""
 
     aval: Aval
     reduction: Any
@@ -36,13 +37,13 @@ class AccumulatorStart:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """What one executable computes.
+    """The computation of one executable.
 
     Args:
         name: such as `"fwd0"`, for profiles and dumps.
         inputs: value ids, one an argument.
         outputs: value ids (or constants), one a result.
-        ops: in order.
+        ops: in program order.
         slices: (whole batch leaf, one microbatch of it) pairs, cut by `index` before `ops` run.
         index: id of the microbatch index among `inputs`, if needed.
         literals: ids that stand for constants.
@@ -62,19 +63,20 @@ class Recipe:
 
     @property
     def stem(self) -> str:
-        """The name without the stage, such as `"fwd"`, so that identical stages become one executable."""
+        """Return the name without the stage, such as `"fwd"`, so that identical stages become one
+        executable."""
         return self.name.rstrip("0123456789")
 
 
 def outside_reads(ops: Sequence[Op], returned: Sequence[Ref]) -> list[int]:
-    """Values that `ops` (and `returned`) read and `ops` do not make, in order of first use."""
+    """List the values that `ops` (and `returned`) read and `ops` do not make, in order of first use."""
     made = {o for op in ops for o in op.outputs if o >= 0}
     reads = [r for op in ops for r in op.reads] + [r for r in returned if isinstance(r, int)]
     return [r for r in dict.fromkeys(reads) if r not in made]
 
 
 def literal_type(lit: Lit) -> ValueType:
-    """The type of a constant."""
+    """Return the type of a constant."""
     value = lit.value
     return ValueType(
         Aval(tuple(getattr(value, "shape", ())), str(getattr(value, "dtype", type(value).__name__)))

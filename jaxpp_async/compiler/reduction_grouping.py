@@ -1,7 +1,8 @@
-"""compiler.regroup: sums over values of several actors, so that each actor joins its own and only the parts meet.
+"""Regroup sums over values of several actors, so that each actor joins its own values and sends one partial
+result.
 
-In: a placed outer step. Out: the same with such sums (products, maxima, ...) of small values written anew: trees of one
-operation, and reductions of what was stacked from them, as in `jnp.all(jnp.array([...]))`. No jax.
+The pass rewrites trees of one associative operation (sums, products, maxima, ...) over small values in a
+placed outer step, and reductions of values that were stacked for it, as in `jnp.all(jnp.array([...]))`.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from jaxpp_async.program.instructions import ActorId
 
 @dataclass(frozen=True, eq=False)
 class GroupingInputs:
-    """What regrouping looks at.
+    """The placed outer step whose reductions are regrouped.
 
     Args:
         step: the outer step.
         types: of every value id.
         single: positions of the operations that run on one actor.
-        producer: value id to the position of what makes it.
-        users: value id to the positions of what reads it.
-        where: a value's actors.
+        producer: value id to the position of the operation that makes it.
+        users: value id to the positions of the operations that read it.
+        where: returns a value's actors.
     """
 
     step: OuterStep
@@ -48,119 +49,117 @@ class GroupingInputs:
         return min(self.where(value), default=0)
 
 
-def regroup(seen: GroupingInputs) -> OuterStep | None:
-    """The step with its sums regrouped; None if there are none."""
-    kept = {r for r in seen.step.outputs if isinstance(r, int)}
-    kept.update(v for needs in seen.step.loop_needs.values() for v in needs)
-    others: dict[int, list[Op]] = {}
+def regroup_reductions(inputs: GroupingInputs) -> OuterStep | None:
+    """Return the step with its sums regrouped; None if it has none."""
+    kept = {r for r in inputs.step.outputs if isinstance(r, int)}
+    kept.update(v for needs in inputs.step.loop_needs.values() for v in needs)
+    replacements: dict[int, list[Op]] = {}
     removed: set[int] = set()
-    for root, (members, leaves) in _trees(seen, kept).items():
+    for root, (members, leaves) in _find_trees(inputs, kept).items():
         removed |= members
-        others[root] = _joined(seen, root, leaves)
-    for root, stack in _stacked(seen, kept).items():
+        replacements[root] = _join_by_actor(inputs, root, leaves)
+    for root, stack in _find_stacked(inputs, kept).items():
         removed |= {root, stack}
-        others[root] = _reduced(seen, seen.op(root), seen.op(stack))
-    return replaced(seen.step, others, removed) if others else None
+        replacements[root] = _reduce_by_actor(inputs, inputs.op(root), inputs.op(stack))
+    return replaced(inputs.step, replacements, removed) if replacements else None
 
 
-def _trees(seen: GroupingInputs, kept: set[int]) -> dict[int, tuple[set[int], list[int]]]:
-    """Maximal trees of one associative operation over small values that live on several actors."""
+def _find_trees(inputs: GroupingInputs, kept: set[int]) -> dict[int, tuple[set[int], list[int]]]:
+    """Find maximal trees of one associative operation over small values that live on several actors."""
     inside: set[int] = set()
     found = {}
-    for i in sorted(seen.single, reverse=True):
-        op = seen.op(i)
-        if op.name not in ASSOCIATIVE or i in inside or not _is_sum(seen, op):
+    for i in sorted(inputs.single, reverse=True):
+        op = inputs.op(i)
+        if i in inside or not _is_sum(inputs, op):
             continue
         members, leaves, stack = {i}, [], list(reversed(op.reads))
         while stack:
             v = stack.pop()
-            p = seen.producer.get(v)
-            inner = p in seen.single and len(seen.users[v]) == 1 and v not in kept
-            if p is not None and inner and seen.op(p).name == op.name and _is_sum(seen, seen.op(p)):
+            p = inputs.producer.get(v)
+            inner = p in inputs.single and len(inputs.users[v]) == 1 and v not in kept
+            if p is not None and inner and inputs.op(p).name == op.name and _is_sum(inputs, inputs.op(p)):
                 members.add(p)
-                stack += reversed(seen.op(p).reads)
+                stack += reversed(inputs.op(p).reads)
             else:
                 leaves.append(v)
         inside |= members
-        if len(leaves) > 2 and len({seen.home(v) for v in leaves}) > 1:
+        if len(leaves) > 2 and len({inputs.home(v) for v in leaves}) > 1:
             found[i] = (members, leaves)
     return found
 
 
-def _is_sum(seen: GroupingInputs, op: Op) -> bool:
+def _is_sum(inputs: GroupingInputs, op: Op) -> bool:
     if op.name not in ASSOCIATIVE or len(op.inputs) != 2 or len(op.reads) != 2:
         return False
-    if seen.types.sizes[op.outputs[0]] > SMALL_BYTES:
-        return False
-    out = seen.types[op.outputs[0]].aval
-    return all(
-        seen.types[r].aval.shape == out.shape and seen.types[r].aval.dtype == out.dtype for r in op.reads
-    )
+    avals = [inputs.types[v].aval for v in (*op.outputs, *op.reads)]
+    return len({(a.shape, a.dtype) for a in avals}) == 1 and inputs.types.sizes[op.outputs[0]] <= SMALL_BYTES
 
 
-def _by_actor(seen: GroupingInputs, values: Sequence[int]) -> list[list[int]]:
+def _by_actor(inputs: GroupingInputs, values: Sequence[int]) -> list[list[int]]:
     groups: dict[ActorId, list[int]] = defaultdict(list)
     for v in values:
-        groups[seen.home(v)].append(v)
+        groups[inputs.home(v)].append(v)
     return [groups[a] for a in sorted(groups)]
 
 
-def _joined(seen: GroupingInputs, root: int, leaves: list[int]) -> list[Op]:
-    op = seen.op(root)
+def _join_by_actor(inputs: GroupingInputs, root: int, leaves: list[int]) -> list[Op]:
+    op = inputs.op(root)
     made: list[Op] = []
 
     def join(values: list[int], last: int | None) -> int:
         total = values[0]
         for k, v in enumerate(values[1:], 2):
-            out = last if last is not None and k == len(values) else seen.types.new(seen.types[op.outputs[0]])
+            out = (
+                last
+                if last is not None and k == len(values)
+                else inputs.types.new(inputs.types[op.outputs[0]])
+            )
             made.append(Op(op.name, (total, v), (out,), op.run, op.line, op.transposed))
             total = out
         return total
 
-    join([join(values, None) for values in _by_actor(seen, leaves)], op.outputs[0])
+    join([join(values, None) for values in _by_actor(inputs, leaves)], op.outputs[0])
     return made
 
 
-# ---------------------------------------------------------------- what is stacked, then reduced
+# ---------------------------------------------------------------- reductions of stacked values
 
 
-def _stacked(seen: GroupingInputs, kept: set[int]) -> dict[int, int]:
-    """Reductions to a scalar of small values that were concatenated for it: position of both operations."""
+def _find_stacked(inputs: GroupingInputs, kept: set[int]) -> dict[int, int]:
+    """Find reductions to a scalar of small values that were concatenated for it. Maps the reduction's
+    position to the concatenation's."""
     found = {}
-    for i in sorted(seen.single):
-        op = seen.op(i)
-        if op.name not in REDUCTIONS:
+    for i in sorted(inputs.single):
+        op = inputs.op(i)
+        p = inputs.producer.get(op.reads[0]) if op.name in REDUCTIONS and len(op.reads) == 1 else None
+        if p is None or inputs.op(p).name != "concatenate" or inputs.types[op.outputs[0]].aval.shape != ():
             continue
-        p = seen.producer.get(op.reads[0]) if len(op.reads) == 1 else None
-        if p is None or seen.op(p).name != "concatenate" or seen.types[op.outputs[0]].aval.shape != ():
-            continue
-        stack = seen.op(p)
-        parts, alone = stack.reads, len(seen.users[stack.outputs[0]]) == 1 and stack.outputs[0] not in kept
+        stack = inputs.op(p)
+        parts, alone = stack.reads, len(inputs.users[stack.outputs[0]]) == 1 and stack.outputs[0] not in kept
         flat = len(parts) == len(stack.inputs) > 2 and all(
-            len(seen.types[v].aval.shape) == 1 and seen.types.size_bytes(v) <= SMALL_BYTES for v in parts
+            len(inputs.types[v].aval.shape) == 1 and inputs.types.sizes[v] <= SMALL_BYTES for v in parts
         )
-        if alone and flat and len({seen.home(v) for v in parts}) > 1:
+        if alone and flat and len({inputs.home(v) for v in parts}) > 1:
             found[i] = p
     return found
 
 
-def _reduced(seen: GroupingInputs, op: Op, stack: Op) -> list[Op]:
+def _reduce_by_actor(inputs: GroupingInputs, op: Op, stack: Op) -> list[Op]:
     made: list[Op] = []
-    part_type = seen.types[stack.reads[0]]
+    part_type = inputs.types[stack.reads[0]]
 
     def row(length: int) -> int:
-        return seen.types.new(
-            dataclasses.replace(part_type, aval=dataclasses.replace(part_type.aval, shape=(length,)))
-        )
+        aval = dataclasses.replace(part_type.aval, shape=(length,))
+        return inputs.types.new(dataclasses.replace(part_type, aval=aval))
 
     def concatenated(values: Sequence[int]) -> int:
-        out = row(sum(seen.types[v].aval.shape[0] for v in values))
+        out = row(sum(inputs.types[v].aval.shape[0] for v in values))
         made.append(Op(stack.name, tuple(values), (out,), stack.run, stack.line, stack.transposed))
         return out
 
     parts = []
-    for values in _by_actor(seen, stack.reads):
-        total, part = seen.types.new(seen.types[op.outputs[0]]), row(1)
+    for values in _by_actor(inputs, stack.reads):
+        total, part = inputs.types.new(inputs.types[op.outputs[0]]), row(1)
         made.append(Op(op.name, (concatenated(values),), (total,), op.run, op.line, op.transposed))
         made.append(Op("reshape", (total,), (part,), _as_row, op.line))
         parts.append(part)

@@ -1,8 +1,8 @@
-"""compiler.propagate: shardings for every value that crosses a task boundary, inferred without devices.
+"""Infer a sharding for every value that crosses a task boundary, without devices.
 
-On explicit axes they stand in the values' types. For automatic axes the whole step, with each loop's body once, is
-lowered on an abstract mesh with every boundary value as a result; Shardy's propagation fills in the rest. In: a placed
-step and the user's shardings. Out: a spec for each value id.
+On explicit axes the shardings stand in the values' types. For automatic axes the whole step, with each loop's
+body once, is lowered on an abstract mesh with every boundary value as a result; Shardy's propagation fills in
+the rest.
 """
 
 from __future__ import annotations
@@ -36,15 +36,18 @@ def propagate(
     out_specs: Sequence[Spec | None],
     continues: Mapping[int, int],
 ) -> dict[int, Spec]:
-    """Specs by value id.
+    """Infer the spec of every boundary value, by value id.
 
     Args:
+        traced: the step.
+        placed: the same, placed.
+        target: the actors' mesh and platform.
         in_specs: the user's, one an argument leaf; None is inferred.
-        out_specs: the user's, one a result leaf.
+        out_specs: the user's, one a result leaf; None is inferred.
         continues: result leaf to the argument leaf whose sharding it keeps.
 
     Raises:
-        ShardingError: a result that is not added up over all devices yet.
+        ShardingError: a result is not added up over all devices yet.
     """
     if target.mesh is None:
         return {}
@@ -66,18 +69,19 @@ def propagate(
 
 def _refuse_unreduced_results(traced: Traced, placed: PlacedStep) -> None:
     for name, v in zip(traced.out_names, placed.output_ids, strict=False):
-        if axes := logical_axes.unreduced(placed.types[v].sharding):
+        if axes := logical_axes.unreduced_axes(placed.types[v].sharding):
             raise ShardingError(
-                f"{name} is unreduced over {', '.join(axes)}: each device has a part of a sum; add the parts up with "
+                f"{name} is unreduced over {', '.join(axes)}: each device has a part of a sum; add the "
+                "parts up with "
                 "jax.sharding.reshard before the step returns it"
             )
 
 
 def sharded(aval: Aval, value_type: ValueType, spec: Spec) -> Aval:
-    """A value's aval between executables."""
+    """Return the aval of a value as it lies between executables."""
     while spec and spec[-1] is None:  # so that equal shardings compare equal
         spec = spec[:-1]
-    return replace(aval, spec=spec, unreduced=logical_axes.unreduced(value_type.sharding))
+    return replace(aval, spec=spec, unreduced=logical_axes.unreduced_axes(value_type.sharding))
 
 
 def _inferred(
@@ -109,7 +113,7 @@ def _boundary_ids(placed: PlacedStep) -> set[int]:
 
 
 def _index_ids(placed: PlacedStep) -> set[int]:
-    """Microbatch indices: inside loop bodies, and as the step's hidden arguments."""
+    """Find the microbatch indices: inside loop bodies, and as the step's hidden arguments."""
     hidden = {
         placed.value_ids[i.value]
         for i in placed.graph.inputs[len(placed.graph.inputs) - placed.num_indices :]
@@ -122,13 +126,13 @@ def _whole_step(traced: Traced, placed: PlacedStep, boundary: Sequence[int]) -> 
     loops = {id(item): position for position, item in enumerate(traced.flat.ops) if isinstance(item, Loop)}
 
     def run(*args: Any) -> list[Any]:
-        env = {v: evaluate.wrap(types[v], x) for v, x in zip(traced.flat.inputs, args, strict=True)}
+        env = {v: evaluate.wrap_input(types[v], x) for v, x in zip(traced.flat.inputs, args, strict=True)}
         for item in placed.placement.items:
             if isinstance(item, Op):
                 evaluate.run_ops([item], env)
             else:
                 _run_loop_once(item, placed.parts[loops[id(item)]], placed.loops[loops[id(item)]], env, types)
-        return [evaluate.leave(env[v]) for v in boundary]
+        return [evaluate.unwrap_result(env[v]) for v in boundary]
 
     return run
 
@@ -138,16 +142,16 @@ def _run_loop_once(
 ) -> None:
     invariants, batch, index = loop.body_inputs()
     for v, ref in zip(invariants, loop.invariants, strict=True):
-        env[v] = evaluate.read(env, ref)
+        env[v] = evaluate.read_operand(env, ref)
     for v, ref in zip(batch, loop.batch, strict=True):
-        env[v] = lax.index_in_dim(evaluate.read(env, ref), 0, 0, keepdims=False)
+        env[v] = lax.index_in_dim(evaluate.read_operand(env, ref), 0, 0, keepdims=False)
     env[index] = jnp.int32(0)
-    # By first use in the schedule, where nothing runs before what it needs.
+    # Forms run in the order of their first use in the schedule, where nothing runs before what it needs.
     for key in dict.fromkeys(key for _, _, key in scheduled.order):
         evaluate.run_ops(scheduled.variants[key].task.ops, env)
     for ids, parts, reduction in zip(finals, scheduled.staged.outputs, loop.reductions, strict=True):
         for final, part in zip(ids, parts, strict=True):
-            value = evaluate.unwrap(jnp.asarray(evaluate.read(env, part.value)))
+            value = evaluate.key_data(jnp.asarray(evaluate.read_operand(env, part.value)))
             start = reduction.start(value.shape, value.dtype, loop.num_microbatches)
-            start = evaluate.unwrap(evaluate.wrap(types[final], start))
-            env[final] = evaluate.wrap(types[final], reduction.step(start, value, env[index]))
+            start = evaluate.key_data(evaluate.wrap_input(types[final], start))
+            env[final] = evaluate.wrap_input(types[final], reduction.step(start, value, env[index]))

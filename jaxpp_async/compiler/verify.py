@@ -1,19 +1,16 @@
-"""verify: checks what must hold after each stage of lowering; makes nothing, changes nothing.
+"""Check what must hold after each pass of lowering.
 
-`verify_graph` before lowering; after each of its stages the rules that the stage could break (`verify_programs`: all of
-them). What they find is a bug of this package (`InternalError`), except a deadlock, which a schedule can ask for
-(`ScheduleError`). Everything is linear in the number of instructions.
+`verify_graph` runs before lowering. After each of its passes run the checks of the rules that the pass could
+break; `verify_programs` runs all of them. A broken rule is a bug of this package (`InternalError`), except a
+deadlock, which a schedule can ask for (`ScheduleError`). Everything is linear in the number of instructions.
 
-compiler.alone: checks of one program by itself, and what keeps count of what is assigned. Makes nothing.
+Nine tenths of a program are runs' operands and deletions, and mostly nothing is wrong with any. So a check
+looks at whole sets first, and looks for the bad entry once a set is bad.
 
-Nine tenths of a program are runs' operands and deletions, and mostly nothing is wrong with any: whole sets are looked
-at first, and what is wrong is looked for once something is.
-
-simulate: runs all programs of a step together, without data, to find deadlocks. Never touches a device or a clock.
-
-The rules are the executor's: each actor issues in order; `Recv` and `Send` never block; a `Run` blocks until its inputs
-have arrived. Links are taken at their strictest: a transfer completes only once its receive is posted (rendezvous) and
-every earlier one between the same two actors, in the same direction, has completed (NCCL). Programs that end so end
+`simulate` runs all programs of a step together, without data, to find deadlocks, by the executor's rules:
+each actor issues in order; `Recv` and `Send` never block; a `Run` blocks until its inputs have arrived. Links
+are taken at their strictest: a transfer completes only once its receive is posted (rendezvous) and every
+earlier one between the same two actors, in the same direction, has completed (NCCL). Programs that end so end
 under any transport.
 """
 
@@ -45,11 +42,84 @@ from jaxpp_async.program.instructions import (
 
 _T = TypeVar("_T")
 
-# ---------------------------------------------------------------- task graph
+
+class InternalError(AssertionError):
+    """A pass of the compiler broke a rule: a bug of this package, never of the user's step."""
+
+
+def _fail(message: str, module: str = "lowering") -> NoReturn:
+    raise InternalError(f"{message}; this is a bug in jaxpp_async.compiler.{module}")
 
 
 def _fail_graph(message: str) -> NoReturn:
-    raise InternalError(f"task graph: {message}; this is a bug in jaxpp_async.compiler.placement")
+    _fail(f"task graph: {message}", "placement")
+
+
+def _fail_transfer(tag: Tag, message: str) -> NoReturn:
+    _fail(f"transfer with tag {tag}: {message}")
+
+
+def verify_programs(programs: Sequence[ActorProgram], *, complete: bool = True) -> None:
+    """Check all programs of a step, each alone and together.
+
+    Args:
+        programs: one an actor.
+        complete: see `verify_program`.
+
+    Raises:
+        InternalError: a rule is broken.
+        ScheduleError: the programs deadlock; the message says who waits for whom.
+    """
+    verify_alone(programs, complete=complete)
+    verify_together(programs)
+
+
+def verify_alone(programs: Sequence[ActorProgram], *, complete: bool = True) -> None:
+    """Check each program of a step by itself: `verify_program`.
+
+    Args:
+        programs: one an actor.
+        complete: see `verify_program`.
+
+    Raises:
+        InternalError: a rule is broken.
+    """
+    for actor, p in enumerate(programs):
+        if p.actor != actor:
+            _fail(f"program {actor} is actor {p.actor}'s")
+        verify_program(p, complete=complete)
+
+
+def verify_together(programs: Sequence[ActorProgram]) -> None:
+    """Check what holds between the programs of a step: transfers, executables, progress.
+
+    Args:
+        programs: one an actor.
+
+    Raises:
+        InternalError: a rule is broken.
+        ScheduleError: the programs deadlock; the message says who waits for whom.
+    """
+    verify_transfers(programs)
+    verify_signatures(programs)
+    check_deadlock(programs)
+
+
+def verify_only_deletes(before: Sequence[ActorProgram], after: Sequence[ActorProgram]) -> None:
+    """Check that programs gained nothing but `Delete`s: what held for them together then still holds.
+
+    Args:
+        before, after: one an actor.
+
+    Raises:
+        InternalError: another instruction came, went or moved.
+    """
+    for old, new in zip(before, after, strict=True):
+        if [i for i in new.instructions if not isinstance(i, Delete)] != list(old.instructions):
+            _fail(f"actor {new.actor}: more than Deletes changed")
+
+
+# ---------------------------------------------------------------- task graph
 
 
 def verify_graph(graph: TaskGraph) -> None:
@@ -91,10 +161,10 @@ def verify_graph(graph: TaskGraph) -> None:
         if o.value not in made:
             _fail_graph(f"result {o.result} is value {o.value}, which nothing makes")
         _verify_homes("result", o.result, o.actors, graph.num_actors)
-    if (arg := _twice([i.arg for i in graph.inputs])) is not None:
+    if (arg := _find_repeated([i.arg for i in graph.inputs])) is not None:
         _fail_graph(f"argument {arg} appears twice")
     # A scalar that every actor computes for itself is one result made of several values, one an actor.
-    if (at := _twice([(o.result, a) for o in graph.outputs for a in o.actors])) is not None:
+    if (at := _find_repeated([(o.result, a) for o in graph.outputs for a in o.actors])) is not None:
         _fail_graph(f"result {at[0]} on actor {at[1]} appears twice")
 
 
@@ -106,18 +176,232 @@ def _verify_homes(what: str, number: int, homes: Sequence[ActorId], num_actors: 
         _fail_graph(f"{what} {number} names an actor twice: {homes}")
 
 
-def _twice(things: Sequence[_T]) -> _T | None:
-    """The first of `things` that is there more than once."""
+def _find_repeated(things: Sequence[_T]) -> _T | None:
+    """Return the first of `things` that is there more than once."""
     if len(set(things)) == len(things):
         return None
     return next((thing for thing, times in Counter(things).items() if times > 1), None)
+
+
+class AssignedIds:
+    """The numbers that were assigned so far. Mostly they come in order: then one number says which they are.
+
+    Args:
+        size: numbers from 0 to below this are valid.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.upto = 0
+        self.beyond: set[int] = set()
+
+    def __contains__(self, number: int) -> bool:
+        return 0 <= number < self.upto or number in self.beyond
+
+    def has(self, numbers: Sequence[int]) -> bool:
+        """Say whether all of `numbers` were assigned."""
+        in_order = not numbers or (max(numbers) < self.upto and min(numbers) >= 0)
+        return in_order or all(n in self for n in numbers)
+
+    def add(self, number: int) -> None:
+        """Assign a number that is valid and new."""
+        if number != self.upto:
+            self.beyond.add(number)
+            return
+        self.upto += 1
+        while self.beyond and self.upto in self.beyond:
+            self.beyond.remove(self.upto)
+            self.upto += 1
+
+    def extend(self, numbers: Sequence[int]) -> bool:
+        """Assign the next numbers. Returns False, and assigns none, where these are others or not valid."""
+        after = self.upto + len(numbers)
+        if self.beyond or after > self.size or tuple(numbers) != tuple(range(self.upto, after)):
+            return False
+        self.upto = after
+        return True
+
+
+# ---------------------------------------------------------------- one program
+
+
+def verify_program(program: ActorProgram, *, complete: bool = True) -> None:
+    """Check one program alone.
+
+    Single assignment; every buffer read is live; nothing is used after it was deleted, donated or returned;
+    only buffers that are the program's own are donated or deleted; all runs of an executable donate the same
+    positions.
+
+    Args:
+        program: one actor's program.
+        complete: whether every slot must be gone at the end, save outputs and arguments that the caller
+            keeps. False before `lowering.delete_buffers`.
+
+    Raises:
+        InternalError: a rule is broken; names the actor and the instruction.
+    """
+    check = _ProgramCheck(program)
+    check.run()
+    if complete and (left := check.live - check.kept):
+        check.fail(f"b{min(left)} is still held at the end")
+    if not all(0 <= b < len(program.avals) for b in program.uncounted):
+        check.fail(f"uncounted slots {sorted(program.uncounted)} of {len(program.avals)}")
+
+
+class _ProgramCheck:
+    """One pass over a program, which records which slots are live and what happened to each."""
+
+    def __init__(self, program: ActorProgram):
+        self.program = program
+        self.index = 0
+        self.instruction: Instruction | None = None
+        self.made = AssignedIds(len(program.avals))
+        self.live: set[BufferId] = set()
+        self.received: set[BufferId] = set()
+        self.kept: set[BufferId] = set()
+        self.sent: set[BufferId] = set()
+        self.given: set[BufferId] = set()
+        self.args: set[int] = set()
+        self.results: set[int] = set()
+        self.donations: dict[ExecutableId, tuple[int, ...]] = {}
+
+    def run(self) -> None:
+        instructions, after = self.program.instructions, 0
+        for index in [k for k, i in enumerate(instructions) if not isinstance(i, Delete)]:
+            if after < index:
+                self.delete_all(range(after, index))
+            self.step(index)
+            after = index + 1
+        self.delete_all(range(after, len(instructions)))
+        self.instruction = None
+
+    def step(self, index: int) -> None:
+        self.index, self.instruction = index, self.program.instructions[index]
+        _CHECKS[type(self.instruction)](self, self.instruction)
+
+    def delete_all(self, indices: range) -> None:
+        """Check the `Delete`s at these positions."""
+        deletes = self.program.instructions[indices.start : indices.stop]
+        buffers = [i.buffer for i in deletes if isinstance(i, Delete)]
+        held = len(self.live)
+        if self.live.issuperset(buffers) and self.kept.isdisjoint(buffers):
+            self.live.difference_update(buffers)
+            if len(self.live) == held - len(buffers):
+                return
+            self.live.update(buffers)
+        for index in indices:
+            self.step(index)
+
+    def fail(self, message: str) -> NoReturn:
+        text = f" {format_instruction(self.instruction)!r}" if self.instruction else ""
+        _fail(f"actor {self.program.actor}, instruction {self.index}{text}: {message}")
+
+    def define(self, buffer: BufferId, aval: Aval | None = None) -> None:
+        if not 0 <= buffer < len(self.program.avals):
+            self.fail(f"b{buffer} is out of range, the program has {len(self.program.avals)} slots")
+        if buffer in self.made:
+            self.fail(f"b{buffer} is assigned twice")
+        if aval is not None and aval is not (known := self.program.avals[buffer]) and aval != known:
+            self.fail(f"b{buffer} is declared {known}")
+        self.made.add(buffer)
+        self.live.add(buffer)
+
+    def read(self, buffer: BufferId) -> None:
+        if buffer not in self.live:
+            self.fail(f"b{buffer} {self.explain_dead(buffer)}")
+
+    def explain_dead(self, buffer: BufferId) -> str:
+        """Say why a buffer is not live."""
+        if buffer in self.given:
+            return "has left the program"
+        for i in self.program.instructions[: self.index + 1]:
+            if isinstance(i, Delete) and i.buffer == buffer:
+                return "was deleted before"
+            if isinstance(i, Run) and any(i.inputs[p] == buffer for p in i.donated if 0 <= p < len(i.inputs)):
+                return "was donated before"
+        return "is read before it is made"
+
+    def check_input(self, i: Input) -> None:
+        self.define(i.buffer, i.aval)
+        if i.arg in self.args:
+            self.fail(f"argument {i.arg} is bound twice")
+        self.args.add(i.arg)
+        if not i.donated:
+            self.kept.add(i.buffer)
+
+    def check_recv(self, i: Recv) -> None:
+        self.define(i.buffer, i.aval)
+        self.received.add(i.buffer)
+
+    def check_send(self, i: Send) -> None:
+        self.read(i.buffer)
+        if i.buffer in self.received:
+            self.fail(f"b{i.buffer} was received; a value is sent by the actor that makes it")
+        self.sent.add(i.buffer)
+
+    def check_run(self, i: Run) -> None:
+        if not self.live.issuperset(i.inputs):
+            for b in i.inputs:
+                self.read(b)
+        if i.donated:
+            self.check_donation(i)
+        if not self.made.extend(i.outputs):
+            for b in i.outputs:
+                self.define(b)
+        self.live.update(i.outputs)
+        first = self.donations.setdefault(i.executable, i.donated)
+        if first != i.donated:
+            self.fail(f"executable {i.executable} donated {first} in an earlier run")
+
+    def check_donation(self, i: Run) -> None:
+        if len(set(i.donated)) != len(i.donated) or min(i.donated) < 0 or max(i.donated) >= len(i.inputs):
+            self.fail(f"donated positions {i.donated} of {len(i.inputs)} inputs")
+        buffers = [i.inputs[p] for p in i.donated]
+        for slots, why in (
+            (self.kept, "is an argument that the caller keeps"),
+            (self.received, "lies in the transport's memory"),
+            (self.sent, "may still be on its way to another actor"),
+        ):
+            if not slots.isdisjoint(buffers):
+                self.fail(f"b{next(b for b in buffers if b in slots)} is donated, but {why}")
+        if len(set(i.inputs)) != len(i.inputs):
+            times = Counter(i.inputs)
+            for b in buffers:
+                if times[b] > 1:
+                    self.fail(f"b{b} is donated and read twice by the same run")
+        self.live.difference_update(buffers)
+
+    def check_delete(self, i: Delete) -> None:
+        self.read(i.buffer)
+        if i.buffer in self.kept:
+            self.fail(f"b{i.buffer} is an argument that the caller keeps")
+        self.live.remove(i.buffer)
+
+    def check_output(self, i: Output) -> None:
+        if i.buffer not in self.given:
+            self.read(i.buffer)
+        if i.result in self.results:
+            self.fail(f"result {i.result} is made twice")
+        self.results.add(i.result)
+        self.live.discard(i.buffer)
+        self.given.add(i.buffer)
+
+
+_CHECKS = {
+    Input: _ProgramCheck.check_input,
+    Recv: _ProgramCheck.check_recv,
+    Send: _ProgramCheck.check_send,
+    Run: _ProgramCheck.check_run,
+    Delete: _ProgramCheck.check_delete,
+    Output: _ProgramCheck.check_output,
+}
 
 
 # ---------------------------------------------------------------- programs together
 
 
 @frozen()
-class _End:
+class _TransferEnd:
     """One side of a transfer."""
 
     actor: ActorId
@@ -125,11 +409,7 @@ class _End:
     aval: Aval
 
 
-def _fail_transfer(tag: Tag, message: str) -> NoReturn:
-    raise InternalError(f"transfer with tag {tag}: {message}; this is a bug in jaxpp_async.compiler.lowering")
-
-
-def _add_end(ends: dict[Tag, _End], tag: Tag, end: _End, verb: str) -> None:
+def _record_end(ends: dict[Tag, _TransferEnd], tag: Tag, end: _TransferEnd, verb: str) -> None:
     if tag in ends:
         _fail_transfer(tag, f"actor {end.actor} {verb} it, and so does actor {ends[tag].actor}")
     ends[tag] = end
@@ -144,16 +424,16 @@ def verify_transfers(programs: Sequence[ActorProgram]) -> None:
     Raises:
         InternalError: a rule is broken; names the tag and the actors.
     """
-    sends: dict[Tag, _End] = {}
-    recvs: dict[Tag, _End] = {}
+    sends: dict[Tag, _TransferEnd] = {}
+    recvs: dict[Tag, _TransferEnd] = {}
     sent_on, received_on = defaultdict(list), defaultdict(list)
     for p in programs:
         for i in p.instructions:
             if isinstance(i, Send):
-                _add_end(sends, i.tag, _End(p.actor, i.to_actor, p.avals[i.buffer]), "sends")
+                _record_end(sends, i.tag, _TransferEnd(p.actor, i.to_actor, p.avals[i.buffer]), "sends")
                 sent_on[p.actor, i.to_actor].append(i.tag)
             elif isinstance(i, Recv):
-                _add_end(recvs, i.tag, _End(p.actor, i.from_actor, i.aval), "receives")
+                _record_end(recvs, i.tag, _TransferEnd(p.actor, i.from_actor, i.aval), "receives")
                 received_on[i.from_actor, p.actor].append(i.tag)
     for tag in sends.keys() ^ recvs.keys():
         end, verb = (sends[tag], "sends") if tag in sends else (recvs[tag], "receives")
@@ -189,306 +469,23 @@ def verify_signatures(programs: Sequence[ActorProgram]) -> None:
                 continue
             operands, results = tuple(map(aval, i.inputs)), tuple(map(aval, i.outputs))
             known = first.setdefault(i.executable, (i, operands, results))
-            # Mostly these are the same objects, which is quickly seen.
-            if (known[1] != operands or known[2] != results) and _kinds(*known[1:]) != _kinds(
-                operands, results
-            ):
-                raise InternalError(
-                    f"actor {p.actor}: {i.label!r} calls executable {i.executable} with {_kinds(operands, results)}, "
-                    f"{known[0].label!r} with {_kinds(*known[1:])}; this is a bug in jaxpp_async.compiler.placement"
-                )
+            if known[1] == operands and known[2] == results:  # mostly the same objects, which is quickly seen
+                continue
+            wanted, found = _shapes_and_dtypes(*known[1:]), _shapes_and_dtypes(operands, results)
+            if wanted != found:
+                calls = f"{i.label!r} calls executable {i.executable} with {found}"
+                _fail(f"actor {p.actor}: {calls}, {known[0].label!r} with {wanted}", "placement")
 
 
-def _kinds(operands: Sequence[Aval], results: Sequence[Aval]) -> tuple[list, list]:
-    """What an executable asks of its operands and results. Not the spec: ("data",) and ("data", None) say the same."""
+def _shapes_and_dtypes(operands: Sequence[Aval], results: Sequence[Aval]) -> tuple[list, list]:
+    """Return what an executable asks of its operands and results.
+
+    Specs are left out: ("data",) and ("data", None) say the same.
+    """
     return [(a.shape, a.dtype) for a in operands], [(a.shape, a.dtype) for a in results]
 
 
-def verify_alone(programs: Sequence[ActorProgram], *, complete: bool = True) -> None:
-    """Check each program of a step by itself: `verify_program`.
-
-    Args:
-        programs: one an actor.
-        complete: see `verify_program`.
-
-    Raises:
-        InternalError: a rule is broken.
-    """
-    for actor, p in enumerate(programs):
-        if p.actor != actor:
-            raise InternalError(
-                f"program {actor} is actor {p.actor}'s; this is a bug in jaxpp_async.compiler.lowering"
-            )
-        verify_program(p, complete=complete)
-
-
-def verify_together(programs: Sequence[ActorProgram]) -> None:
-    """Check what holds between the programs of a step: transfers, executables, progress.
-
-    Args:
-        programs: one an actor.
-
-    Raises:
-        InternalError: a rule is broken.
-        ScheduleError: the programs deadlock; the message says who waits for whom.
-    """
-    verify_transfers(programs)
-    verify_signatures(programs)
-    check_deadlock(programs)
-
-
-def verify_only_deletes(before: Sequence[ActorProgram], after: Sequence[ActorProgram]) -> None:
-    """Check that `Delete`s are all that programs gained: what held for them together then still holds.
-
-    Args:
-        before, after: one an actor.
-
-    Raises:
-        InternalError: another instruction came, went or moved.
-    """
-    for old, new in zip(before, after, strict=True):
-        if [i for i in new.instructions if not isinstance(i, Delete)] != list(old.instructions):
-            raise InternalError(
-                f"actor {new.actor}: more than Deletes changed; this is a bug in jaxpp_async.compiler.lowering"
-            )
-
-
-def verify_programs(programs: Sequence[ActorProgram], *, complete: bool = True) -> None:
-    """Check all programs of a step, each alone and together.
-
-    Args:
-        programs: one an actor.
-        complete: see `verify_program`.
-
-    Raises:
-        InternalError: a rule is broken.
-        ScheduleError: the programs deadlock; the message says who waits for whom.
-    """
-    verify_alone(programs, complete=complete)
-    verify_together(programs)
-
-
-# ---------------------------------------------------------------- alone
-
-
-class InternalError(AssertionError):
-    """A stage of the compiler broke a rule. A bug of this package, never of the user's step."""
-
-
-class AssignedIds:
-    """Numbers that were assigned, of `size`. Mostly they come in order: then one number says which they are.
-
-    Args:
-        size: numbers from 0 to below this are valid.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.upto = 0
-        self.beyond: set[int] = set()
-
-    def __contains__(self, number: int) -> bool:
-        return 0 <= number < self.upto or number in self.beyond
-
-    def has(self, numbers: Sequence[int]) -> bool:
-        """Whether all of them were assigned."""
-        in_order = not numbers or (max(numbers) < self.upto and min(numbers) >= 0)
-        return in_order or all(n in self for n in numbers)
-
-    def add(self, number: int) -> None:
-        """Assign a number that is valid and new."""
-        if number != self.upto:
-            self.beyond.add(number)
-            return
-        self.upto += 1
-        while self.beyond and self.upto in self.beyond:
-            self.beyond.remove(self.upto)
-            self.upto += 1
-
-    def extend(self, numbers: Sequence[int]) -> bool:
-        """Assign the next numbers. False, and nothing happens, where these are others or not valid."""
-        after = self.upto + len(numbers)
-        if self.beyond or after > self.size or tuple(numbers) != tuple(range(self.upto, after)):
-            return False
-        self.upto = after
-        return True
-
-
-class _Walk:
-    """One pass over a program: what is live, and what each slot has been through."""
-
-    def __init__(self, program: ActorProgram):
-        self.program = program
-        self.index = 0
-        self.instruction: Instruction | None = None
-        self.made = AssignedIds(len(program.avals))
-        self.live: set[BufferId] = set()
-        self.received: set[BufferId] = set()
-        self.kept: set[BufferId] = set()
-        self.sent: set[BufferId] = set()
-        self.given: set[BufferId] = set()
-        self.args: set[int] = set()
-        self.results: set[int] = set()
-        self.donations: dict[ExecutableId, tuple[int, ...]] = {}
-
-    def walk(self) -> None:
-        instructions, after = self.program.instructions, 0
-        for index in [k for k, i in enumerate(instructions) if not isinstance(i, Delete)]:
-            if after < index:
-                self.delete_all(range(after, index))
-            self.step(index)
-            after = index + 1
-        self.delete_all(range(after, len(instructions)))
-        self.instruction = None
-
-    def step(self, index: int) -> None:
-        self.index, self.instruction = index, self.program.instructions[index]
-        _STEPS[type(self.instruction)](self, self.instruction)
-
-    def delete_all(self, indices: range) -> None:
-        """The `Delete`s at these positions."""
-        deletes = self.program.instructions[indices.start : indices.stop]
-        buffers = [i.buffer for i in deletes if isinstance(i, Delete)]
-        held = len(self.live)
-        if self.live.issuperset(buffers) and self.kept.isdisjoint(buffers):
-            self.live.difference_update(buffers)
-            if len(self.live) == held - len(buffers):
-                return
-            self.live.update(buffers)
-        for index in indices:
-            self.step(index)
-
-    def fail(self, message: str) -> NoReturn:
-        text = f" {format_instruction(self.instruction)!r}" if self.instruction else ""
-        raise InternalError(
-            f"actor {self.program.actor}, instruction {self.index}{text}: {message}; "
-            "this is a bug in jaxpp_async.compiler.lowering"
-        )
-
-    def define(self, buffer: BufferId, aval: Aval | None = None) -> None:
-        if not 0 <= buffer < len(self.program.avals):
-            self.fail(f"b{buffer} is out of range, the program has {len(self.program.avals)} slots")
-        if buffer in self.made:
-            self.fail(f"b{buffer} is assigned twice")
-        if aval is not None and aval is not (known := self.program.avals[buffer]) and aval != known:
-            self.fail(f"b{buffer} is declared {known}")
-        self.made.add(buffer)
-        self.live.add(buffer)
-
-    def read(self, buffer: BufferId) -> None:
-        if buffer not in self.live:
-            self.fail(f"b{buffer} {self.fate(buffer)}")
-
-    def fate(self, buffer: BufferId) -> str:
-        """Why a buffer is not live."""
-        if buffer in self.given:
-            return "has left the program"
-        for i in self.program.instructions[: self.index + 1]:
-            if isinstance(i, Delete) and i.buffer == buffer:
-                return "was deleted before"
-            if isinstance(i, Run) and any(i.inputs[p] == buffer for p in i.donated if 0 <= p < len(i.inputs)):
-                return "was donated before"
-        return "is read before it is made"
-
-    def bind(self, i: Input) -> None:
-        self.define(i.buffer, i.aval)
-        if i.arg in self.args:
-            self.fail(f"argument {i.arg} is bound twice")
-        self.args.add(i.arg)
-        if not i.donated:
-            self.kept.add(i.buffer)
-
-    def receive(self, i: Recv) -> None:
-        self.define(i.buffer, i.aval)
-        self.received.add(i.buffer)
-
-    def send(self, i: Send) -> None:
-        self.read(i.buffer)
-        if i.buffer in self.received:
-            self.fail(f"b{i.buffer} was received; a value is sent by the actor that makes it")
-        self.sent.add(i.buffer)
-
-    def run(self, i: Run) -> None:
-        if not self.live.issuperset(i.inputs):
-            for b in i.inputs:
-                self.read(b)
-        if i.donated:
-            self.donate(i)
-        if not self.made.extend(i.outputs):
-            for b in i.outputs:
-                self.define(b)
-        self.live.update(i.outputs)
-        first = self.donations.setdefault(i.executable, i.donated)
-        if first != i.donated:
-            self.fail(f"executable {i.executable} donated {first} in an earlier run")
-
-    def donate(self, i: Run) -> None:
-        if len(set(i.donated)) != len(i.donated) or min(i.donated) < 0 or max(i.donated) >= len(i.inputs):
-            self.fail(f"donated positions {i.donated} of {len(i.inputs)} inputs")
-        buffers = [i.inputs[p] for p in i.donated]
-        for slots, why in (
-            (self.kept, "is an argument that the caller keeps"),
-            (self.received, "lies in the transport's memory"),
-            (self.sent, "may still be on its way to another actor"),
-        ):
-            if not slots.isdisjoint(buffers):
-                self.fail(f"b{next(b for b in buffers if b in slots)} is donated, but {why}")
-        if len(set(i.inputs)) != len(i.inputs):
-            times = Counter(i.inputs)
-            for b in buffers:
-                if times[b] > 1:
-                    self.fail(f"b{b} is donated and read twice by the same run")
-        self.live.difference_update(buffers)
-
-    def delete(self, i: Delete) -> None:
-        self.read(i.buffer)
-        if i.buffer in self.kept:
-            self.fail(f"b{i.buffer} is an argument that the caller keeps")
-        self.live.remove(i.buffer)
-
-    def give(self, i: Output) -> None:
-        if i.buffer not in self.given:
-            self.read(i.buffer)
-        if i.result in self.results:
-            self.fail(f"result {i.result} is made twice")
-        self.results.add(i.result)
-        self.live.discard(i.buffer)
-        self.given.add(i.buffer)
-
-
-_STEPS = {
-    Input: _Walk.bind,
-    Recv: _Walk.receive,
-    Send: _Walk.send,
-    Run: _Walk.run,
-    Delete: _Walk.delete,
-    Output: _Walk.give,
-}
-
-
-def verify_program(program: ActorProgram, *, complete: bool = True) -> None:
-    """Check one program alone.
-
-    Single assignment; every buffer read is live; nothing is used after it was deleted, donated or returned; only
-    buffers that are the program's own are donated or deleted; all runs of an executable donate the same positions.
-
-    Args:
-        program: one actor's program.
-        complete: whether every slot must be gone at the end, save outputs and arguments that the caller keeps. False
-            before `lowering.delete_buffers`.
-
-    Raises:
-        InternalError: a rule is broken; names the actor and the instruction.
-    """
-    walk = _Walk(program)
-    walk.walk()
-    if complete and (left := walk.live - walk.kept):
-        walk.fail(f"b{min(left)} is still held at the end")
-    if not all(0 <= b < len(program.avals) for b in program.uncounted):
-        walk.fail(f"uncounted slots {sorted(program.uncounted)} of {len(program.avals)}")
-
-
-# ---------------------------------------------------------------- simulate
+# ---------------------------------------------------------------- deadlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,9 +493,9 @@ class BlockedActor:
     """An actor that cannot go on.
 
     Args:
-        actor: who waits.
-        at: text of the instruction it waits at, or "the end of the step".
-        tag: the transfer it waits for.
+        actor: the actor that waits.
+        at: text of the instruction at which it waits, or "the end of the step".
+        tag: the transfer for which it waits.
         peer: the other actor of that transfer.
         sends: whether the actor is the transfer's sender.
     """
@@ -521,8 +518,8 @@ class BlockedActor:
 _Link: TypeAlias = tuple[ActorId, ActorId, Tag | None]
 
 
-class _Simulation:
-    """Program counters, links and what has not arrived yet."""
+class _DeadlockSimulation:
+    """Program counters, links, and the receives whose data has not arrived yet."""
 
     def __init__(self, programs: Sequence[ActorProgram], rendezvous: bool):
         self.streams = {p.actor: p.instructions for p in programs}
@@ -564,7 +561,7 @@ class _Simulation:
         self.counter[actor] = index
 
     def link(self, sender: ActorId, receiver: ActorId, tag: Tag) -> _Link:
-        """The queue that a transfer stands in: one for the pair, or one for itself where nothing holds it up."""
+        """Return the queue of a transfer: one for the pair of actors, or under loose rules one of its own."""
         return (sender, receiver, None if self.rendezvous else tag)
 
     def match(self, link: _Link) -> None:
@@ -580,8 +577,8 @@ class _Simulation:
             del self.blocked[actor]
             self.ready.append(actor)
 
-    def waits(self) -> list[BlockedActor]:
-        """What every unfinished actor waits for, in order of actors."""
+    def blocked_actors(self) -> list[BlockedActor]:
+        """Say what every unfinished actor waits for, in order of actors."""
         found: dict[ActorId, BlockedActor] = {}
         for actor, buffer in self.blocked.items():
             recv, at = self.pending[actor][buffer], self.streams[actor][self.counter[actor]]
@@ -602,18 +599,19 @@ def simulate(programs: Sequence[ActorProgram], *, rendezvous: bool = True) -> li
 
     Args:
         programs: one an actor.
-        rendezvous: links as strict as the module says. False: a send completes by itself and transfers pair by tag.
+        rendezvous: links as strict as the module says. False: a send completes by itself and transfers pair
+            by tag.
 
     Returns:
         The actors that cannot go on; empty when all end.
     """
-    simulation = _Simulation(programs, rendezvous)
+    simulation = _DeadlockSimulation(programs, rendezvous)
     simulation.run()
-    return simulation.waits()
+    return simulation.blocked_actors()
 
 
-def _cycle(waits: list[BlockedActor]) -> list[BlockedActor]:
-    """The circle of waiting that the first actor's chain leads into; the chain itself where it ends elsewhere."""
+def _find_cycle(waits: list[BlockedActor]) -> list[BlockedActor]:
+    """Find the circle of waiting that the first actor's chain leads into; else the chain itself."""
     by_actor = {w.actor: w for w in waits}
     chain: list[BlockedActor] = []
     actor = waits[0].actor
@@ -634,9 +632,10 @@ def check_deadlock(programs: Sequence[ActorProgram]) -> None:
     """
     waits = simulate(programs)
     if waits:
-        cycle = _cycle(waits)
+        cycle = _find_cycle(waits)
         lines = "".join(f"\n  {w}" for w in cycle)
         raise ScheduleError(
-            f"the schedule deadlocks: {len(waits)} of {len(programs)} actors cannot go on. Who waits for whom:{lines}\n"
+            f"the schedule deadlocks: {len(waits)} of {len(programs)} actors cannot go on. Who waits for "
+            f"whom:{lines}\n"
             "Order the tasks of these actors so that each comes after what it needs from the others."
         )

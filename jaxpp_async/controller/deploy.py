@@ -1,15 +1,8 @@
-"""deploying: one program's parts onto their actors: loaded, compiled, and linked where NCCL carries its transfers.
+"""Load compiled programs onto actors, and connect the NCCL links that their transfers need.
 
-In: programs and serialized executables. Out: what the actors say of them. Decides nothing about failures: whoever asks
-gets them.
-
-linking: the NCCL communicators that programs need, made before their first step and anew in every epoch.
-
-In: programs. Out: every process has joined its links. With a transport that needs none it does nothing. Runs no step,
-and does not decide what a failure means.
-
-programs: which part of which program each actor has, as the controller remembers it. In: programs and executables;
-out: `Load` messages. Plain data; no jax, no I/O.
+`Deployment` loads one program's parts. `LinkSetup` makes the NCCL communicators before a program's first
+step, and anew in every epoch; with other transports it has nothing to make. `LoadedPrograms` remembers which
+part of which program each actor has, and makes the `Load` messages.
 """
 
 from __future__ import annotations
@@ -24,6 +17,7 @@ from itertools import zip_longest
 from typing import NamedTuple, TypeAlias
 
 from jaxpp_async.controller.actor_group import ActorGroup
+from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import PendingRequest, RequestLog, SentRequest
 from jaxpp_async.controller.startup import all_of
 from jaxpp_async.errors import ActorError, MeshError, ProtocolError
@@ -39,12 +33,11 @@ from jaxpp_async.transport.registry import is_ordered
 
 
 class Deployment:
-    """Of the programs of one mesh.
+    """The loading of programs onto the actors of one mesh.
 
     Args:
-        crew, outbox, programs, linking: the mesh's.
-        paused: while this is entered no step is stuck, for actors compile.
-        tell: told what goes on, a line at a time.
+        paused: makes a context in which no step counts as stuck, because actors compile.
+        on_progress: called with a line of text when a program is being compiled.
     """
 
     def __init__(
@@ -55,15 +48,11 @@ class Deployment:
         linking: LinkSetup,
         *,
         paused: Callable[[], AbstractContextManager[None]],
-        tell: Callable[[str], None],
+        on_progress: Callable[[str], None],
     ):
-        self._actor_group, self._request_log, self._programs, self._linking = (
-            actor_group,
-            request_log,
-            programs,
-            linking,
-        )
-        self._paused, self._tell = paused, tell
+        self._actor_group, self._request_log = actor_group, request_log
+        self._programs, self._linking = programs, linking
+        self._paused, self._on_progress = paused, on_progress
 
     async def deploy(
         self,
@@ -73,16 +62,18 @@ class Deployment:
         blobs: Mapping[str, bytes],
         names: Mapping[int, str],
     ) -> dict[ActorId, Loaded]:
-        """See `Controller.load`. A program that fails, or that nobody waits for any more, is forgotten."""
+        """Load a program; see `Controller.load`. A program that fails or is cancelled is forgotten."""
         self._programs.add(program_id, parts, executables, blobs, names)
-        self._tell(f"compiling on {len(parts)} actor{'s' if len(parts) != 1 else ''}")
+        self._on_progress(f"compiling on {len(parts)} actor{'s' if len(parts) != 1 else ''}")
         processes = self._actor_group.processes
         try:
             with self._paused():
-                loading = {process: self._load(program_id, process) for process in processes.of_all(parts)}
+                loading = {
+                    process: self._load(program_id, process) for process in processes.processes_of_all(parts)
+                }
                 loaded = await all_of(loading, "load")
                 await self._linking.link(program_id)
-        except BaseException:  # also a cancellation: nobody will ask for it
+        except BaseException:  # also a cancellation: nobody will run it
             self._programs.remove(program_id)
             raise
         self._programs.note_loaded(program_id)
@@ -96,9 +87,9 @@ class Deployment:
         try:
             self._request_log.post(SentRequest(process, message, call))
             await self._request_log.drain(process)
-            return await call.future
+            return await call
         except (ActorError, MeshError):
-            # what the actor has of them, if anything, is unknown: send them again
+            # Nobody knows which executables the actor has: send them again.
             known -= set(message.blobs)
             raise
 
@@ -107,10 +98,12 @@ class Deployment:
 
 
 class MessageEnd(NamedTuple):
-    """One end of a message, as its link's other end has to have it.
+    """A message as one end of its link sees it; both ends have to see the same.
 
     Args:
-        sequence: of its wire tag. tag: of the transfer that it is a part of. aval: of that one's array.
+        sequence: the sequence number of its wire tag.
+        tag: the tag of the transfer that it is a part of.
+        aval: the aval of the transfer's array.
     """
 
     sequence: int
@@ -122,14 +115,15 @@ class MessageEnd(NamedTuple):
 
 
 def links_of(parts: Mapping[ActorId, ActorProgram], scattering: Scattering) -> list[NcclLink]:
-    """The links that a program transfers on, in ascending order.
+    """List the links that a program transfers on, in ascending order.
 
     Args:
-        parts: of all its actors. scattering: how their arrays lie.
+        parts: the parts of all its actors.
+        scattering: how their arrays lie.
 
     Raises:
-        ProtocolError: two processes do not agree what they transfer, or in which order. NCCL would not notice: it has
-            no tags, and does not check sizes.
+        ProtocolError: two processes do not agree what they transfer, or in which order. NCCL would not
+            notice: it has no tags, and does not check sizes.
     """
     ends: dict[NcclLink, tuple[list[MessageEnd], list[MessageEnd]]] = {}
     for actor, part in parts.items():
@@ -146,7 +140,7 @@ def links_of(parts: Mapping[ActorId, ActorProgram], scattering: Scattering) -> l
 def _messages(
     part: ActorProgram, process_rank: ProcessRank, scattering: Scattering
 ) -> Iterator[tuple[NcclLink, MessageEnd]]:
-    """What one process of an actor sends, receives and passes on, in the program's order."""
+    """Generate the messages that one process sends, receives and passes on, in the program's order."""
     num_devices = math.prod(size for _, size in scattering.axes)
     for instruction in part.instructions:
         if not isinstance(instruction, Send | Recv):
@@ -155,29 +149,25 @@ def _messages(
         aval = part.avals[instruction.buffer] if isinstance(instruction, Send) else instruction.aval
         held = [piece for piece in scattering.parts(aval) if process_rank.rank in piece.ranks]
         if isinstance(instruction, Send):
-            found = array_parts.sent(process_rank, held, tag, instruction.to_actor, num_devices)
+            found = array_parts.order_sends(process_rank, held, tag, instruction.to_actor, num_devices)
         else:
-            found = array_parts.received(process_rank, held, tag, instruction.from_actor, num_devices)
+            found = array_parts.order_receives(process_rank, held, tag, instruction.from_actor, num_devices)
         for sequence, link in found:
             yield link, MessageEnd(sequence, tag, aval)
 
 
 def _check(link: NcclLink, sent: Sequence[MessageEnd], received: Sequence[MessageEnd], size: int) -> None:
-    for place, (ours, theirs) in enumerate(zip_longest(sent, received)):
+    sender, receiver = ProcessRank(link.sender, size), ProcessRank(link.receiver, size)
+    for index, (ours, theirs) in enumerate(zip_longest(sent, received)):
         if ours != theirs:
             raise ProtocolError(
-                f"transfer {place} from {ProcessRank(link.sender, size)} to {ProcessRank(link.receiver, size)}: the one sends "
-                f"{ours or 'nothing'}, the other receives {theirs or 'nothing'}; this is a bug in "
-                "jaxpp_async.compiler.lowering"
+                f"transfer {index} from {sender} to {receiver}: the one sends {ours or 'nothing'}, "
+                f"the other receives {theirs or 'nothing'}; this is a bug in jaxpp_async.compiler.lowering"
             )
 
 
 class LinkSetup:
-    """The links of one mesh.
-
-    Args:
-        crew: the actors. outbox: says when a restart is under way. programs: what they have loaded.
-    """
+    """The NCCL links of one mesh."""
 
     def __init__(self, actor_group: ActorGroup, request_log: RequestLog, programs: LoadedPrograms):
         self._actor_group, self._request_log, self._programs = actor_group, request_log, programs
@@ -187,7 +177,7 @@ class LinkSetup:
         self._task: asyncio.Task[None] | None = None
 
     async def link(self, program_id: int) -> None:
-        """Make what a program needs and there is not yet. A restart meanwhile makes it as well, and this waits for it.
+        """Make the links that a program needs and that are missing, or wait for a restart that makes them.
 
         Raises:
             ProtocolError: see `links_of`. ActorError: a link could not be made, or the mesh failed.
@@ -199,14 +189,14 @@ class LinkSetup:
             await self._request_log.wait_open()
             if self._task is None:
                 self._task = self._tasks.start("make links", self._make(wanted), is_awaited=True)
-                self._task.add_done_callback(self._ended)
+                self._task.add_done_callback(self._on_ended)
             task = self._task
             await asyncio.wait([task])
             if not task.cancelled():
                 task.result()
 
     async def link_again(self) -> None:
-        """After a restart, before anything is sent: all that programs need, anew.
+        """Make all links that programs need anew: in a restart, before any request is sent again.
 
         Raises:
             As `link`.
@@ -216,23 +206,16 @@ class LinkSetup:
             wanted = {link for parts in self._programs.all_parts() for link in links_of(parts, how)}
             await self._make(sorted(wanted))
 
-    def give_up(self) -> None:
-        """Ask for nothing more of what is being made."""
+    def cancel(self) -> None:
+        """Make no further request for the links that are being made."""
         if self._task is not None:
             self._task.cancel()
 
-    async def stop(self) -> None:
-        """Give up what is being made, and wait until that is done: the actors have been told to drop it."""
-        task = self._task
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
-
     async def aclose(self) -> None:
-        """End whatever is under way."""
+        """Cancel the links that are being made, and wait for that. `link` may be called again afterwards."""
         await self._tasks.aclose()
 
-    def _ended(self, _: asyncio.Task[None]) -> None:
+    def _on_ended(self, _: asyncio.Task[None]) -> None:
         self._task = None
 
     def _has(self, links: Sequence[NcclLink]) -> bool:
@@ -242,10 +225,10 @@ class LinkSetup:
         return self._made.issuperset(links)
 
     async def _make(self, links: Sequence[NcclLink]) -> None:
-        """One exchange of ids, then round after round of links, everyone one of his at a time.
+        """Exchange ids once, then make links in rounds, in each of which a process makes one of its links.
 
-        A round is asked for once the one before is through: else who waits for a peer with many links would take the
-        time that these take for the time that his own takes, and give up.
+        A round begins once the one before is through. Otherwise a process that waits for a peer with many
+        links would take their time for that of its own link, and give up.
         """
         if self._has(links):
             return
@@ -253,10 +236,7 @@ class LinkSetup:
         ends = sorted({end for link in new for end in (link.sender, link.receiver)})
         makers = batches(new)
         offers: dict[ProcessId, LinksOffered] = await self._actor_group.ask_each(
-            {
-                process: OfferLinks(self._request_log.number(), len(makers.get(process, ())))
-                for process in ends
-            },
+            {end: OfferLinks(self._request_log.number(), len(makers.get(end, ()))) for end in ends},
             LinksOffered,
             "offer links",
         )
@@ -284,13 +264,20 @@ class LinkSetup:
 # ---------------------------------------------------------------- programs
 
 Places: TypeAlias = tuple[tuple[ActorId, tuple[ProcessId, ...]], ...]
-"""Actors with their processes, both in order."""
+"""The actors of a program with their processes, both in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """Args: places: each actor with a part, and its processes. texts: each part as it travels. keys: each part's
-    executables, by index. blobs: executables, by key. names: of the step's arguments, where errors name them."""
+    """One program of a mesh.
+
+    Args:
+        places: each actor with a part, and its processes.
+        texts: each part as text for the `Load` message.
+        keys: the content keys of each part's executables, by index.
+        blobs: executables, by content key.
+        names: names of the step's arguments, where errors name them.
+    """
 
     places: Places
     parts: dict[ActorId, ActorProgram]
@@ -304,17 +291,17 @@ class LoadedPrograms:
     """The programs that actors have loaded, or are loading, by id.
 
     Args:
-        processes: of the mesh.
-        for_successors: whether actors that are replaced will have to load them again.
+        processes: the processes of the mesh.
+        options: says whether actors that are replaced will have to load them again.
     """
 
-    def __init__(self, processes: Topology, *, for_successors: bool = False) -> None:
-        self._processes, self._for_successors = processes, for_successors
+    def __init__(self, processes: Topology, options: ControllerOptions) -> None:
+        self._processes, self._for_successors = processes, options.restarts
         self._ids = itertools.count()
         self._programs: dict[int, _Program] = {}
 
     def new_id(self) -> int:
-        """An id that none has had."""
+        """Give an id that no program has had."""
         return next(self._ids)
 
     def add(
@@ -325,40 +312,43 @@ class LoadedPrograms:
         blobs: Mapping[str, bytes],
         names: Mapping[int, str],
     ) -> None:
-        """Its actors are about to load their parts.
+        """Add a program whose actors are about to load their parts.
 
         Args:
+            parts: each actor's part.
             keys: for each actor, the content key of each executable index that its part uses.
             blobs: serialized executables by content key.
-            names: of the step's arguments, by number, where errors on actors may have to name them.
+            names: names of the step's arguments, by number, where errors on actors may have to name them.
         """
         order = sorted(parts)
         texts = {actor: str(parts[actor]) for actor in order}
         used = {actor: dict(keys.get(actor, {})) for actor in order}
-        places = tuple((actor, tuple(self._processes.of(actor))) for actor in order)
-        in_order = {actor: parts[actor] for actor in order}
+        places = tuple((actor, tuple(self._processes.processes_of(actor))) for actor in order)
+        # Tests of the control plane load plain text instead of programs.
+        in_order = {a: part for a in order if isinstance(part := parts[a], ActorProgram)}
         self._programs[program_id] = _Program(places, in_order, texts, used, dict(blobs), dict(names))
 
     def note_loaded(self, program_id: int) -> None:
-        """All its actors have it: unless it may be needed again, what only travels is dropped."""
+        """Note that all actors have a program; drop its executables unless a successor may need them."""
         if not self._for_successors:
             program = self._programs[program_id]
             program.texts.clear()
             program.blobs.clear()
 
     def remove(self, program_id: int) -> None:
-        """It could not be loaded."""
+        """Remove a program that could not be loaded."""
         self._programs.pop(program_id, None)
 
-    def of(self, actor: ActorId) -> tuple[int, ...]:
-        """The programs that an actor has a part in, in order of id."""
-        return tuple(i for i, program in sorted(self._programs.items()) if actor in program.parts)
+    def programs_of(self, actor: ActorId) -> tuple[int, ...]:
+        """List the programs that an actor has a part in, in order of id."""
+        return tuple(i for i, program in sorted(self._programs.items()) if actor in program.keys)
 
     def load_message(self, request: int, program_id: int, actor: ActorId, known: set[str]) -> Load:
-        """What an actor is told to load.
+        """Make the message that has an actor load its part.
 
         Args:
-            known: content keys that it has been sent before; takes up those of this message.
+            request: number of the request.
+            known: content keys that the actor has been sent before; the keys of this message are added.
         """
         program = self._programs[program_id]
         keys = program.keys[actor]
@@ -368,29 +358,25 @@ class LoadedPrograms:
         return Load(request, program_id, program.texts[actor], keys, blobs, program.names)
 
     def places_of(self, program_id: int) -> Places:
-        """The actors that have a part in it."""
+        """List the actors that have a part in a program."""
         return self._programs[program_id].places
 
     def parts(self, program_id: int) -> dict[ActorId, ActorProgram]:
-        """What each actor has of a program."""
+        """Give each actor's part of a program."""
         program = self._programs.get(program_id)
-        found = program.parts.items() if program is not None else ()
-        return {actor: part for actor, part in found if isinstance(part, ActorProgram)}  # as in `part`
+        return program.parts if program is not None else {}
 
     def all_parts(self) -> list[dict[ActorId, ActorProgram]]:
-        """`parts` of every program."""
+        """Give the `parts` of every program."""
         return [self.parts(program_id) for program_id in sorted(self._programs)]
 
     def part(self, program_id: int, actor: ActorId) -> ActorProgram | None:
-        """What an actor has of a program; None if it has no part in it, or there is no such program."""
-        program = self._programs.get(program_id)
-        part = program.parts.get(actor) if program is not None else None
-        return part if isinstance(part, ActorProgram) else None  # tests of the control plane load plain text
+        """Give an actor's part of a program; None if it has no part in it, or there is no such program."""
+        return self.parts(program_id).get(actor)
 
     def instruction_at(self, actor: ActorId, at: Position) -> str | None:
-        """Text of the instruction that an actor was at; None if that says nothing."""
-        program = self._programs.get(at.program_id)
-        part = program.parts.get(actor) if program is not None else None
+        """Give the text of the instruction that an actor was at; None if its program is not known."""
+        part = self.part(at.program_id, actor)
         if part is None or not 0 <= at.instruction < len(part.instructions):
             return None
         text = format_instruction(part.instructions[at.instruction])

@@ -1,7 +1,8 @@
-"""supervision: what happens to the actors of one mesh in, which failure is the cause out.
+"""Decide which error a failure of an actor is, and tell which failure is the cause of others.
 
-A death, a lost connection and a failed transfer are often one event seen three times, in any order: what looks like a
-consequence waits a moment for its cause. Decides which error it is, not what is done about it.
+A death, a lost connection and a failed transfer are often one event seen three times, in any order. So a
+failure that looks like a consequence waits a moment for its cause. `controller` decides what is done about
+the error.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jaxpp_async.controller.error_messages import (
 )
 from jaxpp_async.controller.health_monitor import HealthMonitor
 from jaxpp_async.controller.mesh_events import MeshEvents
-from jaxpp_async.controller.options import Deadlines
+from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import ActorLink, StepHandle
 from jaxpp_async.errors import ActorError, ProtocolError
 from jaxpp_async.program.instructions import ProcessId
@@ -36,14 +37,16 @@ GRACE_S = 1.0
 
 
 class FailurePolicy:
-    """Watches the actors of one mesh.
+    """The one place that learns of all failures of one mesh's actors.
 
     Args:
         under_way: the steps that have not ended, by number.
-        on_failure: told of each failure and of the process that is gone with it, if any.
+        on_failure: called with each failure and with the process that is gone with it, if any.
+        is_recovering: whether actors are being replaced.
 
     Attributes:
-        hearts: who lives. clocks: what their clocks show.
+        health_monitor: finds actors that are silent and steps that stand still.
+        clocks: the clocks of the actors.
     """
 
     def __init__(
@@ -54,84 +57,83 @@ class FailurePolicy:
         on_failure: Callable[[ActorError, ProcessId | None], None],
         is_recovering: Callable[[], bool],
         mesh_events: MeshEvents,
-        deadlines: Deadlines,
+        options: ControllerOptions,
     ):
-        self._actor_group, self._programs, self._under_way, self._on_failure = (
-            actor_group,
-            programs,
-            under_way,
-            on_failure,
-        )
-        self._mesh_events = mesh_events
+        self._actor_group, self._programs, self._under_way = actor_group, programs, under_way
+        self._on_failure, self._mesh_events = on_failure, mesh_events
         self._suspicion: asyncio.TimerHandle | None = None
         self._tasks = OwnedTasks()
-        self.hearts = HealthMonitor(
+        links = actor_group.links
+        self.health_monitor = HealthMonitor(
             program_of=programs.part,
             under_way=under_way,
-            info=lambda process: actor_group.links[process].info,
-            ask=actor_group.ask_where,
-            look=lambda process: actor_group.links[process].handle.progress(),
+            info=lambda process: links[process].info,
+            ask=actor_group.request_report,
+            read_progress=lambda process: links[process].handle.progress(),
             fail=self.report,
             is_busy=is_recovering,
-            tell=lambda verdict: mesh_events.judged(actor_group.links[verdict.process].info, verdict),
-            deadlines=deadlines,
-            processes=actor_group.processes,
+            on_verdict=lambda verdict: mesh_events.judged(links[verdict.process].info, verdict),
+            options=options,
         )
-        self.clocks = ClockWatch(actor_group.ask_where)
-        actor_group.gate.on_beat = self._on_beat
+        self.clocks = ClockWatch(actor_group.request_report)
+        actor_group.listener.on_beat = self._on_beat
 
     def watch(self, link: ActorLink) -> None:
-        """From here on a death, a lost connection or a failure of this process is the mesh's."""
+        """Treat a death, a lost connection or a failure of this process as the mesh's, from here on."""
         link.connection.on_message = partial(self._on_message, link)
         link.connection.on_closed = partial(self._on_lost, link)
         self._mesh_events.started(link.info)
         process = link.info.process
-        self._tasks.start(f"watch {link.info}", self._watch(link))
+        self._tasks.start(f"watch {link.info}", self._watch_death(link))
         self.clocks.begin(process)
-        if self._actor_group.has_hearts:
-            self.hearts.watch(process)
+        if self._actor_group.has_processes:
+            self.health_monitor.watch(process)
         if not link.connection.is_open:
             self._on_lost(link, None)
 
+    def unwatch(self, process: ProcessId) -> None:
+        """Stop expecting heartbeats of a process, which is dead or will be killed."""
+        self.health_monitor.unwatch(process)
+
     def suspect(self, error: ActorError) -> None:
-        """Take `error` as the cause unless a better one is noticed within `GRACE_S`."""
+        """Report `error` as the cause unless a better one is reported within `GRACE_S`."""
         if self._suspicion is None:
             self._suspicion = asyncio.get_running_loop().call_later(GRACE_S, self.report, error)
 
     def report(self, error: ActorError, dead: ProcessId | None = None) -> None:
-        """Take `error` as the cause."""
-        self.calm_down()
+        """Report `error` as the cause.
+
+        Args:
+            dead: the process that is gone, if one is.
+        """
+        self.drop_suspicion()
         self._on_failure(error, dead)
 
-    def calm_down(self) -> None:
-        """What was suspected so far has been seen to."""
+    def drop_suspicion(self) -> None:
+        """Forget the suspected error, because it has been taken care of."""
         if self._suspicion is not None:
             self._suspicion.cancel()
             self._suspicion = None
 
-    def step_of(self, process: ProcessId) -> int | None:
-        """The step that a process is running: the oldest that it has not finished."""
-        return next((s for s, h in self._under_way.items() if h.waits_for(process)), None)
-
     async def aclose(self) -> None:
         """Stop watching."""
-        self.calm_down()
-        await self.hearts.aclose()
+        self.drop_suspicion()
+        await self.health_monitor.aclose()
         await self._tasks.aclose()
 
-    # ------------------------------------------------------------ what is noticed
+    # ------------------------------------------------------------ heartbeats and failures
 
     def _on_beat(self, identity: Identity, beat: Beat) -> None:
-        self.hearts.record_heartbeat(identity, beat)
+        self.health_monitor.record_heartbeat(identity, beat)
         self.clocks.record_heartbeat(identity, beat)
 
     def _is_current(self, link: ActorLink) -> bool:
-        """It has not been replaced, and nobody has seen to its end already."""
-        return self._actor_group.links.get(link.info.process) is link and not link.is_let_go
+        """Whether the process has not been replaced, and its end is not expected."""
+        return self._actor_group.links.get(link.info.process) is link and not link.is_detached
 
     def _on_message(self, link: ActorLink, message: Any) -> None:
         try:
-            failed = link.settle(message)
+            failed = link.handle_reply(message)
         except ProtocolError as error:
             self.report(error)
             return
@@ -140,23 +142,26 @@ class FailurePolicy:
             of_several = self._actor_group.processes.per_actor > 1
             self.suspect(error) if is_consequence(failed, of_several=of_several) else self.report(error)
 
-    async def _watch(self, link: ActorLink) -> None:
+    async def _watch_death(self, link: ActorLink) -> None:
         death = await link.handle.wait_dead()
         if self._is_current(link):
             process = link.info.process
-            self.hearts.unwatch(process)
-            step = self.step_of(process)
+            self.unwatch(process)
+            step = self._step_of(process)
             error = died_error(link.info, death, step, self._instruction_of(link, step))
             self.suspect(error) if is_echo(link.info, death) else self.report(error, process)
 
     def _on_lost(self, link: ActorLink, error: Exception | None) -> None:
-        """The connection ended; if the process did as well, its death says more."""
+        """Suspect a lost connection; if its process ended as well, the process's death says more."""
         if self._is_current(link):
-            self.suspect(
-                lost_error(link.info, error, link.handle.output_tail(), self.step_of(link.info.process))
-            )
+            step = self._step_of(link.info.process)
+            self.suspect(lost_error(link.info, error, link.handle.output_tail(), step))
+
+    def _step_of(self, process: ProcessId) -> int | None:
+        """Find the step that a process is running: the oldest that it has not finished."""
+        return next((s for s, h in self._under_way.items() if h.waits_for(process)), None)
 
     def _instruction_of(self, link: ActorLink, step: int | None) -> str | None:
-        """Text of the instruction that a dead actor was at in `step`, if it left word."""
+        """Give the text of the instruction that a dead actor was at in `step`, if its progress page says."""
         at = link.handle.progress()
         return self._programs.instruction_at(link.info.id, at) if at is not None and at.step == step else None

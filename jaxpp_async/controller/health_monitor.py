@@ -1,5 +1,8 @@
-"""watch: the asyncio shell around `monitor` and `stuck`: beats in; warnings about suspects, and the errors that hung
-actors and stuck steps are, out. Judges every half second; never decides what an error means for the mesh.
+"""Judge every half second which actors are silent and which steps stand still, from heartbeats and reports.
+
+`HealthMonitor` is the asyncio part around `failure_detector` and `stall_detector`, which decide. It logs
+warnings about suspects, and makes the errors for actors that hang and steps that are stuck. `failure_policy`
+decides what such an error means for the mesh.
 """
 
 from __future__ import annotations
@@ -8,16 +11,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jaxpp_async.controller.error_messages import describe_silence, silent_error, stuck_error
 from jaxpp_async.controller.failure_detector import DeclaredDead, FailureDetector, Recovered, Suspect, Verdict
-from jaxpp_async.controller.options import Deadlines
+from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import StepHandle
-from jaxpp_async.controller.stall_detector import ProgramOf, Stall, StallDetector, place
+from jaxpp_async.controller.stall_detector import ProgramOf, Stall, StallDetector, describe_position
 from jaxpp_async.errors import ActorError
 from jaxpp_async.program.instructions import ActorId, ProcessId
-from jaxpp_async.protocol.actor_info import ActorInfo, Position, Topology, hindmost, place_of
+from jaxpp_async.protocol.actor_info import ActorInfo, Position, actor_and_rank, furthest_behind
 from jaxpp_async.protocol.clocks import TICK_S, SuspendAwareClock
 from jaxpp_async.protocol.frames import Identity
 from jaxpp_async.protocol.messages import Beat, Reported
@@ -26,25 +29,27 @@ from jaxpp_async.protocol.task_group import OwnedTasks
 _LOG = logging.getLogger("jaxpp_async")
 
 REPORT_S = 2.0
-"""What an actor may take to say where it is."""
+"""How long an actor may take to report where it is."""
 
 _QUIET_S = 1.5
-"""An actor that was not heard for so long is the monitor's affair: it may be stopped."""
+"""An actor that was not heard for so long is judged by the failure detector alone: it may be stopped."""
 
 
 class HealthMonitor:
-    """Watches the actors of one mesh. Everything runs on its event loop.
+    """The watch over the actors of one mesh. Everything runs on the mesh's event loop.
 
     Args:
-        program_of: (program id, actor) to the actor's program, or None.
+        program_of: gives an actor's program for (program id, actor), or None.
         under_way: the steps under way, by number.
-        info: where an actor is.
-        ask: sends `Report` to an actor; gives the reply, to come. May raise `ActorError`.
-        fail: takes the error that a silent actor or a stuck step is.
-        look: where an actor is by the page that it shares with this host, if it does; a stopped one has told since.
-        processes: which are whose; None: each actor is one.
-        is_busy: whether actors do something else than steps, such as being started anew; no step is stuck then.
-        tell: told of suspects and of those that are back.
+        info: says where a process is.
+        ask: sends `Report` to a process; gives the reply, to come. May raise `ActorError`.
+        fail: takes the error of a silent actor or of a stuck step.
+        options: has the deadlines, and the number of processes of an actor.
+        read_progress: reads where a process is from the page that it shares with this host, if it shares one;
+            the page also shows what a process did after its last heartbeat.
+        is_busy: whether actors do something else than steps, such as being started anew; no step is stuck
+            then.
+        on_verdict: called with suspects and with those that are heard again.
     """
 
     def __init__(
@@ -55,66 +60,52 @@ class HealthMonitor:
         info: Callable[[ProcessId], ActorInfo],
         ask: Callable[[ProcessId], asyncio.Future[Reported]],
         fail: Callable[[ActorError], None],
-        look: Callable[[ProcessId], Position | None] = lambda process: None,
+        options: ControllerOptions,
+        read_progress: Callable[[ProcessId], Position | None] = lambda process: None,
         is_busy: Callable[[], bool] = lambda: False,
-        tell: Callable[[Suspect | Recovered], None] = lambda verdict: None,
-        deadlines: Deadlines | None = None,
-        processes: Topology | None = None,
+        on_verdict: Callable[[Suspect | Recovered], None] = lambda verdict: None,
     ):
-        self._per_actor = processes.per_actor if processes is not None else 1
-        deadlines = deadlines or Deadlines()
         self._program_of, self._under_way, self._info, self._ask = program_of, under_way, info, ask
-        self._look, self._fail, self._is_busy, self._tell, self._deadlines = (
-            look,
-            fail,
-            is_busy,
-            tell,
-            deadlines,
-        )
+        self._fail, self._read_progress, self._is_busy = fail, read_progress, is_busy
+        self._on_verdict, self._options = on_verdict, options
         self._clock = SuspendAwareClock(time.monotonic(), TICK_S)
-        self._monitor = FailureDetector(deadlines.suspect_s, deadlines.dead_s)
-        self._stuck = StallDetector(program_of, deadlines.progress_s)
+        self._failure_detector = FailureDetector(options.suspect_s, options.dead_s)
+        self._stall_detector = StallDetector(program_of, options.progress_s)
         self._pauses = 0
         self._tasks = OwnedTasks()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
-    # ------------------------------------------------------------ for owners
-
     def watch(self, process: ProcessId) -> None:
-        """Watch a process from now on: one that is ready, and beats."""
-        self._monitor.watch(process, self._now())
+        """Watch a process from now on, which is ready and sends heartbeats."""
+        self._failure_detector.watch(process, self._now())
         if self._timer is None and not self._closed:
             self._schedule()
 
     def unwatch(self, process: ProcessId) -> None:
-        """Watch a process no longer: it is dead, or will be made dead."""
-        self._monitor.unwatch(process)
+        """Stop watching a process, which is dead or will be killed."""
+        self._failure_detector.unwatch(process)
 
     def record_heartbeat(self, identity: Identity, beat: Beat) -> None:
-        """Take a sign of life (`Gate.on_beat`)."""
+        """Take a heartbeat (`ControlListener.on_beat`)."""
         position = Position(*beat.position) if beat.position is not None else None
-        self._monitor.record_heartbeat(identity.process_id, self._now(), position)
+        self._failure_detector.record_heartbeat(identity.process_id, self._now(), position)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """No step is stuck meanwhile: actors compile."""
+        """Consider no step stuck while this context is entered, because actors compile."""
         self._pauses += 1
         try:
             yield
         finally:
             self._pauses -= 1
-            self._stuck.restart()
+            self._stall_detector.restart()
 
-    def stop(self) -> None:
-        """Judge nobody any more."""
+    async def aclose(self) -> None:
+        """Judge no process any more, and end a question that is under way. A second call does nothing."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-
-    async def aclose(self) -> None:
-        """Stop, and end what is asked. A second call does nothing."""
-        self.stop()
         await self._tasks.aclose()
 
     # ------------------------------------------------------------ judging
@@ -134,31 +125,31 @@ class HealthMonitor:
         if self._closed:
             return
         self._schedule()
-        for verdict in self._monitor.judge(now):
-            self._pronounce(verdict)
+        for verdict in self._failure_detector.judge(now):
+            self._report_verdict(verdict)
         if self._is_paused:
-            self._stuck.restart()
+            self._stall_detector.restart()
         elif not self._closed and not self._tasks:
             self._judge_steps(now)
 
-    def _pronounce(self, verdict: Verdict) -> None:
+    def _report_verdict(self, verdict: Verdict) -> None:
         info = self._info(verdict.process)
         if isinstance(verdict, Recovered):
-            _LOG.warning("%s is heard again, after %.1f s", info, verdict.silence_s, extra=_where(info))
-            self._tell(verdict)
+            _LOG.warning("%s is heard again, after %.1f s", info, verdict.silence_s, extra=_log_fields(info))
+            self._on_verdict(verdict)
             return
-        position = self._look(verdict.process) or verdict.position
-        at = place(self._program_of, info.id, position) if position is not None else None
+        position = self._read_progress(verdict.process) or verdict.position
+        at = describe_position(self._program_of, info.id, position) if position is not None else None
         if isinstance(verdict, DeclaredDead):
             step = self._unfinished([verdict.process]).get(verdict.process)
             self._fail(silent_error(info, verdict.silence_s, step, at))
             return
         said = describe_silence(info, verdict.silence_s, at)
-        _LOG.warning("%s; it is given up after %g s", said, self._deadlines.dead_s, extra=_where(info))
-        self._tell(verdict)
+        _LOG.warning("%s; it is given up after %g s", said, self._options.dead_s, extra=_log_fields(info))
+        self._on_verdict(verdict)
 
     def _unfinished(self, processes: Sequence[ProcessId]) -> dict[ProcessId, int]:
-        """The oldest step that each process has not finished; those without one are left out."""
+        """Find the oldest step that each process has not finished; processes without one are left out."""
         found: dict[ProcessId, int] = {}
         for step, handle in sorted(self._under_way.items()):
             for process in processes:
@@ -166,47 +157,54 @@ class HealthMonitor:
                     found[process] = step
         return found
 
+    def _actor_of(self, process: ProcessId) -> ActorId:
+        return actor_and_rank(process, self._options.actors.processes_per_actor)[0]
+
     def _by_actor(self, unfinished: Mapping[ProcessId, int]) -> dict[ActorId, list[ProcessId]]:
         found: dict[ActorId, list[ProcessId]] = {}
         for process in unfinished:
-            found.setdefault(place_of(process, self._per_actor)[0], []).append(process)
+            found.setdefault(self._actor_of(process), []).append(process)
         return found
 
     def _steps(self, unfinished: Mapping[ProcessId, int]) -> dict[ActorId, int]:
-        return {
-            a: min(unfinished[p] for p in processes) for a, processes in self._by_actor(unfinished).items()
-        }
+        by_actor = self._by_actor(unfinished)
+        return {a: min(unfinished[p] for p in processes) for a, processes in by_actor.items()}
 
-    def _actors(self, processes: Collection[ProcessId]) -> frozenset[ActorId]:
-        return frozenset(place_of(process, self._per_actor)[0] for process in processes)
+    def _silent_actors(self, now: float, for_s: float) -> frozenset[ActorId]:
+        return frozenset(map(self._actor_of, self._failure_detector.silent(now, for_s)))
 
     def _judge_steps(self, now: float) -> None:
-        unfinished = self._unfinished(self._monitor.watched)
+        unfinished = self._unfinished(self._failure_detector.watched)
         positions = {
-            actor: hindmost([self._monitor.position(process) for process in processes])
+            actor: furthest_behind([self._failure_detector.position(process) for process in processes])
             for actor, processes in self._by_actor(unfinished).items()
         }
-        silent = self._actors(self._monitor.silent(now, self._deadlines.suspect_s))
-        stall = self._stuck.judge(now, self._steps(unfinished), positions, silent)
+        silent = self._silent_actors(now, self._options.suspect_s)
+        stall = self._stall_detector.judge(now, self._steps(unfinished), positions, silent)
         if stall is not None:
-            self._tasks.start("ask about a step that stands still", self._inquire(stall))
+            self._tasks.start("ask about a step that stands still", self._examine(stall))
 
-    async def _inquire(self, stall: Stall) -> None:
-        told = await self._reports(self._unfinished(self._monitor.watched))
+    async def _examine(self, stall: Stall) -> None:
+        """Ask the actors why a step stands still, and fail the mesh if it is stuck."""
+        reports_of = await self._ask_for_reports(self._unfinished(self._failure_detector.watched))
         now = self._now()
-        silent = self._actors(self._monitor.silent(now, min(_QUIET_S, self._deadlines.suspect_s)))
-        unfinished = self._unfinished([process for process in self._monitor.watched if process in told])
-        speakers = {a: _speaker(processes, told) for a, processes in self._by_actor(unfinished).items()}
-        reports = {actor: told[process] for actor, process in speakers.items()}
-        diagnosis = self._stuck.conclude(now, stall, self._steps(unfinished), reports, silent)
+        silent = self._silent_actors(now, min(_QUIET_S, self._options.suspect_s))
+        unfinished = self._unfinished(
+            [process for process in self._failure_detector.watched if process in reports_of]
+        )
+        hindmost_of = {
+            a: _hindmost(processes, reports_of) for a, processes in self._by_actor(unfinished).items()
+        }
+        reports = {actor: reports_of[process] for actor, process in hindmost_of.items()}
+        diagnosis = self._stall_detector.conclude(now, stall, self._steps(unfinished), reports, silent)
         if diagnosis is None or self._is_paused or self._closed:
             return
-        actors = {actor: self._info(process) for actor, process in speakers.items()}
-        self._stuck.restart()
+        actors = {actor: self._info(process) for actor, process in hindmost_of.items()}
+        self._stall_detector.restart()
         self._fail(stuck_error(diagnosis, stall.still_s, actors))
 
-    async def _reports(self, processes: Mapping[ProcessId, int]) -> dict[ProcessId, Reported | None]:
-        """What they say; None of one that does not in time. Nothing at all if the mesh ends meanwhile."""
+    async def _ask_for_reports(self, processes: Mapping[ProcessId, int]) -> dict[ProcessId, Reported | None]:
+        """Ask processes where they are; None: no answer in time. Empty if the mesh ends meanwhile."""
         try:
             asked = {process: self._ask(process) for process in processes}
             if asked:
@@ -216,17 +214,21 @@ class HealthMonitor:
             return {}
 
 
-def _speaker(processes: Sequence[ProcessId], told: Mapping[ProcessId, Reported | None]) -> ProcessId:
-    """Who tells where an actor is: one that says nothing, or the one that is furthest behind. Those before it may only
-    wait for it, in a task that they compute together."""
+def _hindmost(processes: Sequence[ProcessId], reports_of: Mapping[ProcessId, Reported | None]) -> ProcessId:
+    """Choose the process whose report counts for its actor: a silent one, or the one furthest behind.
 
-    def place_of(process: ProcessId) -> tuple[int, int, bool]:
-        said = told[process]
-        return (said.step or 0, said.instruction, said.running) if said is not None else (-1, 0, False)
+    The processes before it may only wait for it, in a task that they compute together.
+    """
 
-    return min(processes, key=place_of)
+    def position(process: ProcessId) -> tuple[int, int, bool]:
+        report = reports_of[process]
+        return (
+            (report.step or 0, report.instruction, report.running) if report is not None else (-1, 0, False)
+        )
+
+    return min(processes, key=position)
 
 
-def _where(info: ActorInfo) -> dict[str, object]:
-    """For log records."""
+def _log_fields(info: ActorInfo) -> dict[str, object]:
+    """Make the fields of a log record about an actor."""
     return {"actor": info.id, "host": info.host}

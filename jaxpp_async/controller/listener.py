@@ -1,12 +1,8 @@
-"""gate: where actors come in. Sockets in; authenticated connections of expected actors out, and the beats of those that
-it has let in.
+"""Accept the control connections of a mesh's actors, and the connections for their heartbeats.
 
-A peer that cannot prove itself is refused and logged, and the mesh goes on. After the handshake
-it never talks to an actor.
-
-refusals: lines for the log out, no more than a person would read. The clock is a parameter.
-
-Whoever can reach a port can be refused as often as it likes; the log must not grow with that.
+A peer that cannot prove that it belongs to the mesh is refused and logged, and the mesh goes on. After the
+handshake of a control connection somebody else talks to the actor; the heartbeats of actors that were
+accepted stay here.
 """
 
 from __future__ import annotations
@@ -31,32 +27,35 @@ from jaxpp_async.transport.ucx.limits import free_descriptors
 _LOG = logging.getLogger("jaxpp_async.control")
 
 MAX_UNPROVEN = 256
-"""Connections that may be in their handshake at one time; fewer, where this process may not open so many. One more, and
-the oldest from the address that has most of them is closed: it had the most time, and silent peers could keep everybody
-out for the whole of theirs otherwise."""
+"""How many connections may be in their handshake at one time; fewer, where this process may not open so many.
+With one more, the oldest from the address that has most of them is closed: it had the most time, and silent
+peers could otherwise keep all others out until their own handshakes time out."""
 
 BACKLOG = 100
-"""How many connections may wait to be accepted. asyncio accepts so many at once, before it tells of any: they all have
-descriptors before the first is closed for being one too many."""
+"""How many connections may wait to be accepted. asyncio accepts so many at once before it reports any: they
+all have descriptors before the first is closed for being one too many."""
 
 Arrival: TypeAlias = "asyncio.Future[Connection]"
 
 
 class ControlListener:
-    """Accepts control connections for one mesh.
+    """The listening end of the control connections of one mesh.
 
     Args:
-        secret: the mesh's 32 bytes. version: the package's. max_frame_bytes: for every wire.
+        secret: the mesh's 32 bytes.
+        version: the package's version.
+        max_frame_bytes: the length of the longest frame on each connection.
 
     Attributes:
-        on_beat: called with every sign of life of an actor whose control connection is open. May be set at any time.
+        on_beat: called with every heartbeat of an actor whose control connection is open. May be set at any
+            time.
     """
 
     def __init__(self, secret: bytes, *, version: str, max_frame_bytes: int):
         self._secret, self._version, self._max_frame_bytes = secret, version, max_frame_bytes
         self.on_beat: Callable[[Identity, Beat], None] | None = None
         self._expected: dict[Identity, Arrival] = {}
-        self._let_in: dict[int, Connection] = {}  # each actor's control connection, the newest
+        self._accepted: dict[int, Connection] = {}  # each actor's control connection, the newest
         self._beating: dict[int, Connection] = {}
         self._unproven: dict[Connection, None] = {}  # in order of arrival
         self._refusals = RateLimitedLog(lambda text: _LOG.warning("%s", text), time.monotonic)
@@ -65,9 +64,9 @@ class ControlListener:
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str) -> tuple[str, int]:
-        """Accept connections on a free port of `host`'s interface; gives the address."""
+        """Accept connections on a free port of `host`'s interface; gives the host and the port."""
         loop = asyncio.get_running_loop()
-        # never all that this process has
+        # Never all descriptors that this process has.
         self._most_unproven = max(1, min(MAX_UNPROVEN, free_descriptors() // 4))
         # Not serving yet: asyncio would lose the listening socket if this were cancelled at its last wait.
         self._server = await loop.create_server(
@@ -93,26 +92,26 @@ class ControlListener:
         task.add_done_callback(self._attaching.discard)
 
     def expect(self, identity: Identity) -> Arrival:
-        """The future connection of one actor; raises `HandshakeError` if that actor came with another version."""
+        """Give the future connection of one actor; `HandshakeError` if that actor has another version."""
         arrival: Arrival = asyncio.get_running_loop().create_future()
         self._expected[identity] = arrival
         arrival.add_done_callback(lambda _: self._expected.pop(identity, None))
         return arrival
 
     async def aclose(self) -> None:
-        """Stop accepting and drop every handshake under way. Connections handed out stay open."""
+        """Stop accepting and drop every handshake under way. Accepted control connections stay open."""
         self._refusals.flush()
         for listening in self._server.sockets if self._server is not None else ():
             asyncio.get_running_loop().remove_reader(listening)
         try:
-            # A connection that came a moment ago gets its transport first: it could not be closed without, and closing
-            # the server would lose it with its socket open (python/cpython#109564).
+            # A connection that came a moment ago gets its transport first: it could not be closed without
+            # one, and closing the server would lose it with its socket open (python/cpython#109564).
             await asyncio.gather(asyncio.sleep(0), *self._attaching)
         finally:
             if self._server is not None:
                 self._server.close()
         left = (*self._unproven, *self._beating.values())
-        self._let_in.clear()
+        self._accepted.clear()
         for connection in left:
             connection.abort()
         for arrival in tuple(self._expected.values()):
@@ -126,13 +125,13 @@ class ControlListener:
         connection.opened.add_done_callback(lambda opened: self._on_opened(connection, opened))
         if len(self._unproven) >= self._most_unproven:
             source = {connection: connection.source for connection in self._unproven}
-            crowd, count = Counter(source.values()).most_common(1)[0]
-            oldest = next(connection for connection in source if source[connection] == crowd)
+            most_common, count = Counter(source.values()).most_common(1)[0]
+            oldest = next(connection for connection in source if source[connection] == most_common)
             del self._unproven[oldest]
             oldest.abort()
-            self._refusals.say(
-                f"refused a control connection: {len(source)} later ones are in their handshake, {count} of them from "
-                f"{crowd or 'this process'}"
+            self._refusals.write(
+                f"refused a control connection: {len(source)} later ones are in their handshake, "
+                f"{count} of them from {most_common or 'this process'}"
             )
         self._unproven[connection] = None
         return connection
@@ -143,13 +142,13 @@ class ControlListener:
         del self._unproven[connection]
         identity = connection.wire.identity
         if identity is not None and identity.channel == "beats" and opened.exception() is None:
-            self._on_heart(connection, identity)
+            self._accept_heartbeats(connection, identity)
             return
         arrival = self._expected.get(identity) if identity is not None else None
         error = opened.exception()
         if error is None and arrival is not None and not arrival.done():
             assert identity is not None
-            self._let_in[identity.process_id] = connection
+            self._accepted[identity.process_id] = connection
             arrival.set_result(connection)
             return
         if error is None:
@@ -157,31 +156,31 @@ class ControlListener:
                 f"{identity} is not expected (it came before, or belongs to an earlier life)"
             )
         connection.abort()
-        self._refusals.say(f"refused a control connection: {error}")
+        self._refusals.write(f"refused a control connection: {error}")
         # Only a proven peer may end a launch: anyone can open a socket.
         if isinstance(error, HandshakeError) and arrival is not None and not arrival.done():
             arrival.set_exception(error)
 
     # ------------------------------------------------------------ beats
 
-    def _on_heart(self, connection: Connection, identity: Identity) -> None:
-        """A connection for signs of life alone: of an actor that is here, or refused."""
-        if not self._is_here(identity):
+    def _accept_heartbeats(self, connection: Connection, identity: Identity) -> None:
+        """Accept a connection for heartbeats if its actor's control connection is open, or refuse it."""
+        if not self._is_connected(identity):
             connection.abort()
-            self._refusals.say(f"refused a heartbeat connection: {identity} is not here (any more)")
+            self._refusals.write(f"refused a heartbeat connection: {identity} is not here (any more)")
             return
         before = self._beating.get(identity.process_id)
         if before is not None:
             before.abort()
         self._beating[identity.process_id] = connection
-        connection.on_closed = lambda error: self._on_heart_closed(identity.process_id, connection)
+        connection.on_closed = lambda error: self._on_heartbeats_closed(identity.process_id, connection)
 
-    def _on_heart_closed(self, process_id: int, connection: Connection) -> None:
+    def _on_heartbeats_closed(self, process_id: int, connection: Connection) -> None:
         if self._beating.get(process_id) is connection:
             del self._beating[process_id]
 
     def _on_message(self, connection: Connection, message: Any) -> None:
-        """What comes before somebody else listens, and all beats."""
+        """Take a message that comes before somebody else listens, and every heartbeat."""
         identity = connection.wire.identity
         assert identity is not None  # nothing is decoded before
         if identity.channel != "beats":
@@ -191,13 +190,13 @@ class ControlListener:
         if (
             self.on_beat is not None
             and self._beating.get(identity.process_id) is connection
-            and self._is_here(identity)
+            and self._is_connected(identity)
         ):
             self.on_beat(identity, message)
 
-    def _is_here(self, identity: Identity) -> bool:
-        """Whether the control connection of this life of the actor is open."""
-        control = self._let_in.get(identity.process_id)
+    def _is_connected(self, identity: Identity) -> bool:
+        """Whether the control connection of this incarnation of the actor is open."""
+        control = self._accepted.get(identity.process_id)
         return (
             control is not None
             and control.is_open
@@ -209,33 +208,37 @@ class ControlListener:
 
 MOST = 20
 WINDOW_S = 10.0
+"""How many lines of refusals the log gets at most, and in how many seconds."""
 
 
 class RateLimitedLog:
-    """Passes on at most `MOST` lines in `WINDOW_S` seconds, and says with the next one how many there were besides.
+    """A log of refusals with at most `MOST` lines in `WINDOW_S` seconds; the next line counts the others.
+
+    Any peer that reaches a port can be refused as often as it likes, and the log must not grow with that.
 
     Args:
-        log: takes a line. clock: monotonic, in seconds.
+        log: takes a line.
+        clock: gives a monotonic time in seconds.
     """
 
     def __init__(self, log: Callable[[str], None], clock: Callable[[], float]):
         self._log, self._clock = log, clock
-        self._began_s, self._num_said, self._num_hidden = clock(), 0, 0
+        self._began_s, self._num_written, self._num_hidden = clock(), 0, 0
 
-    def say(self, text: str) -> None:
-        """Log a refusal, or count it."""
+    def write(self, text: str) -> None:
+        """Log a refusal, or only count it."""
         now_s = self._clock()
         if now_s - self._began_s > WINDOW_S:
             self.flush()
-            self._began_s, self._num_said = now_s, 0
-        if self._num_said < MOST:
-            self._num_said += 1
+            self._began_s, self._num_written = now_s, 0
+        if self._num_written < MOST:
+            self._num_written += 1
             self._log(text)
         else:
             self._num_hidden += 1
 
     def flush(self) -> None:
-        """Tell what was only counted."""
+        """Log how many refusals were only counted."""
         if self._num_hidden:
             self._log(f"refused {self._num_hidden} more connections")
             self._num_hidden = 0

@@ -1,7 +1,7 @@
-"""telling: what happens to actors in, events of their mesh out. Decides nothing, and never fails what it tells of.
+"""Report what happens to the actors of a mesh as events that its user reads, and in the log.
 
-routes: by which ways a transport reaches its peers in, which of them make device memory go through the host's out.
-Plain data.
+A report never fails the operation that it is about. `staged` finds the peers that device memory reaches only
+through host memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxpp_async.base.events import EventLog
 from jaxpp_async.base.install_hints import page
+from jaxpp_async.controller.error_messages import location
 from jaxpp_async.controller.failure_detector import Recovered, Suspect
 from jaxpp_async.errors import ActorDiedError, ActorError, ActorUnresponsiveError
 from jaxpp_async.program.instructions import ProcessId
@@ -21,84 +22,75 @@ _LOG = logging.getLogger("jaxpp_async")
 
 
 class MeshEvents:
-    """Puts the events of one mesh into words.
+    """The events of one mesh, each with its text.
 
     Args:
-        log: where they go; None: into the log alone.
+        log: takes the events; None: nobody reads them.
     """
 
     def __init__(self, log: EventLog | None = None):
         self._emit = (log or EventLog()).emit
 
     def started(self, info: ActorInfo) -> None:
-        """An actor, or its successor, is ready."""
+        """Report that an actor, or its successor, is ready."""
         text = f"{info} is ready: {', '.join(info.devices)}"
-        self._emit("started", text, actor=info.id, host=info.host, pid=info.pid, devices=info.devices)
+        self._emit("started", text, **location(info), devices=info.devices)
 
     def connected(self, info: ActorInfo, routes: Mapping[ProcessId, tuple[str, ...]]) -> None:
-        """An actor whose arrays lie on GPUs has been connected; told if they go through host memory on the way."""
+        """Report a connected actor, if its arrays on GPUs go through host memory on the way to a peer."""
         slow = staged(routes)
         if not slow:
             return
         ways = sorted({way for each in slow.values() for way in each})
         text = (
-            f"{info} sends device memory to peers {', '.join(map(str, sorted(slow)))} through host memory: UCX has "
-            f"{', '.join(ways)} to them, and neither cuda_ipc nor rc; see {page('gpu.md')}"
+            f"{info} sends device memory to peers {', '.join(map(str, sorted(slow)))} through host "
+            f"memory: UCX has {', '.join(ways)} to them, and neither cuda_ipc nor rc; see {page('gpu.md')}"
         )
         _LOG.warning("%s", text)
-        self._emit(
-            "staged",
-            text,
-            actor=info.id,
-            host=info.host,
-            pid=info.pid,
-            peers=tuple(sorted(slow)),
-            routes=ways,
-        )
+        self._emit("staged", text, **location(info), peers=tuple(sorted(slow)), routes=ways)
 
     def compiled(self, name: str, seconds: float, num_tasks: int) -> None:
-        """A step is on the actors."""
+        """Report that a step is compiled on the actors."""
         text = f"compiled {name} in {seconds:.1f} s: {num_tasks} tasks"
         self._emit("compiled", text, name=name, seconds=seconds, num_tasks=num_tasks)
 
     def waiting(self, name: str, ahead: StepId) -> None:
-        """A step waits behind one that nobody awaits any more, and has for a while."""
-        text = f"step {name!r} waits for {step_text(ahead)}, cancelled by its caller, to end: a step that was sent runs on"
+        """Report that a step has waited for a while behind one that nobody awaits any more."""
+        what = f"waits for {step_text(ahead)}, cancelled by its caller, to end: a step that was sent runs on"
+        text = f"step {name!r} {what}"
         _LOG.warning("%s", text)
         self._emit("waiting", text, step=step_number(ahead), name=name)
 
     def judged(self, info: ActorInfo, verdict: Suspect | Recovered) -> None:
-        """An actor is silent, or is heard again."""
+        """Report that an actor is silent, or is heard again."""
         silence_s = verdict.silence_s
         if isinstance(verdict, Suspect):
-            text = f"{info} has not been heard of for {silence_s:.1f} s"
-            self._emit("suspect", text, actor=info.id, host=info.host, pid=info.pid, silence_s=silence_s)
+            kind, text = "suspect", f"{info} has not been heard of for {silence_s:.1f} s"
         else:
-            text = f"{info} is heard again, after {silence_s:.1f} s"
-            self._emit("recovered", text, actor=info.id, host=info.host, pid=info.pid, silence_s=silence_s)
+            kind, text = "recovered", f"{info} is heard again, after {silence_s:.1f} s"
+        self._emit(kind, text, **location(info), silence_s=silence_s)
 
     def failed(self, error: ActorError) -> None:
-        """Something is the cause of a failure; told if it is that an actor is gone."""
+        """Report the cause of a failure, if it is that an actor is gone."""
         if isinstance(error, ActorDiedError | ActorUnresponsiveError):
             what = {"host": error.host, "pid": error.pid, "error": type(error).__name__}
             self._emit("died", str(error), actor=error.actor, step=error.step, **what)
 
     def restarted(self, infos: Sequence[ActorInfo], num_steps: int) -> None:
-        """All are at work again.
+        """Report that all actors are at work again after a restart.
 
         Args:
-            infos: those that were replaced; none, if a link broke and nobody had to be.
-            num_steps: how many are run again.
+            infos: the actors that were replaced; none if a link broke and no actor had to be replaced.
+            num_steps: how many steps are run again.
         """
         what = f"is at work again; steps that are run again: {num_steps}"
         for info in infos:
-            where = {"host": info.host, "pid": info.pid}
-            self._emit("restarted", f"{info} {what}", actor=info.id, num_steps=num_steps, **where)
+            self._emit("restarted", f"{info} {what}", **location(info), num_steps=num_steps)
         if not infos:
             self._emit("restarted", f"the mesh {what}", num_steps=num_steps)
 
     def closed(self, cause: BaseException | None) -> None:
-        """The mesh is over. A second call tells nothing."""
+        """Report that the mesh is closed, and why."""
         why = "" if cause is None else f": {cause}" if str(cause) else f": {type(cause).__name__}"
         self._emit(
             "closed", f"the mesh is closed{why}", error=None if cause is None else type(cause).__name__
@@ -108,13 +100,20 @@ class MeshEvents:
 # ---------------------------------------------------------------- routes
 
 _READ_DEVICE_MEMORY = ("rc", "dc", "gga")
-"""Beginnings of UCX's names of transports between hosts (`rc_mlx5`, `dc_mlx5`) that can read and write device memory
-where it lies. That they do also takes a driver (docs/gpu.md), and UCX does not tell."""
+"""Beginnings of UCX's names of transports between hosts (`rc_mlx5`, `dc_mlx5`) that can read and write device
+memory where it lies. They also need a driver for that (docs/gpu.md), and UCX does not say whether it is
+there."""
 
 
 def staged(routes: Mapping[ProcessId, tuple[str, ...]]) -> dict[ProcessId, tuple[str, ...]]:
-    """The peers that device memory reaches only by copies in host memory, with the ways to them. A peer whose ways are
-    not known is none of them."""
+    """Find the peers that device memory reaches only by copies in host memory.
+
+    Args:
+        routes: the transports that UCX uses to each peer; empty: not known.
+
+    Returns:
+        Each such peer with its transports, without the peers whose transports are not known.
+    """
     return {peer: ways for peer, ways in routes.items() if ways and not any(map(_is_direct, ways))}
 
 

@@ -1,6 +1,7 @@
-"""options: how a mesh's actors are set up, started, watched and replaced, as plain data.
+"""Hold the options of this package as plain data: how actors are set up, started, watched and replaced.
 
-Every default stands here. What a user gives is checked before (`mesh_options`).
+`ControllerOptions` is the one value that the constructors of this package hand on, and it has every default.
+`session.mesh_options` checks what a user gives before it comes here.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ BACKUP_EVERY = 10
 
 @dataclass(frozen=True, slots=True)
 class ActorConfig:
-    """What every actor of a mesh is configured with; see `messages.Configure`.
+    """The configuration that every actor of a mesh gets; `messages.Configure` describes most fields.
 
     Args:
-        env, defaults: as of `LaunchSpec`.
-        processes_per_actor: of how many processes each is.
+        env, defaults: environment variables, as of `LaunchSpec`.
+        processes_per_actor: how many processes each actor has.
     """
 
     spmd_mesh: tuple[tuple[str, int], ...] = ()
@@ -48,14 +49,9 @@ class ActorConfig:
         return math.prod(size for _, size in self.spmd_mesh)
 
     def message(
-        self,
-        request: int,
-        transport: str,
-        epoch: int,
-        cluster: Cluster | None = None,
-        address: str | None = None,
+        self, request: int, transport: str, epoch: int, cluster: Cluster | None, address: str | None
     ) -> Configure:
-        """The request that carries it."""
+        """Make the request that carries this configuration to one process."""
         return Configure(
             request=request,
             spmd_mesh=self.spmd_mesh,
@@ -73,30 +69,24 @@ class ActorConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Deadlines:
-    """In seconds: how long actors may be silent until they are suspect and dead; how long a step may stand still."""
-
-    suspect_s: float = SUSPECT_S
-    dead_s: float = DEAD_S
-    progress_s: float = PROGRESS_S
-
-
-@dataclass(frozen=True, slots=True)
 class ControllerOptions:
-    """What a controller is told about its actors.
+    """The options of one mesh's controller.
 
     Args:
-        actors: how each is set up.
-        patience: how long actors may be silent, and steps stand still.
+        actors: how each actor is set up.
+        suspect_s, dead_s: after how many seconds of silence an actor is suspect, and dead.
+        progress_s: how many seconds a step or a transfer may stand still.
         max_restarts: how often actors may be replaced within ten minutes.
         backup_every: how many steps lie between two copies of the state, with `max_restarts`.
-        launch_timeout_s: how long all of the launch may take, and the replacement of one actor.
-        max_frame_bytes: the longest control frame.
-        make_transport: the controller's own end of the data plane; None: the launcher's.
+        launch_timeout_s: how many seconds the whole launch may take, and the replacement of one actor.
+        max_frame_bytes: the length of the longest control frame.
+        make_transport: makes the controller's own end of the data plane; None: the launcher does.
     """
 
     actors: ActorConfig = field(default_factory=ActorConfig)
-    deadlines: Deadlines = field(default_factory=Deadlines)
+    suspect_s: float = SUSPECT_S
+    dead_s: float = DEAD_S
+    progress_s: float = PROGRESS_S
     max_restarts: int = 0
     backup_every: int = BACKUP_EVERY
     launch_timeout_s: float = LAUNCH_TIMEOUT_S
@@ -105,5 +95,5 @@ class ControllerOptions:
 
     @property
     def restarts(self) -> bool:
-        """Whether lost actors are replaced: what they would need again is kept then."""
+        """Whether lost actors are replaced, so that whatever a successor needs has to be kept."""
         return self.max_restarts > 0

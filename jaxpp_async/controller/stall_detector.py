@@ -1,12 +1,9 @@
-"""stuck: where actors are, step by step, and a clock in; which of them cannot go on out. Pure: no I/O, and the clock is
-a parameter.
+"""Find the actors that cannot go on from where they are, step by step, and say why from their reports.
 
-An actor stands still while its position does not change. It is stuck when it and everyone that it may wait for, and
-they in turn, have stood still for the deadline, and none of them computes or is silent. Then the actors are asked what
-they wait for (`Report`), and `autopsy` says why.
-
-autopsy: what the actors of a step that does not go on have reported in, who waits for whom and who was first out.
-Pure: plain data and text.
+An actor stands still while its position does not change. It is stuck when it and every actor that it may wait
+for, and they in turn, have stood still until the deadline, and none of them computes or is silent. Then the
+actors are asked what they wait for (`Report`), and `_Examination` finds out why. The clock is a parameter, so
+that tests choose the time.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from jaxpp_async.protocol.clocks import TICK_S
 from jaxpp_async.protocol.messages import OpenTransfer, Reported, StepId, step_text
 
 PROGRESS_S = 10.0
-"""How long a step may stand still."""
+"""How many seconds a step may stand still."""
 
 SLOW_BYTES_PER_S = 50e6
 """A link that is slower than this may be taken for a broken one."""
@@ -30,18 +27,23 @@ SLOW_BYTES_PER_S = 50e6
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Actors that wait for each other and have stood still for `still_s`; the first one's wait led to the others."""
+    """Actors that wait for each other and have stood still for `still_s` seconds.
+
+    Args:
+        actors: the actor whose wait was followed, then the others, to which it led.
+    """
 
     actors: tuple[ActorId, ...]
     still_s: float
 
 
 @dataclass(slots=True)
-class _Clock:
-    """Since when an actor is where it is, and how much longer than usual it may be there.
+class _Standstill:
+    """Since when an actor is at one position, and how much longer than usual it may stay there.
 
     Args:
-        done: the instruction and transfers that it reported last.
+        at: the step and the position.
+        done: the instruction and the number of done transfers that it reported last.
     """
 
     at: tuple[int, Position | None]
@@ -51,20 +53,20 @@ class _Clock:
 
 
 class StallDetector:
-    """Finds steps that do not go on.
+    """The detector of steps that do not go on.
 
     Args:
-        program_of: the programs.
-        progress_s: how long a step may stand still; more by a second for each 50 MB that are under way.
+        program_of: gives the programs.
+        progress_s: how long a step may stand still; a second more for each 50 MB that are under way.
     """
 
     def __init__(self, program_of: ProgramOf, progress_s: float = PROGRESS_S):
         self._program_of, self._progress_s = program_of, progress_s
-        self._clocks: dict[ActorId, _Clock] = {}
+        self._standstills: dict[ActorId, _Standstill] = {}
 
     def restart(self) -> None:
-        """Forget since when everyone is where it is: an abort, a restart, a program that is loaded."""
-        self._clocks.clear()
+        """Forget since when actors stand still: after an abort, a restart, or the loading of a program."""
+        self._standstills.clear()
 
     def judge(
         self,
@@ -73,20 +75,21 @@ class StallDetector:
         positions: Mapping[ActorId, Position | None],
         silent: Collection[ActorId] = (),
     ) -> Stall | None:
-        """Who is stuck, as far as can be known without asking; to be called every tick.
+        """Find actors that are stuck, as far as can be known without asking them; to be called every tick.
 
         Args:
+            now: the time in seconds.
             unfinished: each actor's oldest step that it has not finished; actors without one are left out.
             positions: where they are.
-            silent: actors that were not heard for a while: it is not known whether they stand still.
+            silent: actors that were not heard for a while, so that nobody knows whether they stand still.
         """
-        self._run_clocks(now, unfinished, positions)
-        still = {a for a, c in self._clocks.items() if now - c.since >= self._progress_s + c.extra_s}
+        self._update(now, unfinished, positions)
+        still = {a for a, c in self._standstills.items() if now - c.since >= self._progress_s + c.extra_s}
         for actor in sorted(still - set(silent)):
             chain = self._may_wait_for(actor, positions, unfinished)
             if still.issuperset(chain) and not chain & set(silent):
                 others = tuple(sorted(chain - {actor}))
-                return Stall((actor, *others), min(now - self._clocks[a].since for a in chain))
+                return Stall((actor, *others), min(now - self._standstills[a].since for a in chain))
         return None
 
     def conclude(
@@ -97,57 +100,61 @@ class StallDetector:
         reports: Mapping[ActorId, Reported | None],
         silent: Collection[ActorId] = (),
     ) -> StallDiagnosis | None:
-        """Why they are stuck, now that all actors with unfinished steps were asked; None: after all, they are not.
+        """Say why actors are stuck, now that all with unfinished steps were asked; None if they are not.
 
         Args:
-            reports: what they said; None: nothing.
+            now, unfinished, silent: as of `judge`.
+            stall: the result of `judge`.
+            reports: the answers of the actors; None for an actor that did not answer.
         """
         gone_on = [
-            a for a in stall.actors if a not in self._clocks or self._clocks[a].since > now - self._progress_s
+            a
+            for a in stall.actors
+            if a not in self._standstills or self._standstills[a].since > now - self._progress_s
         ]
         for actor, reported in reports.items():
             if reported is not None and actor in unfinished and self._has_moved(actor, reported, now):
                 gone_on.append(actor)
         if gone_on or not set(stall.actors) <= set(unfinished):
             return None
-        diagnosis = examine(stall.actors[0], unfinished, reports, self._program_of)
+        diagnosis = _Examination(unfinished, reports, self._program_of).follow(stall.actors[0])
         if diagnosis is None or set(diagnosis.chain) & set(silent):
             return None
         extra_s = _extra_s([r for a in diagnosis.chain if (r := reports.get(a)) is not None])
         for actor in diagnosis.chain:
-            if actor in self._clocks:
-                self._clocks[actor].extra_s = extra_s
+            if actor in self._standstills:
+                self._standstills[actor].extra_s = extra_s
         return diagnosis if stall.still_s >= self._progress_s + extra_s else None
 
-    def _run_clocks(
+    def _update(
         self, now: float, unfinished: Mapping[ActorId, int], positions: Mapping[ActorId, Position | None]
     ) -> None:
-        for actor in self._clocks.keys() - unfinished.keys():
-            del self._clocks[actor]
+        for actor in self._standstills.keys() - unfinished.keys():
+            del self._standstills[actor]
         for actor, step in unfinished.items():
-            position, clock = positions.get(actor), self._clocks.get(actor)
+            position, standstill = positions.get(actor), self._standstills.get(actor)
             computing = position is not None and position.computing
-            if clock is None or computing or clock.at != (step, position):
-                self._clocks[actor] = _Clock((step, position), now)
+            if standstill is None or computing or standstill.at != (step, position):
+                self._standstills[actor] = _Standstill((step, position), now)
 
     def _has_moved(self, actor: ActorId, reported: Reported, now: float) -> bool:
-        """Whether it executes, or something was done since it was asked the last time."""
-        clock = self._clocks.get(actor)
-        if clock is None:
+        """Whether an actor executes, or has done something since it was asked the last time."""
+        standstill = self._standstills.get(actor)
+        if standstill is None:
             return False
-        before, clock.done = clock.done, (reported.instruction, reported.transfers_done)
-        _, position = clock.at
-        moved = before is not None and before != clock.done
+        before, standstill.done = standstill.done, (reported.instruction, reported.transfers_done)
+        _, position = standstill.at
+        moved = before is not None and before != standstill.done
         if before is None and position is not None and position.waiting and position.step == reported.step:
             moved = position.instruction != reported.instruction
         if moved or reported.running:
-            clock.since, clock.extra_s = now, 0.0
+            standstill.since, standstill.extra_s = now, 0.0
         return moved or reported.running
 
     def _may_wait_for(
         self, actor: ActorId, positions: Mapping[ActorId, Position | None], unfinished: Mapping[ActorId, int]
     ) -> set[ActorId]:
-        """The actor, everyone whom it may wait for, and so on; those that have finished have nobody to wait for."""
+        """Collect an actor, the actors that it may wait for, and so on; finished actors wait for nobody."""
         found, left = {actor}, [actor]
         while left:
             one = left.pop()
@@ -157,7 +164,7 @@ class StallDetector:
         return found
 
     def _peers(self, actor: ActorId, at: Position | None) -> set[ActorId]:
-        """Those whose data, or whose receives, the instruction may wait for: more than those for which it does."""
+        """Find the actors whose data or receives the instruction may wait for: more than it does wait for."""
         part = self._program_of(at.program_id, actor) if at is not None else None
         if at is None or part is None or at.instruction > len(part.instructions):
             return set()
@@ -173,27 +180,29 @@ class StallDetector:
 
 
 def _extra_s(reports: Collection[Reported]) -> float:
-    """How much longer a step may stand still, because so much is under way. What takes less than a tick counts not."""
+    """Compute how much longer a step may stand still for the bytes under way; 0 if less than a tick."""
     most = max((sum(t.size_bytes for t in r.transfers if t.posted) for r in reports), default=0)
-    return most / SLOW_BYTES_PER_S if most / SLOW_BYTES_PER_S >= TICK_S else 0.0
+    extra_s = most / SLOW_BYTES_PER_S
+    return extra_s if extra_s >= TICK_S else 0.0
 
 
-# ---------------------------------------------------------------- autopsy
+# ---------------------------------------------------------------- diagnosis
 
 ProgramOf: TypeAlias = Callable[[int, ActorId], ActorProgram | None]
-"""(program id, actor) to the actor's part, or None if there is none."""
+"""Gives an actor's part of a program for (program id, actor), or None if there is none."""
 
 Cause: TypeAlias = Literal["lost", "deaf", "idle", "controller", "none", "cycle"]
-"""Why nothing goes on, the surest first: a transfer that both ends have begun; an actor that does not answer, that has
-not begun the step, that waits for the controller, that waits for nothing; a circle of actors."""
+"""Why nothing goes on, the surest cause first: a transfer that both ends have begun; an actor that does not
+answer, that has not begun the step, that waits for the controller, that waits for nothing; a circle of
+actors."""
 
 _CAUSES: tuple[Cause, ...] = ("lost", "deaf", "idle", "controller", "none", "cycle")
-_MOST_WAITS, _MOST_LINES = 4, 32  # lines about one actor, and in one list
+_MOST_WAITS, _MOST_LINES = 4, 32  # most lines about one actor, and in one list
 
 
 @dataclass(frozen=True, slots=True)
 class ActorWait:
-    """An actor and what it cannot go on without, in a step."""
+    """An actor and the transfer without which it cannot go on in a step."""
 
     actor: ActorId
     step: StepId
@@ -201,18 +210,19 @@ class ActorWait:
 
     @property
     def sender(self) -> ActorId:
-        """Who sends."""
+        """The actor that sends."""
         return self.actor if self.transfer.kind == "send" else self.transfer.peer
 
     @property
     def receiver(self) -> ActorId:
-        """Who receives."""
+        """The actor that receives."""
         return self.transfer.peer if self.transfer.kind == "send" else self.actor
 
     def __str__(self) -> str:
         t = self.transfer
         if t.kind == "argument":
-            return f"actor {self.actor} waits for argument b{t.buffer} ({t.size_bytes:,} bytes) from the controller"
+            what = f"argument b{t.buffer} ({t.size_bytes:,} bytes) from the controller"
+            return f"actor {self.actor} waits for {what}"
         what = f"(tag {t.tag}, {t.size_bytes:,} bytes)"
         if t.kind == "send":
             return f"actor {self.actor} waits until its b{t.buffer} has gone to actor {t.peer} {what}"
@@ -221,18 +231,18 @@ class ActorWait:
 
 @dataclass(frozen=True, slots=True)
 class StallDiagnosis:
-    """Why a step does not go on.
+    """The reason why a step does not go on.
 
     Args:
-        step: the id of the oldest that one of the chain has not finished.
-        cause: of what kind the first culprit is.
-        culprit: the first culprit, as a clause.
-        actor: that actor; of a lost transfer its receiver; None: the controller.
-        instruction: text of the instruction it is at, if it told.
+        step: the id of the oldest step that an actor of the chain has not finished.
+        cause: the kind of the surest cause.
+        culprit: the cause as a clause.
+        actor: the actor to blame; of a lost transfer its receiver; None: the controller.
+        instruction: text of the instruction that it is at, if it reported one.
         lost: the transfer, if the cause is `"lost"`.
         chain: the actors that wait, in the order in which the one leads to the other.
-        waits: who waits for what, a line each.
-        places: where each actor with an unfinished step is, as far as it told.
+        waits: a line for each wait of an actor.
+        places: where each actor with an unfinished step is, as far as it reported.
     """
 
     step: StepId
@@ -246,38 +256,18 @@ class StallDiagnosis:
     places: Mapping[ActorId, str]
 
     def text(self, names: Mapping[ActorId, str]) -> str:
-        """All of it, in lines.
+        """Format the diagnosis in lines.
 
         Args:
-            names: of actors, with host and process.
+            names: names of actors, with host and process.
         """
         places = [f"{names.get(a, f'actor {a}')}: {where}" for a, where in sorted(self.places.items())]
         waits = _lines(self.waits) or " nobody"
         return f"{self.culprit}\nWho waits for whom:{waits}\nWhere each actor is:{_lines(places)}"
 
 
-def examine(
-    first: ActorId,
-    unfinished: Mapping[ActorId, int],
-    reports: Mapping[ActorId, Reported | None],
-    program_of: ProgramOf,
-) -> StallDiagnosis | None:
-    """Follow who waits for whom.
-
-    Args:
-        first: an actor that waits.
-        unfinished: each actor's oldest step that it has not finished.
-        reports: of all these actors; None of one that did not answer.
-        program_of: the programs.
-
-    Returns:
-        What was found; None if one of those that are waited for is at work.
-    """
-    return _Examination(unfinished, reports, program_of).follow(first)
-
-
-def place(program_of: ProgramOf, actor: ActorId, at: Position) -> str:
-    """Where an actor is, by what it told last; such as `"run fwd(stage 1, mb 3) ... of step 7"`."""
+def describe_position(program_of: ProgramOf, actor: ActorId, at: Position) -> str:
+    """Say where an actor is, by its last position; such as `"run fwd(stage 1, mb 3) ... of step 7"`."""
     program = program_of(at.program_id, actor)
     if program is None or not 0 <= at.instruction <= len(program.instructions):
         return step_text(at.step)
@@ -288,7 +278,13 @@ def place(program_of: ProgramOf, actor: ActorId, at: Position) -> str:
 
 
 class _Examination:
-    """One walk from wait to wait, breadth first."""
+    """A walk from actor to actor, breadth first, that finds who waits for whom.
+
+    Args:
+        unfinished: each actor's oldest step that it has not finished.
+        reports: the reports of all these actors; None for one that did not answer.
+        program_of: gives the programs.
+    """
 
     def __init__(
         self,
@@ -297,47 +293,48 @@ class _Examination:
         program_of: ProgramOf,
     ):
         self._unfinished, self._reports, self._program_of = unfinished, reports, program_of
-        self._found: dict[Cause, tuple[ActorId, ActorWait | None]] = {}  # the first of each kind
+        self._causes: dict[Cause, tuple[ActorId, ActorWait | None]] = {}  # the first of each kind
         self._chain: list[ActorId] = []
         self._waits: list[ActorWait] = []
 
     def follow(self, first: ActorId) -> StallDiagnosis | None:
+        """Walk from `first`, an actor that waits; None if an actor that is waited for is at work."""
         self._chain.append(first)
         for actor in self._chain:  # grows meanwhile
             reported = self._reports.get(actor)
             if reported is not None and reported.running:
                 return None
-            self._look_at(actor, reported)
+            self._follow_waits(actor, reported)
         for cause in _CAUSES:
-            if cause in self._found:
-                return self._diagnosis(cause, *self._found[cause])
+            if cause in self._causes:
+                return self._diagnosis(cause, *self._causes[cause])
         return self._diagnosis("cycle", first, None)
 
-    def _look_at(self, actor: ActorId, reported: Reported | None) -> None:
+    def _follow_waits(self, actor: ActorId, reported: Reported | None) -> None:
         if reported is None:
-            self._find("deaf", actor)
+            self._note_cause("deaf", actor)
             return
         if reported.step is None:
-            self._find("idle", actor)
+            self._note_cause("idle", actor)
             return
         wanted = [t for t in reported.transfers if t.needed or t.kind == "argument"]
         if not wanted:
-            self._find("none", actor)
+            self._note_cause("none", actor)
         for transfer in wanted:
             wait = ActorWait(actor, reported.step, transfer)
             self._waits.append(wait)
             if transfer.kind == "argument" or transfer.peer == CONTROLLER:
-                self._find("controller", actor, wait)
+                self._note_cause("controller", actor, wait)
             elif self._other_end_has_begun(wait):
-                self._find("lost", actor, wait)
+                self._note_cause("lost", actor, wait)
             elif transfer.peer not in self._chain:
                 self._chain.append(transfer.peer)
 
-    def _find(self, cause: Cause, actor: ActorId, wait: ActorWait | None = None) -> None:
-        self._found.setdefault(cause, (actor, wait))
+    def _note_cause(self, cause: Cause, actor: ActorId, wait: ActorWait | None = None) -> None:
+        self._causes.setdefault(cause, (actor, wait))
 
     def _other_end_has_begun(self, wait: ActorWait) -> bool:
-        """Whether the peer has posted its half of the transfer, or is done with it."""
+        """Whether the peer has posted its half of a transfer, or is done with it."""
         peer, tag = wait.transfer.peer, wait.transfer.tag
         reported = self._reports.get(peer)
         if reported is None or reported.step is None:
@@ -356,7 +353,7 @@ class _Examination:
 
     def _diagnosis(self, cause: Cause, actor: ActorId, wait: ActorWait | None) -> StallDiagnosis:
         if cause == "cycle":
-            actor = self._circle(actor)[0]
+            actor = self._find_cycle(actor)[0]
         blamed = None if cause == "controller" else actor
         if cause == "lost" and wait is not None:
             blamed = wait.receiver
@@ -377,21 +374,25 @@ class _Examination:
         if cause == "lost" and wait is not None:
             t = wait.transfer
             return (
-                f"b{t.buffer} of actor {wait.actor} ({t.size_bytes:,} bytes, tag {t.tag}) is on its way from actor "
-                f"{wait.sender} to actor {wait.receiver}, both of which live, and does not arrive: the link between "
-                "them is broken"
+                f"b{t.buffer} of actor {wait.actor} ({t.size_bytes:,} bytes, tag {t.tag}) is on its way "
+                f"from actor {wait.sender} to actor {wait.receiver}, both of which live, and does not arrive"
+                ": the link between them is broken"
             )
         if cause == "controller" and wait is not None:
-            return f"{wait}, which does not arrive: the link between them is broken, or the controller was blocked"
+            why = "the link between them is broken, or the controller was blocked"
+            return f"{wait}, which does not arrive: {why}"
         if cause == "cycle":
-            circle = [str(a) for a in self._circle(actor)]
+            circle = [str(a) for a in self._find_cycle(actor)]
             return f"actors {', '.join(circle)} wait for each other in a circle"
-        return {
-            "deaf": f"actor {actor} lives but does not answer: its event loop is blocked",
-            "idle": f"actor {actor} has not begun {step_text(self._unfinished[actor])}, which it was told to run",
-        }.get(cause, f"actor {actor} waits for nothing and does not go on")
+        if cause == "deaf":
+            return f"actor {actor} lives but does not answer: its event loop is blocked"
+        if cause == "idle":
+            step = step_text(self._unfinished[actor])
+            return f"actor {actor} has not begun {step}, which it was told to run"
+        return f"actor {actor} waits for nothing and does not go on"
 
-    def _circle(self, actor: ActorId) -> list[ActorId]:
+    def _find_cycle(self, actor: ActorId) -> list[ActorId]:
+        """Follow each actor's first wait from `actor` until an actor comes twice."""
         path: list[ActorId] = []
         while actor not in path:
             path.append(actor)
@@ -426,7 +427,7 @@ class _Examination:
 
 
 def _lines(lines: Sequence[str]) -> str:
-    """Indented, and not too many: the first and the last tell most."""
+    """Indent lines, and leave the middle ones out if they are too many: the first and the last say most."""
     half, more = _MOST_LINES // 2, len(lines) - _MOST_LINES
     if more > 0:
         lines = [*lines[:half], f"... and {more} more ...", *lines[-half:]]
@@ -434,7 +435,7 @@ def _lines(lines: Sequence[str]) -> str:
 
 
 def _short(instruction: Instruction) -> str:
-    """A run by its task alone; other instructions as they are."""
+    """Format a run as its task alone, and other instructions in full."""
     if isinstance(instruction, Run) and instruction.label:
         return f"run {instruction.label}"
     return format_instruction(instruction)

@@ -1,14 +1,7 @@
-"""bringup: from a launcher to connected, configured actors. `Crew` uses one for the
-mesh's life: to start actors, and to replace those that were lost.
+"""Start actor processes up to connected, configured actors, check their devices, and wait for their ends.
 
-All actors come up in parallel; the first that fails ends the launch, and the caller stops what has started.
-
-ending: bounded waits for the end of things, so that closing a mesh always ends.
-
-agreement: what the processes of a mesh have for devices in; why they cannot work together out. Pure.
-
-Asked once all have come up, before anything is compiled. What a host can say of itself alone (a GPU is missing, or its
-memory set aside twice by actors that were started together) it has said by then; here is what only all of them show.
+`Startup` starts the actors of one mesh, and later the successors of lost ones. All actors come up in
+parallel. The first that fails ends the launch, and the caller stops whatever has started.
 """
 
 from __future__ import annotations
@@ -22,7 +15,7 @@ from itertools import pairwise
 from typing import Any, Final, TypeVar
 
 from jaxpp_async.base.install_hints import pip_install
-from jaxpp_async.controller.error_messages import describe_end, launch_error, remote_error
+from jaxpp_async.controller.error_messages import describe_end, launch_error, location, remote_error
 from jaxpp_async.controller.listener import ControlListener
 from jaxpp_async.controller.requests import ActorLink
 from jaxpp_async.errors import (
@@ -45,51 +38,57 @@ from jaxpp_async.transport.nccl.order import MULTI_RANK, ONE_GPU
 
 _LOG = logging.getLogger("jaxpp_async")
 _VERSIONED = ("jax", "jaxlib")
-_LAST_WORDS_S = 0.3
+_LATE_REPORT_S = 0.3
+"""How long a process's last message and its death may lie apart: they come by different ways."""
 
 _PLAIN: Final[dict[str, type[JaxppAsyncError]]] = {"InstallError": InstallError, "MeshError": MeshError}
-"""What an actor may raise that says all that there is to say."""
+"""Errors of an actor whose text tells a user everything: the user gets the same error without a traceback."""
 
 T = TypeVar("T")
 
 
 class Startup:
-    """Starts one mesh's actors.
+    """The start of one mesh's actors.
 
     Args:
-        launcher: starts them. gate: lets them in.
-        timeout_s: until every actor is ready.
-        say: told what is going on.
+        launcher: starts them.
+        listener: accepts their control connections.
+        timeout_s: how long each stage of a start may take.
+        on_progress: called with a line of text when a process is ready.
 
     Attributes:
-        handles: every process started so far, for whoever has to stop them.
+        handles: the process that was started last under each number, for whoever has to stop them.
     """
 
     def __init__(
-        self, launcher: Launcher, gate: ControlListener, *, timeout_s: float, say: Callable[[str], None]
+        self,
+        launcher: Launcher,
+        listener: ControlListener,
+        *,
+        timeout_s: float,
+        on_progress: Callable[[str], None],
     ):
-        self._launcher, self._control_listener, self._timeout_s, self._say = launcher, gate, timeout_s, say
+        self._launcher, self._listener = launcher, listener
+        self._timeout_s, self._on_progress = timeout_s, on_progress
         self.handles: dict[ProcessId, ActorHandle] = {}
 
     async def start(self, spec: LaunchSpec) -> ActorLink:
         """Start one process and wait for its connection.
 
         Raises:
-            LaunchError: it did not start, died, or did not connect in time. HandshakeError: it runs another version.
+            LaunchError: it did not start, died, or did not connect in time.
+            HandshakeError: it runs another version.
         """
-        arrival, process_rank = (
-            self._control_listener.expect(Identity(spec.process_id, spec.incarnation)),
-            spec.process_rank,
-        )
+        arrival = self._listener.expect(Identity(spec.process_id, spec.incarnation))
+        process_rank, remedy = spec.process_rank, _connection_remedy(spec.controller)
         try:
             async with asyncio.timeout(self._timeout_s):
-                handle = self.handles[spec.process_id] = await self._launcher.start(
-                    spec, self._control_listener.adopt
-                )
-                connection = await self._unless_dead(process_rank, arrival, _way_back(spec.controller))
+                handle = await self._launcher.start(spec, self._listener.adopt)
+                self.handles[spec.process_id] = handle
+                connection = await self._unless_dead(process_rank, arrival, remedy)
+        except TimeoutError:
+            raise self._late(process_rank, "did not connect", remedy) from None
         except OSError as error:
-            if isinstance(error, TimeoutError):
-                raise self._late(process_rank, "did not connect", _way_back(spec.controller)) from None
             raise launch_error(process_rank, f"could not be started: {error}") from error
         return make_link(process_rank, handle, connection)
 
@@ -99,7 +98,7 @@ class Startup:
         Raises:
             LaunchError: it could not, died or took too long.
         """
-        reserved: Reserved = await self._asked(
+        reserved: Reserved = await self._call(
             link, message, Reserved, "connected but did not find a free port"
         )
         return reserved.port
@@ -108,22 +107,23 @@ class Startup:
         """Start JAX and the transport in one process.
 
         Returns:
-            What it tells of itself.
+            Its devices and hardware.
 
         Raises:
             LaunchError: it failed, died or took too long. HandshakeError: its JAX is another version.
             InstallError, MeshError: it lacks a package, or devices.
         """
-        ready: Ready = await self._asked(
+        ready: Ready = await self._call(
             link, message, Ready, "connected but did not start JAX and the transport"
         )
         check_library_versions(link.info, ready.versions)
         link.info = replace(link.info, devices=ready.devices, gpus=ready.hardware.gpus, state="ready")
         link.address = ready.address
-        self._say(f"{link.info} is ready: {', '.join(ready.devices)}")
+        self._on_progress(f"{link.info} is ready: {', '.join(ready.devices)}")
         return ready
 
-    async def _asked(self, link: ActorLink, message: Request, expected: type, late: str) -> Any:
+    async def _call(self, link: ActorLink, message: Request, expected: type, late: str) -> Any:
+        """Call a process that is not watched yet; `late` says for an error what it has not done in time."""
         process_rank = ProcessRank(link.info.process, link.info.size)
         task = asyncio.get_running_loop().create_task(
             link.call(message, expected), name=f"configure {process_rank}"
@@ -141,18 +141,21 @@ class Startup:
     async def _unless_dead(
         self, process_rank: ProcessRank, wanted: asyncio.Future[T], unconnected: str = ""
     ) -> T:
-        """Wait for `wanted`, or raise if the process dies first; `unconnected` is the remedy if it cannot reach us."""
+        """Wait for `wanted`, or raise `LaunchError` if the process dies first.
+
+        Args:
+            unconnected: text to append if the process could not connect to the controller.
+        """
         handle = self.handles[process_rank.process]
         dead = asyncio.get_running_loop().create_task(
             handle.wait_dead(), name=f"watch the start of {process_rank}"
         )
         try:
             await asyncio.wait([wanted, dead], return_when=asyncio.FIRST_COMPLETED)
-            # What it said and its death come by different ways: the other one may be a moment behind.
             if not wanted.done():
-                await asyncio.wait([wanted], timeout=_LAST_WORDS_S)
+                await asyncio.wait([wanted], timeout=_LATE_REPORT_S)
             elif not wanted.cancelled() and isinstance(wanted.exception(), LaunchError):
-                await asyncio.wait([dead], timeout=_LAST_WORDS_S)
+                await asyncio.wait([dead], timeout=_LATE_REPORT_S)
             if dead.done() and not _has_answer(wanted):
                 death = dead.result()
                 remedy = unconnected if death.returncode == ExitCode.CONNECTION_LOST else ""
@@ -171,24 +174,24 @@ class Startup:
 
 
 def unready_error(actor: ActorInfo, error: RemoteError) -> JaxppAsyncError:
-    """The error for an actor that could not be configured: plain, where it is for its user to put right.
+    """Make the error for an actor that could not be configured; without a traceback where users can help.
 
     Args:
-        error: what it answered, with its traceback.
+        error: the actor's answer, with its traceback.
     """
     text, _, _ = str(error).partition("\n\nTraceback on the actor")
     plain = _PLAIN.get(error.exception_type.rpartition(".")[2])
     if plain is not None:
         return plain(text.replace(f"{error.exception_type}: ", "", 1))
-    where = {"actor": actor.id, "host": actor.host, "pid": actor.pid}
+    where = location(actor)
     if error.exception_type.rpartition(".")[2] == LaunchError.__name__:
-        # it says what failed; the traceback, where
+        # Its text says what failed, and its traceback says where.
         return LaunchError(str(error).replace(f"{error.exception_type}: ", "", 1), **where)
     return LaunchError(f"could not start JAX and the transport on {error}", **where)
 
 
-def _way_back(controller: tuple[str, int] | None) -> str:
-    """What to look at when an actor on another host was started but never came."""
+def _connection_remedy(controller: tuple[str, int] | None) -> str:
+    """Say what to check when an actor on another host was started but never connected; empty on this host."""
     if controller is None or controller[0].startswith("127."):
         return ""
     return (
@@ -198,39 +201,40 @@ def _way_back(controller: tuple[str, int] | None) -> str:
 
 
 def make_link(process_rank: ProcessRank, handle: ActorHandle, connection: Connection) -> ActorLink:
-    """The controller's end of a process that has just connected."""
+    """Make the controller's end of a process that has just connected."""
     info = ActorInfo(
         process_rank.actor, handle.host, handle.pid, (), "starting", process_rank.rank, process_rank.size
     )
     link = ActorLink(info, handle, connection)
     connection.on_message = lambda message: _on_message(link, message)
-    connection.on_closed = lambda error: _lose(link, error)
+    connection.on_closed = lambda error: _on_closed(link, error)
     return link
 
 
 def _has_answer(wanted: asyncio.Future[Any]) -> bool:
-    """It succeeded, or failed for a reason of its own: not because the actor went away."""
+    """Whether it succeeded, or failed for a reason other than the actor's death."""
     return wanted.done() and not wanted.cancelled() and not isinstance(wanted.exception(), LaunchError)
 
 
 def _on_message(link: ActorLink, message: Any) -> None:
-    failed = link.settle(message)
-    if failed is not None:  # the actor itself failed: whatever was asked of it gets the reason
+    failed = link.handle_reply(message)
+    if failed is not None:  # the actor itself failed: all its requests get the reason
         for reply_handler in link.reply_handlers.values():
             reply_handler.fail(remote_error(link.info, failed))
 
 
-def _lose(link: ActorLink, error: Exception | None) -> None:
+def _on_closed(link: ActorLink, error: Exception | None) -> None:
     process_rank = ProcessRank(link.info.process, link.info.size)
+    what = f"closed its control connection before it was ready: {error}"
     for reply_handler in link.reply_handlers.values():
-        reply_handler.fail(
-            launch_error(process_rank, f"closed its control connection before it was ready: {error}")
-        )
+        reply_handler.fail(launch_error(process_rank, what))
 
 
 def check_library_versions(actor: ActorInfo, versions: Mapping[str, str]) -> None:
-    """Raises:
-    HandshakeError: an actor runs another JAX than the controller, which exports programs for its own.
+    """Check that an actor runs the controller's JAX, for which the controller exports programs.
+
+    Raises:
+        HandshakeError: it runs another one.
     """
     for name in _VERSIONED:
         theirs = versions.get(name)
@@ -238,14 +242,17 @@ def check_library_versions(actor: ActorInfo, versions: Mapping[str, str]) -> Non
         if theirs != ours:
             raise HandshakeError(
                 f"{actor} runs {name} {theirs}, the controller {ours}; install the same version on both",
-                actor=actor.id,
-                host=actor.host,
-                pid=actor.pid,
+                **location(actor),
             )
 
 
 async def all_of(coroutines: Mapping[int, Coroutine[Any, Any, T]], what: str) -> dict[int, T]:
-    """Run a coroutine for each actor, or process, at once. The first error ends the others and is raised as it is."""
+    """Run a coroutine for each actor, or process, at once. The first error ends the others and is raised.
+
+    Args:
+        coroutines: by number of the actor or process; results have the same keys.
+        what: names the asyncio tasks.
+    """
     loop = asyncio.get_running_loop()
     tasks = {number: loop.create_task(c, name=f"{what} {number}") for number, c in coroutines.items()}
     if not tasks:
@@ -261,7 +268,7 @@ async def all_of(coroutines: Mapping[int, Coroutine[Any, Any, T]], what: str) ->
         await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
-# ---------------------------------------------------------------- ending
+# ---------------------------------------------------------------- waiting for ends
 
 
 async def wait_all_dead(handles: Mapping[ActorId, ActorHandle], timeout_s: float) -> bool:
@@ -281,22 +288,22 @@ async def wait_all_dead(handles: Mapping[ActorId, ActorHandle], timeout_s: float
     return not pending
 
 
-async def bounded(work: Coroutine[Any, Any, None], timeout_s: float, complaint: str) -> None:
-    """Wait for `work`, but not for ever, and go on whatever it raises: the end must be reached."""
+async def run_bounded(work: Coroutine[Any, Any, None], timeout_s: float, complaint: str) -> None:
+    """Wait for `work` for at most `timeout_s` seconds, and log any error: closing a mesh must go on."""
     try:
         async with asyncio.timeout(timeout_s):
             await work
-    except Exception as error:  # closing goes on, and this is said
+    except Exception as error:  # closing goes on, and the log says so
         _LOG.warning("%s: %r", complaint, error)
 
 
-async def to_the_end(task: asyncio.Task[None], hurry: Callable[[], None]) -> None:
-    """Wait for a task of bounded length to end, whoever cancels the caller, and however often.
+async def wait_uninterrupted(task: asyncio.Task[None], on_cancel: Callable[[], None]) -> None:
+    """Wait for a task of bounded length to end, even if the caller is cancelled, once or several times.
 
-    Cancelled half way, an end would leave processes and sockets that nobody owns any more.
+    A close that stopped half way would leave processes and sockets that nobody owns any more.
 
     Args:
-        hurry: called when the caller is cancelled, to make the rest short.
+        on_cancel: called when the caller is cancelled, to make the rest short.
 
     Raises:
         CancelledError: the caller was cancelled meanwhile. Whatever `task` raises.
@@ -307,36 +314,40 @@ async def to_the_end(task: asyncio.Task[None], hurry: Callable[[], None]) -> Non
             await asyncio.wait([task])
         except asyncio.CancelledError as error:
             cancelled = error
-            hurry()
+            on_cancel()
     if cancelled is not None:
         raise cancelled
     task.result()
 
 
-# ---------------------------------------------------------------- agreement
+# ---------------------------------------------------------------- agreement of devices
+#
+# Checked once all actors have come up, before anything is compiled. Each host has by then checked what it can
+# see alone (a GPU is missing, or its memory is set aside twice by actors that were started together); the
+# checks here need all.
 
 MOST = 1.0
-"""Shares of one GPU's memory may add up to this."""
+"""The most to which shares of one GPU's memory may add up."""
 
 _SLACK = 1e-6  # thirds are written as .333333
 
 _UNIQUE = ("GPU-", "MIG-")
-"""How names begin that no two GPUs in the world share."""
+"""Beginnings of names that no two GPUs in the world share."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessDevices:
-    """One process, and its devices.
+    """The devices of one process.
 
     Args:
-        who: for errors, such as `"actor 1 (host n2, pid 7)"`.
-        actor: whose process it is.
-        host: on which machine.
+        who: the process's name in errors, such as `"actor 1 (host n2, pid 7)"`.
+        actor: the actor that it belongs to.
+        host: the machine on which it runs.
         cuda: version of the CUDA that JAX is for, such as `"13.0"`; empty without GPUs.
-        gpus: their UUIDs, or whatever tells the GPUs of a machine apart; empty: not known.
-        memory_fraction: how much of each GPU's memory it sets aside; 0: none beforehand.
+        gpus: UUIDs of its GPUs, or whatever tells the GPUs of a machine apart; empty: not known.
+        memory_fraction: the fraction of each GPU's memory that it sets aside; 0: none beforehand.
         nccl: version of the NCCL that programs transfer over; empty with other transports.
-        nccl_shares: whether that takes two ranks on one GPU.
+        nccl_shares: whether this NCCL allows two ranks on one GPU.
     """
 
     who: str
@@ -350,48 +361,56 @@ class ProcessDevices:
 
     @property
     def named_gpus(self) -> list[str]:
-        """What to call its GPUs, so that equal names mean one GPU: one machine may be known by several names, and a
-        UUID needs none."""
+        """Names of its GPUs, of which equal ones mean the same GPU.
+
+        A UUID stands alone, since one machine may be known by several names; other names get their host."""
         return [gpu if gpu.startswith(_UNIQUE) else f"{gpu} of host {self.host}" for gpu in self.gpus]
 
 
 def check_agreement(members: Sequence[ProcessDevices]) -> None:
-    """Raises:
-    MeshError: they cannot work together: JAXs for different CUDAs, NCCLs of different versions, a GPU that two
-        processes of one actor have, one that two have between which NCCL refuses to send, or one whose memory is set
-        aside more than once.
-        Names who, and says what to do.
+    """Check that the processes of a mesh can work together.
+
+    Raises:
+        MeshError: they cannot: JAXs for different CUDAs, NCCLs of different versions, a GPU that two
+            processes of one actor have, one GPU of two actors between which NCCL refuses to send, or one
+            whose memory is set aside more than once. Names the processes, and says what to do.
     """
-    for why in (_cudas(members), _nccls(members), _twice(members), _between(members), _shared(members)):
+    for why in (
+        _cuda_conflict(members),
+        _nccl_conflict(members),
+        _gpu_twice_in_actor(members),
+        _gpu_of_neighbours(members),
+        _memory_conflict(members),
+    ):
         if why is not None:
             raise MeshError(why)
 
 
-def _cudas(members: Sequence[ProcessDevices]) -> str | None:
+def _cuda_conflict(members: Sequence[ProcessDevices]) -> str | None:
     by_cuda = _grouped((member.cuda.partition(".")[0], member.who) for member in members if member.cuda)
     if len(by_cuda) < 2:
         return None
     said = "; ".join(f"CUDA {major}: {_names(who)}" for major, who in by_cuda.items())
     return (
-        f"JAX is for different CUDAs ({said}); install the same extra on all hosts, {pip_install('cuda13')} or "
-        f"{pip_install('cuda12')}"
+        f"JAX is for different CUDAs ({said}); install the same extra on all hosts, "
+        f"{pip_install('cuda13')} or {pip_install('cuda12')}"
     )
 
 
-def _nccls(members: Sequence[ProcessDevices]) -> str | None:
-    """Both ends of a communicator need the same."""
+def _nccl_conflict(members: Sequence[ProcessDevices]) -> str | None:
+    """Find different NCCLs: both ends of a communicator need the same version."""
     by_nccl = _grouped((member.nccl, member.who) for member in members if member.nccl)
     if len(by_nccl) < 2:
         return None
     said = "; ".join(f"NCCL {version}: {_names(who)}" for version, who in by_nccl.items())
     return (
-        f"programs transfer over NCCL, of which there are different versions ({said}); install the same version "
-        "(nvidia-nccl-cu13 or -cu12) on all hosts"
+        f"programs transfer over NCCL, of which there are different versions ({said}); install "
+        "the same version (nvidia-nccl-cu13 or -cu12) on all hosts"
     )
 
 
-def _twice(members: Sequence[ProcessDevices]) -> str | None:
-    """XLA's collectives are between different GPUs: an actor cannot have one of them as two of its devices."""
+def _gpu_twice_in_actor(members: Sequence[ProcessDevices]) -> str | None:
+    """Find a GPU that is two devices of one actor: XLA's collectives run between different GPUs."""
     by_gpu = _grouped(((gpu, member.actor), member.who) for member in members for gpu in member.named_gpus)
     for (gpu, actor), who in by_gpu.items():
         if len(who) > 1:
@@ -402,21 +421,25 @@ def _twice(members: Sequence[ProcessDevices]) -> str | None:
     return None
 
 
-def _between(members: Sequence[ProcessDevices]) -> str | None:
-    """Neighbours send to each other in every pipeline. Whether others do is the program's: their links will tell."""
+def _gpu_of_neighbours(members: Sequence[ProcessDevices]) -> str | None:
+    """Find actors that follow each other on one GPU: they send to each other, which NCCL may refuse.
+
+    Whether other actors send to each other depends on the program, so their links report it later.
+    """
     by_gpu = _grouped((gpu, member) for member in members for gpu in member.named_gpus if member.nccl)
     for gpu, sharing in by_gpu.items():
         for one, other in pairwise(sorted(sharing, key=lambda member: member.actor)):
             if other.actor - one.actor == 1 and not (one.nccl_shares and other.nccl_shares):
                 return (
-                    f"{_names([one.who, other.who])} share GPU {gpu}, and {ONE_GPU} where they send to each other over "
-                    f"NCCL {one.nccl}, which refuses that; give each actor a GPU of its own (devices=), leave "
-                    f"transport= out for UCX, or, with NCCL 2.30 or later, try env={{'{MULTI_RANK}': '1'}}"
+                    f"{_names([one.who, other.who])} share GPU {gpu}, and {ONE_GPU} where they send to "
+                    f"each other over NCCL {one.nccl}, which refuses that; give each actor a GPU of its own "
+                    "(devices=), leave transport= out for UCX, or, with NCCL 2.30 or later, "
+                    f"try env={{'{MULTI_RANK}': '1'}}"
                 )
     return None
 
 
-def _shared(members: Sequence[ProcessDevices]) -> str | None:
+def _memory_conflict(members: Sequence[ProcessDevices]) -> str | None:
     by_gpu = _grouped((gpu, member) for member in members for gpu in member.named_gpus)
     for gpu, sharing in by_gpu.items():
         total = sum(member.memory_fraction for member in sharing)
@@ -425,7 +448,8 @@ def _shared(members: Sequence[ProcessDevices]) -> str | None:
             part = f"env={{'XLA_PYTHON_CLIENT_MEM_FRACTION': '{0.9 / len(sharing):.2f}'}}"
             return (
                 f"{_names([member.who for member in sharing])} share GPU {gpu}, and set aside {each} of "
-                f"its memory, {total:.3g} together; give each its part, such as {part}, or each actor a GPU: devices="
+                f"its memory, {total:.3g} together; give each its part, such as {part}, "
+                "or each actor a GPU: devices="
             )
     return None
 
@@ -438,6 +462,6 @@ def _grouped(pairs: Iterable[tuple]) -> Mapping:
 
 
 def _names(who: Sequence[str]) -> str:
-    """A few of them, and how many there are besides."""
+    """Join the first names, and say how many there are besides."""
     shown = ", ".join(who[:4])
     return shown if len(who) <= 4 else f"{shown} and {len(who) - 4} more"

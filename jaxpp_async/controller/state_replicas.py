@@ -1,7 +1,8 @@
-"""backups: when copies of all actors' arrays are taken, who holds them, and the way back to them. For the controller.
+"""Take copies of all actors' arrays, keep each in another actor's memory, and bring actors back to the last.
 
-A copy is whole once every actor has its own, its holder has it too, and nothing from before it is under way: only then
-the one before it is dropped, and the requests before it forgotten. Restarts processes, and replays, not itself.
+A copy is whole once every actor has its own, its holder has it too, and no request from before it is under
+way. Only then the copy before it is dropped, and the requests before it are forgotten. `recovery` restarts
+processes and sends requests again.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 from jaxpp_async.controller.actor_group import ActorGroup
+from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import PendingRequest, RequestLog
-from jaxpp_async.controller.stall_detector import PROGRESS_S, SLOW_BYTES_PER_S
+from jaxpp_async.controller.stall_detector import SLOW_BYTES_PER_S
 from jaxpp_async.controller.startup import all_of
 from jaxpp_async.errors import ActorError, ActorUnresponsiveError, RemoteError, StateLostError, TransferError
 from jaxpp_async.layout.state_replicas import ReplicaStore, holders
@@ -34,36 +35,36 @@ from jaxpp_async.protocol.task_group import OwnedTasks, awake_timeout
 
 _LOG = logging.getLogger("jaxpp_async")
 
-_ATTEMPTS, _LOOK_AGAIN_S = 10, 0.1
+_SECURE_ATTEMPTS, _SAVE_POLL_S = 10, 0.1
 
 ROLLBACK_S = 30.0
-"""How long going back may take; more by a second for each 50 MB."""
+"""How long going back may take; a second more for each 50 MB."""
 
 MAX_REMEMBERED_BYTES = 1 << 30
 """With this much host data in remembered requests a copy is taken before it is due."""
 
 
 class StateReplication:
-    """Copies of the state of one mesh, in the memory of its actors.
+    """The copies of one mesh's state, in the memory of its actors.
+
+    A copy may be on its way for `progress_s` seconds, and a second more for each 50 MB.
 
     Args:
-        every: how many steps lie between two copies.
-        on_error: told of a copy that does not arrive: a hint that its link is broken.
-        patience_s: how long copies may be on their way; more by a second for each 50 MB.
+        on_error: called with the error of a copy that does not arrive: a hint that its link is broken.
     """
 
     def __init__(
         self,
         actor_group: ActorGroup,
         request_log: RequestLog,
-        *,
-        every: int,
+        options: ControllerOptions,
         on_error: Callable[[TransferError], None],
-        patience_s: float = PROGRESS_S,
     ):
-        self._actor_group, self._request_log, self._every = actor_group, request_log, every
-        self._on_error, self._patience_s = on_error, patience_s
-        self._since = every - 1  # the first one soon: until then all that was ever put is remembered
+        self._actor_group, self._request_log, self._on_error = actor_group, request_log, on_error
+        self._every, self._patience_s = options.backup_every, options.progress_s
+        self._steps_since = (
+            self._every - 1
+        )  # the first copy soon: until then all that was ever put is remembered
         self._generations = itertools.count()
         self._generation: int | None = None
         self._contents: Mapping[ProcessId, tuple[ReplicaArray, ...]] = {}
@@ -72,14 +73,17 @@ class StateReplication:
         self._task: asyncio.Task[None] | None = None
 
     def note_step(self) -> None:
-        """A step was just sent. Takes a copy behind it if one is due."""
-        self._since += 1
+        """Count a step that was just sent, and take a copy behind it if one is due."""
+        self._steps_since += 1
         self.take_if_due()
 
     def take_if_due(self) -> None:
-        """Take a copy now if enough has happened since the last. To be called also ahead of each save: until it is
-        over there will be none, and the next save may follow at once."""
-        is_due = self._since >= self._every or self._request_log.size_bytes > MAX_REMEMBERED_BYTES
+        """Take a copy now if enough has happened since the last.
+
+        To be called also before each save: no copy is taken during a save, and the next save may follow at
+            once.
+        """
+        is_due = self._steps_since >= self._every or self._request_log.size_bytes > MAX_REMEMBERED_BYTES
         if is_due and self._task is None and self._request_log.is_open and not self._request_log.has_snapshot:
             self.take()
 
@@ -89,48 +93,45 @@ class StateReplication:
         Returns:
             Done when the copy is whole, or could not be taken.
         """
-        self._since = 0
+        self._steps_since = 0
         generation, mark = next(self._generations), self._request_log.mark
         asked = {
-            p: self._ask(p, TakeReplica(self._request_log.number(), generation), ReplicaTaken)
-            for p in self._actor_group.links
+            process: link.ask(TakeReplica(self._request_log.number(), generation), ReplicaTaken)
+            for process, link in self._actor_group.links.items()
         }
-        work = self._unless_it_fails(generation, mark, asked)
+        work = self._complete_or_report(generation, mark, asked)
         task = self._task = self._tasks.start(f"copy {generation} of the state", work)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_ended)
         return task
 
     async def secure(self) -> None:
-        """Wait until a copy has what was read from files: from then on they may go."""
+        """Wait until a copy has the arrays that were read from files, so that the files may go."""
         attempts = 0
         while self._request_log.needs_files:
             await self._request_log.wait_open()
             if self._request_log.has_snapshot:
-                await asyncio.sleep(_LOOK_AGAIN_S)  # a save is under way: there is no event for its end
-            elif attempts < _ATTEMPTS:
+                await asyncio.sleep(_SAVE_POLL_S)  # a save is under way: there is no event for its end
+            elif attempts < _SECURE_ATTEMPTS:
                 attempts += 1
                 await asyncio.wait([self._task or self.take()])
             else:
                 _LOG.warning("no copy has what was restored: keep the files, a restart would read them again")
                 return
 
-    def give_up(self) -> None:
-        """Ask for nothing more of the copy that is being taken, if there is one."""
+    def cancel(self) -> None:
+        """Make no further request for the copy that is being taken, if there is one."""
         if self._task is not None:
             self._task.cancel()
 
-    async def stop(self) -> None:
-        """Give up the copy that is being taken, and wait until that is done."""
-        task = self._task
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
+    async def aclose(self) -> None:
+        """Cancel the copy that is being taken, and wait for that. Another copy may be taken afterwards."""
+        await self._tasks.aclose()
 
     async def roll_back(self, lost: Collection[ActorId]) -> None:
         """Have all actors hold what they held at the last whole copy.
 
         Args:
-            lost: actors whose successors have nothing.
+            lost: actors whose successors hold nothing.
 
         Raises:
             StateLostError: an actor was lost together with the holder of its copy.
@@ -140,8 +141,9 @@ class StateReplication:
         if generation is not None:
             await self._ask_each(everyone, lambda: DropReplicas(self._request_log.number(), generation))
             await self._bring_back(generation, lost)
-            # What the lost ones held for others; until it is there again, one more loss would be one too many.
-            gone = self._actor_group.processes.of_all(lost)
+            # The copies that the lost actors held for others; until they are there again, one more loss would
+            # be one too many.
+            gone = self._actor_group.processes.processes_of_all(lost)
             orphans = {p: self._contents[p] for p in everyone if self._holder_of(p) in gone}
             await self._hand_over(generation, orphans)
         size_bytes = sum(n for kept in self._contents.values() for array in kept for n in array.shard_bytes)
@@ -153,17 +155,13 @@ class StateReplication:
                 "actors did not go back to the last copy of their arrays in time"
             ) from None
 
-    async def aclose(self) -> None:
-        """End whatever is under way."""
-        await self._tasks.aclose()
-
     # ------------------------------------------------------------ taking
 
-    async def _unless_it_fails(
-        self, generation: int, mark: int, asked: Mapping[ProcessId, asyncio.Future[Any]]
+    async def _complete_or_report(
+        self, generation: int, mark: int, asked: Mapping[ProcessId, PendingRequest]
     ) -> None:
         try:
-            await self._finish(generation, mark, asked)
+            await self._complete(generation, mark, asked)
         except TransferError as error:
             self._on_error(error)
         except RemoteError as error:  # such as too little memory; the copy before it still stands
@@ -173,119 +171,117 @@ class StateReplication:
         except ActorError:  # the mesh has ended, and says why to whoever asks it for something
             _LOG.debug("copy %d of the state was not finished", generation)
 
-    async def _finish(
-        self, generation: int, mark: int, asked: Mapping[ProcessId, asyncio.Future[Any]]
-    ) -> None:
+    async def _complete(self, generation: int, mark: int, asked: Mapping[ProcessId, PendingRequest]) -> None:
+        """Wait until a copy is whole, then drop the copy and the requests before it.
+
+        Args:
+            mark: the point in the request log at which the copy is taken.
+            asked: the request to each process to take its copy.
+        """
         kept = {process: (await reply).arrays for process, reply in asked.items()}
         await self._hand_over(generation, kept)
         for reply_handler in self._request_log.unanswered(mark):
-            await asyncio.wait([reply_handler.future])
+            answered = asyncio.Event()
+            reply_handler.when_done(answered.set)
+            await answered.wait()
         self._generation, self._contents = generation, kept
         self._request_log.forget_before(mark)
         self._replica_store.forget(generation)
         await self._ask_each(sorted(kept), lambda: DropReplicas(self._request_log.number(), generation))
         _LOG.debug("copy %d of the state is whole", generation)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_ended(self, _: asyncio.Task[None]) -> None:
         self._task = None
 
+    # ------------------------------------------------------------ moving copies
+
     async def _hand_over(self, generation: int, arrays: Mapping[ProcessId, tuple[ReplicaArray, ...]]) -> None:
-        """From processes to their holders."""
-        ways = {process: (process, self._holder_of(process)) for process in arrays}
-        await self._carry(generation, arrays, ways)
+        """Move copies from their processes to the holders."""
+        routes = {process: (process, self._holder_of(process)) for process in arrays}
+        await self._move(generation, arrays, routes)
 
     async def _bring_back(self, generation: int, lost: Collection[ActorId]) -> None:
-        """From the holders to the successors of the lost."""
+        """Move copies from the holders to the successors of the lost actors."""
         processes = self._actor_group.processes
-        for process in processes.of_all(lost):
+        for process in processes.processes_of_all(lost):
             holder, actor = self._holder_of(process), processes.actor_of(process)
             if holder != CONTROLLER and (other := processes.actor_of(holder)) in lost:
                 raise StateLostError(
-                    f"actors {actor} and {other} were lost together, and with them both copies of actor {actor}'s "
-                    "arrays; start again from a checkpoint (mesh.restore)",
+                    f"actors {actor} and {other} were lost together, and with them both copies "
+                    f"of actor {actor}'s arrays; start again from a checkpoint (mesh.restore)",
                     actor=actor,
                     host=self._actor_group.links[process].info.host,
                 )
-        ways = {process: (self._holder_of(process), process) for process in processes.of_all(lost)}
-        await self._carry(generation, self._contents, ways)
+        routes = {
+            process: (self._holder_of(process), process) for process in processes.processes_of_all(lost)
+        }
+        await self._move(generation, self._contents, routes)
 
-    async def _carry(
+    async def _move(
         self,
         generation: int,
         arrays: Mapping[ProcessId, tuple[ReplicaArray, ...]],
-        ways: Mapping[ProcessId, tuple[ProcessId, ProcessId]],
+        routes: Mapping[ProcessId, tuple[ProcessId, ProcessId]],
     ) -> None:
-        """Carry copies, all at once.
+        """Move copies between processes, all at once.
 
         Args:
-            arrays: what each process's copy has.
-            ways: whose copies, each from where to where.
+            arrays: the arrays in each process's copy.
+            routes: for each process whose copy moves, from where and to where.
 
         Raises:
-            TransferError: one does not arrive.
+            TransferError: a copy does not arrive.
         """
-        size_bytes = sum(n for of in ways for array in arrays[of] for n in array.shard_bytes)
+        size_bytes = sum(n for of in routes for array in arrays[of] for n in array.shard_bytes)
         arrived: set[ProcessId] = set()
 
-        async def one(of: ProcessId, source: ProcessId, to: ProcessId) -> None:
+        async def move(of: ProcessId, source: ProcessId, to: ProcessId) -> None:
             number, epoch = self._request_log.number, self._actor_group.epoch
-            hold = ReceiveReplica(number(), epoch, generation, of, source, arrays[of])
-            lend = SendReplica(number(), epoch, generation, of, to)
-            await all_of(
-                {to: self._hold(to, hold), source: self._lend(source, lend)},
-                f"carry the copy of process {of}",
-            )
+            receive = ReceiveReplica(number(), epoch, generation, of, source, arrays[of])
+            send = SendReplica(number(), epoch, generation, of, to)
+            halves = {to: self._run_half(to, receive), source: self._run_half(source, send)}
+            await all_of(halves, f"carry the copy of process {of}")
             arrived.add(of)
 
         try:
             async with awake_timeout(self._patience_s + size_bytes / SLOW_BYTES_PER_S):
-                await all_of({of: one(of, source, to) for of, (source, to) in ways.items()}, "carry copies")
+                await all_of({of: move(of, *route) for of, route in routes.items()}, "carry copies")
         except TimeoutError:
-            of = next(of for of in ways if of not in arrived)
-            source, to = ways[of]
-            of_actor, *ends = (self._actor_group.processes.actor_of(process) for process in (of, source, to))
+            of = next(of for of in routes if of not in arrived)
+            source, to = routes[of]
+            merge_processes, *ends = (
+                self._actor_group.processes.actor_of(process) for process in (of, source, to)
+            )
             link = (
                 "with the controller"
                 if CONTROLLER in (source, to)
                 else f"between actors {ends[0]} and {ends[1]}"
             )
-            what = f"the copy of actor {of_actor}'s arrays does not arrive: the link {link} is broken"
+            what = f"the copy of actor {merge_processes}'s arrays does not arrive: the link {link} is broken"
             raise TransferError(
                 f"{what}, or slower than 50 MB/s (progress_timeout_s)", actor=ends[1]
             ) from None
 
-    async def _hold(self, process: ProcessId, message: ReceiveReplica) -> None:
-        if process == CONTROLLER:
-            await self._replica_store.hold(self._actor_group.plane.transport, message)
+    async def _run_half(self, process: ProcessId, message: ReceiveReplica | SendReplica) -> None:
+        """Run one end of a move, on an actor or in this process."""
+        if process != CONTROLLER:
+            await self._actor_group.links[process].ask(message, Done)
+        elif isinstance(message, ReceiveReplica):
+            await self._replica_store.receive(self._actor_group.host_transfers.transport, message)
         else:
-            await self._ask(process, message, Done)
-
-    async def _lend(self, process: ProcessId, message: SendReplica) -> None:
-        if process == CONTROLLER:
-            await self._replica_store.lend(self._actor_group.plane.transport, message)
-        else:
-            await self._ask(process, message, Done)
+            await self._replica_store.send(self._actor_group.host_transfers.transport, message)
 
     def _holder_of(self, process: ProcessId) -> ProcessId:
-        """The process of equal rank of another actor."""
+        """Find who holds the copy of a process: the process of equal rank of another actor."""
         processes = self._actor_group.processes
         if processes.num_actors == 1:
             return CONTROLLER
         hosts = [
-            [self._actor_group.links[p].info.host for p in processes.of(actor)]
+            [self._actor_group.links[p].info.host for p in processes.processes_of(actor)]
             for actor in self._actor_group.actors
         ]
         return processes.process(holders(hosts)[processes.actor_of(process)], processes.rank_of(process))
 
-    # ------------------------------------------------------------ asking
-
-    def _ask(self, process: ProcessId, message: Request, expected: type) -> asyncio.Future[Any]:
-        """Past the outbox: none of this is to be made again."""
-        call = PendingRequest(expected, awaited=False)
-        self._actor_group.links[process].request(message, call)
-        return call.future
-
     async def _ask_each(self, processes: Collection[ProcessId], make: Callable[[], Request]) -> None:
-        replies = [self._ask(process, make(), Done) for process in processes]
-        for reply in replies:
-            await reply
+        for pending in [self._actor_group.links[process].ask(make(), Done) for process in processes]:
+            await pending

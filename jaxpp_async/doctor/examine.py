@@ -22,7 +22,7 @@ from jaxpp_async.doctor.facts import Asked, ClockDifference, Examination, HostRe
 from jaxpp_async.doctor.gather import CHILD_S
 from jaxpp_async.errors import MeshError
 from jaxpp_async.launch.commands import command_here, command_there
-from jaxpp_async.launch.host_agent_client import HostProgram, NotUpError
+from jaxpp_async.launch.host_agent_client import HostProgram, NotUpError, Reach
 from jaxpp_async.launch.hosts import (
     ANY,
     Host,
@@ -33,7 +33,7 @@ from jaxpp_async.launch.hosts import (
     environment,
 )
 from jaxpp_async.launch.login_errors import Explanation, explain_python
-from jaxpp_async.launch.remote import MAX_HANDSHAKES, CommandReach, Reach, Timeouts
+from jaxpp_async.launch.remote import MAX_HANDSHAKES, CommandReach, Timeouts
 
 HERE = "this machine"
 PROGRAM = "jaxpp_async.doctor.host"

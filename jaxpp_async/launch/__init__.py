@@ -1,13 +1,20 @@
-"""launch: starts and stops actors: here, on other hosts, or inside this process.
+"""Launchers start and stop actors: on this machine, on other hosts, or inside this process. In reading order:
 
-base                      what a launcher is; a launcher of one's own is one too
-choosing                  options in, a launcher out
-local, inline, remote     here; in this process; on other hosts, by ...
-ssh, slurm, ray           ... logins, a Slurm allocation, a Ray cluster, or any command that runs a program elsewhere
-hosts, hostfile           which process runs where, and how it is set up there; that as a file
-addresses                 by which address other hosts reach this one
-host_program, keeper_link our ends of a program on a host, and of the keeper of actors there
-display, explain          how the launch goes; what a host's or ssh's words mean, and what to do
+launcher              defines `Launcher`, `ActorHandle` and `LaunchSpec`, the interface of every launcher
+choose                makes the launcher that the options of a mesh ask for, from a table of launchers
+options               holds these options, and describes a kind of launcher
+local                 starts actors as processes of this machine
+inline                runs actors inside this process
+remote                starts actors on other hosts, through any command that runs a program there
+ssh, slurm, ray       reach hosts by ssh, by srun, and through a Ray cluster
+hosts                 describes hosts, reads hostfiles, and places processes
+spawn                 prepares and starts the process of one actor on its host
+process_supervisor    owns child processes on a thread of its own
+host_agent            starts and ends the actors of another host; a program
+host_agent_client     talks to a host agent, or to another program on a host
+host_agent_protocol   defines the messages between the two
+login_errors          explains why a host could not be reached
+commands, run_module  run programs of this package so that nothing comes from the working directory
 """
 
 from jaxpp_async.launch.launcher import DEFAULT_ACTOR, ActorHandle, Launcher, LaunchSpec

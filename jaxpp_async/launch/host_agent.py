@@ -1,10 +1,13 @@
-"""The entry of a keeper: `python -m jaxpp_async.launch.host_agent`, run on another host by a launcher.
+"""Start and end actors on another host; the program `python -m jaxpp_async.launch.host_agent`, which a
+launcher runs there.
 
-Orders on stdin, records on stdout (`keeper_protocol`). It starts actors, forwards what they print, tells how they end,
-and ends them when its stdin reaches its end or is silent for longer than the lease: whatever they started goes with
-them, also what left their process group, because a keeper is the parent of every orphan below it.
+Orders come on stdin, and records leave on stdout (`host_agent_protocol`). The agent starts actors, forwards
+what they print and reports how they end. It ends them when its stdin reaches its end or is silent for longer
+than the lease. Whatever the actors started ends with them, also what left their process group, because the
+agent is the parent of every orphan below it.
 
-It says hello before it is told anything: no secret is sent to whatever else may have been started instead.
+The agent greets before it is sent anything: no secret goes to another program that may have been started
+instead.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import astuple
 from importlib import metadata
 
 import jaxpp_async
@@ -27,13 +31,7 @@ from jaxpp_async.launch import host_agent_protocol as kp
 from jaxpp_async.launch.process_supervisor import ProcessSupervisor
 from jaxpp_async.launch.spawn import ActorProcess, spawn_actor
 from jaxpp_async.protocol.line_protocol import SIGN_OF_LIFE
-from jaxpp_async.protocol.parent_watch import (
-    LEASE_S,
-    ExitCode,
-    beat_s_of,
-    last_words,
-    signal_at_parents_death,
-)
+from jaxpp_async.protocol.parent_watch import ExitCode, Lease, signal_at_parents_death
 
 VERSIONED = ("jax", "jaxlib")
 
@@ -44,42 +42,42 @@ _END_S = 2.0
 
 
 class HostAgent:
-    """The actors of one host. `obey` and `end` are called from one thread.
+    """Runs the actors of one host. `obey` and `end` are called from one thread.
 
     Args:
-        lease_s: how long it, and each actor, waits for a sign of life.
+        lease: how long the agent, and each actor, goes on without a sign of life.
     """
 
-    def __init__(self, lease_s: float = LEASE_S):
-        self._lease_s = lease_s
+    def __init__(self, lease: Lease):
+        self._lease = lease
         self._is_expired = False
-        self._supervisor = ProcessSupervisor(beat_s_of(lease_s))
+        self._supervisor = ProcessSupervisor(lease.beat_s)
         self._actors: dict[str, ActorProcess] = {}
         self._records: queue.Queue[bytes | None] = queue.Queue()
         self._writer = threading.Thread(target=self._write_records, name="jaxpp-async records", daemon=True)
         self._writer.start()
 
     def say(self, record: kp.Record) -> None:
-        """Send a record, without waiting. Lines of actors are dropped while nobody reads."""
+        """Send a record, without waiting. While nobody reads, lines of actors are dropped."""
         if self._records.qsize() < _MAX_WAITING or not isinstance(record, kp.OutputLine):
             self._records.put(kp.write_record(record))
 
     def obey(self, order: kp.Order) -> None:
-        """Carry out one order; `Close` is the caller's."""
+        """Carry out one order. The caller handles `Close`."""
         if isinstance(order, kp.StartActor):
             self._start(order)
         elif isinstance(order, kp.SignalActor) and order.key in self._actors:
             self._actors[order.key].process.signal_group(order.signum)
 
     def expire(self) -> None:
-        """Have the driver hear, should it ever wake up, that it was its own silence that ended the actors."""
+        """Report that the driver's own silence ended the actors, in case that the driver goes on later."""
         self._is_expired = True
         for key in tuple(self._actors):
-            self._forward(key, last_words(self._lease_s))
+            self._forward(key, self._lease.last_words)
 
     def end(self) -> None:
-        """Kill every actor and whatever came of it, and send the last records."""
-        with contextlib.suppress(TimeoutError):  # one that cannot be killed is the kernel's
+        """Kill every actor and all processes that it started, and send the last records."""
+        with contextlib.suppress(TimeoutError):  # a process that cannot be killed is left to the kernel
             self._supervisor.close().result(_END_S)
         kill_descendants(_END_S)
         self._records.put(None)
@@ -87,7 +85,7 @@ class HostAgent:
 
     def _start(self, order: kp.StartActor) -> None:
         key = order.key
-        # The same folder as here, if there is one: a setup hook then imports what it does locally.
+        # The driver's folder, if it exists here: a setup hook then imports what it imports locally.
         with contextlib.suppress(OSError):
             os.chdir(order.folder)
         try:
@@ -109,9 +107,7 @@ class HostAgent:
         actor = self._actors.pop(key)
         at = actor.page.read()
         actor.page.close()
-        position = (
-            (at.step, at.program_id, at.instruction, at.waiting, at.computing) if at is not None else None
-        )
+        position = astuple(at) if at is not None else None
         self.say(kp.ActorEnded(key, ExitCode.LEASE_EXPIRED if self._is_expired else returncode, position))
 
     def _write_records(self) -> None:
@@ -119,25 +115,25 @@ class HostAgent:
             try:
                 while record:
                     record = record[os.write(1, record) :]
-            except OSError:  # nobody reads any more; stdin tells the same
+            except OSError:  # nobody reads any more, which stdin shows too
                 return
 
 
 def main() -> None:
-    """Keep actors until told to stop, or nobody is left to tell."""
-    lease_s = float(sys.argv[1]) if len(sys.argv) == 2 else LEASE_S
+    """Run the agent until it is told to stop, or until the driver is gone."""
+    lease = Lease(float(sys.argv[1])) if len(sys.argv) == 2 else Lease()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # Somebody may have stopped this process, and neither end of file nor a lease can end one that is: when sshd, or
-    # whoever else started it, goes, it goes on, and sees both. (SIGKILL would leave behind what its actors started.)
+    # Neither end of file nor a lease can end a process that was stopped (SIGSTOP). When its parent, such as
+    # sshd, ends, this process goes on and sees both. (SIGKILL would leave behind what its actors started.)
     signal_at_parents_death(signal.SIGCONT)
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, _on_signal)
-    host_agent = HostAgent(lease_s)
+    host_agent = HostAgent(lease)
     code = ExitCode.CRASH
     try:
         host_agent.say(hello())
-        code = keep(host_agent, 0, lease_s)
+        code = obey_orders(host_agent, 0, lease)
     except _Ended:
         code = ExitCode.CONTROLLER_GONE
     finally:
@@ -146,16 +142,20 @@ def main() -> None:
         os._exit(code)
 
 
-def keep(host_agent: HostAgent, descriptor: int, lease_s: float) -> ExitCode:
-    """Read orders from `descriptor` and carry them out, to the end."""
+def obey_orders(host_agent: HostAgent, descriptor: int, lease: Lease) -> ExitCode:
+    """Read orders from `descriptor` and carry them out, until the end.
+
+    Returns:
+        The exit code of the agent.
+    """
     poller, buffer = select.poll(), bytearray()
     poller.register(descriptor, select.POLLIN | select.POLLHUP)
-    deadline = time.monotonic() + lease_s
+    deadline = time.monotonic() + lease.seconds
     while poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
         data = os.read(descriptor, 1 << 16)
         if not data:
             return ExitCode.CONTROLLER_GONE
-        deadline = time.monotonic() + lease_s
+        deadline = time.monotonic() + lease.seconds
         *lines, rest = (bytes(buffer) + data).split(b"\n")
         buffer[:] = rest.lstrip(SIGN_OF_LIFE)
         if len(buffer) > _MAX_ORDER_BYTES:
@@ -163,7 +163,7 @@ def keep(host_agent: HostAgent, descriptor: int, lease_s: float) -> ExitCode:
         for line in lines:
             try:
                 order = kp.read_order(line)
-            except ValueError as error:  # never the line itself: it may hold the secret
+            except ValueError as error:  # the line itself may hold the secret and is not printed
                 print(
                     f"python -m jaxpp_async.launch.host_agent is run by a mesh, not by hand: {error}",
                     file=sys.stderr,
@@ -178,7 +178,7 @@ def keep(host_agent: HostAgent, descriptor: int, lease_s: float) -> ExitCode:
 
 
 def hello() -> kp.AgentHello:
-    """Who this is, and what is installed here."""
+    """Describe this process, and the packages that are installed here."""
     versions: dict[str, str | None] = {"jaxpp-async": jaxpp_async.__version__}
     for name in VERSIONED:
         try:
@@ -189,7 +189,9 @@ def hello() -> kp.AgentHello:
 
 
 def kill_descendants(timeout_s: float) -> None:
-    """Kill every process below this one: orphans come to this one (a subreaper), so none is out of reach."""
+    """Kill every process below this one. Orphans become children of this process (a subreaper), so that none
+    is out of reach.
+    """
     deadline = time.monotonic() + timeout_s
     while (living := descendants(os.getpid())) and time.monotonic() < deadline:
         for pid in living:
@@ -202,7 +204,7 @@ def kill_descendants(timeout_s: float) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """Living processes below `root`, from /proc; zombies left out."""
+    """List the living processes below `root`, from /proc, without zombies."""
     children: dict[int, list[int]] = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc"):
@@ -220,7 +222,7 @@ def descendants(root: int) -> list[int]:
 
 
 class _Ended(BaseException):
-    """A signal asks this process to end."""
+    """Raised when a signal asks this process to end."""
 
 
 def _on_signal(signum: int, frame: object) -> None:

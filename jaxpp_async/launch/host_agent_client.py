@@ -1,53 +1,60 @@
-"""keeper_link: the launcher's end of one keeper. A stream of bytes to a host in, `ActorHandle`s on it out.
+"""Talk to a program on a host, such as a host agent, over a stream of bytes, and control the actors that an
+agent starts.
 
-It decides nothing about hosts, and knows no ssh: whatever carries bytes to a keeper and its lines back will do.
-
-host_program: this end of one program on a host, behind a login. What it prints in; its records out.
-
-It knows no ssh, and not what the program is for: whatever carries bytes there and lines back will do.
+A `Reach` opens the stream: ssh, srun, Ray, or any other way that carries bytes to the program and its lines
+back.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from jaxpp_async.launch import host_agent_protocol as kp
+from jaxpp_async.launch.hosts import Host, ProcessPlacement
+from jaxpp_async.launch.login_errors import Explanation
 from jaxpp_async.launch.process_supervisor import TAIL_LINES, Death
 from jaxpp_async.launch.spawn import ActorRequest
 from jaxpp_async.protocol.actor_info import Position
 from jaxpp_async.protocol.line_protocol import RECORD
-from jaxpp_async.protocol.parent_watch import ExitCode
+from jaxpp_async.protocol.parent_watch import ExitCode, Lease
 
 R = TypeVar("R")
 T = TypeVar("T")
 
 
 class Stream(Protocol):
-    """Bytes to a program's stdin. It keeps the lease: a sign of life every few seconds, from a thread."""
+    """Carries bytes to a program's stdin, and gives a sign of life every few seconds from a thread of its
+    own.
+    """
 
     def write(self, data: bytes) -> None:
-        """Send, in order and without waiting; nothing happens once it is over."""
+        """Send bytes, in order and without waiting. Does nothing once the stream has ended."""
         ...
 
     def kill(self) -> None:
-        """End it at once, and so the program."""
+        """End the stream at once, and with it the program."""
         ...
 
     async def wait_over(self) -> Death:
-        """Wait until it is over; how its process ended, and the last lines that were no records."""
+        """Wait until the stream has ended.
+
+        Returns:
+            How its process ended, with the last lines that were no records.
+        """
         ...
 
 
 class NotUpError(Exception):
-    """A program on a host did not come up, or did not answer.
+    """A program on a host did not start, or did not answer.
 
     Attributes:
-        said: what came instead. ended: exit status of its stream; None: it took too long.
-        is_logged_in: the host let us in before.
+        said: the lines that came instead.
+        ended: exit status of the stream; None: the program took too long.
+        is_logged_in: the host had accepted the login.
     """
 
     def __init__(self, said: tuple[str, ...], ended: int | None, is_logged_in: bool):
@@ -55,13 +62,59 @@ class NotUpError(Exception):
         self.said, self.ended, self.is_logged_in = said, ended, is_logged_in
 
 
+class Reach(Protocol):
+    """A way to run a program on a host."""
+
+    agent_per_process: bool
+    """Whether every process has a host agent, and so a stream, of its own; else there is one for each host.
+    With one for each process a slot is a process (a task, a bundle), else a device.
+    """
+
+    login_mark: str | None
+    """A line that shows that the host has accepted the login, before Python starts; None if there is no such
+    line.
+    """
+
+    lease: Lease
+    """How long the programs that it runs go on without a sign of life; the launcher sets it."""
+
+    async def resolve(self, hosts: Sequence[Host]) -> list[str]:
+        """Give the names or addresses by which to find the route to the hosts."""
+        ...
+
+    async def open(
+        self, placement: ProcessPlacement, host_agent: Sequence[str], on_line: Callable[[str], None]
+    ) -> Stream:
+        """Run a program on the placement's host.
+
+        Args:
+            placement: says which host.
+            host_agent: the program's argument vector.
+            on_line: called with each line of the program's stdout, and with errors of the way there; from any
+                thread.
+
+        Raises:
+            OSError: the way there could not be used at all.
+        """
+        ...
+
+    def explain(self, host: Host, error: NotUpError) -> Explanation | None:
+        """Explain why the program did not start, if the reason lies in the way there."""
+        ...
+
+    async def aclose(self) -> None:
+        """Give everything back."""
+        ...
+
+
 class HostProgram(Generic[R]):
-    """One program. Whoever makes a kind of it says what its records mean.
+    """This end of one program on a host. A subclass for each kind of program handles its records.
 
     Args:
-        name: of its host, for messages.
-        read_record: the record in a line, None if it is none; a ValueError says what is wrong with it.
-        login_mark: a line that tells that the host let us in; a record tells it as well.
+        name: of the host, for messages.
+        read_record: gives the record in a line, None if the line is none; raises ValueError with what is
+            wrong.
+        login_mark: a line that shows that the host has accepted the login; a record shows it too.
     """
 
     def __init__(self, name: str, read_record: Callable[[str], R | None], login_mark: str | None):
@@ -74,23 +127,23 @@ class HostProgram(Generic[R]):
 
     @property
     def is_over(self) -> bool:
-        """Its stream was there, and has ended."""
+        """Whether the stream was opened and has ended."""
         return self._over is not None and self._over.done()
 
     def on_line(self, line: str) -> None:
-        """Take a line of its output. Any thread may call this."""
+        """Take a line of the program's output. Any thread may call this."""
         try:
             self._loop.call_soon_threadsafe(self._take, line)
-        except RuntimeError:  # the loop has closed: nobody is left to tell
+        except RuntimeError:  # the loop has closed
             return
 
     def attach(self, stream: Stream) -> None:
-        """The stream has begun."""
+        """Begin to use a stream."""
         self._stream = stream
         self._over = self._loop.create_task(self._watch(stream), name=f"watch what runs on {self.name}")
 
     async def wait_login(self, timeout_s: float) -> None:
-        """Wait until the host's login shell, or what stands for it, has answered.
+        """Wait until the host's login shell, or its equivalent, has answered.
 
         Raises:
             NotUpError: it has not.
@@ -101,7 +154,7 @@ class HostProgram(Generic[R]):
         """Wait for something that the program does.
 
         Raises:
-            NotUpError: it ended, or took longer.
+            NotUpError: the program ended, or took longer.
         """
         assert self._over is not None
         task = asyncio.ensure_future(wanted)
@@ -115,7 +168,9 @@ class HostProgram(Generic[R]):
             task.cancel()
 
     async def _end(self, timeout_s: float = 0.0) -> None:
-        """Wait for its end, and kill the stream if that takes longer. A second call does nothing."""
+        """Wait for the program's end, and kill the stream if that takes longer. A second call
+        does nothing.
+        """
         if self._stream is None or self._over is None:
             return
         if timeout_s:
@@ -142,27 +197,27 @@ class HostProgram(Generic[R]):
         else:
             self._take_text(line)
 
-    # ------------------------------------------------------------ for each kind to say
+    # ------------------------------------------------------------ for subclasses
 
     def _take_record(self, record: R) -> None:
         raise NotImplementedError
 
     def _take_text(self, line: str) -> None:
-        """A line that is no record: by default kept, for whoever has to say why it did not come up."""
+        """Take a line that is no record. By default it is kept, to explain why the program did not start."""
         if line.strip():
             self._said.append(line)
             del self._said[:-TAIL_LINES]
 
     def _take_end(self, end: Death) -> None:
-        """Its stream has ended."""
+        """Act on the end of the stream."""
 
 
-# ---------------------------------------------------------------- keeper link
+# ---------------------------------------------------------------- host agents
 
 
 @dataclass(slots=True)
 class _Actor:
-    """An actor that was asked for."""
+    """An actor process that an agent was told to start."""
 
     started: asyncio.Future[int]
     dead: asyncio.Future[Death]
@@ -172,15 +227,15 @@ class _Actor:
 
 
 class HostAgentClient(HostProgram[kp.Record]):
-    """One keeper.
+    """Controls one host agent.
 
     Args:
         name: of its host, for messages.
-        forward: called with each line that is no record, once the keeper is up.
-        login_mark: a line that tells that the host let us in.
+        forward: called with each line that is no record, once the agent has started.
+        login_mark: a line that shows that the host has accepted the login.
 
     Attributes:
-        hello: the keeper's first word.
+        hello: the agent's greeting.
     """
 
     def __init__(self, name: str, forward: Callable[[str], None], *, login_mark: str | None = None):
@@ -190,10 +245,10 @@ class HostAgentClient(HostProgram[kp.Record]):
         self._actors: dict[str, _Actor] = {}
 
     async def wait_hello(self, timeout_s: float) -> kp.AgentHello:
-        """Wait until the keeper is up.
+        """Wait until the agent has started.
 
         Raises:
-            NotUpError: it is not.
+            NotUpError: it has not.
         """
         hello = await self._wait(asyncio.shield(self.hello), timeout_s)
         for line in self._said:
@@ -203,10 +258,16 @@ class HostAgentClient(HostProgram[kp.Record]):
     async def start(
         self, key: str, request: ActorRequest, folder: str, forward: Callable[[str], None]
     ) -> HostAgentHandle:
-        """Have an actor started.
+        """Have the agent start an actor process.
+
+        Args:
+            key: names the process to the agent.
+            request: describes the process.
+            folder: to work in, where it exists.
+            forward: called with each line that the process prints.
 
         Raises:
-            OSError: it could not be.
+            OSError: the process could not be started.
         """
         actor = _Actor(self._loop.create_future(), self._loop.create_future(), forward)
         if self.is_over or self._stream is None:
@@ -217,12 +278,14 @@ class HostAgentClient(HostProgram[kp.Record]):
         return HostAgentHandle(self, key, actor, self.hello.result().host, pid)
 
     def signal(self, key: str, signum: int) -> None:
-        """Signal an actor and what it started."""
+        """Signal an actor process and all that it started."""
         if self._stream is not None:
             self._stream.write(kp.write_order(kp.SignalActor(key, signum)))
 
     async def aclose(self, timeout_s: float) -> None:
-        """Have the keeper end, with what is left of its actors; kill the stream if it has not in time."""
+        """Have the agent end what is left of its actors, and then itself. Kill the stream if that takes
+        longer.
+        """
         if self._stream is not None:
             self._stream.write(kp.write_order(kp.Close()))
         await self._end(timeout_s)
@@ -238,9 +301,9 @@ class HostAgentClient(HostProgram[kp.Record]):
             if not self.hello.done():
                 self.hello.set_result(record)
         elif record.key in self._actors:
-            self._tell(self._actors[record.key], record)
+            self._deliver(self._actors[record.key], record)
 
-    def _tell(
+    def _deliver(
         self, actor: _Actor, record: kp.ActorStarted | kp.StartFailed | kp.OutputLine | kp.ActorEnded
     ) -> None:
         if isinstance(record, kp.OutputLine):
@@ -261,7 +324,7 @@ class HostAgentClient(HostProgram[kp.Record]):
         for actor in self._actors.values():
             if not actor.started.done():
                 actor.started.set_exception(OSError(f"the connection to {self.name} has ended"))
-                actor.started.exception()  # whoever awaits it still gets it
+                actor.started.exception()  # code that awaits it still gets it
             if not actor.dead.done():
                 last_words = (*actor.tail, f"the connection to {self.name} has ended", *said[-3:])
                 expired = end.returncode == ExitCode.LEASE_EXPIRED
@@ -270,7 +333,7 @@ class HostAgentClient(HostProgram[kp.Record]):
 
 
 class HostAgentHandle:
-    """An `ActorHandle` on an actor of a keeper."""
+    """An `ActorHandle` on a process of a host agent."""
 
     def __init__(self, link: HostAgentClient, key: str, actor: _Actor, host: str, pid: int):
         self._link, self._key, self._actor = link, key, actor
@@ -293,5 +356,5 @@ class HostAgentHandle:
         return tuple(self._actor.tail)
 
     def progress(self) -> Position | None:
-        """See `ActorHandle`: known once it has died."""
+        """See `ActorHandle`; the position is known once the process has died."""
         return self._actor.position

@@ -1,4 +1,4 @@
-"""keeper_protocol: what a launcher and a keeper say to each other, as lines (`line_protocol`). Sans-I/O."""
+"""Define the messages between a launcher and a host agent, which travel as lines (`line_protocol`)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ from jaxpp_async.protocol.actor_info import Position
 from jaxpp_async.protocol.line_protocol import LineProtocol
 
 TEXT_CHARS = 600
-"""Longest piece of an actor's line in a record: written as JSON escapes it is still a line that pipes carry whole."""
+"""Longest piece of an actor's line in a record: in JSON escapes it is still a line that a pipe
+carries whole.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StartActor:
-    """Start an actor, known by `key` from here on. `folder`: to work in, where it exists."""
+    """Order: start an actor process.
+
+    Args:
+        key: names the process from here on.
+        request: describes it.
+        folder: to work in, where it exists.
+    """
 
     key: str
     request: ActorRequest = field(repr=False)
@@ -25,7 +33,7 @@ class StartActor:
 
 @dataclass(frozen=True, slots=True)
 class SignalActor:
-    """Signal an actor and what it started."""
+    """Order: signal an actor process and all that it started."""
 
     key: str
     signum: int
@@ -37,12 +45,18 @@ class SignalActor:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Kill what is left, and end."""
+    """Order: kill what is left, and end."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentHello:
-    """The keeper is up. `versions`: of packages that have to agree, None for missing ones."""
+    """Record: the agent has started.
+
+    Args:
+        host, pid: of the agent.
+        python: its interpreter.
+        versions: of packages that have to agree; None for missing ones.
+    """
 
     host: str
     pid: int
@@ -52,7 +66,7 @@ class AgentHello:
 
 @dataclass(frozen=True, slots=True)
 class ActorStarted:
-    """An actor's process exists."""
+    """Record: an actor process exists."""
 
     key: str
     pid: int
@@ -60,7 +74,7 @@ class ActorStarted:
 
 @dataclass(frozen=True, slots=True)
 class StartFailed:
-    """An actor could not be started."""
+    """Record: an actor process could not be started."""
 
     key: str
     error: str
@@ -68,7 +82,7 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True)
 class OutputLine:
-    """A line that an actor printed, or a piece of a long one."""
+    """Record: a line that an actor printed, or a piece of a long one."""
 
     key: str
     text: str
@@ -76,14 +90,18 @@ class OutputLine:
 
 @dataclass(frozen=True, slots=True)
 class ActorEnded:
-    """An actor has ended. `position`: where it was in its program, as `progress.Position`'s fields."""
+    """Record: an actor process has ended.
+
+    Args:
+        position: its last position in its program, as the fields of `actor_info.Position`; None: not known.
+    """
 
     key: str
     returncode: int
     position: tuple[int, int, int, bool, bool] | None
 
     def progress(self) -> Position | None:
-        """Where it was in its program."""
+        """Give its last position in its program."""
         return Position(*self.position) if self.position is not None else None
 
 

@@ -1,17 +1,15 @@
-"""hosts: which machine each process runs on, and how it is set up there. Plain data and pure functions; no I/O.
+"""Describe the hosts of a mesh, read them from hostfiles, place processes on them, and find addresses between
+them.
 
-In: `Host`s (written out, or read by `hostfile`) and the mesh's `Settings`. Out: a `ProcessPlacement` a process.
-
-hostfile: text in, `Host`s out. Pure but for `load_hostfile`, which reads the file.
+A hostfile has one host a line:
 
     # comment
     node1 slots=4 devices=0-3
     node2:4                                  # MPICH's form
     alice@node3 port=2222 python=/opt/venv/bin/python env=OMP_NUM_THREADS=4 cpus=0-15,32-47 interface=ib0
 
-Every mistake is an error that names file and line. There is never a silent local run.
-
-addresses: which of this machine's addresses other hosts reach it by. Blocks on name lookups: call it in a thread.
+Every mistake is an error that names file and line; there is never a silent local run. Only `load_hostfile`
+and the functions for addresses do I/O. The latter look names up and may block: call them in a thread.
 """
 
 from __future__ import annotations
@@ -39,18 +37,19 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How actors are set up, for a whole mesh or for one host (whose own settings win).
+    """The settings of actors, for a whole mesh or for one host (whose own settings win).
 
     Args:
         python: the interpreter there; None: the path of this one.
         env: environment variables to add.
-        cpus: CPU numbers, shared out among the actors of a host; None: all that the process may use.
-        devices: what `CUDA_VISIBLE_DEVICES` may name, shared out among the actors of a host in order; None: untouched.
-        interface: network device of the data plane, as `UCX_NET_DEVICES` has it (`"eth0"`, `"mlx5_0:1"`).
+        cpus: CPU numbers that the actors of a host share; None: all that the process may use.
+        devices: values of `CUDA_VISIBLE_DEVICES` that the actors of a host share, in order; None: the
+            variable is left as it is.
+        interface: network device of the data plane, as `UCX_NET_DEVICES` names it (`"eth0"`, `"mlx5_0:1"`).
         ports: range of TCP ports of the data plane, first and last.
 
     Raises:
-        MeshError: a value that cannot be.
+        MeshError: a value is not possible.
     """
 
     python: str | None = None
@@ -80,23 +79,26 @@ class Settings:
             raise MeshError(f"ports is {self.ports}; give the first and the last TCP port, from 1 to 65535")
 
     def over(self, base: Settings) -> Settings:
-        """These settings where they are given, `base` elsewhere; environments are joined."""
+        """Merge these settings, where they are given, with those of `base` elsewhere; environments are
+        joined.
+        """
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
         return replace(base, **(given | {"env": {**base.env, **self.env}}))
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine that actors run on.
+    """A machine on which actors run.
 
     Args:
-        name: what `ssh` takes: a host name, an address, or an alias of the user's ssh configuration.
-        slots: how many devices it takes; with one slot everywhere, and under Slurm and Ray, how many processes.
+        name: as `ssh` takes it: a host name, an address, or an alias of the user's ssh configuration.
+        slots: number of devices that it takes; with one slot on every host, and under Slurm and Ray, number
+            of processes.
         user, port: for ssh; None: as ssh is configured.
         settings: of this host alone.
 
     Raises:
-        MeshError: a name that is none (it might be read as an option), slots below 1, a port that is none.
+        MeshError: the name is none (it might be read as an option), slots are below 1, or the port is none.
     """
 
     name: str
@@ -121,7 +123,7 @@ class Host:
 
     @property
     def where(self) -> tuple[str, int | None]:
-        """What tells it from others: two sshds of one machine are two hosts."""
+        """Name and port, which distinguish hosts: two sshds of one machine are two hosts."""
         return self.name, self.port
 
     def __str__(self) -> str:
@@ -131,7 +133,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlacement:
-    """Where one process of an actor runs: the `index`-th of `count` on its host."""
+    """Says where one process of an actor runs: as the `index`-th of `count` on its host."""
 
     host: Host
     index: int
@@ -140,11 +142,11 @@ class ProcessPlacement:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How actors spread over hosts.
+    """Says how actors spread over hosts.
 
     Args:
-        per_actor: of how many processes each is.
-        slots_each: how many slots of one host a process takes.
+        per_actor: number of processes of each actor.
+        slots_each: number of slots of one host that a process takes.
     """
 
     per_actor: int = 1
@@ -152,17 +154,19 @@ class Spread:
 
 
 def spread(hosts: Sequence[Host], num_actors: int, num_devices: int, per_actor: int | None = None) -> Spread:
-    """Of how many processes each actor has to be: as few as the hosts allow, each on one host.
+    """Decide of how many processes each actor is: as few as the hosts allow, each on one host.
 
-    A slot is a device, so that an actor which no host has room for is one process on each of several. Where every host
-    has one slot, that takes a process of whatever size.
+    A slot is a device, so that an actor which fits on no host has one process on each of several hosts. Where
+    every host has one slot, that slot takes a process of any size.
 
     Args:
-        num_devices: of one actor.
-        per_actor: what was asked for; None: what it takes.
+        hosts: all hosts of the mesh.
+        num_actors: number of actors.
+        num_devices: number of devices of one actor.
+        per_actor: the number of processes that was asked for; None: as few as possible.
 
     Raises:
-        MeshError: there is not enough room, or no way to divide the devices.
+        MeshError: there are not enough slots, or the devices cannot be divided so.
     """
     if num_devices == 1 or all(host.slots == 1 for host in hosts):
         place(hosts, num_actors * (per_actor or 1), per_actor=per_actor or 1)
@@ -171,40 +175,43 @@ def spread(hosts: Sequence[Host], num_actors: int, num_devices: int, per_actor: 
         slots_each = num_devices // each
         if sum(host.slots // slots_each for host in hosts) >= num_actors * each:
             return Spread(each, slots_each)
-    room = f"{sum(host.slots for host in hosts)} slots on {len(hosts)} host{'s' * (len(hosts) != 1)}"
+    there = f"{sum(host.slots for host in hosts)} slots on {len(hosts)} host{'s' * (len(hosts) != 1)}"
     of_each = f" in {per_actor} processes of {num_devices // per_actor} each" if per_actor else ""
     raise MeshError(
-        f"{num_actors} actor{'s' * (num_actors != 1)} of {num_devices} devices{of_each} do not fit {room}; a slot "
-        "is a device, and a process lies on one host: add hosts, raise slots=, or start fewer or smaller actors "
-        "(spmd_mesh)"
+        f"{num_actors} actor{'s' * (num_actors != 1)} of {num_devices} devices{of_each} do not fit {there}; "
+        "a slot "
+        "is a device, and a process lies on one host: add hosts, raise slots=, or start fewer or smaller "
+        "actors (spmd_mesh)"
     )
 
 
 def place(
     hosts: Sequence[Host], num_processes: int, slots_each: int = 1, *, per_actor: int = 1
 ) -> tuple[ProcessPlacement, ...]:
-    """Fill the hosts' slots in order.
+    """Assign processes to the hosts' slots, in order.
 
     Args:
-        slots_each: how many slots of one host a process takes.
-        per_actor: of how many processes each actor is, for the error's words.
+        hosts: all hosts of the mesh.
+        num_processes: number of processes.
+        slots_each: number of slots of one host that a process takes.
+        per_actor: number of processes of each actor, for the error's text.
 
     Returns:
         One entry a process.
 
     Raises:
-        MeshError: there are more of them than slots.
+        MeshError: there are more processes than slots.
     """
     slots = sum(host.slots // slots_each for host in hosts)
     if num_processes > slots:
-        room = f"{slots} slot{'s' * (slots != 1)} on {len(hosts)} host{'s' * (len(hosts) != 1)}"
+        there = f"{slots} slot{'s' * (slots != 1)} on {len(hosts)} host{'s' * (len(hosts) != 1)}"
         actors, most = num_processes // per_actor, slots // per_actor
         who = f"{actors} actor{'s' * (actors != 1)}" + (
             f" of {per_actor} processes each" if per_actor > 1 else ""
         )
         do = "does" if actors == 1 else "do"
         fewer = f"start at most {most} actor{'s' * (most != 1)}" if most else "have fewer processes an actor"
-        raise MeshError(f"{who} {do} not fit {room}; add hosts, raise slots=, or {fewer}")
+        raise MeshError(f"{who} {do} not fit {there}; add hosts, raise slots=, or {fewer}")
     placements: list[ProcessPlacement] = []
     for host in hosts:
         count = min(host.slots // slots_each, num_processes - len(placements))
@@ -215,43 +222,49 @@ def place(
 KEEP_MEMORY = MappingProxyType(
     {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_ARENA_MAX": "1"}
 )
-"""glibc's malloc returns large memory to the system when it is freed, and a step asks for as much again: some ten
-thousand page faults a step, 8 % of its CPU time. With these it keeps what it has (in one arena: those of threads end at
-64 MiB). Other C libraries do not know them."""
+"""Settings of glibc's malloc with which it keeps memory that is freed. Without them it returns large memory
+to the system, and a step asks for as much again: some ten thousand page faults a step, 8 % of its CPU time.
+One arena, because those of threads end at 64 MiB. Other C libraries do not know these variables.
+"""
 
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
-"""Memory in huge pages, where the kernel gives them to who asks: every task reads its weights from end to end, and a
-page of 4 KiB has to be looked up anew each time."""
+"""Memory in huge pages, where the kernel gives them to programs that ask: every task reads its weights from
+end to end, and each page of 4 KiB has to be looked up anew.
+"""
 
 DEFAULTS = MappingProxyType(
     {**KEEP_MEMORY, "GLIBC_TUNABLES": ":".join([COPIES_PAST_CACHES["GLIBC_TUNABLES"], _HUGE_PAGES])}
 )
-"""For an actor's process, below its host's own settings."""
+"""Variables of an actor's process, which its host's own settings override."""
 
 
 def defaults(settings: Settings) -> dict[str, str]:
-    """Variables that an actor's process has if its host's environment says nothing else: `ActorRequest.defaults`."""
+    """Make the variables that an actor's process has unless its host's environment sets them:
+    `ActorRequest.defaults`.
+    """
     counted = {ORDER: "PCI_BUS_ID"} if settings.devices is not None else {}  # as NVIDIA's tools count
     return {**DEFAULTS, **counted}
 
 
 def environment(settings: Settings, placement: ProcessPlacement, platform: str) -> dict[str, str]:
-    """The variables that an actor's process gets on top of what its host has, and whatever that says. `env=` wins."""
-    env = {"JAX_PLATFORMS": platform, "PYTHONUNBUFFERED": "1"}  # printed is seen, also when it is killed next
+    """Make the variables that an actor's process gets in addition to its host's, and in place of them. `env=`
+    wins.
+    """
+    env = {"JAX_PLATFORMS": platform, "PYTHONUNBUFFERED": "1"}  # output is seen even if it is killed next
     if settings.interface is not None:
         env["UCX_NET_DEVICES"] = settings.interface
     if settings.ports is not None:
         env["UCX_TCP_PORT_RANGE"] = f"{settings.ports[0]}-{settings.ports[1]}"
     if settings.devices is not None:
-        env[VISIBLE] = ",".join(settings.devices)  # shared out on the host: `ActorRequest`
+        env[VISIBLE] = ",".join(settings.devices)  # divided on the host: `ActorRequest`
     return env | dict(settings.env)
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
-    """CPU numbers from `"0-3,8"`.
+    """Read CPU numbers, such as `"0-3,8"`.
 
     Raises:
-        ValueError: not such a list.
+        ValueError: the text is no such list.
     """
     cpus: list[int] = []
     for part in text.split(","):
@@ -263,10 +276,10 @@ def parse_cpus(text: str) -> tuple[int, ...]:
 
 
 def parse_ports(text: str) -> tuple[int, int]:
-    """A range of ports from `"47000-47100"`.
+    """Read a range of ports, such as `"47000-47100"`.
 
     Raises:
-        ValueError: not such a range.
+        ValueError: the text is no such range.
     """
     first, dash, last = text.partition("-")
     if not dash or not first.isdigit() or not last.isdigit():
@@ -277,10 +290,10 @@ def parse_ports(text: str) -> tuple[int, int]:
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """Devices from `"0,1"` or `"0-3"`; UUIDs stay as they are.
+    """Read devices, such as `"0,1"` or `"0-3"`; UUIDs stay as they are.
 
     Raises:
-        ValueError: a range that ends before it begins.
+        ValueError: a range ends before it begins.
     """
     found: list[str] = []
     for part in text.split(","):
@@ -301,7 +314,7 @@ def load_hostfile(path: str | Path) -> tuple[Host, ...]:
     """Read a hostfile.
 
     Raises:
-        MeshError: it is missing, unreadable, empty or wrong; names file and line.
+        MeshError: the file is missing, unreadable, empty or wrong; the error names file and line.
     """
     try:
         if Path(path).stat().st_size > _MAX_BYTES:
@@ -314,23 +327,28 @@ def load_hostfile(path: str | Path) -> tuple[Host, ...]:
 
 
 def parse_hostfile(text: str, name: str = "hostfile") -> tuple[Host, ...]:
-    """Hosts from a hostfile's text.
+    """Read hosts from the text of a hostfile.
 
     Args:
+        text: of the file.
         name: of the file, for errors.
 
     Raises:
-        MeshError: names file and line.
+        MeshError: a line is wrong; the error names file and line.
     """
     lines = enumerate(text.removeprefix("\ufeff").splitlines(), 1)
     return _distinct([(f"{name}:{number}", _parse(line, f"{name}:{number}")) for number, line in lines], name)
 
 
 def parse_hosts(given: Sequence[str | Host], name: str = "hosts") -> tuple[Host, ...]:
-    """Hosts from a list: each a `Host` or a line as in a hostfile.
+    """Read hosts from a list: each a `Host` or a line as in a hostfile.
+
+    Args:
+        given: the list.
+        name: of the list, for errors.
 
     Raises:
-        MeshError: names the element.
+        MeshError: an element is wrong; the error names it.
     """
     found: list[tuple[str, Host | None]] = []
     for index, entry in enumerate(given):
@@ -354,7 +372,7 @@ def _distinct(found: Sequence[tuple[str, Host | None]], name: str) -> tuple[Host
 
 
 def _parse(line: str, at: str) -> Host | None:
-    """One line; None if it is empty."""
+    """Read one line; None if it is empty."""
     try:
         words = shlex.split(line, comments=True)
         if not words:
@@ -412,13 +430,15 @@ def _with_setting(settings: Settings, key: str, value: str) -> Settings:
 # ---------------------------------------------------------------- addresses
 
 ANY = "0.0.0.0"
-"""As a control address: listen on every interface, and tell each host the address that reaches it."""
+"""A control address with which the controller listens on every interface, and tells each host the address
+that reaches it.
+"""
 
-_ELSEWHERE = "192.0.2.1"  # RFC 5737: nobody has it, so the default route leads there
+_ELSEWHERE = "192.0.2.1"  # RFC 5737: nobody has this address, so the default route leads there
 
 
 def address_towards(host: str) -> str | None:
-    """This machine's IPv4 address on the way to `host`; None if there is no way, or no such name.
+    """Find this machine's IPv4 address on the way to `host`; None if there is no way, or no such name.
 
     Nothing is sent: connecting a datagram socket only asks the routing table.
     """
@@ -427,7 +447,9 @@ def address_towards(host: str) -> str | None:
 
 
 def _way_to(host: str) -> tuple[str, str] | None:
-    """Our address on the way to a host, and the host's; the same, if the host is this machine."""
+    """Find our address on the way to a host, and the host's address. Both are equal if the host is this
+    machine.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))
@@ -437,23 +459,24 @@ def _way_to(host: str) -> tuple[str, str] | None:
 
 
 def addresses_of_hosts(ends: Sequence[tuple[str, str]]) -> list[str]:
-    """Addresses by which the hosts of some processes reach each other.
+    """Find the addresses by which the hosts of some processes reach each other.
 
     Args:
-        ends: of the connection of each process with this one: its address, and ours.
+        ends: for the connection of each process with this one: the process's address, and ours.
     """
     outside = [own for theirs, own in ends if not is_loopback(theirs)]
     if not outside:
         return [theirs for theirs, _ in ends]
-    # Those on this machine may have come by its loopback, where the others would look for them on their own.
+    # Processes on this machine may have connected over loopback, which for the others is their own host.
     return [outside[0] if is_loopback(theirs) else theirs for theirs, _ in ends]
 
 
 def control_address(hosts: Sequence[str]) -> str:
-    """The one address by which all hosts reach this machine: loopback if all of them are this machine.
+    """Find the one address by which all hosts reach this machine: loopback if all of them are this machine.
 
     Args:
-        hosts: names or addresses. Names that cannot be looked up here are left out: reaching them will say why.
+        hosts: names or addresses. Names that cannot be looked up here are left out; reaching these hosts will
+            fail with the reason.
 
     Raises:
         MeshError: they reach this machine by different addresses.

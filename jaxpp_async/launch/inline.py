@@ -1,5 +1,7 @@
-"""inline: actors inside this process, for notebooks and debugging. Same controller, protocol and actor as in many
-processes; only the socket (a pair) and the data plane (memory) differ.
+"""Run actors inside this process, for notebooks and debugging.
+
+Controller, protocol and actor are the same as with many processes. Only the socket (a pair) and the transport
+(memory) differ.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from typing import Any
 
 from jaxpp_async.actors.server import load_actor_class, serve
 from jaxpp_async.errors import MeshError
-from jaxpp_async.launch import DEFAULT_ACTOR, ActorHandle, LaunchSpec
+from jaxpp_async.launch.launcher import DEFAULT_ACTOR, ActorHandle, LaunchSpec
+from jaxpp_async.launch.options import LauncherKind
 from jaxpp_async.launch.process_supervisor import Death
 from jaxpp_async.program.instructions import CONTROLLER
 from jaxpp_async.protocol.actor_info import Position
@@ -27,11 +30,12 @@ from jaxpp_async.transport.network import Network
 
 
 class InlineLauncher:
-    """Actors as asyncio tasks on the controller's loop.
+    """A launcher that runs actors as asyncio tasks on the controller's event loop.
 
     Args:
         actor: `module:name` of the actor class, for tests of the control plane.
-        make_transport: (kind, peer id) to a transport, for tests; default: one memory network for the mesh.
+        make_transport: makes a transport from its kind and the peer's id, for tests; default: one memory
+            network for the mesh.
     """
 
     listen_host = None
@@ -46,14 +50,14 @@ class InlineLauncher:
         self._handles: list[_InlineHandle] = []
 
     def make_transport(self, kind: str, network: Network) -> Transport:
-        """The controller's end of the memory network."""
+        """Make the controller's end of the memory network."""
         return self._make_transport(kind, CONTROLLER)
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
         """Start the actor's task; see `Launcher.start`."""
         here, there = socket.socketpair()
         adopt(here)
-        # It shares this process's JAX: no configuration of its own, and other actors on the same devices.
+        # The actor shares this process's JAX, which it does not configure, and its devices with other actors.
         make_actor = functools.partial(load_actor_class(self._actor), inline=True)
         serving = serve(
             Identity(spec.process_id, spec.incarnation),
@@ -67,9 +71,9 @@ class InlineLauncher:
         task = loop.create_task(serving, name=name, context=name_actor(spec.process_id))
         handle = _InlineHandle(task)
         self._handles.append(handle)
-        # A task that was cancelled keeps its frames, and with them its actor.
+        # A task that was cancelled keeps its frames alive, and with them its actor.
         task.add_done_callback(lambda _: self._forget(handle))
-        # of a task that was cancelled before it took the socket
+        # A task that is cancelled before it takes the socket leaves it open.
         task.add_done_callback(lambda _: there.close())
         return handle
 
@@ -96,7 +100,7 @@ class InlineLauncher:
 
 
 class _InlineHandle:
-    """An `ActorHandle` on a task. `kill` cancels it: there is no process to signal."""
+    """An `ActorHandle` on a task. `kill` cancels the task, since there is no process to signal."""
 
     def __init__(self, task: asyncio.Task[ExitCode]):
         self._task, self.host, self.pid = task, socket.gethostname(), os.getpid()
@@ -121,3 +125,10 @@ class _InlineHandle:
 
     def output_tail(self) -> tuple[str, ...]:
         return ()
+
+
+KIND = LauncherKind(
+    make=lambda options, num_processes: InlineLauncher(),
+    phrase="launcher='inline', whose actors run inside this process",
+    splits_actors=False,
+)

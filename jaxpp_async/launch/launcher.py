@@ -1,4 +1,4 @@
-"""base: what a launcher is. It gets one actor's `LaunchSpec` and gives an `ActorHandle`. It knows nothing of programs.
+"""Define the interface of every launcher: it gets the `LaunchSpec` of a process and returns an `ActorHandle`.
 
 The interface is public: `docs/launching.md` says what a launcher of one's own has to do, and shows one.
 """
@@ -24,19 +24,22 @@ DEFAULT_ACTOR = "jaxpp_async.actors.actor:Actor"
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """What a launcher needs to start one process of an actor.
+    """All that a launcher needs to start one process of an actor.
 
     Args:
-        process_id: counted from 0. num_processes: of the whole mesh, for sharing out cores.
-        processes_per_actor: processes of one actor are neighbours; they should be near each other.
-        incarnation: which life of the actor this is.
+        process_id: number of the process, counted from 0.
+        num_processes: of the whole mesh, for sharing out cores.
+        incarnation: which life of the process this is, counted from 0.
         secret: the mesh's 32 bytes.
-        controller: host and port to connect to, or None if the launcher does without (`Launcher.listen_host`).
+        controller: host and port to connect to; None for launchers that hand sockets over
+            (`Launcher.listen_host`).
         platform: `"cpu"` or `"cuda"`.
         env: environment variables to add.
         max_frame_bytes: the longest control frame.
-        gpus: how many GPUs the process needs; 0: none.
-        defaults: environment variables for where neither its host's environment nor `env` has them.
+        processes_per_actor: the processes of one actor have consecutive numbers, and should be near each
+            other.
+        gpus: number of GPUs that the process needs; 0: none.
+        defaults: environment variables that apply where neither the host's environment nor `env` has them.
     """
 
     process_id: ProcessId
@@ -53,18 +56,20 @@ class LaunchSpec:
 
     @property
     def process_rank(self) -> ProcessRank:
-        """Which process of which actor it is; its text is what to call it in lines that people read."""
+        """The process's place in its actor. Its text names the process to users."""
         return ProcessRank(self.process_id, self.processes_per_actor)
 
     def config(self, *, actor: str = DEFAULT_ACTOR, lease_s: float = LEASE_S) -> dict[str, Any]:
-        """What the process `python -m jaxpp_async.actors` reads on the first line of its stdin, as JSON.
+        """Make the configuration that `python -m jaxpp_async.actors` reads as JSON from the first line of its
+        stdin.
 
-        It holds the secret, so it travels over pipes and authenticated channels only. A launcher may add `parent_pid`
-        (the process then ends with the thread that spawned it), `cores` (CPU numbers to run on) and `progress_page`.
+        The configuration holds the secret, so it may travel over pipes and authenticated channels only. A
+        launcher may add `parent_pid` (the process then ends with the thread that spawned it), `cores` (CPU
+        numbers to run on) and `progress_page`.
 
         Args:
             actor: `module:name` of the actor class.
-            lease_s: seconds of silence on its stdin after which it ends itself.
+            lease_s: seconds of silence on its stdin after which the process ends itself.
         """
         assert self.controller is not None  # the launcher has a `listen_host`
         return {
@@ -80,11 +85,11 @@ class LaunchSpec:
 
 
 class ActorHandle(Protocol):
-    """One started actor."""
+    """Controls one started process of an actor."""
 
     @property
     def host(self) -> str:
-        """Name of the machine it runs on."""
+        """Name of the machine on which it runs."""
         ...
 
     @property
@@ -93,23 +98,23 @@ class ActorHandle(Protocol):
         ...
 
     async def wait_dead(self) -> Death:
-        """Wait until it has ended; may be awaited any number of times, and cancelled."""
+        """Wait until the process has ended. May be awaited any number of times, and cancelled."""
         ...
 
     def terminate(self) -> None:
-        """Ask it and what it started to end (SIGTERM). Nothing happens if it is dead."""
+        """Ask the process, and what it started, to end (SIGTERM). Does nothing if it is dead."""
         ...
 
     def kill(self) -> None:
-        """End it and what it started (SIGKILL). Nothing happens if it is dead."""
+        """End the process, and what it started (SIGKILL). Does nothing if it is dead."""
         ...
 
     def output_tail(self) -> tuple[str, ...]:
-        """The last lines that it printed."""
+        """Give the last lines that the process printed."""
         ...
 
     def progress(self) -> Position | None:
-        """Where it was last in its program, also after its death; None if that is not known."""
+        """Give its last position in its program, also after its death; None if the position is not known."""
         ...
 
 
@@ -118,23 +123,24 @@ class Launcher(Protocol):
 
     @property
     def listen_host(self) -> str | None:
-        """The interface on which the controller must listen, or None if sockets are handed over instead."""
+        """The interface on which the controller must listen; None if sockets are handed over instead."""
         ...
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """The data planes that its actors can use; the first is the default."""
+        """The transports that its actors can use; the first one is the default."""
         ...
 
     def make_transport(self, kind: str, network: Network) -> Transport:
-        """The controller's own end of the data plane, which listens on that network."""
+        """Make the controller's own transport, which listens on that network."""
         ...
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
-        """Start one actor; returns when it exists, before it has connected.
+        """Start one process; returns when the process exists, before it has connected.
 
         Args:
-            adopt: takes a connected socket, for launchers that need no listening controller.
+            spec: describes the process.
+            adopt: takes a connected socket, from launchers that need no listening controller.
 
         Raises:
             OSError, LaunchError, HandshakeError: it could not be started; the message says where and why.

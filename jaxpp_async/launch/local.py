@@ -1,35 +1,35 @@
-"""local: the processes of actors, on this machine."""
+"""Start actors as processes of this machine."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import sys
 from collections.abc import Callable
 
 from jaxpp_async.launch.hosts import Host, ProcessPlacement, Settings, defaults, environment
 from jaxpp_async.launch.launcher import DEFAULT_ACTOR, ActorHandle, LaunchSpec
-from jaxpp_async.launch.process_supervisor import Death, ProcessSupervisor
+from jaxpp_async.launch.options import OF_PROCESSES, LauncherKind, LaunchOptions
+from jaxpp_async.launch.process_supervisor import Death, ProcessSupervisor, print_to_stderr
 from jaxpp_async.launch.spawn import ActorProcess, ActorRequest, spawn_actor
 from jaxpp_async.program.instructions import CONTROLLER
 from jaxpp_async.protocol.actor_info import ProgressPage
-from jaxpp_async.protocol.parent_watch import LEASE_S, beat_s_of
+from jaxpp_async.protocol.parent_watch import LEASE_S, Lease
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.network import Network
 from jaxpp_async.transport.registry import make_process_transport
 
 
 class LocalLauncher:
-    """Processes of this machine, one an actor or several.
+    """A launcher that starts the processes of actors on this machine.
 
     Args:
         pin_cores: share this process's CPU cores out among the actors.
-        python: the interpreter; default this one.
+        python: the interpreter; default: this one.
         settings: devices, CPUs and network of the actors.
         actor: `module:name` of the actor class, for tests of the control plane.
-        forward: called with each line that an actor prints, prefixed; default: to `sys.stderr`.
-        lease_s: how long an actor waits for a sign of life on its stdin.
+        forward: called with each line that an actor prints, prefixed; default: prints to `sys.stderr`.
+        lease_s: how long an actor goes on without a sign of life on its stdin, in seconds.
     """
 
     listen_host = "127.0.0.1"
@@ -48,18 +48,18 @@ class LocalLauncher:
         self._settings = settings or Settings()
         self._pin_cores, self._python, self._actor = pin_cores, python or self._settings.python, actor
         self._forward = forward or print_to_stderr
-        self._lease_s = lease_s
+        self._lease = Lease(lease_s)
         self._supervisor: ProcessSupervisor | None = None
         self._pages: list[ProgressPage] = []
 
     def make_transport(self, kind: str, network: Network) -> Transport:
-        """The controller's UCX end."""
+        """Make the controller's transport, over UCX."""
         return make_process_transport(kind, CONTROLLER, network)
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
         """Spawn `python -m jaxpp_async.actors`; see `Launcher.start`."""
         if self._supervisor is None:
-            self._supervisor = ProcessSupervisor(beat_s_of(self._lease_s))
+            self._supervisor = ProcessSupervisor(self._lease.beat_s)
         prefix = f"[{spec.process_rank}] "
         started = spawn_actor(
             self._supervisor, self._request(spec), lambda line: self._forward(prefix + line)
@@ -82,7 +82,7 @@ class LocalLauncher:
         return ActorRequest(
             python=self._python or sys.executable,
             env=environment(self._settings, here, spec.platform) | dict(spec.env),
-            config=spec.config(actor=self._actor, lease_s=self._lease_s),
+            config=spec.config(actor=self._actor, lease_s=self._lease.seconds),
             index=here.index,
             count=here.count,
             cpus=self._settings.cpus,
@@ -93,7 +93,7 @@ class LocalLauncher:
 
 
 class _LocalHandle:
-    """An `ActorHandle` on a process of the warden."""
+    """An `ActorHandle` on a process of the process supervisor."""
 
     def __init__(self, actor: ActorProcess):
         self._process, self.host, self.pid = actor.process, socket.gethostname(), actor.process.pid
@@ -113,7 +113,18 @@ class _LocalHandle:
         return self._process.output_tail()
 
 
-def print_to_stderr(line: str) -> None:
-    """Where the actors' output goes by default."""
-    with contextlib.suppress(OSError, ValueError):  # stderr is closed: the tail still has the line
-        print(line, file=sys.stderr, flush=True)
+def _make(options: LaunchOptions, num_processes: int) -> LocalLauncher:
+    return LocalLauncher(settings=options.settings_here(), lease_s=options.lease_s)
+
+
+def _find_hosts(options: LaunchOptions) -> tuple[None, None]:
+    options.settings_here()
+    return None, None
+
+
+KIND = LauncherKind(
+    make=_make,
+    find_hosts=_find_hosts,
+    uses=OF_PROCESSES,
+    phrase="launcher='local', whose actors run on this machine",
+)

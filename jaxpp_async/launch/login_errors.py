@@ -1,4 +1,6 @@
-"""explain: what a host, a shell or ssh said, in; what went wrong and what to do, out. Pure functions over text."""
+"""Explain from what a host, a shell or ssh printed what went wrong on the way to a host, and what to do about
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,14 @@ from typing import Final
 from jaxpp_async.launch.hosts import Host
 
 SSH_FAILED: Final = 255
-"""ssh's own exit status; any other is the remote command's."""
+"""The exit status of ssh itself; any other is that of the remote command."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Such as `what="refused the connection on port 22"`, `remedy="check that sshd runs there"`."""
+    """A cause and a remedy, such as `what="refused the connection on port 22"`, `remedy="check that sshd runs
+    there"`.
+    """
 
     what: str
     remedy: str
@@ -24,10 +28,12 @@ class Explanation:
 def explain_ssh(
     host: Host, said: Sequence[str], ended: int | None, *, is_logged_in: bool
 ) -> Explanation | None:
-    """Why ssh did not bring us in; None if it did.
+    """Explain why ssh did not reach a login; None if it did.
 
     Args:
-        said: all that came, before any answer of ours. ended: ssh's exit status; None: it was still at it.
+        host: the host.
+        said: all lines that came before an answer of our program.
+        ended: exit status of ssh; None: ssh had not ended yet.
         is_logged_in: the login shell has run our command.
     """
     if is_logged_in:
@@ -36,15 +42,15 @@ def explain_ssh(
     if ended is None:
         return Explanation(
             "did not finish the login in time",
-            f"try `{_by_hand(host)} true`: it has to end by itself, asking nothing; start-up files of the login shell "
-            "must not wait for input",
+            f"try `{_by_hand(host)} true`: it has to end by itself, asking nothing; start-up files of the "
+            "login shell must not wait for input",
         )
     if ended != SSH_FAILED:
         return Explanation(
             f"let us in, but its login shell ended with code {ended} before it ran our command"
             + (", after it wrote a banner" if text else ""),
-            f"`{_by_hand(host)} true` has to succeed: no forced command, no start-up file (.bashrc, .profile) that "
-            "exits or starts another program where there is no terminal",
+            f"`{_by_hand(host)} true` has to succeed: no forced command, no start-up file (.bashrc, "
+            ".profile) that exits or starts another program where there is no terminal",
         )
     for pattern, what, remedy in _SSH:
         match = re.search(pattern, text, re.IGNORECASE | re.MULTILINE)
@@ -64,7 +70,8 @@ _SSH: Final = (
     (
         r"HOST IDENTIFICATION HAS CHANGED",
         "its host key has changed: another machine answers by this name, or it was installed anew",
-        "if that is expected, `ssh-keygen -R '{known}'`, then `{by_hand} true` once by hand to accept the new key",
+        "if that is expected, `ssh-keygen -R '{known}'`, then `{by_hand} true` once by hand to accept the "
+        "new key",
     ),
     (
         r"Host key verification failed|No .* host key is known",
@@ -74,8 +81,8 @@ _SSH: Final = (
     (
         r"^.*Permission denied \(.*\)|Too many authentication failures",
         "refused our key: {match}",
-        "`{by_hand} true` has to work without a password: put your public key in ~/.ssh/authorized_keys there, load "
-        "it into ssh-agent, and check the user name (user=)",
+        "`{by_hand} true` has to work without a password: put your public key in ~/.ssh/authorized_keys "
+        "there, load it into ssh-agent, and check the user name (user=)",
     ),
     (
         r"Connection refused",
@@ -98,20 +105,23 @@ _SSH: Final = (
         "its sshd may be overloaded (MaxStartups) or may refuse this machine; is this port an ssh server's?",
     ),
     (
-        r"Bad configuration option|Bad owner or permissions|terminating, \d+ bad config|unknown option|illegal option",
+        r"Bad configuration option|Bad owner or permissions|terminating, \d+ bad config|unknown "
+        r"option|illegal option",
         "ssh does not accept its configuration: {match}",
         "correct ~/.ssh/config or ssh_options=",
     ),
 )
-"""Pattern in what ssh printed, what it means, what to do; the first that fits."""
+"""Pattern in what ssh printed, its meaning, and what to do; the first pattern that fits counts."""
 
 
 def explain_python(host: Host, python: str, said: Sequence[str], ended: int | None) -> Explanation:
-    """Why Python, or the package there, did not come up.
+    """Explain why Python, or the package there, did not start.
 
     Args:
-        python: the interpreter that was asked for. said: what came instead of the keeper's hello.
-        ended: its exit status; None: it was still at it.
+        host: the host.
+        python: the interpreter that was asked for.
+        said: the lines that came instead of the program's greeting.
+        ended: its exit status; None: it had not ended yet.
     """
     text = "\n".join(said)
     if ended is None:
@@ -153,5 +163,5 @@ def _by_hand(host: Host) -> str:
 
 
 def _known_as(host: Host) -> str:
-    """The name under which known_hosts has the host."""
+    """Give the name under which known_hosts lists the host."""
     return f"[{host.name}]:{host.port}" if host.port not in (None, 22) else host.name

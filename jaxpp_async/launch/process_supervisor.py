@@ -1,7 +1,8 @@
-"""warden: one thread that owns the actor processes of one mesh: it spawns them, keeps their leases, reads their output
-and notices their deaths. The event loop, which a user may block, is in none of these paths.
+"""Spawn, supervise and reap child processes on one thread of their own, apart from the event loop.
 
-One long-lived thread, because `PR_SET_PDEATHSIG` follows the thread that spawned the process.
+The thread starts the processes, gives them signs of life, reads their output and notices their deaths. A user
+may block the event loop, so none of this depends on it. The thread lives as long as its processes, because
+`PR_SET_PDEATHSIG` follows the thread that spawned a process.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import queue
 import selectors
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -30,7 +32,12 @@ _REAP_POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """How a process ended. `returncode` is as in `subprocess`: negative for a signal."""
+    """Says how a process ended.
+
+    Args:
+        returncode: as in `subprocess`: negative for a signal.
+        output_tail: the last lines that the process printed.
+    """
 
     returncode: int
     output_tail: tuple[str, ...]
@@ -38,14 +45,14 @@ class Death:
 
 @dataclass(slots=True)
 class OutputLines:
-    """The text a process printed, as lines.
+    """Cuts the text that a process prints into lines.
 
     Args:
-        forward: called with each.
-        noise: lines with this in them are dropped; empty: none.
+        forward: called with each line.
+        noise: lines that contain this are dropped; empty: none.
 
     Attributes:
-        tail: the last ones.
+        tail: the last lines.
     """
 
     forward: Callable[[str], None]
@@ -57,7 +64,12 @@ class OutputLines:
     )
 
     def feed(self, data: bytes, *, final: bool = False) -> None:
-        """Take bytes, in any pieces. `final`: what is left is a line as well."""
+        """Take bytes, in pieces of any size.
+
+        Args:
+            data: the bytes.
+            final: the output has ended: what is left is a line as well.
+        """
         lines = (self._rest + self._decoder.decode(data, final)).split("\n")
         self._rest = lines.pop()
         if final or len(self._rest) > _LINE_CHARS:
@@ -70,22 +82,28 @@ class OutputLines:
                 self.forward(line)
 
 
+def print_to_stderr(line: str) -> None:
+    """Print a line of an actor's output where it goes by default."""
+    with contextlib.suppress(OSError, ValueError):  # stderr is closed; `output_tail` still has the line
+        print(line, file=sys.stderr, flush=True)
+
+
 class SupervisedProcess:
-    """One process of the warden. Every method may be called from any thread."""
+    """One process of a supervisor. Every method may be called from any thread."""
 
     def __init__(self, popen: subprocess.Popen[bytes], forward: Callable[[str], None], noise: str = ""):
         self.pid = popen.pid
         self.dead: concurrent.futures.Future[Death] = concurrent.futures.Future()
         self._popen, self._output = popen, OutputLines(forward, noise)
-        self._unsent = bytearray()  # of `ProcessSupervisor.write`; the warden's thread alone looks at it
+        self._unsent = bytearray()  # of `ProcessSupervisor.write`; for the supervisor's thread alone
         self._lock = threading.Lock()  # between signalling and reaping: a reaped pid may be another process's
 
     def output_tail(self) -> tuple[str, ...]:
-        """The last lines that it printed."""
+        """Give the last lines that the process printed."""
         return tuple(self._output.tail)
 
     def signal_group(self, signum: int) -> None:
-        """Signal the process and everything it started. Nothing happens if it is dead."""
+        """Signal the process and all that it started. Does nothing if the process is dead."""
         with self._lock:
             if self._popen.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -93,10 +111,10 @@ class SupervisedProcess:
 
 
 class ProcessSupervisor:
-    """Owns processes, on a thread of its own that starts with the first one.
+    """Owns child processes, on a thread of its own.
 
     Args:
-        beat_s: seconds between two bytes on each stdin.
+        beat_s: seconds between two signs of life on each stdin.
     """
 
     def __init__(self, beat_s: float):
@@ -110,9 +128,9 @@ class ProcessSupervisor:
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wake)
         self._closing = False
         self._finished: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._thread = threading.Thread(target=self._run, name="jaxpp-async warden", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="jaxpp-async process supervisor", daemon=True)
         self._thread.start()
-        # A mesh that nobody closed: its actors end with the interpreter, and this thread before stderr does.
+        # The actors of a mesh that nobody closed end with the interpreter, this thread before stderr does.
         atexit.register(self._at_exit)
 
     def spawn(
@@ -128,10 +146,11 @@ class ProcessSupervisor:
         """Start a process in a session of its own and write `first_line` to its stdin.
 
         Args:
-            command: the argument vector. env: its whole environment.
+            command: the argument vector.
+            env: its whole environment.
             first_line: configuration and secret, one line.
-            forward: called on the warden's thread with each line of its stdout and stderr.
-            noise: as `OutputLines`.
+            forward: called on the supervisor's thread with each line of its stdout and stderr.
+            noise: as in `OutputLines`.
             descriptors: that it inherits, under the same numbers.
         """
         spawned: concurrent.futures.Future[SupervisedProcess] = concurrent.futures.Future()
@@ -150,14 +169,19 @@ class ProcessSupervisor:
         return spawned
 
     def write(self, process: SupervisedProcess, data: bytes) -> None:
-        """Write to a process's stdin, in order, between two signs of life. Does not wait; any thread may call this.
+        """Write to a process's stdin, in order, between two signs of life. Does not wait; any thread may call
+        this.
 
-        What a process that has ended did not read is dropped.
+        Data that a process has not read when it ends is dropped.
         """
         self._do(lambda: self._write(process, data))
 
     def close(self) -> concurrent.futures.Future[None]:
-        """Kill what is left and end the thread; done when every process is reaped and every descriptor given back."""
+        """Kill what is left and end the thread.
+
+        Returns:
+            A future that is done when every process is reaped and every descriptor given back.
+        """
         atexit.unregister(self._at_exit)
         if not self._finished.done():
             self._do(self._on_close)
@@ -168,14 +192,14 @@ class ProcessSupervisor:
     def _do(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
         with contextlib.suppress(BlockingIOError, OSError):
-            # full: it is awake anyway; closed: it has finished
+            # A full pipe: the thread is awake anyway. A closed one: it has finished.
             os.write(self._wake_write, b"\0")
 
     def _at_exit(self) -> None:
         self._do(self._on_close)
         self._thread.join(2.0)
 
-    # ------------------------------------------------------------ the warden's thread
+    # ------------------------------------------------------------ the supervisor's thread
 
     def _run(self) -> None:
         next_beat_s = time.monotonic() + self._beat_s
@@ -184,7 +208,7 @@ class ProcessSupervisor:
             if len(self._descriptors) < len(self._processes):
                 timeout_s = min(timeout_s, _REAP_POLL_S)
             for key, _ in self._selector.select(max(0.0, timeout_s)):
-                # Another of this round may have reaped the process: its descriptors are closed, or new ones by now.
+                # An event before this one may have reaped the process: its descriptors are closed or reused.
                 if self._selector.get_map().get(key.fd) is key:
                     key.data()
             if len(self._descriptors) < len(self._processes):
@@ -196,7 +220,7 @@ class ProcessSupervisor:
         os.close(self._wake_read)
         os.close(self._wake_write)
         self._finished.set_result(None)
-        self._run_commands()  # those that came too late are refused
+        self._run_commands()  # commands that came too late are refused
 
     def _on_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -244,12 +268,12 @@ class ProcessSupervisor:
         os.set_blocking(popen.stdout.fileno(), False)
         os.set_blocking(popen.stdin.fileno(), False)
         self._selector.register(popen.stdout, selectors.EVENT_READ, lambda: self._on_output(process))
-        with contextlib.suppress(OSError, AttributeError):  # no pidfd here: polled instead
+        with contextlib.suppress(OSError, AttributeError):  # without a pidfd the process is polled
             self._descriptors[process] = os.pidfd_open(process.pid)
             self._selector.register(
                 self._descriptors[process], selectors.EVENT_READ, lambda: self._reap(process)
             )
-        with contextlib.suppress(BrokenPipeError):  # dead already: its death says so
+        with contextlib.suppress(BrokenPipeError):  # the process is dead already, which its death reports
             written = popen.stdin.write(first_line)
             if written != len(first_line):
                 process.signal_group(signal.SIGKILL)
@@ -263,12 +287,12 @@ class ProcessSupervisor:
             self._flush(process, was_idle)
 
     def _flush(self, process: SupervisedProcess, was_idle: bool) -> None:
-        """Write what the pipe takes; the selector tells when it takes more."""
+        """Write as much as the pipe takes; the selector reports when it takes more."""
         stdin = process._popen.stdin
         assert stdin is not None
         try:
             del process._unsent[: stdin.write(process._unsent) or 0]
-        except BrokenPipeError:  # dead, or deaf: its death says so
+        except BrokenPipeError:  # the process is dead, which its death reports, or has closed its stdin
             process._unsent.clear()
         if process._unsent and was_idle:
             self._selector.register(stdin, selectors.EVENT_WRITE, lambda: self._flush(process, False))
@@ -279,14 +303,14 @@ class ProcessSupervisor:
         for process in self._processes:
             stdin = process._popen.stdin
             assert stdin is not None
-            if process._unsent:  # a sign of life is no part of a message, and there is one on the way
+            if process._unsent:  # a sign of life may not interrupt a message, and the message is one itself
                 continue
-            # A stopped actor lets its pipe fill; a dead one breaks it. Neither may hold up the others.
+            # The pipe of a stopped actor is full, that of a dead one broken. Neither may delay the others.
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 stdin.write(b".")
 
     def _on_output(self, process: SupervisedProcess) -> None:
-        """Take what is there; at end of file, stop looking (the death comes by the pidfd)."""
+        """Read what is there. At end of file, stop watching stdout; the pidfd reports the death."""
         stdout = process._popen.stdout
         assert stdout is not None
         data = stdout.read(1 << 16)
@@ -303,7 +327,9 @@ class ProcessSupervisor:
                 self._reap(process)
 
     def _reap(self, process: SupervisedProcess) -> None:
-        """Collect a process that has ended: first what it started, then its last words, then its exit status."""
+        """Collect a process that has ended: kill what it started, read its last output, then take its exit
+        status.
+        """
         popen = process._popen
         assert popen.stdin is not None and popen.stdout is not None
         process.signal_group(signal.SIGKILL)  # while the dead leader still reserves the group's id

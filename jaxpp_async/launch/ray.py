@@ -1,9 +1,10 @@
-"""ray: hosts of a Ray cluster, through one placement group. Ray starts and supervises a bundle for each process, no
-more: the control channel, the data plane and the arrays stay ours.
+"""Start actors in a Ray cluster, with one placement group.
 
-A Ray actor runs the keeper as a child and carries bytes: what the driver writes goes to the keeper's stdin. The mesh's
-secret is therefore in no argument vector, environment or file, but it does pass through Ray, as an argument of a method
-call: whoever may watch the cluster's own traffic may see it, unless Ray runs with TLS (docs/launching.md).
+Ray starts and supervises one bundle for each process and does nothing else: control channel, data plane and
+arrays remain this package's. A Ray actor runs a host agent as its child and carries bytes: what the driver
+writes goes to the agent's stdin. The mesh's secret is therefore in no argument vector, environment or file,
+but it passes through Ray as an argument of a method call. Whoever can watch the cluster's own traffic may see
+it, unless Ray runs with TLS (docs/launching.md).
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from jaxpp_async.errors import InstallError, MeshError
 from jaxpp_async.launch.host_agent_client import NotUpError, Stream
 from jaxpp_async.launch.hosts import Host, ProcessPlacement
 from jaxpp_async.launch.login_errors import Explanation
+from jaxpp_async.launch.options import OF_HOSTS, LauncherKind, LaunchOptions
 from jaxpp_async.launch.process_supervisor import Death, OutputLines
 from jaxpp_async.launch.remote import RemoteLauncher
-from jaxpp_async.protocol.parent_watch import LEASE_S, beat_s_of
+from jaxpp_async.protocol.parent_watch import Lease
 
 PLACEMENT_TIMEOUT_S = 30.0
 _READ_BYTES = 1 << 16
@@ -33,10 +35,10 @@ _NAME = "jaxpp_async"
 
 
 class HostAgentRunner:
-    """Runs a keeper where Ray puts it. Its methods are called through Ray, in a concurrency group each.
+    """Runs a host agent where Ray places it. Ray calls each method in a concurrency group of its own.
 
     Args:
-        command: the keeper's argument vector; None as interpreter: that of Ray's own workers.
+        command: the agent's argument vector; None in the place of the interpreter: that of Ray's own workers.
     """
 
     def __init__(self, command: Sequence[str | None]):
@@ -49,30 +51,34 @@ class HostAgentRunner:
         )
 
     def write(self, data: bytes) -> None:
-        """Bytes for its stdin; dropped if it has ended."""
+        """Write bytes to the agent's stdin; they are dropped if the agent has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
     def read(self) -> tuple[bytes, int | None]:
-        """What it printed since, once there is something; nothing, and its exit status, at the end."""
+        """Wait for output.
+
+        Returns:
+            The bytes and None; at the end no bytes, and the exit status.
+        """
         assert self._process.stdout is not None
         data = os.read(self._process.stdout.fileno(), _READ_BYTES)
         return data, None if data else self._process.wait()
 
 
 class RayReach:
-    """The nodes on which a placement group has its bundles, one a process.
+    """Reaches the nodes on which a placement group has its bundles, one for each process.
 
     Args:
-        bundle: what Ray sets aside for a process.
-        own_python: an interpreter was named; else the keepers run under that of Ray's workers.
+        bundle: resources that Ray reserves for a process.
+        own_python: the user named an interpreter; else the agents run under that of Ray's workers.
     """
 
-    keeper_each = True
+    agent_per_process = True
     login_mark: str | None = None
-    lease_s = LEASE_S
+    lease = Lease()
 
     def __init__(self, bundle: Mapping[str, float], *, own_python: bool):
         self._bundle, self._own_python = dict(bundle), own_python
@@ -83,10 +89,11 @@ class RayReach:
         self._streams: list[_RayStream] = []
 
     def place(self, num_processes: int) -> tuple[Host, ...]:
-        """Connect to the cluster and have a bundle a process set aside. Blocks.
+        """Connect to the cluster and reserve a bundle for each process. Blocks.
 
         Raises:
-            InstallError: Ray is not installed. MeshError: no cluster, or not enough room in it.
+            InstallError: Ray is not installed.
+            MeshError: there is no cluster, or it has not enough free resources.
         """
         ray = self._ray = _import_ray()
         if not ray.is_initialized():
@@ -94,15 +101,16 @@ class RayReach:
                 ray.init(address="auto", log_to_driver=False, logging_level="warning")
             except (ConnectionError, RuntimeError) as error:
                 raise MeshError(
-                    f"launcher='ray' found no Ray cluster ({str(error).splitlines()[0]}); start one (`ray start "
-                    "--head`), set RAY_ADDRESS, or call ray.init(...) yourself before"
+                    f"launcher='ray' found no Ray cluster ({str(error).splitlines()[0]}); start one (`ray "
+                    "start --head`), set RAY_ADDRESS, or call ray.init(...) yourself before"
                 ) from None
             self._is_ours = True
         self._group = ray.util.placement_group([self._bundle] * num_processes, strategy="PACK")
         if not self._group.wait(PLACEMENT_TIMEOUT_S):
             raise MeshError(
                 f"the Ray cluster has no room for {num_processes} processes of {self._bundle} within "
-                f"{PLACEMENT_TIMEOUT_S:g} s; free now: {_numbers(ray.available_resources())}; see `ray status`"
+                f"{PLACEMENT_TIMEOUT_S:g} s; free now: {_numbers(ray.available_resources())}; see `ray "
+                "status`"
             )
         table = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -113,7 +121,7 @@ class RayReach:
         return tuple(Host(host, len(bundles)) for host, bundles in by_host.items())
 
     async def resolve(self, hosts: Sequence[Host]) -> list[str]:
-        """Their names, which are addresses."""
+        """Give the hosts' names, which are addresses."""
         return [host.name for host in hosts]
 
     async def open(
@@ -139,11 +147,11 @@ class RayReach:
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=bundle
             ),
-            # one thread each: reading waits, and writes keep their order
+            # One thread for each group: reading waits, and writes keep their order.
             concurrency_groups={"read": 1, "write": 1},
             max_restarts=0,
         )(HostAgentRunner)
-        return _RayStream(self._ray, runner.remote(list(command)), on_line, beat_s_of(self.lease_s))
+        return _RayStream(self._ray, runner.remote(list(command)), on_line, self.lease.beat_s)
 
     def explain(self, host: Host, error: NotUpError) -> Explanation | None:
         """See `Reach`."""
@@ -155,7 +163,7 @@ class RayReach:
         )
 
     async def aclose(self) -> None:
-        """End the Ray actors, give the bundles back, and leave the cluster if this joined it."""
+        """End the Ray actors, give the bundles back, and leave the cluster if this object joined it."""
         streams, self._streams = self._streams, []
         await asyncio.to_thread(self._close, streams)
 
@@ -171,7 +179,9 @@ class RayReach:
 
 
 class _RayStream:
-    """A `Stream` through a Ray actor, on a thread of its own: a blocked event loop holds up no sign of life."""
+    """A `Stream` through a Ray actor, on a thread of its own, so that a blocked event loop delays no sign of
+    life.
+    """
 
     def __init__(self, ray: Any, actor: Any, on_line: Callable[[str], None], beat_s: float):
         self._ray, self._actor, self._beat_s = ray, actor, beat_s
@@ -195,7 +205,7 @@ class _RayStream:
             self._ray.kill(self._actor, no_restart=True)
 
     def close(self) -> None:
-        """Kill it and wait until its thread has ended."""
+        """Kill the Ray actor and wait until the thread has ended."""
         self.kill()
         self._thread.join(self._beat_s)
 
@@ -210,7 +220,7 @@ class _RayStream:
         try:
             returncode = self._read()
         except Exception as error:
-            # Ray's errors have no base of their own that holds for all; any of them is the end
+            # Ray's errors have no common base; any of them is the end.
             if not self._is_closing:
                 for line in f"{type(error).__module__}.{type(error).__name__}: {error}".splitlines():
                     self._lines.feed(line.encode() + b"\n")
@@ -219,7 +229,7 @@ class _RayStream:
         self._over.set()
 
     def _read(self) -> int:
-        """Forward what comes, and give signs of life, until the end; the exit status."""
+        """Forward output and give signs of life until the end, and return the exit status."""
         reading = self._actor.read.options(concurrency_group="read").remote()
         next_beat_s = time.monotonic() + self._beat_s
         while True:
@@ -237,11 +247,11 @@ class _RayStream:
 
 
 class RayLauncher(RemoteLauncher):
-    """Actors in a Ray cluster.
+    """A launcher that starts actors in a Ray cluster.
 
     Args:
-        num_processes: how many bundles to ask for, one a process.
-        bundle: what Ray sets aside for each; default: one CPU.
+        num_processes: number of bundles to ask for, one for each process.
+        bundle: resources that Ray reserves for each; default: one CPU.
         options: of `RemoteLauncher`.
     """
 
@@ -253,10 +263,11 @@ class RayLauncher(RemoteLauncher):
         self._num_processes, self._ray_reach = num_processes, reach
 
     async def prepare(self) -> None:
-        """Have the bundles set aside, then find the control address.
+        """Reserve the bundles, then find the control address.
 
         Raises:
-            InstallError: Ray is not installed. MeshError: no cluster, or not enough room in it.
+            InstallError: Ray is not installed.
+            MeshError: there is no cluster, or it has not enough free resources.
         """
         try:
             self.hosts = await asyncio.to_thread(self._ray_reach.place, self._num_processes)
@@ -280,3 +291,14 @@ def _import_ray() -> Any:
 
 def _numbers(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{n} {resources[n]:g}" for n in ("CPU", "GPU") if n in resources) or "nothing"
+
+
+def _make(options: LaunchOptions, num_processes: int) -> RayLauncher:
+    gpus = options.gpus_per_actor / (options.processes_per_actor or 1)
+    bundle = {"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 1.0}
+    return RayLauncher(num_processes, bundle=bundle, **options.of_remote())
+
+
+KIND = LauncherKind(
+    make=_make, uses=OF_HOSTS, phrase="launcher='ray', which takes the hosts of the Ray cluster"
+)

@@ -1,10 +1,9 @@
-"""remote: actors on other hosts, through a keeper on each. How a host is reached is a `Reach`: ssh, srun, Ray, or any
-command that runs a program elsewhere with its stdin and stdout connected.
+"""Start actors on other hosts, through a host agent on each.
 
-Hosts come up in parallel, at most `MAX_HANDSHAKES` at once. One that does not is a `LaunchError` (another version: a
-`HandshakeError`) with host, reason and remedy; the secret goes to none that has not said hello.
-
-display: how the launch goes, a line a host: live where somebody watches a terminal, as log records elsewhere.
+A `Reach` runs the agent there: ssh, srun, Ray, or any command that runs a program elsewhere with its stdin
+and stdout connected. Hosts start in parallel, at most `MAX_HANDSHAKES` at once. A host that does not start is
+a `LaunchError` (with other versions a `HandshakeError`) with host, reason and remedy. The secret goes only to
+agents that have greeted.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -29,7 +28,7 @@ import jaxpp_async
 from jaxpp_async.errors import HandshakeError, LaunchError
 from jaxpp_async.launch.commands import command_here, command_there, inherited_environment
 from jaxpp_async.launch.host_agent import VERSIONED
-from jaxpp_async.launch.host_agent_client import HostAgentClient, NotUpError, Stream
+from jaxpp_async.launch.host_agent_client import HostAgentClient, NotUpError, Reach, Stream
 from jaxpp_async.launch.host_agent_protocol import AgentHello
 from jaxpp_async.launch.hosts import (
     ANY,
@@ -43,89 +42,59 @@ from jaxpp_async.launch.hosts import (
     place,
 )
 from jaxpp_async.launch.launcher import DEFAULT_ACTOR, ActorHandle, LaunchSpec
-from jaxpp_async.launch.local import print_to_stderr
 from jaxpp_async.launch.login_errors import Explanation, explain_python
-from jaxpp_async.launch.process_supervisor import Death, ProcessSupervisor, SupervisedProcess
+from jaxpp_async.launch.process_supervisor import Death, ProcessSupervisor, SupervisedProcess, print_to_stderr
 from jaxpp_async.launch.spawn import ActorRequest
 from jaxpp_async.program.instructions import CONTROLLER
 from jaxpp_async.protocol.frames import version_mismatch
-from jaxpp_async.protocol.parent_watch import LEASE_S, beat_s_of
+from jaxpp_async.protocol.parent_watch import LEASE_S, Lease
 from jaxpp_async.transport.base import Transport
 from jaxpp_async.transport.network import Network
 from jaxpp_async.transport.registry import make_process_transport
 
-KEEPER = "jaxpp_async.launch.host_agent"
-"""The program that holds actors on other hosts."""
+HOST_AGENT = "jaxpp_async.launch.host_agent"
+"""The program that runs actors on other hosts."""
 
 MAX_HANDSHAKES = 8
-"""Hosts that may be between the first packet and the login at one time: sshd drops connections past ten by default."""
+"""Number of hosts that may be between the first packet and the login at one time: by default, sshd drops
+connections beyond ten.
+"""
 
 CLOSE_S = 1.0
-"""What keepers may take to end in order."""
+"""Seconds that host agents may take to end in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """What a host may take, in seconds: `login_s` until its shell answers, `python_s` from there until Python does."""
+    """How long a host may take, in seconds.
+
+    Args:
+        login_s: until its shell answers.
+        python_s: from there until Python does.
+    """
 
     login_s: float = 12.0
     python_s: float = 60.0
 
 
-class Reach(Protocol):
-    """How a program is run on a host."""
-
-    keeper_each: bool
-    """Whether every process has a keeper, and so a stream, of its own, instead of one a host. A slot is a process there
-    (a task, a bundle), elsewhere a device."""
-
-    login_mark: str | None
-    """A line that tells that the host let us in, before Python starts; None if there is none."""
-
-    lease_s: float
-    """How long what it runs waits for a sign of life; its launcher sets it."""
-
-    async def resolve(self, hosts: Sequence[Host]) -> list[str]:
-        """Names or addresses by which to find the route to the hosts."""
-        ...
-
-    async def open(
-        self, placement: ProcessPlacement, host_agent: Sequence[str], on_line: Callable[[str], None]
-    ) -> Stream:
-        """Run `keeper` (an argument vector) on the placement's host.
-
-        Args:
-            on_line: to be called with each line of its stdout, and of whatever complains on the way; from any thread.
-
-        Raises:
-            OSError: not even that could begin.
-        """
-        ...
-
-    def explain(self, host: Host, error: NotUpError) -> Explanation | None:
-        """Why there is no keeper, if it has to do with the way there."""
-        ...
-
-    async def aclose(self) -> None:
-        """Give everything back."""
-        ...
-
-
 class RemoteLauncher:
-    """Actors on other hosts.
+    """A launcher that starts actors on other hosts.
 
     Args:
-        reach: how.
+        reach: the way to the hosts.
         hosts: their slots are filled in order.
-        settings: of all hosts; a host's own win.
-        control_address: name or address to listen on; `"0.0.0.0"`: every interface. None: the one that reaches the
-            hosts (loopback, if all are this machine).
+        settings: of all hosts; a host's own settings win.
+        control_address: name or address to listen on; `"0.0.0.0"`: every interface. None: the address that
+            reaches the hosts (loopback if all are this machine).
         actor: `module:name` of the actor class, for tests of the control plane.
-        forward: called with each line that an actor or a host prints, prefixed; default: to `sys.stderr`.
-        lease_s: see `LocalLauncher`; `reach` gets it too. timeouts: of hosts.
+        forward: called with each line that an actor or a host prints, prefixed; default: prints to
+            `sys.stderr`.
+        lease_s: how long an actor, and a host agent, goes on without a sign of life, in seconds.
+        timeouts: of hosts.
 
     Attributes:
-        slots_each: how many slots of one host a process takes; to be set before the first is started.
+        slots_each: number of slots of one host that a process takes; has to be set before the first is
+            started.
         slots_are_processes: whether a slot is a process instead of a device.
     """
 
@@ -145,10 +114,10 @@ class RemoteLauncher:
     ):
         self.hosts, self.slots_each = tuple(hosts), 1
         self._reach, self._settings, self._actor = reach, settings or Settings(), actor
-        self.slots_are_processes = reach.keeper_each
+        self.slots_are_processes = reach.agent_per_process
         self._control_address = control_address
         self._forward = forward or print_to_stderr
-        self._lease_s = reach.lease_s = lease_s
+        self._lease = reach.lease = Lease(lease_s)
         self._timeouts = timeouts or Timeouts()
         self._handshakes = asyncio.Semaphore(MAX_HANDSHAKES)
         self._links: dict[Hashable, asyncio.Task[HostAgentClient]] = {}
@@ -157,32 +126,33 @@ class RemoteLauncher:
 
     @property
     def listen_host(self) -> str | None:
-        """The control address. `prepare` has found it, or it is looked for now, which may block."""
+        """The control address. `prepare` has found it; otherwise it is looked for now, which may block."""
         return self._control_address or control_address([host.name for host in self.hosts])
 
     def devices_on(self, host: Host) -> tuple[str, ...] | None:
-        """What `devices=` gives the actors of a host; None: it was not said."""
+        """Give the value of `devices=` for the actors of a host; None: it was not given."""
         return host.settings.over(self._settings).devices
 
     async def prepare(self) -> None:
         """Find the control address.
 
         Raises:
-            MeshError: there is not one for all hosts.
+            MeshError: no single address reaches all hosts.
         """
         if self._control_address is None:
             names = await self._reach.resolve(self.hosts)
             self._control_address = await asyncio.to_thread(control_address, names)
 
     def make_transport(self, kind: str, network: Network) -> Transport:
-        """The controller's UCX end."""
+        """Make the controller's transport, over UCX."""
         return make_process_transport(kind, CONTROLLER, network)
 
     async def start(self, spec: LaunchSpec, adopt: Callable[[socket.socket], None]) -> ActorHandle:
         """Start one process on its host; see `Launcher.start`.
 
         Raises:
-            LaunchError: its host, or the actor there, did not come up. HandshakeError: other versions there.
+            LaunchError: its host, or the actor there, did not start.
+            HandshakeError: the host has other versions.
         """
         placement = place(self.hosts, spec.num_processes, self.slots_each)[spec.process_id]
         host = placement.host
@@ -210,11 +180,13 @@ class RemoteLauncher:
         await asyncio.gather(*(link.aclose(CLOSE_S) for link in links))
         await self._reach.aclose()
 
-    # ------------------------------------------------------------ keepers
+    # ------------------------------------------------------------ host agents
 
     async def _link(self, placement: ProcessPlacement, spec: LaunchSpec) -> HostAgentClient:
-        """The keeper that a process belongs to: started by the first that asks; one that is gone is replaced."""
-        key: Hashable = spec.process_id if self._reach.keeper_each else placement.host.where
+        """Give the client of a process's host agent. The first process that asks starts the agent; one that
+        has ended is replaced.
+        """
+        key: Hashable = spec.process_id if self._reach.agent_per_process else placement.host.where
         task = self._links.get(key)
         if task is None or (task.done() and _is_over(task)):
             work = self._open(placement, spec.process_rank.actor)
@@ -227,7 +199,7 @@ class RemoteLauncher:
         host = placement.host
         settings = host.settings.over(self._settings)
         python = settings.python or sys.executable
-        command = command_there(python, KEEPER, f"{self._lease_s:g}")
+        command = command_there(python, HOST_AGENT, f"{self._lease.seconds:g}")
         prefix = f"[host {host}] "
         link = HostAgentClient(
             str(host), lambda line: self._forward(prefix + line), login_mark=self._reach.login_mark
@@ -242,7 +214,7 @@ class RemoteLauncher:
             hello = await link.wait_hello(self._timeouts.python_s)
             self._check_versions(host, hello, actor_id)
             return link
-        except BaseException as error:  # also a cancellation: the stream is nobody else's yet
+        except BaseException as error:  # also a cancellation: nobody else owns the stream yet
             await link.aclose(0.0)
             if isinstance(error, OSError):
                 error = self._failure(host, actor_id, Explanation(f"could not be reached: {error}", ""), ())
@@ -275,7 +247,7 @@ class RemoteLauncher:
         settings = placement.host.settings.over(
             replace(self._settings, env={**self._settings.env, **spec.env})
         )
-        config = spec.config(actor=self._actor, lease_s=self._lease_s)
+        config = spec.config(actor=self._actor, lease_s=self._lease.seconds)
         if config["controller"][0] == ANY:
             names = await self._reach.resolve([placement.host])
             address = await asyncio.to_thread(address_towards, names[0])
@@ -288,7 +260,7 @@ class RemoteLauncher:
             count=placement.count,
             cpus=settings.cpus,
             gpus=spec.gpus,
-            gpus_are_its_own=self._reach.keeper_each,
+            gpus_are_its_own=self._reach.agent_per_process,
             defaults={**defaults(settings), **spec.defaults},
         )
 
@@ -304,22 +276,24 @@ class RemoteLauncher:
 
 
 class CommandReach:
-    """Any command that runs a program elsewhere, with stdin and stdout connected: `docker exec -i`, `kubectl exec -i`.
+    """Reaches hosts by a command that runs a program there with stdin and stdout connected: `docker exec -i`,
+    `kubectl exec -i`.
 
     Args:
-        command: (placement, argument vector of the keeper) to the argument vector of a process here.
+        command: makes the argument vector of a process here, from the placement and the argument vector of
+            the host agent.
     """
 
-    keeper_each = False
+    agent_per_process = False
     login_mark: str | None = None
-    lease_s = LEASE_S
+    lease = Lease()
 
     def __init__(self, command: Callable[[ProcessPlacement, Sequence[str]], Sequence[str]]):
         self._command = command
         self._supervisor: ProcessSupervisor | None = None
 
     async def resolve(self, hosts: Sequence[Host]) -> list[str]:
-        """See `Reach`: their names."""
+        """Give the hosts' names; see `Reach`."""
         return [host.name for host in hosts]
 
     async def open(
@@ -327,7 +301,7 @@ class CommandReach:
     ) -> Stream:
         """See `Reach`."""
         if self._supervisor is None:
-            self._supervisor = ProcessSupervisor(beat_s_of(self.lease_s))
+            self._supervisor = ProcessSupervisor(self.lease.beat_s)
         command = self._command(placement, host_agent)
         if shutil.which(command[0]) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
@@ -337,7 +311,7 @@ class CommandReach:
         return ProcessStream(self._supervisor, await asyncio.wrap_future(spawned))
 
     def explain(self, host: Host, error: NotUpError) -> Explanation | None:
-        """See `Reach`: nothing is known of this way."""
+        """See `Reach`. Nothing is known about this way."""
         return None
 
     async def aclose(self) -> None:
@@ -348,7 +322,7 @@ class CommandReach:
 
 
 class ProcessStream:
-    """A `Stream` through a process of a warden."""
+    """A `Stream` through a process of a process supervisor."""
 
     def __init__(self, supervisor: ProcessSupervisor, process: SupervisedProcess):
         self._supervisor, self._process = supervisor, process
@@ -378,11 +352,14 @@ def _is_over(task: asyncio.Task[HostAgentClient]) -> bool:
 _LOG = logging.getLogger("jaxpp_async")
 
 MAX_LINES = 24
-"""More hosts than this are summed up: a live display taller than its terminal flickers."""
+"""With more hosts than this, the display counts them by state: a live display taller than its terminal
+flickers.
+"""
 
 
 class HostLines:
-    """One line a host. Used from one thread.
+    """Shows how the launch proceeds, one line for each host: live on a terminal, as log records elsewhere.
+    Used from one thread.
 
     Args:
         console: default: stderr.
@@ -394,7 +371,7 @@ class HostLines:
         self._live: Any = None
 
     def set(self, host: str, text: str) -> None:
-        """What a host is at now."""
+        """Set the state of a host."""
         self._lines[host] = text
         if not self._console.is_terminal:
             _LOG.info("host %s: %s", host, text)
@@ -405,7 +382,7 @@ class HostLines:
         self._live.update(self.render(), refresh=True)
 
     def render(self) -> Text:
-        """All lines; the states of many hosts are counted instead."""
+        """Make the text of all lines; of many hosts, the number in each state."""
         if len(self._lines) <= MAX_LINES:
             width = max(map(len, self._lines), default=0)
             return Text("\n".join(f"{host:<{width}}  {text}" for host, text in self._lines.items()))

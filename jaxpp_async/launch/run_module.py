@@ -1,7 +1,9 @@
-"""The program `python -P .../run_module.py MODULE ARGUMENTS...` runs a module of the package that this file belongs to.
+"""Run a module of the package that this file belongs to: `python -P .../run_module.py MODULE ARGUMENTS...`.
 
-A process of this machine has to run the package of whoever starts it, wherever that was found: installed, in a clone,
-or on a path that its starter alone has. Loading it by its place leaves the import path as it is.
+A process of this machine has to run the same copy of the package as the process that starts it, wherever that
+copy was found: installed, in a clone, or on a path that the starter alone has. Loading the package by its
+place leaves the import path as it is. This is a module of its own because it runs before the package can be
+imported.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""slurm: hosts of the Slurm allocation that this process runs in, reached with `srun`: one task a process.
+"""Start actors on the hosts of the Slurm allocation in which this process runs, by `srun`, one task for each
+process.
 
-Slurm says which hosts there are and starts the keepers; the rest is as everywhere. srun's stdin is the lifeline.
+Slurm says which hosts there are and starts the host agents; `remote` does the rest. When srun's stdin ends,
+so do the agents.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from jaxpp_async.errors import MeshError
 from jaxpp_async.launch.host_agent_client import NotUpError
 from jaxpp_async.launch.hosts import Host, ProcessPlacement
 from jaxpp_async.launch.login_errors import Explanation
+from jaxpp_async.launch.options import OF_HOSTS, LauncherKind
 from jaxpp_async.launch.remote import CommandReach, RemoteLauncher
 
 _TOOL_S = 10.0
@@ -25,14 +28,16 @@ _OVERLAP_SINCE = (20, 11)
 def srun_command(
     placement: ProcessPlacement, host_agent: Sequence[str], version: tuple[int, ...]
 ) -> list[str]:
-    """The argument vector of the task that runs one process's keeper on the placement's host.
+    """Make the argument vector of the task that runs one process's host agent on the placement's host.
 
     Args:
-        version: of Slurm. Since 20.11 a step has its resources to itself unless it says `--overlap`: the driver's own
-            step, or another actor's, would otherwise hold ours up for ever.
+        placement: says which host.
+        host_agent: the agent's argument vector.
+        version: of Slurm. Since 20.11 a step has its resources to itself unless it asks for `--overlap`:
+            otherwise the driver's own step, or another actor's, would block this one for ever.
     """
     overlap = ["--overlap"] if version >= _OVERLAP_SINCE else []
-    # A step has one CPU and no memory of its own to ask for; actors share the host's among themselves instead.
+    # The step asks for no CPUs and no memory of its own: actors share those of the host among themselves.
     return [
         "srun", "--nodes=1", "--ntasks=1", f"--nodelist={placement.host.name}", *overlap,
         "--cpu-bind=none", "--mem=0", "--unbuffered", "--kill-on-bad-exit=1", "--quiet", *host_agent,
@@ -40,13 +45,13 @@ def srun_command(
 
 
 class SlurmReach(CommandReach):
-    """Hosts of an allocation.
+    """Reaches the hosts of an allocation.
 
     Args:
         version: of Slurm.
     """
 
-    keeper_each = True
+    agent_per_process = True
 
     def __init__(self, version: tuple[int, ...]):
         super().__init__(lambda placement, host_agent: srun_command(placement, host_agent, version))
@@ -57,17 +62,19 @@ class SlurmReach(CommandReach):
 
 
 def explain_srun(said: Sequence[str], *, is_late: bool) -> Explanation | None:
-    """Why srun did not start a task; None if it did.
+    """Explain why srun did not start a task; None if it did.
 
     Args:
-        said: what it printed. is_late: it was still at it.
+        said: the lines that it printed.
+        is_late: it had not ended yet.
     """
     own = [line for line in said if re.match(r"(srun|slurmstepd): ", line)]
     text = "\n".join(own)
     if re.search(r"busy|temporarily (disabled|unable)|queued and waiting", text):
         return Explanation(
             f"Slurm did not start a task there: {own[-1]}",
-            "the allocation has no room: allocate more (--ntasks, --cpus-per-task, --mem), or start fewer actors",
+            "the allocation has no room: allocate more (--ntasks, --cpus-per-task, --mem), or start fewer "
+            "actors",
         )
     if re.search(
         r"(expired|invalid|not exist).*job|job.*(expired|invalid|revoked|not exist)", text, re.IGNORECASE
@@ -84,40 +91,40 @@ def explain_srun(said: Sequence[str], *, is_late: bool) -> Explanation | None:
 
 
 def slurm_launcher(env: Mapping[str, str] | None = None, **options: Any) -> RemoteLauncher:
-    """A launcher for the allocation that this process runs in.
+    """Make a launcher for the allocation in which this process runs.
 
     Args:
-        env: where Slurm's variables are; default: this process's.
+        env: has Slurm's variables; default: this process's environment.
         options: of `RemoteLauncher`.
 
     Raises:
-        MeshError: not inside an allocation, or without Slurm's commands.
+        MeshError: this process is not inside an allocation, or Slurm's commands are missing.
     """
     hosts, reach = slurm_reach(env)
     return RemoteLauncher(reach, hosts, **options)
 
 
 def slurm_reach(env: Mapping[str, str] | None = None) -> tuple[tuple[Host, ...], SlurmReach]:
-    """The hosts of the allocation, and the way to them.
+    """Find the hosts of the allocation, and the way to them.
 
     Raises:
-        MeshError: not inside an allocation, or without Slurm's commands.
+        MeshError: this process is not inside an allocation, or Slurm's commands are missing.
     """
     hosts = allocation(os.environ if env is None else env)
     return hosts, SlurmReach(parse_version(_output("srun", "--version")))
 
 
 def allocation(env: Mapping[str, str]) -> tuple[Host, ...]:
-    """The hosts of the allocation, with as many slots as tasks were asked for on each.
+    """Find the hosts of the allocation, with as many slots as tasks were asked for on each.
 
     Raises:
-        MeshError: not inside an allocation, or without Slurm's commands.
+        MeshError: this process is not inside an allocation, or Slurm's commands are missing.
     """
     nodes = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
     if not env.get("SLURM_JOB_ID") or not nodes:
         raise MeshError(
-            "launcher='slurm' works inside an allocation, and this process is in none (no SLURM_JOB_ID); start it with "
-            "salloc or sbatch, e.g. salloc --nodes=2 --ntasks-per-node=1 python train.py"
+            "launcher='slurm' works inside an allocation, and this process is in none (no SLURM_JOB_ID); "
+            "start it with salloc or sbatch, e.g. salloc --nodes=2 --ntasks-per-node=1 python train.py"
         )
     names = _output("scontrol", "show", "hostnames", nodes).split()
     tasks = parse_tasks_per_node(env.get("SLURM_TASKS_PER_NODE") or "1")
@@ -130,10 +137,10 @@ def allocation(env: Mapping[str, str]) -> tuple[Host, ...]:
 
 
 def parse_tasks_per_node(text: str) -> list[int]:
-    """Tasks a node, from Slurm's `"2(x3),1"`.
+    """Read the number of tasks of each node from Slurm's form, such as `"2(x3),1"`.
 
     Raises:
-        MeshError: not such a list.
+        MeshError: the text is no such list.
     """
     found: list[int] = []
     for part in text.split(","):
@@ -145,13 +152,13 @@ def parse_tasks_per_node(text: str) -> list[int]:
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """Such as (22, 5, 8) from `"slurm 22.05.8"`; (0,) if it does not say."""
+    """Read a version, such as (22, 5, 8) from `"slurm 22.05.8"`; (0,) if the text has none."""
     match = re.search(r"(\d+(?:\.\d+)+)", text)
     return tuple(map(int, match[1].split("."))) if match else (0,)
 
 
 def _output(*command: str) -> str:
-    """What one of Slurm's commands prints. They answer at once."""
+    """Run one of Slurm's commands, which end at once, and return what it prints."""
     if shutil.which(command[0]) is None:
         raise MeshError(
             f"launcher='slurm' needs Slurm's command {command[0]!r}, which is not in PATH; load its module"
@@ -165,3 +172,11 @@ def _output(*command: str) -> str:
     if done.returncode:
         raise MeshError(f"`{' '.join(command)}` ended with code {done.returncode}: {done.stderr.strip()}")
     return done.stdout
+
+
+KIND = LauncherKind(
+    make=lambda options, num_processes: slurm_launcher(**options.of_remote()),
+    find_hosts=lambda options: slurm_reach(),
+    uses=OF_HOSTS,
+    phrase="launcher='slurm', which takes the hosts of the allocation",
+)

@@ -1,6 +1,7 @@
-"""actor_process: an actor's process, started through a warden: by the local launcher here, by keepers elsewhere.
+"""Prepare and start the process of one actor on its host, through a process supervisor.
 
-actor_request: how one actor's process is to be started, as plain data that a launcher makes and its host reads.
+The local launcher does so on this machine, and host agents do elsewhere. A launcher makes an `ActorRequest`,
+which is plain data; the host of the process computes its environment and configuration from it.
 """
 
 from __future__ import annotations
@@ -23,15 +24,20 @@ from jaxpp_async.launch.process_supervisor import ProcessSupervisor, SupervisedP
 from jaxpp_async.protocol.actor_info import ProgressPage, make_page
 from jaxpp_async.transport.ucx.net_devices import DEVICES, check_devices
 
+T = TypeVar("T")
+
 PROGRAM = "jaxpp_async.actors"
+_ONLINE: Final = Path("/sys/devices/system/cpu/online")
 
 _CHATTER = "Expected number of connected peer ranks"
-"""What gloo prints for every group of devices that computes together, and nobody has asked for."""
+"""A line that gloo prints for every group of devices that computes together. It is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActorProcess:
-    """A started actor: its process, and the page on which it writes where it is, for whoever started it to close."""
+    """A started actor process, and the page on which it writes its progress. The code that started it closes
+    the page.
+    """
 
     process: SupervisedProcess
     page: ProgressPage
@@ -40,13 +46,15 @@ class ActorProcess:
 def spawn_actor(
     supervisor: ProcessSupervisor, request: ActorRequest, forward: Callable[[str], None]
 ) -> concurrent.futures.Future[ActorProcess]:
-    """Have the warden start an actor's process.
+    """Have a process supervisor start an actor's process.
 
     Args:
-        forward: called on the warden's thread with each line that the actor prints.
+        supervisor: starts and owns the process.
+        request: describes the process.
+        forward: called on the supervisor's thread with each line that the actor prints.
 
     Raises:
-        MeshError: this host has not what the actor is to run on.
+        MeshError: this host does not have what the actor is to run on.
     """
     env = request.environment()
     started: concurrent.futures.Future[ActorProcess] = concurrent.futures.Future()
@@ -60,7 +68,7 @@ def spawn_actor(
                 started.set_exception(error)
         elif started.set_running_or_notify_cancel():
             started.set_result(ActorProcess(spawned.result(), ProgressPage(page)))
-        else:  # nobody waits for it any more
+        else:  # nobody waits for the process any more
             os.close(page)
             spawned.result().signal_group(signal.SIGKILL)
 
@@ -71,22 +79,17 @@ def spawn_actor(
         raise
     own = request.python == sys.executable
     command = command_here(PROGRAM) if own else command_there(request.python, PROGRAM)
-    # The warden's thread forks, with the page still open here, and then calls back.
+    # The supervisor's thread forks while the page is still open here, and then calls back.
     supervisor.spawn(
         command, env, first_line, forward, noise=_CHATTER, descriptors=(page,)
     ).add_done_callback(on_spawned)
     return started
 
 
-# ---------------------------------------------------------------- actor request
-
-T = TypeVar("T")
-_ONLINE: Final = Path("/sys/devices/system/cpu/online")
-
-
 @dataclass(frozen=True, slots=True)
 class ActorRequest:
-    """How to start one actor's process. Travels to keepers as JSON, over stdin: it holds the secret.
+    """Describes how to start one actor's process. It travels to host agents as JSON, over stdin, since it
+    holds the secret.
 
     Args:
         python: the interpreter.
@@ -95,10 +98,10 @@ class ActorRequest:
         index, count: it is the `index`-th of `count` actors on its host.
         cpus: CPU numbers that the host's actors share; None: those that the process may use.
         pin_cores: bind the actor to its share.
-        gpus: how many GPUs its process needs; 0: none.
-        gpus_are_its_own: those that its host's environment names are for this process alone, which a cluster gave them,
-            and not for all that run there.
-        defaults: variables for where neither its host's environment nor `env` has them.
+        gpus: number of GPUs that its process needs; 0: none.
+        gpus_are_its_own: the GPUs that its host's environment names belong to this process alone, because a
+            cluster assigned them, and not to all processes there.
+        defaults: variables that apply where neither its host's environment nor `env` has them.
     """
 
     python: str
@@ -113,11 +116,11 @@ class ActorRequest:
     defaults: Mapping[str, str] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
-        """The whole environment of the process.
+        """Compute the whole environment of the process.
 
         Raises:
-            MeshError: its host has not the GPUs that it needs, or too little memory is left for it on them; or not the
-                network devices.
+            MeshError: its host does not have the GPUs that it needs, or too little of their memory is left
+                for it, or the network devices are missing.
         """
         env = {**self.defaults, **inherited_environment(), **self.env}
         check_devices(env.get(DEVICES))
@@ -127,21 +130,27 @@ class ActorRequest:
         visible = visible_gpus(env)
         there = visible.names
         if not there and VISIBLE not in env:
-            return {}  # the process says itself what is missing: a GPU, its driver, or a JAX for it
-        if visible.stopped_at and VISIBLE in self.env:  # asked for, and not just how this host is set up
+            return {}  # the process reports itself what is missing: a GPU, its driver, or JAX for it
+        if (
+            visible.stopped_at and VISIBLE in self.env
+        ):  # the user asked for it; it is not just this host's setting
             raise MeshError(
-                f"devices= (or {VISIBLE} of env=) is {env[VISIBLE]!r}, and this host has no GPU {visible.stopped_at}, "
-                "or more than one of that name; `nvidia-smi -L` there lists them"
+                f"devices= (or {VISIBLE} of env=) is {env[VISIBLE]!r}, and this host has no GPU "
+                f"{visible.stopped_at}, or more than one of that name; `nvidia-smi -L` there lists them"
             )
         alone = self.gpus_are_its_own and len(there) == self.gpus
         given = GpuShare(there, 1) if alone else share(there, self.index, self.count, self.gpus)
         return gpu_environment(given, env)
 
     def first_line(self, progress_page: int | None) -> bytes:
-        """Configuration and secret, as one line of JSON: stdin is the one channel that no other user can read.
+        """Make the line of JSON with configuration and secret. It goes to stdin, the one channel that no
+        other user can read.
+
+        Args:
+            progress_page: descriptor of the page, or None.
 
         Raises:
-            MeshError: its host has not the CPUs that it is to run on.
+            MeshError: its host does not have the CPUs that it is to run on.
         """
         if self.cpus is not None:
             check_cpus(self.cpus)
@@ -156,8 +165,10 @@ class ActorRequest:
 
 
 def check_cpus(cpus: Sequence[int]) -> None:
-    """Raises:
-    MeshError: this host has not all of these CPUs.
+    """Check that this host has all of these CPUs.
+
+    Raises:
+        MeshError: it has not.
     """
     online = _online_cpus()
     there = os.sched_getaffinity(0)
@@ -173,7 +184,9 @@ def check_cpus(cpus: Sequence[int]) -> None:
 
 
 def _online_cpus() -> str:
-    """Such as `0-3,8-11`: numbers may be left out, and this process may not have all of them."""
+    """List the CPUs of this host, such as `0-3,8-11`. Numbers may be missing, and this process may not be
+    allowed to use all.
+    """
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if text := _ONLINE.read_text().strip():
             return text
@@ -181,7 +194,9 @@ def _online_cpus() -> str:
 
 
 def share_out(items: Sequence[T], count: int) -> list[list[T]]:
-    """Divide items among actors: neighbouring ones for each, or round-robin when there are more actors than items."""
+    """Divide items among actors: adjacent ones for each, or round-robin when there are more actors than
+    items.
+    """
     if count > len(items):
         return [[items[i % len(items)]] for i in range(count)]
     bounds = [i * len(items) // count for i in range(count + 1)]

@@ -1,8 +1,10 @@
-"""ssh: hosts reached with the system's own `ssh`, so that every option, agent and jump host of the user works.
+"""Start actors on hosts that are reached with the system's own `ssh`, so that every option, agent and jump
+host of the user works.
 
-One connection a host, whatever the number of its actors: the fewest handshakes, one lifeline, and an actor that is
-replaced needs no new login. It is never shared with the user's own connections (ControlMaster), whose end would be
-ours. Signals do not travel over it; the keeper's end of file and lease end what it started.
+Each host has one connection, whatever the number of its actors: the fewest handshakes, one stream whose end
+is noticed, and no new login when an actor is replaced. The connection is never shared with the user's own
+(ControlMaster), whose end would also be ours. Signals do not travel over ssh; the host agent ends what it
+started at end of file, or when its lease expires.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ import re
 import shlex
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxpp_async.errors import MeshError
 from jaxpp_async.launch.host_agent_client import NotUpError
-from jaxpp_async.launch.hosts import Host
+from jaxpp_async.launch.hosts import Host, load_hostfile, parse_hosts
 from jaxpp_async.launch.login_errors import Explanation, explain_ssh
+from jaxpp_async.launch.options import OF_HOSTS, LauncherKind, LaunchOptions
 from jaxpp_async.launch.remote import CommandReach, RemoteLauncher
 
 LOGIN_MARK = "jaxpp-async-login"
@@ -46,25 +50,29 @@ _OPTIONS = {
 def ssh_command(
     host: Host, host_agent: Sequence[str], ssh_options: Sequence[str] = (), program: str = "ssh"
 ) -> list[str]:
-    """The argument vector that runs a keeper on `host`. No secret is in it.
+    """Make the argument vector that runs a host agent on `host`. No secret is in it.
 
     Args:
-        keeper: its argument vector there.
+        host: the host.
+        host_agent: the agent's argument vector there.
         ssh_options: of the user; they come first, and ssh takes the first value of an option that it finds.
+        program: the ssh to run.
     """
     options = [word for name, value in _OPTIONS.items() for word in ("-o", f"{name}={value}")]
     port = ["-p", str(host.port)] if host.port else []
     user = ["-l", host.user] if host.user else []
-    # The mark tells a login that fails from a Python that does. `exec`: the shell would keep the keeper's stdin open.
+    # The mark distinguishes a login that fails from a Python that fails. `exec`, since the shell would keep
+    # the agent's stdin open.
     there = f"echo {LOGIN_MARK}; exec {shlex.join(host_agent)}"
     return [program, *ssh_options, "-T", *options, *port, *user, "--", host.name, there]
 
 
 class SSHReach(CommandReach):
-    """Hosts over ssh.
+    """Reaches hosts over ssh.
 
     Args:
         ssh_options: for `ssh`, such as `["-i", "key", "-o", "ProxyJump=gate"]`.
+        program: the ssh to run.
     """
 
     login_mark: str | None = LOGIN_MARK
@@ -74,7 +82,7 @@ class SSHReach(CommandReach):
         self._ssh_options, self._program = tuple(ssh_options), program
 
     async def resolve(self, hosts: Sequence[Host]) -> list[str]:
-        """The names that ssh's configuration has for the hosts, which may be aliases."""
+        """Give the names that ssh's configuration has for the hosts, which may be aliases."""
         return list(await asyncio.gather(*(self._resolve(host) for host in hosts)))
 
     def explain(self, host: Host, error: NotUpError) -> Explanation | None:
@@ -84,7 +92,7 @@ class SSHReach(CommandReach):
     async def _resolve(self, host: Host) -> str:
         port = ["-p", str(host.port)] if host.port else []
         command = [self._program, *self._ssh_options, *port, "-G", "--", host.name]
-        with contextlib.suppress(OSError, TimeoutError):  # then its name has to do
+        with contextlib.suppress(OSError, TimeoutError):  # then the host's name has to do
             async with asyncio.timeout(_RESOLVE_S):
                 process = await asyncio.create_subprocess_exec(
                     *command,
@@ -99,9 +107,11 @@ class SSHReach(CommandReach):
 
 
 def ssh_launcher(hosts: Sequence[Host], *, ssh_options: Sequence[str] = (), **options: Any) -> RemoteLauncher:
-    """A launcher over ssh.
+    """Make a launcher over ssh.
 
     Args:
+        hosts: their slots are filled in order.
+        ssh_options: as in `SSHReach`.
         options: of `RemoteLauncher`.
 
     Raises:
@@ -111,7 +121,7 @@ def ssh_launcher(hosts: Sequence[Host], *, ssh_options: Sequence[str] = (), **op
 
 
 def ssh_reach(ssh_options: Sequence[str] = ()) -> SSHReach:
-    """The way over ssh.
+    """Make the way over ssh.
 
     Raises:
         MeshError: there is no ssh here.
@@ -121,3 +131,25 @@ def ssh_reach(ssh_options: Sequence[str] = ()) -> SSHReach:
             "hosts are reached with ssh, which is not installed here; Debian: apt install openssh-client"
         )
     return SSHReach(ssh_options)
+
+
+def _hosts(given: Any) -> tuple[Host, ...]:
+    if given is None:
+        raise MeshError("launcher='ssh' needs hosts=: a hostfile's path, or a list such as ['node1 slots=2']")
+    if isinstance(given, str | Path):
+        return load_hostfile(given)
+    if not isinstance(given, Sequence):
+        raise MeshError(f"hosts is {given!r}; it is a hostfile's path or a list of hosts")
+    return parse_hosts(given)
+
+
+def _make(options: LaunchOptions, num_processes: int) -> RemoteLauncher:
+    return ssh_launcher(_hosts(options.hosts), ssh_options=options.ssh_options, **options.of_remote())
+
+
+KIND = LauncherKind(
+    make=_make,
+    find_hosts=lambda options: (_hosts(options.hosts), ssh_reach(options.ssh_options)),
+    uses=OF_HOSTS | {"hosts", "ssh_options"},
+    phrase="launcher='ssh'",
+)

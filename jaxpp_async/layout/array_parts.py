@@ -1,28 +1,12 @@
-"""parts: an array's type and the shape of an actor in, its distinct parts out: where each lies, and who sends it.
+"""Work out which part of an array lies on which process of an actor, and which process sends it to which.
 
-An array that is split over an actor's devices has as many distinct parts as its spec says; devices that hold the same
-one are replicas. The devices belong to the actor's processes, neighbouring ones to one. Of the processes that hold a
-part one is its owner: it alone sends it elsewhere, and passes it on to the others after it was received. Pure: every
-process and the controller work out the same. No jax.
-
-numpy_types: a dtype's name, as `Aval` carries it, in; numpy's dtype out. No jax.
-
-crossings: a transfer of a program and how its array lies in, which of this process's pieces go where out. Pure.
-
-What two actors exchange, their processes of equal rank do. A piece that several processes of an actor hold is sent by
-the owner alone, to the owner on the other side, which passes it on to its mates there: so it crosses once.
-
-turns: a transfer of a program in, the messages of one process that it is made of out, with the link that each takes.
-For transports that have no tags and need to know beforehand which message is the n-th. Pure.
-
-Between two processes messages go in the order of the program's transfers. What the processes of one actor pass on to
-each other goes in the order in which the actor receives it, from whomever. That makes nobody wait for what needs him:
-a program posts its receives in an order (`compiler.lowering`) in which whatever comes before a value was made before
-anything that reads the value.
-
-scattering: host values taken apart for the processes of an actor, and what they send put together. No jax, no I/O.
-
-Each process owns some of an array's `parts`: it gets them from the controller, and sends them to it.
+A *part* is one distinct box of an array: an array that is split over an actor's devices has as many parts as
+its spec says, and devices that hold the same part are replicas. The devices of an actor belong to its
+processes, consecutive devices to one process. A *piece* is the bytes of one part in the memory of one
+process; transfers move pieces. Of the processes that hold a part one is its *owner*. The owner alone sends
+the part to other actors and to the controller, and passes it on to the other processes of its actor after it
+has received it. All of this follows from the array's aval and the actor's mesh, so that every process and the
+controller work out the same.
 """
 
 from __future__ import annotations
@@ -38,21 +22,24 @@ import ml_dtypes
 import numpy as np
 
 from jaxpp_async.program.instructions import ActorId, Aval, ProcessId, Tag
-from jaxpp_async.protocol.actor_info import ProcessRank, place_of, process_of
+from jaxpp_async.protocol.actor_info import ProcessRank, actor_and_rank, process_of
 from jaxpp_async.protocol.messages import ArrayId
 from jaxpp_async.transport.nccl.order import NcclLink, OrderedMessage
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One distinct part of an array.
+    """One distinct box of an array.
 
     Args:
-        number: its place among all parts, which are in the order in which the actor's devices first hold them.
-        index: which part of the whole array.
-        shape: its shape.
-        positions: the devices that hold it, in the mesh's flat order.
-        ranks: the processes that hold it, in order.
+        number: its place among all parts, which are in the order in which the actor's devices first hold
+            them.
+        index: the box, as one slice for each axis of the whole array.
+        shape: the box's shape.
+        positions: the devices that hold it, by their place in the mesh's flat order.
+        ranks: the processes that hold it, ascending.
     """
 
     number: int
@@ -62,34 +49,38 @@ class Part:
     ranks: tuple[int, ...]
 
     def owner(self, salt: int) -> int:
-        """The rank of the process that sends it.
+        """Return the rank of the process that sends this part.
 
         Args:
-            salt: what is sent, so that not all of it falls to one process: a transfer's tag, or an array's id.
+            salt: a transfer's tag or an array's id, so that different transfers fall to different processes.
         """
         return self.ranks[(self.number + salt) % len(self.ranks)]
 
 
-def parts_of(aval: Aval, axes: Sequence[tuple[str, int]], num_processes: int = 1) -> tuple[Part, ...]:
-    """The distinct parts of an array.
+@lru_cache(maxsize=4096)
+def parts_of(aval: Aval, axes: tuple[tuple[str, int], ...], num_processes: int = 1) -> tuple[Part, ...]:
+    """List the distinct parts of an array.
 
     Args:
         axes: the actor's mesh: (axis name, size), outermost first.
-        num_processes: how many the devices belong to; it divides their number.
+        num_processes: how many processes the devices belong to; divides the number of devices.
 
     Raises:
         ValueError: the spec names an axis that the mesh does not have, or does not divide the shape.
     """
     sizes = dict(axes)
-    splits = [_axes_of(entry) for entry in aval.spec]
+    splits = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in aval.spec]
     splits += [()] * (len(aval.shape) - len(splits))
-    counts = [math.prod(_size(sizes, axis, aval) for axis in names) for names in splits]
+    if unknown := [axis for names in splits for axis in names if axis not in sizes]:
+        raise ValueError(f"{aval} names the axis {unknown[0]!r}, the mesh has {sorted(sizes)}")
+    counts = [math.prod(sizes[axis] for axis in names) for names in splits]
     if any(n % count for n, count in zip(aval.shape, counts, strict=True)):
         raise ValueError(f"{aval} cannot be split over a mesh of {sizes}")
     shape = tuple(n // count for n, count in zip(aval.shape, counts, strict=True))
-    each = math.prod(sizes.values()) // num_processes
+    devices_each = math.prod(sizes.values()) // num_processes
     holders: dict[tuple[int, ...], list[int]] = {}
-    # What is still to be added up differs along those axes, though it stands for one part of the array.
+    # Along an unreduced axis each device holds a summand of its own, though it stands for one box of the
+    # array.
     keys = [*splits, *((axis,) for axis in aval.unreduced)]
     for position, coordinates in enumerate(itertools.product(*(range(size) for size in sizes.values()))):
         at = dict(zip(sizes, coordinates, strict=True))
@@ -100,23 +91,14 @@ def parts_of(aval: Aval, axes: Sequence[tuple[str, int]], num_processes: int = 1
             tuple(_slice(b, n, c) for b, n, c in zip(key, shape, counts, strict=False)),
             shape,
             tuple(positions),
-            tuple(dict.fromkeys(position // each for position in positions)),
+            tuple(dict.fromkeys(position // devices_each for position in positions)),
         )
         for number, (key, positions) in enumerate(holders.items())
     )
 
 
-def _axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
-
-
-def _size(sizes: dict[str, int], axis: str, aval: Aval) -> int:
-    if axis not in sizes:
-        raise ValueError(f"{aval} names the axis {axis!r}, the mesh has {sorted(sizes)}")
-    return sizes[axis]
-
-
 def _block(names: tuple[str, ...], at: dict[str, int], sizes: dict[str, int]) -> int:
+    """Return which block along an array's axis, split by these mesh axes, lies at these mesh coordinates."""
     block = 0
     for axis in names:
         block = block * sizes[axis] + at[axis]
@@ -127,24 +109,25 @@ def _slice(block: int, length: int, count: int) -> slice:
     return slice(None) if count == 1 else slice(block * length, (block + 1) * length)
 
 
-# ---------------------------------------------------------------- numpy types
-
-
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """A dtype by the name that `Aval` carries."""
+    """Return numpy's dtype for the name that `Aval` carries, also for those of `ml_dtypes`."""
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-# ---------------------------------------------------------------- crossings
+# ---------------------------------------------------------------- transfers between actors
+#
+# Processes of equal rank exchange what their actors exchange. The owner of a part sends it to the process of
+# its own rank in the other actor, which passes it on to the other holders there: so a part crosses between
+# actors once.
 
 
 class PieceTransfer(NamedTuple):
-    """One message.
+    """One message of a program's transfer.
 
     Args:
-        piece: which of the parts that this process holds.
-        peer: where it goes, or comes from.
-        sequence: the sequence part of its wire tag.
+        piece: which of the parts that this process holds, by index.
+        peer: the process that the piece goes to, or comes from.
+        sequence: the sequence part of the message's wire tag.
     """
 
     piece: int
@@ -152,119 +135,132 @@ class PieceTransfer(NamedTuple):
     sequence: int
 
 
-def sends(
+def plan_sends(
     process_rank: ProcessRank, held: Sequence[Part], tag: Tag, to_actor: ActorId, num_devices: int
 ) -> tuple[PieceTransfer, ...]:
-    """What this process sends of a transfer.
+    """List the messages that a process sends of a `Send`: one for each part that it owns.
 
     Args:
-        seat: this process's.
-        held: the parts of the array that it holds.
-        num_devices: of the actor.
+        process_rank: the process.
+        held: the parts of the array that the process holds.
+        num_devices: the number of devices of an actor.
     """
-    peer = process_rank.partner(to_actor)
+    peer = process_rank.counterpart_in(to_actor)
     return tuple(
-        PieceTransfer(piece, peer, sequence(tag, part, num_devices))
+        PieceTransfer(piece, peer, sequence_number(tag, part, num_devices))
         for piece, part in enumerate(held)
         if part.owner(tag) == process_rank.rank
     )
 
 
-def receives(
+def plan_receives(
     process_rank: ProcessRank, held: Sequence[Part], tag: Tag, from_actor: ActorId, num_devices: int
 ) -> tuple[PieceTransfer, ...]:
-    """What it receives: every part that it holds, from the other actor or from the mate that has it from there."""
-    partner = process_rank.partner(from_actor)
+    """List the messages that a process receives of a `Recv`: one for each part that it holds.
+
+    A part that the process owns comes from the other actor, any other part from its owner in the process's
+    own actor. Arguments are those of `plan_sends`.
+    """
     return tuple(
         PieceTransfer(
             piece,
-            partner if part.owner(tag) == process_rank.rank else process_rank.mate(part.owner(tag)),
-            sequence(tag, part, num_devices),
+            process_rank.counterpart_in(from_actor)
+            if owner == process_rank.rank
+            else process_rank.process_of_rank(owner),
+            sequence_number(tag, part, num_devices),
         )
         for piece, part in enumerate(held)
+        for owner in [part.owner(tag)]
     )
 
 
-def relays(
+def plan_relays(
     process_rank: ProcessRank, held: Sequence[Part], tag: Tag, num_devices: int
 ) -> dict[int, tuple[PieceTransfer, ...]]:
-    """What it passes on to its mates, by the piece that has to be there for it."""
-    found: dict[int, tuple[PieceTransfer, ...]] = {}
-    for piece, part in enumerate(held):
-        if part.owner(tag) == process_rank.rank and len(part.ranks) > 1:
-            others = [rank for rank in part.ranks if rank != process_rank.rank]
-            found[piece] = tuple(
-                PieceTransfer(piece, process_rank.mate(rank), sequence(tag, part, num_devices))
-                for rank in others
-            )
-    return found
+    """Map each received piece that a process passes on within its actor to the messages that carry it.
+
+    Arguments are those of `plan_sends`. Pieces that it does not pass on are left out.
+    """
+    return {
+        piece: tuple(
+            PieceTransfer(piece, process_rank.process_of_rank(rank), sequence_number(tag, part, num_devices))
+            for rank in part.ranks
+            if rank != process_rank.rank
+        )
+        for piece, part in enumerate(held)
+        if part.owner(tag) == process_rank.rank and len(part.ranks) > 1
+    }
 
 
-def sequence(tag: Tag, part: Part, num_devices: int) -> int:
-    """The sequence part of a wire tag: one part of a program's transfer `tag`. An array has at most as many parts as
-    the actor has devices, so no two messages of a program share a number."""
+def sequence_number(tag: Tag, part: Part, num_devices: int) -> int:
+    """Return the sequence part of the wire tag of one part of a program's transfer.
+
+    An array has at most as many parts as the actor has devices, so no two messages of a program share a
+    number.
+    """
     return tag * num_devices + part.number
 
 
-# ---------------------------------------------------------------- turns
+# ---------------------------------------------------------------- the order of transfers
+#
+# Transports without tags need to know beforehand which message is the n-th on a link. Between two processes
+# messages go in the order of the program's transfers. Messages within an actor go in the order in which the
+# actor receives. With that order no process waits for a message that needs the process itself: a program
+# posts its receives in an order (`compiler.lowering`) in which whatever comes before a value was made before
+# anything that reads the value.
 
 
-def sent(
+def order_sends(
     process_rank: ProcessRank, held: Sequence[Part], tag: Tag, to_actor: ActorId, num_devices: int
 ) -> Iterator[OrderedMessage]:
-    """What a process sends of a `Send`. Arguments as of `crossings.sends`."""
-    return _turns(
-        process_rank, held, sends(process_rank, held, tag, to_actor, num_devices), num_devices, sends=True
-    )
+    """Yield the messages of a `Send` with the link that each takes. Arguments are those of `plan_sends`."""
+    transfers = plan_sends(process_rank, held, tag, to_actor, num_devices)
+    return _on_links(process_rank, held, transfers, num_devices, sends=True)
 
 
-def received(
+def order_receives(
     process_rank: ProcessRank, held: Sequence[Part], tag: Tag, from_actor: ActorId, num_devices: int
 ) -> Iterator[OrderedMessage]:
-    """What it receives of a `Recv`, and then what it passes on. Arguments as of `crossings.receives`."""
-    legs = receives(process_rank, held, tag, from_actor, num_devices)
-    yield from _turns(process_rank, held, legs, num_devices, sends=False)
-    for onwards in relays(process_rank, held, tag, num_devices).values():
-        yield from _turns(process_rank, held, onwards, num_devices, sends=True)
+    """Yield the messages of a `Recv`, then the relays behind it. Arguments are those of `plan_receives`."""
+    transfers = plan_receives(process_rank, held, tag, from_actor, num_devices)
+    yield from _on_links(process_rank, held, transfers, num_devices, sends=False)
+    for relays in plan_relays(process_rank, held, tag, num_devices).values():
+        yield from _on_links(process_rank, held, relays, num_devices, sends=True)
 
 
-def _turns(
+def _on_links(
     process_rank: ProcessRank,
     held: Sequence[Part],
-    legs: Iterable[PieceTransfer],
+    transfers: Iterable[PieceTransfer],
     num_devices: int,
     *,
     sends: bool,
 ) -> Iterator[OrderedMessage]:
-    for piece, peer, sequence in legs:
-        here = _first_device(held[piece], process_rank.rank, num_devices // process_rank.size)
-        there = _first_device(
-            held[piece], place_of(peer, process_rank.size)[1], num_devices // process_rank.size
-        )
-        ends = (
-            (process_rank.process, peer, here, there) if sends else (peer, process_rank.process, there, here)
-        )
+    devices_each = num_devices // process_rank.size
+    for piece, peer, sequence in transfers:
+        here = _first_device(held[piece], process_rank.rank, devices_each)
+        there = _first_device(held[piece], actor_and_rank(peer, process_rank.size)[1], devices_each)
+        process = process_rank.process
+        ends = (process, peer, here, there) if sends else (peer, process, there, here)
         yield OrderedMessage(sequence, NcclLink(*ends))
 
 
-def _first_device(part: Part, rank: int, each: int) -> int:
-    """Of the devices of a process those that hold a part: the first, counted among the process's own. A transport reads
-    and writes there."""
-    return next(position for position in part.positions if position // each == rank) - rank * each
+def _first_device(part: Part, rank: int, devices_each: int) -> int:
+    """Return the first device of a process that holds a part, counted within the process: transports move
+    that one."""
+    return next(k for k in part.positions if k // devices_each == rank) - rank * devices_each
 
 
-# ---------------------------------------------------------------- scattering
-
-Array = np.ndarray[Any, Any]
+# ---------------------------------------------------------------- transfers with the controller
 
 
 @dataclass(frozen=True, slots=True)
 class Scattering:
-    """How arrays lie on the processes of the actors of one mesh.
+    """Splits host values among the processes of an actor, for all actors of one mesh.
 
     Args:
         axes: the mesh of an actor: (axis name, size).
-        per_actor: how many processes an actor has.
+        per_actor: the number of processes of an actor.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -272,30 +268,30 @@ class Scattering:
 
     @property
     def splits(self) -> bool:
-        """Whether actors are of several processes; else the one has all of every array."""
+        """Whether actors have several processes; else the one process has all of every array."""
         return self.per_actor > 1
 
     def process(self, actor: ActorId, rank: int) -> ProcessId:
-        """The process of this rank of an actor."""
+        """Return the process of this rank of an actor."""
         return process_of(actor, rank, self.per_actor)
 
     def first_of(self, process: ProcessId) -> ProcessId:
-        """The first process of the actor that a process belongs to."""
-        return self.process(place_of(process, self.per_actor)[0], 0)
+        """Return the first process of the actor that a process belongs to."""
+        return self.process(actor_and_rank(process, self.per_actor)[0], 0)
 
     def parts(self, aval: Aval) -> tuple[Part, ...]:
-        """The distinct parts of an array."""
-        return _parts(aval, self.axes, self.per_actor)
+        """List the distinct parts of an array."""
+        return parts_of(aval, self.axes, self.per_actor)
 
     def owned(self, array_id: ArrayId, aval: Aval) -> dict[int, list[Part]]:
-        """The parts that each process owns, by rank; who owns none is left out."""
+        """Map the rank of each process that owns parts of an array to these parts."""
         found: dict[int, list[Part]] = {}
         for part in self.parts(aval):
             found.setdefault(part.owner(array_id), []).append(part)
         return found
 
     def pieces(self, array_id: ArrayId, aval: Aval, value: Array) -> list[tuple[int, int, Array]]:
-        """A value taken apart: each part's owner, its number, and its bytes, which are a copy."""
+        """Split a value: (rank of the owner, the part's number, a copy of the part's bytes) for each part."""
         return [
             (
                 part.owner(array_id),
@@ -307,64 +303,65 @@ class Scattering:
 
 
 class Gathering:
-    """One fetch: what each process is asked for, and the arrays made of what they answer.
+    """One fetch of arrays to the controller, which asks processes for pieces and joins their answers.
 
     Args:
         wanted: actor, array and its aval, one an array.
-        scattering: how arrays lie.
+        scattering: how the arrays are split.
 
     Attributes:
-        asked: for each process, arrays and the avals of what it sends of them.
+        asked: for each process, the arrays to ask it for, each with the aval of what it answers.
     """
 
     def __init__(self, wanted: Sequence[tuple[ActorId, ArrayId, Aval]], scattering: Scattering):
         self._wanted = wanted
         self.asked: dict[ProcessId, list[tuple[ArrayId, Aval]]] = {}
-        self._what: dict[ProcessId, list[tuple[int, tuple[Part, ...]]]] = {}
+        # For each process and array asked for: its position in `wanted`, and the parts; None: the array as it
+        # is.
+        self._contents: dict[ProcessId, list[tuple[int, Sequence[Part] | None]]] = {}
         for position, (actor, array_id, aval) in enumerate(wanted):
-            if not scattering.splits:
-                self._ask(actor, array_id, aval, position, ())
-                continue
-            for rank, parts in scattering.owned(array_id, aval).items():
-                flat = Aval((size_of(parts, aval),), "uint8", (None,))
-                self._ask(scattering.process(actor, rank), array_id, flat, position, tuple(parts))
-
-    def _ask(
-        self, process: ProcessId, array_id: ArrayId, aval: Aval, position: int, parts: tuple[Part, ...]
-    ) -> None:
-        self.asked.setdefault(process, []).append((array_id, aval))
-        self._what.setdefault(process, []).append((position, parts))
+            owned = scattering.owned(array_id, aval) if scattering.splits else {0: None}
+            for rank, parts in owned.items():
+                process = scattering.process(actor, rank)
+                asked = aval if parts is None else Aval((total_bytes(parts, aval),), "uint8", (None,))
+                self.asked.setdefault(process, []).append((array_id, asked))
+                self._contents.setdefault(process, []).append((position, parts))
 
     def arrays(self, answers: Mapping[ProcessId, Sequence[Array]]) -> list[Array]:
-        """The arrays, in the order in which they were wanted."""
-        found: list[list[tuple[tuple[Part, ...], Array]]] = [[] for _ in self._wanted]
+        """Return the arrays, in the order in which they were wanted.
+
+        Args:
+            answers: for each process of `asked`, the arrays that it was asked for, in order.
+        """
+        found: list[list[tuple[Sequence[Part] | None, Array]]] = [[] for _ in self._wanted]
         for process, arrays in answers.items():
-            for (position, parts), array in zip(self._what[process], arrays, strict=True):
+            for (position, parts), array in zip(self._contents[process], arrays, strict=True):
                 found[position].append((parts, array))
         return [
-            pieces[0][1] if not pieces[0][0] else joined(aval, pieces)
-            for (_, _, aval), pieces in zip(self._wanted, found, strict=True)
+            join_parts(aval, [(parts, data) for parts, data in answered if parts is not None])
+            if answered[0][0] is not None
+            else answered[0][1]
+            for (_, _, aval), answered in zip(self._wanted, found, strict=True)
         ]
 
 
-def size_of(parts: Sequence[Part], aval: Aval) -> int:
-    """The bytes of some parts of an array."""
-    return sum(int(np.prod(part.shape, dtype=np.int64)) for part in parts) * numpy_dtype(aval.dtype).itemsize
+def total_bytes(parts: Sequence[Part], aval: Aval) -> int:
+    """Return the bytes of some parts of an array together."""
+    return sum(math.prod(part.shape) for part in parts) * numpy_dtype(aval.dtype).itemsize
 
 
-def joined(aval: Aval, pieces: Sequence[tuple[tuple[Part, ...], Array]]) -> Array:
-    """An array from the bytes that its processes have sent, each with the parts that they are the bytes of."""
+def join_parts(aval: Aval, pieces: Sequence[tuple[Sequence[Part], Array]]) -> Array:
+    """Join an array from the bytes that processes have sent.
+
+    Args:
+        pieces: parts, and their bytes one part after the other as a flat uint8 array; together all parts.
+    """
     dtype = numpy_dtype(aval.dtype)
     whole = np.empty(aval.shape, dtype)
     for parts, data in pieces:
         start = 0
         for part in parts:
-            end = start + int(np.prod(part.shape, dtype=np.int64)) * dtype.itemsize
+            end = start + math.prod(part.shape) * dtype.itemsize
             whole[part.index] = np.ascontiguousarray(data[start:end]).view(dtype).reshape(part.shape)
             start = end
     return whole
-
-
-@lru_cache(maxsize=4096)
-def _parts(aval: Aval, axes: tuple[tuple[str, int], ...], per_actor: int) -> tuple[Part, ...]:
-    return parts_of(aval, axes, per_actor)

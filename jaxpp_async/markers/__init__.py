@@ -1,1 +1,1 @@
-"""markers"""
+"""The marks of a user's step function: stages, the microbatch loop, reductions and logical axis names."""

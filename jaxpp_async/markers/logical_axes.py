@@ -1,13 +1,12 @@
-"""sharding: logical axis names on values, the user's shardings as plain specs, and the shardings of explicit axes.
+"""Name array axes by logical names, and turn names and the user's shardings into specs over mesh axes.
 
-`shard` marks an array; lowering for a mesh turns the mark into a constraint through `axis_rules`. Without a mesh it is
-the identity. `leaf_specs` reads `in_shardings` and `out_shardings`.
-On axes of type explicit a sharding is part of a value's type (`explicit`), and `shard` a `jax.sharding.reshard`.
+`shard` marks an array with logical names. On automatic mesh axes, lowering turns the mark into a sharding
+constraint through `axis_rules`. On explicit mesh axes (JAX's "sharding in types"), where a sharding is part
+of a value's type, `shard` is a `jax.sharding.reshard`. Without a mesh it is the identity. `leaf_specs` reads
+the user's `in_shardings` and `out_shardings`.
 
-explicit: shardings in the types of values, on meshes with explicit axes (JAX's "sharding in types").
-
-In: avals and traced values. Out: the shardings that stand in their types, and values brought to them. On meshes whose
-axes are all automatic every function here does nothing.
+The functions below the heading "explicit axes" read shardings from types and reshard values to them. On
+meshes whose axes are all automatic they do nothing.
 """
 
 from __future__ import annotations
@@ -24,16 +23,18 @@ from jaxpp_async.errors import ShardingError
 from jaxpp_async.jax_bridge import private_api, tracebacks
 from jaxpp_async.jax_bridge.tracebacks import HiddenFrames
 
-# What `jax.jit` has traced and lowered under one mesh's rules must not serve another's: JAX keys its caches by this.
+# JAX keys its caches by this context value: a function that `jax.jit` traced and lowered under one mesh's
+# rules must not serve another mesh's.
 _rules = jax.make_user_context(default_value=None)
 
 _FREE = "(any)"
-"""Stands for a dimension that `jax.vmap` added: how it lies is not for `shard` to say."""
+"""The name of a dimension that `jax.vmap` added: `shard` leaves its sharding free."""
 
 
 @contextmanager
 def axis_rules(rules: Mapping[str, Any]) -> Iterator[None]:
-    """While a step is traced or lowered: `shard` becomes a constraint through these rules (on the mesh in context)."""
+    """Let `shard` become a constraint through these rules (on the mesh in context) while a step is traced or
+    lowered."""
     frozen = tuple(sorted((name, tuple(e) if isinstance(e, list) else e) for name, e in rules.items()))
     with _rules(frozen):
         yield
@@ -43,19 +44,17 @@ def axis_rules(rules: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _shard_reference(x, *, names):
-    # Reached when a computation is lowered.
+    # JAX calls this when a computation is lowered.
     rules = _rules.value
     if rules is None:
         return [x]
-    spec = resolve(names, dict(rules))
+    spec = resolve_names(names, dict(rules))
     types = _axis_types()
+    free = PartitionSpec.UNCONSTRAINED
     if AxisType.Explicit in types.values():
-        # Explicit axes are in `x`'s type, and `shard` has seen to them.
-        spec = tuple(_only(entry, types, AxisType.Auto) for entry in spec)
-        explicit = any(jax.typeof(x).sharding.spec.partitions)
-        free = None if explicit else PartitionSpec.UNCONSTRAINED
-    else:
-        free = PartitionSpec.UNCONSTRAINED
+        # `shard` has put the explicit axes into `x`'s type already.
+        spec = tuple(_keep_axes(entry, types, AxisType.Auto) for entry in spec)
+        free = None if any(jax.typeof(x).sharding.spec.partitions) else free
     if not any(spec):
         return [x]
     entries = [free if name == _FREE else entry for name, entry in zip(names, spec, strict=True)]
@@ -63,11 +62,11 @@ def _shard_reference(x, *, names):
 
 
 def _reshard_explicit(x: Any, names: Sequence[str | None]) -> Any:
-    """`x` with the explicit ones among its axes as the rules say."""
+    """Reshard `x` over the explicit mesh axes, as the rules say."""
     types = _axis_types()
-    spec = resolve(names, dict(_rules.value or ()))
+    spec = resolve_names(names, dict(_rules.value or ()))
     now = jax.typeof(x).sharding.spec
-    entries = [_only(entry, types, AxisType.Explicit) for entry in spec]
+    entries = [_keep_axes(entry, types, AxisType.Explicit) for entry in spec]
     return jax.sharding.reshard(x, PartitionSpec(*entries, unreduced=now.unreduced, reduced=now.reduced))
 
 
@@ -76,17 +75,23 @@ def _axis_types() -> dict[str, AxisType]:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
 
-def _only(entry: Any, types: Mapping[str, AxisType], kind: AxisType) -> Any:
-    """The part of a spec's entry that is of this kind of axes."""
-    axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-    kept = tuple(a for a in axes if types[a] == kind)
-    return None if not kept else kept[0] if len(kept) == 1 else kept
+def _axes_of(entry: Any) -> tuple[str, ...]:
+    """Return the mesh axes that a spec's entry names."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def _entry_of(axes: Sequence[str]) -> Any:
+    """Make a spec's entry of the mesh axes that split one dimension."""
+    return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
+
+
+def _keep_axes(entry: Any, types: Mapping[str, AxisType], kind: AxisType) -> Any:
+    """Reduce a spec's entry to the mesh axes of one kind."""
+    return _entry_of([a for a in _axes_of(entry) if types[a] == kind])
 
 
 def _shard_jvp(primals, tangents, *, names):
-    (x,), (t,) = primals, tangents
-    out = shard_p.bind(x, names=names)
-    return out, ([t] if isinstance(t, private_api.Zero) else shard_p.bind(t, names=names))
+    return shard_p.bind(*primals, names=names), _shard_transpose(tangents, None, names=names)
 
 
 def _shard_transpose(cotangents, x, *, names):
@@ -124,38 +129,33 @@ def shard(x: Any, names: Sequence[str | None]) -> Any:
         `x`.
 
     Raises:
-        ShardingError: more names than dimensions.
+        ShardingError: there are more names than dimensions.
     """
     with HiddenFrames():
-        return _constrained(x, names)
+        ndim = jax.typeof(x).ndim
+        if len(names) > ndim:
+            raise ShardingError(
+                f"{tracebacks.caller_line()}: shard got {len(names)} names {tuple(names)} "
+                f"for an array of {ndim} dimensions"
+            )
+        names = (*names, *[None] * (ndim - len(names)))
+        types = set(_axis_types().values())
+        if _rules.value is not None and AxisType.Explicit in types:
+            x = _reshard_explicit(x, names)
+            if types == {AxisType.Explicit}:
+                return x
+        return shard_p.bind(x, names=names)[0]
 
 
-def _constrained(x: Any, names: Sequence[str | None]) -> Any:
-    ndim = jax.typeof(x).ndim
-    if len(names) > ndim:
-        raise ShardingError(
-            f"{tracebacks.caller_line()}: shard got {len(names)} names {tuple(names)} "
-            f"for an array of {ndim} dimensions"
-        )
-    names = (*names, *[None] * (ndim - len(names)))
-    types = set(_axis_types().values())
-    if _rules.value is not None and AxisType.Explicit in types:
-        x = _reshard_explicit(x, names)
-        if types == {AxisType.Explicit}:
-            return x
-    return shard_p.bind(x, names=names)[0]
-
-
-def resolve(names: Sequence[str | None], axis_rules: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Logical names to mesh axes. A mesh axis is used at most once; later uses stay unsplit."""
+def resolve_names(names: Sequence[str | None], axis_rules: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Map logical names to a spec's entries. A mesh axis is used at most once; the dimensions of its later
+    uses stay unsplit."""
     used: set[str] = set()
     spec = []
     for name in names:
-        axes = axis_rules.get(name) if name is not None else None
-        wanted = (axes,) if isinstance(axes, str) else tuple(axes or ())
-        free = tuple(a for a in wanted if a not in used)
+        free = [a for a in _axes_of(axis_rules.get(name) if name is not None else None) if a not in used]
         used.update(free)
-        spec.append(None if not free else free[0] if len(free) == 1 else free)
+        spec.append(_entry_of(free))
     return tuple(spec)
 
 
@@ -165,11 +165,10 @@ Spec = tuple[Any, ...]
 """One entry a dimension, as in `PartitionSpec`: a mesh axis, several, or None."""
 
 
-def _is_spec(x: Any) -> bool:
+def _is_leaf_spec(x: Any) -> bool:
     if x is None or isinstance(x, PartitionSpec | jax.sharding.NamedSharding):
         return True
-    names = isinstance(x, tuple) and all(e is None or isinstance(e, str) for e in x)
-    return names and any(isinstance(e, str) for e in x)
+    return isinstance(x, tuple) and {str} <= {type(e) for e in x} <= {str, type(None)}
 
 
 def leaf_specs(
@@ -180,21 +179,23 @@ def leaf_specs(
     *,
     axes: Mapping[str, int],
     rules: Mapping[str, Any],
-    what: str,
+    where: str,
 ) -> list[Spec | None]:
-    """The spec of every leaf, from a tree prefix of `PartitionSpec`s, `NamedSharding`s, logical names and Nones.
+    """Make the spec of every leaf, from a tree prefix of `PartitionSpec`s, `NamedSharding`s, logical names
+    and Nones.
 
     Args:
-        prefix: what the user gave.
+        prefix: the user's tree prefix.
         tree: the tree it is a prefix of.
-        names: what to call each leaf in errors.
-        shapes: of each leaf.
+        names: one a leaf, for errors.
+        shapes: one a leaf.
         axes: mesh axis to size.
         rules: logical name to mesh axis.
-        what: `"in_shardings"` or `"out_shardings"`.
+        where: begins each error: the step's line, and `in_shardings` or `out_shardings`.
 
     Raises:
-        ShardingError: no prefix of the tree; an unknown axis; a dimension that an axis does not divide.
+        ShardingError: `prefix` is no prefix of the tree, names an unknown axis, or splits a dimension by an
+            axis that does not divide it.
     """
     found: list[Any] = []
     try:
@@ -202,126 +203,136 @@ def leaf_specs(
             lambda spec, subtree: found.extend([spec] * len(jax.tree.leaves(subtree))),
             prefix,
             tree,
-            is_leaf=_is_spec,
+            is_leaf=_is_leaf_spec,
         )
     except (ValueError, TypeError) as error:
-        raise ShardingError(f"{what} is not a tree prefix of what it describes: {error}") from None
+        raise ShardingError(f"{where} is not a tree prefix of where it describes: {error}") from None
     return [
-        _plain_spec(spec, name, shape, axes, rules, what)
+        _plain_spec(spec, name, shape, axes, rules, where)
         for spec, name, shape in zip(found, names, shapes, strict=True)
     ]
 
 
 def _plain_spec(
-    spec: Any, name: str, shape: tuple[int, ...], axes: Mapping[str, int], rules: Mapping[str, Any], what: str
+    spec: Any,
+    name: str,
+    shape: tuple[int, ...],
+    axes: Mapping[str, int],
+    rules: Mapping[str, Any],
+    where: str,
 ) -> Spec | None:
     if spec is None:
         return None
-    if not _is_spec(spec):
+    if not _is_leaf_spec(spec):
         raise ShardingError(
-            f"{what} of {name}: {spec!r} is no PartitionSpec, NamedSharding, tuple of names or None"
+            f"{where} of {name}: {spec!r} is no PartitionSpec, NamedSharding, tuple of names or None"
         )
     if (mesh := getattr(spec, "mesh", None)) is not None:
-        _check_mesh(mesh, spec, name, axes, what)
+        _check_mesh(mesh, spec, name, axes, where)
     given = getattr(spec, "spec", spec)
     if getattr(given, "unreduced", None) or getattr(given, "reduced", None):
         raise ShardingError(
-            f"{what} of {name}: {spec} is reduced or unreduced over an axis, which only values inside a step can be; "
-            "use jax.sharding.reshard in the step"
+            f"{where} of {name}: {spec} is reduced or unreduced over an axis, which only values inside a "
+            "step can be; use jax.sharding.reshard in the step"
         )
     plain = isinstance(spec, tuple) and not isinstance(spec, PartitionSpec)
-    entries = resolve(spec, rules) if plain else tuple(getattr(spec, "spec", spec))
+    entries = resolve_names(spec, rules) if plain else tuple(getattr(spec, "spec", spec))
     if len(entries) > len(shape):
         raise ShardingError(
-            f"{what} of {name}: {spec} has {len(entries)} entries for an array of shape {shape}"
+            f"{where} of {name}: {spec} has {len(entries)} entries for an array of shape {shape}"
         )
     for dimension, entry in enumerate(entries):
-        used = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        used = _axes_of(entry)
         for axis in used:
             if axis not in axes:
                 raise ShardingError(
-                    f"{what} of {name} names the axis {axis!r}, but the mesh has {sorted(axes) or 'no axes'}; "
-                    "give spmd_mesh that axis or correct the sharding"
+                    f"{where} of {name} names the axis {axis!r}, but the mesh has "
+                    f"{sorted(axes) or 'no axes'}; give spmd_mesh that axis or correct the sharding"
                 )
         size = math.prod(axes[a] for a in used)
         if shape[dimension] % size:
             raise ShardingError(
-                f"{what} of {name}: dimension {dimension} of shape {shape} is not divisible by {size} ({entry!r}); "
-                "give it such a size, or shard another dimension"
+                f"{where} of {name}: dimension {dimension} of shape {shape} is not divisible by {size} "
+                f"({entry!r}); give it such a size, or shard another dimension"
             )
     return entries
 
 
-def _check_mesh(mesh: Any, given: Any, name: str, axes: Mapping[str, int], what: str) -> None:
+def _check_mesh(mesh: Any, given: Any, name: str, axes: Mapping[str, int], where: str) -> None:
     """Raise a `ShardingError` for a sharding over other devices, or in other memory, than actors have."""
     if private_api.is_host_kind(given.memory_kind):
         raise ShardingError(
-            f"{what} of {name}: {given.memory_kind!r} is memory in which actors keep no arrays; leave memory_kind out"
+            f"{where} of {name}: {given.memory_kind!r} is memory in which actors keep no arrays; "
+            "leave memory_kind out"
         )
     named = dict(mesh.shape)
-    used = [a for entry in given.spec for a in ((entry,) if isinstance(entry, str) else tuple(entry or ()))]
+    used = [a for entry in given.spec for a in _axes_of(entry)]
     if any(named[a] != axes.get(a, named[a]) for a in used):
         raise ShardingError(
-            f"{what} of {name} is over a mesh {named} of this process's devices, but each actor has {dict(axes)}; give "
-            f"RemoteMesh spmd_mesh={named}, or write {given.spec}"
+            f"{where} of {name} is over a mesh {named} of this process's devices, but each actor has "
+            f"{dict(axes)}; give RemoteMesh spmd_mesh={named}, or write {given.spec}"
         )
 
 
-# ---------------------------------------------------------------- explicit
+# ---------------------------------------------------------------- explicit axes
 
 AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-"""The types of axes by the names that users give them."""
+"""The types of mesh axes, by the names that users give them."""
 
 
-def has_axes(mesh: Any) -> bool:
-    """Whether some axis of a mesh (or of None) puts shardings into types."""
+def has_explicit_axes(mesh: Any) -> bool:
+    """Say whether some axis of a mesh (or of None) puts shardings into types."""
     return mesh is not None and AxisType.Explicit in mesh.axis_types
 
 
-def of(aval: Any) -> NamedSharding | None:
-    """The sharding in a value's type, if the mesh in context has explicit axes; None: nothing to carry on."""
+def explicit_sharding(aval: Any) -> NamedSharding | None:
+    """Return the sharding in a value's type; None if the mesh in context has no explicit axes."""
     mesh = aval.sharding.mesh
-    if mesh.empty or not has_axes(jax.sharding.get_abstract_mesh()):
+    if mesh.empty or not has_explicit_axes(jax.sharding.get_abstract_mesh()):
         return None
     return aval.sharding
 
 
-def bring(x: Any, to: NamedSharding | None) -> Any:
-    """`x` with the sharding `to` in its type (None: any)."""
+def reshard_to(x: Any, to: NamedSharding | None) -> Any:
+    """Return `x` with the sharding `to` in its type; None leaves `x` as it is."""
     if to is None:
         return x
     now = jax.typeof(x).sharding
     if now.mesh == to.mesh and now.spec == to.spec:
         return x
-    with jax.sharding.use_abstract_mesh(to.mesh.abstract_mesh):  # another one inside `jax.sharding.auto_axes`
+    # Inside `jax.sharding.auto_axes` the mesh in context is another one.
+    with jax.sharding.use_abstract_mesh(to.mesh.abstract_mesh):
         return jax.sharding.reshard(x, to.spec)
 
 
-def replicated_unless_given(leaf: Any) -> Any:
-    """What a step is traced with for an argument whose sharding nobody gave: whole on every device.
+def replicate_unless_given(leaf: Any) -> Any:
+    """Give an argument without a sharding the type under which a step is traced: whole on every device.
 
-    Only explicit axes need to know before the trace.
+    Only explicit axes need a sharding before the trace.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if not has_axes(mesh) or getattr(leaf, "sharding", None) is not None:
+    if not has_explicit_axes(mesh) or getattr(leaf, "sharding", None) is not None:
         return leaf
-    return typed(leaf, mesh, ())
+    return struct_with_spec(leaf, mesh, ())
 
 
 def result_type(fn: Callable[[Any], Any], x: Any) -> jax.ShapeDtypeStruct:
-    """`jax.eval_shape` of one array, which forgets explicit axes where the mesh has others too."""
+    """Return the type of `fn(x)`, as `jax.eval_shape` does, which drops explicit axes where the mesh has
+    others too."""
     aval: Any = jax.make_jaxpr(fn)(x).out_avals[0]
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=of(aval), weak_type=aval.weak_type)
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=explicit_sharding(aval), weak_type=aval.weak_type
+    )
 
 
-def typed(leaf: Any, mesh: Any, spec: Sequence[Any]) -> jax.ShapeDtypeStruct:
-    """A `jax.ShapeDtypeStruct` with a sharding in its type."""
+def struct_with_spec(leaf: Any, mesh: Any, spec: Sequence[Any]) -> jax.ShapeDtypeStruct:
+    """Make a `jax.ShapeDtypeStruct` with a sharding in its type."""
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
 
 
-def unreduced(sharding: NamedSharding | None) -> tuple[str, ...]:
-    """Mesh axes over whose devices a value's parts are still to be added, in the mesh's order."""
+def unreduced_axes(sharding: NamedSharding | None) -> tuple[str, ...]:
+    """Return the mesh axes, in the mesh's order, over whose devices a value's parts are still to be added."""
     if sharding is None:
         return ()
     return tuple(a for a in sharding.mesh.axis_names if a in sharding.spec.unreduced)

@@ -1,7 +1,9 @@
-"""reductions: how `accumulate_grads` joins the microbatches' results. Each operator knows its start, step and end.
+"""Join the microbatches' results of `accumulate_grads` with one operator a result: `Sum Max Min Mean Stack
+Concat`.
 
-The same methods serve plain JAX and the pipeline's tasks, so both compute the same thing. Accumulators are arrays; an
-operator keeps no state.
+Each operator defines the start, the step and the end of its accumulation. Plain JAX and the pipeline's tasks
+call the same methods, so both compute the same values. An accumulator is an array; an operator itself holds
+no state.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from jaxpp_async.jax_bridge import private_api
 
 @dataclass(frozen=True)
 class Reduction:
-    """Joins one result of the loop's function over microbatches. Subclasses: `Sum Max Min Mean Stack Concat`."""
+    """An operator that joins one result of the loop's function over microbatches. Subclasses: `Sum Max Min
+    Mean Stack Concat`."""
 
     grows = False
     """Whether the result has an entry for every microbatch."""
@@ -30,27 +33,28 @@ class Reduction:
     """Whether the accumulator after the first microbatch is that microbatch's value."""
 
     def shape(self, shape: tuple[int, ...], num_microbatches: int) -> tuple[int, ...]:
-        """Shape of the accumulator for results of `shape`."""
+        """Return the accumulator's shape for results of `shape`."""
         return shape
 
     def spec(self, spec: tuple[Any, ...]) -> tuple[Any, ...]:
-        """How the accumulator is split if results are split by `spec` (an entry a dimension, as in `PartitionSpec`)."""
+        """Return the accumulator's split for results split by `spec` (an entry a dimension, as in
+        `PartitionSpec`)."""
         return spec
 
     def start(self, shape: tuple[int, ...], dtype: Any, num_microbatches: int) -> jax.Array:
-        """The accumulator before the first microbatch."""
+        """Make the accumulator before the first microbatch."""
         raise NotImplementedError
 
     def step(self, accumulator: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-        """The accumulator after microbatch `index` (an int32 scalar)."""
+        """Return the accumulator after microbatch `index` (an int32 scalar)."""
         raise NotImplementedError
 
     def end(self, accumulator: jax.Array, num_microbatches: int) -> jax.Array:
-        """The result, from the accumulator after the last microbatch."""
+        """Make the result from the accumulator after the last microbatch."""
         return accumulator
 
     def check(self, dtype: Any, ndim: int) -> str | None:
-        """What is wrong with reducing values of this dtype and rank, or None."""
+        """Say what is wrong with reducing values of this dtype and rank; None if nothing is."""
         if private_api.is_key_dtype(dtype):
             return f"{type(self).__name__} cannot reduce PRNG keys; use Stack()"
         return None
@@ -58,7 +62,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Sum(Reduction):
-    """Adds over microbatches, in the values' own dtype."""
+    """The sum over microbatches, in the values' own dtype."""
 
     commutes_with_add = True
 
@@ -89,18 +93,9 @@ class Mean(Sum):
         return super().check(dtype, ndim)
 
 
-def _extreme(dtype: Any, sign: int) -> Any:
-    if dtype == jnp.bool_:
-        return sign > 0
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return sign * jnp.inf
-    info = jnp.iinfo(dtype)
-    return info.max if sign > 0 else info.min
-
-
 @dataclass(frozen=True)
 class Max(Reduction):
-    """The elementwise largest over microbatches."""
+    """The elementwise maximum over microbatches."""
 
     starts_from_first = True
 
@@ -113,7 +108,7 @@ class Max(Reduction):
 
 @dataclass(frozen=True)
 class Min(Reduction):
-    """The elementwise smallest over microbatches."""
+    """The elementwise minimum over microbatches."""
 
     starts_from_first = True
 
@@ -124,9 +119,19 @@ class Min(Reduction):
         return jnp.minimum(accumulator, value)
 
 
+def _extreme(dtype: Any, sign: int) -> Any:
+    """Return the largest (`sign` 1) or smallest (-1) value of a dtype."""
+    if dtype == jnp.bool_:
+        return sign > 0
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return sign * jnp.inf
+    info = jnp.iinfo(dtype)
+    return info.max if sign > 0 else info.min
+
+
 @dataclass(frozen=True)
 class Stack(Reduction):
-    """All microbatches' values, along a new leading axis of `num_microbatches`."""
+    """The values of all microbatches, stacked along a new leading axis of `num_microbatches`."""
 
     grows = True
 
@@ -148,7 +153,7 @@ class Stack(Reduction):
 
 @dataclass(frozen=True)
 class Concat(Reduction):
-    """All microbatches' values, joined along the existing `axis`."""
+    """The values of all microbatches, joined along the existing `axis`."""
 
     axis: int = 0
     grows = True

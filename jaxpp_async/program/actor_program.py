@@ -1,4 +1,4 @@
-"""program_text: `ActorProgram` <-> text, one instruction a line. No jax, no I/O.
+"""Define the program of one actor, write it as text, one instruction a line, and parse it back.
 
 The text reads like an assembly listing and is also what travels to the actor:
 
@@ -11,15 +11,16 @@ The text reads like an assembly listing and is also what travels to the actor:
     delete b2
     output b3 = result 0
 
-A slot's aval stands where the slot is defined. `slot b5 f32[3]` lines name those that no instruction defines.
-`parse_program(format_program(p)) == p` for every program, also for an invalid one: `compiler.verify` judges that.
+A slot's aval stands where the slot is defined. `slot b5 f32[3]` lines name the slots that no instruction
+defines. `parse_program(format_program(p)) == p` for every program, also for an invalid one: `compiler.verify`
+judges that.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxpp_async.errors import ProtocolError
@@ -40,10 +41,10 @@ from jaxpp_async.program.instructions import (
 
 @dataclass(frozen=True, slots=True)
 class ActorProgram:
-    """What one actor runs in one step.
+    """The instructions that one actor runs in one step.
 
     Args:
-        actor: whose program it is.
+        actor: the actor.
         instructions: in order of issue.
         avals: one a buffer slot (slots count from zero).
         uncounted: slots left out of peak bytes: step inputs, stacked and concatenated results.
@@ -56,6 +57,57 @@ class ActorProgram:
 
     def __str__(self) -> str:
         return format_program(self)
+
+
+def format_program(program: ActorProgram) -> str:
+    """Write a program as text.
+
+    Args:
+        program: any program, valid or not.
+
+    Returns:
+        Lines joined by newlines, the last one ended too; plain ASCII.
+
+    Raises:
+        ValueError: a dtype's name is not one of numpy's or ml_dtypes'.
+    """
+    texts = _AvalTexts()
+    lines = [f"actor {program.actor}: {len(program.avals)} slots"]
+    if program.uncounted:
+        lines.append(f"uncounted {_format_ranges(program.uncounted)}")
+    lines += [f"slot   b{b} {texts[program.avals[b]]}" for b in _find_undefined_slots(program)]
+    lines += [_format_instruction(i, program.avals, texts) for i in program.instructions]
+    return "\n".join(lines) + "\n"
+
+
+def parse_program(text: str) -> ActorProgram:
+    """Parse the text of a program. Empty lines and those that begin with `#` are skipped.
+
+    Args:
+        text: what `format_program` wrote.
+
+    Returns:
+        The program; nothing but its syntax has been checked.
+
+    Raises:
+        ProtocolError: the text is malformed; the message has the number and the text of the line.
+    """
+    parser = _Parser()
+    instructions: list[Instruction] = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line or line[0] == "#":
+            continue
+        try:
+            instruction = _parse_line(parser, line)
+        except ValueError as e:
+            shown = line if len(line) <= 120 else line[:117] + "..."
+            raise ProtocolError(f"program text, line {number}: {e}: {shown!r}") from e
+        if instruction is not None:
+            instructions.append(instruction)
+    try:
+        return parser.program(instructions)
+    except ValueError as e:
+        raise ProtocolError(f"program text, at its end: {e}") from e
 
 
 # ---------------------------------------------------------------- format
@@ -72,20 +124,21 @@ _LONG = {short: long for long, short in _SHORT.items()}
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def _name(text: str) -> str:
+def _format_name(text: str) -> str:
     return text if _IDENTIFIER.fullmatch(text) else json.dumps(text)
 
 
-def _spec_entry(entry: SpecEntry) -> str:
+def _format_spec_entry(entry: SpecEntry) -> str:
     if entry is None:
         return ""
-    return _name(entry) if isinstance(entry, str) else f"({'+'.join(map(_name, entry))})"
+    return _format_name(entry) if isinstance(entry, str) else f"({'+'.join(map(_format_name, entry))})"
 
 
 def format_aval(aval: Aval) -> str:
-    """Such as `f32[8,16]{data,}`: dtype, shape and, where there is one, the spec (an empty entry is None).
+    """Write an aval as text, such as `f32[8,16]{data,}`: dtype, shape and, where there is one, the spec.
 
-    Axes that are still to be added over stand behind a bar: `f32[8,16]{data,|model}`.
+    An empty entry of the spec is None. Axes that are still to be added over stand behind a bar:
+    `f32[8,16]{data,|model}`.
 
     Args:
         aval: the array's shape, dtype and sharding.
@@ -100,15 +153,15 @@ def format_aval(aval: Aval) -> str:
         raise ValueError(
             f"{aval.dtype!r} is not the name of a dtype; use names such as 'float32' or 'bfloat16'"
         )
-    spec = ",".join(map(_spec_entry, aval.spec))
+    spec = ",".join(map(_format_spec_entry, aval.spec))
     if aval.unreduced:
-        spec += f"|{'+'.join(map(_name, aval.unreduced))}"
+        spec += f"|{'+'.join(map(_format_name, aval.unreduced))}"
     spec = f"{{{spec}}}" if aval.spec or aval.unreduced else ""
     return f"{_SHORT.get(aval.dtype, aval.dtype)}[{','.join(map(str, aval.shape))}]{spec}"
 
 
 class _AvalTexts(dict[Aval, str]):
-    """A program has few avals and many mentions of them."""
+    """A cache of texts: a program has few avals and many mentions of them."""
 
     def __missing__(self, aval: Aval) -> str:
         return self.setdefault(aval, format_aval(aval))
@@ -138,31 +191,31 @@ def _format_instruction(instruction: Instruction, avals: tuple[Aval, ...], texts
 
 
 def format_instruction(instruction: Instruction) -> str:
-    """One instruction as errors show it: its line without the avals of what a `Run` makes."""
+    """Write one instruction as errors show it: its line without the avals of what a `Run` makes."""
     return _format_instruction(instruction, (), _AvalTexts())
 
 
 def format_instructions(program: ActorProgram) -> list[str]:
-    """The line of each instruction in the program's text."""
+    """Write the line of each instruction in the program's text."""
     texts = _AvalTexts()
     return [_format_instruction(i, program.avals, texts) for i in program.instructions]
 
 
-def _undefined_slots(program: ActorProgram) -> Iterable[BufferId]:
-    """Slots whose aval the instructions do not tell: defined by none, or first defined with another aval."""
-    told: dict[BufferId, Aval] = {}
+def _find_undefined_slots(program: ActorProgram) -> Iterable[BufferId]:
+    """Find the slots whose aval no instruction gives: defined by none, or first defined with another aval."""
+    known: dict[BufferId, Aval] = {}
     for instruction in program.instructions:
         if isinstance(instruction, Run):
             for b in instruction.outputs:
                 if b < len(program.avals):
-                    told.setdefault(b, program.avals[b])
+                    known.setdefault(b, program.avals[b])
         elif isinstance(instruction, Input | Recv):
-            told.setdefault(instruction.buffer, instruction.aval)
-    return (b for b, aval in enumerate(program.avals) if told.get(b) != aval)
+            known.setdefault(instruction.buffer, instruction.aval)
+    return (b for b, aval in enumerate(program.avals) if known.get(b) != aval)
 
 
 def _format_ranges(buffers: frozenset[BufferId]) -> str:
-    """`{0, 1, 2, 5}` -> `b0-b2 b5`."""
+    """Write slots as ranges: `{0, 1, 2, 5}` -> `b0-b2 b5`."""
     ranges: list[list[int]] = []
     for b in sorted(buffers):
         if ranges and b == ranges[-1][1] + 1:
@@ -170,27 +223,6 @@ def _format_ranges(buffers: frozenset[BufferId]) -> str:
         else:
             ranges.append([b, b])
     return " ".join(f"b{first}" if first == last else f"b{first}-b{last}" for first, last in ranges)
-
-
-def format_program(program: ActorProgram) -> str:
-    """The program as text.
-
-    Args:
-        program: any program, valid or not.
-
-    Returns:
-        Lines joined by newlines, the last one ended too; plain ASCII.
-
-    Raises:
-        ValueError: a dtype's name is not one of numpy's or ml_dtypes'.
-    """
-    texts = _AvalTexts()
-    lines = [f"actor {program.actor}: {len(program.avals)} slots"]
-    if program.uncounted:
-        lines.append(f"uncounted {_format_ranges(program.uncounted)}")
-    lines += [f"slot   b{b} {texts[program.avals[b]]}" for b in _undefined_slots(program)]
-    lines += [_format_instruction(i, program.avals, texts) for i in program.instructions]
-    return "\n".join(lines) + "\n"
 
 
 # ---------------------------------------------------------------- parse
@@ -225,7 +257,7 @@ _MAX_UNCOUNTED = 1 << 24
 _NO_HEADER = "a program begins with 'actor A: N slots'"
 
 
-def _axis(text: str) -> str:
+def _parse_axis(text: str) -> str:
     return json.loads(text) if text[0] == '"' else text
 
 
@@ -238,15 +270,15 @@ def _parse_spec(text: str) -> tuple[SpecEntry, ...]:
             raise ValueError(f"bad sharding {{{text}}}")
         entry, comma = match.groups()
         if entry.startswith("("):
-            entries.append(tuple(_axis(a) for a in _AXIS.findall(entry)))
+            entries.append(tuple(_parse_axis(a) for a in _AXIS.findall(entry)))
         else:
-            entries.append(_axis(entry) if entry else None)
+            entries.append(_parse_axis(entry) if entry else None)
         position, more = match.end(), comma is not None
     return tuple(entries)
 
 
 def parse_aval(text: str) -> Aval:
-    """The reverse of `format_aval`.
+    """Parse what `format_aval` wrote.
 
     Raises:
         ValueError: the text is no aval.
@@ -259,7 +291,7 @@ def parse_aval(text: str) -> Aval:
     if spec is None:
         return Aval(dims, _LONG.get(dtype, dtype))
     match = _UNREDUCED.search(spec)
-    unreduced = tuple(map(_axis, _AXIS.findall(match[1]))) if match else ()
+    unreduced = tuple(map(_parse_axis, _AXIS.findall(match[1]))) if match else ()
     split = spec[: match.start()] if match else spec
     return Aval(dims, _LONG.get(dtype, dtype), _parse_spec(split) if split or not match else (), unreduced)
 
@@ -270,11 +302,10 @@ class _Avals(dict[str, Aval]):
 
 
 class _Parser:
-    """The avals seen so far, and one method an opcode."""
+    """The state of `parse_program`: the avals seen so far, and one method for each opcode."""
 
     def __init__(self) -> None:
-        self.begun = False
-        self.actor = 0
+        self.actor: ActorId | None = None  # None: the header has not been read
         self.num_slots = 0
         self.avals = _Avals()
         self.slots: dict[BufferId, Aval] = {}
@@ -285,7 +316,7 @@ class _Parser:
         match = _HEADER.fullmatch(line)
         if not match:
             raise ValueError(_NO_HEADER)
-        self.begun, self.actor, self.num_slots = True, int(match[1]), int(match[2])
+        self.actor, self.num_slots = int(match[1]), int(match[2])
 
     def define(self, buffer: BufferId, aval: Aval) -> None:
         if buffer < self.num_slots:
@@ -343,8 +374,8 @@ class _Parser:
     def output(self, m: re.Match[str]) -> Output:
         return Output(int(m[1]), int(m[2]))
 
-    def all_avals(self) -> tuple[Aval, ...]:
-        if not self.begun:
+    def program(self, instructions: Sequence[Instruction]) -> ActorProgram:
+        if self.actor is None:
             raise ValueError(_NO_HEADER)
         known = self.slots | self.pinned
         if len(known) != self.num_slots:
@@ -353,7 +384,8 @@ class _Parser:
             raise ValueError(
                 f"nothing tells the aval of slot b{missing}; add a line such as 'slot b{missing} f32[]'"
             )
-        return tuple([known[b] for b in range(self.num_slots)])
+        avals = tuple([known[b] for b in range(self.num_slots)])
+        return ActorProgram(self.actor, tuple(instructions), avals, self.uncounted)
 
 
 _OPCODES: dict[str, tuple[re.Pattern[str], Callable[[_Parser, re.Match[str]], Instruction | None]]] = {
@@ -368,7 +400,7 @@ _OPCODES: dict[str, tuple[re.Pattern[str], Callable[[_Parser, re.Match[str]], In
 
 
 def _parse_line(parser: _Parser, line: str) -> Instruction | None:
-    if not parser.begun:
+    if parser.actor is None:
         return parser.header(line)
     opcode = line.partition(" ")[0]
     if opcode == "uncounted":
@@ -380,34 +412,3 @@ def _parse_line(parser: _Parser, line: str) -> Instruction | None:
     if not match:
         raise ValueError(f"malformed {opcode!r}")
     return make(parser, match)
-
-
-def parse_program(text: str) -> ActorProgram:
-    """The program that `text` says. Empty lines and those that begin with `#` are skipped.
-
-    Args:
-        text: what `format_program` wrote.
-
-    Returns:
-        The program; nothing but its syntax has been checked.
-
-    Raises:
-        ProtocolError: the text is malformed; the message has the number and the text of the line.
-    """
-    parser = _Parser()
-    instructions: list[Instruction] = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line or line[0] == "#":
-            continue
-        try:
-            instruction = _parse_line(parser, line)
-        except ValueError as e:
-            shown = line if len(line) <= 120 else line[:117] + "..."
-            raise ProtocolError(f"program text, line {number}: {e}: {shown!r}") from e
-        if instruction is not None:
-            instructions.append(instruction)
-    try:
-        avals = parser.all_avals()
-    except ValueError as e:
-        raise ProtocolError(f"program text, at its end: {e}") from e
-    return ActorProgram(parser.actor, tuple(instructions), avals, parser.uncounted)

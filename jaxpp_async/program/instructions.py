@@ -1,22 +1,20 @@
-"""program: the frozen values that compiler, protocol and executor speak. No jax, no I/O.
+"""Define the values between a schedule and an actor: tasks, the task graph, a program's instructions.
 
 A step becomes, in this order:
 
 * `Task`s, the entries of a schedule;
 * a `TaskGraph`: every task of every microbatch, placed on its actor, joined by values (single assignment);
-* one `ActorProgram` an actor: a flat instruction stream over integer buffer slots.
+* one `ActorProgram` an actor (see `actor_program`): a flat instruction stream over integer buffer slots.
 
-An `ActorProgram` prints as text and parses back; the text is also what travels to the actor.
-
-compiler.columns: the values of a task graph by columns, and the columns of values that are given one by one. No jax.
-
-A step has a hundred thousand values; hardly any is ever looked at but for its type.
+A step has a hundred thousand values, and hardly any is ever looked at but for its type. So `ValueTable` keeps
+them as columns, and makes a `Value` when it is asked for.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, overload
@@ -25,7 +23,7 @@ from jaxpp_async.base.frozen import frozen
 
 ActorId: TypeAlias = int
 ProcessId: TypeAlias = int
-"""Processes are numbered over the mesh: those of actor 0 first. With one an actor it is the actor's number."""
+"""Processes are numbered over the mesh, those of actor 0 first; with one an actor it is its number."""
 
 BufferId: TypeAlias = int
 ValueId: TypeAlias = int
@@ -62,13 +60,22 @@ class Task:
         return f"{self.ty}(stage {self.stage}, mb {self.i})"
 
 
+_MICROBATCH = re.compile(r",? ?\bmb \d+")
+
+
+def task_kind(label: str) -> str:
+    """Strip the microbatch from the label of a task: `"fwd(stage 0)"`."""
+    return _MICROBATCH.sub("", label).replace("()", "")
+
+
 @dataclass(frozen=True, slots=True)
 class Aval:
     """Shape, dtype and sharding of an array inside one actor.
 
     Args:
         shape: global shape, in elements.
-        dtype: numpy or ml_dtypes name, such as `"float32"` or `"bfloat16"`. Keys stand here as their `uint32` data.
+        dtype: numpy or ml_dtypes name, such as `"float32"` or `"bfloat16"`. Keys stand here as their `uint32`
+            data.
         spec: one entry a dimension, as in `jax.sharding.PartitionSpec`; missing trailing entries are None.
         unreduced: mesh axes over which every device holds a part of a sum that nobody has added up yet.
     """
@@ -89,7 +96,7 @@ _ITEMSIZES = {"bool": 1, "bfloat16": 2, "int2": 1, "int4": 1, "uint2": 1, "uint4
 
 @functools.cache  # bounded by the types there are
 def itemsize(dtype: str) -> int:
-    """Bytes of one element in host memory. Sub-byte types take a byte each, as in numpy."""
+    """Return the bytes of one element in host memory. Sub-byte types take a byte each, as in numpy."""
     if dtype in _ITEMSIZES:
         return _ITEMSIZES[dtype]
     if dtype.startswith(("float8_", "float4_", "float6_")):  # with the underscore: float64 is none of them
@@ -114,8 +121,8 @@ class Value:
         aval: shape, dtype and sharding.
         label: what a user reads in reports, such as `"x@fwd(stage 0, mb 3)"` or `"state['w']"`.
         kind: `"input"` for a step argument, `"accumulator"` for a partial result carried through the loop,
-            `"result"` for a stacked or concatenated one (it grows with the number of microbatches and is left out of
-            peak bytes), `"temp"` for everything else.
+            `"result"` for a stacked or concatenated one (it grows with the number of microbatches and is left
+            out of peak bytes), `"temp"` for everything else.
     """
 
     aval: Aval
@@ -133,8 +140,8 @@ class Node:
         executable: index into the step's executables.
         inputs: values read, in the executable's argument order.
         outputs: values made, in the executable's result order.
-        donatable: positions in `inputs` which the executable may alias with a result when nothing else needs the
-            value afterwards. Lowering decides per executable and position; see `compiler.lowering`.
+        donatable: positions in `inputs` which the executable may alias with a result when nothing else needs
+            the value afterwards. Lowering decides per executable and position; see `compiler.lowering`.
         task: the schedule entry, for nodes of a loop.
     """
 
@@ -149,7 +156,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class GraphInput:
-    """A step argument (flat index `arg`) and every actor that holds it when the step starts; none: nobody uses it."""
+    """A step argument, and every actor that holds it when the step starts; none: nobody uses it.
+
+    Args:
+        value: the value in the graph.
+        arg: flat index of the argument.
+        actors: its homes.
+        donated: whether the step may overwrite it.
+    """
 
     value: ValueId
     arg: int
@@ -159,7 +173,13 @@ class GraphInput:
 
 @dataclass(frozen=True, slots=True)
 class GraphOutput:
-    """A step result (flat index `result`) and every actor that holds it when the step ends."""
+    """A step result, and every actor that holds it when the step ends.
+
+    Args:
+        value: the value in the graph.
+        result: flat index of the result.
+        actors: its homes.
+    """
 
     value: ValueId
     result: int
@@ -170,9 +190,9 @@ class GraphOutput:
 class TaskGraph:
     """All tasks of one step, placed.
 
-    `nodes` is in a topological order that, restricted to one actor, is that actor's order of execution. Every value is
-    an input or an output of exactly one node; a value used or returned on another actor than it is made on is
-    transferred there once. `values` may be any sequence (`compiler.columns` has one that makes them when asked for).
+    `nodes` is in a topological order that, restricted to one actor, is that actor's order of execution. Every
+    value is an input or an output of exactly one node; a value used or returned on another actor than it is
+    made on is transferred there once. `values` may be any sequence, such as a `ValueTable`.
     """
 
     num_actors: int
@@ -187,7 +207,7 @@ class TaskGraph:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """Bind step argument `arg` to `buffer`. A donated argument belongs to the program and is deleted by it."""
+    """Bind step argument `arg` to `buffer`. A donated argument belongs to the program, which deletes it."""
 
     buffer: BufferId
     arg: int
@@ -208,7 +228,10 @@ class Run:
 
 @frozen()
 class Send:
-    """Start a send as soon as the buffer is ready; never waits. Tags count from zero over all programs of a step."""
+    """Start a send as soon as the buffer is ready, without waiting.
+
+    Tags count from zero over all programs of a step.
+    """
 
     buffer: BufferId
     to_actor: ActorId
@@ -234,7 +257,10 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The buffer becomes step result `result` and leaves the program; only another `Output` may name it afterwards."""
+    """Turn the buffer into step result `result`, which leaves the program.
+
+    Only another `Output` may name the buffer afterwards.
+    """
 
     buffer: BufferId
     result: int
@@ -243,8 +269,15 @@ class Output:
 Instruction: TypeAlias = Input | Run | Send | Recv | Delete | Output
 
 
+def buffers_made(instruction: Instruction) -> tuple[BufferId, ...]:
+    """Return the buffers that an instruction defines."""
+    if isinstance(instruction, Run):
+        return instruction.outputs
+    return (instruction.buffer,) if isinstance(instruction, Input | Recv) else ()
+
+
 def runs(instructions: Iterable[Instruction]) -> list[Run]:
-    """The `Run`s among `instructions`, in order."""
+    """Return the `Run`s among `instructions`, in order."""
     return [i for i in instructions if isinstance(i, Run)]
 
 
@@ -252,7 +285,7 @@ def runs(instructions: Iterable[Instruction]) -> list[Run]:
 
 
 class ValueTable(Sequence[Value]):
-    """A `Value` for each row, made when it is asked for.
+    """A sequence of values that is kept as columns, and makes a `Value` when it is asked for.
 
     Args:
         avals, kinds: a column each.
@@ -287,15 +320,15 @@ class ValueTable(Sequence[Value]):
         return hash(tuple(self.avals))
 
     def with_avals(self, avals: Sequence[Aval]) -> ValueTable:
-        """The same values with other types."""
+        """Return the same values with other types."""
         return ValueTable(avals, self.kinds, self.label)
 
 
 def avals_of(values: Sequence[Value]) -> Sequence[Aval]:
-    """The type of each value."""
+    """Return the type of each value."""
     return values.avals if isinstance(values, ValueTable) else [v.aval for v in values]
 
 
 def kinds_of(values: Sequence[Value]) -> Sequence[ValueKind]:
-    """The kind of each value."""
+    """Return the kind of each value."""
     return values.kinds if isinstance(values, ValueTable) else [v.kind for v in values]

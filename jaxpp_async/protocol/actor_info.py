@@ -1,15 +1,13 @@
-"""actor_info: where an actor, or one of its processes, is and how it does. Plain data.
+"""Number the processes of a mesh, describe its actors, and share how far each one has come in its program.
 
-progress: where an actor is in its program, in a page of memory that its launcher shares with it.
+Processes have consecutive numbers, those of an actor one after the other; `process_of` and `actor_and_rank`
+alone compute with these numbers. With one process an actor, process and actor have the same number. Whatever
+runs, listens, sends heartbeats, dies or sends data is a process; whatever has a program is an actor.
 
-The actor writes at every instruction (under a microsecond, no message). Its own heartbeat thread reads, and so does
-whoever started it when it has died and nobody is left to ask. No file, no name: nothing stays behind.
-
-seats: how many actors a mesh has and of how many processes each in; which process is whose out. Plain numbers.
-
-Processes are numbered flat, an actor's one after the other: `process_of` and `place_of` count, nobody else does. With
-one process an actor the two numbers are the same. Whatever runs, listens, beats, dies or sends is a process; whatever
-has a program is an actor.
+An actor writes its progress to a page of memory that its launcher shares with it. It writes at every
+instruction (under a microsecond, no message). Its own heartbeat thread reads the page, and so does the
+process that started it when the actor has died and cannot be asked. The page has no file and no name, so that
+nothing is left behind.
 """
 
 from __future__ import annotations
@@ -28,16 +26,18 @@ _WORST_FIRST = ("failed", "restarting", "starting", "waiting", "closed", "ready"
 
 @dataclass(frozen=True, slots=True)
 class ActorInfo:
-    """Where an actor, or one of its processes, is.
+    """Describes an actor, or one of its processes, to users.
 
     Args:
-        host, pid: of an actor of several processes: those of the first.
-        state: `"starting"`, `"ready"`, `"failed"` or `"closed"`; while lost actors are replaced these are
-            `"restarting"` and the others `"waiting"`.
+        id: the actor's number.
+        host, pid: where it runs; of an actor of several processes: those of the first one.
         devices: one text a device, such as `"cpu:0"`.
-        rank, size: of one of several processes: which, and of how many.
+        state: `"starting"`, `"ready"`, `"failed"` or `"closed"`. While lost actors are replaced these are
+            `"restarting"` and the others `"waiting"`.
+        rank, size: of one of several processes: its number in its actor, and how many processes that has.
         processes: of an actor: each of its processes, in order of rank; of a process: none.
-        gpus: the UUIDs of its GPUs, or of parts of one (MIG), as `nvidia-smi -L` lists them; empty without GPUs.
+        gpus: the UUIDs of its GPUs, or of parts of one (MIG), as `nvidia-smi -L` lists them; empty without
+            GPUs.
     """
 
     id: int
@@ -68,8 +68,8 @@ class ActorInfo:
         return f"<actor {self.id}: {self.state}{devices}; {len(self.processes)} processes: {processes}>"
 
 
-def of_actor(processes: Sequence[ActorInfo]) -> ActorInfo:
-    """What is known of an actor, from what is known of its processes, in order of rank."""
+def merge_processes(processes: Sequence[ActorInfo]) -> ActorInfo:
+    """Describe an actor by its processes, given in order of rank. Its state is the worst of theirs."""
     first = processes[0]
     if len(processes) == 1:
         return replace(first, processes=(first,))
@@ -85,7 +85,7 @@ _LAYOUT = struct.Struct("<?qqq??")
 
 
 class NoteProgress(Protocol):
-    """Told where an actor is; see `Position`."""
+    """The type of a function that records how far an actor has come; see `Position`."""
 
     def __call__(
         self, step: int, program_id: int, instruction: int, waiting: bool, computing: bool = False, /
@@ -94,12 +94,16 @@ class NoteProgress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """An instruction of a loaded program, in a step.
+    """A place in a loaded program, in a step.
 
     Args:
-        instruction: its index; the number of instructions stands for the end, where transfers may still be open.
-        waiting: its data had not come yet.
-        computing: the devices are at it. Neither: it is done, and the next thing has not begun.
+        step: the id of the run.
+        program_id: of the program.
+        instruction: index of the instruction. The number of instructions stands for the end, where transfers
+            may still be open.
+        waiting: the data of the instruction had not come yet.
+        computing: the devices execute the instruction. With neither, the instruction is done and the next has
+            not begun.
     """
 
     step: int
@@ -109,9 +113,13 @@ class Position:
     computing: bool = False
 
 
-def hindmost(positions: Sequence[Position | None]) -> Position | None:
-    """Where an actor is, by where its processes are: the one that is furthest behind. Those before it may only wait for
-    it, in a task that they compute together. None if one has told nothing."""
+def furthest_behind(positions: Sequence[Position | None]) -> Position | None:
+    """Find how far an actor has come: as far as the process that is furthest behind. The others may wait for
+    that one, in a task that they compute together.
+
+    Returns:
+        The position; None if a process has reported none.
+    """
     known = [position for position in positions if position is not None]
     if len(known) < len(positions) or not known:
         return None
@@ -119,14 +127,18 @@ def hindmost(positions: Sequence[Position | None]) -> Position | None:
 
 
 def make_page() -> int:
-    """A descriptor of a new page, inheritable by a spawned process that is handed it."""
+    """Make a page of memory and return its descriptor, which a spawned process can inherit."""
     descriptor = os.memfd_create("jaxpp-progress", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, mmap.PAGESIZE)
     return descriptor
 
 
 class ProgressPage:
-    """One end of the page. Takes over `descriptor`; None: a page that nobody else sees."""
+    """One end of a progress page.
+
+    Args:
+        descriptor: of the page; this object takes it over. None: a page of this process alone.
+    """
 
     def __init__(self, descriptor: int | None):
         self._page = mmap.mmap(-1 if descriptor is None else descriptor, mmap.PAGESIZE)
@@ -140,7 +152,7 @@ class ProgressPage:
         _LAYOUT.pack_into(self._page, 0, True, step, program_id, instruction, waiting, computing)
 
     def read(self) -> Position | None:
-        """Where it was last; None before its first instruction, and once closed."""
+        """Read where the actor was last; None before its first instruction and after `close`."""
         if self._page.closed:
             return None
         written, *position = _LAYOUT.unpack_from(self._page)
@@ -154,29 +166,31 @@ class ProgressPage:
 def no_progress(
     step: int, program_id: int, instruction: int, waiting: bool, computing: bool = False, /
 ) -> None:
-    """For actors that nobody reads: inline ones cannot die alone."""
+    """Record no progress, for inline actors: they cannot die alone, so that nobody reads it."""
 
 
 # ---------------------------------------------------------------- seats
 
 
 def process_of(actor: ActorId, rank: int, size: int) -> ProcessId:
-    """The process of this rank of an actor, where each actor has `size` of them."""
+    """Give the process of this rank of an actor, where each actor has `size` of them."""
     return actor * size + rank
 
 
-def place_of(process: ProcessId, size: int) -> tuple[ActorId, int]:
-    """The other way round: which actor's, and which of its processes, counted from 0."""
+def actor_and_rank(process: ProcessId, size: int) -> tuple[ActorId, int]:
+    """Give the actor of a process, and the process's number in it, counted from 0. The inverse of
+    `process_of`.
+    """
     return divmod(process, size)
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The processes of one mesh.
+    """Numbers the processes of one mesh.
 
     Args:
-        num_actors: how many actors, at least 1.
-        per_actor: of how many processes each, at least 1.
+        num_actors: number of actors, at least 1.
+        per_actor: number of processes of each actor, at least 1.
     """
 
     num_actors: int
@@ -184,52 +198,54 @@ class Topology:
 
     @property
     def count(self) -> int:
-        """How many there are in all."""
+        """The number of processes."""
         return self.num_actors * self.per_actor
 
     @property
     def everyone(self) -> range:
-        """All of them, in order."""
+        """All processes, in order."""
         return range(self.count)
 
     def actor_of(self, process: ProcessId) -> ActorId:
-        """The actor that a process belongs to."""
-        return place_of(process, self.per_actor)[0]
+        """Give the actor that a process belongs to."""
+        return actor_and_rank(process, self.per_actor)[0]
 
     def rank_of(self, process: ProcessId) -> int:
-        """Which of its actor's processes it is, counted from 0."""
-        return place_of(process, self.per_actor)[1]
+        """Give a process's number in its actor, counted from 0."""
+        return actor_and_rank(process, self.per_actor)[1]
 
     def process(self, actor: ActorId, rank: int) -> ProcessId:
-        """The process of this rank of an actor."""
+        """Give the process of this rank of an actor."""
         return process_of(actor, rank, self.per_actor)
 
-    def of(self, actor: ActorId) -> range:
-        """An actor's processes, in order of rank."""
+    def processes_of(self, actor: ActorId) -> range:
+        """Give an actor's processes, in order of rank."""
         return range(self.process(actor, 0), self.process(actor + 1, 0))
 
-    def mates_of(self, process: ProcessId) -> range:
-        """All processes of the actor that a process belongs to, itself among them."""
-        return self.of(self.actor_of(process))
+    def group_of(self, process: ProcessId) -> range:
+        """Give all processes of the actor that a process belongs to, the process itself among them."""
+        return self.processes_of(self.actor_of(process))
 
     def peers_of(self, process: ProcessId) -> set[ProcessId]:
-        """The processes with which it exchanges data: its mates, and those of its rank in other actors."""
-        return {*self.mates_of(process), *range(self.rank_of(process), self.count, self.per_actor)} - {
+        """Give the processes with which a process exchanges data: those of its own actor, and those of its
+        rank in the other actors.
+        """
+        return {*self.group_of(process), *range(self.rank_of(process), self.count, self.per_actor)} - {
             process
         }
 
-    def of_all(self, actors: Iterable[ActorId]) -> list[ProcessId]:
-        """The processes of several actors, in order."""
-        return [process for actor in sorted(actors) for process in self.of(actor)]
+    def processes_of_all(self, actors: Iterable[ActorId]) -> list[ProcessId]:
+        """Give the processes of several actors, in order."""
+        return [process for actor in sorted(actors) for process in self.processes_of(actor)]
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessRank:
-    """One process's place in its actor.
+    """The place of one process in its actor.
 
     Args:
         process: its number in the mesh.
-        size: how many processes its actor has, as all of the mesh do.
+        size: number of processes of its actor, the same for all actors of a mesh.
     """
 
     process: ProcessId
@@ -237,26 +253,28 @@ class ProcessRank:
 
     @property
     def actor(self) -> ActorId:
-        """The actor that it belongs to."""
-        return place_of(self.process, self.size)[0]
+        """The actor that the process belongs to."""
+        return actor_and_rank(self.process, self.size)[0]
 
     @property
     def rank(self) -> int:
-        """Which of its actor's processes it is, counted from 0."""
-        return place_of(self.process, self.size)[1]
+        """The process's number in its actor, counted from 0."""
+        return actor_and_rank(self.process, self.size)[1]
 
     def __str__(self) -> str:
-        """Such as `"actor 1"`, or `"actor 1 (process 1 of 2)"`, counted from 0."""
+        """Name the process, such as `"actor 1"`, or `"actor 1 (process 1 of 2)"`, counted from 0."""
         return (
             f"actor {self.actor}"
             if self.size == 1
             else f"actor {self.actor} (process {self.rank} of {self.size})"
         )
 
-    def mate(self, rank: int) -> ProcessId:
-        """Another process of its actor."""
+    def process_of_rank(self, rank: int) -> ProcessId:
+        """Give another process of the same actor."""
         return process_of(self.actor, rank, self.size)
 
-    def partner(self, actor: ActorId) -> ProcessId:
-        """The process of another actor with which it exchanges what the two actors exchange: that of its own rank."""
+    def counterpart_in(self, actor: ActorId) -> ProcessId:
+        """Give the process of another actor with which this one exchanges what the two actors exchange: that
+        of its own rank.
+        """
         return process_of(actor, self.rank, self.size)

@@ -1,14 +1,15 @@
-"""clocks: what the clocks of processes on other machines show beside ours. Readings of both in, offsets out.
+"""Compare the clocks of processes on other machines with this process's clock, and count the time in which
+this process was awake.
 
-Every process stamps with `time.monotonic()`. Under one kernel that is one clock (`clock_name` says which), and nothing
-is to be estimated. Other clocks are asked for their time again and again, and the answer that came back soonest says
-most, as in NTP: the clock was read between our two readings, so half of the time between them bounds the error.
+Every process takes times with `time.monotonic()`. Under one kernel that is one clock (`clock_name` identifies
+it), and nothing has to be estimated. Other clocks are read again and again, and the reply that came soonest
+is the most precise, as in NTP: the clock was read between two readings of ours, so that half of the time
+between them bounds the error.
+
+`SuspendAwareClock` leaves out time in which the process was stopped or its event loop was blocked, since it
+could not hear others then. Wall clocks are not used.
 
 Source: D. Mills, RFC 5905, Network Time Protocol Version 4, 2010, section 10.
-
-awake: a clock in, the time in which this process could have heard others out. Pure: the clock is a parameter.
-
-Time in which the process was stopped, or its event loop blocked, is nobody's silence. Wall clocks are not used.
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ from typing import TypeAlias
 from jaxpp_async.program.instructions import ActorId
 
 NUM_READINGS = 16
-"""How many of an actor's readings are kept: the last eight seconds."""
+"""Number of readings kept of an actor: those of the last eight seconds."""
 
 DRIFT = 1e-4
-"""Seconds by which two clocks may part each second, at most: quartz is good to some 30 parts in a million, a clock that
-is being corrected may run 500 off for a while, which the next readings show."""
+"""Seconds by which two clocks may drift apart in a second, at most. Quartz is good to some 30 parts in a
+million; a clock that is being corrected may run 500 off for a while, which the next readings show.
+"""
 
 
 @functools.cache  # a process has one
 def clock_name() -> str:
-    """Names the clock behind this process's `time.monotonic()`; processes that share it give the same name.
+    """Identify the clock behind this process's `time.monotonic()`; processes that share the clock get the
+    same name.
 
-    Empty where it cannot be told: such a process shares its clock with nobody.
+    Returns:
+        The name. Empty where the clock cannot be identified: such a process is taken to share it with nobody.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -47,7 +51,9 @@ def clock_name() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """By how many seconds an actor's clock is ahead of ours, and by how much that may be wrong."""
+    """The number of seconds by which an actor's clock is ahead of ours, and the largest error
+    of that number.
+    """
 
     offset_s: float
     error_s: float
@@ -55,14 +61,16 @@ class Offset:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """We asked at `sent_s`, its clock showed `there_s`, and we had that at `received_s`."""
+    """One reading of another clock: it was asked for at `sent_s`, showed `there_s`, and was received at
+    `received_s`.
+    """
 
     sent_s: float
     there_s: float
     received_s: float
 
     def offset(self, at_s: float) -> Offset:
-        """What it says of some time of ours."""
+        """Compute the offset that this reading gives for a time of our clock."""
         away_s = max(0.0, self.sent_s - at_s, at_s - self.received_s)
         middle_s, half_s = (self.sent_s + self.received_s) / 2, (self.received_s - self.sent_s) / 2
         return Offset(self.there_s - middle_s, half_s + DRIFT * away_s)
@@ -72,12 +80,17 @@ Readings: TypeAlias = tuple[Reading, ...]
 
 
 class Clock:
-    """What is known of one process's clock. Whoever keeps it keeps that process's, also when another takes its place.
+    """Estimates the offset of one process's clock. The object stays with that process also when another takes
+    its place.
+
+    Args:
+        is_ours: whether it is known to be our own clock, which needs no readings.
 
     Attributes:
-        name: the process's `clock_name()`; None: it has not said.
-        is_ours: whether it is known to be our own clock, of which nothing has to be read.
-        readings: the latest. Never changed in place, so that they can be kept as they were at some time.
+        name: the process's `clock_name()`; None: the process has not sent it.
+        is_ours: as above.
+        readings: the latest ones. The tuple is never changed in place, so that callers can keep it as it was
+            at some time.
     """
 
     __slots__ = ("is_ours", "name", "readings")
@@ -88,14 +101,15 @@ class Clock:
         self.readings: Readings = ()
 
     def note(self, reading: Reading) -> None:
-        """Take one more reading, in place of the oldest if there are many."""
+        """Add a reading, in place of the oldest if there are many."""
         self.readings = (*self.readings[1 - NUM_READINGS :], reading)
 
     def offset(self, at_s: float, kept: Readings = ()) -> Offset | None:
-        """How far it was ahead at some time of ours; None: nothing is known of it yet.
+        """Estimate how far the clock was ahead at a time of ours; None: there is no reading yet.
 
         Args:
-            kept: readings of then, which say more about that time than those of much later.
+            at_s: the time, in seconds of our clock.
+            kept: readings from that time, which are more precise for it than much later ones.
         """
         if self.is_ours:
             return Offset(0.0, 0.0)
@@ -103,11 +117,11 @@ class Clock:
 
 
 OUR_CLOCK = Clock(is_ours=True)
-"""That of an actor inside of this process."""
+"""The clock of an actor inside of this process."""
 
 
 class Clocks:
-    """The clocks of a mesh's actors beside ours.
+    """Keeps the clocks of a mesh's actors.
 
     Args:
         own: this process's `clock_name()`.
@@ -117,52 +131,56 @@ class Clocks:
         self._own = own
         self._clocks: dict[ActorId, Clock] = {}
 
-    def of(self, actor: ActorId) -> Clock:
-        """The clock of the process that is this actor now."""
+    def clock_of(self, actor: ActorId) -> Clock:
+        """Give the clock of the process that is this actor now."""
         if actor not in self._clocks:
             self._clocks[actor] = Clock()
         return self._clocks[actor]
 
     def name(self, actor: ActorId, name: str) -> None:
-        """An actor says which clock it has; that of another life of it is forgotten."""
-        clock = self.of(actor)
+        """Record which clock an actor has. The clock of the process that was this actor before
+        is forgotten.
+        """
+        clock = self.clock_of(actor)
         if clock.name == name:
             return
         if clock.name is not None:
             self.forget(actor)
-            clock = self.of(actor)
+            clock = self.clock_of(actor)
         clock.name, clock.is_ours = name, bool(self._own) and name == self._own
 
     def forget(self, actor: ActorId) -> None:
-        """It is about to be another process."""
+        """Forget the clock of an actor whose process is about to be replaced."""
         self._clocks.pop(actor, None)
 
     def note(self, actor: ActorId, sent_s: float, there_s: float, received_s: float) -> None:
-        """An actor was asked at `sent_s`, its clock showed `there_s`, and its answer came at `received_s`."""
-        self.of(actor).note(Reading(sent_s, there_s, received_s))
+        """Add a reading of an actor's clock; the arguments are those of `Reading`."""
+        self.clock_of(actor).note(Reading(sent_s, there_s, received_s))
 
 
 # ---------------------------------------------------------------- awake
 
 TICK_S = 0.5
-"""Between two looks at the clock."""
+"""Seconds between two ticks of a `SuspendAwareClock`."""
 
 
 class SuspendAwareClock:
-    """Counts the time that this process was awake, in seconds: between two ticks never more than twice their distance.
+    """Counts the seconds in which this process was awake: between two ticks never more than twice their
+    distance.
 
     Args:
-        now: of the monotonic clock. tick_s: the ticks' distance.
+        now: time of the monotonic clock, in seconds.
+        tick_s: distance of the ticks, in seconds.
     """
 
     def __init__(self, now: float, tick_s: float = TICK_S):
         self._last, self._awake, self._most = now, 0.0, 2 * tick_s
 
     def tick(self, now: float) -> float:
-        """The time at a tick."""
+        """Take a tick and give the time counted so far."""
         self._awake, self._last = self.read(now), now
         return self._awake
 
     def read(self, now: float) -> float:
-        """The time in between."""
+        """Give the time counted so far, between two ticks."""
         return self._awake + min(now - self._last, self._most)

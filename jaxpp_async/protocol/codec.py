@@ -1,8 +1,9 @@
-"""codec: frozen dataclasses to msgpack bytes and back. Checks every field's type on the way in. No I/O, no pickle.
+"""Encode frozen dataclasses as msgpack, and decode them with a check of every field's type.
 
-A message is an array: its type's name, then its fields in order. Nested dataclasses are arrays of their fields; what
-they are is known from the type hints, which also say where a tuple or an integer key stands. Encoding trusts our own
-objects and lets msgpack walk them; decoding trusts nothing: not what a header says is to come, nor how deep it goes.
+A message is an array: the name of its type, then its fields in order. Nested dataclasses are arrays of their
+fields; the type hints say which dataclass, and where a tuple or an integer key stands. Encoding trusts our
+own objects and lets msgpack walk them. Decoding trusts nothing: neither the lengths that a header announces,
+nor the depth of nesting. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -23,51 +24,56 @@ Decode: TypeAlias = Callable[[Any], Any]
 T = TypeVar("T")
 
 MAX_DEPTH = 32
-"""How deep plain values of any shape may be nested: deeper ones would end in the recursion limit."""
+"""How deep values of type `Any` may be nested; deeper ones would end in the recursion limit."""
 
 _PLAIN = (int, str, bytes, bool, float)
 _SCALARS = frozenset({type(None), *_PLAIN})
 
-# msgpack makes room for an array before it has seen its elements, and for a thousand nested ones: 4 KiB of headers
-# would take 32 MiB. With this many at most it is 2 MiB; longer arrays are looked through before.
 _UNSEEN_ELEMENTS = 256
+"""Longest array that is decoded without a check that its elements are there. msgpack allocates an array
+before it has seen the elements, for up to a thousand nested ones: 4 KiB of headers would take 32 MiB, and
+with this limit 2 MiB.
+"""
 
 _KEEP_BYTES = 1 << 20
-"""An encoder that has had a longer message gives its memory back."""
+"""An encoder frees its buffer after a longer message than this."""
 
 
 class _BadValue(Exception):
-    """A value has the wrong type. `path` grows on the way out, so that the message names the field."""
+    """A value has the wrong type. `path` grows while the error passes outwards, so that the message names the
+    field.
+    """
 
-    def __init__(self, expected: str, value: object):
+    def __init__(self, expected: str, value: object, got: str = ""):
         super().__init__(expected)
-        self.expected, self.got, self.path = expected, type(value).__name__, ""
+        self.expected, self.got, self.path = expected, got or type(value).__name__, ""
 
 
 def pack(values: object) -> bytes:
-    """Plain values and frozen dataclasses to bytes.
+    """Encode plain values and frozen dataclasses.
 
     Raises:
-        TypeError: a value of a type that msgpack cannot carry (our own bug, never a peer's doing).
+        TypeError: a value has a type that msgpack cannot carry (our own bug, never a peer's doing).
     """
     packed = msgpack.packb(values, default=fields_of)
-    assert packed is not None  # its stubs allow None, for subclasses that write to a stream
+    assert packed is not None  # the stubs allow None, for subclasses that write to a stream
     return packed
 
 
 def encode(message: object) -> bytes:
-    """A message to bytes: its type's name, then its fields."""
+    """Encode a message: its type's name, then its fields."""
     return pack(named(message))
 
 
 def named(message: object) -> tuple[Any, ...]:
-    """A message as `pack` takes it: its type's name, then its fields."""
+    """Give a message in the form that `pack` takes: its type's name, then its fields."""
     cls = type(message)
     return cls.__name__, *_fields_getter(cls)(message)
 
 
 class Encoder:
-    """Encode messages as `encode` does, into one buffer that is kept from message to message. For one thread.
+    """Encodes messages as `encode` does, into one buffer that is kept from message to message. Only for one
+    thread.
 
     Args:
         max_bytes: the longest that a message may be.
@@ -75,13 +81,14 @@ class Encoder:
 
     def __init__(self, max_bytes: int):
         self._max_bytes = max_bytes
-        self._packer: msgpack.Packer | None = None  # not before the first message: it takes memory
+        self._packer: msgpack.Packer | None = None  # made with the first message, since it takes memory
 
     def encode(self, message: object) -> bytes:
-        """A message to bytes.
+        """Encode a message.
 
         Raises:
-            MeshError: it has text or numbers that no message can carry, or is too long. Nothing is kept of it.
+            MeshError: the message is too long, or has text or numbers that no message can carry. Nothing of
+                it is kept.
         """
         packer = self._packer or msgpack.Packer(default=fields_of)
         self._packer = packer
@@ -90,7 +97,7 @@ class Encoder:
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             self._packer = None
             raise MeshError(f"{type(message).__name__} cannot be sent: {_reason(error)}") from None
-        assert payload is not None  # its stubs allow None, for packers that do not reset themselves
+        assert payload is not None  # the stubs allow None, for packers that do not reset themselves
         if len(payload) > _KEEP_BYTES:
             self._packer = None
         if len(payload) > self._max_bytes:
@@ -108,10 +115,15 @@ def _reason(error: Exception) -> str:
 
 
 def decode(data: bytes | memoryview, known: Mapping[str, type]) -> Any:
-    """Bytes to one of the `known` messages.
+    """Decode one of the `known` messages.
+
+    Args:
+        data: the bytes.
+        known: message types by name.
 
     Raises:
-        ProtocolError: not msgpack, an unknown message, missing or extra fields, or a field of a wrong type.
+        ProtocolError: the bytes are no msgpack, the message is unknown, fields are missing or too many, or a
+            field has a wrong type.
     """
     values = _unpack(data)
     if type(values) is not tuple or not values or type(values[0]) is not str:
@@ -126,19 +138,20 @@ def decode(data: bytes | memoryview, known: Mapping[str, type]) -> Any:
 
 
 def decode_as(cls: type[T], data: bytes | memoryview) -> T:
-    """Bytes (an array of fields) to one dataclass whose type both sides know from the context.
+    """Decode one dataclass whose type both sides know from the context, from an array of its fields.
 
     Raises:
-        ProtocolError: not msgpack, missing or extra fields, or a field of a wrong type.
+        ProtocolError: the bytes are no msgpack, fields are missing or too many, or a field has a wrong type.
     """
     return build(cls, _unpack(data))
 
 
 def build(cls: type[T], values: Any) -> T:
-    """A dataclass from plain values: a tuple of its fields in order, arrays as tuples, maps as dicts.
+    """Make a dataclass of plain values: a tuple of its fields in order, with arrays as tuples and maps as
+    dicts.
 
     Raises:
-        ProtocolError: missing or extra fields, or a field of a wrong type.
+        ProtocolError: fields are missing or too many, or a field has a wrong type.
     """
     try:
         return _decoder(cls)(values)
@@ -151,16 +164,16 @@ def _refused(cls: type, bad: _BadValue) -> ProtocolError:
 
 
 def fields_of(value: object) -> tuple[Any, ...]:
-    """A dataclass's fields in order, as `build` takes them; nested ones stay what they are.
+    """Give a dataclass's fields in order, as `build` takes them; nested dataclasses are left as they are.
 
     Raises:
-        TypeError: it is no dataclass.
+        TypeError: the value is no dataclass.
     """
     return _fields_getter(type(value))(value)
 
 
 def message_types(union: Any) -> dict[str, type]:
-    """The members of a union of dataclasses, by name."""
+    """Give the members of a union of dataclasses, by name."""
     return {cls.__name__: cls for cls in typing.get_args(union) or (union,)}
 
 
@@ -168,13 +181,13 @@ def _unpack(data: bytes | memoryview) -> Any:
     try:
         return msgpack.unpackb(data, use_list=False, strict_map_key=False, max_array_len=_UNSEEN_ELEMENTS)
     except _UNPACK_ERRORS as error:
-        # It may have a longer array, which is no mistake.
+        # The message may have a longer array, which is no mistake.
         if len(data) <= _UNSEEN_ELEMENTS or isinstance(error, msgpack.exceptions.StackError):
             raise _not_msgpack(error) from None
     try:
         skipper = msgpack.Unpacker(max_buffer_size=len(data))
         skipper.feed(data)
-        skipper.skip()  # makes nothing; past it, every element that a header promises is there
+        skipper.skip()  # creates nothing, and fails if an element is missing that a header announces
         return msgpack.unpackb(data, use_list=False, strict_map_key=False, max_array_len=len(data))
     except _UNPACK_ERRORS as error:
         raise _not_msgpack(error) from None
@@ -223,7 +236,7 @@ def _decoder(hint: Any) -> Decode:
         return _literal_decoder(args)
     if origin in (typing.Union, types.UnionType):
         return _union_decoder(args)
-    raise TypeError(f"messages cannot carry {hint!r}; teach actors.protocol.codec about it")
+    raise TypeError(f"messages cannot carry {hint!r}; teach protocol.codec about it")
 
 
 def _exactly(cls: type) -> Decode:
@@ -244,7 +257,7 @@ def _float(value: Any) -> float:
 
 
 def _anything(value: Any, depth: int = 0) -> Any:
-    """Plain values of any shape (lists arrive as tuples)."""
+    """Check a value of type `Any`: plain values of any shape are allowed (lists arrive as tuples)."""
     cls = type(value)
     if cls in _SCALARS:
         return value
@@ -262,22 +275,22 @@ def _dataclass_decoder(cls: type) -> Decode:
     names = tuple(f.name for f in dataclasses.fields(cls))
     decoders = tuple(_decoder(hints[name]) for name in names)
     usual = tuple(_wire_type(hints[name]) for name in names)
-    # Where every field has just the type of its hint, plain ones need no look of their own, and empty arrays and maps
-    # of any length neither.
+    # Where every field has exactly the type of its hint, plain fields need no check of their own, and neither
+    # do empty arrays and maps.
     fields = [(k, decoders[k], _may_be_empty(hints[name])) for k, name in enumerate(names)]
     not_plain = tuple(field for field in fields if hints[names[field[0]]] not in _PLAIN)
     unusual = tuple((k, decode_field, False) for k, decode_field in enumerate(decoders))
 
     def decode_dataclass(values: Any) -> Any:
         if type(values) is not tuple or len(values) != len(names):
-            got = f"{len(values)} fields" if type(values) is tuple else type(values).__name__
-            raise _named(_BadValue(f"{len(names)} fields ({', '.join(names)})", values), got)
-        looked_at = not_plain if tuple(map(type, values)) == usual else unusual
-        if not looked_at:
+            got = f"{len(values)} fields" if type(values) is tuple else ""
+            raise _BadValue(f"{len(names)} fields ({', '.join(names)})", values, got)
+        checked = not_plain if tuple(map(type, values)) == usual else unusual
+        if not checked:
             return cls(*values)
         position, decoded = 0, list(values)
         try:
-            for position, decode_field, may_be_empty in looked_at:
+            for position, decode_field, may_be_empty in checked:
                 value = values[position]
                 if value or not may_be_empty:
                     decoded[position] = decode_field(value)
@@ -290,14 +303,9 @@ def _dataclass_decoder(cls: type) -> Decode:
 
 
 def _may_be_empty(hint: Any) -> bool:
-    """Whether an empty array or map is always one of this hint."""
+    """Whether an empty array or map always fits this hint."""
     origin = typing.get_origin(hint)
     return origin in (dict, Mapping) or (origin is tuple and typing.get_args(hint)[-1:] == (Ellipsis,))
-
-
-def _named(bad: _BadValue, got: str) -> _BadValue:
-    bad.got = got
-    return bad
 
 
 def _sequence_decoder(item: Any) -> Decode:
@@ -366,7 +374,7 @@ def _union_decoder(members: tuple[Any, ...]) -> Decode:
 
 
 def _wire_type(hint: Any) -> type:
-    """The Python type that msgpack makes of a value of this hint."""
+    """Give the Python type that msgpack makes of a value of this hint."""
     if dataclasses.is_dataclass(hint):
         return tuple
     return typing.get_origin(hint) or hint

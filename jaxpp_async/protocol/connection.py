@@ -1,7 +1,7 @@
-"""connection: the asyncio shell around one `Wire` and one stream socket. Both ends of the control channel use it.
+"""Run one `Wire` over a stream socket with asyncio. Both ends of the control channel use it.
 
-Messages in order to a callback, messages out through a bounded buffer, one callback when it is over. Never decides what
-a message means.
+Messages that arrive go to a callback, in order. Messages that leave pass through a buffer of limited size.
+Another callback is called once when the conversation is over.
 """
 
 from __future__ import annotations
@@ -22,28 +22,31 @@ from jaxpp_async.protocol.task_group import retrieve
 
 _LOG = logging.getLogger("jaxpp_async.control")
 
-_LATER_S = 5.0
-"""A connection for signs of life is lost first: it says what is wrong."""
+_GRACE_S = 5.0
+"""How much longer a control connection may be out of reach than the connection for heartbeats: that one is to
+be lost first, since its loss says what is wrong.
+"""
 
 DRAIN_ABOVE_BYTES = 1 << 20
 LOG_ABOVE_BYTES = 1 << 20
-"""With this much unsent, log lines are dropped: they may never delay a reply."""
+"""With this much unsent, log records are dropped, so that they never delay a reply."""
 
 MAX_UNSENT_BYTES = 4 << 30
-"""With this much unsent the peer is taken to be stuck and the connection ends."""
+"""With this much unsent, the peer is taken to be stuck and the connection ends."""
 
 
 class Connection(asyncio.Protocol):
     """One conversation over one socket.
 
     Args:
-        wire: this side of the conversation, not yet greeted.
+        wire: this side of the conversation, before its greeting.
         on_message: called with each message, in order. May be replaced at any time.
-        on_closed: called once, when the socket is gone; with the error that ended it, or None at end of file.
-        lost_s: how long what was sent may stay without an acknowledgement before the peer is out of reach, about.
+        on_closed: called once, when the socket is gone, with the error that ended it, or None at end of file.
+        lost_s: how long sent data may stay without an acknowledgement before the peer counts as out of reach,
+            about, in seconds.
 
     Attributes:
-        opened: done when both sides have proved themselves; raises what went wrong otherwise.
+        opened: done when both sides have authenticated themselves; raises the reason if they could not.
     """
 
     def __init__(
@@ -61,17 +64,17 @@ class Connection(asyncio.Protocol):
         self._closed: asyncio.Future[None] = loop.create_future()
         self._transport: asyncio.Transport | None = None
         self._error: Exception | None = None
-        self._lost_s = lost_s + _LATER_S
+        self._lost_s = lost_s + _GRACE_S
         self._is_aborted = False
         self._writable = asyncio.Event()
         self._writable.set()
-        self._late = loop.call_later(HANDSHAKE_TIMEOUT_S, self._handshake_late)
+        self._handshake_timer = loop.call_later(HANDSHAKE_TIMEOUT_S, self._on_handshake_timeout)
 
     # ------------------------------------------------------------ for owners
 
     @property
     def is_open(self) -> bool:
-        """Both sides have proved themselves and the socket is not gone."""
+        """Whether both sides have authenticated themselves and the socket is still there."""
         return self.wire.state == "open" and self._transport is not None and not self._transport.is_closing()
 
     @property
@@ -82,15 +85,19 @@ class Connection(asyncio.Protocol):
 
     @property
     def source(self) -> str:
-        """The network address that it came from; empty if it has none (yet), such as one end of a pair of sockets."""
+        """The network address of the peer; empty if it has none (yet), such as one end of a
+        pair of sockets.
+        """
         peer = self._transport.get_extra_info("peername") if self._transport is not None else None
         return peer[0] if peer else ""
 
     def send(self, message: Message, encoded: bytes | None = None) -> None:
-        """Send without waiting. On a connection that is over, the message is dropped (`on_closed` has told why).
+        """Send a message without waiting. When the connection is over, the message is dropped (`on_closed`
+        has reported why).
 
         Args:
-            encoded: the message as bytes, of whoever has encoded it already.
+            message: the message.
+            encoded: its bytes, if the caller has encoded it already.
 
         Raises:
             MeshError: the message cannot be encoded; the conversation goes on.
@@ -116,13 +123,15 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Send what is left, then close. Does not wait."""
-        self._late.cancel()
+        self._handshake_timer.cancel()
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """Close at once; unsent data is lost. One that has no socket yet closes as soon as it gets it."""
-        self._late.cancel()
+        """Close at once; unsent data is lost. A connection that has no socket yet closes as soon as it gets
+        one.
+        """
+        self._handshake_timer.cancel()
         self._is_aborted = True
         if self._transport is not None:
             self._transport.abort()
@@ -134,7 +143,9 @@ class Connection(asyncio.Protocol):
     # ------------------------------------------------------------ for asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
+        self._transport = transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's transports do not inherit from it
         if self._is_aborted:
             transport.abort()
             return
@@ -148,16 +159,16 @@ class Connection(asyncio.Protocol):
         try:
             messages = self.wire.feed(data)
         except ProtocolError as error:
-            self._send_greeting()  # the proof that lets the peer, too, name a version mismatch
+            self._send_greeting()  # with this proof the peer, too, can name a version mismatch
             self.fail(error)
             return
         if not self.opened.done():
             self._send_greeting()
-            if self.wire.error is not None:  # nobody has this connection yet: there is nobody to tell
+            if self.wire.error is not None:  # the connection has no owner yet
                 self.fail(self.wire.error)
                 return
             if self.wire.state == "open":
-                self._late.cancel()
+                self._handshake_timer.cancel()
                 self.opened.set_result(None)
         for message in messages:
             if self.on_message is None:
@@ -165,7 +176,7 @@ class Connection(asyncio.Protocol):
                 return
             try:
                 self.on_message(message)
-            except ProtocolError as error:  # an authenticated peer that does not keep to the protocol
+            except ProtocolError as error:  # an authenticated peer breaks the protocol
                 self.fail(error)
                 return
         if self.wire.error is not None:
@@ -178,7 +189,7 @@ class Connection(asyncio.Protocol):
         self._writable.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._late.cancel()
+        self._handshake_timer.cancel()
         self._writable.set()
         error = self._error or exc
         if not self.opened.done():
@@ -188,7 +199,7 @@ class Connection(asyncio.Protocol):
             self._closed.set_result(None)
         if self.on_closed is not None:
             self.on_closed(error)
-        self.on_message = self.on_closed = None  # they hold their owners, who hold this
+        self.on_message = self.on_closed = None  # they refer to their owners, which refer to this
 
     # ------------------------------------------------------------ inside
 
@@ -198,17 +209,17 @@ class Connection(asyncio.Protocol):
             self._transport.write(data)
 
     def fail(self, error: Exception) -> None:
-        """End the conversation because of `error`, which the first caller decides."""
+        """End the conversation because of `error`; the first caller's error is the one that counts."""
         if self._error is None:
             self._error = error
         if not self.opened.done():
             self.opened.set_exception(self._error)
         if isinstance(error, HandshakeError):
-            self.close()  # what was said so far may still reach the peer
+            self.close()  # what was sent so far may still reach the peer
         else:
             self.abort()
 
-    def _handshake_late(self) -> None:
+    def _on_handshake_timeout(self) -> None:
         self.fail(HandshakeError(f"a peer did not prove itself within {HANDSHAKE_TIMEOUT_S:g} s; refused"))
 
 
@@ -216,7 +227,8 @@ async def connect_tcp(connection: Connection, host: str, port: int) -> None:
     """Connect to a listening controller and wait until the conversation is open.
 
     Raises:
-        HandshakeError: the peer refused, or is not of this mesh. OSError: nobody listens there.
+        HandshakeError: the peer refused, or is not of this mesh.
+        OSError: nobody listens there.
     """
     loop = asyncio.get_running_loop()
     await loop.create_connection(lambda: connection, host, port)
@@ -226,7 +238,7 @@ async def connect_tcp(connection: Connection, host: str, port: int) -> None:
 async def attach_socket(connection: Connection, sock: socket.socket) -> None:
     """Run the conversation over one end of a `socket.socketpair()`. Does not wait until it is open.
 
-    It takes the descriptor out of `sock`, whose owner may close `sock` at any time, and so whether this has run or not.
+    The descriptor is taken out of `sock` at once, so that the owner of `sock` may close it at any time.
     """
     taken = socket.socket(fileno=sock.detach())
     taken.setblocking(False)
@@ -240,5 +252,5 @@ def _tune(sock: Any, lost_s: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         with contextlib.suppress(OSError):
-            # some sandboxes do not know the option; then the kernel's default holds
+            # Some sandboxes do not know the option; then the kernel's default holds.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(lost_s * 1000))

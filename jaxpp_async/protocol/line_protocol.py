@@ -1,9 +1,9 @@
-"""line_protocol: what two programs say over stdin and stdout, as lines. Sans-I/O: text in, frozen values out.
+"""Exchange messages with a program over its stdin and stdout, one message a line.
 
-Orders go to the program, one JSON array a line: the message's name, then its fields; dots before one are signs of life
-and mean nothing else. Records come back, each a line of `RECORD` and such an array; whatever else comes (a login
-banner, a warning of a shell) is no record. Both sides check every field for its type: a host may be broken, or not what
-it seems.
+Orders go to the program, each line one JSON array: the message's name, then its fields. Dots before it are
+signs of life and mean nothing else. Records come back, each a line of `RECORD` and such an array; any other
+line (a login banner, a warning of a shell) is no record. Both sides check the type of every field, since a
+host may be broken or may not be the expected one.
 """
 
 from __future__ import annotations
@@ -23,42 +23,39 @@ R = TypeVar("R")
 
 
 class LineProtocol(Generic[O, R]):
-    """What one kind of program is told and tells.
+    """Writes and reads the orders and records of one kind of program.
 
     Args:
-        whose: messages these are, for errors: `"a keeper"`.
+        whose: the program that the messages belong to, for errors, such as `"a keeper"`.
         orders, records: unions of frozen dataclasses.
     """
 
     def __init__(self, whose: str, orders: Any, records: Any):
-        self._whose, self._orders, self._records = (
-            whose,
-            codec.message_types(orders),
-            codec.message_types(records),
-        )
+        self._whose = whose
+        self._orders, self._records = codec.message_types(orders), codec.message_types(records)
 
     def write_order(self, order: O) -> bytes:
-        """An order as a line."""
+        """Write an order as a line."""
         return _write(order)
 
     def read_order(self, line: bytes) -> O | None:
-        """The order in a line; None for signs of life alone.
+        """Read the order in a line; None if the line has signs of life alone.
 
         Raises:
-            ValueError: anything else. The message does not quote the line, which may hold a secret.
+            ValueError: the line is anything else. The message does not quote it, since it may hold a secret.
         """
         text = line.lstrip(SIGN_OF_LIFE).strip()
         return self._read(text.decode(), self._orders) if text else None
 
     def write_record(self, record: R) -> bytes:
-        """A record as a line."""
+        """Write a record as a line."""
         return RECORD.encode() + _write(record)
 
     def read_record(self, line: str) -> R | None:
-        """The record in a line; None if it is none, such as a line of a login banner.
+        """Read the record in a line; None if the line is no record, such as a line of a login banner.
 
         Raises:
-            ValueError: it begins like one, but is not.
+            ValueError: the line begins like a record and is none.
         """
         before, mark, text = line.partition(RECORD)
         return self._read(text, self._records) if mark and not before else None
@@ -72,10 +69,8 @@ class LineProtocol(Generic[O, R]):
 
 
 def _write(message: object) -> bytes:
-    return (
-        json.dumps([type(message).__name__, codec.fields_of(message)], default=codec.fields_of).encode()
-        + b"\n"
-    )
+    text = json.dumps([type(message).__name__, codec.fields_of(message)], default=codec.fields_of)
+    return text.encode() + b"\n"
 
 
 def _with_tuples(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""records: what is logged in an actor's process in, records of the controller's `logging` out, with actor and step.
+"""Carry log records from actor processes to the controller's `logging`, with the actor and the step.
 
-In the actor: `RecordSender`, a handler that hands records to the control channel as `Log` messages, few at a time and
-not more than so many a second. On the controller: `log_remote`, which logs them again. Never waits, on either side.
+In the actor, `RecordSender` is a handler that sends records over the control channel as `Log` messages, a few
+at a time and at a limited rate. On the controller, `log_remote` logs them again. Neither side ever waits.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from jaxpp_async.protocol.actor_info import ActorInfo
 from jaxpp_async.protocol.messages import Log
 
 RECORDS_PER_S = 200.0
-"""How many records an actor may send a second, in the long run. What comes above it is counted and dropped."""
+"""Number of records that an actor may send a second, in the long run. Further ones are counted
+and dropped.
+"""
 
 BURST = 400
-"""How many it may send, and have waiting, at once."""
+"""Number of records that an actor may send at once, and that may wait to be sent."""
 
-TELL_AFTER_S = 1.0
-"""How long dropped records are counted before the controller is told."""
+REPORT_AFTER_S = 1.0
+"""Seconds for which dropped records are counted before the controller is informed."""
 
 PER_TURN = 16
-"""Records sent in one turn of the event loop: about as long as a small task takes."""
+"""Number of records sent in one turn of the event loop: about as long as a small task takes."""
 
 MAX_MESSAGE_CHARS, MAX_TRACEBACK_CHARS, MAX_NAME_CHARS = 4096, 16384, 200
 
@@ -39,15 +41,12 @@ _OWN_LOGGERS = (PACKAGE, f"{PACKAGE}.control", f"{PACKAGE}.events", f"{PACKAGE}.
 _HERE: contextvars.ContextVar[int | None] = contextvars.ContextVar("jaxpp_async_actor", default=None)
 
 
-# ---------------------------------------------------------------- pure: how many
-
-
 class RateLimit:
-    """Lets `burst` through at once and `per_s` a second in the long run, and lets no more than `burst` wait. The clock
-    is the caller's.
+    """Allows `burst` records at once and `per_s` a second in the long run, while no more than `burst` wait.
+    The caller reads the clock.
 
     Attributes:
-        num_refused: how many it did not let through since that was last set to 0.
+        num_refused: how many were refused since this was last set to 0.
     """
 
     def __init__(self, per_s: float, burst: int, now_s: float):
@@ -55,7 +54,12 @@ class RateLimit:
         self.num_refused = 0
 
     def lets_through(self, now_s: float, num_waiting: int) -> bool:
-        """Whether one more may pass at this time, in seconds, when so many still wait behind this."""
+        """Whether one more record may pass.
+
+        Args:
+            now_s: the time, in seconds.
+            num_waiting: the number of records that still wait to be sent.
+        """
         self._left = min(self._burst, self._left + (now_s - self._then_s) * self._per_s)
         self._then_s = now_s
         if self._left < 1 or num_waiting >= self._burst:
@@ -69,11 +73,12 @@ class RateLimit:
 
 
 class RecordSender(logging.Handler):
-    """Sends what is logged to the controller. Any thread may log; made and closed on the actor's event loop.
+    """Sends what is logged to the controller. Any thread may log; the sender is made and closed on the
+    actor's event loop.
 
     Args:
-        send: takes `Log` messages, on the event loop; drops them if too much is unsent.
-        clock: seconds, of `time.monotonic`.
+        send: called with `Log` messages, on the event loop; drops them if too much is unsent.
+        clock: gives the time in seconds, as `time.monotonic`.
 
     Attributes:
         step: gives the step under way; called on any thread.
@@ -84,29 +89,30 @@ class RecordSender(logging.Handler):
         self.step: Callable[[], int | None] = lambda: None
         self._send, self._clock = send, clock
         self._loop = asyncio.get_running_loop()
-        self._guard = threading.Lock()  # of what follows; never held while text is made
+        self._guard = threading.Lock()  # of the fields below; never held while text is made
         self._limit = RateLimit(RECORDS_PER_S, BURST, clock())
         self._waiting: deque[Log] = deque()
         self._is_woken = False
-        self._mesh_events: asyncio.TimerHandle | None = None
+        self._report_timer: asyncio.TimerHandle | None = None
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """As `logging`'s own, but without its lock while a text is made: an array's waits for the device, and the loop,
-        which logs as well, must not wait for that."""
+        """Handle a record as `logging` does, without its lock while a text is made: the text of an array
+        waits for the device, and the event loop, which logs too, must not wait for that.
+        """
         kept = bool(self.filter(record))
         if kept:
             self.emit(record)
         return kept
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Called by `logging`, on any thread."""
-        with self._guard:  # before any text is made: a storm must cost little
+        """Queue a record. `logging` calls this on any thread."""
+        with self._guard:  # before any text is made: a flood of records must cost little
             is_wanted = self._limit.lets_through(self._clock(), len(self._waiting))
         if is_wanted:
             try:
                 message = as_message(record, self.step())
             except Exception:
-                # as every handler of `logging` does: the place that logs may not fail because of it
+                # As in every handler of `logging`: the code that logs may not fail because of that.
                 self.handleError(record)
                 return
             with self._guard:
@@ -114,19 +120,19 @@ class RecordSender(logging.Handler):
         self._wake()
 
     def close(self) -> None:
-        """Take leave of `logging` and send what waits. On the event loop."""
+        """Remove the handler from `logging` and send the records that wait. On the event loop."""
         super().close()
         logging.getLogger().removeHandler(self)
-        if self._mesh_events is not None:
-            self._mesh_events.cancel()
-            self._tell_refused()
+        if self._report_timer is not None:
+            self._report_timer.cancel()
+            self._report_refused()
         while self._waiting:
             self._send(self._waiting.popleft())
 
     def _wake(self) -> None:
         with self._guard:
             if self._is_woken or not (
-                self._waiting or (self._limit.num_refused and self._mesh_events is None)
+                self._waiting or (self._limit.num_refused and self._report_timer is None)
             ):
                 return
             self._is_woken = True
@@ -137,16 +143,16 @@ class RecordSender(logging.Handler):
         with self._guard:
             batch = [self._waiting.popleft() for _ in range(min(PER_TURN, len(self._waiting)))]
             self._is_woken = more = bool(self._waiting)
-            if self._limit.num_refused and self._mesh_events is None:
-                self._mesh_events = self._loop.call_later(TELL_AFTER_S, self._tell_refused)
+            if self._limit.num_refused and self._report_timer is None:
+                self._report_timer = self._loop.call_later(REPORT_AFTER_S, self._report_refused)
         for message in batch:
             self._send(message)
         if more:
             self._loop.call_soon(self._flush)
 
-    def _tell_refused(self) -> None:
+    def _report_refused(self) -> None:
         with self._guard:
-            self._mesh_events = None
+            self._report_timer = None
             count, self._limit.num_refused = self._limit.num_refused, 0
         text = f"{count} log records were dropped: this actor logs more than {RECORDS_PER_S:g} a second"
         self._send(Log(logging.WARNING, f"{PACKAGE}.records", text, self.step()))
@@ -155,7 +161,7 @@ class RecordSender(logging.Handler):
 def send_records(send: Callable[[Log], None], level: int) -> RecordSender:
     """Send everything that this process logs at `level` and above to the controller, Python's warnings too.
 
-    To be called on the event loop of an actor's process, once; inline actors share the user's `logging`.
+    An actor's process calls this once, on its event loop. Inline actors use the user's `logging` instead.
     """
     sender = RecordSender(send)
     root = logging.getLogger()
@@ -166,7 +172,7 @@ def send_records(send: Callable[[Log], None], level: int) -> RecordSender:
 
 
 def as_message(record: logging.LogRecord, step: int | None) -> Log:
-    """A record as plain data: text, numbers, and an exception as text."""
+    """Turn a record into plain data: text, numbers, and an exception as text."""
     fields: dict[str, Any] = {
         "thread": printable(record.threadName or ""),
         "created": record.created,
@@ -187,7 +193,7 @@ def _traceback(record: logging.LogRecord) -> str:
         texts.append(record.exc_text)
     if record.stack_info:
         texts.append(record.stack_info)
-    return "\n".join(texts)[-MAX_TRACEBACK_CHARS:]  # its end says most
+    return "\n".join(texts)[-MAX_TRACEBACK_CHARS:]  # the end says most
 
 
 def _cut(text: str, limit: int) -> str:
@@ -198,14 +204,15 @@ def _cut(text: str, limit: int) -> str:
 
 
 def package_level() -> int:
-    """The level that actors' records must have: that of the logger `jaxpp_async`, as things stand."""
+    """Give the level that actors' records must have: that of the logger `jaxpp_async` at this time."""
     return logging.getLogger(PACKAGE).getEffectiveLevel()
 
 
 def log_remote(actor: ActorInfo, message: Log) -> None:
-    """Log what an actor logged, under the same logger's name, with the attributes `actor`, `host` and `step`.
+    """Log a record of an actor, under the same logger's name, with the attributes `actor`, `host` and `step`.
 
-    A level that was set for that logger holds; where only the root has one, that of `jaxpp_async` does.
+    A level that was set for that logger applies; where only the root logger has one, that of `jaxpp_async`
+    applies.
     """
     logger = logging.getLogger(message.logger)
     if message.level < _level_of(logger) or message.level <= logger.manager.disable:
@@ -231,18 +238,22 @@ def _level_of(logger: logging.Logger) -> int:
     return package.getEffectiveLevel()
 
 
-# ---------------------------------------------------------------- the package's own records
+# ---------------------------------------------------------------- attributes of the package's own records
 
 
 def name_actor(actor_id: int) -> contextvars.Context:
-    """A context in which this package's records name an actor: for actors inside the controller's process."""
+    """Make a context in which this package's records name an actor: for actors inside of the controller's
+    process.
+    """
     context = contextvars.copy_context()
     context.run(_HERE.set, actor_id)
     return context
 
 
 def _label(record: logging.LogRecord) -> bool:
-    """A filter that gives this package's records the attributes that a format may name."""
+    """Give a record of this package the attributes that a format may name. A filter of `logging`, which keeps
+    every record.
+    """
     fields = record.__dict__
     if fields.setdefault("actor", None) is None:
         fields["actor"] = _HERE.get()
@@ -252,8 +263,10 @@ def _label(record: logging.LogRecord) -> bool:
 
 
 def label_own_records() -> None:
-    """Give every record of this package's loggers `actor`, `host` and `step`. A second call changes nothing."""
-    for name in _OWN_LOGGERS:  # a logger's filters do not hold for those below it
+    """Give every record of this package's loggers `actor`, `host` and `step`. A second call
+    changes nothing.
+    """
+    for name in _OWN_LOGGERS:  # a logger's filters do not hold for its children
         logging.getLogger(name).addFilter(_label)
 
 

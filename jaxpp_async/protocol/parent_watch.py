@@ -1,10 +1,10 @@
-"""lifeline: how an actor process notices that its controller is gone, and ends. Two of the three means live here.
+"""End an actor process when its controller is gone, and define leases and exit codes.
 
-`PR_SET_PDEATHSIG` asks the kernel to kill this process with the thread that spawned it. A thread watches stdin: the
-controller writes a byte every few seconds, so end of file, or silence longer than the lease, means that it is gone.
-Neither needs the event loop, JAX or the other to work. The first is here for other programs too (`run_with_parent`).
-
-exit_codes: how an actor process ends itself, and what that means. Plain data.
+Two independent means are here; a third is the heartbeat connection. `PR_SET_PDEATHSIG` asks the kernel to
+kill this process together with the thread that spawned it. And a thread watches stdin: the controller writes
+a byte every few seconds, so that end of file, or silence for longer than the lease, means that the controller
+is gone. Neither needs the event loop, JAX or the other one. `run_with_parent` offers the first to other
+programs.
 """
 
 from __future__ import annotations
@@ -19,27 +19,87 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn
 
-_LAST_WORDS_S = 1.0
+_PRINT_S = 1.0
 """How long printing the last words may take: a driver that is stopped does not read them."""
 
 _PR_SET_PDEATHSIG = 1
 
 
+LEASE_S = 15.0
+"""Seconds of silence of the driver after which an actor, or a host agent, ends itself, unless a mesh sets
+another value.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The time for which actors and host agents go on without a sign of life from the driver.
+
+    Args:
+        seconds: length of the lease.
+    """
+
+    seconds: float = LEASE_S
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two signs of life that the driver writes to each stdin to renew the lease."""
+        return min(self.seconds / 5, 3.0)
+
+    @property
+    def last_words(self) -> str:
+        """The reason that a process prints when it ends itself with `ExitCode.LEASE_EXPIRED`."""
+        return (
+            f"the driver was silent for {self.seconds:g} s (lease_s={self.seconds:g}): it was stopped, or "
+            "a native call in it holds Python's GIL; a longer lease_s= of RemoteMesh waits for that"
+        )
+
+
+class ExitCode(enum.IntEnum):
+    """The exit codes with which an actor process ends itself; `ActorDiedError` explains them by
+    `EXIT_REASONS`.
+    """
+
+    OK = 0
+    CRASH = 1
+    CONFIG = 80
+    CONTROLLER_GONE = 81
+    LEASE_EXPIRED = 82
+    REFUSED = 83
+    CONNECTION_LOST = 84
+    HOST_LOST = 85
+
+
+EXIT_REASONS: dict[int, str] = {
+    ExitCode.CRASH: "it raised outside any request",
+    ExitCode.CONFIG: "its configuration on stdin was unusable",
+    ExitCode.CONTROLLER_GONE: "its stdin reached end of file: the controller was gone",
+    ExitCode.LEASE_EXPIRED: "the driver, this process, was silent for longer than lease_s: it, or the keeper "
+    "on the actor's host, was stopped, or a native call held Python's GIL",
+    ExitCode.REFUSED: "the handshake with the controller failed",
+    ExitCode.CONNECTION_LOST: "its control connection broke",
+    ExitCode.HOST_LOST: "unknown how: the connection to its host ended",
+}
+
+
 def signal_at_parents_death(signum: signal.Signals) -> None:
     """Ask the kernel to send this process a signal when the thread that spawned it ends.
 
-    Only Linux has this; elsewhere the other means stand alone. It stays when another program takes the process over.
+    Only Linux has this; elsewhere the other means alone must do. The setting survives `exec`.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
 
 
 def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Have this process end by a signal when the thread that spawned it ends; leave at once if it already has."""
+    """Have this process end by a signal when the thread that spawned it ends. If it has ended already, leave
+    at once.
+    """
     signal_at_parents_death(signum)
-    if os.getppid() != parent_pid:  # it died before the call
+    if os.getppid() != parent_pid:  # the parent died before the call
         leave(ExitCode.CONTROLLER_GONE)
 
 
@@ -49,37 +109,42 @@ def watch_stdin(descriptor: int, lease_s: float, leave: Callable[[ExitCode, str]
     Args:
         descriptor: the read end of the pipe from the controller.
         lease_s: how long silence may last, in seconds.
-        leave: ends the process, after its last words.
+        leave: called to end the process, with the exit code and the last words.
     """
     watcher = threading.Thread(
-        target=_watch, args=(descriptor, lease_s, leave), name="jaxpp-async lifeline", daemon=True
+        target=_watch, args=(descriptor, lease_s, leave), name="jaxpp-async parent watch", daemon=True
     )
     watcher.start()
     return watcher
 
 
 def leave(code: ExitCode, said: str = "") -> None:
-    """End this process now: flush what it printed, then leave without waiting for UCX's or JAX's threads.
+    """End this process now: flush what it printed, then leave without waiting for threads of UCX or JAX.
 
     Args:
-        said: its last words.
+        code: the exit code.
+        said: last words, printed to stderr.
     """
     with contextlib.suppress(RuntimeError):  # no thread can be started any more
-        speaker = threading.Thread(target=_say, args=(said,), name="jaxpp-async last words", daemon=True)
-        speaker.start()
-        speaker.join(_LAST_WORDS_S)
+        printer = threading.Thread(target=_print, args=(said,), name="jaxpp-async last words", daemon=True)
+        printer.start()
+        printer.join(_PRINT_S)
     os._exit(code)
 
 
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # the reader is gone; nobody is left to tell
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the reader is gone
         sys.stdout.flush()
         print(text, end="\n" if text else "", file=sys.stderr, flush=True)
 
 
 def run_with_parent() -> NoReturn:
-    """The program `... -m jaxpp_async.protocol.parent_watch PARENT COMMAND...`: becomes another program, such as
-    ssh, which does not do for itself what `die_with_parent` does. It gets SIGTERM, to end what it has started."""
+    """Run `... -m jaxpp_async.protocol.parent_watch PARENT COMMAND...`: become another program that ends with
+    its parent.
+
+    Programs such as ssh do not do for themselves what `die_with_parent` does. The program gets SIGTERM, so
+    that it can end what it has started.
+    """
     parent_pid, *command = sys.argv[1:]
     die_with_parent(int(parent_pid), signal.SIGTERM)
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and so would the other program
@@ -97,51 +162,7 @@ def _watch(descriptor: int, lease_s: float, leave: Callable[[ExitCode, str], Non
                 return leave(ExitCode.CONTROLLER_GONE, "")
             deadline = time.monotonic() + lease_s
         elif time.monotonic() >= deadline:
-            return leave(ExitCode.LEASE_EXPIRED, last_words(lease_s))
-
-
-# ---------------------------------------------------------------- exit codes
-
-LEASE_S = 15.0
-"""Silence of the driver after which an actor, or a host's keeper, ends itself, unless a mesh says otherwise."""
-
-
-def beat_s_of(lease_s: float) -> float:
-    """How often the driver gives a sign of life, on each stdin, to keep a lease."""
-    return min(lease_s / 5, 3.0)
-
-
-class ExitCode(enum.IntEnum):
-    """How an actor process ends itself; `ActorDiedError` explains the code."""
-
-    OK = 0
-    CRASH = 1
-    CONFIG = 80
-    CONTROLLER_GONE = 81
-    LEASE_EXPIRED = 82
-    REFUSED = 83
-    CONNECTION_LOST = 84
-    HOST_LOST = 85
-
-
-EXIT_REASONS: dict[int, str] = {
-    ExitCode.CRASH: "it raised outside any request",
-    ExitCode.CONFIG: "its configuration on stdin was unusable",
-    ExitCode.CONTROLLER_GONE: "its stdin reached end of file: the controller was gone",
-    ExitCode.LEASE_EXPIRED: "the driver, this process, was silent for longer than lease_s: it, or the keeper on the "
-    "actor's host, was stopped, or a native call held Python's GIL",
-    ExitCode.REFUSED: "the handshake with the controller failed",
-    ExitCode.CONNECTION_LOST: "its control connection broke",
-    ExitCode.HOST_LOST: "unknown how: the connection to its host ended",
-}
-
-
-def last_words(lease_s: float) -> str:
-    """Say, for a process that ends itself with `ExitCode.LEASE_EXPIRED`, why."""
-    return (
-        f"the driver was silent for {lease_s:g} s (lease_s={lease_s:g}): it was stopped, or a native call in it holds "
-        "Python's GIL; a longer lease_s= of RemoteMesh waits for that"
-    )
+            return leave(ExitCode.LEASE_EXPIRED, Lease(lease_s).last_words)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""owned_tasks: asyncio tasks with a name and an owner, who ends them all. Knows nothing of what they do.
+"""Own asyncio tasks and end them together, and limit how long something may take.
 
-deadlines: how long something may take, counted in time in which this process could have heard that it is done.
+Limits count the time in which this process was awake and could have received an answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ _LOG = logging.getLogger("jaxpp_async")
 
 
 class OwnedTasks:
-    """The asyncio tasks of one owner. A bug in one of them is logged, not lost, unless somebody raises it."""
+    """The asyncio tasks of one owner. An error of a task is logged, unless the code that awaits the task
+    raises it.
+    """
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -29,10 +31,12 @@ class OwnedTasks:
     def start(
         self, name: str, work: Coroutine[Any, Any, None], *, is_awaited: bool = False
     ) -> asyncio.Task[None]:
-        """Run `work` until its end or the owner's.
+        """Run `work` until its end, or until the owner ends.
 
         Args:
-            is_awaited: whoever waits for it raises its error, which is not logged then.
+            name: of the task.
+            work: the coroutine.
+            is_awaited: the code that awaits the task raises its error, which is not logged then.
         """
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
@@ -40,7 +44,9 @@ class OwnedTasks:
         return task
 
     async def aclose(self) -> None:
-        """Cancel all but the one that calls this, and wait for their end. Errors of theirs are logged, not raised."""
+        """Cancel all tasks but the one that calls this, and wait for their end. Their errors are logged, not
+        raised.
+        """
         others = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in others:
             task.cancel()
@@ -48,7 +54,7 @@ class OwnedTasks:
 
     def _on_done_awaited(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        retrieve(task)  # all who waited may have been cancelled
+        retrieve(task)  # all that waited may have been cancelled
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -57,17 +63,17 @@ class OwnedTasks:
 
 
 def retrieve(future: asyncio.Future[Any]) -> None:
-    """Mark a future's exception as seen: whoever awaits it still gets it, and nobody has to."""
+    """Mark a future's exception as seen, so that nobody has to await it; whoever does still gets the
+    exception.
+    """
     if not future.cancelled():
         future.exception()
 
 
-# ---------------------------------------------------------------- deadlines
-
-
 @contextlib.asynccontextmanager
 async def awake_timeout(seconds: float) -> AsyncIterator[None]:
-    """`asyncio.timeout`, counted in time awake: what came while the loop was blocked is heard before it is too late.
+    """Limit a block like `asyncio.timeout`, in time awake: what came while the loop was blocked is handled
+    before the limit.
 
     Raises:
         TimeoutError: the time is over.
@@ -75,15 +81,15 @@ async def awake_timeout(seconds: float) -> AsyncIterator[None]:
     loop, clock = asyncio.get_running_loop(), SuspendAwareClock(time.monotonic())
     async with asyncio.timeout(None) as scope:
 
-        def look() -> None:
+        def check() -> None:
             nonlocal timer
             left = seconds - clock.tick(time.monotonic())
             if left > 0:
-                timer = loop.call_later(min(left, TICK_S), look)
+                timer = loop.call_later(min(left, TICK_S), check)
             else:
                 scope.reschedule(loop.time())
 
-        timer = loop.call_later(min(seconds, TICK_S), look)
+        timer = loop.call_later(min(seconds, TICK_S), check)
         try:
             yield
         finally:

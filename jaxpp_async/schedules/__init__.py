@@ -1,12 +1,13 @@
-"""schedules: which task runs where and in which order. In: counts of stages, microbatches and actors. Out: one list of
-`Task`s an actor. No jax, no I/O but `csv_files`; nothing here knows what a task computes or how long it takes.
+"""Decide which task runs where and in which order: one list of `Task`s an actor.
 
-    GPipe, Std1F1B, ...     the built-in schedules (`builtin`, `zero_bubble`, `v_shaped`)
-    schedule_from_csv, ...  a schedule from and to a file (`csv_files`)
-    Schedule                what a schedule is (`base`)
-    resolve                 a schedule, built-in or the user's own, checked (`check`)
-    global_order, simulate  what follows from the lists (`timing`)
-    format_grid             the lists as text (`grid`)
+A schedule sees counts of stages, microbatches and actors; it knows neither what a task computes nor how long
+that takes.
+
+    Schedule                what a schedule is, and how to write one (`base`)
+    GPipe, Std1F1B, ...     the built-in schedules (`linear`, `v_shaped`)
+    schedule_from_csv, ...  a schedule from and to a file (`torch_csv`)
+    resolve, format_grid    a schedule, built-in or the user's own, checked, and drawn as text (`validate`)
+    global_order, simulate  what follows from the lists: one order of all tasks, times, bubbles (`simulate`)
 """
 
 from jaxpp_async.program.instructions import Task
@@ -45,9 +46,9 @@ __all__ = [
     "Interleaved1F1B",
     "LoopedBFS",
     "Schedule",
+    "ScheduleTiming",
     "Std1F1B",
     "Task",
-    "ScheduleTiming",
     "ZeroBubbleH1",
     "ZeroBubbleH2",
     "ZeroBubbleV",

@@ -1,6 +1,4 @@
-"""schedules.base: what every built-in schedule shares: the protocol, the checked counts, groups of neighbouring stages.
-Pure order: never looks at a program, never validates a schedule.
-"""
+"""Define what a schedule is, and the parts that several built-in schedules share."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar, dataclass_transform, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import Task, TaskType
@@ -18,49 +16,79 @@ _T = TypeVar("_T")
 
 @runtime_checkable
 class Schedule(Protocol):
-    """What `accumulate_grads` takes: the order in which each actor runs its tasks.
+    """The order in which each actor runs its tasks, as `accumulate_grads` takes it.
 
-    A schedule of one's own is best a frozen dataclass: equal schedules then share one traced step.
+    A schedule of your own is one class in a file of yours; nothing has to be registered. For example, this
+    one runs a microbatch at a time and deals the stages to the actors in turn:
+
+        from dataclasses import dataclass
+        from jaxpp_async.schedules import Schedule, Task
+
+        @dataclass(frozen=True)
+        class OneAtATime(Schedule):
+            num_stages: int
+
+            def tasks(self, num_microbatches, num_actors):
+                rows = [[] for _ in range(num_actors)]
+                for i in range(num_microbatches):
+                    forward = [Task(i, "fwd", stage) for stage in range(self.num_stages)]
+                    backward = [Task(i, "bwd", task.stage) for task in reversed(forward)]
+                    for task in forward + backward:
+                        rows[task.stage % num_actors].append(task)
+                return rows
+
+        accumulate_grads(grads_of, OneAtATime(num_stages=4))(batch)
+
+    A frozen dataclass is best: equal schedules then share one traced step. Any object with these two members
+    will do, a subclass or not. `resolve` checks the lists before a step is compiled, and says where a rule of
+    docs/schedules.md is broken; `format_grid` draws them.
+
+    Attributes:
+        num_stages: stages of the loop body: its `pipeline_yield`s plus one.
     """
 
-    @property
-    def num_stages(self) -> int:
-        """How many stages the loop body has: its `pipeline_yield`s plus one."""
-        ...
+    num_stages: int
 
     def tasks(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
-        """One list of tasks an actor, in order of execution."""
+        """Return one list of tasks an actor, in order of execution.
+
+        Args:
+            num_microbatches: microbatches of one step, at least 1.
+            num_actors: actors of the mesh, at least 1.
+        """
         ...
 
 
-_ELSEWHERE = {
+_GIVEN_ELSEWHERE = {
     "num_microbatches": "how many there are says the leading axis of the batch that the loop is called with; "
     "accumulate_grads(..., num_microbatches=) checks it",
     "num_actors": "the mesh says how many there are: RemoteMesh(num_actors)",
 }
-"""What no built-in schedule takes, though schedules elsewhere do."""
+"""Options that no built-in schedule takes, though those of other libraries do, and where these are given."""
 
 
-@dataclass_transform(frozen_default=True)
-def frozen_schedule(cls: type[_T]) -> type[_T]:
-    """A frozen dataclass that says where to give what a schedule does not take."""
-    made = dataclass(frozen=True)(cls)
-    init = made.__init__
+def _advise_on_options(cls: type[_T]) -> type[_T]:
+    """Let a class and its subclasses say where to give an option of `_GIVEN_ELSEWHERE`."""
+    init = cls.__init__
 
     @functools.wraps(init)
     def checked(self: _T, *args: Any, **options: Any) -> None:
         for name in options:
-            if name in _ELSEWHERE:
-                raise TypeError(f"{type(self).__name__} has no option {name}=; {_ELSEWHERE[name]}")
+            if name in _GIVEN_ELSEWHERE:
+                raise TypeError(f"{type(self).__name__} has no option {name}=; {_GIVEN_ELSEWHERE[name]}")
         init(self, *args, **options)
 
-    made.__init__ = checked
-    return made
+    cls.__init__ = checked
+    return cls
 
 
-@frozen_schedule
-class BuiltIn:
-    """Args: num_stages: stages of the loop body, one more than its `pipeline_yield`s.
+@_advise_on_options
+@dataclass(frozen=True)
+class BuiltIn(Schedule):
+    """A schedule whose counts are checked; a subclass gives the order in `_rows`.
+
+    Args:
+        num_stages: stages of the loop body, one more than its `pipeline_yield`s.
 
     Raises:
         ScheduleError: `num_stages` is not a positive int.
@@ -69,10 +97,11 @@ class BuiltIn:
     num_stages: int
 
     def __post_init__(self) -> None:
-        check_count(f"{type(self).__name__}(num_stages=...)", self.num_stages)
+        _check_count(f"{type(self).__name__}(num_stages=...)", self.num_stages)
 
     def tasks(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
-        """One list of tasks an actor, in order of execution; empty for actors beyond the number of stages.
+        """Return one list of tasks an actor, in order of execution; an actor beyond the number of stages has
+        none.
 
         Args:
             num_microbatches: microbatches of one step, at least 1.
@@ -81,29 +110,30 @@ class BuiltIn:
         Raises:
             ScheduleError: a count is not a positive int.
         """
-        check_count("num_microbatches", num_microbatches)
-        check_count("num_actors", num_actors)
+        _check_count("num_microbatches", num_microbatches)
+        _check_count("num_actors", num_actors)
         return self._rows(num_microbatches, num_actors)
 
     def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
         raise NotImplementedError
 
 
-def check_count(name: str, value: object) -> None:
+def _check_count(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ScheduleError(f"{name}: expected a positive int, got {value!r}")
 
 
 def neighbouring_stages(num_stages: int, num_actors: int) -> list[range]:
-    """Each actor's stages when stage s is on actor s*A//S."""
+    """Return each actor's stages when stage s is on actor s*A//S."""
     bounds = [-(-actor * num_stages // num_actors) for actor in range(num_actors + 1)]
     return [range(first, end) for first, end in pairwise(bounds)]
 
 
 def through(stages: range, ty: TaskType, i: int) -> list[Task]:
-    """Microbatch `i` through neighbouring `stages` that run as one: the last stage first, but for a forward."""
+    """Return microbatch `i`'s tasks in `stages` that run as one: a backward from the last stage."""
     return [Task(i, ty, stage) for stage in (stages if ty == "fwd" else reversed(stages))]
 
 
 def flat(parts: Iterable[list[Task]]) -> list[Task]:
+    """Join lists of tasks into one."""
     return [task for part in parts for task in part]

@@ -1,23 +1,19 @@
-"""schedules.builtin: the schedules with whole backwards. Counts of stages, microbatches and actors in, one list of
-tasks an actor out. Pure order: never looks at a program, never validates (`schedules.resolve` does, built-in or not).
+"""Schedules whose actors hold neighbouring stages, or stages that lie A apart.
 
-Every one but GPipe and LoopedBFS is one pattern: warm-up forwards, then one forward and one backward in turn, then the
-backwards left over. They differ in how many forwards warm an actor up and in which stage each slot takes.
+All but GPipe and LoopedBFS with whole backwards follow one pattern: warm-up forwards, then one forward and
+one backward in turn, then the backwards left over. They differ in how many forwards warm an actor up and in
+which stage each slot takes.
 
-Microbatches run backward in the order 0, 1, 2, ..., also where a paper draws it reversed (GPipe, LoopedBFS): no bubble
-and no memory depends on it, and gradients then accumulate in the order of the plain loop.
+In schedules with split backwards the stage before waits for `bwd_input`; nobody waits for `bwd_weight`, so it
+fills slots that would be idle.
 
-Notation below: S stages, A actors, M microbatches. Bubble fractions are for forwards and backwards of one unit of time.
-Activations are counted in (stage, microbatch) pairs whose forward is done and whose backward is not.
+Microbatches run backward in the order 0, 1, 2, ... in every stage, also where a paper draws it reversed
+(GPipe, LoopedBFS): no bubble and no memory depends on it, and gradients then accumulate in the order of the
+plain loop.
 
-schedules.zero_bubble: the schedules that split every backward, stages in line. Counts of stages, microbatches and
-actors in, one list of tasks an actor out. Pure order: never looks at a program, never validates.
-
-The stage before waits for `bwd_input`; nobody waits for `bwd_weight`, so it fills slots that would be idle. Both run in
-microbatch order in every stage, and gradients accumulate in the order of the plain loop.
-
-Notation: S stages, A actors, M microbatches; forwards and both halves of a backward take one unit of time. Activations
-are counted in (stage, microbatch) pairs whose forward is done and whose `bwd_weight` is not.
+Notation below: S stages, A actors, M microbatches. Bubble fractions are for forwards, whole backwards and
+both halves of a split backward of one unit of time each. Activations are counted in (stage, microbatch) pairs
+whose forward is done and whose backward (for a split one its `bwd_weight`) is not.
 """
 
 from __future__ import annotations
@@ -26,17 +22,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from jaxpp_async.program.instructions import Task, TaskType
-from jaxpp_async.schedules.base import BuiltIn, flat, frozen_schedule, neighbouring_stages, through
+from jaxpp_async.schedules.base import BuiltIn, flat, neighbouring_stages, through
 
 # ---------------------------------------------------------------- neighbouring stages on one actor
 
 
-@frozen_schedule
 class GPipe(BuiltIn):
-    """All forwards, then all backwards. Stage s is on actor s*A//S.
+    """Run all forwards, then all backwards. Stage s is on actor s*A//S.
 
-    Several stages on one actor run one after the other for each microbatch, as one longer stage would: only the group's
-    ends talk to other actors, so nothing finer is faster.
+    Several stages on one actor run one after the other for each microbatch, as one longer stage would: only
+    the group's ends talk to other actors, so nothing finer is faster.
 
     Bubble fraction (A divides S): (A-1)/(M+A-1). Activations on an actor with k stages: k*M.
 
@@ -52,32 +47,33 @@ class GPipe(BuiltIn):
         ]
 
 
-@frozen_schedule
 class Std1F1B(BuiltIn):
-    """One forward, one backward (PipeDream-Flush). Stage s is on actor s*A//S; several on one actor run as one longer
-    stage (see `GPipe`).
+    """Run one forward and one backward in turn (PipeDream-Flush).
 
-    Bubble fraction (A divides S): (A-1)/(M+A-1), as GPipe. Activations on actor a with k stages: k*min(M, A-a), however
-    large M is. With S = A stage s holds min(M, S-s).
+    Stage s is on actor s*A//S; several on one actor run as one longer stage (see `GPipe`).
 
-    Source: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, 2021, arXiv:2006.09503, section 3.2;
-    Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, 2021,
-    arXiv:2104.04473, section 2.2.1.
+    Bubble fraction (A divides S): (A-1)/(M+A-1), as GPipe. Activations on actor a with k stages: k*min(M,
+    A-a), however large M is. With S = A stage s holds min(M, S-s).
+
+    Source: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, 2021, arXiv:2006.09503, section
+    3.2; Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
+    2021, arXiv:2104.04473, section 2.2.1.
     """
 
     def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
         return _one_forward_one_backward(self.num_stages, num_microbatches, num_actors, warmup_per_hop=1)
 
 
-@frozen_schedule
 class Eager1F1B(BuiltIn):
-    """1F1B that runs forwards further ahead: two warm-up forwards for each actor behind, where `Std1F1B` has one. An
-    activation then arrives one slot before it is needed, which hides the transfer. Placed as `Std1F1B`.
+    """Run 1F1B with forwards further ahead: two warm-up forwards for each actor behind, for `Std1F1B`'s one.
+
+    An activation then arrives one slot before it is needed, which hides the transfer. Placed as `Std1F1B`.
 
     Bubble fraction (A divides S): (A-1)/(M+A-1). Activations on actor a with k stages: k*min(M, 2*(A-a)-1).
 
-    Source: Zhuang et al., On Optimizing the Communication of Model Parallelism, 2022, arXiv:2211.05322, section 4
-    (eager-1F1B), as in Alpa's overlap-friendly schedule: 2*(A-a)-1 forwards before the first backward.
+    Source: Zhuang et al., On Optimizing the Communication of Model Parallelism, 2022, arXiv:2211.05322,
+    section 4 (eager-1F1B), as in Alpa's overlap-friendly schedule: 2*(A-a)-1 forwards before the first
+    backward.
     """
 
     def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
@@ -100,16 +96,15 @@ def _one_forward_one_backward(
     return rows
 
 
-# ---------------------------------------------------------------- stages dealt round
+# ---------------------------------------------------------------- stages that lie A apart on one actor
 
 
-@frozen_schedule
 class Interleaved1F1B(BuiltIn):
-    """1F1B in which each actor holds v = S/A stages that lie A apart: stage s is on actor s % A. A microbatch passes
-    every actor v times, and the bubble shrinks by v at the price of v times the transfers.
+    """1F1B in which each actor holds v = S/A stages that lie A apart: stage s is on actor s % A. A microbatch
+    passes every actor v times, and the bubble shrinks by v at the price of v times the transfers.
 
-    Microbatches go in groups: an actor runs a whole group through one of its stages, then through its next. Where A
-    divides M, a group has A microbatches and the order is Megatron's. Otherwise:
+    Microbatches go in groups: an actor runs a whole group through one of its stages, then through its next.
+    Where A divides M, a group has A microbatches and the order is Megatron's. Otherwise:
 
     - M > A: M//A groups, as equal as can be, none smaller than A. No bubble is added; larger groups hold more
       activations.
@@ -117,12 +112,13 @@ class Interleaved1F1B(BuiltIn):
     - S not a multiple of A: the order of the next larger multiple without the stages that do not exist.
     - S <= A: the order of `Std1F1B`.
 
-    Bubble fraction (A divides S, M >= A): (A-1)/(v*M+A-1). Activations on actor a (A divides S, v > 1, g the size of
-    the largest group): min(v*M, (v-1)*g + 2*(A-1-a) + 1), each of a stage of 1/v the size.
+    Bubble fraction (A divides S, M >= A): (A-1)/(v*M+A-1). Activations on actor a (A divides S, v > 1, g the
+    size of the largest group): min(v*M, (v-1)*g + 2*(A-1-a) + 1), each of a stage of 1/v the size.
 
-    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, 2021,
-    arXiv:2104.04473, section 2.2.2 and figure 4; warm-up counts as in Megatron-LM's
-    `forward_backward_pipelining_with_interleaving`, uneven groups after torch.distributed.pipelining's flexible rounds.
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
+    2021, arXiv:2104.04473, section 2.2.2 and figure 4; warm-up counts as in Megatron-LM's
+    `forward_backward_pipelining_with_interleaving`, uneven groups after torch.distributed.pipelining's
+    flexible rounds.
     """
 
     def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
@@ -135,8 +131,11 @@ class Interleaved1F1B(BuiltIn):
         return rows + [[] for _ in range(num_actors - num_used)]
 
     def _row(self, actor: int, num_actors: int, num_loops: int, num_microbatches: int) -> list[Task]:
-        """One actor's order for groups of one size and whole loops, less the tasks that do not exist. What is left of a
-        valid order is valid: dependencies join tasks of one microbatch, and the stages left out are the last."""
+        """Order one actor's tasks for groups of one size and whole loops, less the tasks that do not exist.
+
+        The rest of a valid order is valid: dependencies join tasks of one microbatch, and the stages left out
+        are the last.
+        """
         group_size, groups = _groups(num_microbatches, num_actors)
         stages = [loop * num_actors + actor for loop in range(num_loops)]
 
@@ -155,19 +154,20 @@ class Interleaved1F1B(BuiltIn):
 
 
 def _groups(num_microbatches: int, num_actors: int) -> tuple[int, list[range]]:
-    """The size of the largest group of `Interleaved1F1B`, and the microbatches of each."""
+    """Return the size of the largest group of `Interleaved1F1B`, and the microbatches of each group."""
     num_groups = max(1, num_microbatches // num_actors)
     bounds = [-(-group * num_microbatches // num_groups) for group in range(num_groups + 1)]
     groups = [range(first, end) for first, end in pairwise(bounds)]
     return len(groups[0]), groups
 
 
-@frozen_schedule
 class LoopedBFS(BuiltIn):
-    """Breadth-first: an actor runs all microbatches through one of its stages before the next stage. Stage s is on
-    actor s % A. Each stage's weights are used, and its gradient is finished, in one go.
+    """Run all microbatches through one of an actor's stages before the next stage (breadth-first).
 
-    Bubble fraction (A divides S, v = S/A, M >= A): (A-1)/(v*M+A-1). Activations on an actor with k stages: k*M.
+    Stage s is on actor s % A. Each stage's weights are used, and its gradient is finished, in one go.
+
+    Bubble fraction (A divides S, v = S/A, M >= A): (A-1)/(v*M+A-1). Activations on an actor with k stages:
+    k*M.
 
     Source: Lamy-Poirier, Breadth-First Pipeline Parallelism, 2022, arXiv:2211.05953, section 4.
     """
@@ -190,7 +190,7 @@ class LoopedBFS(BuiltIn):
 def _alternate(
     forwards: Sequence[list[Task]], backwards: Sequence[list[Task]], *, num_warmup: int
 ) -> list[Task]:
-    """`num_warmup` forwards, then a forward and a backward in turn, then the backwards left over."""
+    """Order `num_warmup` forwards, then a forward and a backward in turn, then the backwards left over."""
     num_warmup = min(num_warmup, len(forwards))
     order = flat(forwards[:num_warmup])
     for position, backward in enumerate(backwards):
@@ -200,38 +200,40 @@ def _alternate(
     return order
 
 
-# ---------------------------------------------------------------- zero bubble
+# ---------------------------------------------------------------- split backwards
 
 
-@frozen_schedule
 class ZeroBubbleH1(BuiltIn):
-    """1F1B with each weight gradient put off by one microbatch for each actor ahead. Input gradients reach the first
-    actor sooner, and weight gradients fill the end. Also called ZB1P. Stage s is on actor s*A//S; several on one actor
-    run as one longer stage (see `GPipe`).
+    """Run 1F1B with each weight gradient put off by one microbatch for each actor ahead. Also called ZB1P.
 
-    Bubble fraction (A divides S, M >= A): (A-1)/(3M+A-1), a third of 1F1B's. Activations on every actor with k stages:
-    k*min(M, A), as on 1F1B's first actor.
+    Input gradients reach the first actor sooner, and weight gradients fill the end. Stage s is on actor
+    s*A//S; several on one actor run as one longer stage (see `GPipe`).
 
-    Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, arXiv:2401.10241, section 2.1 and figure 3 (top).
+    Bubble fraction (A divides S, M >= A): (A-1)/(3M+A-1), a third of 1F1B's. Activations on every actor with
+    k stages: k*min(M, A), as on 1F1B's first actor.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, arXiv:2401.10241, section 2.1 and figure 3
+    (top).
     """
 
     def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
         return one_forward_two_halves(self.num_stages, num_microbatches, num_actors, per_hop=1)
 
 
-@frozen_schedule
 class ZeroBubbleH2(BuiltIn):
-    """`ZeroBubbleH1` with twice the warm-up forwards and twice the delay of weight gradients: from M = 2A-1 on no actor
-    idles between its first and its last task. Also called ZB2P. Placed as `ZeroBubbleH1`.
+    """Run `ZeroBubbleH1` with twice the warm-up forwards and twice the delay. Also called ZB2P.
+
+    From M = 2A-1 on no actor idles between its first and its last task. Placed as `ZeroBubbleH1`.
 
     Actor a still begins and ends a units after the first. So the bubble fraction of one step by itself is
-    (A-1)/(3M+A-1), as H1's; it vanishes where steps follow each other without all actors waiting for one another (a
-    global gradient norm makes them wait). From M = A to 2A-1 an actor idles up to 2A-1-M units between its tasks;
-    with M <= A it is never faster than H1.
+    (A-1)/(3M+A-1), as H1's; it vanishes where steps follow each other without all actors waiting for one
+    another (a global gradient norm makes them wait). From M = A to 2A-1 an actor idles up to 2A-1-M units
+    between its tasks; with M <= A it is never faster than H1.
 
     Activations on every actor with k stages: k*min(M, 2A-1).
 
-    Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, arXiv:2401.10241, section 2.2 and figure 3 (bottom).
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, arXiv:2401.10241, section 2.2 and figure 3
+    (bottom).
     """
 
     def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
@@ -241,22 +243,27 @@ class ZeroBubbleH2(BuiltIn):
 def one_forward_two_halves(
     num_stages: int, num_microbatches: int, num_actors: int, *, per_hop: int
 ) -> list[list[Task]]:
-    """On each actor: `per_hop` warm-up forwards for each actor behind, then a forward, an input gradient and the weight
-    gradient of `per_hop` microbatches for each actor ahead before that, in turn.
+    """Order the tasks of 1F1B with split backwards on every actor.
 
-    Warm-up and delay add up to the same on every actor: each holds at most `per_hop * (A-1) + 1` microbatches.
+    An actor runs `per_hop` warm-up forwards for each actor behind it. Then it runs in turn a forward, an
+    input gradient, and a weight gradient that is `per_hop` microbatches late for each actor ahead of it.
+    Warm-up and delay add up to the same on every actor: each holds at most `per_hop * (A-1) + 1`
+    microbatches.
     """
     groups = neighbouring_stages(num_stages, num_actors)
     used = [actor for actor, stages in enumerate(groups) if stages]
     rows: list[list[Task]] = [[] for _ in groups]
     for num_ahead, actor in enumerate(used):
         num_behind = len(used) - 1 - num_ahead
-        rows[actor] = _row(groups[actor], num_microbatches, per_hop * num_behind, per_hop * num_ahead)
+        rows[actor] = _split_row(groups[actor], num_microbatches, per_hop * num_behind, per_hop * num_ahead)
     return rows
 
 
-def _row(stages: range, num_microbatches: int, num_warmup: int, delay: int) -> list[Task]:
-    """Input gradient i stands after forward i + `num_warmup` and before weight gradient i - `delay`."""
+def _split_row(stages: range, num_microbatches: int, num_warmup: int, delay: int) -> list[Task]:
+    """Order one actor's tasks.
+
+    Input gradient i runs behind forward i + `num_warmup` and ahead of weight gradient i - `delay`.
+    """
     row: list[Task] = []
     for i in range(-num_warmup, num_microbatches + delay):
         if i + num_warmup < num_microbatches:

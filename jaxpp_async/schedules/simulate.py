@@ -1,6 +1,6 @@
-"""schedules.timing: lists of tasks in; dependencies, timelines and one order of all tasks out. Knows no transfer times.
+"""Run lists of tasks without computing anything: dependencies, times, deadlocks, one order of all tasks.
 
-`Rows` below are one sequence of tasks an actor, as `resolve` returns them.
+`Rows` below are one sequence of tasks an actor, as `resolve` returns them. Transfers take no time here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from jaxpp_async.errors import ScheduleError
-from jaxpp_async.program.instructions import ActorId, Task, TaskType
+from jaxpp_async.program.instructions import TASK_TYPES, ActorId, Task, TaskType
 
 Rows: TypeAlias = Sequence[Sequence[Task]]
 Durations: TypeAlias = Mapping[TaskType, float] | Callable[[Task], float]
@@ -24,7 +24,7 @@ UNIT: Mapping[TaskType, float] = MappingProxyType({"fwd": 1, "bwd": 1, "bwd_inpu
 
 
 def dependencies(task: Task, num_stages: int, split: Collection[tuple[int, int]] = ()) -> tuple[Task, ...]:
-    """The tasks that must be done before `task` starts, within its microbatch.
+    """Return the tasks that must be done before `task` starts, within its microbatch.
 
     Args:
         task: any task of the schedule.
@@ -44,18 +44,18 @@ def dependencies(task: Task, num_stages: int, split: Collection[tuple[int, int]]
 
 
 def split_backwards(tasks: Rows) -> frozenset[tuple[int, int]]:
-    """(stage, microbatch) of every backward in `tasks` that is split."""
+    """Find (stage, microbatch) of every backward in `tasks` that is split."""
     return frozenset((task.stage, task.i) for row in tasks for task in row if task.ty == "bwd_input")
 
 
 def stage_actors(tasks: Rows) -> tuple[ActorId, ...]:
-    """The actor of each stage."""
+    """Return the actor of each stage."""
     actors = {task.stage: actor for actor, row in enumerate(tasks) for task in row}
     return tuple(actors[stage] for stage in range(len(actors)))
 
 
 def num_stages_of(tasks: Rows) -> int:
-    """One more than the largest stage index in `tasks`; 0 where there is no task."""
+    """Return one more than the largest stage index in `tasks`; 0 where there is no task."""
     return 1 + max((task.stage for row in tasks for task in row), default=-1)
 
 
@@ -64,7 +64,7 @@ def num_stages_of(tasks: Rows) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleTiming:
-    """When each task runs: `starts[actor][step]` and `ends[actor][step]`, in the unit of the durations given."""
+    """The times of all tasks, `starts[actor][step]` and `ends[actor][step]`, in the unit of the durations."""
 
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
@@ -93,9 +93,9 @@ def simulate(tasks: Rows, durations: Durations = UNIT) -> ScheduleTiming:
 
 
 def run_ahead(tasks: Rows, durations: Durations = UNIT) -> ScheduleTiming:
-    """As `simulate`, but where the schedule deadlocks, the timeline of what runs until then."""
+    """Run the lists as `simulate` does; of a schedule that deadlocks, return the times of what runs."""
     duration = durations if callable(durations) else lambda task: durations[task.ty]
-    rows = _numbered(tasks)
+    rows = _number_tasks(tasks)
     starts: list[list[float]] = [[] for _ in tasks]
     ends: list[list[float]] = [[] for _ in tasks]
     done: dict[int, float] = {}
@@ -125,13 +125,14 @@ def run_ahead(tasks: Rows, durations: Durations = UNIT) -> ScheduleTiming:
     return ScheduleTiming(tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
-_CODES: Mapping[TaskType, int] = MappingProxyType({"fwd": 0, "bwd": 1, "bwd_input": 2, "bwd_weight": 3})
+_CODES: Mapping[TaskType, int] = MappingProxyType({ty: code for code, ty in enumerate(TASK_TYPES)})
 
 
-def _numbered(tasks: Rows) -> list[list[tuple[int, tuple[int, ...]]]]:
-    """For each entry a number for its task and the numbers of its `dependencies`.
+def _number_tasks(tasks: Rows) -> list[list[tuple[int, tuple[int, ...]]]]:
+    """Return for each entry a number for its task and the numbers of its `dependencies`.
 
-    Large schedules have ten thousand tasks, and a number is found in a dict in a tenth of the time that a task takes.
+    Large schedules have ten thousand tasks, and a number is found in a dict in a tenth of the time that a
+    task takes.
     """
     num_stages = num_stages_of(tasks)
     next_stage = 4 * (1 + max((task.i for row in tasks for task in row), default=0))
@@ -156,10 +157,10 @@ def _numbered(tasks: Rows) -> list[list[tuple[int, tuple[int, ...]]]]:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleWait:
-    """An actor that stands still: its task `task` at `step` of its list needs `need`.
+    """An actor that cannot go on: its task `task` at `step` of its list needs `need`.
 
-    `need_actor` and `need_step` say where `need` is in the lists, None where it is nowhere; `head` is the task that
-    `need_actor` stands at.
+    `need_actor` and `need_step` say where `need` is in the lists, None where it is nowhere; `head` is the
+    task at which `need_actor` waits.
     """
 
     actor: ActorId
@@ -179,7 +180,7 @@ class ScheduleWait:
 
 
 def find_deadlock(tasks: Rows, timeline: ScheduleTiming) -> tuple[ScheduleWait, ...]:
-    """The cycle of actors that wait for one another; () if `timeline` (of `run_ahead`) runs every task."""
+    """Find the cycle of actors that wait for one another; () if `timeline` (from `run_ahead`) is complete."""
     heads = {actor: len(ends) for actor, ends in enumerate(timeline.ends) if len(ends) < len(tasks[actor])}
     if not heads:
         return ()
@@ -204,9 +205,9 @@ def find_deadlock(tasks: Rows, timeline: ScheduleTiming) -> tuple[ScheduleWait, 
 
 
 def global_order(tasks: Rows) -> list[tuple[ActorId, Task]]:
-    """All tasks in one topological order: by simulated start in unit time, then by actor.
+    """Put all tasks in one topological order: by simulated start in unit time, then by actor.
 
-    Restricted to one actor it is that actor's list.
+    Restricted to one actor the order is that actor's list.
 
     Raises:
         ScheduleError: the schedule deadlocks.
@@ -220,7 +221,7 @@ def global_order(tasks: Rows) -> list[tuple[ActorId, Task]]:
 
 
 def bubble_fraction(tasks: Rows, durations: Durations = UNIT) -> float:
-    """The share of the actors' time, from first task to last, in which they run nothing.
+    """Return the share of the actors' time, from first task to last, in which they run nothing.
 
     Actors without a task count as idle throughout.
     """
@@ -235,10 +236,10 @@ def bubble_fraction(tasks: Rows, durations: Durations = UNIT) -> float:
 
 
 def idle_times(tasks: Rows, durations: Durations = UNIT) -> tuple[float, ...]:
-    """For each actor, how long it runs nothing between its own first and last task.
+    """Return for each actor how long it runs nothing between its own first and last task.
 
-    What papers call zero bubble is this: where no actor waits for all others at the end of a step, the next step can
-    begin on an actor as soon as it is done with this one.
+    Papers call a schedule without such time zero bubble: where no actor waits for all others at the end of a
+    step, the next step can begin on an actor as soon as it is done with this one.
     """
     timeline = simulate(tasks, durations)
     return tuple(
@@ -248,8 +249,11 @@ def idle_times(tasks: Rows, durations: Durations = UNIT) -> tuple[float, ...]:
 
 
 def peak_activations(tasks: Rows) -> tuple[int, ...]:
-    """For each actor, the most (stage, microbatch) pairs whose forward it has run and whose backward it has not
-    finished (`bwd`, or for a split backward `bwd_weight`)."""
+    """Return for each actor the most activations that it holds.
+
+    An activation is a (stage, microbatch) pair whose forward the actor has run and whose backward it has not
+    finished (`bwd`, or for a split backward `bwd_weight`).
+    """
     change = {"fwd": 1, "bwd": -1, "bwd_input": 0, "bwd_weight": -1}
     peaks = []
     for row in tasks:

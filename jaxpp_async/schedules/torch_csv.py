@@ -1,10 +1,10 @@
-"""schedules.csv_files: schedules as the compute-only CSV of torch.distributed.pipelining, read and written. A file in,
-a schedule out, or a `ScheduleError` that names file, row, column and cell. No other module here touches files.
+"""Read and write schedules as the compute-only CSV of torch.distributed.pipelining.
 
-A line is an actor, a cell a task: stage, kind, microbatch, as in `2F0`. Kinds are F forward, B whole backward, I its
-input's half, W its weights' half. Empty cells are idle slots and mean nothing. `(0F8;7B4)OVERLAP_F_B`, a pair of
-DualPipeV, stands for its tasks one after the other. The letters of older PyTorch (BW a whole backward, B its input's
-half) are understood too: a file with W or BW and without I can only have those.
+A line is an actor, a cell a task: stage, kind, microbatch, as in `2F0`. Kinds are F forward, B whole
+backward, I its input's half, W its weights' half. Empty cells are idle slots and mean nothing.
+`(0F8;7B4)OVERLAP_F_B`, a pair of DualPipeV, stands for its tasks one after the other. The letters of older
+PyTorch (BW a whole backward, B its input's half) are understood too: a file with W or BW and without I can
+only have those. An error names file, row, column and cell.
 
 Source: torch/distributed/pipelining/schedules.py, `_Action` and `_PipelineScheduleRuntime._load_csv`.
 """
@@ -22,7 +22,6 @@ from typing import Any, NoReturn
 
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import Task, TaskType
-from jaxpp_async.schedules.base import Schedule
 from jaxpp_async.schedules.simulate import Rows, num_stages_of, simulate
 from jaxpp_async.schedules.validate import LETTERS, resolve
 
@@ -35,7 +34,7 @@ COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d
 
 @dataclass(frozen=True)
 class CsvSchedule:
-    """What `schedule_from_csv` returns: a schedule for one number of microbatches and of actors.
+    """A schedule of a file, for one number of microbatches and of actors, as `schedule_from_csv` returns it.
 
     Args:
         rows: the tasks of each actor.
@@ -61,7 +60,11 @@ class CsvSchedule:
         return len(self.rows)
 
     def tasks(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
-        """The file's tasks.
+        """Return the file's tasks.
+
+        Args:
+            num_microbatches: microbatches of the step.
+            num_actors: actors of the mesh.
 
         Raises:
             ScheduleError: the file is for another number of microbatches or actors.
@@ -87,8 +90,8 @@ def schedule_from_csv(path: str | os.PathLike[str]) -> CsvSchedule:
         path: a UTF-8 file; empty lines at its end do not count, others are actors without a task.
 
     Raises:
-        ScheduleError: a cell is not a task, or a task stands twice; the message names file, row and column (from 1) and
-            cell.
+        ScheduleError: a cell is not a task, or a task stands twice; the message names file, row and column
+            (from 1) and cell.
         OSError: the file cannot be read.
     """
     name = os.fspath(path)
@@ -100,10 +103,12 @@ def schedule_from_csv(path: str | os.PathLike[str]) -> CsvSchedule:
 
 
 def schedule_to_csv(
-    schedule: Schedule | Rows, path: str | os.PathLike[str], num_microbatches: int, num_actors: int
+    schedule: Any, path: str | os.PathLike[str], num_microbatches: int, num_actors: int
 ) -> None:
-    """Write a schedule as torch.distributed.pipelining's compute-only CSV: a line an actor, a column a time slot when
-    every task takes one unit of time and a transfer none, a cell empty where the actor idles.
+    """Write a schedule as torch.distributed.pipelining's compute-only CSV.
+
+    A line is an actor, a column a time slot when every task takes one unit of time and a transfer none; a
+    cell is empty where the actor idles.
 
     Args:
         schedule: as `accumulate_grads` takes it.
@@ -126,7 +131,7 @@ def schedule_to_csv(
 
 
 def _num_stages(schedule: Any) -> int:
-    """As `schedule` itself has it; whether that makes sense is for `resolve` to say."""
+    """Return the number of stages that `schedule` itself gives; `resolve` says whether that makes sense."""
     if not isinstance(schedule, list | tuple):
         return getattr(schedule, "num_stages", 1)
     tasks = (
@@ -139,7 +144,7 @@ def _num_stages(schedule: Any) -> int:
 
 
 def format_csv(rows: Rows) -> str:
-    """`rows`, which must be valid, as the text of a file."""
+    """Format `rows`, which must be valid, as the text of a file."""
     starts = simulate(rows).starts
     num_slots = 1 + max(int(row[-1]) for row in starts if row)
     text = io.StringIO()
@@ -154,7 +159,7 @@ def format_csv(rows: Rows) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A cell with a task in it; row and column count from 1, as spreadsheets do."""
+    """A cell that has a task; row and column count from 1, as spreadsheets do."""
 
     file: str
     row: int
@@ -168,11 +173,11 @@ class _Cell:
 
 
 def parse_csv(text: str, name: str) -> tuple[tuple[Task, ...], ...]:
-    """The tasks of each actor.
+    """Read the tasks of each actor from the text of a file.
 
     Args:
-        text: a file's.
-        name: what errors call it.
+        text: the text.
+        name: the file's name, for errors.
 
     Raises:
         ScheduleError: as `schedule_from_csv`.
@@ -213,7 +218,7 @@ def _lines(text: str, name: str) -> list[list[str]]:
 
 
 def _symbols(line: list[str], name: str, row: int) -> Iterator[tuple[_Cell, int, str, int]]:
-    """(cell, stage, letter, microbatch) of each task in a line."""
+    """Yield (cell, stage, letter, microbatch) of each task in a line."""
     for column, entry in enumerate(line, 1):
         text = entry.strip()
         pair = PAIR.fullmatch(text)
@@ -221,17 +226,12 @@ def _symbols(line: list[str], name: str, row: int) -> Iterator[tuple[_Cell, int,
             cell = _Cell(name, row, column, entry)
             match = TASK.fullmatch(part.strip())
             if match is None:
-                _fail_cell(cell, part.strip())
+                if COMMUNICATION.fullmatch(part.strip()):
+                    then = 'write the file with format="compute_only"; transfers are found here'
+                    cell.fail("this is not computation", then)
+                cell.fail(
+                    "this is not a task",
+                    "write stage, kind and microbatch, such as 0F0, with kind F (forward), B (backward), "
+                    "I (its input's half) or W (its weights' half), and commas between cells",
+                )
             yield cell, int(match[1]), match[2], int(match[3])
-
-
-def _fail_cell(cell: _Cell, text: str) -> NoReturn:
-    if COMMUNICATION.fullmatch(text):
-        cell.fail(
-            "this is not computation", 'write the file with format="compute_only"; transfers are found here'
-        )
-    cell.fail(
-        "this is not a task",
-        "write stage, kind and microbatch, such as 0F0, with kind F (forward), B (backward), "
-        "I (its input's half) or W (its weights' half), and commas between cells",
-    )

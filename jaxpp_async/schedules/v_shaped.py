@@ -1,20 +1,20 @@
-"""schedules.v_shaped: the schedules in which each actor holds an early and a late part of the model. Counts of stages,
-microbatches and actors in, one list of tasks an actor out. Pure order: never looks at a program, never validates.
+"""Schedules in which each actor holds an early and a late part of the model.
 
-With S = 2A stages, stage s and stage S-1-s are on one actor: the model goes down the actors and comes back up, like a
-V. The first actor has the first and the last stage.
+With S = 2A stages, stage s and stage S-1-s are on one actor: the model goes down the actors and comes back
+up, like a V. The first actor has the first and the last stage.
 
-Any S: the model is cut into 2A parts of neighbouring stages, stage s in part c = s*2A//S, and parts c and 2A-1-c share
-actor min(c, 2A-1-c). Several stages in a part run as one longer stage. With fewer than 2A stages some parts are empty
-and the order is that of 2A stages without them. With S <= A every stage has an actor to itself, nothing folds, and
-placement and order are `ZeroBubbleH1`'s.
+Any S: the model is cut into 2A parts of neighbouring stages, stage s in part c = s*2A//S, and parts c and
+2A-1-c share actor min(c, 2A-1-c). Several stages in a part run as one longer stage. With fewer than 2A stages
+some parts are empty and the order is that of 2A stages without them. With S <= A every stage has an actor to
+itself, nothing folds, and placement and order are `ZeroBubbleH1`'s.
 
-An actor's order is a row of phases, each some letters repeated: `f` a forward, `b` a whole backward, `i` and `w` its
-halves, of the next microbatch that has not had it; small in the part on the way down, capital on the way up. `*` is
-the oldest `w` or `W` that is due. Microbatches thus stand in order in every stage.
+An actor's order is a sequence of phases, each some letters repeated: `f` a forward, `b` a whole backward, `i`
+and `w` its halves, of the next microbatch that has not had it; small in the part on the way down, capital on
+the way up. `*` is the oldest `w` or `W` that is due. Microbatches thus stand in order in every stage.
 
-Notation: S stages, A actors, M microbatches; forwards and both halves of a backward take one unit of time, a whole
-backward two. Activations are counted in (part, microbatch) pairs, each half as large as a stage of `Std1F1B`.
+Notation: S stages, A actors, M microbatches; forwards and both halves of a backward take one unit of time, a
+whole backward two. Activations are counted in (part, microbatch) pairs, each half as large as a stage of
+`Std1F1B`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections import Counter
 from typing import TypeAlias
 
 from jaxpp_async.program.instructions import Task, TaskType
-from jaxpp_async.schedules.base import BuiltIn, frozen_schedule, neighbouring_stages, through
+from jaxpp_async.schedules.base import BuiltIn, neighbouring_stages, through
 from jaxpp_async.schedules.linear import one_forward_two_halves
 
 Phases: TypeAlias = list[tuple[str, int]]
@@ -32,16 +32,15 @@ Phases: TypeAlias = list[tuple[str, int]]
 LETTERS: dict[str, TaskType] = {"f": "fwd", "b": "bwd", "i": "bwd_input", "w": "bwd_weight"}
 
 
-@frozen_schedule
 class _VShaped(BuiltIn):
-    """Parts and letters; a subclass gives the phases."""
+    """A schedule that folds the model into a V; a subclass gives each actor's phases."""
 
     def _rows(self, num_microbatches: int, num_actors: int) -> list[list[Task]]:
         if self.num_stages <= num_actors:
             return one_forward_two_halves(self.num_stages, num_microbatches, num_actors, per_hop=1)
         parts = neighbouring_stages(self.num_stages, 2 * num_actors)
         return [
-            _run(
+            _spell(
                 self._phases(actor, num_microbatches, num_actors),
                 parts[actor],
                 parts[-1 - actor],
@@ -54,18 +53,20 @@ class _VShaped(BuiltIn):
         raise NotImplementedError
 
 
-@frozen_schedule
 class ZeroBubbleV(_VShaped):
-    """No idle actor between its first and its last task, with the activations of 1F1B's first actor: each microbatch
-    takes the same time on every actor, down and up. Placed in a V (see the module's first lines).
+    """Run each microbatch for the same time on every actor, down and up a V: no actor idles between its
+    tasks.
 
-    Bubble fraction (S = 2A, M >= 2A-1): (A-1)/(6M+A-1), all of it before an actor's first task and after its last; none
-    in between. Activations on every actor: min(2M, 2A) parts, as much as A stages of 1F1B. With fewer microbatches it
-    takes the order of 2A-1 of them without those that do not exist, and is never slower than `ZeroBubbleH1`.
+    The activations are those of 1F1B's first actor. Stages are placed in a V (see the module's first lines).
 
-    Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, arXiv:2401.10241, section 6 and figure 8; Qi et al.,
-    Pipeline Parallelism with Controllable Memory, 2024, arXiv:2405.15362 (V-ZB);
-    the same order as torch.distributed.pipelining's ScheduleZBVZeroBubble.
+    Bubble fraction (S = 2A, M >= 2A-1): (A-1)/(6M+A-1), all of it before an actor's first task and after its
+    last; none in between. Activations on every actor: min(2M, 2A) parts, as much as A stages of 1F1B. With
+    fewer microbatches it takes the order of 2A-1 of them without those that do not exist, and is never slower
+    than `ZeroBubbleH1`.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, arXiv:2401.10241, section 6 and figure 8; Qi et
+    al., Pipeline Parallelism with Controllable Memory, 2024, arXiv:2405.15362 (V-ZB); the same order as
+    torch.distributed.pipelining's ScheduleZBVZeroBubble.
     """
 
     def _phases(self, actor: int, num_microbatches: int, num_actors: int) -> Phases:
@@ -83,22 +84,23 @@ class ZeroBubbleV(_VShaped):
         ]
 
 
-@frozen_schedule
 class DualPipeV(_VShaped):
-    """DeepSeek's DualPipe cut in half: in the steady state a forward of one direction and a whole backward of the other
-    stand side by side, so that what one communicates can overlap what the other computes. Placed in a V (see the
-    module's first lines). Backwards are split only near both ends.
+    """Run a forward of one direction and a whole backward of the other side by side, in a V.
 
-    The paper runs such a pair as one block. Here it is just two neighbouring tasks, forward first: transfers overlap
-    computation under any schedule, and each of the two hands its result on when it ends.
+    This is DeepSeek's DualPipe cut in half: what one task of a pair communicates can overlap what the other
+    computes. Stages are placed in a V (see the module's first lines). Backwards are split only near both
+    ends.
 
-    Bubble fraction (S = 2A, M >= 2A): (A-1)/(6M+A-1). With pairs as blocks of F&B = F+B the step takes twice as much
-    more than 6M, the published (A-1)(F&B+B-3W) = 2(A-1) units. Activations on every actor: 2A+1 parts. For M < 2A it is
-    not defined; the order is then `ZeroBubbleV`'s.
+    The paper runs such a pair as one block. Here it is just two tasks one after the other, forward first:
+    transfers overlap computation under any schedule, and each of the two hands its result on when it ends.
 
-    Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, arXiv:2412.19437, section 3.2.1 (DualPipe); Qi et al. (Sea
-    AI Lab), DualPipe could be better without the Dual, 2025 ("cut-in-half"); the same order as the DualPipeV of
-    DeepSeek's DualPipe repository and torch.distributed.pipelining's ScheduleDualPipeV.
+    Bubble fraction (S = 2A, M >= 2A): (A-1)/(6M+A-1). With pairs as blocks of F&B = F+B the step takes twice
+    as much more than 6M, the published (A-1)(F&B+B-3W) = 2(A-1) units. Activations on every actor: 2A+1
+    parts. For M < 2A it is not defined; the order is then `ZeroBubbleV`'s.
+
+    Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, arXiv:2412.19437, section 3.2.1 (DualPipe); Qi et
+    al. (Sea AI Lab), DualPipe could be better without the Dual, 2025 ("cut-in-half"); the same order as the
+    DualPipeV of DeepSeek's DualPipe repository and torch.distributed.pipelining's ScheduleDualPipeV.
     """
 
     def _phases(self, actor: int, num_microbatches: int, num_actors: int) -> Phases:
@@ -119,8 +121,8 @@ class DualPipeV(_VShaped):
         ]
 
 
-def _run(phases: Phases, down: range, up: range, num_microbatches: int) -> list[Task]:
-    """The tasks that `phases` spell, less those of microbatches that do not exist."""
+def _spell(phases: Phases, down: range, up: range, num_microbatches: int) -> list[Task]:
+    """Return the tasks that `phases` spell, less those of microbatches that do not exist."""
     row: list[Task] = []
     counts: Counter[str] = Counter()
     due: list[str] = []

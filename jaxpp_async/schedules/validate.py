@@ -1,21 +1,22 @@
-"""schedules.check: what the user passed as a schedule in; valid, frozen lists of tasks out, or a `ScheduleError` that
-says where, what is wrong and what to do next, and shows the entry. Never repairs a schedule.
+"""Check the schedule that a user passed, and draw schedules as text.
 
-schedules.grid: lists of tasks in, text out: a row an actor, a column a time slot or step. Never larger than a screen
-where it goes into an error. Never checks a schedule: it also draws wrong ones.
+`resolve` returns valid, frozen lists of tasks, or raises a `ScheduleError` that says where, what is wrong and
+what to do next, and shows the entry. A schedule is never repaired.
 
-A cell is stage, letter and microbatch, as torch.distributed.pipelining writes them: `2F0` is fwd(stage 2, mb 0), `B` a
-bwd, `I` a bwd_input, `W` a bwd_weight, `?` an unknown type. A marked cell stands in brackets.
+A grid has a row an actor and a column a time slot or step, and where it is part of an error it is never
+larger than a screen. A cell is stage, letter and microbatch, as torch.distributed.pipelining writes them:
+`2F0` is fwd(stage 2, mb 0), `B` a bwd, `I` a bwd_input, `W` a bwd_weight, `?` an unknown type. A marked cell
+stands in brackets. Wrong schedules are drawn too.
 """
 
 from __future__ import annotations
 
 import reprlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
-from typing import Any, NoReturn, TypeAlias
+from itertools import product
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from jaxpp_async.errors import ScheduleError
 from jaxpp_async.program.instructions import TASK_TYPES, Task, TaskType
@@ -24,10 +25,13 @@ from jaxpp_async.schedules.simulate import (
     ScheduleTiming,
     dependencies,
     find_deadlock,
+    num_stages_of,
     run_ahead,
     simulate,
     split_backwards,
 )
+
+_T = TypeVar("_T")
 
 MAX_CYCLE = 12
 """The most lines that an error gives to a deadlock."""
@@ -48,7 +52,7 @@ def resolve(
     forward_only: bool = False,
     markers: Sequence[str] = (),
 ) -> tuple[tuple[Task, ...], ...]:
-    """The tasks of each actor, in order of execution, all checked.
+    """Return the tasks of each actor, in order of execution, all checked.
 
     Args:
         schedule: an object with `num_stages` and `tasks`, or one list (or tuple) of tasks an actor.
@@ -60,21 +64,21 @@ def resolve(
         markers: where each stage ends, as text, for the error of a wrong number of stages.
 
     Returns:
-        One tuple of tasks an actor. In it every task stands once, a stage's tasks are on one actor, and running the
-        lists in order never deadlocks.
+        One tuple of tasks an actor. In it every task stands once, a stage's tasks are on one actor, and
+        running the lists in order never deadlocks.
 
     Raises:
-        ScheduleError: anything else.
+        ScheduleError: a rule is broken.
     """
-    sizes = _Sizes(num_stages, num_microbatches, num_actors)
-    check = _Check(where, _name_of(schedule), sizes, tuple(markers))
-    entries = _entries(check, schedule)
+    name = _describe_schedule(schedule)
+    check = _Check(where, name, num_stages, num_microbatches, num_actors, markers)
+    entries = _read_entries(check, schedule)
     if len(entries) != num_actors:
         check.fail(
-            f"{_count(len(entries), 'list')} of tasks for {_count(num_actors, 'actor')}",
+            f"{_plural(len(entries), 'list')} of tasks for {_plural(num_actors, 'actor')}",
             "give every actor of the mesh one list, in order of actors (empty for an actor without a stage)",
         )
-    rows = _tasks(check, entries)
+    rows = _read_tasks(check, entries)
     if isinstance(schedule, list | tuple):
         _check_num_stages(check, rows)
     _check_entries(check, rows)
@@ -89,29 +93,19 @@ def resolve(
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
-    num_stages: int
-    num_microbatches: int
-    num_actors: int
-
-    @property
-    def pairs(self) -> Iterable[tuple[int, int]]:
-        """Every (stage, microbatch)."""
-        return product(range(self.num_stages), range(self.num_microbatches))
-
-
-@dataclass(frozen=True, slots=True)
 class _Check:
-    """Where and what is checked; `fail` and `stages` raise."""
+    """The schedule that is checked and the sizes that it must have, for errors; `fail` and `stages` raise."""
 
     where: str
     name: str
-    sizes: _Sizes
-    markers: tuple[str, ...] = ()
+    num_stages: int
+    num_microbatches: int
+    num_actors: int
+    markers: Sequence[str]
 
     @property
     def prefix(self) -> str:
-        """What an error begins with: the user's line, where it is known."""
+        """The begin of every error: the user's line, where it is known."""
         return f"{self.where}: " if self.where else ""
 
     def fail(
@@ -123,41 +117,57 @@ class _Check:
         near: Collection[Place] = (),
         details: str = "",
     ) -> NoReturn:
-        """Raise: `what` is wrong, `then` is what to do, and lines of `details`. The grid of `rows` follows, with
-        `marks` in brackets, or what is `near`."""
+        """Raise a `ScheduleError`.
+
+        Args:
+            what: what is wrong.
+            then: what to do next.
+            rows: the lists to show behind the text, if any.
+            marks: entries of `rows` that are shown in brackets.
+            near: other entries that must be shown.
+            details: more lines of text.
+        """
         grid = "" if rows is None else "\n" + format_steps(rows, marks, near)
         raise ScheduleError(f"{self.prefix}{self.name}: {what}; {then}{details}{grid}")
 
     def stages(
         self, count: int, rows: Sequence[Sequence[Any]] | None = None, marks: Collection[Place] = ()
     ) -> None:
-        """Fail unless the schedule's number of stages is the loop body's. `rows` and `marks` as `fail`."""
-        expected = self.sizes.num_stages
+        """Fail unless `count`, the schedule's number of stages, is the loop body's.
+
+        Args:
+            count: the schedule's number of stages.
+            rows, marks: as `fail` takes them.
+        """
+        expected = self.num_stages
         if count != expected:
             self.fail(
-                f"it has {_count(count, 'stage')} and the loop body {_count(expected, 'stage')} "
-                f"({_count(expected - 1, 'pipeline_yield')})",
-                f"make a schedule of {_count(expected, 'stage')}"
-                + (f" or a loop body with {_count(count - 1, 'pipeline_yield')}" if count > 0 else ""),
+                f"it has {_plural(count, 'stage')} and the loop body {_plural(expected, 'stage')} "
+                f"({_plural(expected - 1, 'pipeline_yield')})",
+                f"make a schedule of {_plural(expected, 'stage')}"
+                + (f" or a loop body with {_plural(count - 1, 'pipeline_yield')}" if count > 0 else ""),
                 rows,
                 marks,
-                details=_counted(self.markers),
+                details=_list_markers(self.markers),
             )
 
 
-def _counted(markers: Sequence[str]) -> str:
-    """The stage boundaries, those of one line together; every call in the body is one, whichever forward it is of."""
+def _list_markers(markers: Sequence[str]) -> str:
+    """List the stage boundaries, those of one line together.
+
+    A call in the body is one, whichever forward it belongs to.
+    """
     if not markers:
         return ""
     lines = [f"  {m}" + (f" ({n} calls)" if n > 1 else "") for m, n in Counter(markers).items()]
     return "\n" + "\n".join(["every call in the loop body ends a stage; it has:", *lines])
 
 
-def _count(count: int, noun: str) -> str:
+def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _name_of(schedule: Any) -> str:
+def _describe_schedule(schedule: Any) -> str:
     if isinstance(schedule, list | tuple):
         return "the schedule"
     if isinstance(schedule, type):
@@ -170,34 +180,33 @@ def _name_of(schedule: Any) -> str:
 # ---------------------------------------------------------------- from anything to lists of tasks
 
 
-def _entries(check: _Check, schedule: Any) -> Sequence[Sequence[Any]]:
-    """The schedule's lists, of which only the nesting has been checked."""
+def _read_entries(check: _Check, schedule: Any) -> Sequence[Sequence[Any]]:
+    """Return the schedule's lists, of which only the nesting has been checked."""
     if not isinstance(schedule, list | tuple):
-        schedule = _call(check, schedule)
+        schedule = _call_schedule(check, schedule)
     for actor, row in enumerate(schedule):
         if not isinstance(row, list | tuple):
             check.fail(
-                f"entry {actor} is {_text(row)}, not a list of Tasks", "give one list of Tasks an actor"
+                f"entry {actor} is {_describe(row)}, not a list of Tasks", "give one list of Tasks an actor"
             )
     return schedule
 
 
-def _call(check: _Check, schedule: Any) -> Sequence[Any]:
-    """What `schedule.tasks` returns."""
+def _call_schedule(check: _Check, schedule: Any) -> Sequence[Any]:
+    """Return the result of `schedule.tasks`."""
     if isinstance(schedule, type):
         check.fail(
             "this is a class, not a schedule",
-            f"write {schedule.__name__}(num_stages={check.sizes.num_stages})",
+            f"write {schedule.__name__}(num_stages={check.num_stages})",
         )
     if not callable(getattr(schedule, "tasks", None)) or not hasattr(schedule, "num_stages"):
         check.fail(f"this is not a schedule (type {type(schedule).__name__})", WHAT_TO_PASS)
-    if _index(schedule.num_stages) is None:
-        check.fail(f"its num_stages is {_text(schedule.num_stages)}", "make it an int")
+    if _as_int(schedule.num_stages) is None:
+        check.fail(f"its num_stages is {_describe(schedule.num_stages)}", "make it an int")
     check.stages(schedule.num_stages)
-    sizes = check.sizes
-    call = f"tasks(num_microbatches={sizes.num_microbatches}, num_actors={sizes.num_actors})"
+    call = f"tasks(num_microbatches={check.num_microbatches}, num_actors={check.num_actors})"
     try:
-        tasks = schedule.tasks(sizes.num_microbatches, sizes.num_actors)
+        tasks = schedule.tasks(check.num_microbatches, check.num_actors)
     except ScheduleError as error:  # from a schedule of ours, which says what it is
         raise ScheduleError(f"{check.prefix}{error}") from error
     except Exception as error:
@@ -206,48 +215,50 @@ def _call(check: _Check, schedule: Any) -> Sequence[Any]:
             f"{check.prefix}{check.name}: {call} raised {type(error).__name__}: {error}"
         ) from error
     if not isinstance(tasks, list | tuple):
-        check.fail(f"{call} returned {_text(tasks)}", "return a list with one list of Tasks an actor")
+        check.fail(f"{call} returned {_describe(tasks)}", "return a list with one list of Tasks an actor")
     return tasks
 
 
-def _tasks(check: _Check, entries: Sequence[Sequence[Any]]) -> tuple[tuple[Task, ...], ...]:
-    """The same, of plain tasks with plain ints. Microbatch and stage may still be out of range."""
-    for actor, row in enumerate(entries):
-        for step, entry in enumerate(row):
-            problem = None if _is_plain(entry) else _problem(entry)
-            if problem:
-                check.fail(f"actor {actor}, step {step}: {problem[0]}", problem[1], entries, {(actor, step)})
-    return tuple(tuple(entry if _is_plain(entry) else _plain(entry) for entry in row) for row in entries)
+def _read_tasks(check: _Check, entries: Sequence[Sequence[Any]]) -> tuple[tuple[Task, ...], ...]:
+    """Return the same lists as plain tasks with plain ints. Microbatch and stage may be out of range."""
+    for actor, step, entry in _placed(entries):
+        problem = None if _is_plain(entry) else _find_problem(entry)
+        if problem:
+            check.fail(f"actor {actor}, step {step}: {problem[0]}", problem[1], entries, {(actor, step)})
+    return tuple(tuple(entry if _is_plain(entry) else _as_plain(entry) for entry in row) for row in entries)
 
 
 def _is_plain(entry: Any) -> bool:
-    """Whether `entry` is a task of plain ints: nearly always, and quickly told."""
+    """Say whether `entry` is a task of plain ints: nearly always, and quickly found."""
     if type(entry) is not Task or type(entry.ty) is not str:
         return False
     return type(entry.i) is type(entry.stage) is int and entry.ty in TASK_TYPES
 
 
-def _plain(task: Task) -> Task:
+def _as_plain(task: Task) -> Task:
     return Task(task.i.__index__(), task.ty, task.stage.__index__())
 
 
-def _problem(entry: Any) -> tuple[str, str] | None:
-    """What is wrong with one entry by itself, and what to do."""
+def _find_problem(entry: Any) -> tuple[str, str] | None:
+    """Find what is wrong with one entry by itself, and what to do."""
     if not isinstance(entry, Task):
-        return f"{_text(entry)} is not a Task", "make every entry Task(i, ty, stage)"
+        return f"{_describe(entry)} is not a Task", "make every entry Task(i, ty, stage)"
     if not isinstance(entry.ty, str) or entry.ty not in TASK_TYPES:
-        return f"{_text(entry.ty)} is not a type of task", f"ty is one of {', '.join(map(repr, TASK_TYPES))}"
+        return (
+            f"{_describe(entry.ty)} is not a type of task",
+            f"ty is one of {', '.join(map(repr, TASK_TYPES))}",
+        )
     for name, value in (("microbatch", entry.i), ("stage", entry.stage)):
-        if _index(value) is None:
+        if _as_int(value) is None:
             return (
-                f"the {name} of a {entry.ty} is {_text(value)}",
+                f"the {name} of a {entry.ty} is {_describe(value)}",
                 "write Task(i, ty, stage) with ints i and stage",
             )
     return None
 
 
-def _index(value: Any) -> int | None:
-    """`value` as a plain int (numpy ints count), or None."""
+def _as_int(value: Any) -> int | None:
+    """Return `value` as a plain int (numpy ints count), or None."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None
     try:
@@ -256,79 +267,80 @@ def _index(value: Any) -> int | None:
         return None
 
 
-def _text(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"{reprlib.repr(value)} (type {type(value).__name__})"
 
 
 # ---------------------------------------------------------------- the rules, one function each
 
 
-def _check_num_stages(check: _Check, rows: Sequence[Sequence[Task]]) -> None:
-    """A list's stages are those of its tasks. Too many: its first task of a stage that is not there is marked."""
-    count = 1 + max((task.stage for row in rows for task in row), default=-1)
-    beyond = (
-        (a, s)
-        for a, row in enumerate(rows)
-        for s, task in enumerate(row)
-        if task.stage >= check.sizes.num_stages
+def _placed(rows: Sequence[Sequence[_T]]) -> Iterator[tuple[int, int, _T]]:
+    """Yield every entry behind its actor and its position in the actor's list."""
+    return ((actor, step, entry) for actor, row in enumerate(rows) for step, entry in enumerate(row))
+
+
+def _check_num_stages(check: _Check, rows: Rows) -> None:
+    """Check that a list has tasks of as many stages as the loop body, and mark the first one beyond."""
+    beyond = next(
+        ((actor, step) for actor, step, task in _placed(rows) if task.stage >= check.num_stages), None
     )
-    marks = set(islice(beyond, 1))
-    check.stages(count, rows if marks else None, marks)
+    check.stages(num_stages_of(rows), rows if beyond else None, {beyond} if beyond else ())
 
 
-def _check_entries(check: _Check, rows: Sequence[Sequence[Task]]) -> None:
-    num_stages, num_microbatches = check.sizes.num_stages, check.sizes.num_microbatches
-    for actor, row in enumerate(rows):
-        for step, task in enumerate(row):
-            for name, value, count in (("stage", task.stage, num_stages), ("mb", task.i, num_microbatches)):
-                if not 0 <= value < count:
-                    noun = "stages of the loop body" if name == "stage" else "microbatches of the batch"
-                    check.fail(
-                        f"actor {actor}, step {step}: {task} is out of range",
-                        f"the {noun} are 0 to {count - 1}",
-                        rows,
-                        {(actor, step)},
-                    )
-
-
-def _check_once(check: _Check, rows: Sequence[Sequence[Task]]) -> dict[Task, Place]:
-    """No task twice. Returns where each is."""
-    places: dict[Task, Place] = {}
-    for actor, row in enumerate(rows):
-        for step, task in enumerate(row):
-            first = places.setdefault(task, (actor, step))
-            if first != (actor, step):
+def _check_entries(check: _Check, rows: Rows) -> None:
+    """Check that stages and microbatches are in range."""
+    for actor, step, task in _placed(rows):
+        for value, count, noun in (
+            (task.stage, check.num_stages, "stages of the loop body"),
+            (task.i, check.num_microbatches, "microbatches of the batch"),
+        ):
+            if not 0 <= value < count:
                 check.fail(
-                    f"actor {actor}, step {step}: {task} is there twice (first at actor {first[0]}, step {first[1]})",
-                    "run every task once",
+                    f"actor {actor}, step {step}: {task} is out of range",
+                    f"the {noun} are 0 to {count - 1}",
                     rows,
-                    {first, (actor, step)},
+                    {(actor, step)},
                 )
+
+
+def _check_once(check: _Check, rows: Rows) -> dict[Task, Place]:
+    """Check that no task is there twice, and return where each is."""
+    places: dict[Task, Place] = {}
+    for actor, step, task in _placed(rows):
+        first = places.setdefault(task, (actor, step))
+        if first != (actor, step):
+            check.fail(
+                f"actor {actor}, step {step}: {task} is there twice (first at actor {first[0]}, step "
+                f"{first[1]})",
+                "run every task once",
+                rows,
+                {first, (actor, step)},
+            )
     return places
 
 
-def _check_stage_actors(check: _Check, rows: Sequence[Sequence[Task]]) -> None:
+def _check_stage_actors(check: _Check, rows: Rows) -> None:
+    """Check that all tasks of a stage are on one actor."""
     first: dict[int, tuple[Place, Task]] = {}
-    for actor, row in enumerate(rows):
-        for step, task in enumerate(row):
-            place, other = first.setdefault(task.stage, ((actor, step), task))
-            if place[0] != actor:
-                check.fail(
-                    f"stage {task.stage} is on two actors: {other} on actor {place[0]}, step {place[1]}, "
-                    f"and {task} on actor {actor}, step {step}",
-                    "give all tasks of a stage to one actor: its weights are there",
-                    rows,
-                    {place, (actor, step)},
-                )
+    for actor, step, task in _placed(rows):
+        place, other = first.setdefault(task.stage, ((actor, step), task))
+        if place[0] != actor:
+            check.fail(
+                f"stage {task.stage} is on two actors: {other} on actor {place[0]}, step {place[1]}, "
+                f"and {task} on actor {actor}, step {step}",
+                "give all tasks of a stage to one actor: its weights are there",
+                rows,
+                {place, (actor, step)},
+            )
 
 
-def _check_complete(
-    check: _Check, rows: Sequence[Sequence[Task]], places: dict[Task, Place], forward_only: bool
-) -> None:
-    """Every stage and microbatch has its forward and a whole or a split backward, not both."""
+def _check_complete(check: _Check, rows: Rows, places: dict[Task, Place], forward_only: bool) -> None:
+    """Check that every stage and microbatch has its forward and a whole or a split backward, not both."""
     no_backward = forward_only and all(task.ty == "fwd" for task in places)
     complete = [{"fwd"}] if no_backward else [{"fwd", "bwd"}, {"fwd", "bwd_input", "bwd_weight"}]
-    there: dict[tuple[int, int], set[str]] = {pair: set() for pair in check.sizes.pairs}
+    there: dict[tuple[int, int], set[str]] = {
+        pair: set() for pair in product(range(check.num_stages), range(check.num_microbatches))
+    }
     for task in places:
         there[task.stage, task.i].add(task.ty)
     missing: list[Task] = []
@@ -340,7 +352,8 @@ def _check_complete(
         if whole in places and split:
             check.fail(
                 f"{whole} and {split[0]} are both there",
-                "run a stage's backward of a microbatch either whole (bwd) or split (bwd_input and bwd_weight)",
+                "run a stage's backward of a microbatch either whole (bwd) or split (bwd_input and "
+                "bwd_weight)",
                 rows,
                 {places[whole], places[split[0]]},
             )
@@ -356,40 +369,42 @@ def _check_complete(
             for task, place in places.items()
             if task.stage == lost.stage and task.i in (lost.i, lost.i - 1)
         ]
-        sizes = f"{_count(check.sizes.num_stages, 'stage')} and {check.sizes.num_microbatches} microbatches"
+        sizes = f"{_plural(check.num_stages, 'stage')} and {check.num_microbatches} microbatches"
         check.fail(
             f"{shown} {'is' if len(missing) == 1 else 'are'} missing",
-            f"a step of {sizes} runs every stage's fwd and bwd (or bwd_input and bwd_weight) of every microbatch; a "
+            f"a step of {sizes} runs every stage's fwd and bwd (or bwd_input and bwd_weight) of every "
+            "microbatch; a "
             "gradient that a stage takes for itself alone is a bwd too",
             rows,
             near=near,
         )
 
 
-def _check_order(check: _Check, rows: Sequence[Sequence[Task]], places: dict[Task, Place]) -> None:
-    """Running the lists in order comes to an end."""
+def _check_order(check: _Check, rows: Rows, places: dict[Task, Place]) -> None:
+    """Check that running the lists in order comes to an end."""
     timeline = run_ahead(rows)
     if any(len(ends) < len(row) for ends, row in zip(timeline.ends, rows, strict=True)):
         _check_lists(check, rows, places)
         _fail_deadlock(check, rows, timeline)
 
 
-def _check_lists(check: _Check, rows: Sequence[Sequence[Task]], places: dict[Task, Place]) -> None:
-    """Nothing stands before what it depends on in the same list."""
+def _check_lists(check: _Check, rows: Rows, places: dict[Task, Place]) -> None:
+    """Check that no task stands before one that it depends on in the same list."""
     split = split_backwards(rows)
     for task, (actor, step) in places.items():
-        for need in dependencies(task, check.sizes.num_stages, split):
+        for need in dependencies(task, check.num_stages, split):
             need_actor, need_step = places[need]
             if need_actor == actor and need_step > step:
                 check.fail(
-                    f"actor {actor}, step {step}: {task} runs before {need} (step {need_step}), which it depends on",
+                    f"actor {actor}, step {step}: {task} runs before {need} (step {need_step}), which it "
+                    "depends on",
                     f"move {need} ahead of it",
                     rows,
                     {(actor, step), (actor, need_step)},
                 )
 
 
-def _fail_deadlock(check: _Check, rows: Sequence[Sequence[Task]], timeline: ScheduleTiming) -> NoReturn:
+def _fail_deadlock(check: _Check, rows: Rows, timeline: ScheduleTiming) -> NoReturn:
     waits = find_deadlock(rows, timeline)
     lines = [f"\n  {wait}" for wait in waits]
     if len(lines) > MAX_CYCLE:
@@ -414,12 +429,12 @@ MAX_ROWS, MAX_COLUMNS, MAX_CELL = 8, 14, 12
 
 
 def format_task(task: Task) -> str:
-    """`"fwd(stage 1, mb 3)"`."""
+    """Format a task: `"fwd(stage 1, mb 3)"`."""
     return str(task)
 
 
 def format_grid(tasks: Rows) -> str:
-    """The whole schedule as it runs when every task takes one unit of time and a transfer none.
+    """Draw the whole schedule as it runs when every task takes one unit of time and a transfer none.
 
     Args:
         tasks: one sequence of tasks an actor.
@@ -442,7 +457,7 @@ def format_grid(tasks: Rows) -> str:
 def format_steps(
     rows: Sequence[Sequence[Any]], marks: Collection[Place], near: Collection[Place] = ()
 ) -> str:
-    """The lists as they stand, a column a step, with some entries marked: what an error shows.
+    """Draw the lists as they stand, a column a step, with some entries marked, for an error.
 
     Where there is more than fits, the actors and steps nearest to the marks are shown.
 
@@ -478,14 +493,14 @@ def _cell(entry: Any) -> str:
 
 
 def _nearest(count: int, centres: Sequence[int], limit: int) -> list[int]:
-    """At most `limit` of range(count), the nearest to any of `centres` (the first ones without any), in order."""
+    """Choose at most `limit` of range(count), in order: those nearest to `centres`, or the first ones."""
     if count <= limit:
         return list(range(count))
     return sorted(sorted(range(count), key=lambda x: min((abs(x - c) for c in centres), default=x))[:limit])
 
 
 def _table(corner: str, cells: Sequence[Sequence[str]], rows: Sequence[int], columns: Sequence[int]) -> str:
-    """Aligned text; `..` stands for rows and columns left out between two shown."""
+    """Align the cells; `..` stands for rows and columns left out between two shown."""
     body = [
         [row[column] if column < len(row) else "" for column in columns] for row in (cells[r] for r in rows)
     ]

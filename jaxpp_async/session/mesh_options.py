@@ -24,8 +24,9 @@ from jaxpp_async.controller.options import ActorConfig
 from jaxpp_async.errors import MeshError, ShardingError
 from jaxpp_async.jax_bridge import jax_config
 from jaxpp_async.jax_bridge.tracebacks import HiddenFrames, deliberate
-from jaxpp_async.launch.choose import LaunchOptions
+from jaxpp_async.launch.choose import choose_launcher
 from jaxpp_async.launch.commands import script_folder
+from jaxpp_async.launch.options import LaunchOptions
 from jaxpp_async.launch.remote import RemoteLauncher
 from jaxpp_async.markers.logical_axes import AXIS_TYPES
 from jaxpp_async.transport.nccl.order import ENVIRONMENT as NCCL_ENVIRONMENT
@@ -152,8 +153,7 @@ def make_launcher(
     if processes_per_actor is not None:
         count_of("processes_per_actor", processes_per_actor, least=1)
     options |= {"processes_per_actor": processes_per_actor, "num_devices": math.prod(sizes)}
-    launching = LaunchOptions(launcher=launcher, **options)
-    made, each = launching.make(num_actors)
+    made, each = choose_launcher(LaunchOptions(launcher=launcher, **options), num_actors)
     return made, not isinstance(made, RemoteLauncher) and made.listen_host is None, each
 
 

@@ -295,7 +295,7 @@ class DistributedStep:
 
     def _given_specs(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """Shardings that arrays bring along: on explicit axes they are part of what is traced."""
-        if not logical_axes.has_axes(self.runner.target.mesh):
+        if not logical_axes.has_explicit_axes(self.runner.target.mesh):
             return ()
         return tuple(leaf.spec if isinstance(leaf, RemoteArray) else None for leaf in leaves)
 
@@ -351,7 +351,7 @@ class DistributedStep:
         shapes = [a if i in static else jax.tree.map(shape_struct, a) for i, a in enumerate(args)]
         runner, options = self.runner, self._options
         given = self._in_specs(self._dynamic(shapes), self._dynamic(range(len(args))))
-        if logical_axes.has_axes(runner.target.mesh):
+        if logical_axes.has_explicit_axes(runner.target.mesh):
             shapes = self._typed(shapes, args, given)
 
         def out_specs(traced: Traced) -> list:
@@ -413,7 +413,7 @@ class DistributedStep:
             if spec is None:
                 spec = value.spec if isinstance(value, RemoteArray) else ()
             rank = len(struct.shape)
-            return logical_axes.typed(struct, mesh, spec[:rank])
+            return logical_axes.struct_with_spec(struct, mesh, spec[:rank])
 
         static = self._options.static_argnums
         return [a if i in static else jax.tree.map(leaf, a, args[i]) for i, a in enumerate(shapes)]
@@ -423,7 +423,7 @@ class DistributedStep:
             return [None] * len(names)
         target, what = self.runner.target, f"{self.line}: {what}"
         return logical_axes.leaf_specs(
-            prefix, tree, names, shapes, axes=target.axes, rules=target.axis_rules, what=what
+            prefix, tree, names, shapes, axes=target.axes, rules=target.axis_rules, where=what
         )
 
 

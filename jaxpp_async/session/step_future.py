@@ -146,5 +146,7 @@ class Printer:
             await asyncio.wait([before])
             before = None
         refs = [r for r in traced.shown if isinstance(r, int)]
-        for each, operands in debug_callbacks.calls(traced.prints, dict(zip(refs, values, strict=True))):
+        for each, operands in debug_callbacks.print_calls(
+            traced.prints, dict(zip(refs, values, strict=True))
+        ):
             each.call(operands)

@@ -24,7 +24,7 @@ from jaxpp_async.controller.controller import Controller
 from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.errors import ArrayError, MeshError
 from jaxpp_async.jax_bridge import jax_config, private_api
-from jaxpp_async.markers import markers
+from jaxpp_async.markers import nonfinite
 from jaxpp_async.program.instructions import ActorId
 from jaxpp_async.protocol.messages import RunKind, StepStats
 from jaxpp_async.session import array_moves, report
@@ -184,7 +184,7 @@ class StepRunner:
         start_s = time.perf_counter()
         compiled = compile_step(request)
         report.report_notes(step.__name__, step.line, request, compiled)
-        names = dict(enumerate(compiled.traced.arg_names)) if markers.wanted() else {}
+        names = dict(enumerate(compiled.traced.arg_names)) if nonfinite.forbids_nonfinite() else {}
         program_id, loaded = await load_programs(
             self._controller(), compiled.programs, compiled.executables, names
         )

@@ -1,12 +1,12 @@
-"""checkpoint_folder: the names in a checkpoint's folder, and what makes a set of files a checkpoint, or none.
+"""Name the files in a checkpoint's folder, and make a set of files the folder's checkpoint atomically.
 
-A save's files have names of their own, so an older checkpoint in the same folder stays whole beside them, and so does
-what another save is writing. The manifest alone is shared: putting a new one in the place of the one that the save
-found when it began is the one moment at which the new checkpoint takes over. A save removes its own files, if it
-fails, or those that the manifest which it replaced has named, and no others: no file of the manifest in place is ever
-removed, however many saves there are. Nothing here knows what is in the files.
+The files of each save have names of their own, so that an older checkpoint in the same folder stays whole
+beside them, and so do the files that another save is writing. The manifest alone is shared: a save replaces
+the manifest that it found when it began, and from that moment on the folder holds the new checkpoint. A save
+removes its own files if it fails, else the files that the replaced manifest has named, and no others: no file
+of the manifest in place is ever removed, however many saves there are.
 
-`read_manifest` and `commit` are all that has to be atomic: a store without a rename has a conditional put for them.
+Only `read_manifest` and `commit` have to be atomic: a store without a rename has a conditional put for them.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ Path: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 MANIFEST = "manifest.json"
 LOCK = f"{MANIFEST}.lock"
-"""Locked by who puts a manifest in place or takes it away. The lock ends with its process; the file says nothing."""
+"""The file that a process locks while it puts a manifest in place or removes one. The lock ends with its
+process; the file is empty."""
 
 MAX_MANIFEST_BYTES = 256 << 20
-"""Enough for a million arrays."""
+"""The most that `read_manifest` reads: enough for a million arrays."""
 
 LOCK_WAIT_S, LOCK_LOOK_S = 30.0, 0.02
-"""How long the lock is waited for, which is held for a few file operations; and how often it is tried."""
+"""How long a process waits for the lock, which others hold for a few file operations; and how often it
+tries."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """The errors of file systems without locks."""
 
 _NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
-"""What is said of a file that is not there, nor can be."""
+"""The errors of a file that is not there, nor can be."""
 
 _SAVE_ID = "[0-9a-f]{16}"
 _FILE = re.compile(rf"{_SAVE_ID}-(actor-\d+|controller)-\d+\.safetensors")
@@ -50,18 +52,18 @@ _PARTIAL = re.compile(rf"({_FILE.pattern}|{re.escape(MANIFEST)}\.{_SAVE_ID}){re.
 
 
 def new_save_id() -> str:
-    """A name that no other save has."""
+    """Draw an id that no other save has."""
     return secrets.token_hex(8)
 
 
 def file_name(save_id: str, actor: int | None, index: int) -> str:
-    """The name of one file of a save: the `index`-th of an actor, or of the controller (None)."""
+    """Return the name of one file of a save: the `index`-th of an actor, or of the controller (None)."""
     writer = "controller" if actor is None else f"actor-{actor}"
     return f"{save_id}-{writer}-{index}.safetensors"
 
 
 def absolute(folder: Path) -> str:
-    """A folder's name for processes with other working directories.
+    """Return a folder's path for processes with other working directories.
 
     Raises:
         CheckpointError: no folder can have this name.
@@ -82,13 +84,13 @@ def absolute(folder: Path) -> str:
 
 
 def make(folder: str) -> list[str]:
-    """Make a folder and what is missing above it, durably.
+    """Make a folder and the missing folders above it, durably.
 
     Returns:
         The folders made, outermost first.
 
     Raises:
-        OSError: it cannot be made; none of those above it is left then.
+        OSError: the folder cannot be made; none of the folders made above it is left then.
     """
     missing: list[str] = []
     path = os.path.abspath(folder)
@@ -110,10 +112,10 @@ def make(folder: str) -> list[str]:
 
 
 def read_manifest(folder: str) -> bytes | None:
-    """The manifest in place; None if there is none.
+    """Return the manifest in place; None if there is none.
 
     Raises:
-        OSError: it cannot be read. CheckpointError: it is no file, or too long to be a manifest.
+        OSError: the manifest cannot be read. CheckpointError: it is no file, or too long to be a manifest.
     """
     try:
         return read_whole(os.path.join(folder, MANIFEST), MAX_MANIFEST_BYTES)
@@ -122,7 +124,7 @@ def read_manifest(folder: str) -> bytes | None:
 
 
 def files_of(manifest: bytes | None) -> tuple[str, ...]:
-    """The files of saves that a manifest names, even one that is not whole; whatever else it names is left out."""
+    """List the files of saves that a manifest names, even a damaged one; other names in it are left out."""
     try:
         files = json.loads(manifest or b"{}")["files"]
         return tuple(name for name in files if isinstance(name, str) and _FILE.fullmatch(name))
@@ -131,22 +133,24 @@ def files_of(manifest: bytes | None) -> tuple[str, ...]:
 
 
 def written_by_saves(names: Collection[str]) -> list[str]:
-    """Pick those of a folder's names that saves have given, but for the manifest's."""
+    """Pick the names that saves have given from a folder's names; the manifest's is left out."""
     return [name for name in names if _FILE.fullmatch(name) or _PARTIAL.fullmatch(name)]
 
 
 def commit(
     folder: str, save_id: str, manifest: bytes, replaces: bytes | None, files: Mapping[str, int]
 ) -> None:
-    """Put a manifest in the place of another: from here on the folder holds this save.
+    """Replace a folder's manifest: from then on the folder holds this save.
 
     Args:
-        replaces: the manifest that is replaced, as `read_manifest` gave it when the save began.
-        files: the save's files and their sizes. Other hosts may have written some where this one does not see them.
+        replaces: the manifest to replace, as `read_manifest` returned it when the save began.
+        files: the save's files and their sizes in bytes. Other hosts may have written some of them to file
+            systems that this host does not see.
 
     Raises:
-        CheckpointError: another save has put its manifest there meanwhile, which stays; or a file of this one is gone.
-        OSError: it cannot be put there. Should it be in place all the same, `read_manifest` has it.
+        CheckpointError: another save has put its manifest there meanwhile, which stays; or a file of this
+            save is gone.
+        OSError: writing failed. The manifest may be in place all the same; then `read_manifest` returns it.
     """
     path = os.path.join(folder, MANIFEST)
     partial = f"{path}.{save_id}{PARTIAL}"
@@ -159,26 +163,27 @@ def commit(
         with _locked(folder):
             if read_manifest(folder) != replaces:
                 raise CheckpointError(
-                    f"{shown(folder)}: another save has put a checkpoint there, or removed the one that was there, "
-                    "while this one wrote; it stays as that save left it: give each run a folder of its own"
+                    f"{shown(folder)}: another save has put a checkpoint there, or removed the one that was "
+                    "there, while this one wrote; it stays as that save left it: give each run "
+                    "a folder of its own"
                 )
             check_files(folder, seen)
             os.replace(partial, path)
             sync_folder(folder)
-    except BaseException:  # whatever it was, and wherever it came from
+    except BaseException:  # whatever ended the commit, the partial file goes
         with contextlib.suppress(OSError):
             os.unlink(partial)
         raise
 
 
 def check_files(folder: str, files: Mapping[str, int]) -> None:
-    """Look whether files are there and as long as they were when they were written.
+    """Check that files are there and as long as they were when they were written.
 
     Args:
         files: sizes in bytes by name.
 
     Raises:
-        CheckpointError: one is not.
+        CheckpointError: a file is missing or has another size.
     """
     for name, size_bytes in files.items():
         path = os.path.join(folder, name)
@@ -196,21 +201,24 @@ def check_files(folder: str, files: Mapping[str, int]) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """Keep others from changing which manifest is in place. Where the file system has no locks, nobody is kept: two
-    saves may then both replace one checkpoint, the last of them stays whole, and the other's files are left over.
+    """Keep other processes from replacing the manifest.
+
+    A file system without locks cannot exclude other processes: two saves may then both replace one
+    checkpoint. The last of them stays whole, and the other's files are left over.
 
     Raises:
-        CheckpointError: somebody else has the lock for too long. OSError: no file can be made there.
+        CheckpointError: another process has held the lock for too long. OSError: no file can be made in the
+            folder.
     """
     path = os.path.join(folder, LOCK)
     until_s = time.monotonic() + LOCK_WAIT_S
     while (descriptor := _try_to_lock(path)) is None:
         if time.monotonic() > until_s:
             raise CheckpointError(
-                f"{shown(path)}: another save has held this lock for {LOCK_WAIT_S:g} s; a process that was stopped "
-                "there (SIGSTOP, a frozen container) has to go on or to be killed first"
+                f"{shown(path)}: another save has held this lock for {LOCK_WAIT_S:g} s; a process that was "
+                "stopped there (SIGSTOP, a frozen container) has to go on or to be killed first"
             )
-        time.sleep(LOCK_LOOK_S)  # a thread's: there is no event for the end of a lock that is only tried
+        time.sleep(LOCK_LOOK_S)  # on a worker thread; no event tells of the end of a lock that is only tried
     try:
         yield
     finally:
@@ -222,19 +230,20 @@ def _locked(folder: str) -> Iterator[None]:
 
 
 def _try_to_lock(path: str) -> int | None:
-    """A descriptor that holds the lock; None if another one does."""
+    """Return a descriptor that holds the lock; None if another one does."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_it = os.path.samestat(os.fstat(descriptor), os.stat(path))  # who had it may have removed it since
+        # The process that had the lock may have removed the file since.
+        is_locked = os.path.samestat(os.fstat(descriptor), os.stat(path))
     except (BlockingIOError, FileNotFoundError):
-        is_it = False
+        is_locked = False
     except OSError as error:
-        is_it = error.errno in _NO_LOCKS
-        if not is_it:
+        is_locked = error.errno in _NO_LOCKS
+        if not is_locked:
             os.close(descriptor)
             raise
-    if not is_it:
+    if not is_locked:
         os.close(descriptor)
         return None
     return descriptor
@@ -244,7 +253,7 @@ def _try_to_lock(path: str) -> int | None:
 
 
 def remove_files(folder: str, names: Collection[str]) -> None:
-    """Remove files of saves, whole or not, by name; one that is not there is no error.
+    """Remove files of saves, whole or partial, by name; a file that is not there is no error.
 
     Raises:
         OSError: a file cannot be removed.
@@ -260,10 +269,11 @@ def remove_files(folder: str, names: Collection[str]) -> None:
 
 
 def remove(folder: str) -> tuple[str, ...]:
-    """Remove a checkpoint, its manifest first, so that it is never half there; then the folder, if it is empty.
+    """Remove a checkpoint, its manifest first, so that it is never half there; then the folder, if it is
+    empty.
 
     Returns:
-        The files that it named; some may lie on other hosts.
+        The files that the manifest named; some may lie on other hosts.
 
     Raises:
         OSError: a file cannot be removed. CheckpointError: as `commit`.
@@ -285,7 +295,7 @@ def remove_leftovers(folder: str) -> list[str]:
     """Remove every file of a save that the manifest in place does not name; then the folder, if it is empty.
 
     Returns:
-        The names of what was removed.
+        The names of the removed files.
 
     Raises:
         OSError: a file cannot be removed. CheckpointError: as `commit`.
@@ -301,6 +311,6 @@ def remove_leftovers(folder: str) -> list[str]:
 
 
 def remove_empty(folder: str) -> None:
-    """Remove a folder if there is nothing in it."""
+    """Remove a folder if it is empty; ignore every failure."""
     with contextlib.suppress(OSError):
         os.rmdir(folder)

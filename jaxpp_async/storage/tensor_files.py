@@ -1,10 +1,11 @@
-"""tensor_files: numpy arrays to safetensors files and back, each array with its SHA-256. Knows no manifest and no mesh.
+"""Write numpy arrays to safetensors files and read them back, each array with its SHA-256.
 
-The format is safetensors (https://github.com/huggingface/safetensors), which any of its readers opens. Written here
-rather than by that library because its `serialize_file` can neither be stopped half-way nor tell how much of an array's
-bytes it has seen, and its reader holds the GIL for as long as an array is long: an actor must answer meanwhile. Files
-are read and written in pieces, and hashed on the way. A file that is read may come from anywhere: nothing that it says
-is believed before it was compared with what is wanted and with how long the file is.
+The format is safetensors (https://github.com/huggingface/safetensors), which any of its readers opens. This
+module writes and reads it itself: that library's `serialize_file` can neither be stopped half-way nor tell
+how much of an array's bytes it has seen, and its reader holds the GIL for as long as an array is long, though
+an actor must answer meanwhile. Files are read and written in blocks, which are hashed on the way. A file that
+is read may come from anywhere: its header is compared with what the caller wants and with the file's length
+before anything follows from it.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from jaxpp_async.errors import CheckpointError
 from jaxpp_async.layout.array_parts import numpy_dtype
 
 PARTIAL = ".partial"
-"""Ends the name of a file that is being written."""
+"""The end of the name of a file that is being written."""
 
-_PIECE_BYTES = 4 << 20
+_BLOCK_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
 _FILE_END = 1 << 63
-"""No file reaches as far."""
+"""An offset beyond the end of every file."""
 
 _FORMAT_NAMES = {
     "bool": "BOOL",
@@ -53,16 +54,22 @@ _FORMAT_NAMES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""What every reader of the format knows. Other dtypes are stored as U8 with one more axis, of the element's bytes."""
-
+"""The dtypes that every reader of the format knows. Others are stored as U8 with one more axis, of the
+element's bytes."""
 
 Index: TypeAlias = tuple[slice, ...]
-"""A part of an array."""
+"""A box of an array, as one slice for each axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantedArray:
-    """An array to read: its name in the file, what it must be there, and the checksum of its bytes."""
+    """An array to read from a file.
+
+    Args:
+        name: its name in the file.
+        dtype, shape: what it must be there.
+        sha256: the checksum of its bytes, in hexadecimal digits.
+    """
 
     name: str
     dtype: str
@@ -71,27 +78,28 @@ class WantedArray:
 
 
 def is_stored_as_bytes(dtype: str) -> bool:
-    """Whether the format has no name for this dtype."""
+    """Say whether the format has no name for this dtype."""
     return dtype not in _FORMAT_NAMES
 
 
 def write(
     path: str, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], is_stopped: Callable[[], bool]
 ) -> tuple[int, dict[str, str]]:
-    """Write a whole file, or none: under a partial name until its bytes are on the disk.
+    """Write a whole file, or none: the file has a partial name until its bytes are on the disk.
 
     Args:
         arrays: by name; little-endian, of a dtype that `numpy_dtype` knows by its name.
-        metadata: for the file's header; dtypes stored as bytes are added to it.
-        is_stopped: asked between pieces.
+        metadata: goes into the file's header, with the dtypes of arrays that are stored as bytes.
+        is_stopped: called before each block of bytes; True ends the writing.
 
     Returns:
         The file's size in bytes, and each array's SHA-256 (of its C-order bytes) by name.
 
     Raises:
-        OSError: the disk is full, or the like. InterruptedError: `is_stopped` said so.
+        OSError: the disk is full, or the like. InterruptedError: `is_stopped` returned True.
     """
-    # Wide elements first, as the library does it: each array then starts at a multiple of its element's size.
+    # Wide elements come first, as the library has them: each array then starts at a multiple of its element's
+    # size.
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     header = _header(names, arrays, metadata)
     partial = path + PARTIAL
@@ -102,7 +110,7 @@ def write(
             os.fsync(file.fileno())
             size = file.tell()
         os.replace(partial, path)
-    except BaseException:  # whatever it was, a part of a file is of no use
+    except BaseException:  # whatever ended the writing, a part of a file is of no use
         with contextlib.suppress(OSError):
             os.unlink(partial)
         raise
@@ -114,7 +122,8 @@ def read(path: str, wanted: Sequence[WantedArray]) -> list[np.ndarray]:
     """Read some of a file's arrays, and check their bytes.
 
     Raises:
-        CheckpointError: names the file and what is wrong with it.
+        CheckpointError: a file is missing, cut off or damaged, or has another array; the message names the
+            file.
     """
     try:
         with _open_to_read(path) as file:
@@ -132,11 +141,13 @@ def read_pieces(
     pieces: Iterable[tuple[str, Sequence[int], WantedArray]],
     needed: Sequence[Index] = (),
 ) -> np.ndarray:
-    """Put an array together from several files.
+    """Read an array that lies in pieces in several files.
 
     Args:
-        pieces: of each its file, where it begins in the array, and what it is there.
-        needed: parts of the array that are wanted; what has nothing to do with them is not read, and zero. None: all.
+        pieces: for each piece its file, the index of its first element in the array, and its entry in the
+            file.
+        needed: the boxes of the array that the caller needs; a piece that overlaps none of them is not read,
+            and is zero in the result. Empty: the whole array.
 
     Raises:
         CheckpointError: as `read`.
@@ -158,10 +169,11 @@ def _overlap(one: Index, other: Index, shape: Sequence[int]) -> bool:
 
 
 def read_whole(path: str, at_most: int) -> bytes:
-    """A small file's content.
+    """Return a small file's content.
 
     Raises:
-        CheckpointError: it has more bytes than `at_most`, or is no file of bytes. OSError: it cannot be read.
+        CheckpointError: the file has more than `at_most` bytes, or is no file of bytes. OSError: it cannot be
+            read.
     """
     with _open_to_read(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
@@ -173,7 +185,7 @@ def read_whole(path: str, at_most: int) -> bytes:
 
 
 def sync_folder(folder: str) -> None:
-    """Make the names in a folder as durable as the files' contents."""
+    """Make the names in a folder durable, as `fsync` does for the contents of a file."""
     descriptor = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -207,33 +219,27 @@ def _header(names: Sequence[str], arrays: Mapping[str, np.ndarray], metadata: Ma
 
 
 def _as_stored(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Dtype and shape as they stand in the file's header."""
+    """Return dtype and shape as they stand in the file's header."""
     if is_stored_as_bytes(dtype):
         return "U8", (*shape, numpy_dtype(dtype).itemsize)
     return _FORMAT_NAMES[dtype], tuple(shape)
 
 
 def _write_array(file: BinaryIO, array: np.ndarray, is_stopped: Callable[[], bool]) -> str:
+    return _write_all(file, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, is_stopped)
+
+
+def _write_all(file: BinaryIO, data: memoryview, is_stopped: Callable[[], bool]) -> str:
+    """Write bytes, and return their SHA-256."""
     digest = hashlib.sha256()
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    _write_all(file, data, is_stopped, digest.update)
-    return digest.hexdigest()
-
-
-def _write_all(
-    file: BinaryIO,
-    data: memoryview,
-    is_stopped: Callable[[], bool],
-    seen: Callable[[memoryview], None] | None = None,
-) -> None:
     while len(data):
         if is_stopped():
             raise InterruptedError("the save was stopped")
         # An unbuffered write may take less than it was given, as it does shortly before a disk is full.
-        count = file.write(data[:_PIECE_BYTES])
-        if seen is not None:
-            seen(data[:count])
+        count = file.write(data[:_BLOCK_BYTES])
+        digest.update(data[:count])
         data = data[count:]
+    return digest.hexdigest()
 
 
 # ---------------------------------------------------------------- reading
@@ -243,10 +249,10 @@ def _open_to_read(path: str) -> BinaryIO:
     """Open a file, unbuffered.
 
     Raises:
-        CheckpointError: it is a pipe, a device or the like, on which reading might never end.
-        OSError: it cannot be opened.
+        CheckpointError: the file is a pipe, a device or the like, on which reading might never end.
+        OSError: the file cannot be opened.
     """
-    # Not blocking: else opening a pipe would wait until somebody writes to it.
+    # O_NONBLOCK: else opening a pipe would wait until another process writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -255,7 +261,7 @@ def _open_to_read(path: str) -> BinaryIO:
 
 
 def _read_header(file: BinaryIO, path: str) -> tuple[dict[str, Any], int]:
-    """The header's entries, and where the data begins."""
+    """Return the header's entries, and the offset at which the data begins."""
     length = int.from_bytes(_exactly(file, path, 8), "little")
     if length > min(_MAX_HEADER_BYTES, os.fstat(file.fileno()).st_size):
         raise CheckpointError(
@@ -277,13 +283,13 @@ def _read_array(
     size_bytes = math.prod(wanted.shape) * dtype.itemsize
     begin = start + _offset(path, entries, wanted, size_bytes)
     missing = begin + size_bytes - os.fstat(file.fileno()).st_size
-    if missing > 0:  # said before memory is taken for them
+    if missing > 0:  # raised before memory is allocated for the array
         raise _cut_off(path, wanted, missing)
     file.seek(begin)
     memory = np.empty(size_bytes, np.uint8)
     digest, view = hashlib.sha256(), memory.data
     while len(view):
-        count = file.readinto(view[:_PIECE_BYTES])  # pyright: ignore[reportAttributeAccessIssue]
+        count = file.readinto(view[:_BLOCK_BYTES])  # pyright: ignore[reportAttributeAccessIssue]
         if not count:
             raise _cut_off(path, wanted, len(view))
         digest.update(view[:count])
@@ -302,24 +308,21 @@ def _cut_off(path: str, wanted: WantedArray, missing: int) -> CheckpointError:
 
 
 def _offset(path: str, entries: Mapping[str, Any], wanted: WantedArray, size_bytes: int) -> int:
-    """Where the array begins in the data, once the header agrees with what is wanted."""
+    """Return where the array begins in the data, after checking that the header agrees with the wanted
+    array."""
     dtype, shape = _as_stored(wanted.dtype, wanted.shape)
     match entries.get(wanted.name):
-        case {"dtype": str(found), "shape": [*sizes], "data_offsets": [int(begin), int(end)]} if _are_sizes(
-            sizes
+        case {"dtype": str(found), "shape": [*sizes], "data_offsets": [int(begin), int(end)]} if all(
+            type(size) is int for size in sizes
         ):
             if (found, tuple(sizes), end - begin) == (dtype, shape, size_bytes) and 0 <= begin < _FILE_END:
                 return begin
             raise CheckpointError(
-                f"{shown(path)}: {wanted.name!r} is {found!r:.40} {sizes!r:.80} there, but {dtype} {list(shape)} by "
-                "the manifest"
+                f"{shown(path)}: {wanted.name!r} is {found!r:.40} {sizes!r:.80} there, but {dtype} "
+                f"{list(shape)} by the manifest"
             )
         case _:
             raise CheckpointError(f"{shown(path)}: it has no array {wanted.name!r}")
-
-
-def _are_sizes(sizes: Sequence[Any]) -> bool:
-    return all(type(size) is int for size in sizes)
 
 
 def _exactly(file: BinaryIO, path: str, count: int) -> bytes:

@@ -1,15 +1,12 @@
-"""timeline: what every actor did in one step, and when. In: programs and time stamps. Out: `Timeline`.
+"""Say what every actor did in one step, and when, and what the step's time was spent on.
 
-No jax, and no I/O but `write_trace`. Actors stamp every instruction of every step (`StepStats.stamps`); all that is
-here is done for whoever asks, afterwards. `docs/timeline.md` says how to read it.
+Actors stamp every instruction of every step (`StepStats.stamps`); everything here is computed afterwards, for
+whoever asks. `docs/timeline.md` says how to read it.
 
-    recorded   what is known of one actor's part in a step
-    aligning   what is known of clocks -> offsets
-    events   programs and stamps -> events, transfers
-    shares   an actor's events -> where its time went
-    bill     all events -> what the step was spent on
-    text, trace   for people, for Perfetto
-    step     all of it, of one step: `Timeline`
+    events            programs and stamps as events and transfers
+    clock_alignment   by how much each actor's clock is ahead of the controller's
+    breakdown         where an actor's time went, and what the step was spent on
+    timeline          all of it, of one step: `Timeline`, as tables and as a trace for Perfetto
 """
 
 from jaxpp_async.timeline.breakdown import StepBreakdown, TimeShares
@@ -18,11 +15,11 @@ from jaxpp_async.timeline.timeline import Timeline, chrome_trace, make_timeline,
 
 __all__ = (
     "ActorTimeline",
-    "StepBreakdown",
-    "TimelineEvent",
     "Recorded",
+    "StepBreakdown",
     "TimeShares",
     "Timeline",
+    "TimelineEvent",
     "TimelineTransfer",
     "chrome_trace",
     "make_timeline",

@@ -1,12 +1,11 @@
-"""shares: an actor's events in, what it did with the step's time out: computing, waiting, transfers, dispatch, idle.
+"""Account for the time of a step: for each actor what it did, for the whole step what it was spent on.
 
-Measured, not modelled: each moment from the first actor's first instruction to the last one's last is one of the five,
-so that they add up to it. `bill` says why.
+`divide_time` measures: each moment from the first actor's first instruction to the last one's last is
+computing, waiting, transfer, dispatch or idle, so that the five add up to it.
 
-bill: a step's events in, what each second of it was spent on out: computing, and the causes of all the rest.
-
-The step is played again with the task times that were measured, first without anything that holds it up, then with one
-cause after the other. What a cause adds to the length of the step is its item, so the items add up to the whole.
+`break_down_step` finds causes. It plays the step again with the task times that were measured, first without
+anything that holds it up, then with one cause after the other. An item is what its cause adds to the length
+of the step, so the items add up to the whole.
 """
 
 from __future__ import annotations
@@ -20,15 +19,16 @@ from jaxpp_async.timeline.events import ActorTimeline, TimelineEvent, TimelineTr
 
 @dataclass(frozen=True, slots=True)
 class TimeShares:
-    """Where one actor's time went in one step, in seconds. They add up to the time from when the
-    first actor took the step up until the last one was done.
+    """Where one actor's time went in one step, in seconds. The shares add up to the time from when the first
+    actor took the step up until the last one was done.
 
     Args:
+        actor: the actor.
         compute_s: in tasks.
-        wait_s: nothing to compute: what the next task reads had not been made yet, on another actor or by whoever
-            gives the step its arguments.
-        transfer_s: nothing to compute: that had been sent, and was not there yet. After the last task: until the last
-            transfer has ended.
+        wait_s: nothing to compute: what the next task reads had not been made yet, on another actor or by
+            whoever gives the step its arguments.
+        transfer_s: nothing to compute: that had been sent, and was not there yet. After the last task: until
+            the last transfer has ended.
         dispatch_s: everything was there, and no task ran.
         idle_s: before the actor took the step up, and after its last instruction.
     """
@@ -42,15 +42,18 @@ class TimeShares:
 
     @property
     def duration_s(self) -> float:
-        """Their sum, the same for all actors of a step."""
+        """The sum of the shares, the same for all actors of a step."""
         return self.compute_s + self.wait_s + self.transfer_s + self.dispatch_s + self.idle_s
 
 
-def shares(timeline: ActorTimeline, transfers: Mapping[int, TimelineTransfer], span_s: float) -> TimeShares:
-    """Take one actor's time apart.
+def divide_time(
+    timeline: ActorTimeline, transfers: Mapping[int, TimelineTransfer], span_s: float
+) -> TimeShares:
+    """Divide one actor's time in a step by what it did.
 
     Args:
-        transfers: those that it receives, by the receive's instruction.
+        timeline: the actor's events.
+        transfers: those that the actor receives, by the receive's instruction.
         span_s: of the step.
     """
     by_instruction = {e.instruction: e for e in timeline.events}
@@ -58,14 +61,12 @@ def shares(timeline: ActorTimeline, transfers: Mapping[int, TimelineTransfer], s
     free_s = timeline.begin_s  # since when it computes nothing
     for run in timeline.runs:
         start_s = max(run.start_s, free_s)
-        made_s, there_s = _when_there(run, by_instruction, transfers)
+        made_s, there_s = _find_arrival(run, by_instruction, transfers)
         there_s = min(max(there_s, free_s), start_s)
         made_s = min(max(made_s, free_s), there_s)
-        wait_s, transfer_s, dispatch_s = (
-            wait_s + made_s - free_s,
-            transfer_s + there_s - made_s,
-            dispatch_s + start_s - there_s,
-        )
+        wait_s += made_s - free_s
+        transfer_s += there_s - made_s
+        dispatch_s += start_s - there_s
         free_s = max(run.end_s, start_s)
         compute_s += free_s - start_s
     moved_s = max((e.end_s for e in timeline.events if e.kind in ("send", "recv")), default=free_s)
@@ -77,43 +78,38 @@ def shares(timeline: ActorTimeline, transfers: Mapping[int, TimelineTransfer], s
     return TimeShares(timeline.actor, compute_s, wait_s, transfer_s, dispatch_s, idle_s)
 
 
-def _when_there(
+def _find_arrival(
     run: TimelineEvent, by_instruction: Mapping[int, TimelineEvent], transfers: Mapping[int, TimelineTransfer]
 ) -> tuple[float, float]:
-    """When the last thing that a task reads was made elsewhere and sent, and when it was here."""
-    last = max(
-        (
-            by_instruction[i]
-            for i in run.needs
-            if i in by_instruction and by_instruction[i].kind in ("recv", "input")
-        ),
-        key=lambda e: e.end_s,
-        default=None,
-    )
+    """Find when the last thing that a task reads was made elsewhere and sent, and when it was here."""
+    read = (by_instruction[i] for i in run.needs if i in by_instruction)
+    arrived = (e for e in read if e.kind in ("recv", "input"))
+    last = max(arrived, key=lambda e: e.end_s, default=None)
     if last is None:
         return float("-inf"), float("-inf")
     sent = transfers.get(last.instruction)
     return (sent.send.start_s if sent is not None else last.end_s), last.end_s
 
 
-# ---------------------------------------------------------------- bill
+# ---------------------------------------------------------------- breakdown of a step
 
 
 @dataclass(frozen=True, slots=True)
 class StepBreakdown:
-    """Where the time of one step went, in seconds. The items add up to `total_s`; none is
-    negative, but by what the clocks of two hosts may be off.
+    """Where the time of one step went, in seconds. The items add up to `total_s`; none is negative, but by
+    what the clocks of two hosts may be off.
 
     Args:
-        queue_s: from when the controller sent the step until the first actor took it up: the way there, and steps that
-            were under way before it.
+        queue_s: from when the controller sent the step until the first actor took it up: the way there, and
+            steps that were under way before it.
         compute_s: all tasks, shared evenly by the actors: the step if nothing ever waited.
         imbalance_s: what the busiest actor has to compute beyond that.
         schedule_s: what the order of tasks adds to that, since tasks wait for others: the bubble.
         transfer_s: what it adds that data takes a while from the start of its send until it is there.
         start_s: what it adds that some actors took the step up later than the first, or got arguments late.
-        dispatch_s: the rest between taking up and end: everything was there, and the next thing had not begun.
-        reply_s: from the end of the last instruction until the controller had heard of it.
+        dispatch_s: the rest between taking up and end: everything was there, and the next thing had not
+            begun.
+        reply_s: from the end of the last instruction until the controller had the reply.
     """
 
     queue_s: float
@@ -127,17 +123,18 @@ class StepBreakdown:
 
     @property
     def total_s(self) -> float:
-        """The step, from sent to heard of."""
+        """The whole step, from when it was sent until the controller had all replies."""
         return self.queue_s + self.bound_s + self.transfer_s + self.start_s + self.dispatch_s + self.reply_s
 
     @property
     def bound_s(self) -> float:
-        """What the schedule and the measured task times allow at best: the critical path of the step's tasks."""
+        """The critical path of the step's tasks: the least that the schedule and the measured task times
+        allow."""
         return self.compute_s + self.imbalance_s + self.schedule_s
 
     @property
     def span_s(self) -> float:
-        """From the first actor's taking it up to the end of the last instruction."""
+        """The time from when the first actor took the step up to the end of the last instruction."""
         return self.bound_s + self.transfer_s + self.start_s + self.dispatch_s
 
     @property
@@ -146,13 +143,15 @@ class StepBreakdown:
         return self.bound_s / self.span_s if self.span_s > 0 else 1.0
 
 
-def make_bill(
+def break_down_step(
     actors: Sequence[ActorTimeline], transfers: Sequence[TimelineTransfer], duration_s: float
 ) -> StepBreakdown:
-    """The bill of a step.
+    """Find what the time of a step was spent on.
 
     Args:
-        duration_s: from when the controller sent it until the last actor was heard.
+        actors: each actor's events.
+        transfers: of the step.
+        duration_s: from when the controller sent the step until it had the last actor's reply.
 
     Raises:
         ValueError: the tasks wait for each other in a circle: these are not events of one step.
@@ -160,11 +159,11 @@ def make_bill(
     working = [a for a in actors if a.events]
     begin_s = min((a.begin_s for a in working), default=0.0)
     end_s = max((a.end_s for a in working), default=0.0)
-    replay = _Replay(working, transfers)
+    replay = StepReplay(working, transfers)
     work_s = [sum(run.duration_s for run in a.runs) for a in working] or [0.0]
-    bound_s = replay.length()
-    moved_s = replay.length(moves=True)
-    started_s = replay.length(moves=True, starts=True)
+    bound_s = replay.length_s()
+    moved_s = replay.length_s(moves=True)
+    started_s = replay.length_s(moves=True, starts=True)
     return StepBreakdown(
         queue_s=begin_s,
         compute_s=sum(work_s) / len(work_s),
@@ -177,39 +176,30 @@ def make_bill(
     )
 
 
-def critical_path_s(
-    actors: Sequence[ActorTimeline], transfers: Sequence[TimelineTransfer], *, moves: bool = False
-) -> float:
-    """How long a step takes in which every task begins as soon as what it reads is there.
+class StepReplay:
+    """Plays the tasks of a step again: each actor's in its order, each as soon as what it reads is there.
 
     Args:
-        moves: transfers take as long as they did; else no time.
-
-    Raises:
-        ValueError: the tasks wait for each other in a circle.
+        actors: each actor's events.
+        transfers: of the step.
     """
-    return _Replay(actors, transfers).length(moves=moves)
-
-
-class _Replay:
-    """Plays the tasks of a step again: each actor's in its order, each as soon as what it reads is there."""
 
     def __init__(self, actors: Sequence[ActorTimeline], transfers: Sequence[TimelineTransfer]):
         self._runs = {a.actor: a.runs for a in actors}
         self._events = {(a.actor, e.instruction): e for a in actors for e in a.events}
-        self._senders: Mapping[tuple[ActorId, int], TimelineTransfer] = {
-            (t.receive.actor, t.receive.instruction): t for t in transfers
-        }
-        first_s = min((a.begin_s for a in actors), default=0.0)
-        self._begins = {a.actor: a.begin_s - first_s for a in actors}
-        self._first_s = first_s
+        self._transfers = {(t.receive.actor, t.receive.instruction): t for t in transfers}
+        self._first_s = min((a.begin_s for a in actors), default=0.0)
+        self._begins = {a.actor: a.begin_s - self._first_s for a in actors}
 
-    def length(self, *, moves: bool = False, starts: bool = False) -> float:
-        """How long the step then takes.
+    def length_s(self, *, moves: bool = False, starts: bool = False) -> float:
+        """Return how long the step then takes, in seconds.
 
         Args:
             moves: transfers take as long as they did; else no time.
             starts: actors begin, and have their arguments, when they did; else at once.
+
+        Raises:
+            ValueError: the tasks wait for each other in a circle.
         """
         ready: dict[tuple[ActorId, int], float] = {}
         free_s = {actor: self._begins[actor] if starts else 0.0 for actor in self._runs}
@@ -228,13 +218,13 @@ class _Replay:
                     at[actor], moved = at[actor] + 1, True
         if any(at[actor] < len(runs) for actor, runs in self._runs.items()):
             raise ValueError("tasks wait for each other in a circle")
-        arrivals = [self._ready(key, ready, moves, starts) for key in self._senders]
+        arrivals = [self._ready(key, ready, moves, starts) for key in self._transfers]
         return max([0.0, *free_s.values(), *(t for t in arrivals if t is not None)])
 
     def _ready(
         self, key: tuple[ActorId, int], ready: dict[tuple[ActorId, int], float], moves: bool, starts: bool
     ) -> float | None:
-        """When the replay has what an instruction makes; None: it cannot be said yet."""
+        """Return when the replay has what an instruction makes; None: that is not known yet."""
         if key in ready:
             return ready[key]
         event = self._events.get(key)
@@ -242,7 +232,7 @@ class _Replay:
             return 0.0
         if event.kind == "input":
             return event.end_s - self._first_s if starts else 0.0
-        transfer = self._senders.get(key)
+        transfer = self._transfers.get(key)
         if event.kind != "recv" or transfer is None:
             return None if event.kind == "run" else 0.0
         sent = [self._ready((transfer.send.actor, i), ready, moves, starts) for i in transfer.send.needs]

@@ -1,14 +1,11 @@
-"""events: one actor's program and the time stamps of its instructions in, what happened when out. Pure data.
+"""Turn one actor's program and the time stamps of its instructions into events: what happened when.
 
-Nothing is measured here, and times keep the clock that they come with but for one number that is taken off.
-
-recorded: what is known of one actor's part in a step: its program, its stamps, its clock. Plain data.
+Times keep the clock that they come with but for one number that is taken off.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +23,7 @@ from jaxpp_async.program.instructions import (
     Run,
     Send,
     Tag,
+    buffers_made,
 )
 
 Kind: TypeAlias = Literal["run", "send", "recv", "input", "output", "delete"]
@@ -46,18 +44,21 @@ _KINDS: dict[type[Instruction], Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """One instruction of an actor in one step. Times are seconds since the step's start, on the controller's clock.
+    """One instruction of an actor in one step. Times are seconds since the step's start, on the controller's
+    clock.
 
     Args:
-        actor: whose.
+        actor: the actor that ran it.
         instruction: its index in the actor's program.
         kind: `"run"`, `"send"`, `"recv"`, `"input"`, `"output"` or `"delete"`.
-        label: as a user reads it: of a run `"fwd(stage 0, mb 3)"`, of a transfer what made the value that travels.
-        start_s, end_s: a run: of the call; a send: until the buffer is free again; a receive: from when there was a
-            place for the data until it was there; an input: from asked for to there; output, delete: the moment.
+        label: as a user reads it: of a run `"fwd(stage 0, mb 3)"`, of a transfer the label of what made the
+            value.
+        start_s, end_s: a run: of the call; a send: until the buffer is free again; a receive: from when there
+            was a place for the data until it was there; an input: from asked for to there; output, delete:
+            the moment.
         size_bytes: of the value that is sent, received, bound, returned or freed; 0 of a run.
         peer: the other actor of a transfer.
-        tag: the transfer's; with both actors it names it.
+        tag: the transfer's; with both actors it names the transfer.
         needs: instructions of this actor that made what this one reads.
         text: its line in the compiled step's `as_text()`.
     """
@@ -76,17 +77,19 @@ class TimelineEvent:
 
     @property
     def duration_s(self) -> float:
-        """From start to end."""
+        """Seconds from start to end."""
         return self.end_s - self.start_s
 
 
 @dataclass(frozen=True, slots=True)
 class ActorTimeline:
-    """What one actor did in one step.
+    """The events of one actor in one step.
 
     Args:
+        actor: the actor.
         events: in program order; an instruction that was given no time (such as a delete) is not among them.
-        clock_error_s: by how much all its times may be off against those of the controller; 0: they share a clock.
+        clock_error_s: by how much all its times may be off against those of the controller; 0: they share a
+            clock.
         host, pid: where it ran.
     """
 
@@ -97,7 +100,8 @@ class ActorTimeline:
     pid: int = 0
 
     def __repr__(self) -> str:
-        return f"<ActorTimeline: actor {self.actor}, {len(self.events)} events from {self.begin_s} to {self.end_s} s>"
+        times = f"from {self.begin_s} to {self.end_s} s"
+        return f"<ActorTimeline: actor {self.actor}, {len(self.events)} events {times}>"
 
     @property
     def runs(self) -> tuple[TimelineEvent, ...]:
@@ -106,12 +110,12 @@ class ActorTimeline:
 
     @property
     def begin_s(self) -> float:
-        """When it took the step up."""
+        """When the actor took the step up."""
         return min((e.start_s for e in self.events), default=0.0)
 
     @property
     def end_s(self) -> float:
-        """When the last of its instructions was done, sends included."""
+        """When the last of the actor's instructions was done, sends included."""
         return max((e.end_s for e in self.events), default=0.0)
 
 
@@ -124,17 +128,39 @@ class TimelineTransfer:
 
     @property
     def duration_s(self) -> float:
-        """From the start of the send until the data was there."""
+        """Seconds from the start of the send until the data was there."""
         return self.receive.end_s - self.send.start_s
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The facts that are known of one actor's part in a step.
+
+    Args:
+        program: the program that it ran.
+        stamps: `StepStats.stamps`, in seconds of the actor's own clock.
+        heard_s: when the controller had its reply, by the controller's clock.
+        offset_s: by how much the actor's clock was ahead of the controller's.
+        error_s: by how much that may be wrong; None: nothing is known of its clock.
+        host, pid: where it ran.
+    """
+
+    program: ActorProgram
+    stamps: bytes
+    heard_s: float
+    offset_s: float = 0.0
+    error_s: float | None = 0.0
+    host: str = ""
+    pid: int = 0
+
+
 def read_stamps(stamps: bytes) -> list[tuple[float, float]]:
-    """`StepStats.stamps` as a pair an instruction: taken up, done; NaN for what has no such moment."""
+    """Read `StepStats.stamps` as a pair an instruction: taken up, done; NaN for what has no such moment."""
     return list(_STAMPS.iter_unpack(stamps))
 
 
-def span(stamps: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """The first and the last moment among stamps; None if there is none at all."""
+def stamp_range(stamps: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """Return the first and the last moment among stamps; None if there is none at all."""
     moments = [t for pair in stamps for t in pair if not math.isnan(t)]
     return (min(moments), max(moments)) if moments else None
 
@@ -145,10 +171,10 @@ def read_events(
     origin_s: float,
     labels: Mapping[TransferKey, str],
 ) -> tuple[TimelineEvent, ...]:
-    """The events of one actor.
+    """Read the events of one actor.
 
     Args:
-        program: what it ran.
+        program: the program that it ran.
         stamps: a pair an instruction, in seconds of one clock.
         origin_s: what that clock showed at the step's start.
         labels: what makes the value of each transfer, from `transfer_labels`.
@@ -158,21 +184,22 @@ def read_events(
     """
     if len(stamps) != len(program.instructions):
         raise ValueError(f"{len(stamps)} pairs of stamps for {len(program.instructions)} instructions")
-    made_by, texts = _Makers(), format_instructions(program)
+    made_by: dict[BufferId, int] = {}  # the instruction that made what a slot holds just now
+    texts = format_instructions(program)
     events: list[TimelineEvent] = []
     for index, (instruction, moments) in enumerate(zip(program.instructions, stamps, strict=True)):
-        needs = made_by.read(instruction)
-        made_by.note(index, instruction)
+        needs = tuple(dict.fromkeys(made_by[b] for b in _buffers_read(instruction) if b in made_by))
+        made_by.update(dict.fromkeys(buffers_made(instruction), index))
         known = [t for t in moments if not math.isnan(t)]
         if not known:
             continue
-        peer, tag = _transfer_of(instruction)
+        peer, tag = _peer_and_tag(instruction)
         events.append(
             TimelineEvent(
                 actor=program.actor,
                 instruction=index,
                 kind=_KINDS[type(instruction)],
-                label=_label(program.actor, instruction, labels),
+                label=_event_label(program.actor, instruction, labels),
                 start_s=known[0] - origin_s,
                 end_s=known[-1] - origin_s,
                 size_bytes=0
@@ -188,15 +215,18 @@ def read_events(
 
 
 def transfer_labels(programs: Sequence[ActorProgram]) -> dict[TransferKey, str]:
-    """For each transfer, by (from, to, tag), what made the value: a task, `"arg 3"`, or, passed on, what made that."""
+    """Find what made the value of each transfer, by (from, to, tag): a task, or an argument such as `"arg
+    3"`.
+
+    For a value that was passed on, that is what made it at its origin.
+    """
     makers: dict[TransferKey, Instruction | None] = {}
     for program in programs:
         made: dict[BufferId, Instruction] = {}
         for instruction in program.instructions:
             if isinstance(instruction, Send):
                 makers[(program.actor, instruction.to_actor, instruction.tag)] = made.get(instruction.buffer)
-            for buffer in _made(instruction):
-                made[buffer] = instruction
+            made.update(dict.fromkeys(buffers_made(instruction), instruction))
 
     def name(key: TransferKey, hops: int) -> str:
         maker = makers.get(key)
@@ -211,62 +241,30 @@ def transfer_labels(programs: Sequence[ActorProgram]) -> dict[TransferKey, str]:
     return {key: name(key, len(programs)) for key in makers}
 
 
-def pair(actors: Sequence[ActorTimeline]) -> tuple[TimelineTransfer, ...]:
-    """Each send with its receive, by (from, to, tag), in the order in which the sends were started."""
+def pair_transfers(actors: Sequence[ActorTimeline]) -> tuple[TimelineTransfer, ...]:
+    """Join each send with its receive, by (from, to, tag), in the order in which the sends were started."""
     receives: dict[tuple[ActorId, ActorId | None, Tag | None], TimelineEvent] = {
         (e.actor, e.peer, e.tag): e for a in actors for e in a.events if e.kind == "recv"
     }
     sends = [e for a in actors for e in a.events if e.kind == "send"]
-    both = [
-        TimelineTransfer(e, r)
-        for e in sends
-        for r in [receives.get((e.peer or 0, e.actor, e.tag))]
-        if r is not None
-    ]
+    pairs = ((e, receives.get((e.peer or 0, e.actor, e.tag))) for e in sends)
+    both = [TimelineTransfer(send, receive) for send, receive in pairs if receive is not None]
     return tuple(sorted(both, key=lambda t: (t.send.start_s, t.send.actor, t.send.instruction)))
 
 
-_MICROBATCH = re.compile(r",? ?\bmb \d+")
-
-
-def task_kind(label: str) -> str:
-    """A task's label without its microbatch: `"fwd(stage 0)"`."""
-    return _MICROBATCH.sub("", label).replace("()", "")
-
-
-class _Makers:
-    """Which instruction made what a slot holds just now."""
-
-    def __init__(self) -> None:
-        self._by_buffer: dict[BufferId, int] = {}
-
-    def note(self, index: int, instruction: Instruction) -> None:
-        for buffer in _made(instruction):
-            self._by_buffer[buffer] = index
-
-    def read(self, instruction: Instruction) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(self._by_buffer[b] for b in _read(instruction) if b in self._by_buffer))
-
-
-def _made(instruction: Instruction) -> tuple[BufferId, ...]:
-    if isinstance(instruction, Run):
-        return instruction.outputs
-    return (instruction.buffer,) if isinstance(instruction, Input | Recv) else ()
-
-
-def _read(instruction: Instruction) -> tuple[BufferId, ...]:
+def _buffers_read(instruction: Instruction) -> tuple[BufferId, ...]:
     if isinstance(instruction, Run):
         return instruction.inputs
     return (instruction.buffer,) if isinstance(instruction, Send | Output | Delete) else ()
 
 
-def _transfer_of(instruction: Instruction) -> tuple[ActorId | None, Tag | None]:
+def _peer_and_tag(instruction: Instruction) -> tuple[ActorId | None, Tag | None]:
     if isinstance(instruction, Send):
         return instruction.to_actor, instruction.tag
     return (instruction.from_actor, instruction.tag) if isinstance(instruction, Recv) else (None, None)
 
 
-def _label(actor: ActorId, instruction: Instruction, labels: Mapping[TransferKey, str]) -> str:
+def _event_label(actor: ActorId, instruction: Instruction, labels: Mapping[TransferKey, str]) -> str:
     match instruction:
         case Run(label=label):
             return label
@@ -280,27 +278,3 @@ def _label(actor: ActorId, instruction: Instruction, labels: Mapping[TransferKey
             return f"result {result}"
         case Delete(buffer=buffer):
             return f"b{buffer}"
-
-
-# ---------------------------------------------------------------- recorded
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """What is known of one actor's part in a step.
-
-    Args:
-        program: what it ran.
-        stamps: `StepStats.stamps`, in seconds of the actor's own clock.
-        heard_s: when the controller had its reply, by the controller's clock.
-        offset_s: what the actor's clock was ahead of the controller's.
-        error_s: by how much that may be wrong; None: nothing is known of its clock.
-    """
-
-    program: ActorProgram
-    stamps: bytes
-    heard_s: float
-    offset_s: float = 0.0
-    error_s: float | None = 0.0
-    host: str = ""
-    pid: int = 0

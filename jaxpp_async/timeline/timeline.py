@@ -1,14 +1,11 @@
-"""step: each actor's part in one step in; its `Timeline` out, which answers, prints and writes what was asked of it.
+"""Join the actors' parts of one step into a `Timeline`, which answers, prints as tables, and writes a trace.
 
-text: a timeline's numbers in, a page for people out.
+A trace is in Chrome's event format, for https://ui.perfetto.dev or chrome://tracing. The controller and each
+actor are a process there, with a thread each for tasks, sends and receives, and an arrow from each send to
+its receive. Times are microseconds since the first step's start.
 
-trace: timelines in, one trace in Chrome's event format out, for https://ui.perfetto.dev or chrome://tracing.
-
-A process a track for the controller and for each actor, with a thread each for tasks, sends and receives, and an arrow
-from each send to its receive. Times are microseconds since the first step's start.
-
-Source: "Trace Event Format", the JSON that Chrome's tracing writes: `X` a slice, `s` and `f` the ends of an arrow, `M`
-names.
+Source: "Trace Event Format", the JSON that Chrome's tracing writes: `X` a slice, `s` and `f` the ends of an
+arrow, `M` names.
 """
 
 from __future__ import annotations
@@ -18,26 +15,25 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from statistics import median
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.table import Table
 
 from jaxpp_async.base.frozen import cached_value
-from jaxpp_async.program.instructions import ActorId
-from jaxpp_async.timeline.breakdown import StepBreakdown, TimeShares, make_bill, shares
+from jaxpp_async.program.instructions import ActorId, task_kind
+from jaxpp_async.timeline.breakdown import StepBreakdown, TimeShares, break_down_step, divide_time
 from jaxpp_async.timeline.clock_alignment import align_step
 from jaxpp_async.timeline.events import (
     ActorTimeline,
     Recorded,
     TimelineEvent,
     TimelineTransfer,
-    pair,
+    pair_transfers,
     read_events,
     read_stamps,
-    task_kind,
     transfer_labels,
 )
 
@@ -46,7 +42,8 @@ from jaxpp_async.timeline.events import (
 class Timeline:
     """One step, instruction by instruction. `print` shows where its time went.
 
-    All times are seconds since the step's start on the controller's clock: when it sent the step to the actors.
+    All times are seconds since the step's start on the controller's clock: when it sent the step to the
+    actors.
 
     Args:
         step: its number, counted from 0 over the mesh's life.
@@ -55,7 +52,8 @@ class Timeline:
         duration_s: until the controller had heard of the last actor.
         actors: those that have a part in the step.
         transfers: each send with its receive, in the order in which the sends were started.
-        clock_error_s: by how much times of two actors may be off against each other, at most; 0: all are on this host.
+        clock_error_s: by how much times of two actors may be off against each other, at most; 0: all are on
+            this host.
     """
 
     step: int
@@ -68,12 +66,12 @@ class Timeline:
 
     @property
     def events(self) -> tuple[TimelineEvent, ...]:
-        """Of all actors, in order of start."""
+        """The events of all actors, in order of start."""
         return tuple(sorted((e for a in self.actors for e in a.events), key=lambda e: (e.start_s, e.actor)))
 
     @property
     def begin_s(self) -> float:
-        """When the first actor took the step up: with several steps under way, not before it was done with another."""
+        """When the first actor took the step up, which may be after it was done with an earlier step."""
         return min((a.begin_s for a in self.actors if a.events), default=0.0)
 
     @property
@@ -87,12 +85,12 @@ class Timeline:
         received: dict[ActorId, dict[int, TimelineTransfer]] = defaultdict(dict)
         for t in self.transfers:
             received[t.receive.actor][t.receive.instruction] = t
-        return tuple(shares(a, received[a.actor], self.end_s - self.begin_s) for a in self.actors)
+        return tuple(divide_time(a, received[a.actor], self.end_s - self.begin_s) for a in self.actors)
 
     @cached_value
     def bill(self) -> StepBreakdown:
-        """What the step's time was spent on, and why it took longer than its tasks."""
-        return make_bill(self.actors, self.transfers, self.duration_s)
+        """The causes that the step's time was spent on, and why it took longer than its tasks."""
+        return break_down_step(self.actors, self.transfers, self.duration_s)
 
     @cached_value
     def task_times(self) -> dict[str, tuple[float, ...]]:
@@ -104,7 +102,10 @@ class Timeline:
         return {kind: tuple(all_s) for kind, all_s in times.items()}
 
     def median_s(self, kind: str) -> float:
-        """The median time of one kind of task.
+        """Return the median time of one kind of task.
+
+        Args:
+            kind: such as `"fwd(stage 0)"`.
 
         Raises:
             KeyError: the step has none of that kind; says which it has.
@@ -119,20 +120,17 @@ class Timeline:
         return f"<Timeline: {self._title()}; print() it, .events, .transfers, .shares, .bill, .write(path)>"
 
     def _title(self) -> str:
-        return title(self.step, self.name, self.duration_s, len(self.actors), self.clock_error_s)
+        clocks = f", clocks within {_time(self.clock_error_s)}" if self.clock_error_s else ""
+        actors = f"{len(self.actors)} actor{'s' if len(self.actors) != 1 else ''}"
+        return f"step {self.step} of {self.name!r}: {_time(self.duration_s)} on {actors}{clocks}"
 
     def __str__(self) -> str:
         tasks = [(kind, len(t), median(t), sum(t)) for kind, t in self.task_times.items()]
-        parts = (
-            self._title(),
-            shares_table(self.shares),
-            tasks_table(tasks),
-            bill_table(self.bill),
-        )
-        return "\n\n".join(parts)
+        tables = _shares_table(self.shares), _tasks_table(tasks), _breakdown_table(self.bill)
+        return "\n\n".join((self._title(), *tables))
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """This step as Chrome's trace events; see `chrome_trace`."""
+        """Return this step as Chrome's trace events; see `chrome_trace`."""
         return chrome_trace([self])
 
     def write(self, path: str | os.PathLike[str]) -> None:
@@ -141,10 +139,11 @@ class Timeline:
 
 
 def make_timeline(step: int, name: str, origin_s: float, recorded: Mapping[ActorId, Recorded]) -> Timeline:
-    """The timeline of a finished step.
+    """Make the timeline of a finished step.
 
     Args:
-        step: its number. name: its function's.
+        step: its number.
+        name: its function's.
         origin_s: when the controller sent it, by its clock.
         recorded: each actor's part.
 
@@ -161,7 +160,9 @@ def make_timeline(step: int, name: str, origin_s: float, recorded: Mapping[Actor
         events = read_events(program, stamps[actor], origin_s + aligned.offset_s[actor], labels)
         actors.append(ActorTimeline(actor, events, aligned.error_s[actor], r.host, r.pid))
     end_s = max((r.heard_s for r in recorded.values()), default=origin_s)
-    return Timeline(step, name, origin_s, end_s - origin_s, tuple(actors), pair(actors), aligned.pair_error_s)
+    return Timeline(
+        step, name, origin_s, end_s - origin_s, tuple(actors), pair_transfers(actors), aligned.pair_error_s
+    )
 
 
 # ---------------------------------------------------------------- text
@@ -178,31 +179,24 @@ _ITEMS = (
 )
 
 
-def title(step: int, name: str, duration_s: float, num_actors: int, clock_error_s: float) -> str:
-    """The first line."""
-    clocks = f", clocks within {_time(clock_error_s)}" if clock_error_s else ""
-    plural = "s" if num_actors != 1 else ""
-    return f"step {step} of {name!r}: {_time(duration_s)} on {num_actors} actor{plural}{clocks}"
-
-
-def shares_table(rows: Sequence[TimeShares]) -> str:
-    """Where each actor's time went, in parts of what its first cell says: from the first actor's start to the end."""
+def _shares_table(rows: Sequence[TimeShares]) -> str:
+    """Tabulate where each actor's time went, in parts of the time from the first actor's start to the end."""
     span_s = rows[0].duration_s if rows else 0.0
     header = (f"of {_time(span_s)}", "computing", "waiting", "transfers", "dispatch", "idle")
     return _table(
         header,
-        ((f"actor {s.actor}", *(_share(x, s.duration_s) for x in _five(s))) for s in rows),
+        ((f"actor {s.actor}", *(_share(x, s.duration_s) for x in astuple(s)[1:])) for s in rows),
     )
 
 
-def tasks_table(rows: Iterable[tuple[str, int, float, float]]) -> str:
-    """Kind of task, how often, median and sum of its times."""
+def _tasks_table(rows: Iterable[tuple[str, int, float, float]]) -> str:
+    """Tabulate kinds of task: how often each ran, median and sum of its times."""
     header = ("task", "runs", "median", "together")
     return _table(header, ((kind, str(n), _time(median), _time(total)) for kind, n, median, total in rows))
 
 
-def bill_table(bill: StepBreakdown) -> str:
-    """The bill, an item a line."""
+def _breakdown_table(bill: StepBreakdown) -> str:
+    """Tabulate a breakdown, an item a line."""
     rows = []
     for item, why in _ITEMS:
         seconds = getattr(bill, f"{item}_s")
@@ -218,10 +212,6 @@ def bill_table(bill: StepBreakdown) -> str:
         )
     )
     return _table(("bill", "time", "share", ""), rows, left=(0, 3))
-
-
-def _five(s: TimeShares) -> tuple[float, float, float, float, float]:
-    return s.compute_s, s.wait_s, s.transfer_s, s.dispatch_s, s.idle_s
 
 
 def _share(part_s: float, whole_s: float) -> str:
@@ -261,27 +251,11 @@ _Key: TypeAlias = tuple[ActorId, int]
 """An instruction of an actor."""
 
 
-class DrawnStep(Protocol):
-    """What is drawn of a step: a `Timeline`, as far as it matters here."""
+def chrome_trace(timelines: Iterable[Timeline]) -> dict[str, Any]:
+    """Draw several steps of one mesh as one trace.
 
-    @property
-    def step(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def origin_s(self) -> float: ...
-    @property
-    def duration_s(self) -> float: ...
-    @property
-    def actors(self) -> tuple[ActorTimeline, ...]: ...
-    @property
-    def transfers(self) -> tuple[TimelineTransfer, ...]: ...
-    @property
-    def clock_error_s(self) -> float: ...
-
-
-def chrome_trace(timelines: Iterable[DrawnStep]) -> dict[str, Any]:
-    """Several steps of one mesh as one trace.
+    Args:
+        timelines: the steps.
 
     Returns:
         What `json.dump` writes: `{"traceEvents": [...], "displayTimeUnit": "ms"}`.
@@ -299,8 +273,12 @@ def chrome_trace(timelines: Iterable[DrawnStep]) -> dict[str, Any]:
     return {"traceEvents": [*tracks.names, *tracks.events], "displayTimeUnit": "ms"}
 
 
-def write_trace(path: str | os.PathLike[str], timelines: Iterable[DrawnStep]) -> None:
+def write_trace(path: str | os.PathLike[str], timelines: Iterable[Timeline]) -> None:
     """Write steps as one trace, which https://ui.perfetto.dev and chrome://tracing open.
+
+    Args:
+        path: the file to write.
+        timelines: the steps.
 
     Raises:
         OSError: the file cannot be written.
@@ -309,8 +287,8 @@ def write_trace(path: str | os.PathLike[str], timelines: Iterable[DrawnStep]) ->
         json.dump(chrome_trace(timelines), file, separators=(",", ":"))
 
 
-def _names(timelines: Sequence[DrawnStep]) -> dict[int, str]:
-    """Processes of actors, and what each is called: after a restart an actor is another process, in the same track."""
+def _names(timelines: Sequence[Timeline]) -> dict[int, str]:
+    """Name the processes of actors: after a restart an actor is another process, in the same track."""
     places: dict[ActorId, dict[str, None]] = {}
     for actor in (actor for timeline in timelines for actor in timeline.actors):
         known = places.setdefault(actor.actor, {})
@@ -322,13 +300,13 @@ def _names(timelines: Sequence[DrawnStep]) -> dict[int, str]:
     }
 
 
-def _add_actors(tracks: _Tracks, timeline: DrawnStep) -> dict[_Key, _Slice]:
-    """Add what actors did; gives the slices of transfers."""
+def _add_actors(tracks: _Tracks, timeline: Timeline) -> dict[_Key, _Slice]:
+    """Add what actors did, and return the slices of transfers."""
     sent_s = {(t.receive.actor, t.receive.instruction): t.send.start_s for t in timeline.transfers}
     slices: dict[_Key, _Slice] = {}
 
     def shown_from(event: TimelineEvent) -> float:
-        """A receive is posted early; what is seen of it begins with the send."""
+        """Begin the slice of a receive with the send: it is posted long before."""
         sent = sent_s.get((event.actor, event.instruction), event.start_s)
         return min(max(event.start_s, sent), event.end_s)
 
@@ -345,7 +323,7 @@ def _add_actors(tracks: _Tracks, timeline: DrawnStep) -> dict[_Key, _Slice]:
     return slices
 
 
-def _add_transfers(tracks: _Tracks, timeline: DrawnStep, slices: Mapping[_Key, _Slice]) -> None:
+def _add_transfers(tracks: _Tracks, timeline: Timeline, slices: Mapping[_Key, _Slice]) -> None:
     for transfer in timeline.transfers:
         send, receive = transfer.send, transfer.receive
         if transfer.duration_s >= 0:  # else clocks are off, and an arrow into the past says less than none
@@ -378,14 +356,15 @@ class _Slice:
 
 @dataclass(slots=True)
 class _Tracks:
-    """Collects events; slices of one thread never overlap.
+    """Collects the events of a trace; slices of one thread never overlap.
 
     Args:
         first_s: the trace's zero.
-        first_tid: threads are numbered from it: by number none is a process, which viewers take for its main thread.
+        first_tid: threads are numbered from it: by number none is a process, which viewers take for its main
+            thread.
 
     Attributes:
-        origin_s: what times that are added are since.
+        origin_s: the moment since which added times are counted.
     """
 
     first_s: float
@@ -417,7 +396,10 @@ class _Tracks:
         return _Slice(pid, tid, start_us, end_us)
 
     def arrow(self, name: str, start: _Slice, end: _Slice) -> None:
-        """From the start of a slice to the end of another, each inside of its slice: viewers bind it to that."""
+        """Add an arrow from the start of a slice to the end of another.
+
+        Both ends are inside of their slices: viewers bind them to that.
+        """
         self._num_arrows += 1
         common = {"cat": "transfers", "name": name, "id": self._num_arrows}
         # still inside when viewers cut it off

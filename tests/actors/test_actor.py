@@ -411,8 +411,8 @@ async def test_received_results_do_not_share_receive_memory():
 async def test_received_arrays_alias_receive_memory_and_are_built_once():
     async with harness(2) as h:
         await two_stage_pipeline(h)
-        pool = h.actors[1]._resources.machine.pool
-        (free,) = [b for place in pool._bins.values() for b in place.free]
+        pool = h.actors[1]._resources.step_resources.pool
+        (free,) = [b for place in pool._buffers.values() for b in place.free]
         assert free.array is not None
         assert free.array.unsafe_buffer_pointer() == free.memory[0].ctypes.data
         for k in range(3):
@@ -421,7 +421,7 @@ async def test_received_arrays_alias_receive_memory_and_are_built_once():
         other = await h.start(0, m.Step, epoch=1, step=0, program_id=0, inputs={0: 0, 1: 1, 2: 2}, outputs={})
         await h.step(1, 0, {0: 100}, {0: 101})
         await other
-        assert [b for place in pool._bins.values() for b in place.free] == [free]
+        assert [b for place in pool._buffers.values() for b in place.free] == [free]
 
 
 async def test_many_steps_leave_nothing_behind():
@@ -517,10 +517,7 @@ def bad_setup():
     [
         ("nonsense", "not of the form"),
         ("no_such_module_here:f", "cannot import 'no_such_module_here'"),
-        (
-            "tests.actors.test_actor:bad_setup",
-            "setup='tests.actors.test_actor:bad_setup' raised RuntimeError: no licence",
-        ),
+        (f"{__name__}:bad_setup", f"setup='{__name__}:bad_setup' raised RuntimeError: no licence"),
     ],
 )
 async def test_setup_hooks_that_cannot_run(setup, message):
@@ -649,8 +646,8 @@ async def test_sharded_arrays_travel(spec, kind):
             (found,) = await h.fetch(1, 20 + number)
             np.testing.assert_array_equal(found, value * 4)
             assert reply.stats.peak_bytes == 2 * aval.size_bytes
-        pool = h.actors[1]._resources.machine.pool
-        assert all(b.array is not None for place in pool._bins.values() for b in place.free)
+        pool = h.actors[1]._resources.step_resources.pool
+        assert all(b.array is not None for place in pool._buffers.values() for b in place.free)
 
 
 async def test_sharded_pipeline_with_collectives_under_random_delays():

@@ -200,8 +200,8 @@ async def test_the_thread_tries_again_until_it_is_let_in(monkeypatch):
     monkeypatch.setattr(heartbeat, "_PAUSE_S", 0.02)
     left: list[ExitCode] = []
     async with open_gate() as (gate, address, record_heartbeat):
-        refused, refuse = asyncio.Event(), gate._is_here
-        monkeypatch.setattr(gate, "_is_here", lambda identity: refused.set() or refuse(identity))
+        refused, refuse = asyncio.Event(), gate._is_connected
+        monkeypatch.setattr(gate, "_is_connected", lambda identity: refused.set() or refuse(identity))
         thread = start_beating(Heartbeat(ACTOR, SECRET, address), lambda: None, left.append)
         await refused.wait()
         arrival = gate.expect(ACTOR)
@@ -225,7 +225,7 @@ async def test_a_process_beats_and_a_stopped_one_does_not():
     async with open_gate() as (gate, address, record_heartbeat):
         env = {"PYTHONPATH": f"{SUPPORT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         spec: Any = LaunchSpec(0, 1, 0, SECRET, address, env=env)
-        link = await Startup(launcher, gate, timeout_s=30, say=lambda text: None).start(spec)
+        link = await Startup(launcher, gate, timeout_s=30, on_progress=lambda text: None).start(spec)
         try:
             assert (await record_heartbeat.one()).position is None
             os.kill(link.handle.pid, signal.SIGSTOP)

@@ -30,7 +30,7 @@ async def main():
     from jaxpp_async.program.actor_program import ActorProgram
     from jaxpp_async.program.instructions import Aval, Input, Output, Run
     aval = Aval((4,), "float64", ("data",))
-    spec = jax.sharding.NamedSharding(actor._resources.machine.layouts.devices.mesh, jax.sharding.PartitionSpec("data"))
+    spec = jax.sharding.NamedSharding(actor._resources.step_resources.layouts.devices.mesh, jax.sharding.PartitionSpec("data"))
     double = jax.jit(lambda x: (x * 2,), in_shardings=spec, out_shardings=spec)
     blob = bytes(export.export(double)(jax.ShapeDtypeStruct((4,), "float64")).serialize())
     program = ActorProgram(0, (Input(0, 0, aval), Run("f", 0, (0,), (1,)), Output(1, 0)), (aval, aval))

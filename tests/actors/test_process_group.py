@@ -64,7 +64,7 @@ async def test_transfers_end_and_processes_catch_up_at_the_same_time(monkeypatch
 
     monkeypatch.setattr(process_group, "agree", agree)
     async with harness() as h:
-        compute = h.actors[0]._resources.machine.compute
+        compute = h.actors[0]._resources.step_resources.compute
 
         async def abort() -> None:
             abort_has_begun.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ async def told(h: Harness, actor: int, at: int) -> m.Reported:
     """The report once the actor has come to an instruction."""
     async with asyncio.timeout(10):
         while True:
-            run = h.actors[actor]._current
+            run = h.actors[actor]._steps.current
             found = report(1, run)
             if run is not None and run.executor.at == at and not found.running:
                 return found
@@ -55,14 +56,14 @@ async def test_what_a_run_waits_for_and_what_is_open_besides():
         assert found.at.startswith("#5 run") and found.at.endswith("waiting for 1 buffers")
         receive = lambda buffer, tag, needed: OpenTransfer("receive", buffer, 1, tag, 32, True, needed)  # noqa: E731
         assert found.transfers == (receive(2, 6, True), receive(3, 7, False))
-        run = h.actors[0]._current
+        run = h.actors[0]._steps.current
         assert run is not None
         run._pieces_left[2] = 1  # as if it were still under way
         assert report(1, run).transfers[0] == OpenTransfer("send", 1, 1, 5, 32, True, False)
         run._pieces_left[2] = 0
         await (await h.start(1, m.Step, inputs={}, outputs={}, **step))
         await first
-        assert report(1, h.actors[0]._current) == m.Reported(1, None)
+        assert report(1, h.actors[0]._steps.current) == m.Reported(1, None)
 
 
 async def test_at_the_end_everything_open_is_needed():
@@ -100,7 +101,7 @@ async def test_notes_say_who_computes_who_waits_and_when_it_is_over():
     notes: list[tuple[int, bool, bool]] = []
     h = Harness(2, MemoryNetwork())
     note = lambda step, program, at, waiting, computing=False: notes.append((at, waiting, computing))  # noqa: E731
-    h.actors[0]._note_progress = note
+    h.actors[0]._make_resources = partial(h.actors[0]._make_resources, note_progress=note)
     try:
         await h.configure()
         await h.load(0, AHEAD, [V] * 5, [blob(double, V), blob(add, V, V)])

@@ -39,7 +39,7 @@ from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.launch.hosts import KEEP_MEMORY, Settings, defaults
 from jaxpp_async.launch.launcher import LaunchSpec
 from jaxpp_async.launch.spawn import ActorRequest
-from jaxpp_async.protocol.actor_info import ActorInfo, of_actor
+from jaxpp_async.protocol.actor_info import ActorInfo, merge_processes
 from jaxpp_async.session import mesh_options
 from jaxpp_async.transport.nccl import library as nccl_library
 from jaxpp_async.transport.ucx import context as ucx_context
@@ -524,7 +524,7 @@ async def test_an_actor_on_gpus_does_not_start_with_such_a_ucx(monkeypatch):
         pytest.raises(MeshError, match="it has no cuda_copy"),
     ):
         await setup.equip(
-            message, None, None, None, workers, make_door=lambda *_: None, inline=False, **functions
+            message, None, None, None, workers, open_devices=lambda *_: None, inline=False, **functions
         )
 
 
@@ -538,29 +538,29 @@ def test_a_run_is_waited_for_by_a_result_that_stops_no_thread():
         ([empty], empty),
         ([narrow, wide, wide], wide),
     ):
-        assert cuda._sign_of(outputs)[0] is sign
-    assert list(cuda._sign_of([])) == []
+        assert cuda._last_to_wait_for(outputs)[0] is sign
+    assert list(cuda._last_to_wait_for([])) == []
 
 
 def test_an_actor_tells_which_gpus_it_has():
     processes = [
         ActorInfo(0, "n1", 7 + k, (f"cuda:{k}",), "ready", k, 2, gpus=(f"GPU-{k}",)) for k in range(2)
     ]
-    assert of_actor(processes).gpus == ("GPU-0", "GPU-1")
-    assert [process.gpus for process in of_actor(processes).processes] == [("GPU-0",), ("GPU-1",)]
+    assert merge_processes(processes).gpus == ("GPU-0", "GPU-1")
+    assert [process.gpus for process in merge_processes(processes).processes] == [("GPU-0",), ("GPU-1",)]
 
 
-def test_the_door_has_a_stream_wait_and_records_an_event_there(monkeypatch):
+def test_a_cuda_stream_waits_for_arrays_and_records_an_event_behind_them(monkeypatch):
     fake = FakeCuda()
     monkeypatch.setattr(cuda, "_import_cupy", lambda: SimpleNamespace(cuda=fake))
     devices = [SimpleNamespace(local_hardware_id=k, platform="gpu") for k in (2, 3)]
-    assert cuda.open_door(devices, "memory") is None and cuda.open_door(jax.local_devices(), "ucx") is None
-    door = cuda.open_door(devices, "ucx")
-    door.enter()
-    lane = door.lane()
+    assert cuda.open_cuda(devices, "memory") is None and cuda.open_cuda(jax.local_devices(), "ucx") is None
+    opened = cuda.open_cuda(devices, "ucx")
+    opened.enter()
+    stream = opened.make_stream()
     assert fake.calls == ["use 2", "context"]
     fake.calls.clear()
-    mark = lane.mark([FakeArray(2, fake.calls), FakeArray(3, fake.calls)])
+    event = stream.record([FakeArray(2, fake.calls), FakeArray(3, fake.calls)])
     assert fake.calls == [
         "stream 102 waits",
         "stream 103 waits",
@@ -568,21 +568,21 @@ def test_the_door_has_a_stream_wait_and_records_an_event_there(monkeypatch):
         "record on 3, stream 103",
     ]
     fake.calls.clear()
-    mark.wait()
+    event.wait()
     assert fake.calls == ["wait on 2", "wait on 3"]
     fake.calls.clear()
-    lane.mark([FakeArray(2, fake.calls, "float8_e4m3fn")]).wait()
+    stream.record([FakeArray(2, fake.calls, "float8_e4m3fn")]).wait()
     assert fake.calls == ["JAX waits"]
     fake.calls.clear()
-    lane.copy([cuda.DeviceCopy(10, devices[1], 20, devices[0], 64)])
+    stream.copy([cuda.DeviceCopy(10, devices[1], 20, devices[0], 64)])
     assert fake.calls == [("copy", 3, 10, 3, 20, 2, 64, 103), "record on 3, stream 103"]
     fake.calls.clear()
     fake.refuses = 11
     copies = [cuda.DeviceCopy(target, devices[1], 20, devices[0], 64) for target in (10, 11, 12)]
-    mark = lane.copy(copies)
+    event = stream.copy(copies)
     assert fake.calls.pop() == "record on 3, stream 103" and len(fake.calls) == 1
     with pytest.raises(RuntimeError, match="cudaErrorInvalidValue"):
-        mark.wait()
+        event.wait()
     assert fake.calls[-1] == "wait on 3", "the copy that had begun is waited for: its memory is in use"
 
 

@@ -400,7 +400,7 @@ def test_labels_are_used_in_the_last_stage_alone():
 
 def test_the_flat_body_computes_what_the_function_does():
     """Every task's operations, run in order with values handed over, give the gradient."""
-    from jaxpp_async.compiler.evaluate import read, run_ops
+    from jaxpp_async.compiler.evaluate import read_operand, run_ops
 
     key = jax.random.key(0)
     ws = list(jax.random.normal(key, (3, D, D)))
@@ -409,7 +409,7 @@ def test_the_flat_body_computes_what_the_function_does():
     env = dict(zip(cut.loop.body.inputs, [*ws, batch[0], jnp.int32(0)], strict=True))
     for task in cut.tasks.values():
         run_ops(task.ops, env)
-    values = [sum(read(env, p.value) for p in parts) for parts in cut.outputs]
+    values = [sum(read_operand(env, p.value) for p in parts) for parts in cut.outputs]
     loss, grads = jax.value_and_grad(chain)(ws, batch[0])
     for actual, expected in zip(values, [*grads, loss], strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)

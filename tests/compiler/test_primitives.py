@@ -8,7 +8,7 @@ from jax._src.interpreters import batching
 
 from jaxpp_async.compiler import primitives
 from jaxpp_async.compiler.primitives import inlines
-from jaxpp_async.markers import logical_axes, markers
+from jaxpp_async.markers import logical_axes, markers, nonfinite
 
 # The primitives of `markers` and `sharding` are among those that exist; these name operations that no jaxpr
 # has.
@@ -91,7 +91,7 @@ def test_markers_have_the_names_that_the_compiler_looks_for():
 
 
 def test_the_search_for_nans_enters_what_means_what_is_inside():
-    assert markers.CALLS == primitives.CALLS | primitives.CHECKPOINTS | primitives.CUSTOM_RULES
+    assert nonfinite.CALLS == primitives.CALLS | primitives.CHECKPOINTS | primitives.CUSTOM_RULES
 
 
 # ("m" markers inside, "p" prints inside, "s" shardings of its own, "l" in a loop) -> inlined

@@ -15,7 +15,7 @@ from planning import f32, plan_step
 import jaxpp_async as jpp
 from jaxpp_async.compiler.ir import Loop
 from jaxpp_async.compiler.partition import partition
-from jaxpp_async.compiler.rematerialization import _repeated, minimize_residuals
+from jaxpp_async.compiler.rematerialization import _cut, minimize_residuals
 from jaxpp_async.compiler.trace import trace
 
 D, ROWS, MICROBATCHES = 8, 4, 4
@@ -49,7 +49,7 @@ def test_no_other_choice_costs_less(seed):
         int(rng.integers(0, 5)) if k in readers or rng.random() < 0.3 else -1 for k in range(count)
     )
     num_taken = int(rng.integers(1, count + 1))
-    found = _repeated(keep, making, edges, num_taken)
+    found = _cut(keep, making, edges, num_taken)
     everything = frozenset(range(count))
     # What is not made again is kept where it is read.
     choices = [frozenset(c) for n in range(count + 1) for c in itertools.combinations(range(count), n)]
@@ -95,7 +95,7 @@ def kept_bytes(step, *args):
         for stage in range(staged.num_stages - 1):
             made = staged.tasks["fwd", stage].made
             taken = [v for v in staged.takes(staged.tasks["bwd", stage]) if v in made]
-            found.append(sum(traced.types.size_bytes(v) for v in taken))
+            found.append(sum(traced.types.sizes[v] for v in taken))
     return found[: len(found) // 2], found[len(found) // 2 :]
 
 
@@ -163,7 +163,7 @@ def test_nothing_costly_is_run_again():
             assert names.count(name) <= [op.name for op in before.tasks[key].ops].count(name), (key, name)
     bits = ROWS * 4 * D * 4
     taken = [v for v in after.takes(after.tasks["bwd", 0]) if v in after.tasks["fwd", 0].made]
-    assert sum(traced.types.size_bytes(v) for v in taken) < 2 * bits + bits // 4 + 2 * ROWS * D * 4 + 100
+    assert sum(traced.types.sizes[v] for v in taken) < 2 * bits + bits // 4 + 2 * ROWS * D * 4 + 100
 
 
 def test_an_operation_that_reads_a_value_twice():

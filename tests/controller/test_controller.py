@@ -119,7 +119,7 @@ async def test_steps_are_numbered_and_may_overlap(any_mesh):
     program = await load(any_mesh, "done")
     handles = [start(any_mesh, program) for _ in range(3)]
     assert len({h.step for h in handles}) == 3
-    await asyncio.gather(*(h.future for h in handles))
+    await asyncio.gather(*handles)
 
 
 async def test_host_values_there_and_back(any_mesh):

@@ -14,7 +14,7 @@ import pytest
 from jaxpp_async.controller import health_monitor as watch_module
 from jaxpp_async.controller.failure_detector import Recovered, Suspect
 from jaxpp_async.controller.health_monitor import HealthMonitor
-from jaxpp_async.controller.options import Deadlines
+from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import StepHandle
 from jaxpp_async.errors import ActorError, ActorUnresponsiveError, MeshClosedError, TransferError
 from jaxpp_async.protocol import messages as m
@@ -43,8 +43,10 @@ class Mesh:
             ask=self._ask,
             fail=lambda error: self.failed.done() or self.failed.set_result(error),
             is_busy=lambda: self.busy,
-            tell=self.told.append,
-            deadlines=Deadlines(**{"suspect_s": LONG_S, "dead_s": LONG_S, "progress_s": LONG_S, **deadlines}),
+            on_verdict=self.told.append,
+            options=ControllerOptions(
+                **{"suspect_s": LONG_S, "dead_s": LONG_S, "progress_s": LONG_S, **deadlines}
+            ),
         )
         for actor in INFOS:
             self.watch.watch(actor)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jaxpp_async.controller.error_messages import ActorInfo
+from jaxpp_async.controller.options import ControllerOptions
 from jaxpp_async.controller.requests import PendingRequest, RequestLog, SentRequest, StepHandle
 from jaxpp_async.errors import ActorDiedError, StepAbortedError
 from jaxpp_async.protocol import messages as m
@@ -26,7 +27,7 @@ class Link:
         self.asked.append(message)
         self.reply_handlers[message.request] = reply_handler
 
-    def drop_waiters(self) -> None:
+    def drop_reply_handlers(self) -> None:
         self.reply_handlers.clear()
         self.asked.clear()
 
@@ -41,7 +42,9 @@ class Desk:
 
     def __init__(self, *, remembers: bool = True) -> None:
         self.links = {0: Link(0), 1: Link(1)}
-        self.request_log = RequestLog(self.links, lambda: None, remembers=remembers)  # type: ignore[arg-type]
+        self.request_log = RequestLog(
+            self.links, lambda: None, ControllerOptions(max_restarts=int(remembers))
+        )  # type: ignore[arg-type]
         self.num_steps = 0
 
     def post(self, kind: type, *fields: Any, actor: int = 0, reply: type = m.Done) -> PendingRequest:
@@ -73,8 +76,9 @@ async def test_what_changes_an_actor_is_made_again_and_questions_only_without_an
     desk = Desk()
     desk.post(m.Store, (), (1,))
     desk.links[0].answer()
-    desk.step()
+    ran = desk.step()
     desk.finish(0)
+    heard_s = dict(ran.heard_s)
     desk.post(m.Inspect, reply=m.Inspected)
     desk.links[0].answer(lambda request: m.Inspected(request, {}))
     open_question, open_step = desk.post(m.Inspect, reply=m.Inspected), desk.step()
@@ -85,6 +89,7 @@ async def test_what_changes_an_actor_is_made_again_and_questions_only_without_an
     assert not open_question.done and open_step.waits_for(0) and open_step.waits_for(1)
     desk.links[0].answer()  # nobody waits for these any more
     desk.finish(0)
+    assert ran.heard_s == heard_s
     desk.links[0].answer(lambda request: m.Inspected(request, {"a": 1}))
     assert (await open_question.future).numbers == {"a": 1}
 
@@ -181,5 +186,5 @@ async def test_the_end_reaches_everyone_once(remembers):
         (second, StepAbortedError),
     ):
         with pytest.raises(kind):
-            await reply_handler.future
+            await reply_handler
     assert not desk.request_log.fail_all(ActorDiedError("gone"), None)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jaxpp_async.controller.error_messages import ActorInfo, silent_error, stuck_error
-from jaxpp_async.controller.stall_detector import StallDetector, place
+from jaxpp_async.controller.stall_detector import StallDetector, describe_position
 from jaxpp_async.errors import ActorUnresponsiveError, TransferError
 from jaxpp_async.program.actor_program import ActorProgram
 from jaxpp_async.program.instructions import CONTROLLER, Aval, Input, Output, Recv, Run, Send
@@ -341,7 +341,7 @@ def test_the_errors_of_other_causes():
 
 
 def test_the_error_of_a_silent_actor():
-    where = place(part, 1, at(1, waiting=False, computing=True))
+    where = describe_position(part, 1, at(1, waiting=False, computing=True))
     error = silent_error(INFOS[1], 10.24, STEP, where)
     assert str(error).startswith(
         "actor 1 (host node1, pid 101) has not been heard of for 10.2 s; it was last at "
@@ -352,9 +352,13 @@ def test_the_error_of_a_silent_actor():
 
 
 def test_places():
-    assert place(part, 0, at(6)) == "the end of step 7, with transfers open"
-    assert place(part, 0, at(4)).endswith("of step 7, waiting for data")
-    assert place(part, 9, at(4)) == place(part, 0, Position(STEP, 99, 4, True)) == "step 7"
+    assert describe_position(part, 0, at(6)) == "the end of step 7, with transfers open"
+    assert describe_position(part, 0, at(4)).endswith("of step 7, waiting for data")
+    assert (
+        describe_position(part, 9, at(4))
+        == describe_position(part, 0, Position(STEP, 99, 4, True))
+        == "step 7"
+    )
 
 
 def test_hundreds_of_actors_in_a_row():

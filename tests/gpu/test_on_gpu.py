@@ -20,7 +20,7 @@ from one_gpu import skipped_where_nccl_wants_a_gpu_each
 from transport_conformance import TransportConformance
 
 import jaxpp_async as jpp
-from jaxpp_async.actors.cuda import open_door
+from jaxpp_async.actors.cuda import open_cuda
 from jaxpp_async.launch import LocalLauncher
 from jaxpp_async.transport.base import Memory
 from jaxpp_async.transport.ucx.transport import UCXTransport
@@ -68,7 +68,7 @@ def _bring_back(here: Memory, memory: Memory) -> None:
 
 @pytest.fixture
 async def make_transport():
-    door = open_door(jax.local_devices(backend=PLATFORM)[:1], "ucx")
+    door = open_cuda(jax.local_devices(backend=PLATFORM)[:1], "ucx")
     assert (door is None) == (PLATFORM == "cpu")
     if door is not None:
         door.enter()

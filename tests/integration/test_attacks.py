@@ -228,9 +228,9 @@ async def test_the_secret_is_in_no_argv_environment_or_output(job):
     no_secret_in(job.secret, job.printed, "line of output")
     things = [
         job.gate,
-        job.gate._let_in,
+        job.gate._accepted,
         job.controller,
-        next(iter(job.gate._let_in.values())).wire,
+        next(iter(job.gate._accepted.values())).wire,
         os.environ,
     ]
     no_secret_in(job.secret, [repr(thing) for thing in things], "repr")
@@ -559,10 +559,10 @@ def test_refusals_are_few_and_counted():
     now_s, lines = 0.0, []
     refused = RateLimitedLog(lines.append, lambda: now_s)
     for number in range(1000):
-        refused.say(f"no {number}")
+        refused.write(f"no {number}")
     assert lines == [f"no {number}" for number in range(MOST)]
     now_s = WINDOW_S + 1
-    refused.say("no more")
+    refused.write("no more")
     assert lines[MOST:] == [f"refused {1000 - MOST} more connections", "no more"]
     refused.flush()
     assert len(lines) == MOST + 2

@@ -302,7 +302,7 @@ async def test_operations_are_cancelled_while_actors_die_and_are_replaced(tmp_pa
 
 async def copied(mesh: jpp.RemoteMesh) -> None:
     """Wait for a copy of the state: without one, two deaths in a row end the mesh."""
-    while (task := mesh._running()._replication._task) is not None:
+    while (task := mesh._running()._recovery.replication._task) is not None:
         await asyncio.wait([task])
 
 
@@ -311,7 +311,7 @@ async def copied_anew(mesh: jpp.RemoteMesh) -> None:
     await copied(mesh)
     gc.collect()
     await mesh._running().inspect()  # sends what is to be freed: the copy would have it too
-    await asyncio.wait([mesh._running()._replication.take()])
+    await asyncio.wait([mesh._running()._recovery.replication.take()])
 
 
 # ---------------------------------------------------------------- a mesh begins and ends

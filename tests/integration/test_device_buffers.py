@@ -13,7 +13,7 @@ import checkpoint_faults
 import jax
 import numpy as np
 import pytest
-from fake_device import FakeDoor
+from fake_device import FakeDevices
 from waiting import until
 
 import jaxpp_async as jpp
@@ -64,14 +64,14 @@ class Doors(list):
         self.moment = moment
 
     def __call__(self, devices, transport):
-        self.append(FakeDoor(devices, self.moment))
+        self.append(FakeDevices(devices, self.moment))
         return self[-1]
 
 
 @pytest.fixture(autouse=True)
 def doors(monkeypatch):
     doors = Doors()
-    monkeypatch.setattr(Harness, "options", {"make_door": doors})
+    monkeypatch.setattr(Harness, "options", {"open_devices": doors})
     return doors
 
 
@@ -199,8 +199,8 @@ async def receiving(h, n=6):
 async def test_receive_buffers_are_the_arrays_memory_and_are_used_again():
     async with harness(2) as h:
         n = await receiving(h)
-        pool = h.actors[1]._resources.machine.pool
-        free = pool.bin(V).free
+        pool = h.actors[1]._resources.step_resources.pool
+        free = pool.buffers_of(V).free
         addresses = {buffer.array.unsafe_buffer_pointer() for buffer in free}
         assert (
             addresses == {buffer.pieces[0].address for buffer in free}
@@ -228,7 +228,7 @@ async def test_memory_is_written_again_only_when_the_device_has_read_it(gate, do
             await h.start(1, m.Step, **step(0, {0: 100}, {0: 101})),
             await h.start(0, m.Step, **step(0, {k: k for k in range(n)}, {})),
         ]
-        place = program.bins[1]
+        place = program.buffers[1]
         await until(lambda: doors[1].marked == [1])
         taken = len(place.free)
         await settle()
@@ -248,7 +248,7 @@ async def test_what_outlives_its_receive_buffer_is_copied_before_that_is_given_b
         await h.load(0, [Input(0, 0, V), Send(0, 1, 0), Delete(0)], [V], [], uncounted=[0])
         await h.load(1, [Recv(0, 0, 0, V), Output(0, 0)], [V], [])
         await h.put(0, 1, np.full(8, 7, np.float32))
-        place = h.actors[1]._programs[0].bins[0]
+        place = h.actors[1]._programs[0].buffers[0]
         free = len(place.free)
         steps = [
             await h.start(0, m.Step, **step(0, {0: 1}, {})),
@@ -307,13 +307,13 @@ async def test_a_device_that_fails_ends_the_step_with_its_words(gate, doors):
 async def test_an_abort_while_the_device_computes_gives_no_buffer_back_too_early(gate, doors):
     async with harness(2) as h:
         n = await receiving(h)
-        place = h.actors[1]._programs[0].bins[1]
+        place = h.actors[1]._programs[0].buffers[1]
         steps = [
             await h.start(1, m.Step, **step(0, {0: 100}, {0: 101})),
             await h.start(0, m.Step, **step(0, {k: k for k in range(n)}, {})),
         ]
         await until(lambda: len(doors[1].marked) == 1)
-        held = {b.pieces[0].address for b in h.actors[1]._current._receiving.values()}
+        held = {b.pieces[0].address for b in h.actors[1]._steps.current._receiving.values()}
         for k in range(2):
             await h.ask(k, m.Abort, epoch=2, cause="a test")
         assert isinstance(await steps[0], m.Failed)
@@ -342,7 +342,7 @@ async def test_a_device_that_refuses_a_copy_ends_the_step_and_frees_nothing_earl
         await h.load(1, [Recv(0, 0, 0, SPLIT), Output(0, 0)], [SPLIT], [])
         value = np.arange(32, dtype=np.float32).reshape(8, 4)
         await h.put(0, 1, value, ("a",))
-        place = h.actors[1]._programs[0].bins[0]
+        place = h.actors[1]._programs[0].buffers[0]
         addresses = {piece.address for buffer in place.free for piece in buffer.pieces}
         if culprit == 0:
             monkeypatch.setattr(type(jax.numpy.zeros(1)), "is_ready", lambda array: False)
@@ -374,13 +374,13 @@ async def test_a_device_that_refuses_a_copy_ends_the_step_and_frees_nothing_earl
 
 
 async def test_a_mesh_whose_device_refuses_a_copy_says_so_and_closes(monkeypatch):
-    monkeypatch.setattr(FakeDoor, "refuses", None)
+    monkeypatch.setattr(FakeDevices, "refuses", None)
     params, batch = problem()
     launcher = InlineLauncher(actor="fake_device:DeviceActor")
     async with jpp.RemoteMesh(2, launcher=launcher, spmd_mesh={"data": 2}, platform="cpu") as mesh:
         run = mesh.distributed(train_step(jpp.Std1F1B(2)))
         await run.compile(params, batch)
-        monkeypatch.setattr(FakeDoor, "refuses", REFUSED)
+        monkeypatch.setattr(FakeDevices, "refuses", REFUSED)
         with pytest.raises(RemoteError, match="cudaErrorInvalidValue"):
             await asyncio.wait_for(mesh.run(run, params, batch), TIMEOUT_S)
     names = {thread.name for thread in threading.enumerate()}

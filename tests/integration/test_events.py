@@ -22,7 +22,7 @@ from jaxpp_async.base.events import Event, EventLog, Events
 from jaxpp_async.controller.error_messages import ActorInfo
 from jaxpp_async.controller.failure_detector import Recovered, Suspect
 from jaxpp_async.controller.mesh_events import MeshEvents
-from jaxpp_async.controller.options import ActorConfig, Deadlines
+from jaxpp_async.controller.options import ActorConfig
 from jaxpp_async.errors import ActorDiedError, LaunchError, RemoteError
 from jaxpp_async.launch import LocalLauncher
 
@@ -214,9 +214,7 @@ async def test_an_actor_that_is_given_up_dies_once():
     launcher, log = LocalLauncher(actor="fake_actor:FakeActor"), EventLog()
     config = ActorConfig(env={"PYTHONPATH": str(SUPPORT)})
     options: Any = {"events": log, "max_restarts": 2}
-    controller = await start_fakes(
-        1, launcher, config, deadlines=Deadlines(suspect_s=0.8, dead_s=1.6), **options
-    )
+    controller = await start_fakes(1, launcher, config, suspect_s=0.8, dead_s=1.6, **options)
     try:
         os.kill(controller.actors[0].pid, signal.SIGSTOP)
         events = log.subscribe()

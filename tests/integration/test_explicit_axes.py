@@ -17,7 +17,7 @@ from planning import f32, plan_step
 import jaxpp_async as jpp
 from jaxpp_async.actors.jax_runtime import Devices
 from jaxpp_async.actors.receive_buffers import ReceivePool
-from jaxpp_async.actors.shards import Layouts, send_views
+from jaxpp_async.actors.shards import Layouts, fetch_shards
 from jaxpp_async.errors import RemoteError, ShardingError
 from jaxpp_async.program.actor_program import format_aval, parse_aval
 from jaxpp_async.program.instructions import Aval
@@ -262,12 +262,12 @@ def test_each_device_receives_its_part_of_a_sum(private_copy):
     layouts = Layouts(Devices(mesh_of(BOTH, EXPLICIT)))
     layout = layouts.of(UNREDUCED)
     assert [(s.shape, s.positions) for s in layout.shards] == [((2, 2), (k,)) for k in range(4)]
-    buffer = ReceivePool(layouts).bin(UNREDUCED).take()
+    buffer = ReceivePool(layouts).buffers_of(UNREDUCED).take()
     for k, memory in enumerate(buffer.memory):
         memory.view(np.float32)[:] = k
     array = buffer.received(private_copy=private_copy)
     assert array.sharding == layout.sharding
-    assert [float(view.view(np.float32)[0]) for view in send_views(array, layout)] == [0, 1, 2, 3]
+    assert [float(shard.ravel()[0]) for shard in fetch_shards(array, layout)] == [0, 1, 2, 3]
 
 
 # ---------------------------------------------------------------- types

@@ -128,7 +128,7 @@ async def test_1f1b_holds_as_many_microbatches_as_stages(remote_mesh, num_stages
 
 def held_in_table(run: step_run.StepRun) -> int:
     """What a step says it holds: its table, deletions that wait for sends, and uncounted results of the loop."""
-    plan, executor = run._program.plan, run.executor
+    plan, executor = run.program.plan, run.executor
     bound = {command.buffer for command in plan.binds}
     arrays = [
         a
@@ -213,7 +213,7 @@ async def test_donated_state_and_accumulators_stay_where_they_are(remote_mesh, m
         before = [buffer_addresses(self._arrays[command.inputs[position]])[0] for position in command.donated]
         after = original(self, command)
         made = {buffer_addresses(self._arrays[key])[0] for key in command.outputs}
-        label = self._program.plan.program.instructions[command.instruction].label.partition("(")[0]
+        label = self.program.plan.program.instructions[command.instruction].label.partition("(")[0]
         in_place[label] = in_place.get(label, 0) + sum(address in made for address in before)
         moved.extend(label for address in before if address not in made)
         return after

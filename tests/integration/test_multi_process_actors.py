@@ -24,14 +24,20 @@ from jax.sharding import PartitionSpec as P
 import jaxpp_async as jpp
 from jaxpp_async.actors.host_values import HostCopy, HostValues
 from jaxpp_async.checkpoint.restore import load_manifest
-from jaxpp_async.controller.options import Deadlines
 from jaxpp_async.errors import ActorDiedError, ActorUnresponsiveError, CheckpointError, MeshError
 from jaxpp_async.launch.hosts import addresses_of_hosts, parse_hosts, place, spread
 from jaxpp_async.layout import array_parts
 from jaxpp_async.layout.array_parts import Gathering, Scattering, parts_of
 from jaxpp_async.layout.state_replicas import holders
 from jaxpp_async.program.instructions import Aval
-from jaxpp_async.protocol.actor_info import ActorInfo, Position, ProcessRank, Topology, hindmost, of_actor
+from jaxpp_async.protocol.actor_info import (
+    ActorInfo,
+    Position,
+    ProcessRank,
+    Topology,
+    furthest_behind,
+    merge_processes,
+)
 from jaxpp_async.protocol.messages import Fetch
 
 AXES = (("data", 2), ("model", 2))
@@ -44,7 +50,9 @@ def test_an_actors_processes_are_neighbours():
     assert [(processes.actor_of(p), processes.rank_of(p)) for p in processes.everyone] == [
         (actor, rank) for actor in range(3) for rank in range(2)
     ]
-    assert list(processes.of(1)) == [2, 3] == list(processes.mates_of(3)) and processes.of_all([2, 0]) == [
+    assert list(processes.processes_of(1)) == [2, 3] == list(
+        processes.group_of(3)
+    ) and processes.processes_of_all([2, 0]) == [
         0,
         1,
         4,
@@ -55,8 +63,8 @@ def test_an_actors_processes_are_neighbours():
     assert (
         process_rank.actor,
         process_rank.rank,
-        process_rank.mate(0),
-        process_rank.partner(2),
+        process_rank.process_of_rank(0),
+        process_rank.counterpart_in(2),
         str(process_rank),
     ) == (
         1,
@@ -73,7 +81,7 @@ def test_an_actor_is_as_its_worst_process():
         ActorInfo(1, "a", 7, ("cpu:0",), "ready", 0, 2),
         ActorInfo(1, "b", 8, ("cpu:1",), "failed", 1, 2),
     ]
-    actor = of_actor(infos)
+    actor = merge_processes(infos)
     assert (actor.id, actor.host, actor.pid, actor.devices, actor.state) == (
         1,
         "a",
@@ -87,14 +95,14 @@ def test_an_actor_is_as_its_worst_process():
         "<actor 1: failed cpu:0 cpu:1; 2 processes: host a pid 7 ready, host b pid 8 failed>"
     )
     assert (
-        repr(of_actor([ActorInfo(0, "a", 7, ("cpu:0",), "ready")]))
+        repr(merge_processes([ActorInfo(0, "a", 7, ("cpu:0",), "ready")]))
         == "<actor 0 (host a, pid 7): ready cpu:0>"
     )
 
 
 def test_where_an_actor_is_says_the_hindmost():
     behind, ahead = Position(3, 0, 5, waiting=True), Position(3, 0, 5, waiting=False, computing=True)
-    assert hindmost([ahead, behind]) == behind and hindmost([ahead, None]) is None
+    assert furthest_behind([ahead, behind]) == behind and furthest_behind([ahead, None]) is None
 
 
 def test_copies_lie_on_other_hosts_rank_by_rank():
@@ -154,12 +162,12 @@ def test_each_part_crosses_once_and_reaches_everyone(spec):
         for rank in range(k):
             held = [part for part in parts if rank in part.ranks]
             one, other = ProcessRank(rank, k), ProcessRank(k + rank, k)
-            out = array_parts.sends(one, held, tag, 1, 4)
+            out = array_parts.plan_sends(one, held, tag, 1, 4)
             assert all(leg.peer == k + rank for leg in out)
             sent += [(rank, leg.peer, leg.sequence) for leg in out]
-            for legs in array_parts.relays(other, held, tag, 4).values():
+            for legs in array_parts.plan_relays(other, held, tag, 4).values():
                 sent += [(other.process, leg.peer, leg.sequence) for leg in legs]
-            legs = array_parts.receives(other, held, tag, 0, 4)
+            legs = array_parts.plan_receives(other, held, tag, 0, 4)
             assert [leg.piece for leg in legs] == list(range(len(held)))
             received += [(leg.peer, other.process, leg.sequence) for leg in legs]
         assert sorted(sent) == sorted(received) and len(set(sent)) == len(sent)
@@ -192,7 +200,7 @@ async def test_no_loop_waits_for_parts_that_are_still_on_a_device():
     shard: Any = SimpleNamespace(part=SimpleNamespace(owner=lambda array_id: 0))
     layout: Any = SimpleNamespace(is_here=False, shards=[shard, shard])
     look = HostCopy(layout, asyncio.get_running_loop().create_future())
-    look.pieces.set_result([OnItsWay(), OnItsWay()])
+    look.shards.set_result([OnItsWay(), OnItsWay()])
     with ThreadPoolExecutor(1) as workers:
         nothing: Any = None
         values = HostValues(nothing, nothing, nothing, workers, nothing, ProcessRank(0))
@@ -378,7 +386,7 @@ async def test_the_death_of_one_process_is_told_with_its_name(remote_mesh):
 
 async def test_a_process_that_hangs_is_told_with_its_name():
     mesh = jpp.RemoteMesh(2, spmd_mesh={"data": 4}, processes_per_actor=2, launcher="local", max_restarts=0)
-    mesh._options = replace(mesh._options, deadlines=Deadlines(suspect_s=1.0, dead_s=2.0))
+    mesh._options = replace(mesh._options, suspect_s=1.0, dead_s=2.0)
     async with mesh:
         params, batch = problem()
         step = mesh.distributed(train_step(jpp.Std1F1B(2)), in_shardings=(P(), P(None, "data")))

@@ -116,9 +116,9 @@ class InTurn:
             [piece for piece in Scattering((("a", 2),), 2).parts(Aval((2,), "float32"))],
         )
         if isinstance(i, Send):
-            return list(array_parts.sent(process_rank, held, i.tag, i.to_actor, 2))
+            return list(array_parts.order_sends(process_rank, held, i.tag, i.to_actor, 2))
         return (
-            list(array_parts.received(process_rank, held, i.tag, i.from_actor, 2))
+            list(array_parts.order_receives(process_rank, held, i.tag, i.from_actor, 2))
             if isinstance(i, Recv)
             else []
         )
@@ -190,9 +190,9 @@ def turns_of(part: ActorProgram, process_rank: ProcessRank, scattering: Scatteri
                 piece for piece in scattering.parts(part.avals[i.buffer]) if process_rank.rank in piece.ranks
             ]
             if isinstance(i, Send):
-                yield from array_parts.sent(process_rank, held, i.tag, i.to_actor, num_devices)
+                yield from array_parts.order_sends(process_rank, held, i.tag, i.to_actor, num_devices)
             else:
-                yield from array_parts.received(process_rank, held, i.tag, i.from_actor, num_devices)
+                yield from array_parts.order_receives(process_rank, held, i.tag, i.from_actor, num_devices)
 
 
 # ---------------------------------------------------------------- a mesh

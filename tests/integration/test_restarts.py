@@ -28,8 +28,7 @@ from resources import everything, nothing_left
 from waiting import until
 
 import jaxpp_async as jpp
-from jaxpp_async.actors import rollback
-from jaxpp_async.actors.shards import hold_pieces
+from jaxpp_async.actors import host_values
 from jaxpp_async.controller import failure_policy, recovery
 from jaxpp_async.controller.recovery import Budget
 from jaxpp_async.controller.requests import ActorLink, PendingRequest
@@ -266,7 +265,7 @@ async def test_nothing_is_left_of_a_restart(mesh, undisturbed):
 
 async def settled(mesh: jpp.RemoteMesh) -> dict[str, Any]:
     """What is held, once the last copy of the state is whole."""
-    replication: Any = mesh._running()._replication
+    replication: Any = mesh._running()._recovery.replication
     while replication._task is not None:
         await asyncio.wait([replication._task])
     gc.collect()
@@ -355,7 +354,7 @@ async def test_a_link_that_stays_broken_counts(monkeypatch):
 
 async def test_copies_are_taken_between_saves_that_follow_each_other(mesh, tmp_path):
     step, state = mesh.distributed(train_step, donate_argnums=0), start()
-    replication: Any = mesh._running()._replication
+    replication: Any = mesh._running()._recovery.replication
     state, _ = await mesh.run(step, state, BATCHES[0])
     await settled(mesh)
     before, saving = replication._generation, None
@@ -390,24 +389,21 @@ async def test_what_is_restored_beside_a_save_does_not_need_its_files_later(tmp_
 
 
 async def test_a_copy_that_lacks_an_array_is_none(monkeypatch, caplog):
-    refused = []
+    refused, real = [], host_values.fetch_shards
 
-    def hold(devices: Any) -> Any:
-        def read(array: Any, layout: Any) -> Any:
-            if array.ndim == 2 and not refused:
-                refused.append(array)
-                raise MemoryError("no host memory")
-            return hold_pieces(devices)(array, layout)
-
-        return read
+    def fetch(array: Any, layout: Any) -> Any:
+        if array.ndim == 2 and not refused:
+            refused.append(array)
+            raise MemoryError("no host memory")
+        return real(array, layout)
 
     async with a_mesh(backup_every=1000) as mesh:
         step = mesh.distributed(train_step, donate_argnums=0)
         state, _ = await mesh.run(step, start(), BATCHES[0])
         await settled(mesh)
-        replication: Any = mesh._running()._replication
+        replication: Any = mesh._running()._recovery.replication
         before = replication._generation
-        monkeypatch.setattr(rollback, "hold_pieces", hold)
+        monkeypatch.setattr(host_values, "fetch_shards", fetch)
         await asyncio.wait([replication.take()])
         assert replication._generation == before and "no copy of the state could be taken" in caplog.text
         kill(mesh, 1)

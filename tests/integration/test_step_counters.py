@@ -101,7 +101,7 @@ async def test_controller_sends_one_request_an_actor_and_step(remote_mesh, monke
 
 async def test_controller_sends_one_message_an_actor_for_each_large_host_argument(remote_mesh, monkeypatch):
     mesh = await remote_mesh(2, launcher="local")
-    transport = mesh._controller._actor_group.plane.transport
+    transport = mesh._controller._actor_group.host_transfers.transport
     sent: list[tuple[int, int]] = []
     real = transport.send
     monkeypatch.setattr(

@@ -11,7 +11,7 @@ import pytest
 
 import jaxpp_async as jpp
 from jaxpp_async.actors import server
-from jaxpp_async.actors.actor import failed
+from jaxpp_async.actors.server import failed_reply
 from jaxpp_async.controller.requests import PendingRequest, RequestLog, SentRequest
 from jaxpp_async.errors import MeshError
 from jaxpp_async.protocol import codec
@@ -115,7 +115,7 @@ async def test_what_a_step_that_cannot_be_sent_was_given_stays(remote_mesh, monk
 
 
 def test_errors_and_records_of_actors_are_text_that_can_be_sent():
-    reply = failed(1, ValueError(LONE))
+    reply = failed_reply(1, ValueError(LONE))
     assert reply.message == "name-\\udcff" and codec.encode(reply)
     record = logging.LogRecord(LONE, logging.INFO, LONE, 1, "%s", (LONE,), None)
     assert codec.encode(as_message(record, None))
@@ -129,7 +129,7 @@ async def test_a_reply_that_cannot_be_sent_is_told_as_a_failure(caplog):
             codec.Encoder(1000).encode(message)
             sent.append(message)
 
-    desk = server._Desk()
+    desk = server._RequestDispatcher()
     desk.connection = Connection()  # type: ignore[assignment]
     desk.reply(m.Inspected(7, {LONE: 1}))
     desk.reply(m.Log(10**30, "", "", None))

@@ -289,9 +289,7 @@ SCHEDULES = {
 
 
 def later_stage(ws, x):
-    hidden = lambda w: jnp.tanh(x @ w)  # noqa: E731
-    # made by stage 1's backward
-    grad = jax.grad(lambda w: jnp.sum(jpp.pipeline_yield(hidden(w)) @ ws[1]))(ws[0])
+    grad = jax.grad(lambda w: jnp.sum(jpp.pipeline_yield(jnp.tanh(x @ w)) @ ws[1]))(ws[0])  # made by stage 1
     return jnp.sum(jpp.pipeline_yield(x @ grad) @ ws[1])
 
 

@@ -11,7 +11,7 @@ import jaxpp_async as jpp
 from jaxpp_async.errors import MeshError
 from jaxpp_async.jax_bridge import jax_config
 from jaxpp_async.launch import spawn
-from jaxpp_async.launch.choose import LaunchOptions
+from jaxpp_async.launch.choose import choose_launcher
 from jaxpp_async.launch.host_agent_protocol import StartActor, read_order, write_order
 from jaxpp_async.launch.hosts import (
     DEFAULTS,
@@ -24,8 +24,9 @@ from jaxpp_async.launch.hosts import (
     parse_hosts,
     place,
 )
+from jaxpp_async.launch.options import LaunchOptions
 from jaxpp_async.launch.spawn import ActorRequest
-from jaxpp_async.protocol.parent_watch import beat_s_of
+from jaxpp_async.protocol.parent_watch import Lease
 
 HOSTFILES = [
     ("a\nb\n", [Host("a"), Host("b")]),
@@ -129,7 +130,7 @@ def test_slots_are_filled_in_order():
     with pytest.raises(
         MeshError, match=r"2 actors of 2 processes each do not fit 2 slots on 2 hosts; .* at most 1 actor$"
     ):
-        LaunchOptions(num_devices=4, processes_per_actor=2, hosts=["a", "b"]).make(2)
+        choose_launcher(LaunchOptions(num_devices=4, processes_per_actor=2, hosts=["a", "b"]), 2)
     with pytest.raises(
         MeshError, match=r"1 actor of 2 processes each does not fit 1 slot on 1 host; .* fewer proc"
     ):
@@ -213,16 +214,16 @@ OPTIONS = [
 @pytest.mark.parametrize(("options", "says"), OPTIONS, ids=[repr(o[0]) for o in OPTIONS])
 def test_options_that_cannot_be(options, says):
     with pytest.raises(MeshError, match=says):
-        LaunchOptions(**options).make(2)
+        choose_launcher(LaunchOptions(**options), 2)
 
 
 @pytest.mark.parametrize("options", [{}, {"hosts": ["a slots=2"]}], ids=["local", "ssh"])
 def test_the_lease_reaches_the_actors_and_signs_of_life_keep_it(options):
     for lease_s, beat_s in ((15.0, 3.0), (2.0, 0.4), (600.0, 3.0)):
         launcher: Any = jpp.RemoteMesh(2, lease_s=lease_s, **options)._launcher
-        assert launcher._lease_s == lease_s
-        assert not options or launcher._reach.lease_s == lease_s
-        assert beat_s_of(lease_s) == beat_s
+        assert launcher._lease.seconds == lease_s
+        assert not options or launcher._reach.lease.seconds == lease_s
+        assert Lease(lease_s).beat_s == beat_s
     for wrong in (0, -1.0, True, "15", None, float("nan"), 0.5, float("inf")):
         with pytest.raises(MeshError, match=r"lease_s is .*; give .* seconds"):
             jpp.RemoteMesh(2, lease_s=wrong, **options)

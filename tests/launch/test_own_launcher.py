@@ -30,8 +30,9 @@ from jaxpp_async.errors import ActorDiedError, LaunchError, MeshError
 from jaxpp_async.launch import LaunchSpec
 from jaxpp_async.launch import host_agent_protocol as kp
 from jaxpp_async.launch import hosts as addresses_module
-from jaxpp_async.launch.choose import LaunchOptions
+from jaxpp_async.launch.choose import choose_launcher
 from jaxpp_async.launch.hosts import Settings, parse_hosts, place
+from jaxpp_async.launch.options import LaunchOptions
 from jaxpp_async.launch.process_supervisor import Death
 from jaxpp_async.launch.remote import MAX_HANDSHAKES, CommandReach, HostLines, RemoteLauncher
 from jaxpp_async.launch.spawn import ActorRequest
@@ -156,12 +157,12 @@ def elsewhere(hosts: list[str], reach: Any = None, **options: Any) -> RemoteLaun
 
 def test_its_actors_spread_over_the_slots_of_its_hosts():
     launcher = elsewhere(["a slots=4", "b slots=4"])
-    made, per_actor = LaunchOptions(launcher=launcher, num_devices=4).make(2)
+    made, per_actor = choose_launcher(LaunchOptions(launcher=launcher, num_devices=4), 2)
     assert (made, per_actor, launcher.slots_each) == (launcher, 1, 4)
     assert [p.host.name for p in place(launcher.hosts, 2, launcher.slots_each)] == ["a", "b"]
-    assert LaunchOptions(launcher=launcher, num_devices=8).make(1) == (launcher, 2)
+    assert choose_launcher(LaunchOptions(launcher=launcher, num_devices=8), 1) == (launcher, 2)
     with pytest.raises(MeshError, match="8 actors of 4 devices do not fit 8 slots on 2 hosts"):
-        LaunchOptions(launcher=launcher, num_devices=4).make(8)
+        choose_launcher(LaunchOptions(launcher=launcher, num_devices=4), 8)
 
 
 @pytest.mark.parametrize(("per_actor", "says"), [(1, "2 actors started"), (2, "2 processes started")])
@@ -282,7 +283,7 @@ async def test_at_most_eight_handshakes_at_once():
     enough = asyncio.Event()
 
     class Slow:
-        keeper_each, login_mark = False, "in"
+        agent_per_process, login_mark = False, "in"
 
         async def resolve(self, hosts):
             return [host.name for host in hosts]

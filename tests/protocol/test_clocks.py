@@ -35,18 +35,18 @@ def test_processes_of_one_host_share_a_clock():
 def test_only_one_and_the_same_clock_needs_no_reading(own, name, offset):
     clocks = Clocks(own)
     clocks.name(1, name)
-    assert clocks.of(1).offset(5.0) == offset and clocks.of(1).is_ours == (offset is not None)
-    assert clocks.of(2).offset(5.0) is None
+    assert clocks.clock_of(1).offset(5.0) == offset and clocks.clock_of(1).is_ours == (offset is not None)
+    assert clocks.clock_of(2).offset(5.0) is None
 
 
 def test_the_answer_that_came_back_soonest_says_most():
     clocks = Clocks("a")
     clocks.note(1, 10.0, 62.0, 14.0)  # 50 ahead, and half of 4 s may be wrong
-    assert clocks.of(1).offset(14.0) == Offset(50.0, 2.0)
+    assert clocks.clock_of(1).offset(14.0) == Offset(50.0, 2.0)
     clocks.note(1, 20.0, 70.25, 21.0)
-    assert clocks.of(1).offset(21.0) == Offset(49.75, 0.5)
+    assert clocks.clock_of(1).offset(21.0) == Offset(49.75, 0.5)
     clocks.note(1, 30.0, 89.0, 40.0)
-    offset = clocks.of(1).offset(31.0)
+    offset = clocks.clock_of(1).offset(31.0)
     assert offset is not None and offset.offset_s == 49.75
     # it is ten seconds old: the clocks have parted since
     assert offset.error_s == pytest.approx(0.5 + 10 * DRIFT)
@@ -61,7 +61,7 @@ def test_errors_bound_what_is_wrong_whatever_the_way_takes():
         sent, there, back = k * 0.5, rng.uniform(1e-4, 3e-2), rng.uniform(1e-4, 3e-2)
         clocks.note(1, sent, 1000 + (sent + there) * (1 + 50e-6), sent + there + back)
         now = sent + there + back
-        offset = clocks.of(1).offset(now)
+        offset = clocks.clock_of(1).offset(now)
         assert offset is not None and abs(offset.offset_s - (1000 + now * 50e-6)) <= offset.error_s < 0.031
     assert offset.error_s < 0.01
 
@@ -71,31 +71,31 @@ def test_another_process_is_another_clock():
     clocks.name(1, "b")
     clocks.note(1, 0.0, 7.0, 1.0)
     clocks.name(1, "b")
-    assert clocks.of(1).offset(1.0) is not None
+    assert clocks.clock_of(1).offset(1.0) is not None
     clocks.name(1, "c")  # a successor on another host
-    assert clocks.of(1).offset(1.0) is None
+    assert clocks.clock_of(1).offset(1.0) is None
     clocks.note(1, 0.0, 7.0, 1.0)
     clocks.forget(1)
-    assert clocks.of(1).offset(1.0) is None
+    assert clocks.clock_of(1).offset(1.0) is None
 
 
 def test_a_clock_that_is_kept_stays_that_of_its_process():
     clocks = Clocks("a")
     clocks.name(1, "b")
     clocks.note(1, 0.0, 7.0, 1.0)
-    kept = clocks.of(1)
+    kept = clocks.clock_of(1)
     clocks.forget(1)
     clocks.note(1, 1.0, 99.0, 1.0)
-    assert kept.offset(1.0) == Offset(6.5, 0.5) and clocks.of(1).offset(1.0) == Offset(98.0, 0.0)
+    assert kept.offset(1.0) == Offset(6.5, 0.5) and clocks.clock_of(1).offset(1.0) == Offset(98.0, 0.0)
 
 
 def test_readings_of_then_say_more_than_those_of_much_later():
     clocks = Clocks("a")
     clocks.note(1, 0.0, 7.0, 1.0)
-    kept = clocks.of(1).readings
+    kept = clocks.clock_of(1).readings
     for k in range(NUM_READINGS):
         clocks.note(1, 1e5 + k, 1e5 + k + 8.0, 1e5 + k)
-    clock = clocks.of(1)
+    clock = clocks.clock_of(1)
     assert len(clock.readings) == NUM_READINGS and kept[0] not in clock.readings
     assert clock.offset(1.0, kept) == Offset(6.5, 0.5) != clock.offset(1.0)
 
@@ -131,10 +131,13 @@ async def test_only_other_clocks_are_asked_and_one_question_is_open():
         actors.beat(0, "ours")
         actors.beat(1, "theirs")
     assert [actor for actor, _ in actors.asked] == [1]
-    assert actors.watch.of(0).offset(0.0) == Offset(0.0, 0.0) and actors.watch.of(1).offset(0.0) is None
+    assert (
+        actors.watch.clock_of(0).offset(0.0) == Offset(0.0, 0.0)
+        and actors.watch.clock_of(1).offset(0.0) is None
+    )
     await actors.answer(0, now_s=1e6)
     now = asyncio.get_running_loop().time()
-    offset = actors.watch.of(1).offset(now)
+    offset = actors.watch.clock_of(1).offset(now)
     assert offset is not None and abs(offset.offset_s - (1e6 - now)) <= offset.error_s + 1.0
     actors.beat(1, "theirs")
     assert len(actors.asked) == 2
@@ -151,7 +154,7 @@ async def test_answers_that_say_nothing():
     actors.watch.begin(1)  # replaced meanwhile: the answer is of another life
     actors.beat(1, "theirs")
     await actors.answer(2, now_s=5.0)
-    assert actors.watch.of(1).offset(0.0) is None
+    assert actors.watch.clock_of(1).offset(0.0) is None
     actors.over = True
     actors.watch.begin(1)
     actors.beat(1, "theirs")  # nobody to ask
@@ -169,4 +172,4 @@ async def test_a_question_that_was_lost_is_asked_again(monkeypatch):
     actors.beat(1, "theirs")
     assert len(actors.asked) == 2
     await actors.answer(0, now_s=7.0)  # the first comes after all
-    assert actors.watch.of(1).offset(now[0]) is None
+    assert actors.watch.clock_of(1).offset(now[0]) is None

@@ -99,7 +99,7 @@ async def test_records_of_all_threads_are_sent_in_order_and_a_few_a_turn(logger)
 
 
 async def test_a_storm_is_counted_and_dropped(logger, monkeypatch):
-    monkeypatch.setattr(log_forwarding, "TELL_AFTER_S", 0.01)
+    monkeypatch.setattr(log_forwarding, "REPORT_AFTER_S", 0.01)
     now_s, sent = 0.0, []
     sender = RecordSender(sent.append, clock=lambda: now_s)
     logger.addHandler(sender)

@@ -2,8 +2,8 @@
 for it.
 
 Arrays are those of JAX's CPU devices. What a real device does late, this one does late: a copy between
-devices is made when its mark is reached, and a mark is reached after a random moment, or when a test says so.
-The walk of buffers, events and messages is that of a GPU; only the memory is the host's.
+devices is made when its event happens, and an event happens after a random moment, or when a test says so.
+The order of buffers, events and messages is that of a GPU; only the memory is the host's.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jaxpp_async.protocol.messages import Hardware
 LONGEST_S = 0.002
 
 
-class FakeMark:
-    """Reached after `moment()`, which blocks."""
+class FakeEvent:
+    """A `CudaEvent` that happens after `moment()`, which blocks."""
 
     def __init__(self, arrays: Sequence[jax.Array], copies: Sequence[DeviceCopy], moment: Callable[[], None]):
         self.arrays, self._copies, self._moment = arrays, copies, moment
@@ -36,16 +36,16 @@ class FakeMark:
             ctypes.memmove(copy.target, copy.source, copy.size_bytes)
 
 
-class FakeDoor:
-    """A `DeviceDoor`.
+class FakeDevices:
+    """A `CudaDevices`.
 
     Args:
-        moment: called on the watching thread before a mark is reached; may raise what the device would.
+        moment: called on the watching thread before an event happens; may raise what the device would.
 
     Attributes:
         entered: the threads that made the first device's context theirs.
-        marked: what marks were asked for, in order: numbers of arrays, and of copies as negative ones.
-        refuses: what asking for a copy, or for a mark, raises; None: they are begun.
+        marked: what events were asked for, in order: numbers of arrays, and of copies as negative ones.
+        refuses: what asking for a copy, or for an event, raises; None: they are begun.
     """
 
     refuses: Exception | None = None
@@ -58,48 +58,48 @@ class FakeDoor:
     def enter(self) -> None:
         self.entered.append(threading.get_ident())
 
-    def lane(self) -> FakeLane:
-        return FakeLane(self)
+    def make_stream(self) -> FakeStream:
+        return FakeStream(self)
 
     def hardware(self) -> Hardware:
         return Hardware("a fake GPU", len(self.devices), 80 << 30, "13.0", "13.1")
 
 
-class FakeLane:
-    """A `Lane`."""
+class FakeStream:
+    """A `CudaStream`."""
 
-    def __init__(self, door: FakeDoor):
-        self._door = door
+    def __init__(self, devices: FakeDevices):
+        self._devices = devices
 
-    def mark(self, arrays: Sequence[jax.Array]) -> FakeMark:
+    def record(self, arrays: Sequence[jax.Array]) -> FakeEvent:
         self._refuse()
         for array in arrays:
-            assert not array.is_deleted(), "a mark after the array was given away"
-            array.block_until_ready()  # here, for it may be given away before the mark is reached
-        self._door.marked.append(len(arrays))
-        return FakeMark(arrays, (), self._door._moment)
+            assert not array.is_deleted(), "an event after the array was given away"
+            array.block_until_ready()  # here, for it may be given away before the event happens
+        self._devices.marked.append(len(arrays))
+        return FakeEvent(arrays, (), self._devices._moment)
 
-    def copy(self, copies: Sequence[DeviceCopy]) -> FakeMark:
+    def copy(self, copies: Sequence[DeviceCopy]) -> FakeEvent:
         self._refuse()
-        self._door.marked.append(-len(copies))
-        return FakeMark((), tuple(copies), self._door._moment)
+        self._devices.marked.append(-len(copies))
+        return FakeEvent((), tuple(copies), self._devices._moment)
 
     def _refuse(self) -> None:
-        if self._door.refuses is not None:
-            raise self._door.refuses
+        if self._devices.refuses is not None:
+            raise self._devices.refuses
 
 
 def _a_moment() -> None:
     time.sleep(random.random() * LONGEST_S)
 
 
-def make_door(devices: Sequence[Any], transport: str) -> FakeDoor:
-    """For `Actor(make_door=)`."""
-    return FakeDoor(devices)
+def open_fake_devices(devices: Sequence[Any], transport: str) -> FakeDevices:
+    """For `Actor(open_devices=)`."""
+    return FakeDevices(devices)
 
 
 class DeviceActor(Actor):
     """An actor whose devices compute on their own; for launchers, as `"fake_device:DeviceActor"`."""
 
     def __init__(self, process_id: int, **seams: Any):
-        super().__init__(process_id, make_door=make_door, **seams)
+        super().__init__(process_id, open_devices=open_fake_devices, **seams)

@@ -36,9 +36,9 @@ def install() -> None:
     original = StepRun._call
 
     def call(self: Any, command: Any) -> Any:
-        here = self._program.plan.program.instructions[command.instruction].label
+        here = self.program.plan.program.instructions[command.instruction].label
         if what in FAULTS and step_number(self.message.step) >= step and here == label:
-            self._program.tasks[command.instruction]._call = FAULTS[what]
+            self.program.tasks[command.instruction]._call = FAULTS[what]
         return original(self, command)
 
     StepRun._call = call  # type: ignore[method-assign]
@@ -112,7 +112,7 @@ def _hold(original: Any, step: int, label: str) -> Any:
     held: list[bool] = []
 
     def call(self: Any, command: Any) -> Any:
-        here = self._program.plan.program.instructions[command.instruction].label
+        here = self.program.plan.program.instructions[command.instruction].label
         if step_number(self.message.step) >= step and here == label and not held:
             held.append(True)
             ctypes.PyDLL(None).usleep(5_000_000)
@@ -135,7 +135,7 @@ def _lose(original: Any, step: int) -> Any:
 
 def _slow(original: Any, label: str) -> Any:
     def call(self: Any, command: Any) -> Any:
-        if self._program.plan.program.instructions[command.instruction].label.startswith(label):
+        if self.program.plan.program.instructions[command.instruction].label.startswith(label):
             time.sleep(0.01)  # the fault itself: a slow device
         return original(self, command)
 
@@ -145,7 +145,7 @@ def _slow(original: Any, label: str) -> Any:
 def _send_and_die(original: Any) -> Any:
     def send(self: Any, command: Any) -> None:
         original(self, command)
-        size = self._program.plan.avals[command.buffer].size_bytes
+        size = self.program.plan.avals[command.buffer].size_bytes
         if size >= 1 << 20:
             # A moment later: 64 MiB take longer than that.
             threading.Timer(0.003, os.kill, (os.getpid(), signal.SIGKILL)).start()

@@ -22,11 +22,11 @@ from models import grads_step, mlp
 import jaxpp_async as jpp
 from jaxpp_async.errors import ActorDiedError, MeshClosedError, MeshError, StepAbortedError
 from jaxpp_async.program.actor_program import ActorProgram, format_program, parse_program
-from jaxpp_async.program.instructions import Recv, Run, Send
+from jaxpp_async.program.instructions import Recv, Run, Send, task_kind
 from jaxpp_async.protocol.clocks import Clocks
 from jaxpp_async.timeline import Recorded, Timeline, chrome_trace, make_timeline, write_trace
-from jaxpp_async.timeline.clock_alignment import align
-from jaxpp_async.timeline.events import read_stamps, task_kind, transfer_labels
+from jaxpp_async.timeline.clock_alignment import align_clocks
+from jaxpp_async.timeline.events import read_stamps, transfer_labels
 
 NAN = math.nan
 NO = (NAN, NAN)
@@ -314,7 +314,7 @@ def test_true_clocks_are_within_what_alignment_says(seed):
     bounds = {a: (t - rng.uniform(0, 3), t + rng.uniform(0, 3)) for a, t in true.items()}
     pairs = [(a, b) for a in true for b in true if a != b and rng.random() < 0.6]
     leads = {(a, b): true[b] - true[a] + rng.expovariate(5) for a, b in pairs}
-    aligned = align(bounds, leads)
+    aligned = align_clocks(bounds, leads)
     assert aligned is not None
     for a, (low, high) in bounds.items():
         assert low - 1e-9 <= aligned.offset_s[a] <= high + 1e-9
@@ -323,7 +323,7 @@ def test_true_clocks_are_within_what_alignment_says(seed):
         assert aligned.offset_s[b] - aligned.offset_s[a] <= lead + 1e-9
     wrong = [aligned.offset_s[b] - aligned.offset_s[a] - (true[b] - true[a]) for a in true for b in true]
     assert max(wrong) <= aligned.pair_error_s + 1e-9
-    assert align(bounds, {**leads, (0, 1): -200.0}) is None
+    assert align_clocks(bounds, {**leads, (0, 1): -200.0}) is None
 
 
 # ---------------------------------------------------------------- the trace

@@ -1,0 +1,183 @@
+"""Run the steps that are asked of an actor one after the other, and answer each request once.
+
+A request may come twice, since a restart sends requests again whose replies may have been lost: the step runs
+once, and the second request gets the first one's reply. After a failed step nothing more runs until the
+controller aborts the epoch and begins the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxpp_async.actors.loaded_program import LoadedProgram
+from jaxpp_async.actors.process_group import DroppedStep
+from jaxpp_async.actors.server import failed_reply
+from jaxpp_async.actors.step_run import StepEnd, StepFailure, StepRun
+from jaxpp_async.errors import ProtocolError, StepAbortedError
+from jaxpp_async.program.instructions import ActorId
+from jaxpp_async.protocol import messages as m
+
+REPLIES_KEPT = 16
+"""How many steps' replies are kept for requests that come twice."""
+
+StepKey = tuple[int, int]
+"""Epoch, and number of the step."""
+
+
+class StepQueue:
+    """The steps of one actor.
+
+    Args:
+        actor_id: the actor, for error messages.
+        programs: the loaded programs, by id.
+        prepare: makes the step of a request, with everything that the request names as it is now.
+        on_turn: called before a step starts; an exception that it raises is the step's failure.
+        complete: makes the reply to a step that has finished.
+        send: takes replies.
+
+    Attributes:
+        epoch: the epoch whose steps may run.
+        current: the step under way, if there is one.
+    """
+
+    def __init__(
+        self,
+        actor_id: ActorId,
+        programs: Mapping[int, LoadedProgram],
+        *,
+        prepare: Callable[[m.Step, StepEnd], StepRun],
+        on_turn: Callable[[StepRun], None],
+        complete: Callable[[StepRun], m.StepDone],
+        send: Callable[[m.Message], None],
+    ):
+        self.actor_id, self._programs = actor_id, programs
+        self._prepare, self._on_turn, self._complete, self._send = prepare, on_turn, complete, send
+        self.epoch, self._last_step = 0, -1
+        self.current: StepRun | None = None
+        self._waiting: deque[StepRun] = deque()
+        self._broken: str | None = None  # why nothing runs until the next epoch
+        self._failed: StepRun | None = None
+        self._refused: list[LoadedProgram] = []  # the programs of steps that were refused since
+        self._requests: dict[StepKey, list[int]] = {}  # of steps that have no reply yet
+        self._replies: OrderedDict[StepKey, m.StepDone | m.Failed] = OrderedDict()
+
+    def request(self, message: m.Step) -> None:
+        """Run a step behind those requested before it, or answer with the reply that it had.
+
+        Raises:
+            ProtocolError: the step is of another epoch, or too old. StepAbortedError: an earlier step failed.
+        """
+        key = (message.epoch, message.step)
+        if key in self._replies:
+            self._send(replace(self._replies[key], request=message.request))
+            return
+        if key in self._requests:
+            self._requests[key].append(message.request)
+            return
+        if message.epoch != self.epoch or message.step <= self._last_step or self._broken is not None:
+            self._refuse(message)
+        self._last_step = message.step
+        self._requests[key] = [message.request]
+        try:
+            run = self._prepare(message, self._on_end)
+        except Exception as error:  # the step cannot start: that is its outcome
+            self._reply(message, failed_reply(message.request, error, step=message.step))
+            return
+        self._waiting.append(run)
+        self._start_next()
+
+    def _refuse(self, message: m.Step) -> None:
+        where: dict[str, Any] = {"actor": self.actor_id, "step": m.step_number(message.step)}
+        what = m.step_text(message.step)
+        if message.epoch != self.epoch:
+            raise ProtocolError(f"{what} is of epoch {message.epoch}, the actor is in {self.epoch}", **where)
+        if message.step <= self._last_step:
+            last = m.step_text(self._last_step)
+            raise ProtocolError(f"{what} comes after {last} and its reply is no longer kept", **where)
+        if message.program_id in self._programs:
+            self._refused.append(self._programs[message.program_id])
+        raise StepAbortedError(f"not started: {self._broken}", **where)
+
+    def _start_next(self) -> None:
+        while self.current is None and self._waiting and self._broken is None:
+            self.current = run = self._waiting.popleft()
+            try:
+                self._on_turn(run)
+            except Exception as error:  # the step cannot transfer: that is its outcome
+                run.fail(error)
+                continue
+            run.start()
+
+    def _on_end(self, run: StepRun, failure: StepFailure | None) -> None:
+        message = run.message
+        if failure is None:
+            reply = self._complete(run)
+        else:
+            # Transfers stay open until the controller's Abort: ending them here would fail the peers' steps
+            # with transfer errors that could reach the controller before their cause.
+            if self._broken is None:
+                self._broken = f"{m.step_text(message.step)} failed on actor {self.actor_id}"
+                self._failed = run
+            reply = failed_reply(
+                message.request, failure.error, step=message.step, instruction=failure.instruction
+            )
+        if run is self.current:
+            self.current = None
+        if self._waiting:
+            # Later, since a step of nothing but local instructions can end inside `start`, whose loop goes on
+            # with the next. Scheduled before the reply: behind the reply an actor without a step keeps its
+            # loop awake.
+            asyncio.get_running_loop().call_soon(self._start_next)
+        self._reply(message, reply)
+
+    def _reply(self, message: m.Step, reply: m.StepDone | m.Failed) -> None:
+        key = (message.epoch, message.step)
+        try:
+            for request in self._requests.pop(key, ()):
+                self._send(reply if request == reply.request else replace(reply, request=request))
+        finally:  # after sending, since the controller waits for the reply
+            self._replies[key] = reply
+            if len(self._replies) > REPLIES_KEPT:
+                self._replies.popitem(last=False)
+
+    def arrays_to_free(self) -> set[m.ArrayId]:
+        """Return the arrays that the steps under way or waiting free at their end."""
+        runs = [*self._waiting, *([self.current] if self.current is not None else [])]
+        return {array_id for run in runs for array_id in run.message.frees_after}
+
+    def abort(self, cause: StepAbortedError, epoch: int) -> list[DroppedStep]:
+        """Fail every step under way or waiting, and run none until `resume`.
+
+        Args:
+            cause: why.
+            epoch: the next epoch.
+
+        Returns:
+            The steps that will not be finished, from the one that failed first on.
+        """
+        self._broken = str(cause)
+        dropped = [self.current] if self.current is not None else []
+        dropped += self._waiting
+        self._waiting.clear()
+        begun = [self._failed, *dropped] if self._failed is not None else dropped
+        steps = [DroppedStep(run.program, run.begun) for run in begun]
+        steps += [DroppedStep(program, 0) for program in self._refused]
+        for run in dropped:
+            run.fail(cause)
+        self.epoch, self._last_step = epoch, -1
+        return steps
+
+    def resume(self) -> None:
+        """Run steps again: the transfers of the aborted ones have ended."""
+        self._failed, self._refused, self._broken = None, [], None
+
+    def close(self) -> None:
+        """Drop every step without a reply."""
+        self._requests.clear()
+        self._waiting.clear()
+        if self.current is not None:
+            self.current.ended = True

@@ -1,0 +1,289 @@
+"""Unroll one scheduled loop into a task graph: a node a task, in the schedule's order.
+
+All microbatches of a task run the same recipe, and each hands its accumulators to the next one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jaxpp_async.compiler.ir import Lit, Ref, Types
+from jaxpp_async.compiler.outer_ops import source_actor
+from jaxpp_async.compiler.partition import OutputPart, StagedLoop, StageTask, TaskKey
+from jaxpp_async.compiler.recipes import Accumulate, AccumulatorStart, Recipe, literal_type
+from jaxpp_async.compiler.task_variants import ScheduledLoop, Variant
+from jaxpp_async.program.instructions import ActorId, Aval, Node, Task, ValueId, ValueKind, ValueTable
+
+
+def unroll_loop(graph: TaskGraphBuilder, scheduled: ScheduledLoop, finals: list[list[int]]) -> None:
+    """Add the nodes and recipes of one loop to `graph`.
+
+    Args:
+        graph: the graph so far, which has the values that the loop reads.
+        scheduled: the loop under its schedule.
+        finals: for each result of the loop, the ids of its parts' last accumulators.
+    """
+    unroller = _LoopUnroller(graph, scheduled, finals)
+    for actor, task, key in scheduled.order:
+        unroller.add_node(actor, task, key)
+    unroller.record_results()
+
+
+def needs_index(staged: StagedLoop, task: StageTask) -> bool:
+    """Say whether a task reads its microbatch's index.
+
+    A task reads the index to slice a batch leaf, to write a row of a result, or because the user's function
+    asked for it.
+    """
+    _, batch, index = staged.loop.body_inputs()
+    reads = set(staged.reads(task))
+    return (
+        index in reads
+        or bool(reads & set(batch))
+        or any(staged.loop.reductions[k].grows for k, _ in task.adds)
+    )
+
+
+@dataclass(eq=False)
+class TaskGraphBuilder:
+    """A task graph that is under construction.
+
+    Args:
+        types: the type of every value id; new ids are made here.
+        num_actors: actors of the mesh.
+        recipes: one an executable.
+        nodes: in a topological order.
+        value_ids: for each value of the graph, the value id in the traced step that it stands for.
+        avals, kinds, places: the other columns of the graph's values. A place is the label of the task that
+            makes a value, or "" for a value that `names` labels.
+        names: value id to label.
+        held: (value id, actor) to the graph value that this actor holds.
+        index_ids: value ids of the microbatch indices.
+        same_sharding: ids of accumulators inside recipes to the ids of their final values.
+    """
+
+    types: Types
+    num_actors: int
+    recipes: list[Recipe] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    value_ids: list[int] = field(default_factory=list)
+    avals: list[Aval] = field(default_factory=list)
+    kinds: list[ValueKind] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
+    held: dict[tuple[int, ActorId], ValueId] = field(default_factory=dict)
+    index_ids: list[int] = field(default_factory=list)
+    same_sharding: dict[int, int] = field(default_factory=dict)
+
+    def add_recipe(self, recipe: Recipe) -> int:
+        """Add an executable and return its index."""
+        self.recipes.append(recipe)
+        return len(self.recipes) - 1
+
+    def add_named(self, ir_id: int, name: str, kind: ValueKind) -> ValueId:
+        """Add a value that stands for `ir_id`; all values of that id are labelled `name`."""
+        self.names[ir_id] = name
+        return self.add_values((ir_id,), (self.types[ir_id].aval,), (kind,), "", 0)[0]
+
+    def add_values(
+        self,
+        ir_ids: Sequence[int],
+        avals: Sequence[Aval],
+        kinds: Sequence[ValueKind],
+        place: str,
+        num_placed: int,
+    ) -> range:
+        """Add the values that one task makes.
+
+        Args:
+            ir_ids, avals, kinds: a column each.
+            place: the task's label.
+            num_placed: how many of the first values are labelled by the task; the others have names.
+        """
+        first = len(self.avals)
+        self.avals += avals
+        self.kinds += kinds
+        self.value_ids += ir_ids
+        self.places += [place] * num_placed
+        self.places += [""] * (len(avals) - num_placed)
+        return range(first, len(self.avals))
+
+    def value_on(self, ir_id: int, actor: ActorId) -> ValueId:
+        """Return the graph value of an id that `actor` holds, or else the one that is to be sent there."""
+        if (ir_id, actor) in self.held:
+            return self.held[ir_id, actor]
+        holders = [a for a in range(self.num_actors) if (ir_id, a) in self.held]
+        return self.held[ir_id, source_actor(holders, actor)]
+
+    def values(self) -> ValueTable:
+        """Return the graph's values as a table."""
+        ids, places, names = tuple(self.value_ids), tuple(self.places), self.names
+
+        def label(value: ValueId) -> str:
+            return f"%{ids[value]}@{places[value]}" if places[value] else names[ids[value]]
+
+        return ValueTable(tuple(self.avals), tuple(self.kinds), label)
+
+
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """The data that the nodes of all microbatches of one form of a task share.
+
+    Args:
+        recipe: index of the executable.
+        inputs: for each input that is no accumulator, its value id in the loop body and the graph value that
+            is this input for every microbatch; None for a value that the microbatch's own tasks make.
+        index: position of the microbatch's index among `inputs`.
+        finals: the accumulators that the task adds to, by their final ids.
+        makes: value ids that the task makes for other tasks.
+        ir_ids, avals, kinds: columns of all values that the task makes: `makes`, then the accumulators.
+        donatable: positions of the accumulators among the task's inputs.
+    """
+
+    recipe: int
+    inputs: list[tuple[int, ValueId | None]]
+    index: int | None
+    finals: list[int]
+    makes: tuple[int, ...]
+    ir_ids: tuple[int, ...]
+    avals: tuple[Aval, ...]
+    kinds: tuple[ValueKind, ...]
+    donatable: tuple[int, ...]
+
+
+class _LoopUnroller:
+    """The state of `unroll_loop`: values made so far, and the accumulators as they stand."""
+
+    def __init__(self, graph: TaskGraphBuilder, scheduled: ScheduledLoop, finals: list[list[int]]) -> None:
+        self.graph, self.scheduled, self.staged, self.finals = graph, scheduled, scheduled.staged, finals
+        self.loop = self.staged.loop
+        invariants, batch, self.index = self.loop.body_inputs()
+        self.outer = dict(zip((*invariants, *batch), self.loop.inputs, strict=True))
+        self.batch = set(batch)
+        self.made: dict[int, dict[int, ValueId]] = defaultdict(dict)  # microbatch to body id to value
+        self.forms: dict[TaskKey, _Form] = {}
+        self.accumulators: dict[int, ValueId] = {}  # final IR id to its current value
+        self.started: set[TaskKey] = set()
+
+    def add_node(self, actor: ActorId, task: Task, key: TaskKey) -> None:
+        form = self.forms.get(key)
+        if form is None:
+            form = self.forms[key] = self._form(actor, key)
+        made, graph = self.made[task.i], self.graph
+        inputs = [made[v] if held is None else held for v, held in form.inputs]
+        if form.index is not None:
+            inputs[form.index] = graph.value_on(graph.index_ids[task.i], actor)
+        inputs += [self.accumulators[final] for final in form.finals]
+        label = f"{key[0]}(stage {task.stage}, mb {task.i})"
+        num_made = len(form.makes)
+        outputs = graph.add_values(form.ir_ids, form.avals, form.kinds, label, num_made)
+        made.update(zip(form.makes, outputs, strict=False))
+        self.accumulators.update(zip(form.finals, outputs[num_made:], strict=True))
+        graph.nodes.append(
+            Node(label, actor, form.recipe, tuple(inputs), tuple(outputs), form.donatable, task)
+        )
+
+    def record_results(self) -> None:
+        """Record the last accumulators as the loop's results on their actors."""
+        for whole in self.started:
+            for add in self.staged.tasks[whole].adds:
+                final = self._final(add)
+                self.graph.held[final, self.scheduled.stage_actors[whole[1]]] = self.accumulators[final]
+
+    def _form(self, actor: ActorId, key: TaskKey) -> _Form:
+        """Make a form's recipe, and the accumulators that it is the first to need."""
+        variant, graph = self.scheduled.variants[key], self.graph
+        adds = variant.task.adds
+        for whole in dict.fromkeys(self._part(add).task for add in adds):
+            if whole not in self.started:
+                self._start_accumulators(actor, whole)
+        number = graph.add_recipe(self._recipe(key))
+        inputs = graph.recipes[number].inputs
+        own = inputs[: len(inputs) - len(adds)]
+        finals = [self._final(add) for add in adds]
+        ir_ids = (*variant.makes, *finals)
+        temps: list[ValueKind] = ["temp"] * len(variant.makes)
+        return _Form(
+            recipe=number,
+            inputs=[(v, self._held(v, variant, actor)) for v in own],
+            index=own.index(self.index) if self.index in own else None,
+            finals=finals,
+            makes=variant.makes,
+            ir_ids=ir_ids,
+            avals=tuple(graph.types[v].aval for v in ir_ids),
+            kinds=(*temps, *(graph.kinds[self.accumulators[final]] for final in finals)),
+            donatable=tuple(range(len(own), len(inputs))),
+        )
+
+    def _held(self, value: int, variant: Variant, actor: ActorId) -> ValueId | None:
+        """Return the graph value of an input that all microbatches share; None: the microbatch's tasks make
+        it."""
+        if value in variant.takes:
+            return None
+        if value == self.index:
+            return -1  # another value for each microbatch
+        ref = self.outer.get(value, value)  # a whole batch leaf goes by its outer id
+        assert isinstance(ref, int)
+        return self.graph.value_on(ref, actor)
+
+    def _part(self, add: tuple[int, int]) -> OutputPart:
+        return self.staged.outputs[add[0]][add[1]]
+
+    def _final(self, add: tuple[int, int]) -> int:
+        return self.finals[add[0]][add[1]]
+
+    def _start_accumulators(self, actor: ActorId, whole: TaskKey) -> None:
+        """Add the node that makes the accumulators of one whole task, just before their first use."""
+        self.started.add(whole)
+        starts = []
+        outputs = []
+        for add in self.staged.tasks[whole].adds:
+            value, final, reduction = self._part(add).value, self._final(add), self.loop.reductions[add[0]]
+            aval = self.graph.types[value].aval if isinstance(value, int) else literal_type(value).aval
+            starts.append(AccumulatorStart(aval, reduction, self.loop.num_microbatches, final))
+            kind: ValueKind = "result" if reduction.grows else "accumulator"
+            outputs.append(self.graph.add_named(final, f"accumulator of %{final}", kind))
+            self.accumulators[final] = outputs[-1]
+        ty, stage = whole
+        results = tuple(s.result for s in starts)
+        recipe = self.graph.add_recipe(Recipe(f"start_{ty}{stage}", (), results, starts=tuple(starts)))
+        self.graph.nodes.append(Node(f"start({ty}, stage {stage})", actor, recipe, (), tuple(outputs)))
+
+    def _recipe(self, key: TaskKey) -> Recipe:
+        variant = self.scheduled.variants[key]
+        literals: dict[int, Lit] = {}
+        slices: list[tuple[Ref, int]] = []
+        inputs: list[int] = []
+        for r in self.staged.reads(variant.task):
+            ref = self.outer.get(r)
+            if r in self.batch:
+                assert ref is not None
+                slices.append((ref, r))
+                if isinstance(ref, int) and ref not in inputs:
+                    inputs.append(ref)
+            elif isinstance(ref, Lit):
+                literals[r] = ref
+            else:
+                inputs.append(r)
+        indexed = needs_index(self.staged, variant.task)
+        if indexed and self.index not in inputs:
+            inputs.append(self.index)
+        accumulates = [self._accumulate(add) for add in variant.task.adds]
+        return Recipe(
+            name=f"{key[0]}{key[1]}",
+            inputs=(*inputs, *(a.accumulator for a in accumulates)),
+            outputs=(*variant.makes, *(a.result for a in accumulates)),
+            ops=variant.task.ops,
+            slices=tuple(slices),
+            index=self.index if indexed else None,
+            literals=literals,
+            accumulates=tuple(accumulates),
+        )
+
+    def _accumulate(self, add: tuple[int, int]) -> Accumulate:
+        final, types = self._final(add), self.graph.types
+        old, new = types.new(types[final]), types.new(types[final])
+        self.graph.same_sharding |= {old: final, new: final}
+        return Accumulate(old, self._part(add).value, self.loop.reductions[add[0]], new)

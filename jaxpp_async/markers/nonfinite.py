@@ -1,0 +1,182 @@
+"""Find the operation that makes the first NaN or infinity of a computation.
+
+A `NonfiniteChecker` evaluates a computation under a JAX trace and adds a second result, which says for each
+floating value whether it has a NaN or an infinity. `describe_origin` turns that result into words. The
+accumulate loop uses the checker in plain JAX, and `compiler.evaluate` uses it for the tasks that run on
+actors. The checker looks only for what JAX's options (`jax_debug_nans`, `jax_debug_infs`) forbid at trace
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxpp_async.jax_bridge import jax_config, private_api, tracebacks
+
+_NAN, _INF = 1, 2
+_WORDS = {_NAN: "nan", _INF: "inf"}
+
+CALLS = frozenset().union(
+    ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2"),
+    ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+)
+"""Primitives that stand for the jaxpr inside them. `compiler.primitives` has these names by purpose."""
+
+
+def forbids_nonfinite() -> bool:
+    """Say whether JAX's options forbid NaNs or infinities."""
+    return jax_config.forbids_nans() or jax_config.forbids_infs()
+
+
+class NonfiniteChecker:
+    """An evaluator of equations under a JAX trace that checks each floating value they make.
+
+    Attributes:
+        places: one text a checked value, in program order: the line and the operation that made the value.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[str] = []
+        self._found: list[Any] = []
+
+    def found(self) -> Any:
+        """Return an integer vector with one entry for each of `places`: 0, `_NAN` or `_INF`, for
+        `describe_origin` to read."""
+        return jnp.stack(self._found) if self._found else jnp.zeros((0,), jnp.uint8)
+
+    def check_argument(self, value: Any) -> None:
+        """Check a value that the computation was given. Its place is the empty text."""
+        self.places.append("")
+        self._found.append(_worst_value(value) if _is_floating(value) else jnp.uint8(0))
+
+    def check_result(self, value: Any, line: str, operation: str) -> None:
+        """Check a value that an operation made, if it is a floating one."""
+        if _is_floating(value):
+            self.places.append(f"{line}: {operation}")
+            self._found.append(_worst_value(value))
+
+    def run_closed(self, closed: Any, args: Sequence[Any], around: str) -> list[Any]:
+        """Evaluate a closed jaxpr; `around` is the line for equations that have no line of their own."""
+        env: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        env.update(zip(closed.jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, private_api.Literal) else env[atom]
+
+        for eqn in closed.jaxpr.eqns:
+            results = self.run_equation(eqn, [read(a) for a in eqn.invars], around)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(a) for a in closed.jaxpr.outvars]
+
+    def run_equation(self, eqn: Any, operands: Sequence[Any], around: str) -> list[Any]:
+        """Evaluate an equation. Calls and scans are entered; any other equation that has jaxprs inside is
+        checked as one operation."""
+        line = tracebacks.source_line(eqn)
+        line = around if line == "unknown line" else line
+        if eqn.primitive.name == "scan":
+            return self._scan(private_api.scan_parts(eqn), operands, line)
+        if eqn.primitive.name in CALLS and (inner := private_api.inner_jaxpr(eqn)) is not None:
+            return self.run_closed(inner, operands, line)
+        results = private_api.bind_eqn(eqn, operands)
+        for value in results:
+            self.check_result(value, line, eqn.primitive.name)
+        return results
+
+    def _scan(self, parts: private_api.ScanParts, operands: Sequence[Any], line: str) -> list[Any]:
+        consts = operands[: parts.num_consts]
+        inside = NonfiniteChecker()
+
+        def body(carry: list[Any], xs: list[Any]) -> Any:
+            inside.__init__()  # JAX may trace it twice
+            results = inside.run_closed(parts.body, [*consts, *carry, *xs], line)
+            return results[: parts.num_carry], (results[parts.num_carry :], inside.found())
+
+        start, xs = list(operands[parts.num_consts : parts.first_x]), list(operands[parts.first_x :])
+        carry, (stacked, found) = lax.scan(body, start, xs, length=parts.length, reverse=parts.reverse)
+        self.places += inside.places
+        self._found += list(found.max(axis=0, initial=0)) if inside.places else []
+        return [*carry, *stacked]
+
+
+def _is_floating(value: Any) -> bool:
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return False
+    spec = jax.typeof(value).sharding.spec
+    # JAX computes no `any` of a sum over devices, whether the sum is pending or made.
+    return not spec.unreduced and not spec.reduced
+
+
+def _worst_value(value: Any) -> Any:
+    """Return the worst that a value has as a traced integer: `_NAN`, `_INF` or 0."""
+    value = value.astype(jnp.float32) if value.dtype.itemsize < 2 else value  # 8-bit floats
+    seen = jnp.uint8(0)
+    if jax_config.forbids_infs():
+        seen = jnp.where(jnp.any(jnp.isinf(value)), jnp.uint8(_INF), seen)
+    if jax_config.forbids_nans():
+        seen = jnp.where(jnp.any(jnp.isnan(value)), jnp.uint8(_NAN), seen)
+    return seen
+
+
+def describe_origin(
+    found: Any, places: Sequence[str], names: Sequence[str | None], where: str = ""
+) -> str | None:
+    """Name the first operation that made a NaN or an infinity, in JAX's words, and the arguments that had one
+    already.
+
+    Args:
+        found, places: as `NonfiniteChecker` has them.
+        names: the user's name of each checked argument; None where it has no name.
+        where: text behind the operation, such as `", microbatch 2"`.
+
+    Returns:
+        The text; None if there is neither a NaN nor an infinity.
+    """
+    seen = list(zip(places, np.asarray(found).tolist(), strict=True))
+    given = [(name, kind) for name, (_, kind) in zip(names, seen, strict=False) if kind]
+    made = next(((place, kind) for place, kind in seen if kind and place), None)
+    came = ", ".join(dict.fromkeys(name for name, _ in given if name))
+    if made is None:
+        return f"{came} had an invalid value ({_WORDS[given[0][1]]}) already{where}" if came else None
+    line, _, operation = made[0].rpartition(": ")
+    text = f"{line}: invalid value ({_WORDS[made[1]]}) encountered in {operation}{where}"
+    return f"{text}; {came} had one already" if came else text
+
+
+def describe_origin_in_loop(
+    body: Any, operands: Sequence[Any], num_consts: int, num_microbatches: int, names: Sequence[str]
+) -> str | None:
+    """Name the operation of a loop's body, and the microbatch, that make a NaN or an infinity.
+
+    Args:
+        body: closed jaxpr; its operands are the invariants, one microbatch's leaves and the microbatch's
+            index.
+        operands: the invariants, then the batch's leaves, each `(num_microbatches, ...)`.
+        names: one for each leaf.
+
+    Returns:
+        The text; None if no operation of the body makes one by itself.
+    """
+    checker = NonfiniteChecker()
+
+    @jax.jit
+    def check_microbatch(operands: list[Any], index: Any) -> Any:
+        checker.__init__()
+        leaves = [lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in operands[num_consts:]]
+        args = [*operands[:num_consts], *leaves]
+        for arg in args:
+            checker.check_argument(arg)
+        checker.run_closed(body, [*args, index], "unknown line")
+        return checker.found()
+
+    named = [*["a value that the loop's function closes over"] * num_consts, *names]
+    for i in range(num_microbatches):
+        found = check_microbatch(list(operands), np.int32(i))
+        if text := describe_origin(found, checker.places, named, f", microbatch {i}"):
+            return text
+    return None
