@@ -451,7 +451,7 @@ async def test_a_flood_from_one_address_keeps_nobody_from_another_out(attacked):
             sock.close()
 
 
-async def test_the_gate_never_takes_all_descriptors(monkeypatch):
+async def test_the_control_listener_never_takes_all_descriptors(monkeypatch):
     monkeypatch.setattr(gate_module, "free_descriptors", lambda: 100)
     gate = gate_module.ControlListener(bytes(32), version=VERSION, max_frame_bytes=1 << 20)
     address = await gate.listen("127.0.0.1")

@@ -560,7 +560,7 @@ def test_a_forked_worker_that_outlives_the_driver_holds_nothing_up(driver):
 
 
 @needs_sshd
-def test_a_stopped_keeper_does_not_outlive_the_driver(driver):
+def test_a_stopped_host_agent_does_not_outlive_the_driver(driver):
     popen, processes = driver
     for host_agent in processes[:2]:
         host_agent.suspend()
