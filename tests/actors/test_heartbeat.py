@@ -1,4 +1,4 @@
-"""Signs of life: the channel of their own, who is let in there, the thread that sends them, and what ends it."""
+"""Heartbeats: their own channel, who may connect to it, the thread that sends them, and what ends it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ async def main():
     from jaxpp_async.program.actor_program import ActorProgram
     from jaxpp_async.program.instructions import Aval, Input, Output, Run
     aval = Aval((4,), "float64", ("data",))
-    spec = jax.sharding.NamedSharding(actor._resources.step_resources.layouts.devices.mesh, jax.sharding.PartitionSpec("data"))
+    mesh = actor._resources.step_resources.layouts.devices.mesh
+    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     double = jax.jit(lambda x: (x * 2,), in_shardings=spec, out_shardings=spec)
     blob = bytes(export.export(double)(jax.ShapeDtypeStruct((4,), "float64")).serialize())
     program = ActorProgram(0, (Input(0, 0, aval), Run("f", 0, (0,), (1,)), Output(1, 0)), (aval, aval))
@@ -46,7 +47,8 @@ async def main():
     assert isinstance(await replies.get(), m.Done)
     print(json.dumps({
         "devices": ready.devices, "versions": sorted(ready.versions), "live_buffers": done.stats.live_buffers,
-        "values": np.frombuffer(fetched.arrays[0][2]).tolist(), "cached": len(os.listdir(sys.argv[1] + "/cache")),
+        "values": np.frombuffer(fetched.arrays[0][2]).tolist(),
+        "cached": len(os.listdir(sys.argv[1] + "/cache")),
         "hook": os.environ.get("HOOK"),
     }))
 

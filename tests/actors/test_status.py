@@ -1,4 +1,4 @@
-"""What actors tell of where they are: notes in passing, and the answer to `Report` when a step stands still."""
+"""Actors report where they are: by notes as they go, and in answer to `Report` when a step stands still."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ async def main():
         if not any(line.startswith("socket:") for line in inherited):
             break
         await asyncio.sleep(0.05)
-    print(sorted(line for line in inherited if line.startswith(("socket:", "anon_inode:", "/memfd", "/dev/shm"))))
+    kinds = ("socket:", "anon_inode:", "/memfd", "/dev/shm")
+    print(sorted(line for line in inherited if line.startswith(kinds)))
     print(sum(line.startswith("pipe:") for line in inherited))
     sys.stdout.flush()
     if not (worker := os.fork()):

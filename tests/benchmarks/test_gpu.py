@@ -268,11 +268,15 @@ def test_all_of_it_runs_tests_first_within_ten_minutes(programs, capsys, small):
 @pytest.mark.parametrize(
     "name, ran, text",
     [
-        ("tests", gpu.Ran(1, "FAILED tests/gpu/test_on_gpu.py::test_a - boom\n", "", 9.0), "1 failed: test_on_gpu.py::"),
-        ("tests", gpu.Ran(None, "tests/t.py::a PASSED\ntests/t.py::b ", "", 9.0), "longer than 9 s, in t.py::b"),
-        ("tests", gpu.Ran(4, "", "ERROR: not found", 9.0), "tests, tests/gpu/test_on_gpu.py: ended with code 4: ERROR"),
+        ("tests", gpu.Ran(1, "FAILED tests/gpu/test_on_gpu.py::test_a - boom\n", "", 9.0),
+         "1 failed: test_on_gpu"),
+        ("tests", gpu.Ran(None, "tests/t.py::a PASSED\ntests/t.py::b ", "", 9.0),
+         "longer than 9 s, in t.py::b"),
+        ("tests", gpu.Ran(4, "", "ERROR: not found", 9.0),
+         "tests, tests/gpu/test_on_gpu.py: ended with code 4: ERROR"),
         ("device_peer", gpu.Ran(-11, "", "", 9.0), "transfers, tcp, staged: ended with code -11: no output"),
-        ("device_peer", gpu.Ran(0, json.dumps(PEER | {"abort": {"failed": "TimeoutError"}}), "", 9.0), "abort: Ti"),
+        ("device_peer", gpu.Ran(0, json.dumps(PEER | {"abort": {"failed": "TimeoutError"}}), "", 9.0),
+         "abort: Ti"),
         ("device_step", gpu.Ran(0, "nothing", "", 9.0), "step, ours: printed no figures"),
     ],
 )  # fmt: skip
@@ -287,12 +291,15 @@ def test_what_fails_costs_only_itself_and_is_said_at_the_end(programs, capsys, n
 @pytest.mark.parametrize(
     "on, off, verdict, why",
     [
-        (PEER, NOT_TRIED, "keep on", "1.00x the bandwidth without (1 MiB), 1.00x the half round trip; an abort takes"),
-        (PEER | {"gb_s": PEER["gb_s"] | {"268435456": 450.0}}, NOT_TRIED, "look again", "0.50x the bandwidth"),
+        (PEER, NOT_TRIED, "keep on",
+         "1.00x the bandwidth without (1 MiB), 1.00x the half round trip; an abort"),
+        (PEER | {"gb_s": PEER["gb_s"] | {"268435456": 450.0}}, NOT_TRIED, "look again",
+         "0.50x the bandwidth"),
         # small ones are of latency
         (PEER | {"gb_s": PEER["gb_s"] | {"65536": 0.4}}, NOT_TRIED, "keep on", "1.00x"),
         (PEER | {"routes": ["cuda_copy", "posix"]}, NOT_TRIED, "switch off", "no cuda_ipc"),
-        (PEER | {"abort": {"failed": "TimeoutError"}}, NOT_TRIED, "look again", "does not end transfers: TimeoutError"),
+        (PEER | {"abort": {"failed": "TimeoutError"}}, NOT_TRIED, "look again",
+         "end transfers: TimeoutError"),
         ({"failed": "hung"}, NOT_TRIED, "not decided", "both"),
     ],
 )  # fmt: skip

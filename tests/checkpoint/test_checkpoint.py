@@ -662,9 +662,11 @@ async def test_a_path_without_a_checkpoint_says_what_is_there(mesh, tmp_path):
     broken.mkdir()
     (broken / "0123456789abcdef-actor-0-0.safetensors.partial").touch()
     for path, said in {
-        series: r"is a folder of checkpoints, 00000004, 00000002; give one of them \(.*/00000004\), or .*Checkpoints\(",
+        series: r"is a folder of checkpoints, 00000004, 00000002; "
+        r"give one of them \(.*/00000004\), or .*Checkpoints\(",
         series / "00000009": "there is no such folder; in .*run there are 00000004, 00000002$",
-        broken: r"manifest\.json is missing: a save was broken off here, .*; in .*run there are 00000004, 00000002$",
+        broken: r"manifest\.json is missing: a save was broken off here, .*; "
+        r"in .*run there are 00000004, 00000002$",
         series / "00000002" / "manifest.json": "it is a file; give the folder that it is in: .*/00000002$",
         tmp_path / "notes" / "a.txt": "it is a file$",
         tmp_path / "notes": "in it are a.txt; nor is there one in it or beside it$",
@@ -1041,10 +1043,9 @@ async def test_after_a_full_disk_and_a_death_another_mesh_goes_on_bit_for_bit(re
 def tiny(tmp_path) -> Iterator[tuple[Any, Any]]:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog; " * 80)
-    words = (
-        f"--launcher inline --steps 4 --save-every 2 --layers 2 --dim 8 --heads 2 --seq-len 8 --microbatches 2 \
-        --batch-size 4 --data {text} --checkpoint-dir {tmp_path / 'run'} --trace {tmp_path / 'trace.json'}"
-    )
+    words = f"--launcher inline --steps 4 --save-every 2 --layers 2 --dim 8 --heads 2 --seq-len 8 \
+        --microbatches 2 --batch-size 4 --data {text} --checkpoint-dir {tmp_path / 'run'} \
+        --trace {tmp_path / 'trace.json'}"
     options = parse_options(words.split())
     yield options, dataclasses.replace(options, resume=True)
 

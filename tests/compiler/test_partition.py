@@ -1,4 +1,4 @@
-"""Which operation goes to which task: each case is a model, what its tasks compute and who takes from whom."""
+"""Operations go to tasks: each case is a model, what its tasks compute, and which takes from which."""
 
 import jax
 import jax.numpy as jnp

@@ -543,5 +543,6 @@ def test_the_controller_imports_no_jax():
     import subprocess
     import sys
 
-    code = "import jaxpp_async.controller.controller, jaxpp_async.launch.inline, sys; assert 'jax' not in sys.modules"
+    code = "import jaxpp_async.controller.controller, jaxpp_async.launch.inline, sys; "
+    code += "assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

@@ -1,4 +1,4 @@
-"""What requests are remembered, and which are made again, in which order. Links that only take notes; no JAX."""
+"""The request log remembers requests and makes them again in order. The links only take notes; no JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Direct tests of bounded waits for the end of things."""
+"""Direct tests of run_bounded waits for the end of things."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from jaxpp_async.controller.startup import bounded, to_the_end, wait_all_dead
+from jaxpp_async.controller.startup import run_bounded, wait_all_dead, wait_uninterrupted
 
 
 class Handle:
@@ -45,7 +45,7 @@ async def test_work_that_fails_at_the_end_is_logged_and_the_end_goes_on(caplog):
     async def fail() -> None:
         raise OSError("broken pipe")
 
-    await bounded(fail(), 60.0, "cannot say goodbye")
+    await run_bounded(fail(), 60.0, "cannot say goodbye")
     (record,) = caplog.records
     assert (record.levelno, record.getMessage()) == (
         logging.WARNING,
@@ -57,7 +57,7 @@ async def test_work_that_takes_too_long_at_the_end_is_given_up(caplog):
     async def hang() -> None:
         await asyncio.get_running_loop().create_future()
 
-    await bounded(hang(), 0.0, "no answer")
+    await run_bounded(hang(), 0.0, "no answer")
     assert [record.getMessage() for record in caplog.records] == ["no answer: TimeoutError()"]
 
 
@@ -69,7 +69,7 @@ async def test_an_end_is_reached_however_often_its_caller_is_cancelled():
         ended.append(True)
 
     task = asyncio.ensure_future(work())
-    caller = asyncio.ensure_future(to_the_end(task, lambda: hurried.append(True)))
+    caller = asyncio.ensure_future(wait_uninterrupted(task, lambda: hurried.append(True)))
     for _ in range(2):
         await asyncio.sleep(0)
         caller.cancel()
@@ -86,4 +86,4 @@ async def test_what_the_end_raises_is_raised_to_its_caller():
         raise OSError("no")
 
     with pytest.raises(OSError, match="no"):
-        await to_the_end(asyncio.ensure_future(work()), lambda: None)
+        await wait_uninterrupted(asyncio.ensure_future(work()), lambda: None)

@@ -482,7 +482,7 @@ async def longest_pause() -> AsyncIterator[Callable[[], float]]:
 
 
 async def test_a_slow_reader_gets_everything_and_memory_stays_bounded(net, shared):
-    """Case 11. What is sent ahead waits in the sender's own buffers: no more than planned, nothing beside it."""
+    """Case 11. What is sent ahead waits in the sender's own buffers, which are no more than planned."""
     mesh, step, _ = shared
     (params, batch), sent_bytes = arguments(rows=4096, microbatches=16), 32 << 20
     expected = jax.jit(train_step)(params, batch)

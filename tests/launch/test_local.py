@@ -311,7 +311,8 @@ async def spawn(supervisor: ProcessSupervisor, code: str, lines: list[str]):
 
 async def test_the_warden_keeps_output_and_exit_status():
     supervisor, lines = ProcessSupervisor(beat_s=1.0), []
-    code = "import sys; print(sys.stdin.readline().strip()); [print(i) for i in range(80)]; sys.exit('oh \\u00e9')"
+    code = "import sys; print(sys.stdin.readline().strip()); "
+    code += "[print(i) for i in range(80)]; sys.exit('oh \\u00e9')"
     process = await spawn(supervisor, code, lines)
     death = await asyncio.wrap_future(process.dead)
     assert lines == ["config", *map(str, range(80)), "oh \u00e9"]

@@ -223,7 +223,8 @@ def test_a_keeper_leaves_nothing_behind(how, tmp_path):
     """Not even what has a session of its own."""
     code = (
         "import subprocess, time; "
-        "print('child', subprocess.Popen(['sleep', '62'], start_new_session=True).pid, flush=True); time.sleep(62)"
+        "print('child', subprocess.Popen(['sleep', '62'], start_new_session=True).pid, flush=True); "
+        "time.sleep(62)"
     )
     actor = f'#!/bin/sh\nexec {sys.executable} -c "{code}"\n'
     command = [sys.executable, "-m", "jaxpp_async.launch.host_agent", "1.0" if how == "lease" else "15"]

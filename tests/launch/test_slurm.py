@@ -103,7 +103,8 @@ SAID_BY_SRUN = [
         "the allocation has ended",
     ),
     (
-        "slurmstepd: error: execve(): /no/py: No such file or directory\nsrun: error: n1: task 0: Exited with ...",
+        "slurmstepd: error: execve(): /no/py: No such file or directory\n"
+        "srun: error: n1: task 0: Exited with ...",
         None,
     ),
     ("bash: hello", None),

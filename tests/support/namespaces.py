@@ -171,7 +171,8 @@ class Network:
         first = sshds[0].folder
         (first / "all_known_hosts").write_text(known)
         (first / "all_config").write_text(
-            f"UserKnownHostsFile {first}/all_known_hosts\nGlobalKnownHostsFile /dev/null\nIdentitiesOnly yes\n{keys}"
+            f"UserKnownHostsFile {first}/all_known_hosts\nGlobalKnownHostsFile /dev/null\n"
+            f"IdentitiesOnly yes\n{keys}"
         )
         return ["-F", str(first / "all_config")]
 
@@ -310,7 +311,7 @@ def present() -> set[str]:
 
 
 def remove_runs(runs: set[int]) -> None:
-    """End the processes of these runs on their hosts, and remove their namespaces, and with them the links."""
+    """End the processes of these runs on their hosts, and remove their namespaces with the links."""
     for process, pid in _marked():
         if pid in runs:
             with contextlib.suppress(psutil.Error):  # it has ended

@@ -124,7 +124,8 @@ def test_transfers_pair_a_send_with_its_receive():
 
 def test_what_is_passed_on_is_called_after_what_made_it():
     programs = [
-        parse_program('actor 0: 2 slots\ninput  b0 = arg 5 f32[2]\nsend   b0 to 1 tag 0\nrun    "f" exe 0 () -> '
+        parse_program('actor 0: 2 slots\ninput  b0 = arg 5 f32[2]\nsend   b0 to 1 tag 0\n'
+                      'run    "f" exe 0 () -> '
                       "(b1 f32[2])\nsend   b1 to 1 tag 1\n"),
         parse_program("actor 1: 2 slots\nrecv   b0 from 0 tag 0 f32[2]\nrecv   b1 from 0 tag 1 f32[2]\n"
                       "send   b0 to 2 tag 0\nsend   b1 to 2 tag 1\n"),
@@ -197,9 +198,11 @@ def test_the_bill_of_stages_that_are_not_alike():
 
 def test_a_step_that_is_not_one():
     circle = [
-        parse_program('actor 0: 2 slots\nrecv   b0 from 1 tag 0 f32[1]\nrun    "f" exe 0 (b0) -> (b1 f32[1])\n'
+        parse_program('actor 0: 2 slots\nrecv   b0 from 1 tag 0 f32[1]\n'
+                      'run    "f" exe 0 (b0) -> (b1 f32[1])\n'
                       "send   b1 to 1 tag 0\n"),
-        parse_program('actor 1: 2 slots\nrecv   b0 from 0 tag 0 f32[1]\nrun    "g" exe 0 (b0) -> (b1 f32[1])\n'
+        parse_program('actor 1: 2 slots\nrecv   b0 from 0 tag 0 f32[1]\n'
+                      'run    "g" exe 0 (b0) -> (b1 f32[1])\n'
                       "send   b1 to 0 tag 0\n"),
     ]  # fmt: skip
     with pytest.raises(ValueError, match="in a circle"):

@@ -248,7 +248,8 @@ def few_descriptors():
 def test_descriptors_are_counted(few_descriptors):
     few_descriptors(20)
     check_descriptors(20, "this")
-    says = r"^this takes about 21 file descriptors, and this process on host \S+ has 20 left: it uses \d+ of \d+; raise"
+    says = r"^this takes about 21 file descriptors, and this process on host \S+ has 20 left: "
+    says += r"it uses \d+ of \d+; raise"
     with pytest.raises(MeshError, match=says + r".*`ulimit -n 1024`"):
         check_descriptors(21, "this")
 
@@ -331,7 +332,8 @@ async def test_without_dev_shm_files_elsewhere_are_shared(monkeypatch, tmp_path,
 
 async def test_where_nothing_can_be_shared_a_local_mesh_says_what_to_do(monkeypatch):
     monkeypatch.setattr(limits, "_unfit", lambda folder: f"{folder} has 4 KiB left, and UCX wants 16 MiB")
-    says = r"exchange data in shared memory, and there is none to be had: /dev/shm has 4 KiB left.*interface='lo'"
+    says = r"exchange data in shared memory, and there is none to be had: "
+    says += r"/dev/shm has 4 KiB left.*interface='lo'"
     with pytest.raises(MeshError, match=says):
         UCXTransport(0, network=Network(()))
     a = UCXTransport(0, network=Network(LOOPBACK))
