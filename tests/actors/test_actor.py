@@ -30,7 +30,7 @@ class Harness:
     """A controller's side: sends requests, awaits replies, holds the data plane's other end.
 
     Attributes:
-        options: of every `Actor`; tests of devices that compute on their own have a door here.
+        options: of every `Actor`; tests of devices that compute on their own give `open_devices`.
     """
 
     options: ClassVar[dict[str, Any]] = {}

@@ -80,11 +80,11 @@ def test_an_unknown_channel_is_refused():
         pair()[1].feed(stranger)
 
 
-# ---------------------------------------------------------------- the gate
+# ---------------------------------------------------------------- the control listener
 
 
 class Heard:
-    """What the gate hands over."""
+    """Collect what the control listener hands over."""
 
     def __init__(self) -> None:
         self.beats: list[tuple[Identity, m.Beat]] = []
@@ -103,14 +103,14 @@ class Heard:
 
 
 @contextlib.asynccontextmanager
-async def open_gate() -> AsyncIterator[tuple[ControlListener, tuple[str, int], Heard]]:
-    """A gate that listens, and closes."""
-    gate = ControlListener(SECRET, version=jaxpp_async.__version__, max_frame_bytes=1 << 20)
-    gate.on_beat = record_heartbeat = Heard()
+async def open_listener() -> AsyncIterator[tuple[ControlListener, tuple[str, int], Heard]]:
+    """A control listener that listens, and closes."""
+    listener = ControlListener(SECRET, version=jaxpp_async.__version__, max_frame_bytes=1 << 20)
+    listener.on_beat = record_heartbeat = Heard()
     try:
-        yield gate, await gate.listen("127.0.0.1"), record_heartbeat
+        yield listener, await listener.listen("127.0.0.1"), record_heartbeat
     finally:
-        await gate.aclose()
+        await listener.aclose()
 
 
 async def knock(address: tuple[str, int], identity: Identity) -> Connection:
@@ -125,20 +125,20 @@ async def closed(connection: Connection) -> None:
         await connection.wait_closed()
 
 
-async def test_only_actors_that_are_here_have_a_heart(caplog):
-    async with open_gate() as (gate, address, record_heartbeat):
-        arrival = gate.expect(ACTOR)
+async def test_only_actors_that_are_here_have_a_heartbeat(caplog):
+    async with open_listener() as (listener, address, record_heartbeat):
+        arrival = listener.expect(ACTOR)
         early = await knock(address, HEART)
         await closed(early)
         control = await knock(address, ACTOR)
         link = await arrival
         for stranger in (Identity(3, 0, "beats"), Identity(3, 2, "beats"), Identity(4, 1, "beats")):
             await closed(await knock(address, stranger))
-        heart = await knock(address, HEART)
-        heart.send(BEAT)
+        heartbeat = await knock(address, HEART)
+        heartbeat.send(BEAT)
         assert await record_heartbeat.one() == BEAT and record_heartbeat.beats == [(HEART, BEAT)]
         second = await knock(address, HEART)
-        await closed(heart)  # one heart an actor
+        await closed(heartbeat)  # one heartbeat connection an actor
         control.close()
         await closed(link)
         second.send(BEAT)
@@ -151,12 +151,12 @@ async def test_only_actors_that_are_here_have_a_heart(caplog):
 
 
 async def test_a_forged_beat_ends_its_connection_and_no_other():
-    async with open_gate() as (gate, address, record_heartbeat):
-        arrival = gate.expect(ACTOR)
-        control, heart = await knock(address, ACTOR), await knock(address, HEART)
-        heart.wire._send_key = FrameKey(b"x" * 32)
-        heart.send(BEAT)
-        await closed(heart)
+    async with open_listener() as (listener, address, record_heartbeat):
+        arrival = listener.expect(ACTOR)
+        control, heartbeat = await knock(address, ACTOR), await knock(address, HEART)
+        heartbeat.wire._send_key = FrameKey(b"x" * 32)
+        heartbeat.send(BEAT)
+        await closed(heartbeat)
         assert record_heartbeat.beats == [] and (await arrival).is_open
         good = await knock(address, HEART)
         good.send(BEAT)
@@ -177,8 +177,8 @@ async def test_the_thread_says_where_the_actor_is_and_ends_it_when_nobody_listen
     left: asyncio.Future[ExitCode] = asyncio.get_running_loop().create_future()
     leave = lambda code: left.get_loop().call_soon_threadsafe(left.set_result, code)  # noqa: E731
     page = ProgressPage(None)
-    async with open_gate() as (gate, address, record_heartbeat):
-        arrival = gate.expect(ACTOR)
+    async with open_listener() as (listener, address, record_heartbeat):
+        arrival = listener.expect(ACTOR)
         control = await knock(address, ACTOR)
         link = await arrival
         thread = start_beating(Heartbeat(ACTOR, SECRET, address), page.read, leave)
@@ -199,12 +199,12 @@ async def test_the_thread_says_where_the_actor_is_and_ends_it_when_nobody_listen
 async def test_the_thread_tries_again_until_it_is_let_in(monkeypatch):
     monkeypatch.setattr(heartbeat, "_PAUSE_S", 0.02)
     left: list[ExitCode] = []
-    async with open_gate() as (gate, address, record_heartbeat):
-        refused, refuse = asyncio.Event(), gate._is_connected
-        monkeypatch.setattr(gate, "_is_connected", lambda identity: refused.set() or refuse(identity))
+    async with open_listener() as (listener, address, record_heartbeat):
+        refused, refuse = asyncio.Event(), listener._is_connected
+        monkeypatch.setattr(listener, "_is_connected", lambda identity: refused.set() or refuse(identity))
         thread = start_beating(Heartbeat(ACTOR, SECRET, address), lambda: None, left.append)
         await refused.wait()
-        arrival = gate.expect(ACTOR)
+        arrival = listener.expect(ACTOR)
         control = await knock(address, ACTOR)
         await record_heartbeat.one()
         monkeypatch.setattr(heartbeat, "_ATTEMPTS", 0)
@@ -222,10 +222,10 @@ async def test_the_thread_tries_again_until_it_is_let_in(monkeypatch):
 
 async def test_a_process_beats_and_a_stopped_one_does_not():
     launcher = LocalLauncher(actor="fake_actor:FakeActor", forward=lambda line: None)
-    async with open_gate() as (gate, address, record_heartbeat):
+    async with open_listener() as (listener, address, record_heartbeat):
         env = {"PYTHONPATH": f"{SUPPORT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         spec: Any = LaunchSpec(0, 1, 0, SECRET, address, env=env)
-        link = await Startup(launcher, gate, timeout_s=30, on_progress=lambda text: None).start(spec)
+        link = await Startup(launcher, listener, timeout_s=30, on_progress=lambda text: None).start(spec)
         try:
             assert (await record_heartbeat.one()).position is None
             os.kill(link.handle.pid, signal.SIGSTOP)

@@ -52,7 +52,7 @@ FOUR = ("0", "1", "2", "3")
     [
         (FOUR, 4, 1, ["0", "1", "2", "3"]),
         (FOUR, 2, 2, ["0 1", "2 3"]),
-        (FOUR, 2, 1, ["0 1", "2 3"]),  # what is left over goes to neighbours; JAX takes the first it needs
+        (FOUR, 2, 1, ["0 1", "2 3"]),  # each gets part of what is left over; JAX takes the first it needs
         (FOUR, 3, 1, ["0", "1", "2 3"]),
         (("0",), 4, 1, ["0 /4"] * 4),
         (("0", "1"), 4, 1, ["0 /2", "1 /2", "0 /2", "1 /2"]),
@@ -384,11 +384,11 @@ def test_inline_actors_without_gpus():
         jpp.RemoteMesh(1, launcher="inline", platform="cuda")
 
 
-# ---------------------------------------------------------------- the door, with nothing behind it
+# ---------------------------------------------------------------- CUDA, by a stand-in
 
 
 class FakeCuda:
-    """CuPy's `cuda`, as far as the door goes: notes what it is asked."""
+    """CuPy's `cuda`, as far as it is used: notes what it is asked."""
 
     def __init__(self):
         self.calls, self.current, self.refuses = [], None, None

@@ -131,8 +131,8 @@ def test_the_step_fills_the_memory_of_the_actor_that_needs_most(gib, layers, siz
     sizes = gpu.step_sizes(False, gib << 30)
     assert (sizes["layers"], sizes["microbatch-size"]) == (layers, size)
     fixed, sequence = gpu.step_bytes(sizes)
-    room = 0.9 * 0.45 * ((gib << 30) or gpu.UNKNOWN_BYTES)
-    assert fixed + size * sequence <= room < fixed + (size + 1) * sequence
+    memory = 0.9 * 0.45 * ((gib << 30) or gpu.UNKNOWN_BYTES)
+    assert fixed + size * sequence <= memory < fixed + (size + 1) * sequence
 
 
 @pytest.mark.parametrize("dim, head_dim", [(2048, 128), (1024, 64)])

@@ -168,7 +168,7 @@ def test_a_value_through_several_markers_goes_directly():
         return square(pair[0] @ ws[2] + pair[1] @ ws[3])
 
     done = plan_step(step_of(loss, 3), [W] * 4, X, actors=3)
-    # Activations forth and cotangents back between neighbours, three microbatches each, and nothing else.
+    # Activations forth and cotangents back between adjacent stages, three microbatches each, no more.
     links = {(a, b): [t for t in sent(done) if t[:2] == (a, b)] for a in range(3) for b in range(3)}
     assert {link: len(ts) for link, ts in links.items() if ts} == {(0, 1): 3, (1, 2): 3, (2, 1): 3, (1, 0): 3}
 

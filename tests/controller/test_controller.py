@@ -427,32 +427,32 @@ async def test_a_cancelled_launch_leaves_nothing(caplog):
                 pass
 
 
-# ---------------------------------------------------------------- the gate
+# ---------------------------------------------------------------- the control listener
 
 
 async def test_a_gate_that_closes_while_somebody_comes_in_leaves_no_socket_open(recwarn):
     for turns in range(8):
-        gate = ControlListener(b"s" * 32, version="1", max_frame_bytes=DEFAULT_MAX_FRAME_BYTES)
-        address = await gate.listen("127.0.0.1")
+        listener = ControlListener(b"s" * 32, version="1", max_frame_bytes=DEFAULT_MAX_FRAME_BYTES)
+        address = await listener.listen("127.0.0.1")
         with socket.create_connection(address):
             for _ in range(turns):
                 await asyncio.sleep(0)
-            await gate.aclose()
+            await listener.aclose()
     gc.collect()
     assert not recwarn.list
 
 
 @pytest.mark.parametrize("turns", range(3))
 async def test_an_inline_actor_that_is_killed_before_it_began_leaves_no_socket_open(turns, recwarn):
-    gate, launcher = (
+    listener, launcher = (
         ControlListener(b"s" * 32, version="1", max_frame_bytes=DEFAULT_MAX_FRAME_BYTES),
         inline_launcher(),
     )
-    handle = await launcher.start(LaunchSpec(0, 1, 0, b"s" * 32, None), gate.adopt)
+    handle = await launcher.start(LaunchSpec(0, 1, 0, b"s" * 32, None), listener.adopt)
     for _ in range(turns):
         await asyncio.sleep(0)
     handle.kill()
-    await gate.aclose()
+    await listener.aclose()
     await launcher.aclose()
     del handle
     gc.collect()
@@ -461,9 +461,9 @@ async def test_an_inline_actor_that_is_killed_before_it_began_leaves_no_socket_o
 
 async def test_the_gate_refuses_strangers_and_goes_on(caplog):
     secret, identity = b"s" * 32, Identity(0, 0)
-    gate = ControlListener(secret, version="1", max_frame_bytes=DEFAULT_MAX_FRAME_BYTES)
-    host, port = await gate.listen("127.0.0.1")
-    arrival = gate.expect(identity)
+    listener = ControlListener(secret, version="1", max_frame_bytes=DEFAULT_MAX_FRAME_BYTES)
+    host, port = await listener.listen("127.0.0.1")
+    arrival = listener.expect(identity)
     loop = asyncio.get_running_loop()
 
     async def knock(wire: Wire) -> Connection:
@@ -486,7 +486,7 @@ async def test_the_gate_refuses_strangers_and_goes_on(caplog):
         again = await knock(Wire("actor", secret, version="1", identity=identity))
         await again.wait_closed()
         assert good.is_open
-        other = gate.expect(Identity(1, 0))
+        other = listener.expect(Identity(1, 0))
         await knock(Wire("actor", secret, version="2", identity=Identity(1, 0)))
         with pytest.raises(HandshakeError, match="process 1 runs jaxpp-async 2, the controller 1"):
             await other
@@ -494,18 +494,18 @@ async def test_the_gate_refuses_strangers_and_goes_on(caplog):
         assert len(said) >= 4 and not any(secret.decode() in s or secret.hex() in s for s in said)
     finally:
         (await arrival).abort()
-        await gate.aclose()
+        await listener.aclose()
 
 
 async def test_a_silent_peer_is_dropped(monkeypatch):
     monkeypatch.setattr("jaxpp_async.protocol.connection.HANDSHAKE_TIMEOUT_S", 0.1)
-    gate = ControlListener(b"s" * 32, version="1", max_frame_bytes=1 << 20)
-    host, port = await gate.listen("127.0.0.1")
+    listener = ControlListener(b"s" * 32, version="1", max_frame_bytes=1 << 20)
+    host, port = await listener.listen("127.0.0.1")
     reader, writer = await asyncio.open_connection(host, port)
     async with asyncio.timeout(2):
         assert await reader.read() == b""
     writer.close()
-    await gate.aclose()
+    await listener.aclose()
 
 
 # ---------------------------------------------------------------- with the real actor

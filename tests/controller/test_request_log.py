@@ -38,7 +38,7 @@ class Link:
 
 
 class Desk:
-    """An outbox with two links, and one request of each kind."""
+    """A request log with two links, and one request of each kind."""
 
     def __init__(self, *, remembers: bool = True) -> None:
         self.links = {0: Link(0), 1: Link(1)}

@@ -67,7 +67,7 @@ AGREED = [
     [gpu(name, f"GPU-{name[1]}", fraction=0.45) for name in ("a0", "a1", "b0", "b1")],
     [nccl("a"), nccl("b")],
     [nccl(name, "GPU-0", shares=True) for name in "ab"],
-    # no neighbours share one
+    # no two adjacent processes share one
     [nccl("a", "GPU-0"), nccl("b", "GPU-1"), nccl("c", "GPU-0"), nccl("d", "GPU-1")],
 ]
 

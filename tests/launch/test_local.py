@@ -301,7 +301,7 @@ def test_an_actor_that_cannot_begin_says_why(changes, code, said):
     assert "xyz" not in errors and "abab" not in errors
 
 
-# ---------------------------------------------------------------- the warden
+# ---------------------------------------------------------------- the process supervisor
 
 
 async def spawn(supervisor: ProcessSupervisor, code: str, lines: list[str]):

@@ -1,4 +1,4 @@
-"""Launchers of one's own: the `Launcher` interface done by hand, and a command that runs a keeper elsewhere.
+"""Launchers of one's own: the `Launcher` interface by hand, and a command that runs a host agent elsewhere.
 Also what every launcher on other hosts shares: at most eight handshakes at once, one address, one line a
 host.
 """
@@ -409,5 +409,5 @@ def test_lines_that_are_no_orders(line):
 
 def test_a_banner_is_no_record():
     assert kp.read_record("Welcome to n1") is None and kp.read_record("") is None
-    with pytest.raises(ValueError, match="no message of a keeper"):
+    with pytest.raises(ValueError, match="no message of a host agent"):
         kp.read_record(RECORD + "{}")

@@ -46,7 +46,7 @@ needs_sshd = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
 def test_the_command_asks_nothing_and_forwards_nothing():
-    command = ssh_command(Host("n1", user="me", port=22), ["/my py/python", "-m", "keeper"], ["-i", "key"])
+    command = ssh_command(Host("n1", user="me", port=22), ["/my py/python", "-m", "agent"], ["-i", "key"])
     options = " ".join(command[: command.index("--")])
     assert options.startswith(
         "ssh -i key -T -o BatchMode=yes -o StrictHostKeyChecking=yes -o ConnectTimeout="
@@ -60,7 +60,7 @@ def test_the_command_asks_nothing_and_forwards_nothing():
         "-l me",
     ):
         assert option in options
-    assert command[-3:] == ["--", "n1", "echo jaxpp-async-login; exec '/my py/python' -m keeper"]
+    assert command[-3:] == ["--", "n1", "echo jaxpp-async-login; exec '/my py/python' -m agent"]
 
 
 CHANGED = """@@@@@@@@@@@
@@ -181,7 +181,7 @@ async def hanging_step(controller: Controller) -> Any:
 
 
 def host_agents(sshd: Sshd) -> set[int]:
-    """Keepers and actors that were started by way of an sshd: by its home, as others run tests on this
+    """Host agents and actors that were started by way of an sshd: by its home, as others run tests on this
     machine too."""
     found, home = set(), str(sshd.folder / "home")
     for process in psutil.process_iter(["cmdline", "environ"]):
@@ -464,7 +464,7 @@ async def test_a_lost_connection_is_told_as_such(sshd, caplog):
         async with asyncio.timeout(2):
             with pytest.raises(ActorDiedError, match="the connection to its host ended") as raised:
                 await step
-        assert "Hello" not in str(raised.value)  # what a keeper says is for us
+        assert "Hello" not in str(raised.value)  # what a host agent says is for us
         await controller.aclose()
     await none_left(sshd, before)
 
@@ -581,7 +581,7 @@ def test_a_stopped_drivers_actors_end_by_their_lease_over_ssh(driver):
 
 @needs_sshd
 async def test_a_native_call_of_the_driver_is_named_over_ssh(sshd):
-    """The keeper's lease ends first, and kills the actors: which would look like a want of memory."""
+    """The host agent's lease ends first, and kills the actors: which would look like a want of memory."""
     controller = await start(launcher(sshd, lease_s=1.0))
     step = await hanging_step(controller)
     ctypes.PyDLL(None).usleep(2_500_000)

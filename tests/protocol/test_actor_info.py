@@ -20,7 +20,7 @@ from jaxpp_async.protocol.actor_info import (
     process_of,
 )
 
-# ---------------------------------------------------------------- seats
+# ---------------------------------------------------------------- process ranks
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

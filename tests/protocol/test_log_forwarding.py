@@ -235,7 +235,7 @@ async def test_what_a_process_logs(controller, caplog):
 
 
 async def test_what_a_process_elsewhere_prints_and_logs(caplog):
-    """Through a keeper, as over ssh."""
+    """Through a host agent, as over ssh."""
     lines: list[str] = []
     caplog.set_level(logging.INFO, "jaxpp_async")
     reach = CommandReach(lambda placement, host_agent: ["sh", "-c", 'exec "$@"', "sh", *host_agent])

@@ -1,4 +1,4 @@
-"""A vigil keeps a loop awake behind a step for as long as that helps, and not a pass longer."""
+"""A `LoopSpin` keeps a loop awake behind a step for as long as that helps, and not a pass longer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxpp_async.protocol.loop_spin import LONGEST_S, LoopSpin, has_spare_core
 
 
 class Loop:
-    """Counts the passes in which somebody keeps it awake; each takes a tenth of the longest vigil."""
+    """Counts the passes in which somebody keeps it awake; each takes a tenth of the longest spin."""
 
     def __init__(self) -> None:
         self.now_s, self.yields, self._soon = 5.0, 0, []

@@ -43,7 +43,7 @@ def skip_reason(target: str = "make test-net") -> str | None:
     """Why what needs namespaces cannot run here; None if it can.
 
     Args:
-        target: what makes a room for them and runs it there.
+        target: the command that makes a namespace for a program and runs it there.
     """
     if not os.environ.get("JAXPP_TEST_NET"):
         return f"needs network namespaces: run `{target}`"

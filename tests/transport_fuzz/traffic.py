@@ -53,7 +53,7 @@ class Message:
 
     Attributes:
         sequence: of its tag.
-        sent_bytes, expected_bytes: what goes out, and what the receive has room for.
+        sent_bytes, expected_bytes: what is sent, and the size of the receive buffer.
         start: where what goes out begins in the sender's data.
         is_overwritten: the sender puts other data into the memory as soon as the send has ended.
         in_block: it is received into shared memory, as actors do it.
